@@ -1,0 +1,32 @@
+# Each target does its own set-up. A Python of 3.11 or 3.12 is found on PATH; name another with PYTHON=...
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
+	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: venv demo test lint down
+
+venv: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 on PATH; install one or give PYTHON=..."; exit 2; }
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,tensorboard,dev]'
+	@touch $@
+
+demo: venv  ## data, tiny model, warm start, GRPO; STEPS=n for another number of steps
+	@$(BIN)/sluice demo $(if $(STEPS),--steps $(STEPS))
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint  ## lint, types, layers and the whole suite
+	$(BIN)/pytest
+
+down:  ## stop the local Prefect server and Ray
+	@test ! -x $(BIN)/sluice || $(BIN)/sluice down

@@ -1,0 +1,199 @@
+"""The `sluice` command."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from schemas.config.load import load_config
+from schemas.config.run import RunConfig
+from schemas.errors import PipelineError, RunError, UserError
+
+USER_ERROR, PIPELINE_ERROR, INTERRUPTED = 2, 1, 130
+CONFIGS = Path(__file__).parent / "configs"
+
+app = typer.Typer(
+    name="sluice",
+    help="Post-train language models with GRPO, as Prefect flows over a jagged column store.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+RunArgument = Annotated[str, typer.Argument(help="A run's id, or its directory.", metavar="RUN")]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Changes to the config, e.g. optim.lr=1e-4 rollout.num_prompts=32", metavar="[KEY=VALUE]..."
+    ),
+]
+RunsDirOption = Annotated[str, typer.Option(help="Where runs lie.")]
+
+
+def main() -> None:
+    """Entry point: one clear line for what a user can mend, a resume line for what stopped a run."""
+    try:
+        app()
+    except UserError as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(USER_ERROR)
+    except PipelineError as error:
+        errors.print(f"stopped: {type(error).__name__}: {error}", style="red", markup=False, highlight=False)
+        sys.exit(PIPELINE_ERROR)
+
+
+@app.command()
+def demo(
+    overrides: OverridesArgument = None,
+    steps: Annotated[
+        int | None, typer.Option(help="GRPO steps; the config's own if not given.", min=1)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of data, model and training.", min=0)] = 0,
+) -> None:
+    """Make a data set and a tiny model, warm-start it, and run GRPO until the reward has risen."""
+    from flows.demo import demo_overrides, prepare_demo
+    from flows.session import prefect_session, run_flow
+
+    last = [f"steps={steps}"] if steps else []
+    config = _load("demo", [*demo_overrides(seed), *(overrides or []), *last])
+    with prefect_session(config.runtime, console):
+        run_flow(prepare_demo(config))
+        _train(config, None)
+
+
+@app.command()
+def train(
+    config_path: Annotated[
+        str, typer.Argument(help="A TOML file, or the name of a built-in one.", metavar="CONFIG")
+    ],
+    overrides: OverridesArgument = None,
+    run_id: Annotated[
+        str | None, typer.Option(help="The run's name; made from the config's if not given.")
+    ] = None,
+) -> None:
+    """Train as the config says. Everything is checked before anything starts."""
+    from flows.session import prefect_session
+    from infra.preflight import check
+
+    config = _load(config_path, overrides or [])
+    with console.status("checking model, data and reward"):
+        check(config)
+    with prefect_session(config.runtime, console):
+        _train(config, run_id)
+
+
+@app.command()
+def resume(run: RunArgument, runs_dir: RunsDirOption = "runs") -> None:
+    """Go on with a run that was stopped or killed; finished stages are not repeated."""
+    from flows.session import prefect_session
+    from infra.preflight import check
+    from infra.runs import RunDirectory
+
+    directory = RunDirectory.open(run, runs_dir)
+    config = directory.config()
+    done = len(directory.metrics.steps())
+    if done >= config.steps and (directory.path / "summary.json").exists():
+        console.print(
+            f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume"
+        )
+        return
+    check(config)
+    console.print(f"resuming {directory.run_id}: {done} of {config.steps} steps are done")
+    with prefect_session(config.runtime, console):
+        _train(config, directory.run_id, resume=True)
+
+
+@app.command()
+def data(
+    task: Annotated[str, typer.Argument(help="A reasoning-gym task, e.g. chain_sum.")],
+    out: Annotated[Path, typer.Argument(help="The Parquet file to write.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(help="The task's own settings, e.g. min_terms=2", metavar="[KEY=VALUE]..."),
+    ] = None,
+    size: Annotated[int, typer.Option(help="Rows.", min=1)] = 1000,
+    seed: Annotated[int, typer.Option(help="The task's seed.", min=0)] = 0,
+) -> None:
+    """Write problems of a reasoning-gym task as Parquet, in the columns that verl uses."""
+    from infra.reasoning_gym import parse_settings, write_rows
+
+    with console.status(f"generating {size} rows of {task}"):
+        write_rows(out, task, size=size, seed=seed, settings=parse_settings(settings or []))
+    console.print(f"wrote {size} rows of {task} to {out}")
+
+
+@app.command(name="eval")
+def evaluate(
+    run: RunArgument,
+    data_path: Annotated[
+        str | None, typer.Option("--data", help="Prompts; the run's own eval file if not given.")
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="At most so many prompts.", min=1)] = None,
+    runs_dir: RunsDirOption = "runs",
+) -> None:
+    """Measure the held-out accuracy of a run's newest checkpoint."""
+    from infra.evaluate import evaluate_run
+    from infra.runs import RunDirectory
+
+    with console.status("generating"):
+        report = evaluate_run(RunDirectory.open(run, runs_dir), data_path, num_prompts)
+    console.print(
+        f"policy version {report.policy_version}: accuracy {report.accuracy:.3f}, mean reward {report.reward:.3f} "
+        f"over {report.num_prompts} prompts ({report.num_failed} rewards failed) in {report.seconds:.1f} s"
+    )
+
+
+@app.command()
+def report(run: RunArgument, runs_dir: RunsDirOption = "runs") -> None:
+    """Show a run's figures and write them, with curves, to its report.html."""
+    from flows.report import render_table, write_html
+    from infra.runs import RunDirectory
+
+    directory = RunDirectory.open(run, runs_dir)
+    if not directory.metrics.steps():
+        raise RunError(
+            f"run {directory.run_id} has no finished step to report; go on with: sluice resume {run}"
+        )
+    console.print(render_table(directory))
+    console.print(f"wrote {write_html(directory)}")
+
+
+@app.command()
+def down(
+    services_dir: Annotated[str, typer.Option(help="Where the services' state lies.")] = ".sluice",
+) -> None:
+    """Stop the local Prefect server and Ray that earlier commands started here."""
+    from infra.services import LocalServices
+
+    stopped = LocalServices(Path(services_dir)).stop()
+    console.print(f"stopped: {', '.join(stopped)}" if stopped else "no local service was running")
+
+
+def _load(config: str, overrides: list[str]) -> RunConfig:
+    built_in = CONFIGS / f"{config}.toml"
+    return load_config(
+        built_in if built_in.exists() and not Path(config).exists() else Path(config), overrides
+    )
+
+
+def _train(config: RunConfig, run_id: str | None, *, resume: bool = False) -> None:
+    from flows.report import render_summary
+    from flows.session import run_flow
+    from flows.train import train as train_flow
+    from infra.runs import new_run_id
+
+    run_id = run_id or new_run_id(config.name)
+    try:
+        summary = run_flow(train_flow(config, run_id=run_id, resume=resume))
+    except (KeyboardInterrupt, PipelineError):
+        errors.print(f"go on with: sluice resume {run_id}", markup=False, highlight=False)
+        raise
+    console.print(render_summary(summary, Path(config.runtime.runs_dir) / run_id))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""A whole GRPO run: evaluate, step until done, recover from dead workers, summarise."""
+
+import logging
+import math
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean
+
+from prefect import flow, get_run_logger
+from prefect.runtime import flow_run
+
+from flows.step import run_step
+from infra import cluster
+from infra.runs import MetricsFile, RunDirectory, new_run_id
+from infra.services import LocalServices
+from infra.stores.ray import RayColumnStore
+from infra.tracking import TensorBoardSink
+from schemas.config.run import RunConfig
+from schemas.config.runtime import RuntimeConfig
+from schemas.errors import PipelineError, RunError, VersionError, WorkerLostError
+from schemas.step import PolicyHandle, RunHandle, RunSummary, StepReport
+from tasks.artifacts import create_progress, update_progress
+from tasks.checkpoint import save_checkpoint
+from tasks.rollout import evaluate_policy
+from tasks.stage import is_committed
+
+SUMMARY_STEPS = 10
+
+
+def _flow_run_name() -> str:
+    return flow_run.parameters.get("run_id") or flow_run.parameters["config"].name
+
+
+@flow(name="train", flow_run_name=_flow_run_name, persist_result=False)
+async def train(config: RunConfig, run_id: str | None = None, resume: bool = False) -> RunSummary:
+    """Run GRPO from the start, or go on with a run that stopped.
+
+    Args:
+        config: The run's configuration; a resumed run takes it from its directory instead.
+        run_id: The run's name; None makes one.
+        resume: Whether the run exists already.
+
+    Raises:
+        RunError: The run exists though `resume` is false, or does not though it is true.
+        PipelineError: What stopped the run; `resume` goes on from there.
+    """
+    run_id = run_id or new_run_id(config.name)
+    if resume:
+        directory = RunDirectory.open(run_id, config.runtime.runs_dir)
+        config = directory.config()
+    else:
+        directory = RunDirectory.create(config, run_id)
+    with directory.driver_lock():
+        connect(config.runtime)
+        run = _open_run(directory, config)
+        try:
+            run = await _train_to_the_end(run, directory)
+            summary = _summarise(directory, RayColumnStore(run.run_id).usage().num_bytes)
+            directory.write_summary(summary)
+            return summary
+        finally:
+            cluster.kill_workers(run.run_id, config.rollout.num_workers)
+            RayColumnStore(run.run_id).destroy()
+
+
+def connect(runtime: RuntimeConfig) -> None:
+    """Connect to the configured Ray, or to a local one that is started if need be."""
+    if runtime.ray_address:
+        cluster.connect(runtime.ray_address, local=False)
+        return
+    services = LocalServices(Path(runtime.services_dir))
+    services.start(prefect=False, ray=True)
+    assert services.ray_address is not None
+    cluster.connect(services.ray_address, local=True)
+
+
+def _open_run(directory: RunDirectory, config: RunConfig) -> RunHandle:
+    """The run with its column store: the one that is there, else a new one."""
+    store = RayColumnStore.attach(directory.run_id)
+    if store is None:
+        # Workers of a lost store would go on asking it.
+        cluster.kill_workers(directory.run_id, config.rollout.num_workers)
+        store = RayColumnStore(directory.run_id, config.store.capacity_bytes)
+    return RunHandle(
+        run_id=directory.run_id,
+        directory=str(directory.path),
+        config=config,
+        store_generation=store.generation,
+    )
+
+
+async def _train_to_the_end(run: RunHandle, directory: RunDirectory) -> RunHandle:
+    logger = get_run_logger()
+    policy = await _reconcile(run, directory)
+    progress = await create_progress(run, 100 * policy.step / run.config.steps)
+    tensorboard = TensorBoardSink(directory.path) if run.config.runtime.tensorboard else None
+    step_flow = run_step.with_options(result_storage=directory.ledger)
+    restarts = 0
+    try:
+        await _evaluate(run, policy, directory.metrics)
+        while policy.step < run.config.steps:
+            try:
+                report = await step_flow(run, policy)
+            except (WorkerLostError, VersionError) as error:
+                restarts += 1
+                if restarts > run.config.runtime.max_restarts:
+                    raise
+                logger.warning("step %d is run again (%d): %s", policy.step, restarts, error)
+                run = _open_run(directory, run.config)
+                policy = await _reconcile(run, directory)
+                continue
+            policy = policy.replace(version=report.policy_version)
+            line = progress_line(report, run.config.steps)
+            logger.info(line)
+            await update_progress(progress, 100 * policy.step / run.config.steps, line)
+            if tensorboard:
+                tensorboard.write(report)
+            if policy.step % run.config.runtime.checkpoint_every_steps == 0:
+                await save_checkpoint(run, policy)
+            await _evaluate(run, policy, directory.metrics)
+        return run
+    finally:
+        # What was trained since the last checkpoint is kept, unless the policy itself is gone.
+        with suppress(PipelineError):
+            await save_checkpoint(run, policy)
+
+
+async def _reconcile(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
+    """Bring the policy worker, the finished steps and the ledger to one point; returns the policy to go on with.
+
+    The policy is one version ahead of the finished steps when its driver died between the update and the step's
+    last line: the step is then run again from its ledger, and the worker answers with the update it recorded. If
+    that ledger is gone, the worker is replaced by the last checkpoint.
+    """
+    finished = len(directory.metrics.steps())
+    policy = await _policy(run)
+    if policy.version == finished + 1:
+        unfinished = policy.replace(version=finished)
+        if is_committed(run, unfinished, "advantage"):
+            return unfinished
+        cluster.kill_worker(run.run_id, "policy")
+        policy = await _policy(run)
+    if policy.version > finished:
+        raise RunError(
+            f"the policy has version {policy.version} but {directory.metrics.path} holds {finished} steps; "
+            "the run directory has been changed by hand"
+        )
+    directory.metrics.truncate(policy.version)
+    return policy
+
+
+async def _policy(run: RunHandle) -> PolicyHandle:
+    return await cluster.call(await cluster.get_worker(run, "policy"), "start")
+
+
+async def _evaluate(run: RunHandle, policy: PolicyHandle, metrics: MetricsFile) -> None:
+    every = run.config.eval.every_steps
+    due = policy.step in (0, run.config.steps) or (every and policy.step % every == 0)
+    if run.config.data.eval_path is None or not due:
+        return
+    if any(report.policy_version == policy.version for report in metrics.evals()):
+        return
+    report = await evaluate_policy(run, policy)
+    metrics.append_eval(report)
+    get_run_logger().info(
+        "held-out accuracy after %d steps: %.3f (%d prompts)",
+        policy.step,
+        report.accuracy,
+        report.num_prompts,
+    )
+
+
+def progress_line(report: StepReport, num_steps: int) -> str:
+    """One step in one line: reward, response tokens, KL, tokens per second, seconds per phase."""
+    metrics = report.metrics
+    phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in report.seconds_by_phase.items())
+    return (
+        f"step {report.step + 1:>3}/{num_steps}  reward {metrics['reward']:.3f}  "
+        f"response {metrics['response/tokens']:.1f} tok  kl {metrics.get('kl', math.nan):.4f}  "
+        f"{metrics['tokens'] / report.seconds:,.0f} tok/s  {report.seconds:.2f} s: {phases}"
+    )
+
+
+def _summarise(directory: RunDirectory, store_bytes: int) -> RunSummary:
+    steps, evals = directory.metrics.steps(), directory.metrics.evals()
+    rewards = [report.metrics["reward"] for report in steps]
+    accuracies = {report.policy_version: report.accuracy for report in evals}
+    seconds = sum(report.seconds for report in steps)
+    phases = {name for report in steps for name in report.seconds_by_phase}
+    return RunSummary(
+        run_id=directory.run_id,
+        steps=len(steps),
+        reward_first=fmean(rewards[:SUMMARY_STEPS]),
+        reward_last=fmean(rewards[-SUMMARY_STEPS:]),
+        accuracy_before=accuracies.get(0),
+        accuracy_after=accuracies.get(len(steps)),
+        seconds=seconds + sum(report.seconds for report in evals),
+        tokens_per_second=sum(report.metrics["tokens"] for report in steps) / seconds,
+        seconds_by_phase={
+            name: sum(report.seconds_by_phase.get(name, 0.0) for report in steps) for name in sorted(phases)
+        },
+        store_bytes_at_end=store_bytes,
+        prefect_ui=flow_run_url(),
+    )
+
+
+def flow_run_url() -> str:
+    """The address of the current flow run in the Prefect UI."""
+    return flow_run.ui_url or ""

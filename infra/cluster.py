@@ -1,0 +1,169 @@
+"""Ray: connecting the driver, the run's named actors, and calls whose errors keep their types."""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any, Literal
+
+from schemas.errors import PipelineError, ServiceError, WorkerLostError
+from schemas.step import RunHandle
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "sluice"
+KILL_TIMEOUT_SECONDS = 20
+CONNECT_TIMEOUT_SECONDS = 10
+Role = Literal["policy", "reference", "rollout"]
+
+
+def connect(address: str, *, local: bool) -> None:
+    """Connect this process to Ray, once.
+
+    Args:
+        address: `host:port` of the Ray head.
+        local: Whether Sluice started that Ray, on loopback.
+
+    Raises:
+        ServiceError: Nothing answers at `address`.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    if local:
+        _keep_to_loopback()
+    _require_answer(address)
+    # Ray installs its own SIGTERM handler; Prefect's turns SIGTERM into a cancellation and must stay.
+    handler = signal.getsignal(signal.SIGTERM)
+    environment = {
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            runtime_env={"env_vars": environment},
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ServiceError(f"no Ray answers at {address}: {str(error).splitlines()[0]}") from None
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _keep_to_loopback() -> None:
+    """Take this process for a loopback-only one, as the head does that `infra.services` starts."""
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False  # read from RAY_ENVIRONMENT, but when Ray was imported
+
+
+def _require_answer(address: str) -> None:
+    # Ray itself would try for minutes, and then exit the process.
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ServiceError(
+            f"no Ray answers at {address!r} ({error}); check runtime.ray_address (host:port), or leave it out to "
+            "start a local one"
+        ) from None
+
+
+def actor_name(run_id: str, role: Role, shard: int = 0) -> str:
+    """The name under which a run's worker is found by every process of the cluster."""
+    return f"{run_id}/{role}-{shard}"
+
+
+async def get_worker(run: RunHandle, role: Role, shard: int = 0) -> Any:
+    """The run's worker of this role: found by name, or created, and started.
+
+    A worker that died is created anew; the policy then holds the newest checkpoint's version.
+    """
+    import ray
+
+    options = {
+        "name": actor_name(run.run_id, role, shard),
+        "namespace": NAMESPACE,
+        "lifetime": "detached",  # a killed driver leaves it; resume finds it with its weights
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+    }
+    worker: Any = ray.remote(_worker_class(role)).options(**options).remote(run, shard)
+    await call(worker, "start")
+    return worker
+
+
+def start_worker(worker_class: type, *args: Any) -> Any:
+    """A worker without a name: it ends when its handle goes, or its driver does."""
+    import ray
+
+    return ray.remote(worker_class).options(num_cpus=0, max_restarts=0).remote(*args)
+
+
+async def call(worker: Any, method: str, *args: Any) -> Any:
+    """Await one actor call.
+
+    Raises:
+        PipelineError: What the worker raised, with its own type.
+        WorkerLostError: The worker died.
+    """
+    import ray
+
+    try:
+        return await getattr(worker, method).remote(*args)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, PipelineError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayActorError as error:
+        raise WorkerLostError(f"a worker died during {method!r}: {error}") from None
+
+
+def kill_worker(run_id: str, role: Role, shard: int = 0) -> None:
+    """End one worker of the run, if there is one, and wait until its name is free again."""
+    import ray
+
+    name = actor_name(run_id, role, shard)
+    deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+        except ValueError:
+            return
+        time.sleep(0.05)
+    raise WorkerLostError(f"worker {name} did not end within {KILL_TIMEOUT_SECONDS} s")
+
+
+def kill_workers(run_id: str, num_rollout_workers: int) -> None:
+    """End all workers of the run and free their memory."""
+    kill_worker(run_id, "policy")
+    kill_worker(run_id, "reference")
+    for shard in range(num_rollout_workers):
+        kill_worker(run_id, "rollout", shard)
+
+
+def _worker_class(role: Role) -> type:
+    if role == "policy":
+        from infra.workers.policy import PolicyWorker
+
+        return PolicyWorker
+    if role == "reference":
+        from infra.workers.reference import ReferenceWorker
+
+        return ReferenceWorker
+    from infra.workers.rollout import RolloutWorker
+
+    return RolloutWorker
+
+
+def add_working_directory() -> None:
+    """Let reward functions be imported from the directory that the command was started in."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())

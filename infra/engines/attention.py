@@ -1,0 +1,57 @@
+"""Attention of one new token per row, without copies of the cache.
+
+With grouped-query attention, transformers' SDPA path copies all keys and values once per query head whenever
+there is a mask. For a single query position the query heads of a group can stand where positions stand.
+N rows, K key heads, G query heads per key head, Q queries, T cached tokens, D dims.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+NAME = "sluice_decode"
+
+
+def decode_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers' SDPA does, grouped by key head where each row has one query.
+
+    Args:
+        module: The attention layer.
+        query: [N, K * G, Q, D].
+        key: [N, K, T, D].
+        value: [N, K, T, D].
+        attention_mask: Boolean or additive [N or 1, 1, Q, T], or None.
+        **kwargs: What transformers passes on: `scaling`, `dropout`, `is_causal`, ...
+
+    Returns:
+        [N, Q, K * G, D], and None for the weights.
+    """
+    num_rows, num_heads, num_queries, head_dim = query.shape
+    shared_mask = attention_mask is None or attention_mask.shape[1] == 1
+    if num_queries != 1 or not shared_mask or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    grouped = query.reshape(num_rows, key.shape[1], num_heads // key.shape[1], head_dim)
+    output = scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling")
+    )
+    return output.reshape(num_rows, 1, num_heads, value.shape[-1]), None
+
+
+def use_decode_attention(model: PreTrainedModel) -> None:
+    """Make `model` decode with `decode_attention`, if SDPA is what it uses; others are left as they are."""
+    if model.config._attn_implementation != "sdpa":
+        return
+    AttentionInterface.register(NAME, decode_attention)
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation(NAME)

@@ -1,0 +1,66 @@
+"""A key-value cache that grows without copying itself at every token, and whose rows can leave.
+
+transformers' `DynamicLayer` concatenates, which copies all keys and values at every decoded token; on a CPU
+that is most of a small model's decoding time. `RoomyLayer` writes into buffers with room to spare.
+"""
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+_ROOM_TOKENS = 64  # by how much a full buffer grows
+
+
+class RoomyLayer(DynamicLayer):
+    """A full-attention layer whose `keys` and `values` [N, heads, T, dim] are views of larger buffers."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the states of new tokens and return all keys and values; see `DynamicLayer.update`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._key_buffer = key_states[:, :, :0]
+            self._value_buffer = value_states[:, :, :0]
+            self.keys, self.values = self._key_buffer, self._value_buffer
+        assert self.keys is not None
+        assert self.values is not None
+        start = self.keys.shape[-2]
+        stop = start + key_states.shape[-2]
+        if stop > self._key_buffer.shape[-2]:
+            self._key_buffer = _grown(self.keys, stop + _ROOM_TOKENS)
+            self._value_buffer = _grown(self.values, stop + _ROOM_TOKENS)
+        self._key_buffer[:, :, start:stop] = key_states
+        self._value_buffer[:, :, start:stop] = value_states
+        self.keys, self.values = self._key_buffer[:, :, :stop], self._value_buffer[:, :, :stop]
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows at `indices`, in their order; one may be named several times."""
+        length = self.get_seq_length()
+        self._key_buffer = self._key_buffer[indices]
+        self._value_buffer = self._value_buffer[indices]
+        self.keys, self.values = self._key_buffer[:, :, :length], self._value_buffer[:, :, :length]
+
+
+def _grown(states: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    buffer = states.new_empty((*states.shape[:2], num_tokens, states.shape[-1]))
+    buffer[:, :, : states.shape[-2]] = states
+    return buffer
+
+
+def decoding_cache(config: PretrainedConfig) -> DynamicCache:
+    """Return an empty cache for a model of `config`; layers of other kinds stay transformers' own."""
+    cache = DynamicCache(config=config)
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Return what one token of one row takes in the cache of a model of `config`, all layers being full."""
+    text = config.get_text_config(decoder=True)
+    num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * num_heads * head_dim * dtype.itemsize

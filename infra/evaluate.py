@@ -1,0 +1,41 @@
+"""Held-out accuracy of a run's newest checkpoint, in this process: no Ray, no Prefect."""
+
+from infra.checkpoint import newest_checkpoint
+from infra.preflight import check
+from infra.runs import RunDirectory
+from infra.workers.rollout import RolloutWorker
+from schemas.errors import ConfigError, RunError
+from schemas.step import EvalReport, RunHandle
+
+
+def evaluate_run(directory: RunDirectory, data_path: str | None, num_prompts: int | None) -> EvalReport:
+    """Score held-out prompts under the run's newest checkpoint.
+
+    Args:
+        directory: The run.
+        data_path: A prompt file; None for the config's `data.eval_path`.
+        num_prompts: How many prompts at most; None for the config's `eval.num_prompts`.
+
+    Raises:
+        RunError: The run has no checkpoint.
+        ConfigError: Neither the call nor the config names a prompt file.
+    """
+    config = directory.config()
+    found = newest_checkpoint(directory.checkpoints)
+    if found is None:
+        raise RunError(f"run {directory.run_id} has no checkpoint in {directory.checkpoints}")
+    if data_path is None and config.data.eval_path is None:
+        raise ConfigError(f"run {directory.run_id} has no data.eval_path; give prompts with --data FILE")
+    path, manifest = found
+    config = config.replace(
+        model=config.model.replace(path=str(path)),
+        data=config.data.replace(eval_path=data_path or config.data.eval_path),
+        eval=config.eval.replace(num_prompts=num_prompts or config.eval.num_prompts),
+    )
+    check(config)
+    run = RunHandle(
+        run_id=directory.run_id, directory=str(directory.path), config=config, store_generation=""
+    )
+    worker = RolloutWorker(run)
+    worker.start()
+    return worker.evaluate(0).replace(policy_version=manifest.version)

@@ -1,0 +1,152 @@
+"""Models and tokenizers from Hugging Face folders, checked before anything starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from schemas.config.model import ModelConfig
+from schemas.errors import ModelError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer, fit to build prompts with and to end responses with.
+
+    Raises:
+        ModelError: The folder, its config or tokenizer files are missing or unreadable; there is no chat
+            template or end-of-sequence token; or there are more tokens than the model has embeddings.
+    """
+    _check_folder(
+        config.path, TOKENIZER_FILES, "save the tokenizer there with `tokenizer.save_pretrained(folder)`"
+    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.path)
+        num_embeddings = AutoConfig.from_pretrained(config.path).get_text_config().vocab_size
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ModelError(
+            f"model.path {config.path}: the tokenizer can't be loaded: {_one_line(error)}"
+        ) from error
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            f"model.path {config.path}: the tokenizer has no chat template; use that of an instruction-tuned "
+            "model, or write one into chat_template.jinja in that folder"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"model.path {config.path}: the tokenizer has no eos_token, so no response could end; set it in "
+            "tokenizer_config.json"
+        )
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= num_embeddings:
+        raise ModelError(
+            f"model.path {config.path}: the tokenizer's largest token id is {largest}, but the model has "
+            f"embeddings for {num_embeddings} tokens (0 to {num_embeddings - 1}); they are not of one model"
+        )
+    return tokenizer
+
+
+def load_model(config: ModelConfig) -> PreTrainedModel:
+    """Load the causal language model in float32 on the CPU, in eval mode and without dropout.
+
+    Dropout is taken out rather than switched off, so that train mode, which gradient checkpointing needs,
+    computes the same function.
+
+    Raises:
+        ModelError: The folder, its config or weights are missing or unreadable, or don't fill the model.
+    """
+    disable_progress_bar()  # its bars would break into our own progress lines
+    _check_folder(config.path, ("config.json",), "save the model there with `model.save_pretrained(folder)`")
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            config.path, dtype=torch.float32, output_loading_info=True
+        )
+    except Exception as error:  # safetensors, json and transformers raise unrelated types for bad files
+        raise ModelError(
+            f"model.path {config.path}: the model can't be loaded: {_one_line(error)}"
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    missing_keys = sorted(loaded[1]["missing_keys"])
+    if missing_keys:
+        raise ModelError(
+            f"model.path {config.path}: {len(missing_keys)} of the model's weights are not in the folder and "
+            f"would be random, among them {missing_keys[0]}; is its config.json that of another model?"
+        )
+    _remove_dropout(model)
+    return model.eval()
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that end a response: the tokenizer's and the generation config's, ascending."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    more = configured if isinstance(configured, list) else [configured]
+    return tuple(sorted({tokenizer.eos_token_id, *(token for token in more if token is not None)}))
+
+
+def _check_folder(path: str, any_of: tuple[str, ...], fix: str) -> None:
+    """Say what is missing of a local folder; a path that isn't there may be a name on the hub."""
+    folder = Path(path)
+    if folder.is_file():
+        raise ModelError(f"model.path {path} is a file; give the Hugging Face folder that it is in")
+    if not folder.exists():
+        if _on_hub(path):
+            return
+        raise ModelError(
+            f"model.path {path}: there is no such folder (and no such model on the Hugging Face hub, or no "
+            "network); give a Hugging Face model folder"
+        )
+    if not (folder / "config.json").exists():
+        raise ModelError(f"model.path {path}: there is no config.json; give a Hugging Face model folder")
+    if not any((folder / name).exists() for name in any_of):
+        raise ModelError(f"model.path {path}: there is none of {', '.join(any_of)}; {fix}")
+
+
+def _on_hub(name: str) -> bool:
+    """Whether the hub, or its local cache, has a model of this name; one quick question, without retries."""
+    try:
+        validate_repo_id(name)
+        return (
+            bool(try_to_load_from_cache(name, "config.json"))
+            or HfApi().model_info(name, timeout=10) is not None
+        )
+    except Exception:  # noqa: BLE001 - the HTTP client's errors share no base across versions; all mean "not there"
+        return False
+
+
+def _remove_dropout(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def check_positions(config: ModelConfig, num_tokens: int) -> None:
+    """Check that the model has positions for the longest row that a config allows.
+
+    Raises:
+        ModelError: It has fewer.
+    """
+    positions = AutoConfig.from_pretrained(config.path).get_text_config().max_position_embeddings
+    if num_tokens > positions:
+        raise ModelError(
+            f"model.path {config.path}: the model has {positions} positions, but data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {num_tokens}; lower one of them"
+        )

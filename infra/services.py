@@ -1,0 +1,235 @@
+"""Local services: a Prefect server (SQLite) and a Ray head, both on loopback, both outliving the driver.
+
+They are started when nothing is configured, found again by the next command through a small state file each, and
+stopped by `sluice down`. Columns and workers therefore survive a killed driver, and the Prefect UI stays up.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from schemas.base import Frozen
+from schemas.errors import ServiceError
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+PREFECT_PORT = 4200
+START_TIMEOUT_SECONDS = 120
+
+# Ray binds every port to loopback only where it believes that clusters are off; both sides must agree.
+RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+
+# Batching keeps SQLite's single writer from answering "database is locked" while a step's events arrive.
+PREFECT_ENVIRONMENT = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "200",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_READ_BATCH_SIZE": "100",
+}
+
+
+class ServiceState(Frozen):
+    """One running service: its process and where it listens."""
+
+    pid: int
+    started: float  # the process's creation time, so that a reused pid is not mistaken for it
+    port: int
+
+    @property
+    def address(self) -> str:
+        return f"{LOOPBACK}:{self.port}"
+
+
+class LocalServices:
+    """The services whose state lies in one directory.
+
+    Args:
+        directory: Where state files, logs and Prefect's database are kept.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.resolve()
+
+    def start(self, *, prefect: bool, ray: bool) -> None:
+        """Start what is asked for and not running, side by side, and wait until it answers.
+
+        Raises:
+            ServiceError: A service does not answer in time; the message names its log.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with self._lock():
+            started = []
+            if prefect and self.state("prefect") is None:
+                started.append(self._spawn_prefect())
+            if ray and self.state("ray") is None:
+                started.append(self._spawn_ray())
+            try:
+                for name, process, port in started:
+                    self._wait(name, process, port)
+            except BaseException:
+                for _, process, _ in started:
+                    _end_process_tree(process.pid)
+                raise
+
+    def state(self, name: str) -> ServiceState | None:
+        """The service `name` ("prefect" or "ray") if its process is alive, else None."""
+        path = self._state_path(name)
+        if not path.exists():
+            return None
+        state = ServiceState.model_validate_json(path.read_text())
+        try:
+            alive = abs(psutil.Process(state.pid).create_time() - state.started) < 1.0
+        except psutil.NoSuchProcess:
+            alive = False
+        return state if alive else None
+
+    @property
+    def prefect_api_url(self) -> str | None:
+        state = self.state("prefect")
+        return f"http://{state.address}/api" if state else None
+
+    @property
+    def ray_address(self) -> str | None:
+        state = self.state("ray")
+        return state.address if state else None
+
+    def stop(self) -> list[str]:
+        """Stop every service started from this directory; returns the names of those that ran."""
+        stopped = []
+        for name in ("prefect", "ray"):
+            state = self.state(name)
+            if state is not None:
+                _end_process_tree(state.pid)
+                stopped.append(name)
+            self._state_path(name).unlink(missing_ok=True)
+        return stopped
+
+    def _spawn_prefect(self) -> tuple[str, subprocess.Popen[bytes], int]:
+        port = PREFECT_PORT if _is_free(PREFECT_PORT) else _free_port()
+        api_url = f"http://{LOOPBACK}:{port}/api"
+        environment = {"PREFECT_HOME": str(self.directory / "prefect"), "PREFECT_UI_API_URL": api_url}
+        command = [
+            sys.executable,
+            "-m",
+            "prefect",
+            "server",
+            "start",
+            "--host",
+            LOOPBACK,
+            "--port",
+            str(port),
+        ]
+        return "prefect", self._spawn("prefect", command, PREFECT_ENVIRONMENT | environment), port
+
+    def _spawn_ray(self) -> tuple[str, subprocess.Popen[bytes], int]:
+        port = _free_port()
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--head",
+            "--block",
+            "--disable-usage-stats",
+        ]
+        command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", "--include-dashboard=false"]
+        command += [
+            f"--ray-client-server-port={_free_port()}",
+            "--dashboard-agent-listen-port=0",
+            "--include-log-monitor=false",
+        ]
+        return "ray", self._spawn("ray", command, RAY_ENVIRONMENT), port
+
+    def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        with self._log_path(name).open("wb") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,  # a Ctrl-C or kill of the driver must not reach it
+            )
+
+    def _wait(self, name: str, process: subprocess.Popen[bytes], port: int) -> None:
+        answers = _prefect_answers if name == "prefect" else self._ray_answers
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        while not answers(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                why = (
+                    f"exited with {process.returncode}"
+                    if process.returncode is not None
+                    else "did not answer"
+                )
+                raise ServiceError(
+                    f"the local {name} service {why} within {START_TIMEOUT_SECONDS} s; see {self._log_path(name)}"
+                )
+            time.sleep(0.1)
+        started = psutil.Process(process.pid).create_time()
+        state = ServiceState(pid=process.pid, started=started, port=port)
+        self._state_path(name).write_text(state.model_dump_json())
+        logger.info("started %s at %s (pid %d)", name, state.address, state.pid)
+
+    def _ray_answers(self, port: int) -> bool:
+        # The port opens before the node is registered; `ray start` says so when it is.
+        return not _is_free(port) and b"Ray runtime started" in self._log_path("ray").read_bytes()
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        with (self.directory / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # released by the kernel when the process dies
+            yield
+
+    def _state_path(self, name: str) -> Path:
+        return self.directory / f"{name}.json"
+
+    def _log_path(self, name: str) -> Path:
+        return self.directory / f"{name}.log"
+
+
+def _prefect_answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/api/health", timeout=2) as response:
+            return bool(json.load(response))
+    except (OSError, ValueError):
+        return False
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) != 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def _end_process_tree(pid: int) -> None:
+    try:
+        root = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return
+    processes = [root, *root.children(recursive=True)]
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=15)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

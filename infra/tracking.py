@@ -1,0 +1,37 @@
+"""Optional metric sinks beside `metrics.jsonl`."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from schemas.errors import ConfigError
+from schemas.step import StepReport
+
+
+class TensorBoardSink:
+    """TensorBoard event files under the run directory (extra `tensorboard`)."""
+
+    def __init__(self, run_path: Path) -> None:
+        self.require()
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_path / "tensorboard"))
+
+    @staticmethod
+    def require() -> None:
+        """Check that TensorBoard is there.
+
+        Raises:
+            ConfigError: It is not installed.
+        """
+        if find_spec("tensorboard") is None:
+            raise ConfigError(
+                "runtime.tensorboard is true but TensorBoard is not installed; pip install 'sluice[tensorboard]'"
+            )
+
+    def write(self, report: StepReport) -> None:
+        """Write one step's metrics and phase seconds."""
+        for name, value in report.metrics.items():
+            self._writer.add_scalar(name, value, report.step)
+        for phase, seconds in report.seconds_by_phase.items():
+            self._writer.add_scalar(f"seconds/{phase}", seconds, report.step)
+        self._writer.flush()

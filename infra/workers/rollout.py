@@ -1,0 +1,212 @@
+"""The rollout worker: generates, scores and stores its share of every step's samples."""
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from safetensors.torch import load
+
+from infra.datasets import PromptDataset, PromptRow, load_prompts
+from infra.engines.base import Generation, GenerationRequest, Sampling
+from infra.engines.noise import derive_seed
+from infra.engines.transformers import TransformersEngine
+from infra.models import load_model, load_tokenizer, stop_token_ids
+from infra.stores.base import ColumnStore
+from infra.stores.ray import RayColumnStore
+from infra.workers.policy import set_threads
+from infra.workers.samples import Sample, check_failures, to_columns, to_shard
+from rl_core.columns.codec import value_dtypes
+from rl_core.rewards import RewardItem, RewardOutcome, load_reward, score_all
+from schemas.batch import ChunkKey
+from schemas.errors import ConfigError, VersionError
+from schemas.rollout import PutResult, RolloutShard
+from schemas.step import EvalReport, RunHandle
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutWorker:
+    """One of the run's `rollout.num_workers` rollout workers.
+
+    What it generates is a function of the config, the policy version and the step: worker s of S takes the
+    step's prompts s, s + S, ..., and the samples of a prompt don't depend on S.
+
+    Args:
+        run: The run it belongs to.
+        shard: Its number s.
+        store: The column store; None connects to the run's.
+    """
+
+    def __init__(self, run: RunHandle, shard: int = 0, store: ColumnStore | None = None) -> None:
+        self._run, self._config, self._shard, self._store = run, run.config, shard, store
+        self._started = False
+        self._held: tuple[int, list[Sample]] | None = None  # the step last generated, and its samples
+
+    def start(self) -> None:
+        """Load the starting weights (version 0), the prompts and the reward function, once.
+
+        Raises:
+            UserError: The model, a data file or the reward function is not usable, or the model is too short.
+        """
+        if self._started:
+            return
+        config = self._config
+        set_threads(config.runtime.num_threads)
+        self._columns = self._store or RayColumnStore(self._run.run_id)
+        self._reward = load_reward(config.reward)
+        self._tokenizer = load_tokenizer(config.model)
+        self._prompts = load_prompts(config.data.train_path, config.data, self._tokenizer)
+        self._eval_prompts = (
+            load_prompts(config.data.eval_path, config.data, self._tokenizer)
+            if config.data.eval_path
+            else None
+        )
+        model = load_model(config.model)
+        for prompts in filter(None, (self._prompts, self._eval_prompts)):
+            self._check_room(prompts, model.config.get_text_config().max_position_embeddings)
+        self._vocab_size = model.config.get_text_config().vocab_size
+        self._stop_token_ids = stop_token_ids(model, self._tokenizer)
+        self._engine = TransformersEngine(model)
+        self._started = True
+
+    def version(self) -> int:
+        """Return the policy version whose weights it holds."""
+        return self._engine.version
+
+    def load_weights(self, data: bytes, version: int) -> None:
+        """Take the weights of policy `version`, as safetensors bytes by parameter name."""
+        self._engine.load_weights(load(data), version)
+        self._held = None
+
+    def generate(self, step: int, policy_version: int) -> RolloutShard:
+        """Generate and score this worker's samples of `step`, and keep them for `put`.
+
+        Raises:
+            VersionError: It doesn't hold `policy_version`.
+            RewardFailureError: More rewards failed than the config allows.
+        """
+        self._expect(policy_version)
+        samples, seconds = self._sample(step)
+        self._held = step, samples
+        return to_shard(self._shard, samples, seconds)
+
+    def put(self, step: int, policy_version: int) -> PutResult:
+        """Store this worker's samples of `step` as one chunk and let go of them.
+
+        Samples that it doesn't hold (it was started anew, or has put them) it generates again, the same ones.
+
+        Raises:
+            VersionError: It doesn't hold `policy_version`.
+            StoreError: The store refuses the chunk.
+        """
+        self._expect(policy_version)
+        if self._held is not None and self._held[0] == step:
+            _, samples = self._held
+        else:
+            logger.info("step %d: its samples are not held; generating them again", step)
+            samples, _ = self._sample(step)
+        columns = to_columns(samples, policy_version, self._vocab_size)
+        key = ChunkKey(run_id=self._run.run_id, step=step, stage="rollout", shard=self._shard)
+        result = PutResult(chunk=self._columns.put(key, columns), dtypes=value_dtypes(columns))
+        self._held = None
+        return result
+
+    def evaluate(self, policy_version: int) -> EvalReport:
+        """Score one response to each held-out prompt; failed rewards count neither as right nor as wrong.
+
+        Raises:
+            ConfigError: There is no `data.eval_path`.
+            VersionError: It doesn't hold `policy_version`.
+            RewardFailureError: More rewards failed than the config allows.
+        """
+        if self._eval_prompts is None:
+            raise ConfigError(
+                "data.eval_path is not set; set it to a file of held-out prompts to evaluate on"
+            )
+        self._expect(policy_version)
+        started = time.perf_counter()
+        config, count = self._config.eval, min(self._config.eval.num_prompts, len(self._eval_prompts))
+        prompts = [self._eval_prompts[row] for row in range(count)]
+        requests = [
+            GenerationRequest(prompt.prompt_ids, (derive_seed(self._config.seed, "eval", row),))
+            for row, prompt in enumerate(prompts)
+        ]
+        generations = self._engine.generate(requests, self._sampling(config.temperature))
+        _, outcomes = self._score(prompts, generations, "the evaluation")
+        rewards = np.array([outcome.reward for outcome in outcomes if outcome.reward is not None])
+        return EvalReport(
+            policy_version=policy_version,
+            num_prompts=count,
+            accuracy=float((rewards >= config.accuracy_threshold).mean()),
+            reward=float(rewards.mean()),
+            num_failed=count - len(rewards),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _sample(self, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """Generate and score this worker's samples of `step`; also return the seconds that each part took."""
+        rollout, started = self._config.rollout, time.perf_counter()
+        rows = self._prompts.rows_for_step(
+            step, rollout.num_prompts, self._config.seed, self._config.data.shuffle
+        )
+        groups = range(self._shard, rollout.num_prompts, rollout.num_workers)
+        generations = self._engine.generate(
+            [self._request(self._prompts[rows[group]], step, group) for group in groups],
+            self._sampling(rollout.temperature, rollout.top_p, rollout.top_k),
+        )
+        generated = time.perf_counter()
+        numbers = [(group, sample) for group in groups for sample in range(rollout.samples_per_prompt)]
+        prompts = [self._prompts[rows[group]] for group, _ in numbers]
+        texts, outcomes = self._score(prompts, generations, f"step {step}")
+        samples = [
+            Sample(f"{step}-{group}-{sample}", group, prompt, generation, text, outcome)
+            for (group, sample), prompt, generation, text, outcome in zip(
+                numbers, prompts, generations, texts, outcomes, strict=True
+            )
+        ]
+        return samples, {"generate": generated - started, "reward": time.perf_counter() - generated}
+
+    def _request(self, prompt: PromptRow, step: int, group: int) -> GenerationRequest:
+        # Seeded by the prompt's number within the step, not by its row: a small file may give one row twice.
+        count = self._config.rollout.samples_per_prompt
+        seeds = tuple(derive_seed(self._config.seed, "train", step, group, sample) for sample in range(count))
+        return GenerationRequest(prompt.prompt_ids, seeds)
+
+    def _sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
+        return Sampling(
+            max_response_tokens=self._config.rollout.max_response_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            stop_token_ids=self._stop_token_ids,
+        )
+
+    def _score(
+        self, prompts: Sequence[PromptRow], generations: Sequence[Generation], where: str
+    ) -> tuple[list[str], list[RewardOutcome]]:
+        """Return the responses' texts and their rewards."""
+        texts = [str(self._tokenizer.decode(g.token_ids, skip_special_tokens=True)) for g in generations]
+        items = [
+            RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info)
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        outcomes = score_all(self._reward, items)
+        check_failures(outcomes, self._config.reward.max_failure_fraction, where)
+        return texts, outcomes
+
+    def _check_room(self, prompts: PromptDataset, max_positions: int) -> None:
+        longest, more = prompts.max_prompt_tokens, self._config.rollout.max_response_tokens
+        if longest + more > max_positions:
+            raise ConfigError(
+                f"the longest prompt has {longest} tokens; with rollout.max_response_tokens = {more} that is "
+                f"more than the {max_positions} positions of {self._config.model.path}; lower that, or "
+                'data.max_prompt_tokens with data.overlong = "drop"'
+            )
+
+    def _expect(self, version: int) -> None:
+        if self._engine.version != version:
+            raise VersionError(
+                f"rollout worker {self._shard} holds policy version {self._engine.version}, not the expected "
+                f"{version}; publish that version to it first"
+            )

@@ -1,0 +1,137 @@
+"""Generated and scored samples: as columns for the store, and as scalars for the driver. N samples."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from infra.datasets import PromptRow
+from infra.engines.base import Generation
+from rl_core.columns.jagged import jagged, token_dtype
+from rl_core.rewards import RewardOutcome
+from schemas.catalog import REWARD_PART_PREFIX
+from schemas.errors import RewardFailureError
+from schemas.metrics import Max, Mean, Metrics
+from schemas.rollout import RolloutShard, SampleText
+
+MAX_SAMPLE_TEXTS = 4  # per worker and step, each of another prompt
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to one prompt, scored."""
+
+    sample_id: str
+    group_id: int  # the prompt's number within the step
+    prompt: PromptRow
+    generation: Generation
+    response_text: str
+    outcome: RewardOutcome
+
+
+def to_columns(samples: Sequence[Sample], policy_version: int, vocab_size: int) -> pa.RecordBatch:
+    """Flatten `samples` into one record batch of all rollout columns, N rows in order.
+
+    A `reward_<part>` column is there for each part that a sample has, null where another lacks it.
+    """
+    dtype = token_dtype(vocab_size)
+    generations = [sample.generation for sample in samples]
+    response_lengths = np.array([len(generation.token_ids) for generation in generations], dtype=np.int64)
+    return pa.record_batch(
+        {
+            "prompt_ids": _tokens([sample.prompt.prompt_ids for sample in samples], dtype),
+            "response_ids": _tokens([generation.token_ids for generation in generations], dtype),
+            "loss_mask": jagged(np.ones(response_lengths.sum(), dtype=bool), response_lengths),
+            "sampler_logprobs": _tokens(
+                [generation.logprobs for generation in generations], np.dtype(np.float32)
+            ),
+            **_rewards([sample.outcome for sample in samples]),
+            "prompt_text": _texts(sample.prompt.prompt_text for sample in samples),
+            "response_text": _texts(sample.response_text for sample in samples),
+            "answer": _texts(sample.prompt.answer for sample in samples),
+            "info": _texts(json.dumps(sample.prompt.info, default=str) for sample in samples),
+            "sample_id": _texts(sample.sample_id for sample in samples),
+            "group_id": pa.array([sample.group_id for sample in samples], type=pa.int32()),
+            "finish_reason": _texts(generation.finish_reason for generation in generations),
+            "policy_version": pa.array([policy_version] * len(samples), type=pa.int32()),
+        }
+    )
+
+
+def to_shard(shard: int, samples: Sequence[Sample], seconds: dict[str, float]) -> RolloutShard:
+    """Return the scalars and a few texts of `samples`; `seconds` of each part of the work become metrics."""
+    response_lengths = tuple(len(sample.generation.token_ids) for sample in samples)
+    first_of_group = {sample.group_id: sample for sample in reversed(samples)}
+    return RolloutShard(
+        shard=shard,
+        rewards=tuple(sample.outcome.reward for sample in samples),
+        group_ids=tuple(sample.group_id for sample in samples),
+        prompt_lengths=tuple(len(sample.prompt.prompt_ids) for sample in samples),
+        response_lengths=response_lengths,
+        loss_tokens=response_lengths,
+        finish_reasons=tuple(sample.generation.finish_reason for sample in samples),
+        failure=first_failure([sample.outcome for sample in samples]),
+        samples=tuple(
+            _sample_text(first_of_group[group]) for group in sorted(first_of_group)[:MAX_SAMPLE_TEXTS]
+        ),
+        metrics=_part_means([sample.outcome for sample in samples])
+        | {f"rollout/{part}_seconds": Max(value=value) for part, value in seconds.items()},
+    )
+
+
+def first_failure(outcomes: Sequence[RewardOutcome]) -> str | None:
+    """Return the text of the first reward failure, or None if there is none."""
+    return next((outcome.failure for outcome in outcomes if outcome.failure is not None), None)
+
+
+def check_failures(outcomes: Sequence[RewardOutcome], max_fraction: float, where: str) -> None:
+    """Refuse to go on when too many rewards of `where` failed.
+
+    Raises:
+        RewardFailureError: More than `max_fraction` of them failed, or all.
+    """
+    num_failed = sum(outcome.reward is None for outcome in outcomes)
+    if num_failed and (num_failed > max_fraction * len(outcomes) or num_failed == len(outcomes)):
+        raise RewardFailureError(
+            f"{num_failed} of {len(outcomes)} rewards of {where} failed; reward.max_failure_fraction = "
+            f"{max_fraction} and at least one must succeed; the first failure: {first_failure(outcomes)}"
+        )
+
+
+def _tokens(rows: Sequence[np.ndarray], dtype: np.dtype) -> pa.LargeListArray:
+    values = np.concatenate([np.empty(0, dtype), *(row.astype(dtype) for row in rows)])
+    return jagged(values, np.array([len(row) for row in rows], dtype=np.int64))
+
+
+def _texts(values: object) -> pa.Array:
+    return pa.array(values, type=pa.string())
+
+
+def _part_names(outcomes: Sequence[RewardOutcome]) -> list[str]:
+    return sorted({name for outcome in outcomes for name in outcome.parts})
+
+
+def _rewards(outcomes: Sequence[RewardOutcome]) -> dict[str, pa.Array]:
+    columns = {"reward": [outcome.reward for outcome in outcomes]}
+    for name in _part_names(outcomes):
+        columns[REWARD_PART_PREFIX + name] = [outcome.parts.get(name) for outcome in outcomes]
+    return {name: pa.array(values, type=pa.float32()) for name, values in columns.items()}
+
+
+def _part_means(outcomes: Sequence[RewardOutcome]) -> Metrics:
+    parts = {name: [o.parts[name] for o in outcomes if name in o.parts] for name in _part_names(outcomes)}
+    return {
+        REWARD_PART_PREFIX + name: Mean(total=sum(values), weight=len(values))
+        for name, values in parts.items()
+    }
+
+
+def _sample_text(sample: Sample) -> SampleText:
+    return SampleText(
+        prompt=sample.prompt.prompt_text,
+        response=sample.response_text,
+        answer=sample.prompt.answer,
+        reward=sample.outcome.reward,
+    )

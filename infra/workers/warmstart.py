@@ -1,0 +1,85 @@
+"""The warm-start worker: supervised training on answers, by the same packed replay that GRPO uses."""
+
+import numpy as np
+import torch
+
+from infra.datasets import load_prompts
+from infra.models import load_model, load_tokenizer
+from infra.workers.policy import set_threads
+from rl_core.replay.attention import use_packed_attention
+from rl_core.replay.forward import pack_row
+from rl_core.replay.logprobs import packed_logprobs
+from schemas.config.warmstart import WarmstartConfig
+from schemas.errors import NonFiniteError
+
+LOGITS_CHUNK_TOKENS = 1024
+
+
+class WarmstartWorker:
+    """Holds the model while it is warm-started."""
+
+    def __init__(self, config: WarmstartConfig) -> None:
+        self._config = config
+        self._step = 0
+
+    def start(self) -> None:
+        """Load the model and the rows."""
+        config = self._config
+        set_threads(config.num_threads)
+        self._tokenizer = load_tokenizer(config.model)
+        self._model = load_model(config.model)
+        use_packed_attention(self._model)
+        self._rows = load_prompts(config.data.train_path, config.data, self._tokenizer)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.98)
+        )
+
+    def advance(self, num_steps: int) -> float:
+        """Take the next steps; returns their mean loss in nats per token."""
+        losses = [self._train_step() for _ in range(num_steps)]
+        return float(np.mean(losses))
+
+    def save(self) -> str:
+        """Write the model folder; returns its path."""
+        self._model.save_pretrained(self._config.out_path)
+        self._tokenizer.save_pretrained(self._config.out_path)
+        return self._config.out_path
+
+    def _train_step(self) -> float:
+        config = self._config
+        rows = self._rows.rows_for_step(self._step, config.num_rows, config.seed, config.data.shuffle)
+        prompts = [self._rows[row].prompt_ids for row in rows]
+        answers = [self._answer_ids(row) for row in rows]
+        packed = pack_row(
+            *(_flat(prompts)),
+            *(_flat(answers)),
+        )
+        logprobs = packed_logprobs(self._model, packed, temperature=1.0, chunk_tokens=LOGITS_CHUNK_TOKENS)
+        loss = -logprobs.mean()
+        if not torch.isfinite(loss):
+            raise NonFiniteError(
+                f"warm-start loss is {loss.item()} at step {self._step}; lower its learning rate"
+            )
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate()
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.max_grad_norm)
+        self._optimizer.step()
+        self._step += 1
+        return loss.item()
+
+    def _learning_rate(self) -> float:
+        config = self._config
+        warmup = min(1.0, (self._step + 1) / (config.warmup_steps + 1))
+        decay = 1 - (1 - config.final_lr_fraction) * self._step / config.steps
+        return config.lr * warmup * decay
+
+    def _answer_ids(self, row: int) -> np.ndarray:
+        answer = self._tokenizer(self._rows[row].answer, add_special_tokens=False)["input_ids"]
+        return np.array([*answer, self._tokenizer.eos_token_id], dtype=np.int64)
+
+
+def _flat(rows: list[np.ndarray]) -> tuple[torch.Tensor, np.ndarray]:
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    return torch.from_numpy(np.concatenate(rows).astype(np.int64)), lengths

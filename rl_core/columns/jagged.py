@@ -1,0 +1,143 @@
+"""Jagged Arrow columns: flat values plus row offsets, whatever the lengths are.
+
+N rows, V values over all rows. A token column is a `pa.LargeListArray` without nulls; a row column is a flat
+Arrow array of N values. Uniform lengths change nothing: layout never depends on the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from schemas.errors import ColumnError
+
+if TYPE_CHECKING:
+    import torch
+
+Array = npt.NDArray[Any]
+
+
+def jagged(values: Array | Sequence[Array], lengths: Array | None = None) -> pa.LargeListArray:
+    """Build a jagged column.
+
+    Args:
+        values: All values, flat, shape [V], with `lengths`; or, without, one 1-D array per row, of one dtype.
+            Flat values are not copied (bool is, into bits), so don't write to them afterwards.
+        lengths: Values per row, non-negative integers, shape [N].
+
+    Returns:
+        A column of N rows with `values`' dtype.
+
+    Raises:
+        ValueError: Shapes, dtypes or lengths don't fit together.
+    """
+    flat, counts = _from_rows(values, lengths) if not isinstance(values, np.ndarray) else (values, lengths)
+    if counts is None:
+        raise ValueError("flat values need the lengths of their rows: pass lengths, or a list of 1-D arrays")
+    counts = np.asarray(counts)
+    if flat.ndim != 1 or counts.ndim != 1:
+        raise ValueError(f"values and lengths must be 1-D, got shapes {flat.shape} and {counts.shape}")
+    if counts.size and (counts.dtype.kind not in "iu" or counts.min() < 0):
+        raise ValueError(f"lengths must be non-negative integers, got {counts.dtype} {counts[:8].tolist()}")
+    bounds = np.zeros(counts.size + 1, dtype=np.int64)
+    np.cumsum(counts, out=bounds[1:])
+    if bounds[-1] != flat.size:
+        raise ValueError(f"lengths add up to {bounds[-1]} values, but there are {flat.size}")
+    return pa.LargeListArray.from_arrays(pa.array(bounds), pa.array(np.ascontiguousarray(flat)))
+
+
+def _from_rows(rows: Sequence[Array], lengths: Array | None) -> tuple[Array, Array]:
+    if lengths is not None:
+        raise ValueError("lengths go with flat values; a list of arrays already says how long its rows are")
+    if not rows:
+        raise ValueError("an empty list of rows has no dtype: pass np.empty(0, dtype) and empty lengths")
+    dtype = rows[0].dtype
+    for number, row in enumerate(rows):
+        if row.ndim != 1 or row.dtype != dtype:
+            raise ValueError(f"row {number} is {row.dtype}{list(row.shape)}, expected a 1-D array of {dtype}")
+    return np.concatenate(rows), np.fromiter((row.size for row in rows), dtype=np.int64, count=len(rows))
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The narrowest dtype of a token column that holds every id below `vocab_size`: uint16 or int32.
+
+    Raises:
+        ValueError: The size is not in 1 to 2**31.
+    """
+    if not 1 <= vocab_size <= 2**31:
+        raise ValueError(f"vocab_size is {vocab_size}, expected 1 to {2**31}")
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.int32)
+
+
+def is_jagged(column: pa.Array) -> bool:
+    """Whether the column has one list per row."""
+    return bool(pa.types.is_large_list(column.type))
+
+
+def offsets(column: pa.LargeListArray) -> npt.NDArray[np.int64]:
+    """Where each row's values start in `flat_values(column)`, shape [N + 1], from 0 to V.
+
+    Raises:
+        ColumnError: The column is not jagged.
+    """
+    if not is_jagged(column):
+        raise ColumnError(f"a {column.type} column has no row offsets, expected a large_list")
+    bounds: npt.NDArray[np.int64] = column.offsets.to_numpy(zero_copy_only=True)
+    return bounds - bounds[0] if bounds[0] else bounds
+
+
+def row_lengths(column: pa.LargeListArray) -> npt.NDArray[np.int64]:
+    """Values per row, shape [N].
+
+    Raises:
+        ColumnError: The column is not jagged.
+    """
+    return np.diff(offsets(column))
+
+
+def flat_values(column: pa.Array) -> Array:
+    """The values of a jagged column's rows, shape [V], or of a row column, shape [N].
+
+    A read-only view of the column where Arrow can give one. Bool is unpacked into one byte each, text becomes
+    an object array, and a null float is NaN in a copy.
+
+    Raises:
+        ColumnError: Nulls in a column that is not float or text.
+    """
+    values = _values(column)
+    if values.null_count and not (pa.types.is_floating(values.type) or pa.types.is_string(values.type)):
+        raise ColumnError(f"a {values.type} column has {values.null_count} nulls, expected none")
+    flat: Array = values.to_numpy(zero_copy_only=False)
+    return flat
+
+
+def as_tensor(column: pa.Array) -> torch.Tensor:
+    """`flat_values(column)` as a CPU tensor.
+
+    int32 and float32 are views of the column's memory, which may be shared with other processes: never write
+    to them, copy first. These are converted, so copied: uint16 ids to int32, bool, and nulls to NaN.
+
+    Raises:
+        ColumnError: A text column.
+    """
+    import torch  # not above: a store's registry process never needs it, and importing it takes seconds
+
+    values = _values(column)
+    if pa.types.is_string(values.type):
+        raise ColumnError("a text column can't be a tensor")
+    if values.type in (pa.int32(), pa.float32()) and not values.null_count:
+        view: torch.Tensor = torch.utils.dlpack.from_dlpack(values)
+        return view
+    flat = flat_values(column)
+    return torch.from_numpy(flat.astype(np.int32) if flat.dtype == np.uint16 else flat.copy())
+
+
+def _values(column: pa.Array) -> pa.Array:
+    if not is_jagged(column):
+        return column
+    first, last = column.offsets[0].as_py(), column.offsets[-1].as_py()
+    return column.values.slice(first, last - first)

@@ -1,0 +1,7 @@
+"""Which rows make up each update, rank and micro-batch: decided on the driver, from lengths alone."""
+
+from rl_core.planning.balance import imbalance
+from rl_core.planning.pack import pack
+from rl_core.planning.plan import plan_step, update_imbalance
+
+__all__ = ["imbalance", "pack", "plan_step", "update_imbalance"]

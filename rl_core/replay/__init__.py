@@ -1,0 +1,16 @@
+"""Packed replay: exact log-probs of jagged rows, with no padding and no logits kept."""
+
+from rl_core.replay.attention import PACKED_ATTENTION, register, use_packed_attention
+from rl_core.replay.forward import PackedRow, pack_row
+from rl_core.replay.logprobs import packed_logprobs
+from rl_core.replay.probe import leak_probe
+
+__all__ = [
+    "PACKED_ATTENTION",
+    "PackedRow",
+    "leak_probe",
+    "pack_row",
+    "packed_logprobs",
+    "register",
+    "use_packed_attention",
+]

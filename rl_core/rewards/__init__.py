@@ -1,0 +1,53 @@
+"""Rewards: a new built-in is a config variant, a module and a line in `_LOADERS`."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from rl_core.rewards.base import RewardFunction, RewardItem, RewardOutcome, score_all
+from rl_core.rewards.exact import score_exact
+from rl_core.rewards.reasoning_gym import require_reasoning_gym, score_reasoning_gym
+from schemas.config.reward import FunctionReward, RewardConfig
+from schemas.errors import RewardImportError
+
+__all__ = ["RewardFunction", "RewardItem", "RewardOutcome", "load_reward", "score_all"]
+
+
+def load_reward(config: RewardConfig) -> RewardFunction:
+    """Return the reward function of the config's `kind`.
+
+    Raises:
+        RewardImportError: Its module can't be imported, has no such function, or lacks a package.
+    """
+    return _LOADERS[config.kind](config)
+
+
+def _load_function(config: FunctionReward) -> RewardFunction:
+    module_name, _, name = config.path.partition(":")
+    try:
+        module = import_module(module_name)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise RewardImportError(
+            f"reward.path {config.path!r}: importing {module_name!r} raised {type(error).__name__}: {error}; "
+            "is the module's folder the current one, or on PYTHONPATH?"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = "is not a function" if hasattr(module, name) else "has no such function"
+        raise RewardImportError(
+            f"reward.path {config.path!r}: {module.__file__ or module_name} {found} {name!r}; "
+            "define `def score(prompt, completion, answer, info) -> float` there and name it after the colon"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _load_reasoning_gym(_: Any) -> RewardFunction:
+    require_reasoning_gym()
+    return score_reasoning_gym
+
+
+_LOADERS: dict[str, Callable[[Any], RewardFunction]] = {
+    "function": _load_function,
+    "exact": lambda _: score_exact,
+    "reasoning_gym": _load_reasoning_gym,
+}

@@ -1,0 +1,56 @@
+"""reasoning-gym's own verifiers (extra `demo`)."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from schemas.errors import RewardImportError
+
+Verifier = Callable[[str, dict[str, Any]], float]
+
+
+def require_reasoning_gym() -> None:
+    """Import reasoning-gym.
+
+    Raises:
+        RewardImportError: It isn't installed.
+    """
+    try:
+        import reasoning_gym  # noqa: F401
+    except ImportError as error:
+        raise RewardImportError(
+            f"reward.kind 'reasoning_gym' needs the package reasoning-gym ({error}); "
+            "install it with `pip install 'sluice[demo]'`"
+        ) from error
+
+
+def score_reasoning_gym(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:
+    """Return the score, 0 to 1, of the verifier of the task that `info["data_source"]` names.
+
+    Args:
+        prompt: The question, unless `info` holds a `question`.
+        completion: The response; surrounding white space doesn't count.
+        answer: The entry's answer.
+        info: Must hold `data_source`, a task's name (a prefix up to "/" doesn't count), and `metadata`,
+            that of reasoning-gym's entry, as an object or as its JSON.
+
+    Raises:
+        KeyError: `info` holds no `metadata`.
+        ValueError: reasoning-gym has no such task.
+    """
+    metadata = info["metadata"]
+    entry = {
+        "question": info.get("question", prompt),
+        "answer": answer,
+        "metadata": json.loads(metadata) if isinstance(metadata, str) else metadata,
+    }
+    return float(_verifier(info["data_source"].rpartition("/")[2])(completion.strip(), entry))
+
+
+@cache
+def _verifier(task: str) -> Verifier:
+    from reasoning_gym import get_score_answer_fn
+
+    verifier: Verifier = get_score_answer_fn(task)
+    return verifier

@@ -1,0 +1,21 @@
+"""The base of every value that crosses a process: frozen, strict about its keys, JSON both ways."""
+
+import hashlib
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Frozen(BaseModel):
+    """An immutable pydantic value; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def replace(self, **changes: object) -> Self:
+        """Return a copy with `changes` applied and validated again."""
+        return type(self).model_validate({**dict(self), **changes})
+
+    @property
+    def digest(self) -> str:
+        """The first 16 hex digits of the SHA-256 of the value's JSON: equal values, equal digests."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]

@@ -1,0 +1,68 @@
+"""The column catalogue: every column there is, with its axis, dtype, unit and producer.
+
+Axes: `row` has one value per sample; `prompt` and `response` are jagged, one list per sample, whose offsets say
+which tokens exist. A column's name is also the variable's name everywhere in the code.
+"""
+
+from typing import Literal
+
+from schemas.base import Frozen
+from schemas.errors import ColumnError
+
+Axis = Literal["row", "prompt", "response"]
+
+TOKEN_DTYPES = ("uint16", "int32")
+
+
+class ColumnSpec(Frozen):
+    """What one column may hold."""
+
+    name: str
+    axis: Axis
+    dtypes: tuple[str, ...]  # Arrow value types that are accepted, as str(pyarrow.DataType)
+    producer: Literal["rollout", "logprob", "reference", "advantage"]
+    unit: str = ""
+    nullable: bool = False
+
+
+def _by_name(*specs: ColumnSpec) -> dict[str, ColumnSpec]:
+    return {spec.name: spec for spec in specs}
+
+
+CATALOG: dict[str, ColumnSpec] = _by_name(
+    ColumnSpec(name="prompt_ids", axis="prompt", dtypes=TOKEN_DTYPES, producer="rollout", unit="token id"),
+    ColumnSpec(
+        name="response_ids", axis="response", dtypes=TOKEN_DTYPES, producer="rollout", unit="token id"
+    ),
+    ColumnSpec(name="loss_mask", axis="response", dtypes=("bool",), producer="rollout"),
+    ColumnSpec(name="sampler_logprobs", axis="response", dtypes=("float",), producer="rollout", unit="nat"),
+    ColumnSpec(name="behavior_logprobs", axis="response", dtypes=("float",), producer="logprob", unit="nat"),
+    ColumnSpec(
+        name="reference_logprobs", axis="response", dtypes=("float",), producer="reference", unit="nat"
+    ),
+    ColumnSpec(name="advantages", axis="row", dtypes=("float",), producer="advantage", unit="reward"),
+    ColumnSpec(name="reward", axis="row", dtypes=("float",), producer="rollout", nullable=True),
+    ColumnSpec(name="prompt_text", axis="row", dtypes=("string",), producer="rollout"),
+    ColumnSpec(name="response_text", axis="row", dtypes=("string",), producer="rollout"),
+    ColumnSpec(name="answer", axis="row", dtypes=("string",), producer="rollout"),
+    ColumnSpec(name="info", axis="row", dtypes=("string",), producer="rollout", unit="JSON"),
+    ColumnSpec(name="sample_id", axis="row", dtypes=("string",), producer="rollout"),
+    ColumnSpec(name="group_id", axis="row", dtypes=("int32",), producer="rollout"),
+    ColumnSpec(name="finish_reason", axis="row", dtypes=("string",), producer="rollout"),
+    ColumnSpec(name="policy_version", axis="row", dtypes=("int32",), producer="rollout"),
+)
+
+REWARD_PART_PREFIX = "reward_"
+
+
+def column_spec(name: str) -> ColumnSpec:
+    """Return the catalogue's entry for `name`; `reward_<part>` columns share the entry of `reward`.
+
+    Raises:
+        ColumnError: The catalogue has no such column.
+    """
+    if name in CATALOG:
+        return CATALOG[name]
+    if name.startswith(REWARD_PART_PREFIX) and len(name) > len(REWARD_PART_PREFIX):
+        return CATALOG["reward"].replace(name=name)
+    raise ColumnError(f"column {name!r} is not in the catalogue; declared columns: {', '.join(CATALOG)}")

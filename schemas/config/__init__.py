@@ -1,0 +1,1 @@
+"""Run configuration: frozen pydantic models; a union's member is chosen by its `kind`."""

@@ -1,0 +1,113 @@
+"""Reading a run's configuration: a TOML file, then `section.key=value` overrides; every refusal names the place."""
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `path` and apply `overrides` in order.
+
+    Args:
+        path: A TOML file with the keys of `RunConfig`.
+        overrides: `section.key=value`; the value is read as TOML, else as a string.
+
+    Raises:
+        ConfigError: The file or an override can't be read, or a key or value is not allowed.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"config file {path} can't be read: {error}") from None
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        problems = "; ".join(_explain(detail) for detail in error.errors())
+        raise ConfigError(f"{path}: {problems}") from None
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value, e.g. optim.lr=1e-4")
+    *sections, name = key.split(".")
+    node = tree
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {section!r} is a value, not a section")
+    node[name] = _parse(text)
+
+
+def _parse(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(detail: ErrorDetails) -> str:
+    place = [str(part) for part in detail["loc"]]
+    if detail["type"] == "extra_forbidden":
+        allowed = _fields_at(place[:-1])
+        close = difflib.get_close_matches(place[-1], allowed, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        return f"unknown key {_dotted(place)}; {hint}allowed here: {', '.join(allowed)}"
+    if detail["type"] == "missing":
+        return f"missing key {_dotted(place)}"
+    return f"{_dotted(place)} = {detail['input']!r}: {detail['msg']}"
+
+
+def _fields_at(place: Sequence[str]) -> list[str]:
+    """The keys that a section may hold."""
+    return sorted({name for model in _models_at(place) for name in model.model_fields})
+
+
+def _models_at(place: Sequence[str]) -> list[type[BaseModel]]:
+    """The models that may stand at a place; pydantic's location names a union's member by its `kind`."""
+    models: list[type[BaseModel]] = [RunConfig]
+    for part in place:
+        by_kind = [model for model in models if _kind(model) == part]
+        if by_kind:
+            models = by_kind
+            continue
+        fields = [model.model_fields[part] for model in models if part in model.model_fields]
+        models = [
+            candidate
+            for field in fields
+            for candidate in (field.annotation, *get_args(field.annotation))
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel)
+        ]
+    return models
+
+
+def _dotted(place: Sequence[str]) -> str:
+    """The place as a user writes it: without the union tags that pydantic adds."""
+    return (
+        ".".join(part for index, part in enumerate(place) if not _is_tag(place[:index], part)) or "the file"
+    )
+
+
+def _is_tag(parent: Sequence[str], part: str) -> bool:
+    return (
+        bool(parent)
+        and part not in _fields_at(parent)
+        and part in {_kind(model) for model in _models_at(parent)}
+    )
+
+
+def _kind(model: type[BaseModel]) -> str | None:
+    field = model.model_fields.get("kind")
+    return field.default if field else None

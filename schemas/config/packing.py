@@ -1,0 +1,12 @@
+"""How rows are packed into micro-batches."""
+
+from pydantic import PositiveInt
+
+from schemas.base import Frozen
+
+
+class PackingConfig(Frozen):
+    """Budgets of packed forwards."""
+
+    token_budget: PositiveInt = 8192  # hard limit: prompt + response tokens of one micro-batch
+    logits_chunk_tokens: PositiveInt = 1024  # tokens whose logits exist at once

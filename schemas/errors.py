@@ -1,0 +1,93 @@
+"""Every error that Sluice raises on purpose.
+
+`UserError` is what a person can mend in a config, a data file or a model folder (exit code 2). The others say
+what went wrong in a running pipeline.
+"""
+
+
+class PipelineError(Exception):
+    """The base of all of Sluice's own errors."""
+
+
+class UserError(PipelineError, ValueError):
+    """Something the user gave is wrong; the message names the place, what was found and the fix."""
+
+
+class ConfigError(UserError):
+    """A config file, key or value is not usable."""
+
+
+class DataError(UserError):
+    """A data file is missing or unreadable, or one of its rows is not usable."""
+
+
+class ModelError(UserError):
+    """A model folder is missing, incomplete or disagrees with its tokenizer."""
+
+
+class RewardImportError(UserError):
+    """A reward function can't be found by its import path."""
+
+
+class RunError(UserError):
+    """A run directory is missing, or is not what the command needs."""
+
+
+class ServiceError(UserError):
+    """A local or configured service (Prefect server, Ray) can't be reached or started."""
+
+
+class StoreError(PipelineError):
+    """The base of the column store's errors."""
+
+
+class ColumnError(StoreError):
+    """A column is undeclared, or its dtype or row lengths are not as declared."""
+
+
+class ColumnNotFoundError(StoreError):
+    """A read names a column that nothing has produced."""
+
+
+class ChunkNotFoundError(StoreError):
+    """A read names a chunk that was never put, was cleared, or belongs to a lost store."""
+
+
+class DuplicateChunkError(StoreError):
+    """A chunk key was put again with different content."""
+
+
+class CapacityError(StoreError):
+    """A put would exceed the store's capacity."""
+
+
+class LeaseError(StoreError):
+    """A put names a step whose lease is not open."""
+
+
+class PlanError(PipelineError, ValueError):
+    """A step can't be planned: a row is over the token budget, or there is nothing to train on."""
+
+
+class ReplayError(PipelineError):
+    """The packed forward is not exact for this model: sequences see each other, or a prompt is empty."""
+
+
+class NonFiniteError(PipelineError):
+    """A loss or gradient is not finite; the optimizer has not stepped."""
+
+
+class RewardFailureError(PipelineError):
+    """More rewards of one step failed than the config allows."""
+
+
+class VersionError(PipelineError):
+    """A worker holds another policy version than the one asked for."""
+
+
+class CheckpointError(PipelineError):
+    """A checkpoint is incomplete, or its files differ from its manifest."""
+
+
+class WorkerLostError(PipelineError):
+    """A Ray worker died; the step is run again by a new one."""

@@ -1,0 +1,76 @@
+"""Metrics that know how they reduce, so that no micro-batch split changes what is reported."""
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from schemas.base import Frozen
+
+
+class Mean(Frozen):
+    """A weighted mean: totals and weights add up; `value` is their quotient (0 when nothing was weighed)."""
+
+    kind: Literal["mean"] = "mean"
+    total: float
+    weight: float
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight if self.weight else 0.0
+
+    def merge(self, other: "Mean") -> "Mean":
+        return Mean(total=self.total + other.total, weight=self.weight + other.weight)
+
+
+class Sum(Frozen):
+    """A total."""
+
+    kind: Literal["sum"] = "sum"
+    value: float
+
+    def merge(self, other: "Sum") -> "Sum":
+        return Sum(value=self.value + other.value)
+
+
+class Max(Frozen):
+    """A maximum."""
+
+    kind: Literal["max"] = "max"
+    value: float
+
+    def merge(self, other: "Max") -> "Max":
+        return Max(value=max(self.value, other.value))
+
+
+Metric = Annotated[Mean | Sum | Max, Field(discriminator="kind")]
+Metrics = dict[str, Metric]
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
+    """Reduce the metrics of several micro-batches, updates or workers into one set.
+
+    Raises:
+        TypeError: Two parts report one name with different reductions.
+    """
+    merged: Metrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            if name not in merged:
+                merged[name] = metric
+            elif isinstance(metric, Mean) and isinstance(previous := merged[name], Mean):
+                merged[name] = previous.merge(metric)
+            elif isinstance(metric, Sum) and isinstance(previous := merged[name], Sum):
+                merged[name] = previous.merge(metric)
+            elif isinstance(metric, Max) and isinstance(previous := merged[name], Max):
+                merged[name] = previous.merge(metric)
+            else:
+                raise TypeError(
+                    f"metric {name!r} is a {metric.kind} here and a {merged[name].kind} elsewhere"
+                )
+    return merged
+
+
+def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The plain numbers of `metrics`, for logs."""
+    return {name: metric.value for name, metric in metrics.items()}

@@ -1,0 +1,94 @@
+"""What the stages of a step hand to each other, and what a step and a run report."""
+
+from pydantic import NonNegativeInt
+
+from schemas.base import Frozen
+from schemas.batch import BatchHandle, SafeName
+from schemas.config.run import RunConfig
+from schemas.metrics import Metrics
+from schemas.plan import StepPlan
+
+
+class RunHandle(Frozen):
+    """One run: its identity, its directory and its configuration."""
+
+    run_id: SafeName
+    directory: str
+    config: RunConfig
+    store_generation: str  # the column store's incarnation; stages that live in it are keyed by it
+
+
+class PolicyHandle(Frozen):
+    """The policy at one version. Version k has seen k steps, so it is also the number of the next step."""
+
+    run_id: SafeName
+    version: NonNegativeInt
+    incarnation: str  # the worker process that holds it; an update is recorded per incarnation
+
+    @property
+    def step(self) -> int:
+        """The step that this version samples for and is updated by."""
+        return self.version
+
+
+class AdvantageHandle(Frozen):
+    """The batch that is trained on, with its advantages column, and the plan of its updates."""
+
+    batch: BatchHandle
+    plan: StepPlan
+    metrics: Metrics
+
+
+class UpdateReport(Frozen):
+    """What the update of one step did. A worker that already did it answers with the same report."""
+
+    policy: PolicyHandle  # after the update
+    metrics: Metrics
+
+
+class StoreUsage(Frozen):
+    """What the column store holds, as its registry counts it."""
+
+    num_chunks: NonNegativeInt
+    num_rows: NonNegativeInt
+    num_bytes: NonNegativeInt
+    peak_bytes: NonNegativeInt
+    capacity_bytes: NonNegativeInt
+    open_leases: tuple[str, ...] = ()
+
+
+class StepReport(Frozen):
+    """One finished step: what it measured, in plain numbers."""
+
+    step: NonNegativeInt
+    policy_version: NonNegativeInt  # after the step
+    metrics: dict[str, float]
+    seconds: float
+    seconds_by_phase: dict[str, float]
+
+
+class EvalReport(Frozen):
+    """Held-out accuracy of one policy version."""
+
+    policy_version: NonNegativeInt
+    num_prompts: NonNegativeInt
+    accuracy: float  # fraction of rewards of at least the configured threshold
+    reward: float  # mean; failed rewards are left out
+    num_failed: NonNegativeInt
+    seconds: float
+
+
+class RunSummary(Frozen):
+    """One finished run, as `summary.json` holds it."""
+
+    run_id: SafeName
+    steps: NonNegativeInt
+    reward_first: float  # mean reward of the first 10 steps
+    reward_last: float  # mean reward of the last 10 steps
+    accuracy_before: float | None
+    accuracy_after: float | None
+    seconds: float
+    tokens_per_second: float  # prompt and response tokens of all steps over the steps' seconds
+    seconds_by_phase: dict[str, float]
+    store_bytes_at_end: NonNegativeInt
+    prefect_ui: str

@@ -1,0 +1,84 @@
+"""What makes a task a stage of a step: its key in the run's ledger, and retries for dead workers only.
+
+The key is explicit. Prefect's default one holds the flow run's id, so that a resumed run would repeat every stage.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import TaskRunContext
+from prefect.tasks import Task
+
+from infra.runs import RunDirectory
+from schemas.errors import WorkerLostError
+from schemas.step import PolicyHandle, RunHandle
+
+MAX_RETRIES = 2
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def stage_key(run: RunHandle, policy: PolicyHandle, stage: str) -> str:
+    """The ledger entry of one stage, relative to the ledger: step, stage, config and the store's incarnation.
+
+    A stage's output lies in the column store, so an entry of another store incarnation is never matched.
+    """
+    step = RunDirectory.ledger_step_name(policy.step)
+    return f"{step}/{stage}-{run.config.digest}-{run.store_generation}"
+
+
+def _cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
+    return stage_key(parameters["run"], parameters["policy"], context.task.name)
+
+
+def update_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
+    """The key of the update: a worker that was restarted has lost it, and its incarnation differs."""
+    return f"{_cache_key(context, parameters)}-{parameters['policy'].incarnation}"
+
+
+async def worker_was_lost(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+    """Whether a task failed because its Ray worker died: then, and only then, it is tried again."""
+    try:
+        await state.result(raise_on_failure=True)
+    except WorkerLostError:
+        return True
+    except Exception:  # noqa: BLE001  the state's own failure, already recorded; it is only classified here
+        return False
+    return False
+
+
+def stage(
+    name: str, *, key: Callable[[TaskRunContext, dict[str, Any]], str] = _cache_key
+) -> Callable[[Callable[P, R]], Task[P, R]]:
+    """A task whose result is committed to the ledger; its parameters hold `run` and `policy`."""
+    return task(
+        name=name,
+        persist_result=True,
+        result_serializer="json",
+        cache_key_fn=key,
+        retries=MAX_RETRIES,
+        retry_delay_seconds=1,
+        retry_condition_fn=worker_was_lost,
+    )
+
+
+def operation(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
+    """A task that may be repeated without harm, and is: nothing of it is committed."""
+    return task(
+        name=name,
+        persist_result=False,
+        cache_policy=NO_CACHE,
+        retries=MAX_RETRIES,
+        retry_delay_seconds=1,
+        retry_condition_fn=worker_was_lost,
+    )
+
+
+def is_committed(run: RunHandle, policy: PolicyHandle, stage: str) -> bool:
+    """Whether the ledger holds this stage's result."""
+    return (RunDirectory(Path(run.directory)).ledger / stage_key(run, policy, stage)).exists()

@@ -1,0 +1,36 @@
+"""Fixtures that several test folders share."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+# Read when Ray is imported. On Linux, Ray otherwise listens on every interface, whatever address it is given.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Read when torch is imported. OpenMP threads otherwise wait for one another by spinning, which on cores that other
+# processes also use makes small models many times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray with two CPUs, for the whole session; nothing of it is reachable from other machines."""
+    import ray
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=256 * 2**20,
+        namespace="sluice",
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert ray.util.get_node_ip_address() == "127.0.0.1"
+    yield
+    ray.shutdown()

@@ -1,0 +1,297 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from safetensors.torch import save
+
+from infra.models import load_model
+from infra.stores.memory import MemoryStore
+from infra.workers.rollout import RolloutWorker
+from rl_core.columns.jagged import flat_values, row_lengths
+from rl_core.views import new_batch
+from schemas.catalog import CATALOG
+from schemas.config.model import ModelConfig
+from schemas.config.run import RunConfig
+from schemas.errors import (
+    ConfigError,
+    DataError,
+    LeaseError,
+    ModelError,
+    RewardFailureError,
+    RewardImportError,
+    UserError,
+    VersionError,
+)
+from schemas.rollout import PutResult, RolloutShard
+from schemas.step import RunHandle
+from tests.tiny import make_tiny_data, make_tiny_model, make_tiny_tokenizer
+
+NUM_PROMPTS, NUM_SAMPLES = 5, 3
+
+REWARDS = """
+def parts(prompt, completion, answer, info):
+    return {"reward": len(completion) / 10, "index": info["index"]}
+
+def fails_for_some(prompt, completion, answer, info):
+    if int(answer) % 2:
+        raise RuntimeError(f"no reward for {prompt}")
+    return 1.0
+
+def fails(prompt, completion, answer, info):
+    raise RuntimeError("no reward at all")
+
+def is_even(prompt, completion, answer, info):
+    return 1.0 - int(answer) % 2
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model, 7 training prompts and 4 held-out ones."""
+    folder = tmp_path_factory.mktemp("run")
+    make_tiny_model(folder / "model")
+    make_tiny_data(folder / "train.parquet", 7)
+    make_tiny_data(folder / "eval.parquet", 4)
+    (folder / "rollout_rewards.py").write_text(REWARDS)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _importable_rewards(folder: Path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+
+
+def run_of(folder: Path, *, reward: str = "parts", num_workers: int = 1, **changes: object) -> RunHandle:
+    fields = {
+        "steps": 3,
+        "model": {"path": str(folder / "model")},
+        "data": {"train_path": str(folder / "train.parquet"), "eval_path": str(folder / "eval.parquet")},
+        "reward": {"kind": "function", "path": f"rollout_rewards:{reward}", "max_failure_fraction": 0.7},
+        "rollout": {
+            "num_prompts": NUM_PROMPTS,
+            "samples_per_prompt": NUM_SAMPLES,
+            "max_response_tokens": 8,
+            "num_workers": num_workers,
+        },
+        "runtime": {"num_threads": 1},
+    }
+    config = RunConfig.model_validate(fields | changes)
+    return RunHandle(run_id="run", directory=str(folder), config=config, store_generation="memory")
+
+
+def worker_of(run: RunHandle, shard: int = 0, store: MemoryStore | None = None) -> RolloutWorker:
+    worker = RolloutWorker(run, shard, store or open_store())
+    worker.start()
+    return worker
+
+
+def open_store() -> MemoryStore:
+    store = MemoryStore(2**20)
+    for step in range(3):
+        store.open_lease("run", step)
+    return store
+
+
+def read(store: MemoryStore, shard: RolloutShard, result: PutResult, step: int = 0) -> pa.RecordBatch:
+    batch = new_batch(
+        run_id="run",
+        step=step,
+        policy_version=0,
+        chunks=[result.chunk],
+        dtypes=result.dtypes,
+        prompt_lengths=np.array(shard.prompt_lengths),
+        response_lengths=np.array(shard.response_lengths),
+    )
+    return store.read(batch, batch.columns)
+
+
+def test_what_is_put_is_what_was_reported(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder), store=store)
+    shard = worker.generate(0, 0)
+    rows = read(store, shard, worker.put(0, 0))
+
+    assert rows.num_rows == NUM_PROMPTS * NUM_SAMPLES
+    produced = {name for name, spec in CATALOG.items() if spec.producer == "rollout"}
+    assert set(rows.schema.names) == produced | {"reward_index"}
+    assert rows["prompt_ids"].type.value_type == pa.uint16()
+    assert (
+        row_lengths(rows["response_ids"]).tolist() == list(shard.response_lengths) == list(shard.loss_tokens)
+    )
+    assert flat_values(rows["loss_mask"]).all()
+    assert rows["reward"].to_pylist() == [np.float32(reward) for reward in shard.rewards]
+    assert rows["finish_reason"].to_pylist() == list(shard.finish_reasons)
+    assert rows["group_id"].to_pylist() == list(shard.group_ids) == [g for g in range(5) for _ in range(3)]
+    assert rows["sample_id"].to_pylist()[:4] == ["0-0-0", "0-0-1", "0-0-2", "0-1-0"]
+    assert set(rows["policy_version"].to_pylist()) == {0}
+
+
+def test_rows_hold_together(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder), store=store)
+    shard = worker.generate(0, 0)
+    tokenizer = make_tiny_tokenizer()
+    for row in read(store, shard, worker.put(0, 0)).to_pylist():
+        info = json.loads(row["info"])
+        assert info["data_source"] == "tiny"
+        assert row["prompt_text"] == f"{info['index']} + 1 ="
+        assert row["answer"] == str(info["index"] + 1)
+        assert row["prompt_text"] in tokenizer.decode(row["prompt_ids"])
+        assert row["response_text"] == tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+        assert row["reward"] == pytest.approx(len(row["response_text"]) / 10)
+        assert row["reward_index"] == info["index"]
+        assert (row["response_ids"][-1] == tokenizer.eos_token_id) == (row["finish_reason"] == "stop")
+
+
+def test_the_driver_gets_scalars_and_a_few_texts(folder: Path) -> None:
+    shard = worker_of(run_of(folder)).generate(0, 0)
+    assert len({sample.prompt for sample in shard.samples}) == 4  # each of another prompt
+    assert len(shard.samples) == 4
+    assert shard.samples[0].reward == shard.rewards[0]
+    assert shard.metrics["reward_index"].weight == NUM_PROMPTS * NUM_SAMPLES
+    assert shard.failure is None
+    assert len(shard.model_dump_json()) < 4000
+
+
+def test_a_new_worker_puts_the_same_rows(folder: Path) -> None:
+    store = open_store()
+    first = worker_of(run_of(folder), store=store)
+    first.generate(1, 0)
+    result = first.put(1, 0)
+    assert (
+        worker_of(run_of(folder), store=store).put(1, 0) == result
+    )  # other content under one key is refused
+    assert first.put(1, 0) == result  # it had let go of its rows
+    assert store.usage().num_chunks == 1
+
+
+def test_steps_and_seeds_differ(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder), store=store)
+    texts = [tuple(s.response for s in worker.generate(step, 0).samples) for step in (0, 1, 0)]
+    assert texts[0] == texts[2]
+    assert texts[0] != texts[1]
+    other = worker_of(run_of(folder, seed=1)).generate(0, 0)
+    assert tuple(sample.response for sample in other.samples) != texts[0]
+
+
+def test_the_number_of_workers_changes_no_sample(folder: Path) -> None:
+    store = open_store()
+    whole = worker_of(run_of(folder), store=store)
+    expected = {
+        row["sample_id"]: row for row in read(store, whole.generate(2, 0), whole.put(2, 0), 2).to_pylist()
+    }
+    store = open_store()
+    found = {}
+    for shard in range(2):
+        worker = worker_of(run_of(folder, num_workers=2), shard, store)
+        report = worker.generate(2, 0)
+        assert set(report.group_ids) == set(range(shard, NUM_PROMPTS, 2))
+        found |= {row["sample_id"]: row for row in read(store, report, worker.put(2, 0), 2).to_pylist()}
+    assert found.keys() == expected.keys()
+    for sample_id, row in expected.items():
+        assert row["response_ids"] == found[sample_id]["response_ids"]
+        assert row["sampler_logprobs"] == pytest.approx(found[sample_id]["sampler_logprobs"], abs=1e-5)
+
+
+def test_a_worker_without_prompts_puts_an_empty_chunk(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder, num_workers=NUM_PROMPTS + 1), NUM_PROMPTS, store)
+    shard = worker.generate(0, 0)
+    assert shard.rewards == ()
+    assert read(store, shard, worker.put(0, 0)).num_rows == 0
+
+
+def test_only_the_held_version_is_served(folder: Path, tmp_path: Path) -> None:
+    worker = worker_of(run_of(folder))
+    before = worker.generate(0, 0)
+    other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1))))
+    for call in (lambda: worker.generate(0, 1), lambda: worker.put(0, 1), lambda: worker.evaluate(1)):
+        with pytest.raises(VersionError, match="holds policy version 0, not the expected 1"):
+            call()
+    worker.load_weights(save(dict(other.named_parameters())), 1)
+    assert worker.version() == 1
+    assert worker.generate(0, 1).samples != before.samples
+    with pytest.raises(VersionError):
+        worker.put(0, 0)
+
+
+def test_failed_rewards_are_null_and_counted(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder, reward="fails_for_some"), store=store)
+    shard = worker.generate(0, 0)
+    rows = read(store, shard, worker.put(0, 0))
+    failed = [int(answer) % 2 == 1 for answer in rows["answer"].to_pylist()]
+    assert 0 < sum(failed) < len(failed)
+    assert [reward is None for reward in shard.rewards] == failed
+    assert rows["reward"].to_pylist() == [None if bad else 1.0 for bad in failed]
+    assert shard.failure is not None
+    assert shard.failure.startswith("RuntimeError: no reward for ")
+
+
+@pytest.mark.parametrize("max_failure_fraction", [0.5, 1.0])
+def test_too_many_failed_rewards_stop_the_step(folder: Path, max_failure_fraction: float) -> None:
+    reward = {
+        "kind": "function",
+        "path": "rollout_rewards:fails",
+        "max_failure_fraction": max_failure_fraction,
+    }
+    run = run_of(folder)
+    run = run.replace(config=run.config.replace(reward=reward))
+    with pytest.raises(RewardFailureError, match=r"15 of 15 rewards of step 0 failed.*no reward at all"):
+        worker_of(run).generate(0, 0)
+
+
+def test_evaluation_by_hand(folder: Path) -> None:
+    worker = worker_of(run_of(folder, reward="is_even", eval={"num_prompts": 3}))  # answers 1, 2, 3
+    report = worker.evaluate(0)
+    assert (report.policy_version, report.num_prompts, report.num_failed) == (0, 3, 0)
+    assert report.accuracy == pytest.approx(1 / 3)
+    assert report.reward == pytest.approx(1 / 3)
+
+
+def test_evaluation_leaves_failed_rewards_out(folder: Path) -> None:
+    report = worker_of(run_of(folder, reward="fails_for_some")).evaluate(0)  # answers 1, 2, 3, 4
+    assert (report.num_prompts, report.num_failed, report.accuracy, report.reward) == (4, 2, 1.0, 1.0)
+
+
+def test_evaluation_does_not_disturb_the_held_rows(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder), store=store)
+    shard = worker.generate(0, 0)
+    worker.evaluate(0)
+    assert read(store, shard, worker.put(0, 0)).num_rows == len(shard.rewards)
+
+
+def test_a_put_needs_the_lease_and_keeps_the_rows_when_refused(folder: Path) -> None:
+    store = MemoryStore(2**20)
+    worker = worker_of(run_of(folder), store=store)
+    shard = worker.generate(0, 0)
+    with pytest.raises(LeaseError):
+        worker.put(0, 0)
+    store.open_lease("run", 0)
+    assert read(store, shard, worker.put(0, 0)).num_rows == len(shard.rewards)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"model": {"path": "/no/such/model"}}, ModelError, "there is no such folder"),
+        ({"data": {"train_path": "/no/such/data.parquet"}}, DataError, "there is no such file"),
+        ({"reward": "none"}, RewardImportError, "no such function"),
+        ({"rollout": {"max_response_tokens": 500}}, ConfigError, "more than the 512 positions"),
+    ],
+)
+def test_what_a_user_got_wrong_is_said_at_the_start(
+    folder: Path, changes: dict, error: type[UserError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        worker_of(run_of(folder, **changes))
+
+
+def test_evaluation_needs_a_file(folder: Path) -> None:
+    worker = worker_of(run_of(folder, data={"train_path": str(folder / "train.parquet")}))
+    with pytest.raises(ConfigError, match=r"data\.eval_path is not set"):
+        worker.evaluate(0)

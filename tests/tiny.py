@@ -1,0 +1,93 @@
+"""A tiny Hugging Face model folder and a tiny prompt file, for tests."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of 259 tokens: any text round-trips, one token per UTF-8 byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, START, END)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, chat_template=CHAT_TEMPLATE
+    )
+
+
+def make_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a Qwen3-architecture folder (about 12,000 parameters, fp32, random weights) and return it.
+
+    Args:
+        folder: Where to write; made if it isn't there.
+        seed: Seed of the weights.
+        **overrides: Fields of `Qwen3Config` that differ from the tiny ones.
+    """
+    tokenizer = make_tiny_tokenizer()
+    fields: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.3,  # far from uniform, so that greedy paths don't hang on rounding
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(**{**fields, **overrides}))
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tiny_row(
+    index: int, *, data_source: str = "tiny", prompt: str | None = None, answer: str | None = None
+) -> dict[str, Any]:
+    """One row in verl's columns: the sum `index + 1`."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": f"{index} + 1 =" if prompt is None else prompt}],
+        "reward_model": {"style": "rule", "ground_truth": str(index + 1) if answer is None else answer},
+        "extra_info": {"index": index, "split": "train"},
+    }
+
+
+def make_tiny_data(path: Path, n: int, *, row: Callable[[int], dict[str, Any]] = tiny_row) -> Path:
+    """Write `n` rows in verl's columns as Parquet, or as JSONL by the name's ending, and return the path."""
+    return write_rows(path, [row(index) for index in range(n)])
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write `rows` as they are, as Parquet or JSONL by the name's ending, and return the path."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path
