@@ -1,5 +1,6 @@
 """The `sluice` command."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -27,15 +28,14 @@ errors = Console(stderr=True)
 RunArgument = Annotated[str, typer.Argument(help="A run's id, or its directory.", metavar="RUN")]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(
-        help="Changes to the config, e.g. optim.lr=1e-4 rollout.num_prompts=32", metavar="[KEY=VALUE]..."
-    ),
+    typer.Argument(help="Changes to the config, e.g. optim.lr=1e-4 rollout.num_prompts=32", metavar="[KEY=VALUE]..."),
 ]
 RunsDirOption = Annotated[str, typer.Option(help="Where runs lie.")]
 
 
 def main() -> None:
     """Entry point: one clear line for what a user can mend, a resume line for what stopped a run."""
+    sys.path.insert(0, os.getcwd())  # reward functions may lie beside the config
     try:
         app()
     except UserError as error:
@@ -49,9 +49,7 @@ def main() -> None:
 @app.command()
 def demo(
     overrides: OverridesArgument = None,
-    steps: Annotated[
-        int | None, typer.Option(help="GRPO steps; the config's own if not given.", min=1)
-    ] = None,
+    steps: Annotated[int | None, typer.Option(help="GRPO steps; the config's own if not given.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Seed of data, model and training.", min=0)] = 0,
 ) -> None:
     """Make a data set and a tiny model, warm-start it, and run GRPO until the reward has risen."""
@@ -67,13 +65,9 @@ def demo(
 
 @app.command()
 def train(
-    config_path: Annotated[
-        str, typer.Argument(help="A TOML file, or the name of a built-in one.", metavar="CONFIG")
-    ],
+    config_path: Annotated[str, typer.Argument(help="A TOML file, or the name of a built-in one.", metavar="CONFIG")],
     overrides: OverridesArgument = None,
-    run_id: Annotated[
-        str | None, typer.Option(help="The run's name; made from the config's if not given.")
-    ] = None,
+    run_id: Annotated[str | None, typer.Option(help="The run's name; made from the config's if not given.")] = None,
 ) -> None:
     """Train as the config says. Everything is checked before anything starts."""
     from flows.session import prefect_session
@@ -97,9 +91,7 @@ def resume(run: RunArgument, runs_dir: RunsDirOption = "runs") -> None:
     config = directory.config()
     done = len(directory.metrics.steps())
     if done >= config.steps and (directory.path / "summary.json").exists():
-        console.print(
-            f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume"
-        )
+        console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")
         return
     check(config)
     console.print(f"resuming {directory.run_id}: {done} of {config.steps} steps are done")
@@ -117,13 +109,16 @@ def data(
     ] = None,
     size: Annotated[int, typer.Option(help="Rows.", min=1)] = 1000,
     seed: Annotated[int, typer.Option(help="The task's seed.", min=0)] = 0,
+    exclude: Annotated[Path | None, typer.Option(help="Leave out the problems that this Parquet file holds.")] = None,
 ) -> None:
     """Write problems of a reasoning-gym task as Parquet, in the columns that verl uses."""
-    from infra.reasoning_gym import parse_settings, write_rows
+    from infra.reasoning_gym import parse_settings, write_problems
 
-    with console.status(f"generating {size} rows of {task}"):
-        write_rows(out, task, size=size, seed=seed, settings=parse_settings(settings or []))
-    console.print(f"wrote {size} rows of {task} to {out}")
+    with console.status(f"generating {size} problems of {task}"):
+        num_rows = write_problems(
+            out, task, size=size, seed=seed, settings=parse_settings(settings or []), exclude=exclude
+        )
+    console.print(f"wrote {num_rows} rows of {task} to {out}")
 
 
 @app.command(name="eval")
@@ -155,9 +150,7 @@ def report(run: RunArgument, runs_dir: RunsDirOption = "runs") -> None:
 
     directory = RunDirectory.open(run, runs_dir)
     if not directory.metrics.steps():
-        raise RunError(
-            f"run {directory.run_id} has no finished step to report; go on with: sluice resume {run}"
-        )
+        raise RunError(f"run {directory.run_id} has no finished step to report; go on with: sluice resume {run}")
     console.print(render_table(directory))
     console.print(f"wrote {write_html(directory)}")
 
@@ -175,9 +168,7 @@ def down(
 
 def _load(config: str, overrides: list[str]) -> RunConfig:
     built_in = CONFIGS / f"{config}.toml"
-    return load_config(
-        built_in if built_in.exists() and not Path(config).exists() else Path(config), overrides
-    )
+    return load_config(built_in if built_in.exists() and not Path(config).exists() else Path(config), overrides)
 
 
 def _train(config: RunConfig, run_id: str | None, *, resume: bool = False) -> None:

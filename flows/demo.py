@@ -1,13 +1,15 @@
 """The demo's own preparation: problems, a tiny model, and its warm start. Made once per recipe and seed."""
 
+import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger
 
 from flows.warmstart import warm_start
-from infra.reasoning_gym import write_rows
+from infra.reasoning_gym import Row, write_problems
 from infra.tiny_model import make_model
 from schemas.base import Frozen
 from schemas.config.model import ModelConfig
@@ -16,27 +18,44 @@ from schemas.config.warmstart import WarmstartConfig
 from tasks.stage import operation
 
 SEED_STRIDE = 1_000_000  # reasoning-gym seeds row i with seed + i
+CARELESS_LETTERS = 4
 
 
 class DemoRecipe(Frozen):
-    """What the demo trains on and starts from; the sizes were chosen by measuring."""
+    """What the demo trains on and starts from; task and sizes were chosen by measuring."""
 
-    task: str = "chain_sum"
-    settings: dict[str, Any] = {}
-    num_warmstart_rows: int = 8000
-    num_train_rows: int = 4000
-    num_eval_rows: int = 256
-    model: dict[str, Any] = {
+    task: str
+    settings: dict[str, Any]
+    careless_fraction: float  # of the warm start's answers of 4 letters or more, which lack their last letter
+    num_warmstart_rows: int
+    num_train_rows: int
+    num_eval_rows: int
+    model: dict[str, Any]  # fields of Qwen3Config
+    warmstart_steps: int
+    warmstart_lr: float
+
+
+RECIPE = DemoRecipe(
+    task="spell_backward",
+    settings={"max_word_len": 5},
+    careless_fraction=0.6,
+    num_warmstart_rows=8000,
+    num_train_rows=4000,
+    num_eval_rows=256,
+    model={
         "hidden_size": 192,
         "intermediate_size": 576,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 48,
-        "max_position_embeddings": 512,
-    }
-    warmstart_steps: int = 20
-    warmstart_lr: float = 2e-3
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        "initializer_range": 0.04,
+    },
+    warmstart_steps=240,
+    warmstart_lr=2e-3,
+)
 
 
 def demo_overrides(seed: int) -> list[str]:
@@ -53,32 +72,45 @@ def demo_overrides(seed: int) -> list[str]:
 @flow(name="prepare-demo", persist_result=False)
 async def prepare_demo(config: RunConfig) -> None:
     """Make what the demo's config names: prompt files and a warm-started model folder."""
-    recipe = DemoRecipe()
     folder = Path(config.model.path).parent
-    marker = folder / f"made-from-{recipe.digest}"
+    marker = folder / f"made-from-{RECIPE.digest}"
     if marker.exists():
         get_run_logger().info("problems and warm-started model: %s", folder)
         return
     shutil.rmtree(folder, ignore_errors=True)
-    write_problems(config, recipe)
-    make_model(folder / "random", seed=config.seed, **recipe.model)
-    await warm_start(_warmstart_config(config, recipe, folder), config.runtime)
+    write_files(config, RECIPE)
+    make_model(folder / "random", seed=config.seed, **RECIPE.model)
+    await warm_start(_warmstart_config(config, RECIPE, folder), config.runtime)
     marker.touch()
 
 
 @operation("problems")
-def write_problems(config: RunConfig, recipe: DemoRecipe) -> None:
-    """Write the warm start's, the training and the held-out problems, each from seeds of its own."""
+def write_files(config: RunConfig, recipe: DemoRecipe) -> None:
+    """Write the held-out problems, and the training's and the warm start's without those."""
     assert config.data.eval_path is not None
-    files = (
-        (_warmstart_path(config), recipe.num_warmstart_rows),
-        (Path(config.data.train_path), recipe.num_train_rows),
-        (Path(config.data.eval_path), recipe.num_eval_rows),
+    heldout = Path(config.data.eval_path)
+    careless = _careless(random.Random(config.seed), recipe.careless_fraction)
+    files: tuple[tuple[Path, int, dict[str, Any]], ...] = (
+        (heldout, recipe.num_eval_rows, {}),
+        (Path(config.data.train_path), recipe.num_train_rows, {"exclude": heldout}),
+        (_warmstart_path(config), recipe.num_warmstart_rows, {"exclude": heldout, "edit": careless}),
     )
-    for index, (path, size) in enumerate(files):
-        seed = 3 * config.seed + index
-        write_rows(path, recipe.task, size=size, seed=seed * SEED_STRIDE, settings=recipe.settings)
-        get_run_logger().info("wrote %d %s problems to %s", size, recipe.task, path)
+    for index, (path, size, options) in enumerate(files):
+        seed = (len(files) * config.seed + index) * SEED_STRIDE
+        num_rows = write_problems(path, recipe.task, size=size, seed=seed, settings=recipe.settings, **options)
+        get_run_logger().info("wrote %d %s problems to %s", num_rows, recipe.task, path)
+
+
+def _careless(rng: random.Random, fraction: float) -> Callable[[Row], Row]:
+    """Demonstrations that know how, but are often careless: that is what GRPO then mends."""
+
+    def edit(row: Row) -> Row:
+        answer = row["reward_model"]["ground_truth"]
+        if len(answer) >= CARELESS_LETTERS and rng.random() < fraction:
+            row["reward_model"]["ground_truth"] = answer[:-1]
+        return row
+
+    return edit
 
 
 def _warmstart_path(config: RunConfig) -> Path:

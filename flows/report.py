@@ -12,12 +12,17 @@ CURVES = ("reward", "response/tokens", "kl", "grad_norm", "mismatch/max")
 WIDTH, HEIGHT, MARGIN = 640, 160, 44
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 720px; margin: 2rem auto; padding: 0 1rem; color: #1b1f24 }
-h1 { font-size: 1.4rem } h2 { font-size: 1rem; margin: 1.6rem 0 .2rem }
-table { border-collapse: collapse } td, th { padding: .2rem .8rem .2rem 0; text-align: left }
-td { font-variant-numeric: tabular-nums } svg { width: 100%; height: auto } polyline { fill: none; stroke: #1f6feb; stroke-width: 1.5 }
-svg text { font: 11px system-ui, sans-serif; fill: #57606a } line { stroke: #d0d7de }
-@media (prefers-color-scheme: dark) { body { background: #0d1117; color: #e6edf3 } svg text { fill: #9198a1 } line { stroke: #30363d } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 720px; margin: 2rem auto; padding: 0 1rem }
+body, svg text { color: #1b1f24; background: #fff }
+h1 { font-size: 1.4rem }
+h2 { font-size: 1rem; margin: 1.6rem 0 .2rem }
+table { border-collapse: collapse }
+td, th { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
+svg { width: 100%; height: auto }
+svg text { font: 11px system-ui, sans-serif; fill: #57606a }
+polyline { fill: none; stroke: #1f6feb; stroke-width: 1.5 }
+line { stroke: #d0d7de }
 """
 
 
@@ -57,9 +62,7 @@ def write_html(directory: RunDirectory) -> Path:
         )
         for report in directory.metrics.evals()
     ]
-    cells = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows
-    )
+    cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
     curves = "".join(_curve(steps, name) for name in CURVES if all(name in step.metrics for step in steps))
     path = directory.path / "report.html"
     title = html.escape(directory.run_id)

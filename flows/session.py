@@ -66,8 +66,6 @@ class _ConsoleHandler(logging.Handler):
         if not own and record.name.startswith(ENGINE_LOGGERS):
             return
         if record.levelno >= logging.WARNING:
-            self._console.print(
-                f"{record.levelname.lower()}: {record.getMessage()}", style="yellow", markup=False
-            )
+            self._console.print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow", markup=False)
         elif own and record.levelno == logging.INFO:
             self._console.print(record.getMessage(), markup=False, highlight=False)

@@ -1,6 +1,5 @@
 """A whole GRPO run: evaluate, step until done, recover from dead workers, summarise."""
 
-import logging
 import math
 from contextlib import suppress
 from pathlib import Path

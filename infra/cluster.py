@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from typing import Any, Literal
 
@@ -38,9 +37,7 @@ def connect(address: str, *, local: bool) -> None:
     _require_answer(address)
     # Ray installs its own SIGTERM handler; Prefect's turns SIGTERM into a cancellation and must stay.
     handler = signal.getsignal(signal.SIGTERM)
-    environment = {
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
-    }
+    environment = {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])}
     try:
         ray.init(
             address=address,
@@ -161,9 +158,3 @@ def _worker_class(role: Role) -> type:
     from infra.workers.rollout import RolloutWorker
 
     return RolloutWorker
-
-
-def add_working_directory() -> None:
-    """Let reward functions be imported from the directory that the command was started in."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())

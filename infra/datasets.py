@@ -121,9 +121,7 @@ def load_prompts(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBa
             f"{path}: all {len(parsed)} prompts are longer than data.max_prompt_tokens = {limit}; raise that"
         )
     if too_long:
-        logger.warning(
-            "%s: dropped %d of %d rows, longer than %d tokens", path, len(too_long), len(parsed), limit
-        )
+        logger.warning("%s: dropped %d of %d rows, longer than %d tokens", path, len(too_long), len(parsed), limit)
     rows = [row.with_ids(ids) for row, ids in zip(parsed, token_ids, strict=True) if len(ids) <= limit]
     return PromptDataset(rows, num_dropped=len(too_long))
 
@@ -158,9 +156,7 @@ def _read_jsonl(path: str) -> Iterator[dict[str, Any]]:
                     raise DataError(f"{path}, row {number}: the line is blank; remove it")
                 row = json.loads(line)
                 if not isinstance(row, dict):
-                    raise DataError(
-                        f"{path}, row {number}: expected a JSON object, found {type(row).__name__}"
-                    )
+                    raise DataError(f"{path}, row {number}: expected a JSON object, found {type(row).__name__}")
                 yield row
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, row {number}: not JSON: {error}; write one JSON object per line") from error
@@ -202,13 +198,9 @@ def _parse_messages(place: str, prompt: Any) -> Messages:
             isinstance(message.get(key), str) for key in ("role", "content")
         )
         if not well_formed:
-            raise DataError(
-                f"{place}: prompt[{index}] is {message!r:.80}; expected text under role and content"
-            )
+            raise DataError(f"{place}: prompt[{index}] is {message!r:.80}; expected text under role and content")
     if not any(message["content"].strip() for message in prompt):
-        raise DataError(
-            f"{place}: the prompt is empty; give at least one message with content, or remove the row"
-        )
+        raise DataError(f"{place}: the prompt is empty; give at least one message with content, or remove the row")
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
 
@@ -220,9 +212,7 @@ def _tokenize(path: str, prompts: list[Messages], tokenizer: PreTrainedTokenizer
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             texts.append(str(text))
         except TemplateError as error:
-            raise DataError(
-                f"{path}, row {number}: the model's chat template refuses the prompt: {error}"
-            ) from error
+            raise DataError(f"{path}, row {number}: the model's chat template refuses the prompt: {error}") from error
     token_ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     for number, ids in enumerate(token_ids, start=1):
         if not ids:

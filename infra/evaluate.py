@@ -3,6 +3,7 @@
 from infra.checkpoint import newest_checkpoint
 from infra.preflight import check
 from infra.runs import RunDirectory
+from infra.stores.memory import MemoryStore
 from infra.workers.rollout import RolloutWorker
 from schemas.errors import ConfigError, RunError
 from schemas.step import EvalReport, RunHandle
@@ -33,9 +34,7 @@ def evaluate_run(directory: RunDirectory, data_path: str | None, num_prompts: in
         eval=config.eval.replace(num_prompts=num_prompts or config.eval.num_prompts),
     )
     check(config)
-    run = RunHandle(
-        run_id=directory.run_id, directory=str(directory.path), config=config, store_generation=""
-    )
-    worker = RolloutWorker(run)
+    run = RunHandle(run_id=directory.run_id, directory=str(directory.path), config=config, store_generation="")
+    worker = RolloutWorker(run, store=MemoryStore(capacity_bytes=1))  # an evaluation stores nothing
     worker.start()
     return worker.evaluate(0).replace(policy_version=manifest.version)

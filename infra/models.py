@@ -29,16 +29,12 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         ModelError: The folder, its config or tokenizer files are missing or unreadable; there is no chat
             template or end-of-sequence token; or there are more tokens than the model has embeddings.
     """
-    _check_folder(
-        config.path, TOKENIZER_FILES, "save the tokenizer there with `tokenizer.save_pretrained(folder)`"
-    )
+    _check_folder(config.path, TOKENIZER_FILES, "save the tokenizer there with `tokenizer.save_pretrained(folder)`")
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path)
         num_embeddings = AutoConfig.from_pretrained(config.path).get_text_config().vocab_size
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise ModelError(
-            f"model.path {config.path}: the tokenizer can't be loaded: {_one_line(error)}"
-        ) from error
+        raise ModelError(f"model.path {config.path}: the tokenizer can't be loaded: {_one_line(error)}") from error
     if tokenizer.chat_template is None:
         raise ModelError(
             f"model.path {config.path}: the tokenizer has no chat template; use that of an instruction-tuned "
@@ -70,13 +66,9 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     disable_progress_bar()  # its bars would break into our own progress lines
     _check_folder(config.path, ("config.json",), "save the model there with `model.save_pretrained(folder)`")
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            config.path, dtype=torch.float32, output_loading_info=True
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(config.path, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # safetensors, json and transformers raise unrelated types for bad files
-        raise ModelError(
-            f"model.path {config.path}: the model can't be loaded: {_one_line(error)}"
-        ) from error
+        raise ModelError(f"model.path {config.path}: the model can't be loaded: {_one_line(error)}") from error
     model: PreTrainedModel = loaded[0]
     missing_keys = sorted(loaded[1]["missing_keys"])
     if missing_keys:
@@ -117,10 +109,7 @@ def _on_hub(name: str) -> bool:
     """Whether the hub, or its local cache, has a model of this name; one quick question, without retries."""
     try:
         validate_repo_id(name)
-        return (
-            bool(try_to_load_from_cache(name, "config.json"))
-            or HfApi().model_info(name, timeout=10) is not None
-        )
+        return bool(try_to_load_from_cache(name, "config.json")) or HfApi().model_info(name, timeout=10) is not None
     except Exception:  # noqa: BLE001 - the HTTP client's errors share no base across versions; all mean "not there"
         return False
 

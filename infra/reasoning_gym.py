@@ -2,38 +2,62 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, DataError
 
 
-def write_rows(path: Path, task: str, *, size: int, seed: int, settings: dict[str, Any]) -> None:
-    """Generate `size` problems of `task` and write them to `path`.
+Row = dict[str, Any]
+
+
+def write_problems(
+    path: Path,
+    task: str,
+    *,
+    size: int,
+    seed: int,
+    settings: dict[str, Any],
+    exclude: Path | None = None,
+    edit: Callable[[Row], Row] | None = None,
+) -> int:
+    """Generate `size` problems of `task`, write them to `path` and return how many rows that gave.
 
     Columns: `data_source` (the task), `prompt` (chat list), `reward_model.ground_truth`, and `extra_info` with the
     row's index and, as JSON, the metadata that the task's verifier needs.
 
+    Args:
+        path: The Parquet file.
+        task: A reasoning-gym task.
+        size: Problems to generate.
+        seed: The task's seed.
+        settings: The task's own settings.
+        exclude: A file of held-out problems; their prompts are left out of `path`, so that it has fewer rows.
+        edit: Changes each row before it is written.
+
     Raises:
         ConfigError: reasoning-gym is not installed, or doesn't know the task or a setting.
+        DataError: `exclude` can't be read, or leaves no rows.
     """
-    rows = [_row(task, index, entry) for index, entry in enumerate(make_dataset(task, size, seed, settings))]
+    held_out = _prompts(exclude) if exclude else set()
+    entries = enumerate(_make_dataset(task, size, seed, settings))
+    rows = [_row(task, index, entry) for index, entry in entries if entry["question"] not in held_out]
+    if not rows:
+        raise DataError(f"{exclude} holds every one of the {size} problems; generate more, or with another seed")
+    if edit is not None:
+        rows = [edit(row) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     pq.write_table(pa.Table.from_pylist(rows), temporary)
     os.replace(temporary, path)
+    return len(rows)
 
 
-def make_dataset(task: str, size: int, seed: int, settings: dict[str, Any]) -> Any:
-    """The task's procedural data set.
-
-    Raises:
-        ConfigError: reasoning-gym is not installed, or doesn't know the task or a setting.
-    """
+def _make_dataset(task: str, size: int, seed: int, settings: dict[str, Any]) -> Any:
     try:
         import reasoning_gym
     except ImportError:
@@ -62,7 +86,15 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-def _row(task: str, index: int, entry: dict[str, Any]) -> dict[str, Any]:
+def _prompts(path: Path) -> set[str]:
+    try:
+        column = pq.read_table(path, columns=["prompt"])["prompt"]
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} can't be read as a Parquet file of prompts: {error}") from None
+    return {prompt[0]["content"] for prompt in column.to_pylist()}
+
+
+def _row(task: str, index: int, entry: dict[str, Any]) -> Row:
     return {
         "data_source": task,
         "prompt": [{"role": "user", "content": entry["question"]}],

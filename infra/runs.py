@@ -42,9 +42,7 @@ class RunDirectory:
         try:
             run.path.mkdir(parents=True)
         except FileExistsError:
-            raise RunError(
-                f"run {run_id!r} exists at {run.path}; continue it with: sluice resume {run_id}"
-            ) from None
+            raise RunError(f"run {run_id!r} exists at {run.path}; continue it with: sluice resume {run_id}") from None
         write_atomic(run.path / "config.json", config.model_dump_json(indent=2))
         return run
 
@@ -111,9 +109,7 @@ class RunDirectory:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise RunError(
-                    f"run {self.run_id} is being driven by another process; stop that one first"
-                ) from None
+                raise RunError(f"run {self.run_id} is being driven by another process; stop that one first") from None
             yield
 
     def summary(self) -> RunSummary | None:
@@ -150,9 +146,7 @@ class MetricsFile:
         """Drop what was reported after the first `num_steps` steps: those steps will be run again."""
         kept = [{"kind": "step", **report.model_dump()} for report in self.steps() if report.step < num_steps]
         kept += [
-            {"kind": "eval", **report.model_dump()}
-            for report in self.evals()
-            if report.policy_version <= num_steps
+            {"kind": "eval", **report.model_dump()} for report in self.evals() if report.policy_version <= num_steps
         ]
         write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 

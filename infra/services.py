@@ -170,11 +170,7 @@ class LocalServices:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while not answers(port):
             if process.poll() is not None or time.monotonic() > deadline:
-                why = (
-                    f"exited with {process.returncode}"
-                    if process.returncode is not None
-                    else "did not answer"
-                )
+                why = f"exited with {process.returncode}" if process.returncode is not None else "did not answer"
                 raise ServiceError(
                     f"the local {name} service {why} within {START_TIMEOUT_SECONDS} s; see {self._log_path(name)}"
                 )

@@ -31,15 +31,11 @@ def _by_name(*specs: ColumnSpec) -> dict[str, ColumnSpec]:
 
 CATALOG: dict[str, ColumnSpec] = _by_name(
     ColumnSpec(name="prompt_ids", axis="prompt", dtypes=TOKEN_DTYPES, producer="rollout", unit="token id"),
-    ColumnSpec(
-        name="response_ids", axis="response", dtypes=TOKEN_DTYPES, producer="rollout", unit="token id"
-    ),
+    ColumnSpec(name="response_ids", axis="response", dtypes=TOKEN_DTYPES, producer="rollout", unit="token id"),
     ColumnSpec(name="loss_mask", axis="response", dtypes=("bool",), producer="rollout"),
     ColumnSpec(name="sampler_logprobs", axis="response", dtypes=("float",), producer="rollout", unit="nat"),
     ColumnSpec(name="behavior_logprobs", axis="response", dtypes=("float",), producer="logprob", unit="nat"),
-    ColumnSpec(
-        name="reference_logprobs", axis="response", dtypes=("float",), producer="reference", unit="nat"
-    ),
+    ColumnSpec(name="reference_logprobs", axis="response", dtypes=("float",), producer="reference", unit="nat"),
     ColumnSpec(name="advantages", axis="row", dtypes=("float",), producer="advantage", unit="reward"),
     ColumnSpec(name="reward", axis="row", dtypes=("float",), producer="rollout", nullable=True),
     ColumnSpec(name="prompt_text", axis="row", dtypes=("string",), producer="rollout"),

@@ -56,18 +56,11 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
-            if name not in merged:
-                merged[name] = metric
-            elif isinstance(metric, Mean) and isinstance(previous := merged[name], Mean):
-                merged[name] = previous.merge(metric)
-            elif isinstance(metric, Sum) and isinstance(previous := merged[name], Sum):
-                merged[name] = previous.merge(metric)
-            elif isinstance(metric, Max) and isinstance(previous := merged[name], Max):
-                merged[name] = previous.merge(metric)
-            else:
-                raise TypeError(
-                    f"metric {name!r} is a {metric.kind} here and a {merged[name].kind} elsewhere"
-                )
+            previous = merged.get(name)
+            if previous is not None and previous.kind != metric.kind:
+                raise TypeError(f"metric {name!r} is a {metric.kind} here and a {previous.kind} elsewhere")
+            # Both are of one kind, which the checker can't follow.
+            merged[name] = metric if previous is None else previous.merge(metric)  # type: ignore[arg-type]
     return merged
 
 

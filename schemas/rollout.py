@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from schemas.base import Frozen
 from schemas.batch import ChunkRef
@@ -32,7 +32,7 @@ class RolloutShard(Frozen):
     finish_reasons: tuple[FinishReason, ...]  # N
     failure: str | None = None  # the first reward failure, as text
     samples: tuple[SampleText, ...] = ()
-    metrics: Metrics = {}
+    metrics: Metrics = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _same_length(self) -> "RolloutShard":

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pyarrow as pa
+
 from infra.stores.ray import RayColumnStore
 from rl_core.advantages import compute_advantages
 from rl_core.planning.plan import plan_step
@@ -26,9 +27,7 @@ async def compute_step_advantages(
     live = [row for row, reward in enumerate(rollout.rewards) if reward is not None]
     if not live:
         failure = next((shard.failure for shard in rollout.shards if shard.failure), "no text")
-        raise RewardFailureError(
-            f"all {rollout.num_rows} rewards of step {policy.step} failed; the first: {failure}"
-        )
+        raise RewardFailureError(f"all {rollout.num_rows} rewards of step {policy.step} failed; the first: {failure}")
     rewards = np.array([rollout.rewards[row] for row in live], dtype=np.float64)
     groups = np.array(rollout.group_ids)[live]
     advantages = compute_advantages(rewards, groups, run.config.advantage)
@@ -44,9 +43,7 @@ async def compute_step_advantages(
         token_budget=run.config.packing.token_budget,
         seed=run.config.seed + policy.step,
     )
-    return AdvantageHandle(
-        batch=trained, plan=plan, metrics=_metrics(rewards, groups, rollout, plan.num_skipped_rows)
-    )
+    return AdvantageHandle(batch=trained, plan=plan, metrics=_metrics(rewards, groups, rollout, plan.num_skipped_rows))
 
 
 def _metrics(rewards: np.ndarray, groups: np.ndarray, rollout: RolloutHandle, num_skipped: int) -> Metrics:

@@ -17,9 +17,7 @@ MAX_TEXT = 300
 
 async def create_progress(run: RunHandle, percent: float) -> UUID:
     """Make the run's progress artifact; returns its id for `update_progress`."""
-    return await acreate_progress_artifact(
-        percent, key=_key(run, "progress"), description=f"steps of {run.run_id}"
-    )
+    return await acreate_progress_artifact(percent, key=_key(run, "progress"), description=f"steps of {run.run_id}")
 
 
 async def update_progress(artifact: UUID, percent: float, line: str) -> None:
@@ -40,9 +38,7 @@ async def show_samples(run: RunHandle, rollout: RolloutHandle) -> None:
         for shard in rollout.shards
         for sample in shard.samples
     ]
-    await acreate_table_artifact(
-        rows, key=_key(run, "samples"), description=f"samples of step {rollout.step}"
-    )
+    await acreate_table_artifact(rows, key=_key(run, "samples"), description=f"samples of step {rollout.step}")
 
 
 def _key(run: RunHandle, name: str) -> str:

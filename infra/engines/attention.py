@@ -42,9 +42,7 @@ def decode_attention(
     if num_queries != 1 or not shared_mask or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     grouped = query.reshape(num_rows, key.shape[1], num_heads // key.shape[1], head_dim)
-    output = scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling")
-    )
+    output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
     return output.reshape(num_rows, 1, num_heads, value.shape[-1]), None
 
 

@@ -6,9 +6,7 @@ from infra.engines.base import Sampling
 from schemas.errors import NonFiniteError
 
 
-def draw(
-    logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row by inverting its cumulative distribution at the row's uniform.
 
     Args:
@@ -49,7 +47,5 @@ def _invert(probs: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> 
         kept = before < sampling.top_p * cumulative[:, -1:]  # the likeliest token is always kept: before is 0
         cumulative = (probs * kept).double().cumsum(dim=-1)
     targets = uniforms * cumulative[:, -1]
-    tokens = torch.searchsorted(
-        cumulative, targets[:, None], right=True
-    )  # the first that is above the target
+    tokens = torch.searchsorted(cumulative, targets[:, None], right=True)  # the first that is above the target
     return (tokens if order is None else order.gather(-1, tokens))[:, 0]

@@ -16,9 +16,7 @@ from infra.engines.cache import cache_bytes_per_token, decoding_cache
 from infra.engines.noise import uniforms
 from infra.engines.sampler import draw
 
-_LEAVE_FRACTION = (
-    1 / 8
-)  # finished rows leave once they are this part of the batch: copying the cache must pay
+_LEAVE_FRACTION = 1 / 8  # finished rows leave once they are this part of the batch: copying the cache must pay
 
 
 class TransformersEngine:
@@ -76,17 +74,13 @@ class TransformersEngine:
         """
         for index, request in enumerate(requests):
             if len(request.prompt_ids) == 0:
-                raise ValueError(
-                    f"request {index} has an empty prompt; a model needs at least one token to continue"
-                )
+                raise ValueError(f"request {index} has an empty prompt; a model needs at least one token to continue")
         generations: list[Generation] = []
         for batch in self._batches(requests, sampling):
             generations += _Decode(self.model, batch, sampling).run()
         return generations
 
-    def _batches(
-        self, requests: Sequence[GenerationRequest], sampling: Sampling
-    ) -> Iterator[list[GenerationRequest]]:
+    def _batches(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[list[GenerationRequest]]:
         """Cut `requests` into runs whose rows, all as long as the longest could get, fit the cache budget."""
         token_bytes = cache_bytes_per_token(self.model.config, self.model.dtype)
         batch: list[GenerationRequest] = []
@@ -96,10 +90,7 @@ class TransformersEngine:
                 continue
             num_rows += request.num_samples
             longest = max(longest, len(request.prompt_ids))
-            if (
-                batch
-                and num_rows * (longest + sampling.max_response_tokens) * token_bytes > self.max_cache_bytes
-            ):
+            if batch and num_rows * (longest + sampling.max_response_tokens) * token_bytes > self.max_cache_bytes:
                 yield batch
                 batch, num_rows, longest = [], request.num_samples, len(request.prompt_ids)
             batch.append(request)
@@ -110,9 +101,7 @@ class TransformersEngine:
 class _Decode:
     """The state of one batch while it is decoded. `live` [L] are the rows still in the batch, ascending."""
 
-    def __init__(
-        self, model: PreTrainedModel, requests: Sequence[GenerationRequest], sampling: Sampling
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
         self.model = model
         self.sampling = sampling
         self.requests = requests
@@ -177,9 +166,7 @@ class _Decode:
         present = np.arange(width + position + 1) >= width - prompt_lengths
         return self._forward(tokens[:, None], prompt_lengths + position, present)
 
-    def _forward(
-        self, input_ids: torch.Tensor, position_ids: np.ndarray, present: np.ndarray
-    ) -> torch.Tensor:
+    def _forward(self, input_ids: torch.Tensor, position_ids: np.ndarray, present: np.ndarray) -> torch.Tensor:
         """Run `input_ids` after what the cache holds; `present` [L, cached + new] is false on padding."""
         device = self.model.device
         output = self.model(

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import pyarrow as pa
 
@@ -22,7 +23,7 @@ class ColumnStore(ABC):
     """
 
     generation: str  # this incarnation of the store; a handle of another one is never served
-    bytes_read: int = 0  # bytes of the columns that this object's reads returned, mapped or copied
+    bytes_read: ClassVar[int] = 0  # bytes of the columns that reads returned in this process, mapped or copied
 
     @abstractmethod
     def open_lease(self, run_id: str, step: int) -> None:
@@ -73,7 +74,7 @@ class ColumnStore(ABC):
             if (axis := column_spec(name).axis) != "row":
                 check_row_lengths(name, arrays[name], lengths[axis])
         result = pa.RecordBatch.from_arrays([arrays[name] for name in columns], names=list(columns))
-        self.bytes_read += result.nbytes
+        ColumnStore.bytes_read += result.nbytes
         return result
 
     @abstractmethod
@@ -119,9 +120,7 @@ def _gather_column(
 ) -> pa.Array:
     """One column of the planned row ranges, [N]; a single range is a view."""
     expected = arrow_type(name, group.dtypes[name])
-    sources = {
-        at: _chunk_column(name, group.chunks[at], chunks, expected) for at in {at for at, _, _ in plan}
-    }
+    sources = {at: _chunk_column(name, group.chunks[at], chunks, expected) for at in {at for at, _, _ in plan}}
     pieces = [sources[at].slice(start, stop - start) for at, start, stop in plan]
     if len(pieces) == 1:
         return pieces[0]

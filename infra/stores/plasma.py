@@ -31,7 +31,6 @@ def view(ref: ray.ObjectRef[bytes], timeout_seconds: float = 60.0) -> pa.Buffer:
         ) from error
     if metadata != _RAW or data is None:
         raise ChunkNotFoundError(
-            f"object {ref.hex()} is marked {metadata!r}, expected {_RAW!r}: "
-            "it is lost, or no column store wrote it"
+            f"object {ref.hex()} is marked {metadata!r}, expected {_RAW!r}: it is lost, or no column store wrote it"
         )
     return pa.py_buffer(memoryview(data).toreadonly())

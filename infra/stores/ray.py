@@ -59,10 +59,10 @@ class RayColumnStore(ColumnStore):
         Raises:
             WorkerLostError: There is no living registry, and None was passed.
         """
+        if not ray.is_initialized():  # else Ray would look for some cluster by itself, for minutes
+            raise WorkerLostError(f"the column store of run {run_id} can't be reached: this process has joined no Ray")
         self._run_id = run_id
-        self._registry = (
-            _find_registry(run_id) if capacity_bytes is None else _start_registry(run_id, capacity_bytes)
-        )
+        self._registry = _find_registry(run_id) if capacity_bytes is None else _start_registry(run_id, capacity_bytes)
         self.generation: str = self._call("generation")
 
     @classmethod
@@ -83,9 +83,7 @@ class RayColumnStore(ColumnStore):
             except WorkerLostError:
                 return
             time.sleep(0.01)
-        logger.warning(
-            "the column store of run %s is still named %g s after its end", self._run_id, _GONE_SECONDS
-        )
+        logger.warning("the column store of run %s is still named %g s after its end", self._run_id, _GONE_SECONDS)
 
     def open_lease(self, run_id: str, step: int) -> None:
         self._call("open_lease", run_id, step)

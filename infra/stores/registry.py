@@ -52,8 +52,7 @@ class ChunkRegistry(ABC, Generic[Payload]):
         """See `ColumnStore.put`; `data` is an encoded chunk."""
         if step_prefix(key.run_id, key.step) not in self._leases:
             raise LeaseError(
-                f"can't put {key}: step {key.step} has no open lease; "
-                "open it first, or the step was cleared already"
+                f"can't put {key}: step {key.step} has no open lease; open it first, or the step was cleared already"
             )
         name = str(key)
         if held := self._entries.get(name):
@@ -111,9 +110,7 @@ class ChunkRegistry(ABC, Generic[Payload]):
                 f"this is {self._generation}: run the stage that produces it again"
             )
         if ref.key not in self._entries:
-            raise ChunkNotFoundError(
-                f"chunk {ref.key} is not in the store: its step was cleared, or it was never put"
-            )
+            raise ChunkNotFoundError(f"chunk {ref.key} is not in the store: its step was cleared, or it was never put")
         return self._entries[ref.key]
 
 

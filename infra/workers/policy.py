@@ -23,8 +23,8 @@ from infra.stores.ray import RayColumnStore
 from infra.workers.scoring import TOKEN_COLUMNS, packed_row, score_column
 from rl_core.columns.jagged import as_tensor
 from rl_core.losses import LossInputs, policy_loss
-from rl_core.replay.logprobs import packed_logprobs
 from rl_core.replay.attention import use_packed_attention
+from rl_core.replay.logprobs import packed_logprobs
 from rl_core.replay.probe import leak_probe
 from rl_core.schedule import learning_rate
 from schemas.batch import BatchHandle, ChunkKey
@@ -214,9 +214,7 @@ class PolicyWorker:
 
     def _expect(self, version: int) -> None:
         if not self._incarnation:
-            raise VersionError(
-                "the policy worker holds no whole version: an update failed in it; start it again"
-            )
+            raise VersionError("the policy worker holds no whole version: an update failed in it; start it again")
         if self._version != version:
             raise VersionError(f"the policy worker holds version {self._version}, not the expected {version}")
 

@@ -58,9 +58,7 @@ class RolloutWorker:
         self._tokenizer = load_tokenizer(config.model)
         self._prompts = load_prompts(config.data.train_path, config.data, self._tokenizer)
         self._eval_prompts = (
-            load_prompts(config.data.eval_path, config.data, self._tokenizer)
-            if config.data.eval_path
-            else None
+            load_prompts(config.data.eval_path, config.data, self._tokenizer) if config.data.eval_path else None
         )
         model = load_model(config.model)
         for prompts in filter(None, (self._prompts, self._eval_prompts)):
@@ -121,9 +119,7 @@ class RolloutWorker:
             RewardFailureError: More rewards failed than the config allows.
         """
         if self._eval_prompts is None:
-            raise ConfigError(
-                "data.eval_path is not set; set it to a file of held-out prompts to evaluate on"
-            )
+            raise ConfigError("data.eval_path is not set; set it to a file of held-out prompts to evaluate on")
         self._expect(policy_version)
         started = time.perf_counter()
         config, count = self._config.eval, min(self._config.eval.num_prompts, len(self._eval_prompts))
@@ -147,9 +143,7 @@ class RolloutWorker:
     def _sample(self, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Generate and score this worker's samples of `step`; also return the seconds that each part took."""
         rollout, started = self._config.rollout, time.perf_counter()
-        rows = self._prompts.rows_for_step(
-            step, rollout.num_prompts, self._config.seed, self._config.data.shuffle
-        )
+        rows = self._prompts.rows_for_step(step, rollout.num_prompts, self._config.seed, self._config.data.shuffle)
         groups = range(self._shard, rollout.num_prompts, rollout.num_workers)
         generations = self._engine.generate(
             [self._request(self._prompts[rows[group]], step, group) for group in groups],

@@ -44,9 +44,7 @@ def to_columns(samples: Sequence[Sample], policy_version: int, vocab_size: int) 
             "prompt_ids": _tokens([sample.prompt.prompt_ids for sample in samples], dtype),
             "response_ids": _tokens([generation.token_ids for generation in generations], dtype),
             "loss_mask": jagged(np.ones(response_lengths.sum(), dtype=bool), response_lengths),
-            "sampler_logprobs": _tokens(
-                [generation.logprobs for generation in generations], np.dtype(np.float32)
-            ),
+            "sampler_logprobs": _tokens([generation.logprobs for generation in generations], np.dtype(np.float32)),
             **_rewards([sample.outcome for sample in samples]),
             "prompt_text": _texts(sample.prompt.prompt_text for sample in samples),
             "response_text": _texts(sample.response_text for sample in samples),
@@ -73,9 +71,7 @@ def to_shard(shard: int, samples: Sequence[Sample], seconds: dict[str, float]) -
         loss_tokens=response_lengths,
         finish_reasons=tuple(sample.generation.finish_reason for sample in samples),
         failure=first_failure([sample.outcome for sample in samples]),
-        samples=tuple(
-            _sample_text(first_of_group[group]) for group in sorted(first_of_group)[:MAX_SAMPLE_TEXTS]
-        ),
+        samples=tuple(_sample_text(first_of_group[group]) for group in sorted(first_of_group)[:MAX_SAMPLE_TEXTS]),
         metrics=_part_means([sample.outcome for sample in samples])
         | {f"rollout/{part}_seconds": Max(value=value) for part, value in seconds.items()},
     )
@@ -122,10 +118,7 @@ def _rewards(outcomes: Sequence[RewardOutcome]) -> dict[str, pa.Array]:
 
 def _part_means(outcomes: Sequence[RewardOutcome]) -> Metrics:
     parts = {name: [o.parts[name] for o in outcomes if name in o.parts] for name in _part_names(outcomes)}
-    return {
-        REWARD_PART_PREFIX + name: Mean(total=sum(values), weight=len(values))
-        for name, values in parts.items()
-    }
+    return {REWARD_PART_PREFIX + name: Mean(total=sum(values), weight=len(values)) for name, values in parts.items()}
 
 
 def _sample_text(sample: Sample) -> SampleText:

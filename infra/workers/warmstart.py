@@ -57,9 +57,7 @@ class WarmstartWorker:
         logprobs = packed_logprobs(self._model, packed, temperature=1.0, chunk_tokens=LOGITS_CHUNK_TOKENS)
         loss = -logprobs.mean()
         if not torch.isfinite(loss):
-            raise NonFiniteError(
-                f"warm-start loss is {loss.item()} at step {self._step}; lower its learning rate"
-            )
+            raise NonFiniteError(f"warm-start loss is {loss.item()} at step {self._step}; lower its learning rate")
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate()
         self._optimizer.zero_grad(set_to_none=True)

@@ -27,9 +27,7 @@ def grpo_advantages(
     """
     scores, groups = np.asarray(rewards, dtype=np.float64), np.asarray(group_ids)
     if scores.shape != groups.shape or scores.ndim != 1:
-        raise ValueError(
-            f"rewards and group_ids must be 1-D of one length, not {scores.shape} and {groups.shape}"
-        )
+        raise ValueError(f"rewards and group_ids must be 1-D of one length, not {scores.shape} and {groups.shape}")
     if len(wrong := np.flatnonzero(~np.isfinite(scores))):
         raise ValueError(f"row {wrong[0]} has reward {scores[wrong[0]]}; leave out rows whose reward failed")
     if not len(scores):

@@ -39,9 +39,7 @@ def decode(data: pa.Buffer | bytes) -> pa.RecordBatch:
         if len(batches) == 1:
             batches[0].validate(full=True)  # offsets out of bounds would read foreign memory
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise StoreError(
-            f"{buffer.size} stored bytes are not an Arrow IPC stream, or are damaged: {error}"
-        ) from error
+        raise StoreError(f"{buffer.size} stored bytes are not an Arrow IPC stream, or are damaged: {error}") from error
     if len(batches) != 1:
         raise StoreError(f"{buffer.size} stored bytes hold {len(batches)} record batches, expected 1")
     if buffer.slice(max(buffer.size - len(_END_OF_STREAM), 0)).to_pybytes() != _END_OF_STREAM:
@@ -87,9 +85,7 @@ def validate(columns: pa.RecordBatch, lengths: Mapping[Axis, npt.NDArray[Any]] |
     if not names:
         raise ColumnError("a chunk has no columns, expected at least one")
     if len(set(names)) != len(names):
-        raise ColumnError(
-            f"columns repeat: {', '.join(sorted({name for name in names if names.count(name) > 1}))}"
-        )
+        raise ColumnError(f"columns repeat: {', '.join(sorted({name for name in names if names.count(name) > 1}))}")
     for name, column in zip(names, columns.columns, strict=True):
         spec = column_spec(name)
         _check_type(spec, column.type)
@@ -132,8 +128,6 @@ def _check_values(spec: ColumnSpec, column: pa.Array) -> None:
         raise ColumnError(f"column {spec.name!r} is malformed: {error}") from error
     if column.null_count and not spec.nullable:
         row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
-        raise ColumnError(
-            f"column {spec.name!r} is null in row {row}, expected a value; {column.null_count} are null"
-        )
+        raise ColumnError(f"column {spec.name!r} is null in row {row}, expected a value; {column.null_count} are null")
     if spec.axis != "row" and (nulls := column.flatten().null_count):
         raise ColumnError(f"column {spec.name!r} has {nulls} null values inside its rows, expected none")

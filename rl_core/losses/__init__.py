@@ -26,6 +26,4 @@ def policy_loss(
     Returns:
         A scalar with gradient; the shares of all micro-batches on all ranks add up to the update's loss.
     """
-    return _LOSSES[config.kind](
-        inputs, config, num_loss_tokens=num_loss_tokens, num_live_sequences=num_live_sequences
-    )
+    return _LOSSES[config.kind](inputs, config, num_loss_tokens=num_loss_tokens, num_live_sequences=num_live_sequences)

@@ -64,13 +64,9 @@ class LossInputs:
         num_tokens = int(lengths.sum())
         for name, column in columns.items():
             if column is not None and column.shape != (num_tokens,):
-                raise ValueError(
-                    f"{name} has shape {tuple(column.shape)}, but response_lengths add up to {num_tokens}"
-                )
+                raise ValueError(f"{name} has shape {tuple(column.shape)}, but response_lengths add up to {num_tokens}")
         if advantages.shape != lengths.shape:
-            raise ValueError(
-                f"advantages has shape {tuple(advantages.shape)}, but there are {len(lengths)} sequences"
-            )
+            raise ValueError(f"advantages has shape {tuple(advantages.shape)}, but there are {len(lengths)} sequences")
         sequence_index = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         return cls(
             policy_logprobs=policy_logprobs,

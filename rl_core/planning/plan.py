@@ -120,6 +120,5 @@ def _check_arguments(
         )
     if min(num_updates, num_ranks, token_budget) < 1:
         raise ValueError(
-            f"num_updates {num_updates}, num_ranks {num_ranks} and token_budget {token_budget} must be"
-            " at least 1"
+            f"num_updates {num_updates}, num_ranks {num_ranks} and token_budget {token_budget} must be at least 1"
         )

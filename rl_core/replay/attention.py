@@ -94,11 +94,7 @@ def packed_attention(
     """
     _check_request(module, query, attention_mask, cu_seqlens, dropout, kwargs)
     assert cu_seqlens is not None
-    if (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] in _FLASH_HEAD_SIZES
-    ):
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in _FLASH_HEAD_SIZES:
         output = _varlen_flash(query, key, value, cu_seqlens, max_seqlen, scaling, sliding_window)
     else:
         output = _sequence_sdpa(query, key, value, cu_seqlens, scaling, sliding_window)
@@ -174,17 +170,13 @@ def _check_request(
 ) -> None:
     layer = type(module).__name__
     if cu_seqlens is None:
-        raise ReplayError(
-            f"{layer} got no cu_seqlens; run a model with {PACKED_ATTENTION!r} through packed_logprobs"
-        )
+        raise ReplayError(f"{layer} got no cu_seqlens; run a model with {PACKED_ATTENTION!r} through packed_logprobs")
     if query.shape[0] != 1:
         raise ReplayError(f"{layer} got {query.shape[0]} rows; a packed forward has one row of all sequences")
     if attention_mask is not None:
         raise ReplayError(f"{layer} got an attention mask; boundaries come from cu_seqlens alone")
     if dropout:
-        raise ReplayError(
-            f"{layer} has attention dropout {dropout}; set attention_dropout to 0 in the model's config"
-        )
+        raise ReplayError(f"{layer} has attention dropout {dropout}; set attention_dropout to 0 in the model's config")
     if unsupported := [name for name in _UNSUPPORTED if options.get(name) is not None]:
         raise ReplayError(f"{layer} needs {', '.join(unsupported)}, which packed attention doesn't support")
     if options.get("is_causal") is False or not getattr(module, "is_causal", True):

@@ -65,16 +65,12 @@ def packed_logprobs(
         ValueError: `temperature` or `chunk_tokens` isn't positive.
     """
     if temperature <= 0 or chunk_tokens < 1:
-        raise ValueError(
-            f"temperature {temperature} must be positive and chunk_tokens {chunk_tokens} at least 1"
-        )
+        raise ValueError(f"temperature {temperature} must be positive and chunk_tokens {chunk_tokens} at least 1")
     head = _lm_head(model)
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     hidden = packed_hidden_states(model, row)[row.predict_index]
     parts = []
-    for states, targets in zip(
-        torch.split(hidden, chunk_tokens), torch.split(row.targets, chunk_tokens), strict=True
-    ):
+    for states, targets in zip(torch.split(hidden, chunk_tokens), torch.split(row.targets, chunk_tokens), strict=True):
         arguments = (states, targets, head.weight, head.bias, temperature, softcap, with_entropy)
         if torch.is_grad_enabled():
             parts.append(checkpoint(_score_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))

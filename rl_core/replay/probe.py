@@ -59,9 +59,7 @@ def _random_sequences(model: PreTrainedModel) -> tuple[Sequences, int]:
 def _replay(model: PreTrainedModel, sequences: Sequences) -> tuple[Tensor, ...]:
     """Log-probs of each sequence's response, all packed in one row."""
     prompts, responses = zip(*sequences, strict=True)
-    prompt_lengths, response_lengths = (
-        torch.tensor([len(ids) for ids in parts]) for parts in (prompts, responses)
-    )
+    prompt_lengths, response_lengths = (torch.tensor([len(ids) for ids in parts]) for parts in (prompts, responses))
     row = pack_row(torch.cat(prompts), prompt_lengths, torch.cat(responses), response_lengths)
     logprobs = packed_logprobs(model, row, temperature=1.0, chunk_tokens=_CHUNK_TOKENS)
     return torch.split(logprobs, response_lengths.tolist())

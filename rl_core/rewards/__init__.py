@@ -6,8 +6,8 @@ from typing import Any
 
 from rl_core.rewards.base import RewardFunction, RewardItem, RewardOutcome, score_all
 from rl_core.rewards.exact import score_exact
-from rl_core.rewards.reasoning_gym import require_reasoning_gym, score_reasoning_gym
-from schemas.config.reward import FunctionReward, RewardConfig
+from rl_core.rewards.reasoning_gym import require_reasoning_gym, score_full_marks, score_reasoning_gym
+from schemas.config.reward import FunctionReward, ReasoningGymReward, RewardConfig
 from schemas.errors import RewardImportError
 
 __all__ = ["RewardFunction", "RewardItem", "RewardOutcome", "load_reward", "score_all"]
@@ -41,9 +41,9 @@ def _load_function(config: FunctionReward) -> RewardFunction:
     return function  # type: ignore[no-any-return]
 
 
-def _load_reasoning_gym(_: Any) -> RewardFunction:
+def _load_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
     require_reasoning_gym()
-    return score_reasoning_gym
+    return score_full_marks if config.full_marks_only else score_reasoning_gym
 
 
 _LOADERS: dict[str, Callable[[Any], RewardFunction]] = {

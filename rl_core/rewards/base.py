@@ -62,9 +62,7 @@ def _outcome(score: object) -> RewardOutcome:
         return RewardOutcome(reward=_number("the reward", score))
     if "reward" not in score:
         raise ValueError(f"the reward function's dict has no 'reward', only {sorted(map(str, score))}")
-    parts = {
-        str(name): _number(f"reward part {name!r}", part) for name, part in score.items() if name != "reward"
-    }
+    parts = {str(name): _number(f"reward part {name!r}", part) for name, part in score.items() if name != "reward"}
     return RewardOutcome(reward=_number("the reward", score["reward"]), parts=parts)
 
 

@@ -48,6 +48,11 @@ def score_reasoning_gym(prompt: str, completion: str, answer: str, info: dict[st
     return float(_verifier(info["data_source"].rpartition("/")[2])(completion.strip(), entry))
 
 
+def score_full_marks(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:
+    """Return 1 where `score_reasoning_gym` gives its full score, else 0."""
+    return float(score_reasoning_gym(prompt, completion, answer, info) == 1.0)
+
+
 @cache
 def _verifier(task: str) -> Verifier:
     from reasoning_gym import get_score_answer_fn

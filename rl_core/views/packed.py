@@ -41,9 +41,7 @@ def unpack(packed: PackedInts) -> Ints:
     raw = base64.b64decode(packed.data, validate=True)
     width = np.dtype(packed.dtype).itemsize
     if len(raw) not in (packed.size * width, min(packed.size, 1) * width):
-        raise ValueError(
-            f"{len(raw)} bytes of {packed.dtype} don't hold {packed.size} integers, nor one for all"
-        )
+        raise ValueError(f"{len(raw)} bytes of {packed.dtype} don't hold {packed.size} integers, nor one for all")
     values = np.frombuffer(raw, dtype=f"<{packed.dtype}").astype(np.int64)
     return values if values.size == packed.size else np.repeat(values, packed.size)
 

@@ -54,9 +54,7 @@ def select(batch: BatchHandle, rows: IntsLike) -> BatchHandle:
         num_rows=index.size,
         prompt_lengths=pack(unpack(batch.prompt_lengths)[index]),
         response_lengths=pack(unpack(batch.response_lengths)[index]),
-        groups=tuple(
-            group.replace(segments=coalesce(expand(group.segments)[index])) for group in batch.groups
-        ),
+        groups=tuple(group.replace(segments=coalesce(expand(group.segments)[index])) for group in batch.groups),
     )
 
 
@@ -185,12 +183,9 @@ def _group_of(batch: BatchHandle, name: str) -> int:
 def _check_same_kind(first: BatchHandle, other: BatchHandle) -> None:
     kinds = [(batch.run_id, batch.step, batch.policy_version) for batch in (first, other)]
     if kinds[0] != kinds[1]:
-        raise ValueError(
-            f"can't concatenate batches of different (run, step, policy version): {kinds[0]}, {kinds[1]}"
-        )
+        raise ValueError(f"can't concatenate batches of different (run, step, policy version): {kinds[0]}, {kinds[1]}")
     dtypes = [
-        {name: dtype for group in batch.groups for name, dtype in group.dtypes.items()}
-        for batch in (first, other)
+        {name: dtype for group in batch.groups for name, dtype in group.dtypes.items()} for batch in (first, other)
     ]
     if dtypes[0] != dtypes[1]:
         raise ColumnError(f"can't concatenate batches of different columns: {dtypes[0]} and {dtypes[1]}")

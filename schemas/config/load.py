@@ -95,17 +95,11 @@ def _models_at(place: Sequence[str]) -> list[type[BaseModel]]:
 
 def _dotted(place: Sequence[str]) -> str:
     """The place as a user writes it: without the union tags that pydantic adds."""
-    return (
-        ".".join(part for index, part in enumerate(place) if not _is_tag(place[:index], part)) or "the file"
-    )
+    return ".".join(part for index, part in enumerate(place) if not _is_tag(place[:index], part)) or "the file"
 
 
 def _is_tag(parent: Sequence[str], part: str) -> bool:
-    return (
-        bool(parent)
-        and part not in _fields_at(parent)
-        and part in {_kind(model) for model in _models_at(parent)}
-    )
+    return bool(parent) and part not in _fields_at(parent) and part in {_kind(model) for model in _models_at(parent)}
 
 
 def _kind(model: type[BaseModel]) -> str | None:

@@ -29,6 +29,7 @@ class ReasoningGymReward(Frozen):
     """reasoning-gym's own verifier of the task that `data_source` names (extra `demo`)."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
+    full_marks_only: bool = False  # 1 for the verifier's full score, else 0, instead of its partial credit
     max_failure_fraction: Annotated[float, Field(ge=0, le=1)] = 0.5
 
 

@@ -81,9 +81,7 @@ def rollout_columns(lengths: Sequence[int], seed: int = 0) -> pa.RecordBatch:
     """One row per length; the last reward is null, and text is neither ASCII nor empty everywhere."""
     counts, num_values = np.array(lengths, dtype=np.int64), sum(lengths)
     random = np.random.default_rng(seed)
-    rewards = (
-        [*random.random(len(lengths)).astype(np.float32).tolist(), None][-len(lengths) :] if lengths else []
-    )
+    rewards = [*random.random(len(lengths)).astype(np.float32).tolist(), None][-len(lengths) :] if lengths else []
     return pa.record_batch(
         {
             "response_ids": jagged(random.integers(0, 2**16, num_values).astype(np.uint16), counts),
@@ -91,9 +89,7 @@ def rollout_columns(lengths: Sequence[int], seed: int = 0) -> pa.RecordBatch:
             "sampler_logprobs": jagged(-random.random(num_values, dtype=np.float32), counts),
             "reward": pa.array(rewards, pa.float32()),
             "response_text": pa.array(["né\n" * (n % 3) for n in lengths], pa.string()),
-            "info": pa.array(
-                [json.dumps({"seed": seed, "row": row}) for row in range(len(lengths))], pa.string()
-            ),
+            "info": pa.array([json.dumps({"seed": seed, "row": row}) for row in range(len(lengths))], pa.string()),
         }
     )
 
@@ -129,18 +125,13 @@ def test_a_read_names_its_columns(store: ColumnStore, step: int) -> None:
 
 def test_a_column_that_was_not_produced_is_named(store: ColumnStore, step: int) -> None:
     batch = put_batch(store, step, [rollout_columns([1])])
-    with pytest.raises(
-        ColumnNotFoundError, match=r"no column 'advantages'; produced so far: response_ids, loss_mask"
-    ):
+    with pytest.raises(ColumnNotFoundError, match=r"no column 'advantages'; produced so far: response_ids, loss_mask"):
         store.read(batch, ["reward", "advantages"])
 
 
 def test_any_view_reads_like_fancy_indexing(store: ColumnStore, step: int) -> None:
     random = np.random.default_rng(step)
-    parts = [
-        rollout_columns(random.integers(0, 9, size).tolist(), seed)
-        for seed, size in enumerate([5, 0, 1, 7, 4])
-    ]
+    parts = [rollout_columns(random.integers(0, 9, size).tolist(), seed) for seed, size in enumerate([5, 0, 1, 7, 4])]
     batch = put_batch(store, step, parts)
     rows = [row for part in parts for row in part.to_pylist()]
     order = random.permutation(17)

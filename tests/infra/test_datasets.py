@@ -107,9 +107,7 @@ def test_an_unusable_row_is_named(tmp_path: Path, changes: dict, text: str) -> N
 def test_a_null_in_parquet_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     row = tiny_row(0)
-    pq.write_table(
-        pa.Table.from_pylist([row, row | {"reward_model": {"style": "rule", "ground_truth": None}}]), path
-    )
+    pq.write_table(pa.Table.from_pylist([row, row | {"reward_model": {"style": "rule", "ground_truth": None}}]), path)
     with pytest.raises(DataError, match=r"row 2: reward_model\.ground_truth is missing or null"):
         load(path)
 

@@ -61,9 +61,7 @@ def test_greedy_equals_transformers_generate(engine: TransformersEngine, folder:
 
 def test_a_row_does_not_depend_on_its_batch(engine: TransformersEngine) -> None:
     sampling = Sampling(40, temperature=1.2, stop_token_ids=tuple(range(0, 256, 16)))
-    requests = [
-        request(prompt, *(derive_seed("row", row, n) for n in range(6))) for row, prompt in enumerate(PROMPTS)
-    ]
+    requests = [request(prompt, *(derive_seed("row", row, n) for n in range(6))) for row, prompt in enumerate(PROMPTS)]
     together = engine.generate(requests, sampling)
     alone = [
         generation
@@ -111,9 +109,7 @@ def test_finished_rows_leave_the_batch(engine: TransformersEngine) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("num_key_value_heads", [1, 2, 4])
-def test_logprobs_are_those_of_a_plain_forward(
-    tmp_path: Path, temperature: float, num_key_value_heads: int
-) -> None:
+def test_logprobs_are_those_of_a_plain_forward(tmp_path: Path, temperature: float, num_key_value_heads: int) -> None:
     folder = make_tiny_model(tmp_path, num_key_value_heads=num_key_value_heads)
     sampling = Sampling(70, temperature, top_p=0.9, top_k=40, stop_token_ids=(5, 50, 150))
     engine = TransformersEngine(load_model(ModelConfig(path=str(folder))))
@@ -183,9 +179,7 @@ def test_weights_that_do_not_fit_change_nothing(engine: TransformersEngine, chan
 
 
 def test_weights_that_have_diverged_are_an_error(engine: TransformersEngine) -> None:
-    engine.load_weights(
-        {n: torch.full_like(t, torch.nan) for n, t in engine.model.named_parameters()}, version=1
-    )
+    engine.load_weights({n: torch.full_like(t, torch.nan) for n, t in engine.model.named_parameters()}, version=1)
     with pytest.raises(NonFiniteError, match="diverged"):
         engine.generate([request(PROMPTS[0], 1)], Sampling(4))
 
@@ -261,9 +255,7 @@ def test_uniforms_are_uniform_and_uncorrelated() -> None:
 
 
 def test_seeds_differ_by_every_part() -> None:
-    seeds = {
-        derive_seed(0, "train", step, group, n) for step in range(5) for group in range(5) for n in range(5)
-    }
+    seeds = {derive_seed(0, "train", step, group, n) for step in range(5) for group in range(5) for n in range(5)}
     assert len(seeds) == 125
     assert derive_seed(0, "train", 1, 2, 3) == derive_seed(0, "train", 1, 2, 3)
     assert derive_seed(1, 23) != derive_seed(12, 3)

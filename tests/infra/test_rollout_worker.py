@@ -117,9 +117,7 @@ def test_what_is_put_is_what_was_reported(folder: Path) -> None:
     produced = {name for name, spec in CATALOG.items() if spec.producer == "rollout"}
     assert set(rows.schema.names) == produced | {"reward_index"}
     assert rows["prompt_ids"].type.value_type == pa.uint16()
-    assert (
-        row_lengths(rows["response_ids"]).tolist() == list(shard.response_lengths) == list(shard.loss_tokens)
-    )
+    assert row_lengths(rows["response_ids"]).tolist() == list(shard.response_lengths) == list(shard.loss_tokens)
     assert flat_values(rows["loss_mask"]).all()
     assert rows["reward"].to_pylist() == [np.float32(reward) for reward in shard.rewards]
     assert rows["finish_reason"].to_pylist() == list(shard.finish_reasons)
@@ -160,9 +158,7 @@ def test_a_new_worker_puts_the_same_rows(folder: Path) -> None:
     first = worker_of(run_of(folder), store=store)
     first.generate(1, 0)
     result = first.put(1, 0)
-    assert (
-        worker_of(run_of(folder), store=store).put(1, 0) == result
-    )  # other content under one key is refused
+    assert worker_of(run_of(folder), store=store).put(1, 0) == result  # other content under one key is refused
     assert first.put(1, 0) == result  # it had let go of its rows
     assert store.usage().num_chunks == 1
 
@@ -180,9 +176,7 @@ def test_steps_and_seeds_differ(folder: Path) -> None:
 def test_the_number_of_workers_changes_no_sample(folder: Path) -> None:
     store = open_store()
     whole = worker_of(run_of(folder), store=store)
-    expected = {
-        row["sample_id"]: row for row in read(store, whole.generate(2, 0), whole.put(2, 0), 2).to_pylist()
-    }
+    expected = {row["sample_id"]: row for row in read(store, whole.generate(2, 0), whole.put(2, 0), 2).to_pylist()}
     store = open_store()
     found = {}
     for shard in range(2):

@@ -132,9 +132,7 @@ def _concat(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def plan_updates(rows: Sequence[Row], **options: int) -> tuple[UpdatePlan, ...]:
     columns = zip(*((len(row.prompt), len(row.response), int(row.mask.sum())) for row in rows), strict=True)
     prompts, responses, trained = (np.array(column, dtype=np.int64) for column in columns)
-    return plan_step(
-        prompts, responses, trained, **{"num_updates": 1, "num_ranks": 1, "seed": 5} | options
-    ).updates
+    return plan_step(prompts, responses, trained, **{"num_updates": 1, "num_ranks": 1, "seed": 5} | options).updates
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -143,9 +141,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    ("token_budget", "num_ranks"), [(16, 1), (24, 2), (30, 3), (10_000, 1), (10_000, 12)], ids=str
-)
+@pytest.mark.parametrize(("token_budget", "num_ranks"), [(16, 1), (24, 2), (30, 3), (10_000, 1), (10_000, 12)], ids=str)
 def test_gradient_for_every_budget_and_rank_count(
     token_budget: int, num_ranks: int, dtype: torch.dtype, aggregation: str
 ) -> None:
@@ -153,9 +149,7 @@ def test_gradient_for_every_budget_and_rank_count(
     updates = plan_updates(rows, token_budget=token_budget, num_ranks=num_ranks)
     groups = [micro.rows for rank in updates[0].ranks for micro in rank]
     expected = reference_gradient(rows, config, dtype)
-    assert (
-        relative_error(packed_gradient(rows, groups, updates[0], config, dtype), expected) < TOLERANCE[dtype]
-    )
+    assert relative_error(packed_gradient(rows, groups, updates[0], config, dtype), expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -176,9 +170,7 @@ def test_gradient_for_every_row_order(seed: int, dtype: torch.dtype) -> None:
     (update,) = plan_updates(shuffled, token_budget=32)
     groups = [micro.rows for rank in update.ranks for micro in rank]
     expected = reference_gradient(rows, config, dtype)
-    assert (
-        relative_error(packed_gradient(shuffled, groups, update, config, dtype), expected) < TOLERANCE[dtype]
-    )
+    assert relative_error(packed_gradient(shuffled, groups, update, config, dtype), expected) < TOLERANCE[dtype]
 
 
 def test_each_update_has_its_own_denominators() -> None:
@@ -188,9 +180,7 @@ def test_each_update_has_its_own_denominators() -> None:
     for update in updates:
         groups = [micro.rows for rank in update.ranks for micro in rank]
         expected = reference_gradient([rows[row] for row in update.rows], config, dtype)
-        assert (
-            relative_error(packed_gradient(rows, groups, update, config, dtype), expected) < TOLERANCE[dtype]
-        )
+        assert relative_error(packed_gradient(rows, groups, update, config, dtype), expected) < TOLERANCE[dtype]
 
 
 def test_clipping_and_masking_are_exercised() -> None:

@@ -50,9 +50,7 @@ def test_a_slice_is_encoded_without_the_rest() -> None:
 
 def test_encoding_holds_no_pickle_and_no_foreign_metadata() -> None:
     data = encode(batch().replace_schema_metadata({"pandas": "{}"})).to_pybytes()
-    assert (
-        data[:4] == b"\xff\xff\xff\xff"
-    )  # the Arrow stream's continuation marker; a pickle starts with 0x80
+    assert data[:4] == b"\xff\xff\xff\xff"  # the Arrow stream's continuation marker; a pickle starts with 0x80
     assert b"pandas" not in data
 
 
@@ -86,9 +84,7 @@ def test_damaged_bytes_raise_or_decode_to_a_well_formed_batch(data: st.DataObjec
 
 
 def test_offsets_out_of_bounds_are_refused() -> None:
-    data = bytearray(
-        encode(pa.record_batch({"prompt_ids": jagged(np.arange(7, dtype=np.int32), np.array([3, 4]))}))
-    )
+    data = bytearray(encode(pa.record_batch({"prompt_ids": jagged(np.arange(7, dtype=np.int32), np.array([3, 4]))})))
     at = bytes(data).index(np.array([0, 3, 7], dtype="<i8").tobytes())
     data[at + 8 : at + 16] = np.array([10**9], dtype="<i8").tobytes()
     with pytest.raises(StoreError, match="damaged"):

@@ -33,12 +33,8 @@ def row_inputs(
     )
 
 
-def loss_of(
-    inputs: LossInputs, num_tokens: int, num_sequences: int, **config: object
-) -> tuple[Tensor, Metrics]:
-    return policy_loss(
-        inputs, ClippedLoss(**config), num_loss_tokens=num_tokens, num_live_sequences=num_sequences
-    )
+def loss_of(inputs: LossInputs, num_tokens: int, num_sequences: int, **config: object) -> tuple[Tensor, Metrics]:
+    return policy_loss(inputs, ClippedLoss(**config), num_loss_tokens=num_tokens, num_live_sequences=num_sequences)
 
 
 def test_clipping_by_hand() -> None:
@@ -122,9 +118,7 @@ def test_sequence_mean_divides_by_loss_tokens_not_by_length() -> None:
 def test_sum_over_any_split_equals_the_whole(lengths: list[int], seed: int, aggregation: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
-    policy, behavior, reference = (
-        -torch.rand(num_tokens, generator=generator, dtype=torch.float64) for _ in range(3)
-    )
+    policy, behavior, reference = (-torch.rand(num_tokens, generator=generator, dtype=torch.float64) for _ in range(3))
     advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
     mask = torch.rand(num_tokens, generator=generator) < 0.7
     cuts = torch.rand(len(lengths) - 1, generator=generator) < 0.5
@@ -145,9 +139,7 @@ def test_sum_over_any_split_equals_the_whole(lengths: list[int], seed: int, aggr
                 response_lengths=torch.tensor(lengths[row : row + size]),
                 reference_logprobs=reference[start:stop],
             )
-            loss, metrics = loss_of(
-                inputs, max(1, int(mask.sum())), num_live, kl_coef=0.05, aggregation=aggregation
-            )
+            loss, metrics = loss_of(inputs, max(1, int(mask.sum())), num_live, kl_coef=0.05, aggregation=aggregation)
             loss.backward()
             total, row = total + loss.detach(), row + size
             parts.append(metrics)
@@ -209,9 +201,7 @@ def test_a_huge_ratio_keeps_a_finite_gradient() -> None:
 
 
 def test_inputs_that_disagree_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"policy_logprobs has shape \(3,\), but response_lengths add up to 2"
-    ):
+    with pytest.raises(ValueError, match=r"policy_logprobs has shape \(3,\), but response_lengths add up to 2"):
         row_inputs([1.0] * 3, [1.0], [2])
     with pytest.raises(ValueError, match=r"advantages has shape \(2,\), but there are 1 sequences"):
         row_inputs([1.0] * 2, [1.0, 1.0], [2])

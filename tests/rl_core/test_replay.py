@@ -31,17 +31,13 @@ from tests.packed import VOCAB_SIZE, Batch, plain_logprobs, random_batch, tiny_q
 PROMPTS, RESPONSES = [3, 1, 5, 2, 1], [4, 7, 0, 1, 3]
 
 
-def replay(
-    model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, chunk_tokens: int = 4
-) -> Tensor:
+def replay(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, chunk_tokens: int = 4) -> Tensor:
     use_packed_attention(model)
     row = pack_row(batch.prompt_ids, batch.prompt_lengths, batch.response_ids, batch.response_lengths)
     return packed_logprobs(model, row, temperature=temperature, chunk_tokens=chunk_tokens)
 
 
-def plain(
-    model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, attention: str = "sdpa"
-) -> Tensor:
+def plain(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, attention: str = "sdpa") -> Tensor:
     model.set_attn_implementation(attention)
     return torch.cat([plain_logprobs(model, *sequence, temperature) for sequence in batch.sequences])
 
@@ -198,16 +194,12 @@ def test_softcapped_logits() -> None:
     )
     torch.manual_seed(0)
     model, batch = Gemma2ForCausalLM(config).eval(), random_batch(PROMPTS, RESPONSES)
-    torch.testing.assert_close(
-        replay(model, batch), plain(model, batch, attention="eager"), rtol=0, atol=1e-5
-    )
+    torch.testing.assert_close(replay(model, batch), plain(model, batch, attention="eager"), rtol=0, atol=1e-5)
 
 
 def test_packed_row_by_hand() -> None:
     # Two sequences: prompt 10 11, response 12; prompt 20, response 21 22.
-    row = pack_row(
-        torch.tensor([10, 11, 20]), torch.tensor([2, 1]), torch.tensor([12, 21, 22]), np.array([1, 2])
-    )
+    row = pack_row(torch.tensor([10, 11, 20]), torch.tensor([2, 1]), torch.tensor([12, 21, 22]), np.array([1, 2]))
     assert row.input_ids.tolist() == [10, 11, 12, 20, 21, 22]
     assert row.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
     assert row.cu_seqlens.tolist() == [0, 3, 6]
@@ -232,9 +224,7 @@ def test_lengths_that_disagree_are_refused() -> None:
         pack_row(ids, np.array([2]), ids, np.array([1, 1]))
 
 
-@pytest.mark.parametrize(
-    "options", [{"temperature": 0.0, "chunk_tokens": 4}, {"temperature": 1.0, "chunk_tokens": 0}]
-)
+@pytest.mark.parametrize("options", [{"temperature": 0.0, "chunk_tokens": 4}, {"temperature": 1.0, "chunk_tokens": 0}])
 def test_bad_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         replay(tiny_qwen3(), random_batch([1], [1]), **options)

@@ -24,9 +24,7 @@ def test_exact_compares_without_surrounding_white_space() -> None:
     assert [outcome.reward for outcome in outcomes] == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("score", "expected"), [(0.5, 0.5), (1, 1.0), (True, 1.0), (np.float32(0.25), 0.25), (0, 0.0)]
-)
+@pytest.mark.parametrize(("score", "expected"), [(0.5, 0.5), (1, 1.0), (True, 1.0), (np.float32(0.25), 0.25), (0, 0.0)])
 def test_any_real_number_is_a_reward(score: object, expected: float) -> None:
     outcome = outcome_of(score)
     assert (outcome.reward, outcome.failure) == (expected, None)

@@ -31,9 +31,7 @@ def chunks(sizes: Sequence[int], stage: str = "rollout") -> list[ChunkRef]:
 
 def batch(sizes: Sequence[int] = (3, 0, 2)) -> BatchHandle:
     rows = np.arange(sum(sizes))
-    return new_batch(
-        "run", 1, 0, chunks(sizes), {"response_ids": "uint16", "reward": "float"}, rows + 1, rows * 2
-    )
+    return new_batch("run", 1, 0, chunks(sizes), {"response_ids": "uint16", "reward": "float"}, rows + 1, rows * 2)
 
 
 def rows_of(group: ColumnGroup) -> list[int]:
@@ -174,9 +172,7 @@ def test_batches_that_group_their_columns_differently_are_put_together() -> None
 
     apart = with_column(batch(), {"behavior_logprobs": "float"}, stored("a"), range(5))
     apart = with_column(apart, {"reference_logprobs": "float"}, stored("b"), range(5))
-    joint = with_column(
-        batch(), {"behavior_logprobs": "float", "reference_logprobs": "float"}, stored("c"), range(5)
-    )
+    joint = with_column(batch(), {"behavior_logprobs": "float", "reference_logprobs": "float"}, stored("c"), range(5))
     both = concat([apart, joint])
     assert both.columns == apart.columns
     assert [[chunk.key for chunk in group.chunks] for group in both.groups[1:]] == [
