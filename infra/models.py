@@ -127,15 +127,6 @@ def _one_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def check_positions(config: ModelConfig, num_tokens: int) -> None:
-    """Check that the model has positions for the longest row that a config allows.
-
-    Raises:
-        ModelError: It has fewer.
-    """
-    positions = AutoConfig.from_pretrained(config.path).get_text_config().max_position_embeddings
-    if num_tokens > positions:
-        raise ModelError(
-            f"model.path {config.path}: the model has {positions} positions, but data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {num_tokens}; lower one of them"
-        )
+def max_positions(config: ModelConfig) -> int:
+    """How many tokens, prompt and response, a row may have under the model."""
+    return int(AutoConfig.from_pretrained(config.path).get_text_config().max_position_embeddings)

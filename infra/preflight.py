@@ -1,7 +1,7 @@
 """Everything about a config that can be checked before a service or a worker is started."""
 
-from infra.datasets import load_prompts
-from infra.models import check_positions, load_tokenizer
+from infra.datasets import PromptDataset, load_prompts
+from infra.models import load_tokenizer, max_positions
 from infra.tracking import TensorBoardSink
 from rl_core.rewards import load_reward
 from schemas.config.run import RunConfig
@@ -9,22 +9,34 @@ from schemas.errors import ConfigError
 
 
 def check(config: RunConfig) -> None:
-    """Load the tokenizer, the prompts and the reward function, and compare the config's limits with each other.
+    """Load the tokenizer, the prompts and the reward function, and see that every row will fit.
 
     Raises:
         UserError: What is wrong, where, and how to mend it.
     """
     tokenizer = load_tokenizer(config.model)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if longest > config.packing.token_budget:
-        raise ConfigError(
-            f"packing.token_budget = {config.packing.token_budget} can't hold the longest row: "
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}; raise it to at least {longest}"
-        )
-    check_positions(config.model, longest)
     load_reward(config.reward)
-    load_prompts(config.data.train_path, config.data, tokenizer)
-    if config.data.eval_path is not None:
-        load_prompts(config.data.eval_path, config.data, tokenizer)
+    for path in filter(None, (config.data.train_path, config.data.eval_path)):
+        check_room(config, load_prompts(path, config.data, tokenizer), max_positions(config.model))
     if config.runtime.tensorboard:
         TensorBoardSink.require()
+
+
+def check_room(config: RunConfig, prompts: PromptDataset, num_positions: int) -> None:
+    """See that the longest prompt and the longest response fit the model and a micro-batch.
+
+    Raises:
+        ConfigError: They don't.
+    """
+    prompt, response = prompts.max_prompt_tokens, config.rollout.max_response_tokens
+    sizes = f"the longest prompt has {prompt} tokens and rollout.max_response_tokens is {response}, together"
+    shorter = 'lower that, or data.max_prompt_tokens with data.overlong = "drop"'
+    if prompt + response > num_positions:
+        raise ConfigError(
+            f"{sizes} more than the {num_positions} positions of the model {config.model.path}; {shorter}"
+        )
+    if prompt + response > config.packing.token_budget:
+        raise ConfigError(
+            f"{sizes} more than packing.token_budget = {config.packing.token_budget}; raise it to at least "
+            f"{prompt + response}, or {shorter}"
+        )

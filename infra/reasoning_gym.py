@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 
 from schemas.errors import ConfigError, DataError
 
-
 Row = dict[str, Any]
 
 

@@ -7,30 +7,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+from infra.tiny_model import make_model
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of 259 tokens: any text round-trips, one token per UTF-8 byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, START, END)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, chat_template=CHAT_TEMPLATE
-    )
+END = "<|end|>"
 
 
 def make_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
@@ -41,9 +21,7 @@ def make_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
         seed: Seed of the weights.
         **overrides: Fields of `Qwen3Config` that differ from the tiny ones.
     """
-    tokenizer = make_tiny_tokenizer()
     fields: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
         "hidden_size": 16,
         "intermediate_size": 32,
         "num_hidden_layers": 2,
@@ -51,20 +29,9 @@ def make_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
         "initializer_range": 0.3,  # far from uniform, so that greedy paths don't hang on rounding
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "dtype": "float32",
     }
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**{**fields, **overrides}))
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return make_model(folder, seed=seed, **{**fields, **overrides})
 
 
 def tiny_row(

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from safetensors.torch import load
 
-from infra.datasets import PromptDataset, PromptRow, load_prompts
+from infra.datasets import PromptRow, load_prompts
 from infra.engines.base import Generation, GenerationRequest, Sampling
 from infra.engines.noise import derive_seed
 from infra.engines.transformers import TransformersEngine
 from infra.models import load_model, load_tokenizer, stop_token_ids
+from infra.preflight import check_room
 from infra.stores.base import ColumnStore
 from infra.stores.ray import RayColumnStore
 from infra.workers.policy import set_threads
@@ -62,7 +63,7 @@ class RolloutWorker:
         )
         model = load_model(config.model)
         for prompts in filter(None, (self._prompts, self._eval_prompts)):
-            self._check_room(prompts, model.config.get_text_config().max_position_embeddings)
+            check_room(config, prompts, model.config.get_text_config().max_position_embeddings)
         self._vocab_size = model.config.get_text_config().vocab_size
         self._stop_token_ids = stop_token_ids(model, self._tokenizer)
         self._engine = TransformersEngine(model)
@@ -188,15 +189,6 @@ class RolloutWorker:
         outcomes = score_all(self._reward, items)
         check_failures(outcomes, self._config.reward.max_failure_fraction, where)
         return texts, outcomes
-
-    def _check_room(self, prompts: PromptDataset, max_positions: int) -> None:
-        longest, more = prompts.max_prompt_tokens, self._config.rollout.max_response_tokens
-        if longest + more > max_positions:
-            raise ConfigError(
-                f"the longest prompt has {longest} tokens; with rollout.max_response_tokens = {more} that is "
-                f"more than the {max_positions} positions of {self._config.model.path}; lower that, or "
-                'data.max_prompt_tokens with data.overlong = "drop"'
-            )
 
     def _expect(self, version: int) -> None:
         if self._engine.version != version:

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.datasets import PromptDataset, PromptRow, load_prompts
+from infra.tiny_model import make_tokenizer
 from schemas.config.data import DataConfig
 from schemas.errors import DataError
-from tests.tiny import make_tiny_data, make_tiny_tokenizer, tiny_row, write_rows
+from tests.tiny import make_tiny_data, tiny_row, write_rows
 
-TOKENIZER = make_tiny_tokenizer()
+TOKENIZER = make_tokenizer()
 
 
 def load(path: Path, **config: object) -> PromptDataset:
@@ -25,7 +26,7 @@ def test_rows_come_with_the_chat_template_applied(tmp_path: Path, name: str) -> 
     prompts = load(make_tiny_data(tmp_path / name, 3))
     assert len(prompts) == 3
     row = prompts[2]
-    assert TOKENIZER.decode(row.prompt_ids) == "<|im_start|>user\n2 + 1 =<|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.decode(row.prompt_ids) == "<|user|>2 + 1 =<|assistant|>"
     assert row.prompt_ids.dtype == np.int32
     assert (row.prompt_text, row.answer, row.data_source) == ("2 + 1 =", "3", "tiny")
     assert row.info == {"index": 2, "split": "train", "data_source": "tiny"}
@@ -115,8 +116,8 @@ def test_a_null_in_parquet_is_named(tmp_path: Path) -> None:
 def test_a_prompt_that_is_too_long(tmp_path: Path, caplog) -> None:
     rows = [tiny_row(0), tiny_row(1, prompt="1" * 100), tiny_row(2)]
     path = write_rows(tmp_path / "rows.parquet", rows)
-    # 100 bytes and, around them: <|im_start|> "user\n" ... <|im_end|> "\n" <|im_start|> "assistant\n"
-    with pytest.raises(DataError, match=r"row 2: the prompt has 119 tokens.*data\.max_prompt_tokens = 64"):
+    # 100 bytes between <|user|> and <|assistant|>
+    with pytest.raises(DataError, match=r"row 2: the prompt has 102 tokens.*data\.max_prompt_tokens = 64"):
         load(path, max_prompt_tokens=64)
     with caplog.at_level(logging.WARNING):
         prompts = load(path, max_prompt_tokens=64, overlong="drop")
@@ -125,7 +126,7 @@ def test_a_prompt_that_is_too_long(tmp_path: Path, caplog) -> None:
     assert "dropped 1 of 3 rows" in caplog.text
     with pytest.raises(DataError, match="all 3 prompts are longer"):
         load(path, max_prompt_tokens=8, overlong="drop")
-    assert len(load(path, max_prompt_tokens=119)) == 3
+    assert len(load(path, max_prompt_tokens=102)) == 3
 
 
 def dataset_of(size: int) -> PromptDataset:

@@ -8,6 +8,7 @@ from safetensors.torch import save
 
 from infra.models import load_model
 from infra.stores.memory import MemoryStore
+from infra.tiny_model import make_tokenizer
 from infra.workers.rollout import RolloutWorker
 from rl_core.columns.jagged import flat_values, row_lengths
 from rl_core.views import new_batch
@@ -26,7 +27,7 @@ from schemas.errors import (
 )
 from schemas.rollout import PutResult, RolloutShard
 from schemas.step import RunHandle
-from tests.tiny import make_tiny_data, make_tiny_model, make_tiny_tokenizer
+from tests.tiny import make_tiny_data, make_tiny_model
 
 NUM_PROMPTS, NUM_SAMPLES = 5, 3
 
@@ -130,7 +131,7 @@ def test_rows_hold_together(folder: Path) -> None:
     store = open_store()
     worker = worker_of(run_of(folder), store=store)
     shard = worker.generate(0, 0)
-    tokenizer = make_tiny_tokenizer()
+    tokenizer = make_tokenizer()
     for row in read(store, shard, worker.put(0, 0)).to_pylist():
         info = json.loads(row["info"])
         assert info["data_source"] == "tiny"

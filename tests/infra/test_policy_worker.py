@@ -1,0 +1,176 @@
+"""The policy worker as a plain object, on a store in memory: what an update does, and that it does it once."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load
+
+from infra.stores.memory import MemoryStore
+from infra.workers.policy import PolicyWorker
+from infra.workers.reference import ReferenceWorker
+from infra.workers.rollout import RolloutWorker
+from rl_core.columns.jagged import flat_values
+from rl_core.planning.plan import plan_step
+from rl_core.views import new_batch, select, with_column
+from schemas.batch import BatchHandle, ChunkKey
+from schemas.config.run import RunConfig
+from schemas.errors import NonFiniteError, VersionError
+from schemas.plan import StepPlan
+from schemas.step import RunHandle
+from tests.tiny import make_tiny_data, make_tiny_model
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunHandle:
+    make_tiny_model(tmp_path / "model")
+    make_tiny_data(tmp_path / "train.parquet", 8)
+    config = RunConfig.model_validate(
+        {
+            "steps": 3,
+            "model": {"path": str(tmp_path / "model")},
+            "data": {"train_path": str(tmp_path / "train.parquet")},
+            "reward": {"kind": "exact"},
+            "rollout": {"num_prompts": 4, "samples_per_prompt": 2, "max_response_tokens": 6},
+            "loss": {"kl_coef": 0.1},
+            "optim": {"lr": 1e-2, "updates_per_step": 2},
+            "runtime": {"runs_dir": str(tmp_path / "runs"), "num_threads": 1},
+        }
+    )
+    directory = tmp_path / "runs" / "run-1"
+    directory.mkdir(parents=True)
+    return RunHandle(run_id="run-1", directory=str(directory), config=config, store_generation="g")
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(capacity_bytes=2**20)
+
+
+def started(run: RunHandle, store: MemoryStore) -> PolicyWorker:
+    worker = PolicyWorker(run, store=store)
+    worker.start()
+    return worker
+
+
+def make_step(
+    run: RunHandle, store: MemoryStore, policy: PolicyWorker, token_budget: int = 64, poison: bool = False
+) -> tuple[BatchHandle, StepPlan]:
+    """Roll out, score and plan step 0; advantages alternate in sign."""
+    store.open_lease(run.run_id, 0)
+    rollout = RolloutWorker(run, store=store)
+    rollout.start()
+    shard = rollout.generate(0, 0)
+    stored = rollout.put(0, 0)
+    batch = new_batch(run.run_id, 0, 0, [stored.chunk], stored.dtypes, shard.prompt_lengths, shard.response_lengths)
+    reference = ReferenceWorker(run, store=store)
+    reference.start()
+    for result in (policy.score(batch, 0), reference.score(batch)):
+        batch = with_column(batch, result.dtypes, [result.chunk], range(batch.num_rows))
+    advantages = np.tile(np.array([1, -1], dtype=np.float32), batch.num_rows // 2)
+    if poison:
+        advantages[3] = np.nan
+    key = ChunkKey(run_id=run.run_id, step=0, stage="advantage")
+    chunk = store.put(key, pa.record_batch({"advantages": pa.array(advantages)}))
+    batch = with_column(batch, {"advantages": "float"}, [chunk], range(batch.num_rows))
+    plan = plan_step(
+        np.array(shard.prompt_lengths),
+        np.array(shard.response_lengths),
+        np.array(shard.loss_tokens),
+        num_updates=2,
+        num_ranks=1,
+        token_budget=token_budget,
+        seed=0,
+    )
+    return batch, plan
+
+
+def parameters(worker: PolicyWorker, version: int) -> dict[str, torch.Tensor]:
+    return load(worker.weights(version))
+
+
+def test_before_an_update_policy_reference_and_sampler_agree(run: RunHandle, store: MemoryStore) -> None:
+    batch, _ = make_step(run, store, started(run, store))
+    columns = store.read(batch, ["behavior_logprobs", "reference_logprobs", "sampler_logprobs"])
+    behavior, reference, sampler = map(flat_values, columns.columns)
+    assert np.array_equal(behavior, reference)
+    assert np.abs(behavior - sampler).max() < 1e-5
+
+
+def test_an_update_is_applied_once_and_reported_again(run: RunHandle, store: MemoryStore) -> None:
+    worker = started(run, store)
+    before = parameters(worker, 0)
+    batch, plan = make_step(run, store, worker)
+    report = worker.update(batch, plan, 0)
+    after = parameters(worker, 1)
+    assert report.policy.version == 1
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert worker.update(batch, plan, 0) == report
+    again = parameters(worker, 1)
+    assert all(torch.equal(after[name], again[name]) for name in after)
+
+
+def test_another_version_is_refused(run: RunHandle, store: MemoryStore) -> None:
+    worker = started(run, store)
+    batch, plan = make_step(run, store, worker)
+    for call in (lambda: worker.update(batch, plan, 3), lambda: worker.weights(1), lambda: worker.score(batch, 2)):
+        with pytest.raises(VersionError, match="holds version 0"):
+            call()
+
+
+def test_a_restart_from_a_checkpoint_goes_on_bit_for_bit(run: RunHandle, store: MemoryStore) -> None:
+    worker = started(run, store)
+    batch, plan = make_step(run, store, worker)
+    report = worker.update(batch, plan, 0)
+    worker.save()
+    fresh = started(run, store)
+    assert fresh.update(batch, plan, 0) == report  # recorded in the manifest
+    weights = [parameters(each, 1) for each in (worker, fresh)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    # The next update needs the optimizer's state and count too.
+    for each in (worker, fresh):
+        each.update(batch, plan, 1)
+    weights = [parameters(each, 2) for each in (worker, fresh)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_the_token_budget_does_not_change_the_update(run: RunHandle, store: MemoryStore) -> None:
+    results = []
+    for budget in (16, 4096):
+        worker = started(run, store)
+        batch, plan = make_step(run, store, worker, token_budget=budget)
+        results.append((worker.update(batch, plan, 0), parameters(worker, 1), plan))
+    (small, small_weights, small_plan), (large, large_weights, large_plan) = results
+    assert len(small_plan.updates[0].ranks[0]) > len(large_plan.updates[0].ranks[0]) == 1
+    for name, weight in small_weights.items():
+        torch.testing.assert_close(weight, large_weights[name], rtol=1e-4, atol=1e-6)
+    for name in ("loss", "kl", "ratio", "grad_norm"):
+        assert small.metrics[name].value == pytest.approx(large.metrics[name].value, rel=1e-4, abs=1e-6)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_optimizer_steps(run: RunHandle, store: MemoryStore) -> None:
+    worker = started(run, store)
+    before = parameters(worker, 0)
+    batch, plan = make_step(run, store, worker, poison=True)
+    with pytest.raises(NonFiniteError, match=r"loss is nan in update \d of version 0; rows \[.*3.*\]"):
+        worker.update(batch, plan, 0)
+    with pytest.raises(VersionError, match="holds no whole version"):
+        worker.weights(0)
+    assert worker.start().version == 0
+    after = parameters(worker, 0)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_scores_follow_a_view_of_the_batch(run: RunHandle, store: MemoryStore) -> None:
+    worker = started(run, store)
+    batch, _ = make_step(run, store, worker)
+    rows = [5, 1, 6]
+    store.open_lease(run.run_id, 1)
+    part = select(batch, rows).replace(step=1, groups=select(batch, rows).groups[:1])
+    result = worker.score(part, 0)
+    scored = with_column(part, result.dtypes, [result.chunk], range(3))
+    expected = store.read(select(batch, rows), ["behavior_logprobs"])["behavior_logprobs"]
+    actual = store.read(scored, ["behavior_logprobs"])["behavior_logprobs"]
+    np.testing.assert_allclose(flat_values(actual), flat_values(expected), atol=1e-6)

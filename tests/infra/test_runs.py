@@ -1,0 +1,97 @@
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from infra.runs import MetricsFile, RunDirectory
+from schemas.config.run import RunConfig
+from schemas.errors import RunError
+from schemas.step import EvalReport, StepReport
+
+
+def config(tmp_path: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "steps": 3,
+            "model": {"path": "model"},
+            "data": {"train_path": "train.parquet"},
+            "reward": {"kind": "exact"},
+            "runtime": {"runs_dir": str(tmp_path)},
+        }
+    )
+
+
+def step(number: int) -> StepReport:
+    return StepReport(
+        step=number, policy_version=number + 1, metrics={"reward": 0.5}, seconds=1.0, seconds_by_phase={"rollout": 1.0}
+    )
+
+
+def evaluation(version: int) -> EvalReport:
+    return EvalReport(policy_version=version, num_prompts=2, accuracy=0.5, reward=0.5, num_failed=0, seconds=1.0)
+
+
+def test_a_run_is_found_by_id_and_by_directory(tmp_path: Path) -> None:
+    created = RunDirectory.create(config(tmp_path), "run-1")
+    assert RunDirectory.open("run-1", str(tmp_path)).path == created.path
+    assert RunDirectory.open(str(created.path)).config() == config(tmp_path)
+
+
+def test_a_run_is_not_made_twice_and_an_unknown_one_lists_the_known(tmp_path: Path) -> None:
+    RunDirectory.create(config(tmp_path), "run-1")
+    with pytest.raises(RunError, match="sluice resume run-1"):
+        RunDirectory.create(config(tmp_path), "run-1")
+    with pytest.raises(RunError, match=r"no run 'run-2'.*run-1"):
+        RunDirectory.open("run-2", str(tmp_path))
+
+
+def test_a_line_cut_short_by_a_kill_was_never_committed(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append_step(step(0))
+    metrics.append_step(step(1))
+    whole = metrics.path.read_bytes()
+    for cut in range(1, 60):
+        metrics.path.write_bytes(whole[:-cut])
+        assert metrics.steps() == [step(0)]
+
+
+def test_appending_after_a_cut_line_keeps_both_lines_whole(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append_step(step(0))
+    metrics.append_step(step(1))
+    metrics.path.write_bytes(metrics.path.read_bytes()[:-20])
+    metrics.truncate(1)
+    metrics.append_step(step(1))
+    assert metrics.steps() == [step(0), step(1)]
+
+
+def test_truncating_drops_what_will_be_run_again(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append_eval(evaluation(0))
+    for number in range(3):
+        metrics.append_step(step(number))
+        metrics.append_eval(evaluation(number + 1))
+    metrics.truncate(2)
+    assert metrics.steps() == [step(0), step(1)]
+    assert [report.policy_version for report in metrics.evals()] == [0, 1, 2]
+
+
+def _hold(path: Path, held: "multiprocessing.synchronize.Event") -> None:  # type: ignore[name-defined]
+    with RunDirectory(path).driver_lock():
+        held.set()
+        multiprocessing.Event().wait()
+
+
+def test_one_driver_at_a_time_and_a_killed_one_lets_go(tmp_path: Path) -> None:
+    directory = RunDirectory.create(config(tmp_path), "run-1")
+    spawn = multiprocessing.get_context("spawn")
+    held = spawn.Event()
+    holder = spawn.Process(target=_hold, args=(directory.path, held))
+    holder.start()
+    assert held.wait(60)
+    with pytest.raises(RunError, match="driven by another process"), directory.driver_lock():
+        pass
+    holder.kill()
+    holder.join()
+    with directory.driver_lock():
+        pass

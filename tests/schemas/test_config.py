@@ -1,0 +1,83 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from schemas.config.load import load_config
+from schemas.errors import ConfigError
+
+MINIMAL = """
+steps = 3
+[model]
+path = "model"
+[data]
+train_path = "train.parquet"
+[reward]
+kind = "exact"
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_overrides_are_typed_and_win_in_order(path: Path) -> None:
+    config = load_config(path, ["optim.lr=1e-4", "optim.lr=2e-4", "optim.betas=[0.8, 0.9]", "data.shuffle=false"])
+    assert config.optim.lr == 2e-4
+    assert config.optim.betas == (0.8, 0.9)
+    assert config.data.shuffle is False
+    assert load_config(path, ["model.path=some/folder"]).model.path == "some/folder"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lrr=1", "unknown key optim.lrr; did you mean 'lr'? allowed here: betas, epsilon, lr,"),
+        ("optm.lr=1", "unknown key optm; did you mean 'optim'?"),
+        ("optim.lr=-1", "optim.lr = -1: Input should be greater than 0"),
+        ("optim.schedule=linear", "optim.schedule = 'linear': Input should be 'constant' or 'cosine'"),
+        ("reward.kind=judge", "expected tags: 'function', 'exact', 'reasoning_gym'"),
+        ("reward.kind=function", "missing key reward.path"),
+        ("reward.path=a:b", "unknown key reward.path; allowed here: kind, max_failure_fraction"),
+        ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt = 1: Input should be greater than or equal to 2"),
+        ("steps", "is not of the form section.key=value"),
+        ("steps.x=1", "'steps' is a value, not a section"),
+        ("name=../x", "is not a safe name"),
+    ],
+)
+def test_refusals_name_the_key_the_value_and_what_is_allowed(path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_and_a_broken_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml does not exist"):
+        load_config(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("steps = = 3")
+    with pytest.raises(ConfigError, match=r"can't be read: .*line 1"):
+        load_config(broken)
+
+
+def test_the_built_in_configs_are_valid() -> None:
+    paths = list((Path(__file__).parents[2] / "flows" / "configs").glob("*.toml"))
+    assert paths
+    for path in paths:
+        assert load_config(path).steps > 0
+
+
+def test_the_digest_tells_configs_apart(path: Path) -> None:
+    assert load_config(path).digest == load_config(path).digest
+    assert load_config(path).digest != load_config(path, ["seed=1"]).digest
+
+
+def test_importing_the_schemas_pulls_in_nothing_heavy() -> None:
+    heavy = "{'torch', 'ray', 'prefect', 'numpy', 'pyarrow', 'transformers'}"
+    code = f"import sys, schemas.config.load, schemas.step; sys.exit(bool({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,21 @@
+import pytest
+
+from schemas.metrics import Max, Mean, Sum, merge_metrics, values
+
+
+def test_each_kind_reduces_in_its_own_way() -> None:
+    parts = [
+        {"loss": Mean(total=3, weight=1), "rows": Sum(value=2), "ratio_max": Max(value=1.5)},
+        {"loss": Mean(total=1, weight=3), "rows": Sum(value=5), "ratio_max": Max(value=1.25), "only": Sum(value=1)},
+    ]
+    # A mean of means would give (3 + 1/3) / 2; weighted it is (3 + 1) / (1 + 3).
+    assert values(merge_metrics(parts)) == {"loss": 1.0, "rows": 7, "ratio_max": 1.5, "only": 1}
+
+
+def test_one_name_can_not_reduce_in_two_ways() -> None:
+    with pytest.raises(TypeError, match="'loss' is a sum here and a mean elsewhere"):
+        merge_metrics([{"loss": Mean(total=1, weight=1)}, {"loss": Sum(value=1)}])
+
+
+def test_nothing_weighed_is_zero() -> None:
+    assert Mean(total=0, weight=0).value == 0
