@@ -31,6 +31,7 @@ class DemoRecipe(Frozen):
     num_train_rows: int
     num_eval_rows: int
     model: dict[str, Any]  # fields of Qwen3Config
+    warmstart_rows: int  # per step
     warmstart_steps: int
     warmstart_lr: float
 
@@ -38,8 +39,8 @@ class DemoRecipe(Frozen):
 RECIPE = DemoRecipe(
     task="spell_backward",
     settings={"max_word_len": 5},
-    careless_fraction=0.6,
-    num_warmstart_rows=8000,
+    careless_fraction=0.5,
+    num_warmstart_rows=12000,
     num_train_rows=4000,
     num_eval_rows=256,
     model={
@@ -53,8 +54,9 @@ RECIPE = DemoRecipe(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         "initializer_range": 0.04,
     },
-    warmstart_steps=240,
-    warmstart_lr=2e-3,
+    warmstart_rows=32,
+    warmstart_steps=320,
+    warmstart_lr=3e-3,
 )
 
 
@@ -123,6 +125,7 @@ def _warmstart_config(config: RunConfig, recipe: DemoRecipe, folder: Path) -> Wa
         data=config.data.replace(train_path=str(_warmstart_path(config))),
         out_path=config.model.path,
         steps=recipe.warmstart_steps,
+        num_rows=recipe.warmstart_rows,
         lr=recipe.warmstart_lr,
         seed=config.seed,
         num_threads=config.runtime.num_threads,

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 
-from infra.services import LocalServices
+from infra.services import LocalServices, prefect_answers
 from schemas.config.runtime import RuntimeConfig
+from schemas.errors import ServiceError
 
 Result = TypeVar("Result")
 
@@ -31,6 +32,11 @@ def prefect_session(runtime: RuntimeConfig, console: Console) -> Iterator[None]:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     api_url = runtime.prefect_api_url or PREFECT_API_URL.value()
+    if api_url is not None and not prefect_answers(api_url):
+        raise ServiceError(
+            f"no Prefect API answers at {api_url}; check runtime.prefect_api_url and PREFECT_API_URL, or set neither "
+            "to start a local server"
+        )
     services = LocalServices(Path(runtime.services_dir))
     with console.status("starting the local services"):
         services.start(prefect=api_url is None, ray=runtime.ray_address is None)

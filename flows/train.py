@@ -8,6 +8,7 @@ from statistics import fmean
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 
+from flows.recovery import open_run, reconcile
 from flows.step import run_step
 from infra import cluster
 from infra.runs import MetricsFile, RunDirectory, new_run_id
@@ -16,12 +17,11 @@ from infra.stores.ray import RayColumnStore
 from infra.tracking import TensorBoardSink
 from schemas.config.run import RunConfig
 from schemas.config.runtime import RuntimeConfig
-from schemas.errors import PipelineError, RunError, VersionError, WorkerLostError
+from schemas.errors import PipelineError, VersionError, WorkerLostError
 from schemas.step import PolicyHandle, RunHandle, RunSummary, StepReport
 from tasks.artifacts import create_progress, update_progress
 from tasks.checkpoint import save_checkpoint
 from tasks.rollout import evaluate_policy
-from tasks.stage import is_committed
 
 SUMMARY_STEPS = 10
 
@@ -51,7 +51,7 @@ async def train(config: RunConfig, run_id: str | None = None, resume: bool = Fal
         directory = RunDirectory.create(config, run_id)
     with directory.driver_lock():
         connect(config.runtime)
-        run = _open_run(directory, config)
+        run = open_run(directory, config)
         try:
             run = await _train_to_the_end(run, directory)
             summary = _summarise(directory, RayColumnStore(run.run_id).usage().num_bytes)
@@ -73,24 +73,9 @@ def connect(runtime: RuntimeConfig) -> None:
     cluster.connect(services.ray_address, local=True)
 
 
-def _open_run(directory: RunDirectory, config: RunConfig) -> RunHandle:
-    """The run with its column store: the one that is there, else a new one."""
-    store = RayColumnStore.attach(directory.run_id)
-    if store is None:
-        # Workers of a lost store would go on asking it.
-        cluster.kill_workers(directory.run_id, config.rollout.num_workers)
-        store = RayColumnStore(directory.run_id, config.store.capacity_bytes)
-    return RunHandle(
-        run_id=directory.run_id,
-        directory=str(directory.path),
-        config=config,
-        store_generation=store.generation,
-    )
-
-
 async def _train_to_the_end(run: RunHandle, directory: RunDirectory) -> RunHandle:
     logger = get_run_logger()
-    policy = await _reconcile(run, directory)
+    policy = await reconcile(run, directory)
     progress = await create_progress(run, 100 * policy.step / run.config.steps)
     tensorboard = TensorBoardSink(directory.path) if run.config.runtime.tensorboard else None
     step_flow = run_step.with_options(result_storage=directory.ledger)
@@ -105,8 +90,8 @@ async def _train_to_the_end(run: RunHandle, directory: RunDirectory) -> RunHandl
                 if restarts > run.config.runtime.max_restarts:
                     raise
                 logger.warning("step %d is run again (%d): %s", policy.step, restarts, error)
-                run = _open_run(directory, run.config)
-                policy = await _reconcile(run, directory)
+                run = open_run(directory, run.config)
+                policy = await reconcile(run, directory)
                 continue
             policy = policy.replace(version=report.policy_version)
             line = progress_line(report, run.config.steps)
@@ -122,34 +107,6 @@ async def _train_to_the_end(run: RunHandle, directory: RunDirectory) -> RunHandl
         # What was trained since the last checkpoint is kept, unless the policy itself is gone.
         with suppress(PipelineError):
             await save_checkpoint(run, policy)
-
-
-async def _reconcile(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
-    """Bring the policy worker, the finished steps and the ledger to one point; returns the policy to go on with.
-
-    The policy is one version ahead of the finished steps when its driver died between the update and the step's
-    last line: the step is then run again from its ledger, and the worker answers with the update it recorded. If
-    that ledger is gone, the worker is replaced by the last checkpoint.
-    """
-    finished = len(directory.metrics.steps())
-    policy = await _policy(run)
-    if policy.version == finished + 1:
-        unfinished = policy.replace(version=finished)
-        if is_committed(run, unfinished, "advantage"):
-            return unfinished
-        cluster.kill_worker(run.run_id, "policy")
-        policy = await _policy(run)
-    if policy.version > finished:
-        raise RunError(
-            f"the policy has version {policy.version} but {directory.metrics.path} holds {finished} steps; "
-            "the run directory has been changed by hand"
-        )
-    directory.metrics.truncate(policy.version)
-    return policy
-
-
-async def _policy(run: RunHandle) -> PolicyHandle:
-    return await cluster.call(await cluster.get_worker(run, "policy"), "start")
 
 
 async def _evaluate(run: RunHandle, policy: PolicyHandle, metrics: MetricsFile) -> None:

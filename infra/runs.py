@@ -86,6 +86,10 @@ class RunDirectory:
         """The ledger's sub-folder of one step."""
         return f"step-{step:06d}"
 
+    def ledger_steps(self) -> list[int]:
+        """The steps that the ledger holds something of."""
+        return sorted(int(path.name.removeprefix("step-")) for path in self.ledger.glob("step-*"))
+
     def forget_step(self, step: int) -> None:
         """Drop a step's committed stages."""
         shutil.rmtree(self.ledger / self.ledger_step_name(step), ignore_errors=True)

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 PREFECT_PORT = 4200
 START_TIMEOUT_SECONDS = 120
+HEALTH_TIMEOUT_SECONDS = 5
 
 # Ray binds every port to loopback only where it believes that clusters are off; both sides must agree.
 RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
@@ -166,9 +167,8 @@ class LocalServices:
             )
 
     def _wait(self, name: str, process: subprocess.Popen[bytes], port: int) -> None:
-        answers = _prefect_answers if name == "prefect" else self._ray_answers
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while not answers(port):
+        while not self._answers(name, port):
             if process.poll() is not None or time.monotonic() > deadline:
                 why = f"exited with {process.returncode}" if process.returncode is not None else "did not answer"
                 raise ServiceError(
@@ -180,7 +180,9 @@ class LocalServices:
         self._state_path(name).write_text(state.model_dump_json())
         logger.info("started %s at %s (pid %d)", name, state.address, state.pid)
 
-    def _ray_answers(self, port: int) -> bool:
+    def _answers(self, name: str, port: int) -> bool:
+        if name == "prefect":
+            return prefect_answers(f"http://{LOOPBACK}:{port}/api")
         # The port opens before the node is registered; `ray start` says so when it is.
         return not _is_free(port) and b"Ray runtime started" in self._log_path("ray").read_bytes()
 
@@ -197,9 +199,10 @@ class LocalServices:
         return self.directory / f"{name}.log"
 
 
-def _prefect_answers(port: int) -> bool:
+def prefect_answers(api_url: str) -> bool:
+    """Whether a healthy Prefect server answers at `api_url`."""
     try:
-        with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/api/health", timeout=2) as response:
+        with urllib.request.urlopen(f"{api_url}/health", timeout=HEALTH_TIMEOUT_SECONDS) as response:
             return bool(json.load(response))
     except (OSError, ValueError):
         return False

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -34,3 +35,13 @@ def ray_cluster() -> Iterator[None]:
     assert ray.util.get_node_ip_address() == "127.0.0.1"
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A folder in which `sluice` commands run; its services are stopped at the session's end."""
+    from tests.services import Workplace
+
+    place = Workplace(tmp_path_factory.mktemp("workplace"))
+    yield place
+    place.services.stop()

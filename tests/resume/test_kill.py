@@ -1,0 +1,63 @@
+"""Kill any process at any moment: the resumed run ends in the same weights, bit for bit."""
+
+import pytest
+
+from tests.services import Workplace
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+CONFIG = ("train", "tiny.toml", f"steps={STEPS}")
+
+
+@pytest.fixture(scope="module")
+def expected(workplace: Workplace) -> str:
+    """The final weights of a run that nothing happened to."""
+    workplace.sluice(*CONFIG, "--run-id", "undisturbed")
+    return workplace.weights("undisturbed", STEPS)
+
+
+def test_a_driver_killed_again_and_again(workplace: Workplace, expected: str) -> None:
+    run_id = "killed-drivers"
+    command = (*CONFIG, "--run-id", run_id)
+    for step, stage in enumerate(("rollout", "put", "logprob", "advantage", "update")):
+        workplace.kill_when(workplace.committed(run_id, step, stage), *command)
+        before = workplace.ledger(run_id, step)
+        resumed = workplace.start("resume", run_id)
+        # A stage that was committed is not run again: its entry stays as it was written until the step is done.
+        while workplace.steps_done(run_id) <= step:
+            for name, written in workplace.ledger(run_id, step).items():
+                assert before.get(name, written) == written, name
+            assert resumed.poll() is None, resumed.communicate()
+        workplace.kill(resumed)
+        command = ("resume", run_id)
+    workplace.sluice("resume", run_id)
+    assert workplace.weights(run_id, STEPS) == expected
+    assert workplace.metrics(run_id) == workplace.metrics("undisturbed")
+    assert workplace.store_bytes_at_end(run_id) == 0
+    assert not list((workplace.folder / "runs" / run_id / "ledger").glob("*"))
+
+
+def test_a_lost_ray_and_checkpoints_that_are_rare(workplace: Workplace, expected: str) -> None:
+    run_id = "lost-ray"
+    rare = "runtime.checkpoint_every_steps=2"
+    workplace.kill_when(workplace.committed(run_id, 3, "put"), *CONFIG, rare, "--run-id", run_id)
+    workplace.stop_ray()
+    printed = workplace.sluice("resume", run_id)
+    assert f"3 of {STEPS} steps are done" in printed
+    assert f"step   3/{STEPS}" in printed  # from the checkpoint of version 2, so that one is run again
+    assert f"step   2/{STEPS}" not in printed
+    assert workplace.weights(run_id, STEPS) == expected
+    assert workplace.metrics(run_id) == workplace.metrics("undisturbed")
+
+
+def test_workers_killed_under_a_living_driver(workplace: Workplace, expected: str) -> None:
+    run_id = "killed-workers"
+    driver = workplace.start(*CONFIG, "--run-id", run_id, "runtime.max_restarts=9")
+    for step, role in enumerate(("PolicyWorker", "RolloutWorker", "ReferenceWorker", "PlasmaRegistry"), start=1):
+        workplace.wait_for(workplace.committed(run_id, step, "rollout"), driver)
+        assert workplace.kill_worker(role) == 1
+    out, err = driver.communicate(timeout=120)
+    assert driver.returncode == 0, out + err
+    assert workplace.weights(run_id, STEPS) == expected
+    assert workplace.metrics(run_id) == workplace.metrics("undisturbed")

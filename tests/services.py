@@ -1,0 +1,185 @@
+"""Running the `sluice` command as a user does: in a folder of its own, with local services of its own."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from infra.runs import RunDirectory
+from infra.services import LocalServices
+from tests.tiny import make_tiny_data, make_tiny_model
+
+CONFIG = """
+name = "tiny"
+steps = 4
+
+[model]
+path = "model"
+
+[data]
+train_path = "train.parquet"
+eval_path = "eval.parquet"
+
+[reward]
+kind = "function"
+path = "tiny_rewards:short"
+
+[rollout]
+num_prompts = 4
+samples_per_prompt = 4
+max_response_tokens = 12
+
+[loss]
+kl_coef = 0.01
+
+[optim]
+lr = 1e-2
+
+[runtime]
+num_threads = 1
+"""
+
+REWARDS = '''
+def short(prompt, completion, answer, info):
+    """The fewer vowels the better: any model can learn that."""
+    return 1 - sum(completion.count(vowel) for vowel in "aeiou") / 12
+
+def sometimes(prompt, completion, answer, info):
+    if int(answer) % 2:
+        raise RuntimeError("no opinion on odd answers")
+    return short(prompt, completion, answer, info)
+'''
+
+
+class Workplace:
+    """A folder with a tiny model, data, rewards and a config, in which `sluice` commands run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        make_tiny_model(folder / "model")
+        make_tiny_data(folder / "train.parquet", 12)
+        make_tiny_data(folder / "eval.parquet", 4)
+        (folder / "tiny.toml").write_text(CONFIG)
+        (folder / "tiny_rewards.py").write_text(REWARDS)
+
+    @property
+    def services(self) -> LocalServices:
+        return LocalServices(self.folder / ".sluice")
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start a `sluice` command and go on."""
+        return self._spawn("-m", "flows.cli", *arguments)
+
+    def sluice(self, *arguments: str, exit_code: int = 0) -> str:
+        """Run a `sluice` command to its end; returns what it printed."""
+        return self.python("-m", "flows.cli", *arguments, exit_code=exit_code)
+
+    def python(self, *arguments: str, exit_code: int = 0, timeout: float = 240) -> str:
+        """Run Python to its end; returns what it printed, standard error last."""
+        process = self._spawn(*arguments)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+        assert process.returncode == exit_code, f"exit {process.returncode}\n{out}\n{err}"
+        return out + err
+
+    def _spawn(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=self.folder,
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def kill_when(self, reached: Callable[[], bool], *arguments: str) -> None:
+        """Start a command and kill it, -9, as soon as `reached` says so."""
+        process = self.start(*arguments)
+        self.wait_for(reached, process)
+        self.kill(process)
+
+    def kill(self, process: subprocess.Popen[str]) -> None:
+        """Kill -9 a command; what it started goes on."""
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+
+    def wait_for(self, reached: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 120) -> None:
+        """Wait until `reached` says so, while `process` runs."""
+        deadline = time.monotonic() + timeout
+        while not reached():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "the awaited moment never came"
+            time.sleep(0.002)
+
+    def committed(self, run_id: str, step: int, stage: str) -> Callable[[], bool]:
+        """Whether the run's ledger holds a stage of a step."""
+        folder = self.folder / "runs" / run_id / "ledger" / f"step-{step:06d}"
+        return lambda: any(folder.glob(f"{stage}-*"))
+
+    def weights(self, run_id: str, version: int) -> str:
+        """The digest of a checkpoint's weights and optimizer state."""
+        folder = self.folder / "runs" / run_id / "policy" / f"step-{version:06d}"
+        content = (folder / "model.safetensors").read_bytes() + (folder / "trainer.safetensors").read_bytes()
+        return hashlib.sha256(content).hexdigest()
+
+    def metrics(self, run_id: str) -> list[dict[str, float]]:
+        """What each step measured, without its times."""
+        reports = self._run(run_id).metrics.steps()
+        return [
+            {name: value for name, value in report.metrics.items() if not name.endswith("_seconds")}
+            for report in reports
+        ]
+
+    def store_bytes_at_end(self, run_id: str) -> int:
+        """What the column store held when the run ended."""
+        summary = self._run(run_id).summary()
+        assert summary is not None
+        return summary.store_bytes_at_end
+
+    def steps_done(self, run_id: str) -> int:
+        return len(self._run(run_id).metrics.steps())
+
+    def ledger(self, run_id: str, step: int) -> dict[str, int]:
+        """A step's ledger entries, by name, and when each was written."""
+        folder = self._run(run_id).ledger / f"step-{step:06d}"
+        return {path.name: path.stat().st_mtime_ns for path in folder.glob("*") if path.exists()}
+
+    def kill_worker(self, role: str) -> int:
+        """Kill -9 the Ray worker processes of one class, e.g. `PolicyWorker`; returns how many there were."""
+        state = self.services.state("ray")
+        assert state is not None
+        workers = [
+            process
+            for process in psutil.Process(state.pid).children(recursive=True)
+            if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{role}")
+        ]
+        for worker in workers:
+            worker.kill()
+        return len(workers)
+
+    def stop_ray(self) -> None:
+        """End the local Ray with all that it holds."""
+        state = self.services.state("ray")
+        assert state is not None
+        processes = [psutil.Process(state.pid), *psutil.Process(state.pid).children(recursive=True)]
+        for process in processes:
+            process.kill()
+        psutil.wait_procs(processes, timeout=30)
+
+    def _run(self, run_id: str) -> RunDirectory:
+        return RunDirectory(self.folder / "runs" / run_id)
+
+    def _environment(self) -> dict[str, str]:
+        # Nothing of the caller's configuration may reach the commands: each workplace starts its own services.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "RAY_"))}
+        root = str(Path(__file__).parents[1])
+        return {**kept, "PYTHONPATH": root, "COLUMNS": "200"}
