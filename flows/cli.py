@@ -39,10 +39,12 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(USER_ERROR)
     except PipelineError as error:
-        errors.print(f"stopped: {type(error).__name__}: {error}", style="red", markup=False, highlight=False)
+        errors.print(
+            f"stopped: {type(error).__name__}: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
         sys.exit(PIPELINE_ERROR)
 
 
@@ -152,7 +154,7 @@ def report(run: RunArgument, runs_dir: RunsDirOption = "runs") -> None:
     if not directory.metrics.steps():
         raise RunError(f"run {directory.run_id} has no finished step to report; go on with: sluice resume {run}")
     console.print(render_table(directory))
-    console.print(f"wrote {write_html(directory)}")
+    console.print(f"wrote {write_html(directory)}", soft_wrap=True)
 
 
 @app.command()
@@ -181,7 +183,7 @@ def _train(config: RunConfig, run_id: str | None, *, resume: bool = False) -> No
     try:
         summary = run_flow(train_flow(config, run_id=run_id, resume=resume))
     except (KeyboardInterrupt, PipelineError):
-        errors.print(f"go on with: sluice resume {run_id}", markup=False, highlight=False)
+        errors.print(f"go on with: sluice resume {run_id}", markup=False, highlight=False, soft_wrap=True)
         raise
     console.print(render_summary(summary, Path(config.runtime.runs_dir) / run_id))
 

@@ -39,8 +39,8 @@ class DemoRecipe(Frozen):
 RECIPE = DemoRecipe(
     task="spell_backward",
     settings={"max_word_len": 5},
-    careless_fraction=0.5,
-    num_warmstart_rows=12000,
+    careless_fraction=0.6,
+    num_warmstart_rows=8000,
     num_train_rows=4000,
     num_eval_rows=256,
     model={
@@ -54,9 +54,9 @@ RECIPE = DemoRecipe(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         "initializer_range": 0.04,
     },
-    warmstart_rows=32,
-    warmstart_steps=320,
-    warmstart_lr=3e-3,
+    warmstart_rows=64,
+    warmstart_steps=240,
+    warmstart_lr=2e-3,
 )
 
 

@@ -54,6 +54,8 @@ def run_flow(flow_run: Coroutine[Any, Any, Result]) -> Result:
 
 def _log_to(console: Console) -> None:
     """Show Sluice's own lines plainly, and other people's warnings; Prefect's account of states is in its UI."""
+    import prefect.main  # noqa: F401  sets up logging when it is first imported; ours must come after
+
     root = logging.getLogger()
     root.handlers = [handler for handler in root.handlers if not isinstance(handler, PrefectConsoleHandler)]
     root.addHandler(_ConsoleHandler(console))
@@ -72,6 +74,8 @@ class _ConsoleHandler(logging.Handler):
         if not own and record.name.startswith(ENGINE_LOGGERS):
             return
         if record.levelno >= logging.WARNING:
-            self._console.print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow", markup=False)
+            self._console.print(
+                f"{record.levelname.lower()}: {record.getMessage()}", style="yellow", markup=False, soft_wrap=True
+            )
         elif own and record.levelno == logging.INFO:
-            self._console.print(record.getMessage(), markup=False, highlight=False)
+            self._console.print(record.getMessage(), markup=False, highlight=False, soft_wrap=True)

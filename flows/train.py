@@ -7,6 +7,7 @@ from statistics import fmean
 
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
+from prefect.utilities.urls import url_for
 
 from flows.recovery import open_run, reconcile
 from flows.step import run_step
@@ -161,5 +162,5 @@ def _summarise(directory: RunDirectory, store_bytes: int) -> RunSummary:
 
 
 def flow_run_url() -> str:
-    """The address of the current flow run in the Prefect UI."""
-    return flow_run.ui_url or ""
+    """The address of the current flow run in the Prefect UI; empty where the server has none."""
+    return url_for("flow-run", flow_run.id) or ""

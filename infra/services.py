@@ -28,6 +28,7 @@ LOOPBACK = "127.0.0.1"
 PREFECT_PORT = 4200
 START_TIMEOUT_SECONDS = 120
 HEALTH_TIMEOUT_SECONDS = 5
+END_TIMEOUT_SECONDS = 5  # then what is left is killed; nothing in a service is worth waiting for
 
 # Ray binds every port to loopback only where it believes that clusters are off; both sides must agree.
 RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
@@ -228,7 +229,7 @@ def _end_process_tree(pid: int) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=15)
+    _, alive = psutil.wait_procs(processes, timeout=END_TIMEOUT_SECONDS)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()

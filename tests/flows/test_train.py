@@ -71,6 +71,7 @@ def test_the_summary_and_the_metrics(directory: RunDirectory) -> None:
     assert set(summary) == set(RunSummary.model_fields)
     assert summary["steps"] == STEPS
     assert summary["store_bytes_at_end"] == 0
+    assert summary["prefect_ui"].startswith("http://127.0.0.1:")
     assert "/runs/flow-run/" in summary["prefect_ui"]
     assert set(summary["seconds_by_phase"]) == {
         *("rollout", "put", "logprob", "reference", "advantage", "update", "publish"),
@@ -98,6 +99,12 @@ def test_a_reward_that_always_raises_stops_the_run_and_says_how_to_go_on(workpla
     assert "RewardFailureError" in printed
     assert "no opinion on odd answers" in printed
     assert "go on with: sluice resume failing" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_ray_that_does_not_answer_is_told_at_once(workplace: Workplace) -> None:
+    printed = workplace.sluice("train", "tiny.toml", "runtime.ray_address=127.0.0.1:9", exit_code=2)
+    assert "no Ray answers at '127.0.0.1:9'" in printed
     assert "Traceback" not in printed
 
 

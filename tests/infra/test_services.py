@@ -1,0 +1,60 @@
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.services import LocalServices, ServiceState, prefect_answers
+from schemas.errors import ServiceError
+from tests.services import Workplace
+
+
+@pytest.fixture(scope="module")
+def services(workplace: Workplace) -> LocalServices:
+    workplace.services.start(prefect=True, ray=True)
+    return workplace.services
+
+
+@pytest.mark.slow
+def test_every_port_is_on_loopback(services: LocalServices) -> None:
+    listening = set()
+    for name in ("prefect", "ray"):
+        state = services.state(name)
+        assert state is not None
+        processes = [psutil.Process(state.pid), *psutil.Process(state.pid).children(recursive=True)]
+        for process in processes:
+            listening |= {
+                connection.laddr.ip
+                for connection in process.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            }
+    assert listening
+    assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+
+
+@pytest.mark.slow
+def test_running_services_are_found_again(services: LocalServices) -> None:
+    before = services.state("prefect"), services.state("ray")
+    services.start(prefect=True, ray=True)
+    assert (services.state("prefect"), services.state("ray")) == before
+    assert services.prefect_api_url is not None
+    assert prefect_answers(services.prefect_api_url)
+
+
+def test_a_service_that_died_or_whose_pid_was_reused_is_not_taken_for_running(tmp_path: Path) -> None:
+    services = LocalServices(tmp_path)
+    me = psutil.Process()
+    for started, running in ((me.create_time(), True), (me.create_time() - 100, False)):
+        state = ServiceState(pid=me.pid, started=started, port=1)
+        (tmp_path / "ray.json").write_text(state.model_dump_json())
+        assert (services.state("ray") == state) is running
+    assert services.state("prefect") is None
+
+
+def test_a_service_that_can_not_start_says_where_its_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    services = LocalServices(tmp_path)
+    with pytest.raises(ServiceError, match=r"prefect service exited with 1.*prefect\.log"):
+        services.start(prefect=True, ray=False)
+    assert services.state("prefect") is None
+    assert services.stop() == []
