@@ -1,6 +1,7 @@
 """The `sluice` command."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import PipelineError, RunError, UserError
 
-USER_ERROR, PIPELINE_ERROR, INTERRUPTED = 2, 1, 130
+USER_ERROR, PIPELINE_ERROR, TERMINATED = 2, 1, 128 + signal.SIGTERM
 CONFIGS = Path(__file__).parent / "configs"
 
 app = typer.Typer(
@@ -91,6 +92,8 @@ def resume(run: RunArgument, runs_dir: RunsDirOption = "runs") -> None:
 
     directory = RunDirectory.open(run, runs_dir)
     config = directory.config()
+    # Found by its path, the run may lie elsewhere than where its own config says.
+    config = config.replace(runtime=config.runtime.replace(runs_dir=str(directory.path.parent)))
     done = len(directory.metrics.steps())
     if done >= config.steps and (directory.path / "summary.json").exists():
         console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")
@@ -174,6 +177,8 @@ def _load(config: str, overrides: list[str]) -> RunConfig:
 
 
 def _train(config: RunConfig, run_id: str | None, *, resume: bool = False) -> None:
+    from prefect.exceptions import TerminationSignal
+
     from flows.report import render_summary
     from flows.session import run_flow
     from flows.train import train as train_flow
@@ -182,8 +187,10 @@ def _train(config: RunConfig, run_id: str | None, *, resume: bool = False) -> No
     run_id = run_id or new_run_id(config.name)
     try:
         summary = run_flow(train_flow(config, run_id=run_id, resume=resume))
-    except (KeyboardInterrupt, PipelineError):
+    except (KeyboardInterrupt, TerminationSignal, PipelineError) as stopped:
         errors.print(f"go on with: sluice resume {run_id}", markup=False, highlight=False, soft_wrap=True)
+        if isinstance(stopped, TerminationSignal):
+            raise typer.Exit(TERMINATED) from None
         raise
     console.print(render_summary(summary, Path(config.runtime.runs_dir) / run_id))
 

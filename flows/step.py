@@ -16,7 +16,8 @@ from tasks.artifacts import show_samples
 from tasks.clear import clear_columns
 from tasks.logprob import score_behavior, score_reference
 from tasks.publish import publish_weights
-from tasks.rollout import generate_rollouts, put_columns
+from tasks.put import put_columns
+from tasks.rollout import generate_rollouts
 from tasks.update import update_policy
 
 SAMPLES_EVERY_STEPS = 10

@@ -22,7 +22,7 @@ from schemas.errors import PipelineError, VersionError, WorkerLostError
 from schemas.step import PolicyHandle, RunHandle, RunSummary, StepReport
 from tasks.artifacts import create_progress, update_progress
 from tasks.checkpoint import save_checkpoint
-from tasks.rollout import evaluate_policy
+from tasks.evaluate import evaluate_policy
 
 SUMMARY_STEPS = 10
 
@@ -60,7 +60,8 @@ async def train(config: RunConfig, run_id: str | None = None, resume: bool = Fal
             return summary
         finally:
             cluster.kill_workers(run.run_id, config.rollout.num_workers)
-            RayColumnStore(run.run_id).destroy()
+            if store := RayColumnStore.attach(run.run_id):
+                store.destroy()
 
 
 def connect(runtime: RuntimeConfig) -> None:

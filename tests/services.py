@@ -155,16 +155,27 @@ class Workplace:
 
     def kill_worker(self, role: str) -> int:
         """Kill -9 the Ray worker processes of one class, e.g. `PolicyWorker`; returns how many there were."""
-        state = self.services.state("ray")
-        assert state is not None
-        workers = [
-            process
-            for process in psutil.Process(state.pid).children(recursive=True)
-            if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{role}")
-        ]
+        workers = [process for name, process in self._workers() if name.startswith(role)]
         for worker in workers:
             worker.kill()
         return len(workers)
+
+    def worker_names(self) -> list[str]:
+        """What Ray calls its worker processes."""
+        return [name for name, _ in self._workers()]
+
+    def _workers(self) -> list[tuple[str, psutil.Process]]:
+        state = self.services.state("ray")
+        assert state is not None
+        named = []
+        for process in psutil.Process(state.pid).children(recursive=True):
+            try:
+                title = "".join(process.cmdline()[:1])
+            except psutil.NoSuchProcess:
+                continue
+            if title.startswith("ray::"):
+                named.append((title.removeprefix("ray::"), process))
+        return named
 
     def stop_ray(self) -> None:
         """End the local Ray with all that it holds."""

@@ -1,5 +1,7 @@
 """Kill any process at any moment: the resumed run ends in the same weights, bit for bit."""
 
+import signal
+
 import pytest
 
 from tests.services import Workplace
@@ -61,3 +63,17 @@ def test_workers_killed_under_a_living_driver(workplace: Workplace, expected: st
     assert driver.returncode == 0, out + err
     assert workplace.weights(run_id, STEPS) == expected
     assert workplace.metrics(run_id) == workplace.metrics("undisturbed")
+
+
+def test_a_terminated_driver_leaves_nothing_behind(workplace: Workplace, expected: str) -> None:
+    run_id = "terminated"
+    driver = workplace.start(*CONFIG, "--run-id", run_id)
+    workplace.wait_for(workplace.committed(run_id, 1, "put"), driver)
+    driver.terminate()
+    out, err = driver.communicate(timeout=60)
+    assert driver.returncode == 128 + signal.SIGTERM, out + err
+    assert f"go on with: sluice resume {run_id}" in err
+    assert "Traceback" not in err
+    assert not [name for name in workplace.worker_names() if not name.startswith(("IDLE", "Dashboard", "RuntimeEnv"))]
+    workplace.sluice("resume", run_id)
+    assert workplace.weights(run_id, STEPS) == expected

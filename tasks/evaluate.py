@@ -1,0 +1,14 @@
+"""Evaluate: held-out accuracy of one policy version."""
+
+from infra.cluster import call, get_worker
+from schemas.step import EvalReport, PolicyHandle, RunHandle
+from tasks.publish import load_weights
+from tasks.stage import operation
+
+
+@operation("evaluate")
+async def evaluate_policy(run: RunHandle, policy: PolicyHandle) -> EvalReport:
+    """Score the held-out prompts under the policy."""
+    worker = await get_worker(run, "rollout")
+    await load_weights(run, policy, worker)
+    return await call(worker, "evaluate", policy.version)
