@@ -38,7 +38,7 @@ class DemoRecipe(Frozen):
 
 RECIPE = DemoRecipe(
     task="spell_backward",
-    settings={"max_word_len": 5},
+    settings={"max_word_len": 4},
     careless_fraction=0.6,
     num_warmstart_rows=8000,
     num_train_rows=4000,
@@ -55,7 +55,7 @@ RECIPE = DemoRecipe(
         "initializer_range": 0.04,
     },
     warmstart_rows=64,
-    warmstart_steps=240,
+    warmstart_steps=200,
     warmstart_lr=2e-3,
 )
 
