@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 PREFECT_PORT = 4200
+RAY_COMMAND = (sys.executable, "-m", "ray.scripts.scripts")
 START_TIMEOUT_SECONDS = 120
 HEALTH_TIMEOUT_SECONDS = 5
 END_TIMEOUT_SECONDS = 5  # then what is left is killed; nothing in a service is worth waiting for
@@ -124,36 +125,19 @@ class LocalServices:
         port = PREFECT_PORT if _is_free(PREFECT_PORT) else _free_port()
         api_url = f"http://{LOOPBACK}:{port}/api"
         environment = {"PREFECT_HOME": str(self.directory / "prefect"), "PREFECT_UI_API_URL": api_url}
-        command = [
-            sys.executable,
-            "-m",
-            "prefect",
-            "server",
-            "start",
-            "--host",
-            LOOPBACK,
-            "--port",
-            str(port),
-        ]
+        command = [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, f"--port={port}"]
         return "prefect", self._spawn("prefect", command, PREFECT_ENVIRONMENT | environment), port
 
     def _spawn_ray(self) -> tuple[str, subprocess.Popen[bytes], int]:
+        # A head wants a token but makes none; Ray's own command makes the user's, unless there is one.
+        generate = [*RAY_COMMAND, "get-auth-token", "--generate"]
+        token = subprocess.run(generate, env={**os.environ, **RAY_ENVIRONMENT}, capture_output=True, check=False)
+        if token.returncode:
+            raise ServiceError(f"Ray can't make its authentication token: {token.stderr.decode().strip()}")
         port = _free_port()
-        command = [
-            sys.executable,
-            "-m",
-            "ray.scripts.scripts",
-            "start",
-            "--head",
-            "--block",
-            "--disable-usage-stats",
-        ]
-        command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", "--include-dashboard=false"]
-        command += [
-            f"--ray-client-server-port={_free_port()}",
-            "--dashboard-agent-listen-port=0",
-            "--include-log-monitor=false",
-        ]
+        command = [*RAY_COMMAND, "start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=false"]
+        command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", f"--ray-client-server-port={_free_port()}"]
+        command += ["--dashboard-agent-listen-port=0", "--include-log-monitor=false"]
         return "ray", self._spawn("ray", command, RAY_ENVIRONMENT), port
 
     def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -10,6 +10,7 @@ import pytest
 # Read when Ray is imported. On Linux, Ray otherwise listens on every interface, whatever address it is given.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `infra` sets it, which a test module may import after Ray
 # Read when torch is imported. OpenMP threads otherwise wait for one another by spinning, which on cores that other
 # processes also use makes small models many times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
