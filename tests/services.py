@@ -1,6 +1,7 @@
 """Running the `sluice` command as a user does: in a folder of its own, with local services of its own."""
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -121,9 +122,16 @@ class Workplace:
             time.sleep(0.002)
 
     def committed(self, run_id: str, step: int, stage: str) -> Callable[[], bool]:
-        """Whether the run's ledger holds a stage of a step."""
+        """Whether the run's ledger holds a stage of a step, whole: Prefect writes an entry in place."""
         folder = self.folder / "runs" / run_id / "ledger" / f"step-{step:06d}"
-        return lambda: any(folder.glob(f"{stage}-*"))
+
+        def committed() -> bool:
+            try:
+                return any(json.loads(entry.read_text()) for entry in folder.glob(f"{stage}-*"))
+            except (FileNotFoundError, json.JSONDecodeError):
+                return False
+
+        return committed
 
     def weights(self, run_id: str, version: int) -> str:
         """The digest of a checkpoint's weights and optimizer state."""

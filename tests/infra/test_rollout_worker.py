@@ -276,7 +276,7 @@ def test_a_put_needs_the_lease_and_keeps_the_rows_when_refused(folder: Path) -> 
         ({"model": {"path": "/no/such/model"}}, ModelError, "there is no such folder"),
         ({"data": {"train_path": "/no/such/data.parquet"}}, DataError, "there is no such file"),
         ({"reward": "none"}, RewardImportError, "no such function"),
-        ({"rollout": {"max_response_tokens": 500}}, ConfigError, "more than the 512 positions"),
+        ({"rollout": {"max_response_tokens": 505}}, ConfigError, "more than the 512 positions"),
     ],
 )
 def test_what_a_user_got_wrong_is_said_at_the_start(
