@@ -177,8 +177,6 @@ def _load(config: str, overrides: list[str]) -> RunConfig:
 
 
 def _train(config: RunConfig, run_id: str | None, *, resume: bool = False) -> None:
-    from prefect.exceptions import TerminationSignal
-
     from flows.report import render_summary
     from flows.session import run_flow
     from flows.train import train as train_flow
@@ -187,12 +185,21 @@ def _train(config: RunConfig, run_id: str | None, *, resume: bool = False) -> No
     run_id = run_id or new_run_id(config.name)
     try:
         summary = run_flow(train_flow(config, run_id=run_id, resume=resume))
-    except (KeyboardInterrupt, TerminationSignal, PipelineError) as stopped:
+    except BaseException as stopped:
         errors.print(f"go on with: sluice resume {run_id}", markup=False, highlight=False, soft_wrap=True)
-        if isinstance(stopped, TerminationSignal):
+        if _was_terminated(stopped):
             raise typer.Exit(TERMINATED) from None
         raise
     console.print(render_summary(summary, Path(config.runtime.runs_dir) / run_id))
+
+
+def _was_terminated(error: BaseException | None) -> bool:
+    """Whether a SIGTERM is behind an error: Prefect raises it anywhere, so that another one may cover it."""
+    from prefect.exceptions import TerminationSignal
+
+    while error is not None and not isinstance(error, TerminationSignal):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 if __name__ == "__main__":
