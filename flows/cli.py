@@ -183,6 +183,7 @@ def _train(config: RunConfig, run_id: str | None, *, resume: bool = False) -> No
     from infra.runs import new_run_id
 
     run_id = run_id or new_run_id(config.name)
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         summary = run_flow(train_flow(config, run_id=run_id, resume=resume))
     except BaseException as stopped:
@@ -193,11 +194,19 @@ def _train(config: RunConfig, run_id: str | None, *, resume: bool = False) -> No
     console.print(render_summary(summary, Path(config.runtime.runs_dir) / run_id))
 
 
+class _Terminated(BaseException):
+    """A SIGTERM. Prefect takes the signal first, lets the flow clean up, and then sends it on to this command."""
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
+
+
 def _was_terminated(error: BaseException | None) -> bool:
-    """Whether a SIGTERM is behind an error: Prefect raises it anywhere, so that another one may cover it."""
+    """Whether a SIGTERM is behind an error: it is raised anywhere, so that another one may cover it."""
     from prefect.exceptions import TerminationSignal
 
-    while error is not None and not isinstance(error, TerminationSignal):
+    while error is not None and not isinstance(error, TerminationSignal | _Terminated):
         error = error.__cause__ or error.__context__
     return error is not None
 
