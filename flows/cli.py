@@ -161,6 +161,36 @@ def report(run: RunArgument, runs_dir: RunsDirOption = "runs") -> None:
 
 
 @app.command()
+def inspect(
+    run: RunArgument,
+    step: Annotated[
+        int | None,
+        typer.Argument(
+            help="Counted from 0, as in folder names; the newest with columns if not given.", metavar="[STEP]"
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Sample rows.", min=0)] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON value, with whole texts, for machines.")] = False,
+    runs_dir: RunsDirOption = "runs",
+) -> None:
+    """Show what a step's columns hold, without Ray: figures, chunks, lengths and sample rows."""
+    from flows.inspection import print_step
+    from infra.runs import RunDirectory
+    from infra.stores.offline import find_step, open_run_columns
+    from infra.stores.summary import summarize_step
+
+    directory = RunDirectory.open(run, runs_dir)
+    store = open_run_columns(directory)
+    summary, failures = summarize_step(store, find_step(directory, store, step), rows)
+    if as_json:
+        typer.echo(summary.model_dump_json(indent=2))
+    else:
+        print_step(console, summary)
+    if failures:
+        raise failures[0]
+
+
+@app.command()
 def down(
     services_dir: Annotated[str, typer.Option(help="Where the services' state lies.")] = ".sluice",
 ) -> None:

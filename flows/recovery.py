@@ -2,21 +2,20 @@
 
 from infra import cluster
 from infra.runs import RunDirectory
-from infra.stores.ray import RayColumnStore
+from infra.stores.open import start_store
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
 from schemas.step import PolicyHandle, RunHandle
-from tasks.clear import clear_columns
+from tasks.columns import sweep_columns
 from tasks.stage import is_committed
 
 
 def open_run(directory: RunDirectory, config: RunConfig) -> RunHandle:
     """The run with its column store: the one that is there, else a new one."""
-    store = RayColumnStore.attach(directory.run_id)
-    if store is None:
+    store, is_new = start_store(directory, config)
+    if is_new:
         # Workers of a lost store would go on asking it.
         cluster.kill_workers(directory.run_id, config.rollout.num_workers)
-        store = RayColumnStore(directory.run_id, config.store.capacity_bytes)
     return RunHandle(
         run_id=directory.run_id,
         directory=str(directory.path),
@@ -33,7 +32,7 @@ async def reconcile(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
     that ledger is gone, the worker is replaced by the last checkpoint.
     """
     policy = await _agree(run, directory)
-    await _sweep(run, directory, policy.step)
+    await sweep_columns(run, policy.step)
     return policy
 
 
@@ -53,14 +52,6 @@ async def _agree(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
         )
     directory.metrics.truncate(policy.version)
     return policy
-
-
-async def _sweep(run: RunHandle, directory: RunDirectory, step: int) -> None:
-    """Clear what a killed driver left of every step but the one to go on with."""
-    left = set(directory.ledger_steps())
-    left |= {int(lease.rpartition("/")[2]) for lease in RayColumnStore(run.run_id).usage().open_leases}
-    for other in sorted(left - {step}):
-        await clear_columns(run, other)
 
 
 async def _policy(run: RunHandle) -> PolicyHandle:

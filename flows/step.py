@@ -3,17 +3,15 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from prefect import flow
 
 from infra.runs import RunDirectory
 from schemas.metrics import merge_metrics, values
-from schemas.rollout import RolloutHandle
-from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, StepReport, UpdateReport
+from schemas.step import PolicyHandle, RunHandle, StepReport
 from tasks.advantage import compute_step_advantages
 from tasks.artifacts import show_samples
-from tasks.clear import clear_columns
+from tasks.columns import archive_columns, clear_columns, open_columns, renewed_lease, store_usage
 from tasks.logprob import score_behavior, score_reference
 from tasks.publish import publish_weights
 from tasks.put import put_columns
@@ -29,29 +27,53 @@ async def run_step(run: RunHandle, policy: PolicyHandle) -> StepReport:
     """Sample with the policy, score, update it by one version, and publish that version."""
     phase = PhaseTimer()
     try:
-        with phase("rollout"):
-            rollout = await generate_rollouts(run, policy)
-        with phase("put"):
-            batch = await put_columns(run, policy, rollout)
-        with phase("logprob"):
-            batch = await score_behavior(run, policy, batch)
-        if run.config.loss.kl_coef:
-            with phase("reference"):
-                batch = await score_reference(run, policy, batch)
-        with phase("advantage"):
-            advantage = await compute_step_advantages(run, policy, batch, rollout)
-        with phase("update"):
-            update = await update_policy(run, policy, advantage)
-        with phase("publish"):
-            await publish_weights(run, update.policy)
-        if policy.step % SAMPLES_EVERY_STEPS == 0 or policy.step == run.config.steps - 1:
-            await show_samples(run, rollout)
-        report = _report(policy, rollout, advantage, update, phase)
-        # The step is done when this line is on disk; only then may its columns go.
-        RunDirectory(Path(run.directory)).metrics.append_step(report)
-        return report
-    finally:
+        with phase("lease"):
+            await open_columns(run, policy.step)
+        async with renewed_lease(run, policy.step):
+            report = await _run_stages(run, policy, phase)
+    except BaseException:
         await clear_columns(run, policy.step)
+        raise
+    # The step is done when this line is on disk; only then may its columns go.
+    RunDirectory.of(run).metrics.append_step(report)
+    await archive_columns(run, policy.step)
+    return report
+
+
+async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer") -> StepReport:
+    traffic = {}
+    with phase("rollout"):
+        rollout = await generate_rollouts(run, policy)
+    with phase("put"):
+        stored = await put_columns(run, policy, rollout)
+        traffic["put"] = stored.traffic
+    with phase("logprob"):
+        stored = await score_behavior(run, policy, stored.batch)
+        traffic["logprob"] = stored.traffic
+    if run.config.loss.kl_coef:
+        with phase("reference"):
+            stored = await score_reference(run, policy, stored.batch)
+            traffic["reference"] = stored.traffic
+    with phase("advantage"):
+        advantage = await compute_step_advantages(run, policy, stored.batch, rollout)
+        traffic["advantage"] = advantage.traffic
+    with phase("update"):
+        update = await update_policy(run, policy, advantage)
+        traffic["update"] = update.traffic
+    with phase("publish"):
+        await publish_weights(run, update.policy)
+    if policy.step % SAMPLES_EVERY_STEPS == 0 or policy.step == run.config.steps - 1:
+        await show_samples(run, rollout)
+    metrics = merge_metrics([*(shard.metrics for shard in rollout.shards), advantage.metrics, update.metrics])
+    return StepReport(
+        step=policy.step,
+        policy_version=update.policy.version,
+        metrics=values(metrics),
+        seconds=time.perf_counter() - phase.started,
+        seconds_by_phase=phase.seconds,
+        store=store_usage(run),
+        traffic_by_stage=traffic,
+    )
 
 
 class PhaseTimer:
@@ -66,20 +88,3 @@ class PhaseTimer:
         start = time.perf_counter()
         yield
         self.seconds[phase] = time.perf_counter() - start
-
-
-def _report(
-    policy: PolicyHandle,
-    rollout: RolloutHandle,
-    advantage: AdvantageHandle,
-    update: UpdateReport,
-    phase: PhaseTimer,
-) -> StepReport:
-    metrics = merge_metrics([*(shard.metrics for shard in rollout.shards), advantage.metrics, update.metrics])
-    return StepReport(
-        step=policy.step,
-        policy_version=update.policy.version,
-        metrics=values(metrics),
-        seconds=time.perf_counter() - phase.started,
-        seconds_by_phase=phase.seconds,
-    )

@@ -14,14 +14,15 @@ from flows.step import run_step
 from infra import cluster
 from infra.runs import MetricsFile, RunDirectory, new_run_id
 from infra.services import LocalServices
-from infra.stores.ray import RayColumnStore
+from infra.stores.open import open_store, start_store
 from infra.tracking import TensorBoardSink
 from schemas.config.run import RunConfig
 from schemas.config.runtime import RuntimeConfig
-from schemas.errors import PipelineError, VersionError, WorkerLostError
+from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, PipelineError, VersionError, WorkerLostError
 from schemas.step import PolicyHandle, RunHandle, RunSummary, StepReport
 from tasks.artifacts import create_progress, update_progress
 from tasks.checkpoint import save_checkpoint
+from tasks.columns import sweep_columns
 from tasks.evaluate import evaluate_policy
 
 SUMMARY_STEPS = 10
@@ -55,13 +56,12 @@ async def train(config: RunConfig, run_id: str | None = None, resume: bool = Fal
         run = open_run(directory, config)
         try:
             run = await _train_to_the_end(run, directory)
-            summary = _summarise(directory, RayColumnStore(run.run_id).usage().num_bytes)
+            summary = _summarise(directory, open_store(run).usage().num_bytes)
             directory.write_summary(summary)
             return summary
         finally:
             cluster.kill_workers(run.run_id, config.rollout.num_workers)
-            if store := RayColumnStore.attach(run.run_id):
-                store.destroy()
+            start_store(directory, config)[0].close()
 
 
 def connect(runtime: RuntimeConfig) -> None:
@@ -87,7 +87,7 @@ async def _train_to_the_end(run: RunHandle, directory: RunDirectory) -> RunHandl
         while policy.step < run.config.steps:
             try:
                 report = await step_flow(run, policy)
-            except (WorkerLostError, VersionError) as error:
+            except (WorkerLostError, VersionError, ChunkNotFoundError, ChunkCorruptedError) as error:
                 restarts += 1
                 if restarts > run.config.runtime.max_restarts:
                     raise
@@ -103,6 +103,7 @@ async def _train_to_the_end(run: RunHandle, directory: RunDirectory) -> RunHandl
                 tensorboard.write(report)
             if policy.step % run.config.runtime.checkpoint_every_steps == 0:
                 await save_checkpoint(run, policy)
+                await sweep_columns(run, policy.step)
             await _evaluate(run, policy, directory.metrics)
         return run
     finally:

@@ -83,6 +83,8 @@ async def get_worker(run: RunHandle, role: Role, shard: int = 0) -> Any:
     """
     import ray
 
+    from infra.stores.plasma import ACTOR_OPTIONS
+
     options = {
         "name": actor_name(run.run_id, role, shard),
         "namespace": NAMESPACE,
@@ -92,7 +94,8 @@ async def get_worker(run: RunHandle, role: Role, shard: int = 0) -> Any:
         "max_restarts": 0,
         "max_task_retries": 0,
     }
-    worker: Any = ray.remote(_worker_class(role)).options(**options).remote(run, shard)
+    actor: Any = ray.remote(**ACTOR_OPTIONS)(_worker_class(role))
+    worker: Any = actor.options(**options).remote(run, shard)
     await call(worker, "start")
     return worker
 

@@ -35,6 +35,6 @@ def evaluate_run(directory: RunDirectory, data_path: str | None, num_prompts: in
     )
     check(config)
     run = RunHandle(run_id=directory.run_id, directory=str(directory.path), config=config, store_generation="")
-    worker = RolloutWorker(run, store=MemoryStore(capacity_bytes=1))  # an evaluation stores nothing
+    worker = RolloutWorker(run, store=MemoryStore(run.run_id, capacity_bytes=1))  # an evaluation stores nothing
     worker.start()
     return worker.evaluate(0).replace(policy_version=manifest.version)

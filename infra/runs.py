@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
-from schemas.step import EvalReport, RunSummary, StepReport
+from schemas.step import EvalReport, RunHandle, RunSummary, StepReport
 
 
 def new_run_id(name: str) -> str:
@@ -60,6 +60,11 @@ class RunDirectory:
         known = f"runs in {runs_dir}/: {', '.join(names[-5:])}" if names else f"{runs_dir}/ holds no runs"
         raise RunError(f"no run {run!r}: neither a run directory nor a run id; {known}")
 
+    @classmethod
+    def of(cls, run: RunHandle) -> "RunDirectory":
+        """The directory of a run's handle."""
+        return cls(Path(run.directory))
+
     @property
     def run_id(self) -> str:
         return self.path.name
@@ -97,6 +102,11 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "policy"
+
+    @property
+    def columns(self) -> Path:
+        """Where durable columns lie, unless `store.url` says otherwise."""
+        return self.path / "columns"
 
     @property
     def metrics(self) -> "MetricsFile":

@@ -5,13 +5,25 @@ are concatenated, and the segments of that concatenation which make up the batch
 """
 
 import re
-from typing import Annotated, Literal
+from binascii import a2b_base64, b2a_base64
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, NonNegativeInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeInt,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from schemas.base import Frozen
+from schemas.errors import InvalidKeyError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NUMBER = r"(0|[1-9][0-9]{0,17})"
+_KEY = re.compile(rf"{_NAME.pattern}/{_NUMBER}/{_NAME.pattern}/{_NUMBER}/{_NUMBER}")
 
 
 def _safe_name(value: str) -> str:
@@ -35,12 +47,19 @@ class ChunkKey(Frozen):
     attempt: NonNegativeInt = 0
 
     def __str__(self) -> str:
-        return f"{step_prefix(self.run_id, self.step)}{self.stage}/{self.shard}/{self.attempt}"
+        return f"{self.run_id}/{self.step}/{self.stage}/{self.shard}/{self.attempt}"
 
+    @classmethod
+    def parse(cls, key: str) -> Self:
+        """The key that `str` wrote.
 
-def step_prefix(run_id: str, step: int) -> str:
-    """The prefix that all chunk keys of one step share."""
-    return f"{run_id}/{step}/"
+        Raises:
+            InvalidKeyError: The text is not a chunk's key.
+        """
+        if not _KEY.fullmatch(key):
+            raise InvalidKeyError(f"{key!r} is not a chunk's key, expected run/step/stage/shard/attempt")
+        run_id, step, stage, shard, attempt = key.split("/")
+        return cls(run_id=run_id, step=int(step), stage=stage, shard=int(shard), attempt=int(attempt))
 
 
 class ChunkRef(Frozen):
@@ -53,18 +72,79 @@ class ChunkRef(Frozen):
 
 
 class PackedInts(Frozen):
-    """N non-negative integers, little-endian and base64, in the narrowest dtype; one value when all are equal."""
+    """N non-negative integers: `base`, their minimum, and what each adds to it, as little-endian unsigned integers.
+
+    Each takes `item_bytes` as text, which is base64, and `word_bytes` in memory, where arithmetic needs whole words.
+    """
 
     size: NonNegativeInt
-    dtype: Literal["u1", "u2", "u4", "u8"]
-    data: str
+    base: int = Field(ge=0, lt=2**63)
+    dtype: Literal["u1", "u2", "u3", "u4", "u5", "u6", "u7", "u8"]
+    data: bytes = Field(strict=True)  # none when all integers are equal
+
+    @property
+    def item_bytes(self) -> int:
+        """The bytes that hold the largest of the added integers."""
+        return int(self.dtype[1:])
+
+    @property
+    def word_bytes(self) -> int:
+        """The bytes of each integer in `data`: `item_bytes` or, for want of such integers, the next power of two."""
+        return _word_bytes(self.item_bytes)
+
+    @field_serializer("data")
+    def _to_text(self, data: bytes) -> str:
+        return b2a_base64(_resize_items(data, self.word_bytes, self.item_bytes), newline=False).decode("ascii")
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _to_words(cls, value: object, info: ValidationInfo) -> object:
+        if not isinstance(value, str | bytes) or not {"size", "dtype"} <= info.data.keys():
+            return value
+        size, item_bytes = info.data["size"], int(info.data["dtype"][1:])
+        word_bytes = _word_bytes(item_bytes)
+        data, width = (_from_base64(value), item_bytes) if isinstance(value, str) else (value, word_bytes)
+        if len(data) not in (0, size * width):
+            raise ValueError(f"{len(data)} bytes don't hold {size} integers of {width} bytes; none means equal ones")
+        return _resize_items(data, width, word_bytes)
+
+
+def _from_base64(text: str) -> bytes:
+    try:
+        return a2b_base64(text, strict_mode=True)
+    except ValueError as error:
+        raise ValueError(f"packed integers are not base64: {error}") from error
+
+
+def _word_bytes(item_bytes: int) -> int:
+    return 1 << (item_bytes - 1).bit_length()
+
+
+def _resize_items(data: bytes, old: int, new: int) -> bytes:
+    """Little-endian integers of `new` bytes for those of `old` bytes; high bytes are added as 0, or left out."""
+    if old == new:
+        return data
+    items = bytearray(len(data) // old * new)
+    for at in range(min(old, new)):
+        items[at::new] = data[at::old]
+    return bytes(items)
 
 
 class Segments(Frozen):
-    """Half-open row ranges [start, start + count), in order; adjacent ranges are always merged."""
+    """Half-open row ranges [start, start + count), in order and none empty.
+
+    Adjacent ranges are merged. Only where fewer than one row in 64 has its neighbour beside it, as in a shuffled
+    batch, every row is a range of its own: equal counts take no space.
+    """
 
     starts: PackedInts
     counts: PackedInts
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        if self.starts.size != self.counts.size:
+            raise ValueError(f"there are {self.starts.size} starts and {self.counts.size} counts of row ranges")
+        return self
 
 
 class ColumnGroup(Frozen):
@@ -90,3 +170,8 @@ class BatchHandle(Frozen):
     def columns(self) -> tuple[str, ...]:
         """The names of all columns that have been produced, in the order of their groups."""
         return tuple(name for group in self.groups for name in group.dtypes)
+
+    @property
+    def chunks(self) -> tuple[ChunkRef, ...]:
+        """All chunks that hold some of its columns, each once."""
+        return tuple(dict.fromkeys(chunk for group in self.groups for chunk in group.chunks))

@@ -50,7 +50,19 @@ class ColumnNotFoundError(StoreError):
 
 
 class ChunkNotFoundError(StoreError):
-    """A read names a chunk that was never put, was cleared, or belongs to a lost store."""
+    """A read names a chunk that was never put, or was cleared."""
+
+
+class StaleGenerationError(ChunkNotFoundError):
+    """A read names a chunk of an incarnation of the store that is gone."""
+
+
+class ChunkCorruptedError(StoreError):
+    """A chunk's stored bytes are not those that were put: damaged, cut off, or written by something else."""
+
+
+class InvalidKeyError(StoreError):
+    """A chunk's key is malformed, or is not of this store's run."""
 
 
 class DuplicateChunkError(StoreError):
@@ -63,6 +75,10 @@ class CapacityError(StoreError):
 
 class LeaseError(StoreError):
     """A put names a step whose lease is not open."""
+
+
+class LeaseExpiredError(LeaseError):
+    """A put names a step whose lease was not renewed in time, so that its chunks were freed."""
 
 
 class PlanError(PipelineError, ValueError):

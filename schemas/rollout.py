@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 from schemas.base import Frozen
 from schemas.batch import ChunkRef
 from schemas.metrics import Metrics
+from schemas.store import StoreTraffic
 
 FinishReason = Literal["stop", "length"]
 
@@ -30,6 +31,7 @@ class RolloutShard(Frozen):
     response_lengths: tuple[int, ...]  # N, tokens
     loss_tokens: tuple[int, ...]  # N, true values of loss_mask
     finish_reasons: tuple[FinishReason, ...]  # N
+    reward_parts: tuple[str, ...] = ()  # the names of the parts that some sample's reward has, sorted
     failure: str | None = None  # the first reward failure, as text
     samples: tuple[SampleText, ...] = ()
     metrics: Metrics = Field(default_factory=dict)
@@ -64,6 +66,10 @@ class RolloutHandle(Frozen):
         return sum(len(shard.rewards) for shard in self.shards)
 
     @property
+    def reward_parts(self) -> tuple[str, ...]:
+        return tuple(sorted({part for shard in self.shards for part in shard.reward_parts}))
+
+    @property
     def rewards(self) -> tuple[float | None, ...]:
         return tuple(reward for shard in self.shards for reward in shard.rewards)
 
@@ -89,3 +95,4 @@ class PutResult(Frozen):
 
     chunk: ChunkRef
     dtypes: dict[str, str]  # column name -> str(Arrow value type)
+    traffic: StoreTraffic

@@ -1,12 +1,13 @@
 """What the stages of a step hand to each other, and what a step and a run report."""
 
-from pydantic import NonNegativeInt
+from pydantic import Field, NonNegativeInt
 
 from schemas.base import Frozen
 from schemas.batch import BatchHandle, SafeName
 from schemas.config.run import RunConfig
 from schemas.metrics import Metrics
 from schemas.plan import StepPlan
+from schemas.store import StoreTraffic, StoreUsage
 
 
 class RunHandle(Frozen):
@@ -31,12 +32,20 @@ class PolicyHandle(Frozen):
         return self.version
 
 
+class StoredBatch(Frozen):
+    """A stage's batch, and what the stage moved to make it."""
+
+    batch: BatchHandle
+    traffic: StoreTraffic
+
+
 class AdvantageHandle(Frozen):
     """The batch that is trained on, with its advantages column, and the plan of its updates."""
 
     batch: BatchHandle
     plan: StepPlan
     metrics: Metrics
+    traffic: StoreTraffic
 
 
 class UpdateReport(Frozen):
@@ -44,17 +53,7 @@ class UpdateReport(Frozen):
 
     policy: PolicyHandle  # after the update
     metrics: Metrics
-
-
-class StoreUsage(Frozen):
-    """What the column store holds, as its registry counts it."""
-
-    num_chunks: NonNegativeInt
-    num_rows: NonNegativeInt
-    num_bytes: NonNegativeInt
-    peak_bytes: NonNegativeInt
-    capacity_bytes: NonNegativeInt
-    open_leases: tuple[str, ...] = ()
+    traffic: StoreTraffic
 
 
 class StepReport(Frozen):
@@ -65,6 +64,8 @@ class StepReport(Frozen):
     metrics: dict[str, float]
     seconds: float
     seconds_by_phase: dict[str, float]
+    store: StoreUsage | None = None  # at the end of the step, before its columns are cleared
+    traffic_by_stage: dict[str, StoreTraffic] = Field(default_factory=dict)
 
 
 class EvalReport(Frozen):

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from infra.stores.ray import RayColumnStore
+from infra.stores.open import open_store
 from rl_core.advantages import compute_advantages
 from rl_core.planning.plan import plan_step
 from rl_core.views import select, with_column
@@ -12,6 +12,7 @@ from schemas.errors import RewardFailureError
 from schemas.metrics import Mean, Metrics, Sum
 from schemas.rollout import RolloutHandle
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle
+from tasks.columns import note_batch
 from tasks.stage import stage
 
 
@@ -32,8 +33,11 @@ async def compute_step_advantages(
     groups = np.array(rollout.group_ids)[live]
     advantages = compute_advantages(rewards, groups, run.config.advantage)
     key = ChunkKey(run_id=run.run_id, step=policy.step, stage="advantage")
-    chunk = RayColumnStore(run.run_id).put(key, pa.record_batch({"advantages": pa.array(advantages)}))
-    trained = with_column(select(batch, live), {"advantages": "float"}, [chunk], range(len(live)))
+    store, rows = open_store(run), select(batch, live)
+    chunk = store.put(key, pa.record_batch({"advantages": pa.array(advantages)}), rows)
+    store.flush()
+    trained = with_column(rows, {"advantages": "float"}, [chunk], range(len(live)))
+    stored = note_batch(run, trained, [store.take_traffic("advantage")])
     plan = plan_step(
         np.array(rollout.prompt_lengths)[live],
         np.array(rollout.response_lengths)[live],
@@ -43,7 +47,12 @@ async def compute_step_advantages(
         token_budget=run.config.packing.token_budget,
         seed=run.config.seed + policy.step,
     )
-    return AdvantageHandle(batch=trained, plan=plan, metrics=_metrics(rewards, groups, rollout, plan.num_skipped_rows))
+    return AdvantageHandle(
+        batch=trained,
+        plan=plan,
+        metrics=_metrics(rewards, groups, rollout, plan.num_skipped_rows),
+        traffic=stored.traffic,
+    )
 
 
 def _metrics(rewards: np.ndarray, groups: np.ndarray, rollout: RolloutHandle, num_skipped: int) -> Metrics:

@@ -17,7 +17,7 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle) -> RolloutHand
     return RolloutHandle(step=policy.step, policy_version=policy.version, shards=tuple(shards))
 
 
-async def on_all_workers(run: RunHandle, policy: PolicyHandle, method: str, *args: int) -> list[Any]:
+async def on_all_workers(run: RunHandle, policy: PolicyHandle, method: str, *args: object) -> list[Any]:
     """Call a method of every rollout worker, once it holds the policy's version; the answers are in shard order."""
 
     async def on_worker(shard: int) -> Any:

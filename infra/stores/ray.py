@@ -1,69 +1,81 @@
 """A column store in Ray's object store, owned by a registry actor that outlives its producers.
 
-The registry is detached, so it outlives the driver too. It is never restarted: a new one is a new generation.
+The registry is detached, so it outlives the driver too. It is never restarted: a new one is a new generation,
+unless a durable tier behind it names the generation.
 """
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import pyarrow as pa
 import ray
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayTaskError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError
 
 from infra.stores import plasma
-from infra.stores.base import ColumnStore
-from infra.stores.registry import ChunkRegistry
-from rl_core.columns.codec import decode
-from schemas.batch import ChunkKey, ChunkRef
-from schemas.errors import CapacityError, PipelineError, WorkerLostError
-from schemas.step import StoreUsage
+from infra.stores.base import ChunkRead, ColumnStore, decode_chunk
+from infra.stores.channel import Endpoint, Requester
+from infra.stores.fence import same_content
+from infra.stores.plasma import Location
+from infra.stores.plasma_registry import PlasmaRegistry, no_room
+from rl_core.columns.codec import decode, encode, encoded_bytes
+from schemas.batch import BatchHandle, ChunkKey, ChunkRef
+from schemas.errors import WorkerLostError
+from schemas.store import StoreUsage
 
 NAMESPACE = "sluice"
 _GONE_SECONDS = 10.0
+_INLINE_BYTES = 64 * 1024  # smaller chunks are sent to the registry rather than written by their producer
 
 logger = logging.getLogger(__name__)
-
-
-class PlasmaRegistry(ChunkRegistry[ray.ObjectRef[bytes]]):
-    """The registry actor's class: it puts every chunk itself, and so owns it."""
-
-    def _hold(self, data: bytes) -> ray.ObjectRef[bytes]:
-        try:
-            return ray.put(data)
-        except (ObjectStoreFullError, OutOfDiskError) as error:
-            raise CapacityError(
-                f"Ray's object store has no room for {len(data)} bytes on top of {self._num_bytes} held: "
-                "lower store.capacity_bytes, or give Ray more memory"
-            ) from error
-
-    def _view(self, payload: ray.ObjectRef[bytes]) -> pa.Buffer:
-        return plasma.view(payload)
 
 
 class RayColumnStore(ColumnStore):
     """One run's columns. Every process that has joined the Ray cluster makes its own client.
 
-    Calls block without `ray.get`, which would swallow the cancellation of a Prefect task. A client whose
-    registry has died raises WorkerLostError from then on; a new client finds or makes a new registry.
+    A client whose registry has died raises WorkerLostError from then on; a new client finds or makes a new registry.
+
+    An actor that puts large chunks should be a `plasma.ChunkWriter`: it writes them once, on its own node.
+    Another process sends them to the registry, which takes several copies.
     """
 
-    def __init__(self, run_id: str, capacity_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        capacity_bytes: int | None = None,
+        *,
+        put_timeout_seconds: float = 60.0,
+        lease_seconds: float = 3600.0,
+        generation: str | None = None,
+    ) -> None:
         """Find the run's registry, or start it.
 
         Args:
             run_id: The run whose columns these are.
             capacity_bytes: The limit of a registry that has to be started; one that is there keeps its own.
                 None: never start one.
+            put_timeout_seconds: How long a put waits for other steps' bytes to be cleared.
+            lease_seconds: How long a lease lasts that nobody renews.
+            generation: The name of the incarnation that is started; None makes a new one.
 
         Raises:
-            WorkerLostError: There is no living registry, and None was passed.
+            WorkerLostError: There is no living registry, and no capacity was passed.
         """
+        super().__init__(run_id)
         if not ray.is_initialized():  # else Ray would look for some cluster by itself, for minutes
             raise WorkerLostError(f"the column store of run {run_id} can't be reached: this process has joined no Ray")
-        self._run_id = run_id
-        self._registry = _find_registry(run_id) if capacity_bytes is None else _start_registry(run_id, capacity_bytes)
-        self.generation: str = self._call("generation")
+        if capacity_bytes is None:
+            self._actor = _find_registry(run_id)
+        else:
+            self._actor = _start_registry(run_id, capacity_bytes, put_timeout_seconds, lease_seconds, generation)
+        try:
+            endpoint, self._registry, self.generation = self._actor.endpoint.remote().future().result()
+            self._requester = Requester(Endpoint(*endpoint))
+        except (RayActorError, OSError) as error:
+            raise self._lost(error) from error
+        self._writer: str | None = None
+        self._unconfirmed: list[str] = []
 
     @classmethod
     def attach(cls, run_id: str) -> Self | None:
@@ -73,44 +85,100 @@ class RayColumnStore(ColumnStore):
         except WorkerLostError:
             return None
 
-    def destroy(self) -> None:
-        """Kill the run's registry, which frees all it holds, and wait until its name is free."""
-        ray.kill(self._registry, no_restart=True)
+    def close(self) -> None:
+        """Kill the run's registry, which frees all it holds, and wait until nobody finds or reaches it."""
+        ray.kill(self._actor, no_restart=True)
         deadline = time.monotonic() + _GONE_SECONDS
         while time.monotonic() < deadline:
-            try:
-                _find_registry(self._run_id)
-            except WorkerLostError:
+            if not _is_there(lambda: _find_registry(self.run_id)) and not _is_there(self.steps):
                 return
             time.sleep(0.01)
-        logger.warning("the column store of run %s is still named %g s after its end", self._run_id, _GONE_SECONDS)
+        logger.warning("the column store of run %s is still there %g s after its end", self.run_id, _GONE_SECONDS)
 
-    def open_lease(self, run_id: str, step: int) -> None:
-        self._call("open_lease", run_id, step)
+    def flush(self) -> None:
+        """See `ColumnStore.flush`: until then, a chunk that this process wrote is lost if it dies within a moment."""
+        if self._unconfirmed:
+            self._call("confirm", self._unconfirmed)
+            self._unconfirmed = []
 
-    def clear(self, run_id: str, step: int) -> int:
-        return int(self._call("clear", run_id, step))
+    def verify(self, batch: BatchHandle) -> None:
+        self._locations(batch.chunks)
+
+    def open_lease(self, step: int) -> None:
+        self._call("open_lease", step)
+
+    def delete(self, refs: Sequence[ChunkRef]) -> int:
+        return int(self._call("delete", [ref.model_dump() for ref in refs]))
+
+    def clear(self, step: int) -> int:
+        return int(self._call("clear", step))
+
+    def steps(self) -> list[int]:
+        return list(self._call("steps"))
+
+    def save_batch(self, batch: BatchHandle) -> None:
+        self._call("save_batch", batch.step, batch.model_dump_json())
+
+    def load_batch(self, step: int) -> BatchHandle | None:
+        saved = self._call("load_batch", step)
+        return None if saved is None else BatchHandle.model_validate_json(saved)
 
     def usage(self) -> StoreUsage:
         return StoreUsage.model_validate(self._call("usage"))
 
-    def _put(self, key: ChunkKey, num_rows: int, data: pa.Buffer) -> ChunkRef:
-        return ChunkRef.model_validate(self._call("put", key, num_rows, data.to_pybytes()))
-
-    def _fetch(self, refs: list[ChunkRef]) -> list[pa.RecordBatch]:
-        return [decode(plasma.view(ref)) for ref in self._call("payloads", refs)]
-
-    def _call(self, method: str, *args: object) -> Any:
+    def _put(self, key: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
+        num_bytes = encoded_bytes(columns)
+        if held := self._call("begin_put", str(key), num_bytes):
+            return same_content(ChunkRef(**held["ref"]), decode(plasma.view_at(held["location"])), columns)
+        writer = self._this_writer() if num_bytes > _INLINE_BYTES else None
         try:
-            return getattr(self._registry, method).remote(*args).future().result()
-        except RayTaskError as error:
-            if isinstance(error.cause, PipelineError):
-                raise error.cause from None  # as the registry raised it, without Ray's wrapping
+            if writer:
+                plasma.Offer(columns, num_bytes).hand_over(self._registry)
+        except BaseException as error:
+            self._call("discard_written", writer)
+            self._call("abort_put", str(key))
+            if isinstance(error, ObjectStoreFullError | OutOfDiskError):
+                raise no_room(key) from error
             raise
-        except RayActorError as error:
-            raise WorkerLostError(
-                f"the column store of run {self._run_id} is gone, and the columns it held with it: {error}"
-            ) from error
+        data = None if writer else encode(columns).to_pybytes()
+        self._unconfirmed += [str(key)] if writer else []
+        return ChunkRef(**self._call("end_put", str(key), columns.num_rows, num_bytes, writer, data=data))
+
+    def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
+        locations = self._locations([read.ref for read in reads])
+        return [decode_chunk(read, plasma.view_at(place)) for read, place in zip(reads, locations, strict=True)]
+
+    def _locations(self, refs: Sequence[ChunkRef]) -> list[Location]:
+        return [tuple(place) for place in self._call("locations", [ref.model_dump() for ref in refs])]
+
+    def _this_writer(self) -> str | None:
+        """The actor id under which the registry knows this process as a writer, if it is one."""
+        if self._writer is None and (writer := plasma.this_writer()):
+            actor_id = ray.get_runtime_context().get_actor_id()
+            self._actor.add_writer.remote(actor_id, writer).future().result()
+            self._writer = actor_id
+        return self._writer
+
+    def _call(self, method: str, *args: object, data: bytes | None = None) -> Any:
+        try:
+            return self._requester.call(method, *args, data=data)
+        except ConnectionError as error:
+            if self._writer:
+                plasma.leave(self._registry)
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> WorkerLostError:
+        return WorkerLostError(
+            f"the column store of run {self.run_id} is gone, and the columns it held with it: {error}"
+        )
+
+
+def _is_there(ask: Callable[[], object]) -> bool:
+    try:
+        ask()
+    except WorkerLostError:
+        return False
+    return True
 
 
 def _registry_name(run_id: str) -> str:
@@ -124,14 +192,13 @@ def _find_registry(run_id: str) -> Any:
         raise WorkerLostError(f"run {run_id} has no column store in this Ray cluster") from error
 
 
-def _start_registry(run_id: str, capacity_bytes: int) -> Any:
-    actor = ray.remote(PlasmaRegistry).options(
+def _start_registry(run_id: str, *args: object) -> Any:
+    actor = ray.remote(num_cpus=0)(PlasmaRegistry).options(
         name=_registry_name(run_id),
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
-        num_cpus=0,
         max_restarts=0,
         max_task_retries=0,
     )
-    return actor.remote(capacity_bytes)
+    return actor.remote(run_id, *args)

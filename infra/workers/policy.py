@@ -19,7 +19,8 @@ from infra.checkpoint import (
 from infra.models import load_model, load_tokenizer
 from infra.runs import RunDirectory
 from infra.stores.base import ColumnStore
-from infra.stores.ray import RayColumnStore
+from infra.stores.open import open_store
+from infra.stores.plasma import ChunkWriter
 from infra.workers.scoring import TOKEN_COLUMNS, packed_row, score_column
 from rl_core.columns.jagged import as_tensor
 from rl_core.losses import LossInputs, policy_loss
@@ -36,7 +37,7 @@ from schemas.rollout import PutResult
 from schemas.step import PolicyHandle, RunHandle, UpdateReport
 
 
-class PolicyWorker:
+class PolicyWorker(ChunkWriter):
     """One rank of the policy.
 
     Args:
@@ -63,7 +64,7 @@ class PolicyWorker:
             return self.handle()
         set_threads(self._config.runtime.num_threads)
         torch.manual_seed(self._config.seed)
-        self._store: ColumnStore = self._given_store or RayColumnStore(self._run.run_id)
+        self._store: ColumnStore = self._given_store or open_store(self._run)
         self._tokenizer = load_tokenizer(self._config.model)
         found = newest_checkpoint(self._directory.checkpoints)
         self._model = load_model(ModelConfig(path=str(found[0])) if found else self._config.model)
@@ -117,7 +118,8 @@ class PolicyWorker:
         incarnation, self._incarnation = self._incarnation, ""  # not usable until all updates are in
         parts = [self._apply(columns, update) for update in plan.updates]
         self._version, self._incarnation = version + 1, incarnation
-        self._report = UpdateReport(policy=self.handle(), metrics=merge_metrics(parts))
+        traffic = self._store.take_traffic("update")
+        self._report = UpdateReport(policy=self.handle(), metrics=merge_metrics(parts), traffic=traffic)
         return self._report
 
     def weights(self, version: int) -> bytes:

@@ -2,7 +2,8 @@
 
 from infra.models import load_model
 from infra.stores.base import ColumnStore
-from infra.stores.ray import RayColumnStore
+from infra.stores.open import open_store
+from infra.stores.plasma import ChunkWriter
 from infra.workers.policy import set_threads
 from infra.workers.scoring import score_column
 from rl_core.replay.attention import use_packed_attention
@@ -12,7 +13,7 @@ from schemas.rollout import PutResult
 from schemas.step import RunHandle
 
 
-class ReferenceWorker:
+class ReferenceWorker(ChunkWriter):
     """One rank of the reference.
 
     Args:
@@ -30,7 +31,7 @@ class ReferenceWorker:
         if self._started:
             return
         set_threads(self._run.config.runtime.num_threads)
-        self._store: ColumnStore = self._given_store or RayColumnStore(self._run.run_id)
+        self._store: ColumnStore = self._given_store or open_store(self._run)
         self._model = load_model(self._run.config.model).requires_grad_(False)
         use_packed_attention(self._model)
         leak_probe(self._model)

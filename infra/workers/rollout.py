@@ -14,7 +14,8 @@ from infra.engines.transformers import TransformersEngine
 from infra.models import load_model, load_tokenizer, stop_token_ids
 from infra.preflight import check_room
 from infra.stores.base import ColumnStore
-from infra.stores.ray import RayColumnStore
+from infra.stores.open import open_store
+from infra.stores.plasma import ChunkWriter
 from infra.workers.policy import set_threads
 from infra.workers.samples import Sample, check_failures, to_columns, to_shard
 from rl_core.columns.codec import value_dtypes
@@ -27,7 +28,7 @@ from schemas.step import EvalReport, RunHandle
 logger = logging.getLogger(__name__)
 
 
-class RolloutWorker:
+class RolloutWorker(ChunkWriter):
     """One of the run's `rollout.num_workers` rollout workers.
 
     What it generates is a function of the config, the policy version and the step: worker s of S takes the
@@ -54,7 +55,7 @@ class RolloutWorker:
             return
         config = self._config
         set_threads(config.runtime.num_threads)
-        self._columns = self._store or RayColumnStore(self._run.run_id)
+        self._columns = self._store or open_store(self._run)
         self._reward = load_reward(config.reward)
         self._tokenizer = load_tokenizer(config.model)
         self._prompts = load_prompts(config.data.train_path, config.data, self._tokenizer)
@@ -90,10 +91,15 @@ class RolloutWorker:
         self._held = step, samples
         return to_shard(self._shard, samples, seconds)
 
-    def put(self, step: int, policy_version: int) -> PutResult:
+    def put(self, step: int, policy_version: int, reward_parts: Sequence[str]) -> PutResult:
         """Store this worker's samples of `step` as one chunk and let go of them.
 
         Samples that it doesn't hold (it was started anew, or has put them) it generates again, the same ones.
+
+        Args:
+            step: The step.
+            policy_version: The version that sampled.
+            reward_parts: The reward parts of all workers' samples, so that all chunks have the same columns.
 
         Raises:
             VersionError: It doesn't hold `policy_version`.
@@ -105,11 +111,12 @@ class RolloutWorker:
         else:
             logger.info("step %d: its samples are not held; generating them again", step)
             samples, _ = self._sample(step)
-        columns = to_columns(samples, policy_version, self._vocab_size)
+        columns = to_columns(samples, policy_version, self._vocab_size, reward_parts)
         key = ChunkKey(run_id=self._run.run_id, step=step, stage="rollout", shard=self._shard)
-        result = PutResult(chunk=self._columns.put(key, columns), dtypes=value_dtypes(columns))
+        chunk = self._columns.put(key, columns)
+        self._columns.flush()
         self._held = None
-        return result
+        return PutResult(chunk=chunk, dtypes=value_dtypes(columns), traffic=self._columns.take_traffic("put"))
 
     def evaluate(self, policy_version: int) -> EvalReport:
         """Score one response to each held-out prompt; failed rewards count neither as right nor as wrong.

@@ -31,10 +31,12 @@ class Sample:
     outcome: RewardOutcome
 
 
-def to_columns(samples: Sequence[Sample], policy_version: int, vocab_size: int) -> pa.RecordBatch:
+def to_columns(
+    samples: Sequence[Sample], policy_version: int, vocab_size: int, reward_parts: Sequence[str]
+) -> pa.RecordBatch:
     """Flatten `samples` into one record batch of all rollout columns, N rows in order.
 
-    A `reward_<part>` column is there for each part that a sample has, null where another lacks it.
+    There is a `reward_<part>` column for each of `reward_parts`, null where a sample lacks it.
     """
     dtype = token_dtype(vocab_size)
     generations = [sample.generation for sample in samples]
@@ -45,7 +47,7 @@ def to_columns(samples: Sequence[Sample], policy_version: int, vocab_size: int) 
             "response_ids": _tokens([generation.token_ids for generation in generations], dtype),
             "loss_mask": jagged(np.ones(response_lengths.sum(), dtype=bool), response_lengths),
             "sampler_logprobs": _tokens([generation.logprobs for generation in generations], np.dtype(np.float32)),
-            **_rewards([sample.outcome for sample in samples]),
+            **_rewards([sample.outcome for sample in samples], reward_parts),
             "prompt_text": _texts(sample.prompt.prompt_text for sample in samples),
             "response_text": _texts(sample.response_text for sample in samples),
             "answer": _texts(sample.prompt.answer for sample in samples),
@@ -70,6 +72,7 @@ def to_shard(shard: int, samples: Sequence[Sample], seconds: dict[str, float]) -
         response_lengths=response_lengths,
         loss_tokens=response_lengths,
         finish_reasons=tuple(sample.generation.finish_reason for sample in samples),
+        reward_parts=tuple(_part_names([sample.outcome for sample in samples])),
         failure=first_failure([sample.outcome for sample in samples]),
         samples=tuple(_sample_text(first_of_group[group]) for group in sorted(first_of_group)[:MAX_SAMPLE_TEXTS]),
         metrics=_part_means([sample.outcome for sample in samples])
@@ -109,9 +112,9 @@ def _part_names(outcomes: Sequence[RewardOutcome]) -> list[str]:
     return sorted({name for outcome in outcomes for name in outcome.parts})
 
 
-def _rewards(outcomes: Sequence[RewardOutcome]) -> dict[str, pa.Array]:
+def _rewards(outcomes: Sequence[RewardOutcome], parts: Sequence[str]) -> dict[str, pa.Array]:
     columns = {"reward": [outcome.reward for outcome in outcomes]}
-    for name in _part_names(outcomes):
+    for name in parts:
         columns[REWARD_PART_PREFIX + name] = [outcome.parts.get(name) for outcome in outcomes]
     return {name: pa.array(values, type=pa.float32()) for name, values in columns.items()}
 

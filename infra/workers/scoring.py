@@ -54,4 +54,6 @@ def score_column(
         for row, part in zip(rows, np.split(logprobs, cuts), strict=True):
             values[starts[row] : starts[row + 1]] = part
     stored = pa.record_batch({column: jagged(values, response_lengths)})
-    return PutResult(chunk=store.put(key, stored, batch), dtypes={column: "float"})
+    chunk = store.put(key, stored, batch)
+    store.flush()
+    return PutResult(chunk=chunk, dtypes={column: "float"}, traffic=store.take_traffic(key.stage))

@@ -1,9 +1,10 @@
-"""The bytes of one stored chunk, an Arrow IPC stream of one record batch, and the schema that it must keep.
+"""The bytes of one stored chunk, an Arrow IPC file of one record batch, and the schema that it must keep.
 
-Nothing here pickles, and decoding never trusts its input: any process may have written the bytes.
+The same bytes lie in memory, in Ray's object store and on disk, where any Arrow tool opens them. Nothing here
+pickles, and decoding never trusts its input: any process may have written the bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,39 +13,62 @@ import pyarrow as pa
 
 from rl_core.columns.jagged import row_lengths
 from schemas.catalog import Axis, ColumnSpec, column_spec
-from schemas.errors import ColumnError, StoreError
+from schemas.errors import ColumnError, ColumnNotFoundError, StoreError
 
-_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+def encoded_bytes(columns: pa.RecordBatch) -> int:
+    """How many bytes `write` writes."""
+    counter = pa.MockOutputStream()
+    write(columns, counter)
+    return int(counter.size())
+
+
+def write(columns: pa.RecordBatch, sink: pa.NativeFile) -> None:
+    """Write a record batch as an Arrow IPC file; a sliced batch takes only its own rows' bytes."""
+    plain = columns.replace_schema_metadata(None)
+    with pa.ipc.new_file(sink, plain.schema) as writer:
+        writer.write_batch(plain)
 
 
 def encode(columns: pa.RecordBatch) -> pa.Buffer:
-    """Encode a record batch as an Arrow IPC stream; a sliced batch takes only its own rows' bytes."""
-    plain = columns.replace_schema_metadata(None)
+    """The bytes that `write` writes."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, plain.schema) as writer:
-        writer.write_batch(plain)
+    write(columns, sink)
     return sink.getvalue()
 
 
-def decode(data: pa.Buffer | bytes) -> pa.RecordBatch:
+def decode(data: pa.Buffer | bytes, names: Collection[str] | None = None) -> pa.RecordBatch:
     """Decode what `encode` wrote, without copying: the columns are views of `data`.
+
+    Args:
+        data: The stored bytes.
+        names: The columns to decode, in the order of the stored ones; None decodes all. What is not named is
+            neither read nor checked.
 
     Raises:
         StoreError: The bytes are not one whole, well-formed record batch.
+        ColumnNotFoundError: They hold no column of a name.
     """
     buffer = pa.py_buffer(data)
     try:
-        with pa.ipc.open_stream(buffer) as stream:
-            batches = list(stream)
-        if len(batches) == 1:
-            batches[0].validate(full=True)  # offsets out of bounds would read foreign memory
+        return _decode(buffer, names)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise StoreError(f"{buffer.size} stored bytes are not an Arrow IPC stream, or are damaged: {error}") from error
-    if len(batches) != 1:
-        raise StoreError(f"{buffer.size} stored bytes hold {len(batches)} record batches, expected 1")
-    if buffer.slice(max(buffer.size - len(_END_OF_STREAM), 0)).to_pybytes() != _END_OF_STREAM:
-        raise StoreError(f"{buffer.size} stored bytes lack the end of an Arrow IPC stream: they are cut off")
-    return batches[0]
+        raise StoreError(f"{buffer.size} stored bytes are not an Arrow IPC file, or are damaged: {error}") from error
+
+
+def _decode(buffer: pa.Buffer, names: Collection[str] | None) -> pa.RecordBatch:
+    with pa.ipc.open_file(buffer) as file:
+        if file.num_record_batches != 1:
+            raise StoreError(f"{buffer.size} stored bytes hold {file.num_record_batches} record batches, expected 1")
+        columns = file.get_batch(0)
+    if names is not None:  # not through Arrow's own choice of fields, which copies them
+        there = columns.schema.names
+        missing = [name for name in names if name not in there]
+        if missing:
+            raise ColumnNotFoundError(f"there is no column {missing[0]!r}; there are {', '.join(there)}")
+        columns = columns.select([name for name in there if name in names])
+    columns.validate(full=True)  # offsets out of bounds would read foreign memory
+    return columns
 
 
 def arrow_type(name: str, dtype: str) -> pa.DataType:

@@ -1,14 +1,16 @@
 """Selection on batch handles: every view rewrites row ranges; no payload moves until a store reads it.
 
 N rows of a batch. A group's rows are numbered over the concatenation of its chunks; its segments say which of
-these make up the batch's rows, in order. Views of views stay flat, and adjacent ranges are always merged.
+these make up the batch's rows, in order. Views of views stay flat, and adjacent ranges are merged.
 """
 
-from rl_core.views.packed import pack, read_plan, unpack
+from rl_core.views.chunks import concat, prune
+from rl_core.views.packed import ReadPlan, pack, read_plan, unpack
 from rl_core.views.selection import (
-    concat,
+    filter_rows,
     new_batch,
     permute,
+    repeat,
     select,
     slice_rows,
     split,
@@ -16,11 +18,15 @@ from rl_core.views.selection import (
 )
 
 __all__ = [
+    "ReadPlan",
     "concat",
+    "filter_rows",
     "new_batch",
     "pack",
     "permute",
+    "prune",
     "read_plan",
+    "repeat",
     "select",
     "slice_rows",
     "split",

@@ -3,10 +3,23 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from rl_core.columns.codec import arrow_type
-from rl_core.views.packed import Ints, IntsLike, chunk_bounds, coalesce, expand, integers, pack, unpack
-from schemas.batch import BatchHandle, ChunkRef, ColumnGroup
+from rl_core.views.chunks import new_group
+from rl_core.views.packed import (
+    Ints,
+    IntsLike,
+    coalesce,
+    integers,
+    merge,
+    narrow_dtype,
+    offsets,
+    pack,
+    pick,
+    take,
+    total,
+)
+from schemas.batch import BatchHandle, ChunkRef, Segments
 from schemas.errors import ColumnError
 
 
@@ -35,7 +48,7 @@ def new_batch(
         num_rows=num_rows,
         prompt_lengths=pack(prompt_lengths),
         response_lengths=pack(response_lengths),
-        groups=(_new_group(dtypes, chunks, np.arange(num_rows)),),
+        groups=(new_group(dtypes, chunks, merge(np.array([0]), np.array([num_rows]))),),
     )
 
 
@@ -44,18 +57,9 @@ def select(batch: BatchHandle, rows: IntsLike) -> BatchHandle:
 
     Raises:
         IndexError: A row is negative or not below `batch.num_rows`.
-        TypeError: Rows that are not integers; turn a mask into rows with `np.flatnonzero`.
+        TypeError: Rows that are not integers; a mask goes to `filter_rows`.
     """
-    index = integers(rows)
-    outside = index[(index < 0) | (index >= batch.num_rows)]
-    if outside.size:
-        raise IndexError(f"row {outside[0]} is not in a batch of {batch.num_rows} rows; rows count from 0")
-    return batch.replace(
-        num_rows=index.size,
-        prompt_lengths=pack(unpack(batch.prompt_lengths)[index]),
-        response_lengths=pack(unpack(batch.response_lengths)[index]),
-        groups=tuple(group.replace(segments=coalesce(expand(group.segments)[index])) for group in batch.groups),
-    )
+    return _views(batch, [_row_index(batch, rows)])[0]
 
 
 def slice_rows(batch: BatchHandle, start: int, stop: int) -> BatchHandle:
@@ -66,7 +70,7 @@ def slice_rows(batch: BatchHandle, start: int, stop: int) -> BatchHandle:
     """
     if not 0 <= start <= stop <= batch.num_rows:
         raise IndexError(f"rows {start} to {stop} are not a range of a batch of {batch.num_rows} rows")
-    return select(batch, np.arange(start, stop))
+    return _views(batch, [np.arange(start, stop)])[0]
 
 
 def permute(batch: BatchHandle, order: IntsLike) -> BatchHandle:
@@ -76,14 +80,46 @@ def permute(batch: BatchHandle, order: IntsLike) -> BatchHandle:
         IndexError: A row is negative or not below `batch.num_rows`.
         ValueError: A row is missing or repeated.
     """
-    permuted = select(batch, order)
-    times = np.bincount(integers(order), minlength=batch.num_rows)
-    if (times != 1).any():
+    index = _row_index(batch, order)
+    present = np.zeros(batch.num_rows, dtype=np.bool_)
+    present[index] = True
+    if index.size != batch.num_rows or not present.all():
+        row, times = _miscounted(index, batch.num_rows)
         raise ValueError(
-            f"row {np.argmax(times != 1)} occurs {times[np.argmax(times != 1)]} times in a permutation of "
-            f"{batch.num_rows} rows; use select to drop or repeat rows"
+            f"row {row} occurs {times} times in a permutation of {batch.num_rows} rows; "
+            "use select to drop or repeat rows"
         )
-    return permuted
+    return _views(batch, [index])[0]
+
+
+def repeat(batch: BatchHandle, counts: int | IntsLike) -> BatchHandle:
+    """Each row as many times in a row as its count says, in order; `counts` has shape [N], or is one for all.
+
+    Raises:
+        ValueError: A negative count, or not one per row.
+        TypeError: Counts that are not integers (bool included).
+    """
+    times = integers(np.full(batch.num_rows, counts) if np.ndim(counts) == 0 else np.asarray(counts))
+    if times.size != batch.num_rows:
+        raise ValueError(f"there are {times.size} counts for a batch of {batch.num_rows} rows, expected one per row")
+    if (times < 0).any():
+        raise ValueError(f"row {np.argmax(times < 0)} can't be repeated {times[times < 0][0]} times")
+    return _views(batch, [np.repeat(np.arange(batch.num_rows), times)])[0]
+
+
+def filter_rows(batch: BatchHandle, keep: npt.NDArray[np.bool_]) -> BatchHandle:
+    """The rows whose entry in `keep`, bool [N], is true, in order: `filter_rows(batch, rewards > 0)`.
+
+    Raises:
+        TypeError: `keep` is not an array of bool.
+        ValueError: `keep` has another shape.
+    """
+    if not isinstance(keep, np.ndarray) or keep.dtype != np.bool_:
+        kind = keep.dtype if isinstance(keep, np.ndarray) else type(keep).__name__
+        raise TypeError(f"rows are kept by an array of bool, got {kind}; use select for row numbers")
+    if keep.shape != (batch.num_rows,):
+        raise ValueError(f"expected one bool for each of the {batch.num_rows} rows, got shape {keep.shape}")
+    return _views(batch, [np.flatnonzero(keep)])[0]
 
 
 def split(batch: BatchHandle, counts: IntsLike) -> list[BatchHandle]:
@@ -95,36 +131,7 @@ def split(batch: BatchHandle, counts: IntsLike) -> list[BatchHandle]:
     sizes = integers(counts)
     if (sizes < 0).any() or sizes.sum() != batch.num_rows:
         raise ValueError(f"counts {sizes.tolist()} don't split a batch of {batch.num_rows} rows")
-    stops = np.cumsum(sizes)
-    return [slice_rows(batch, int(stop - size), int(stop)) for stop, size in zip(stops, sizes, strict=True)]
-
-
-def concat(batches: Sequence[BatchHandle]) -> BatchHandle:
-    """The rows of several batches of one step, one after the other; a chunk they share is named once.
-
-    Raises:
-        ValueError: No batches, or batches of different runs, steps or policy versions.
-        ColumnError: Columns or dtypes differ.
-    """
-    if not batches:
-        raise ValueError("there are no batches to concatenate: an empty batch needs its columns' dtypes")
-    first = batches[0]
-    for batch in batches[1:]:
-        _check_same_kind(first, batch)
-    # Columns that share a group in every batch share one in the result.
-    together: dict[tuple[int, ...], list[str]] = {}
-    for name in first.columns:
-        together.setdefault(tuple(_group_of(batch, name) for batch in batches), []).append(name)
-    groups = [
-        _concat_groups([batch.groups[at] for batch, at in zip(batches, positions, strict=True)], names)
-        for positions, names in together.items()
-    ]
-    return first.replace(
-        num_rows=sum(batch.num_rows for batch in batches),
-        prompt_lengths=pack(np.concatenate([unpack(batch.prompt_lengths) for batch in batches])),
-        response_lengths=pack(np.concatenate([unpack(batch.response_lengths) for batch in batches])),
-        groups=tuple(groups),
-    )
+    return _views(batch, np.split(np.arange(batch.num_rows), np.cumsum(sizes)[:-1]) if sizes.size else [])
 
 
 def with_column(
@@ -152,53 +159,62 @@ def with_column(
         raise ColumnError(
             f"columns {', '.join(names_dtypes)} name row {outside[0]} of a batch of {batch.num_rows} rows"
         )
-    times = np.bincount(index, minlength=batch.num_rows)
-    wrong = np.flatnonzero(times != 1)
-    if wrong.size:
+    order = np.full(batch.num_rows, -1, dtype=np.int64)
+    order[index] = np.arange(num_stored)
+    if num_stored != batch.num_rows or (order < 0).any():
+        row, times = _miscounted(index, batch.num_rows)
         raise ColumnError(
-            f"columns {', '.join(names_dtypes)} hold row {wrong[0]} {times[wrong[0]]} times, "
+            f"columns {', '.join(names_dtypes)} hold row {row} {times} times, "
             f"expected each of {batch.num_rows} rows once"
         )
-    order = np.empty(batch.num_rows, dtype=np.int64)
-    order[index] = np.arange(batch.num_rows)
-    return batch.replace(groups=(*batch.groups, _new_group(names_dtypes, chunks, order)))
+    return batch.replace(groups=(*batch.groups, new_group(names_dtypes, chunks, coalesce(order))))
+
+
+def _views(batch: BatchHandle, indices: Sequence[Ints]) -> list[BatchHandle]:
+    """One view for each checked index; what the views share is unpacked once, and equal segments are picked from once.
+
+    Raises:
+        ValueError: The lengths or a group's segments are not of `batch.num_rows` rows.
+    """
+    distinct: list[Segments] = []
+    for group in batch.groups:
+        if group.segments not in distinct:
+            distinct.append(group.segments)
+    places = [distinct.index(group.segments) for group in batch.groups]
+    prompts, responses = batch.prompt_lengths, batch.response_lengths
+    sizes = {prompts.size, responses.size, *(total(segments.counts) for segments in distinct)}
+    if sizes - {batch.num_rows}:
+        raise ValueError(f"a batch of {batch.num_rows} rows has lengths and segments of {sorted(sizes)} rows")
+    narrow = [index.astype(narrow_dtype(batch.num_rows)) for index in indices]
+    picked = [pick(segments, narrow) for segments in distinct]
+    prompt_offsets, response_offsets = offsets(prompts), offsets(responses)
+    return [
+        batch.replace(
+            num_rows=index.size,
+            prompt_lengths=pack(take(prompt_offsets, index), prompts.base),
+            response_lengths=pack(take(response_offsets, index), responses.base),
+            groups=tuple(
+                group.replace(segments=picked[place][at]) for group, place in zip(batch.groups, places, strict=True)
+            ),
+        )
+        for at, index in enumerate(narrow)
+    ]
+
+
+def _row_index(batch: BatchHandle, rows: IntsLike) -> Ints:
+    index = integers(rows)
+    if index.size and index.view(np.uint64).max() >= batch.num_rows:  # a negative row looks like a very large one
+        outside = index[(index < 0) | (index >= batch.num_rows)]
+        raise IndexError(f"row {outside[0]} is not in a batch of {batch.num_rows} rows; rows count from 0")
+    return index
+
+
+def _miscounted(index: Ints, num_rows: int) -> tuple[int, int]:
+    """The first row that is not in `index` exactly once, and how often it is."""
+    times = np.bincount(index, minlength=num_rows)
+    row = int(np.argmax(times != 1))
+    return row, int(times[row])
 
 
 def _total_rows(chunks: Sequence[ChunkRef]) -> int:
     return sum(chunk.num_rows for chunk in chunks)
-
-
-def _new_group(dtypes: Mapping[str, str], chunks: Sequence[ChunkRef], rows: Ints) -> ColumnGroup:
-    for name, dtype in dtypes.items():
-        arrow_type(name, dtype)
-    if len({chunk.key for chunk in chunks}) != len(chunks):
-        raise ColumnError(f"a chunk is named twice: {', '.join(chunk.key for chunk in chunks)}")
-    return ColumnGroup(dtypes=dict(dtypes), chunks=tuple(chunks), segments=coalesce(rows))
-
-
-def _group_of(batch: BatchHandle, name: str) -> int:
-    return next(at for at, group in enumerate(batch.groups) if name in group.dtypes)
-
-
-def _check_same_kind(first: BatchHandle, other: BatchHandle) -> None:
-    kinds = [(batch.run_id, batch.step, batch.policy_version) for batch in (first, other)]
-    if kinds[0] != kinds[1]:
-        raise ValueError(f"can't concatenate batches of different (run, step, policy version): {kinds[0]}, {kinds[1]}")
-    dtypes = [
-        {name: dtype for group in batch.groups for name, dtype in group.dtypes.items()} for batch in (first, other)
-    ]
-    if dtypes[0] != dtypes[1]:
-        raise ColumnError(f"can't concatenate batches of different columns: {dtypes[0]} and {dtypes[1]}")
-
-
-def _concat_groups(groups: Sequence[ColumnGroup], names: Sequence[str]) -> ColumnGroup:
-    chunks = list(dict.fromkeys(chunk for group in groups for chunk in group.chunks))
-    place = {chunk: at for at, chunk in enumerate(chunks)}
-    bounds = chunk_bounds(chunks)
-    parts = []
-    for group in groups:
-        rows, old_bounds = expand(group.segments), chunk_bounds(group.chunks)
-        chunk = np.searchsorted(old_bounds, rows, side="right") - 1
-        moved = np.array([bounds[place[ref]] for ref in group.chunks], dtype=np.int64) - old_bounds[:-1]
-        parts.append(rows + moved[chunk])
-    return _new_group({name: groups[0].dtypes[name] for name in names}, chunks, np.concatenate(parts))

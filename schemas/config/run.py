@@ -13,7 +13,7 @@ from schemas.config.packing import PackingConfig
 from schemas.config.reward import RewardConfig
 from schemas.config.rollout import EvalConfig, RolloutConfig, TransformersRollout
 from schemas.config.runtime import RuntimeConfig
-from schemas.config.store import RayStore, StoreConfig
+from schemas.config.store import StoreConfig, TieredStore
 
 
 class RunConfig(Frozen):
@@ -31,5 +31,5 @@ class RunConfig(Frozen):
     loss: LossConfig = Field(default_factory=ClippedLoss)
     packing: PackingConfig = Field(default_factory=PackingConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
-    store: StoreConfig = Field(default_factory=RayStore)
+    store: StoreConfig = Field(default_factory=TieredStore)
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)

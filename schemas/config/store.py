@@ -1,17 +1,54 @@
-"""Where columns live."""
+"""Where columns live, how much of them, and for how long."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from schemas.base import Frozen
 
 
-class RayStore(Frozen):
-    """Ray's object store, with a registry actor that owns what is stored."""
+class _Limits(Frozen):
+    capacity_bytes: PositiveInt = 2**30  # of all leased steps together
+    put_timeout_seconds: NonNegativeFloat = 60  # a put waits so long for other steps' bytes to be cleared
+    lease_seconds: PositiveFloat = 3600  # a step that nobody renews, reads or writes for so long is freed
+
+
+class RayStore(_Limits):
+    """Ray's object store: as fast as memory, and lost with the Ray cluster."""
 
     kind: Literal["ray"] = "ray"
-    capacity_bytes: PositiveInt = 2**30
+    keep_steps: Literal[0] = 0
+
+    @property
+    def is_durable(self) -> bool:
+        return False
 
 
-StoreConfig = RayStore
+class _Durable(_Limits):
+    url: str | None = None  # any fsspec URL, e.g. s3://bucket/prefix; None: the run directory's `columns/`
+    keep_steps: NonNegativeInt = 1  # so many finished steps stay readable, for people
+
+    @property
+    def is_durable(self) -> bool:
+        return True
+
+
+class FsspecStore(_Durable):
+    """Arrow IPC files under a URL that every worker reaches."""
+
+    kind: Literal["fsspec"] = "fsspec"
+
+
+class TieredStore(_Durable):
+    """Ray's object store in front, files behind: reads are fast, and columns outlive the Ray cluster."""
+
+    kind: Literal["tiered"] = "tiered"
+
+
+def _default_kind(value: object) -> object:
+    return {"kind": "tiered", **value} if isinstance(value, dict) else value
+
+
+StoreConfig = Annotated[
+    Annotated[RayStore | FsspecStore | TieredStore, Field(discriminator="kind")], BeforeValidator(_default_kind)
+]

@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> RunHandle:
 
 @pytest.fixture
 def store() -> MemoryStore:
-    return MemoryStore(capacity_bytes=2**20)
+    return MemoryStore("run-1", capacity_bytes=2**20)
 
 
 def started(run: RunHandle, store: MemoryStore) -> PolicyWorker:
@@ -59,11 +59,11 @@ def make_step(
     run: RunHandle, store: MemoryStore, policy: PolicyWorker, token_budget: int = 64, poison: bool = False
 ) -> tuple[BatchHandle, StepPlan]:
     """Roll out, score and plan step 0; advantages alternate in sign."""
-    store.open_lease(run.run_id, 0)
+    store.open_lease(0)
     rollout = RolloutWorker(run, store=store)
     rollout.start()
     shard = rollout.generate(0, 0)
-    stored = rollout.put(0, 0)
+    stored = rollout.put(0, 0, ())
     batch = new_batch(run.run_id, 0, 0, [stored.chunk], stored.dtypes, shard.prompt_lengths, shard.response_lengths)
     reference = ReferenceWorker(run, store=store)
     reference.start()
@@ -167,7 +167,7 @@ def test_scores_follow_a_view_of_the_batch(run: RunHandle, store: MemoryStore) -
     worker = started(run, store)
     batch, _ = make_step(run, store, worker)
     rows = [5, 1, 6]
-    store.open_lease(run.run_id, 1)
+    store.open_lease(1)
     part = select(batch, rows).replace(step=1, groups=select(batch, rows).groups[:1])
     result = worker.score(part, 0)
     scored = with_column(part, result.dtypes, [result.chunk], range(3))

@@ -89,9 +89,9 @@ def worker_of(run: RunHandle, shard: int = 0, store: MemoryStore | None = None) 
 
 
 def open_store() -> MemoryStore:
-    store = MemoryStore(2**20)
+    store = MemoryStore("run", 2**20)
     for step in range(3):
-        store.open_lease("run", step)
+        store.open_lease(step)
     return store
 
 
@@ -112,7 +112,7 @@ def test_what_is_put_is_what_was_reported(folder: Path) -> None:
     store = open_store()
     worker = worker_of(run_of(folder), store=store)
     shard = worker.generate(0, 0)
-    rows = read(store, shard, worker.put(0, 0))
+    rows = read(store, shard, worker.put(0, 0, shard.reward_parts))
 
     assert rows.num_rows == NUM_PROMPTS * NUM_SAMPLES
     produced = {name for name, spec in CATALOG.items() if spec.producer == "rollout"}
@@ -132,7 +132,7 @@ def test_rows_hold_together(folder: Path) -> None:
     worker = worker_of(run_of(folder), store=store)
     shard = worker.generate(0, 0)
     tokenizer = make_tokenizer()
-    for row in read(store, shard, worker.put(0, 0)).to_pylist():
+    for row in read(store, shard, worker.put(0, 0, shard.reward_parts)).to_pylist():
         info = json.loads(row["info"])
         assert info["data_source"] == "tiny"
         assert row["prompt_text"] == f"{info['index']} + 1 ="
@@ -158,10 +158,24 @@ def test_a_new_worker_puts_the_same_rows(folder: Path) -> None:
     store = open_store()
     first = worker_of(run_of(folder), store=store)
     first.generate(1, 0)
-    result = first.put(1, 0)
-    assert worker_of(run_of(folder), store=store).put(1, 0) == result  # other content under one key is refused
-    assert first.put(1, 0) == result  # it had let go of its rows
+    chunk = first.put(1, 0, ()).chunk
+    second = worker_of(run_of(folder), store=store)
+    assert second.put(1, 0, ()).chunk == chunk  # other content under one key is refused
+    assert first.put(1, 0, ()).chunk == chunk  # it had let go of its rows
     assert store.usage().num_chunks == 1
+
+
+def test_all_workers_chunks_have_the_same_reward_parts(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder), store=store)
+    shard = worker.generate(0, 0)
+    assert shard.reward_parts == ("index",)
+    result = worker.put(0, 0, ("index", "style"))  # another worker's samples have a part that these lack
+    rows = read(store, shard, result)
+    assert result.traffic.num_puts == 1
+    assert result.traffic.put_bytes == result.chunk.num_bytes
+    assert rows["reward_style"].null_count == rows.num_rows
+    assert rows["reward_index"].null_count == 0
 
 
 def test_steps_and_seeds_differ(folder: Path) -> None:
@@ -177,14 +191,14 @@ def test_steps_and_seeds_differ(folder: Path) -> None:
 def test_the_number_of_workers_changes_no_sample(folder: Path) -> None:
     store = open_store()
     whole = worker_of(run_of(folder), store=store)
-    expected = {row["sample_id"]: row for row in read(store, whole.generate(2, 0), whole.put(2, 0), 2).to_pylist()}
+    expected = {row["sample_id"]: row for row in read(store, whole.generate(2, 0), whole.put(2, 0, ()), 2).to_pylist()}
     store = open_store()
     found = {}
     for shard in range(2):
         worker = worker_of(run_of(folder, num_workers=2), shard, store)
         report = worker.generate(2, 0)
         assert set(report.group_ids) == set(range(shard, NUM_PROMPTS, 2))
-        found |= {row["sample_id"]: row for row in read(store, report, worker.put(2, 0), 2).to_pylist()}
+        found |= {row["sample_id"]: row for row in read(store, report, worker.put(2, 0, ()), 2).to_pylist()}
     assert found.keys() == expected.keys()
     for sample_id, row in expected.items():
         assert row["response_ids"] == found[sample_id]["response_ids"]
@@ -196,28 +210,28 @@ def test_a_worker_without_prompts_puts_an_empty_chunk(folder: Path) -> None:
     worker = worker_of(run_of(folder, num_workers=NUM_PROMPTS + 1), NUM_PROMPTS, store)
     shard = worker.generate(0, 0)
     assert shard.rewards == ()
-    assert read(store, shard, worker.put(0, 0)).num_rows == 0
+    assert read(store, shard, worker.put(0, 0, shard.reward_parts)).num_rows == 0
 
 
 def test_only_the_held_version_is_served(folder: Path, tmp_path: Path) -> None:
     worker = worker_of(run_of(folder))
     before = worker.generate(0, 0)
     other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1))))
-    for call in (lambda: worker.generate(0, 1), lambda: worker.put(0, 1), lambda: worker.evaluate(1)):
+    for call in (lambda: worker.generate(0, 1), lambda: worker.put(0, 1, ()), lambda: worker.evaluate(1)):
         with pytest.raises(VersionError, match="holds policy version 0, not the expected 1"):
             call()
     worker.load_weights(save(dict(other.named_parameters())), 1)
     assert worker.version() == 1
     assert worker.generate(0, 1).samples != before.samples
     with pytest.raises(VersionError):
-        worker.put(0, 0)
+        worker.put(0, 0, ())
 
 
 def test_failed_rewards_are_null_and_counted(folder: Path) -> None:
     store = open_store()
     worker = worker_of(run_of(folder, reward="fails_for_some"), store=store)
     shard = worker.generate(0, 0)
-    rows = read(store, shard, worker.put(0, 0))
+    rows = read(store, shard, worker.put(0, 0, shard.reward_parts))
     failed = [int(answer) % 2 == 1 for answer in rows["answer"].to_pylist()]
     assert 0 < sum(failed) < len(failed)
     assert [reward is None for reward in shard.rewards] == failed
@@ -257,17 +271,17 @@ def test_evaluation_does_not_disturb_the_held_rows(folder: Path) -> None:
     worker = worker_of(run_of(folder), store=store)
     shard = worker.generate(0, 0)
     worker.evaluate(0)
-    assert read(store, shard, worker.put(0, 0)).num_rows == len(shard.rewards)
+    assert read(store, shard, worker.put(0, 0, shard.reward_parts)).num_rows == len(shard.rewards)
 
 
 def test_a_put_needs_the_lease_and_keeps_the_rows_when_refused(folder: Path) -> None:
-    store = MemoryStore(2**20)
+    store = MemoryStore("run", 2**20)
     worker = worker_of(run_of(folder), store=store)
     shard = worker.generate(0, 0)
     with pytest.raises(LeaseError):
-        worker.put(0, 0)
-    store.open_lease("run", 0)
-    assert read(store, shard, worker.put(0, 0)).num_rows == len(shard.rewards)
+        worker.put(0, 0, ())
+    store.open_lease(0)
+    assert read(store, shard, worker.put(0, 0, shard.reward_parts)).num_rows == len(shard.rewards)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from schemas.batch import ChunkKey
+from schemas.batch import ChunkKey, PackedInts, Segments
 from schemas.catalog import CATALOG, column_spec
 from schemas.errors import ColumnError
 
@@ -24,3 +24,42 @@ def test_reward_parts_share_the_reward_column_s_entry() -> None:
         column_spec("rewards")
     with pytest.raises(ColumnError):
         column_spec("reward_")
+
+
+def test_packed_integers_are_narrower_as_text_than_in_memory() -> None:
+    packed = PackedInts.model_validate_json('{"size": 3, "base": 7, "dtype": "u3", "data": "AQAAAgAAAwAB"}')
+    assert packed.data == bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 1, 0])
+    assert packed.model_dump() == {"size": 3, "base": 7, "dtype": "u3", "data": "AQAAAgAAAwAB"}
+    assert PackedInts.model_validate(packed.model_dump()) == packed
+    assert packed.replace(base=8).data == packed.data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("AQAAAgAA", "6 bytes don't hold 3 integers of 3 bytes"),
+        ("AQAAAgAAAwABAA==", "10 bytes don't hold 3 integers of 3 bytes"),
+        (bytes(9), "9 bytes don't hold 3 integers of 4 bytes"),
+        ("AQAAAgAAAwA", "not base64"),
+        ("AQAAAgAAAw*B", "not base64"),
+        ("AQAAAgAAAwAB\n", "not base64"),
+        ("AQAAAgAAAwAé", "not base64"),
+        (bytearray(12), "valid bytes"),
+        (None, "valid bytes"),
+    ],
+)
+def test_malformed_packed_integers_are_refused(data: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackedInts(size=3, base=0, dtype="u3", data=data)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"base": -1}, {"base": 2**63}, {"size": -1}, {"dtype": "u9"}, {"dtype": "i4"}])
+def test_packed_integers_are_non_negative_and_fit_in_int64(change: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(change))):
+        PackedInts.model_validate({"size": 0, "base": 0, "dtype": "u1", "data": "", **change})
+
+
+def test_segments_have_a_count_for_each_start() -> None:
+    one, two = (PackedInts(size=size, base=1, dtype="u1", data=b"") for size in (1, 2))
+    with pytest.raises(ValueError, match="1 starts and 2 counts"):
+        Segments(starts=one, counts=two)

@@ -1,0 +1,151 @@
+"""A step's columns in the terminal."""
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from schemas.summary import ColumnFigures, LengthHistogram, SampleRow, StepSummary
+
+BAR_WIDTH = 30
+MAX_PROMPT, MAX_RESPONSE = 160, 320  # characters of a sample
+PIPE_WIDTH = 132  # a pipe has no width of its own, and rich would take 80
+UNBOUNDED = 10_000
+UNREADABLE = "can't be read"
+
+KIND = ("stage", "axis", "dtype", "unit")
+FIGURES = ("rows", "values", "bytes", "nulls", "min", "mean", "max")
+
+
+def print_step(console: Console, summary: StepSummary) -> None:
+    """Show a step: what it is, its columns, its chunks, how long its rows are, and the sample rows."""
+    if not console.is_terminal:
+        console = Console(file=console.file, width=max(console.width, PIPE_WIDTH))
+    _print(console, Text("\n".join(_headlines(summary))))
+    if summary.columns:
+        whole = _columns(summary, KIND)
+        fits = console.measure(whole, options=console.options.update(max_width=UNBOUNDED)).maximum <= console.width
+        _print(console, whole if fits else _columns(summary, ()))
+    if summary.errors:
+        _print(console, Text("\n".join(f"{UNREADABLE}: {error}" for error in summary.errors), style="red"))
+    if summary.chunks:
+        _print(console, _chunks(summary))
+    for title, histogram in (("prompt", summary.prompt_tokens), ("response", summary.response_tokens)):
+        if histogram:
+            _print(console, _histogram(f"{title} tokens", histogram))
+    for sample in summary.samples:
+        _print(console, _sample(sample))
+
+
+def shorten(text: str, limit: int) -> str:
+    """At most about `limit` characters of a text, its start and its end, quoted, in one line.
+
+    What a terminal would act on or hide is escaped: a model writes anything.
+    """
+    if len(text) > limit:
+        head, tail = text[: limit * 2 // 3], text[-(limit // 3) :]
+        return f"{head!r} … {len(text) - len(head) - len(tail):,} more … {tail!r}"
+    return repr(text)
+
+
+def _headlines(summary: StepSummary) -> Iterator[str]:
+    version = "" if summary.policy_version is None else f", policy version {summary.policy_version}"
+    yield f"run {summary.run_id}, step {summary.step}{version}: {_rows(summary)}"
+    yield f"steps with columns: {', '.join(map(str, summary.steps))}"
+    if not summary.has_batch:
+        yield "the put of this step is not done: these are the chunks that are there so far"
+
+
+def _rows(summary: StepSummary) -> str:
+    if summary.num_rows == summary.num_rows_put:
+        return f"{summary.num_rows:,} rows"
+    return f"{summary.num_rows:,} rows, selected from {summary.num_rows_put:,} that were put"
+
+
+def _columns(summary: StepSummary, kind: Sequence[str]) -> Table:
+    """The columns in a line each; `kind` is what to say beside their figures, where there is room for it."""
+    table = _table("column", *kind, *FIGURES, left=1 + len(kind))
+    group = 0
+    for column in summary.columns:
+        if column.group != group:
+            table.add_section()
+            group = column.group
+        named = {"stage": column.stage, "axis": column.axis or "-", "dtype": column.dtype, "unit": column.unit}
+        figures = _figures(column.figures) if column.figures else [UNREADABLE]
+        table.add_row(*map(Text, (column.name, *(named[name] for name in kind), *figures)))
+    return table
+
+
+def _figures(figures: ColumnFigures) -> list[str]:
+    """As `FIGURES` names them; values that are not finite are told beside the nulls."""
+    nulls = f"{figures.num_nulls:,}"
+    if figures.num_nonfinite:
+        nulls += f" + {figures.num_nonfinite:,} non-finite"
+    counts = [f"{count:,}" for count in (figures.num_rows, figures.num_values, figures.num_bytes)]
+    return [*counts, nulls, *map(_number, (figures.minimum, figures.mean, figures.maximum))]
+
+
+def _chunks(summary: StepSummary) -> Table:
+    table = _table("chunk", "rows", "bytes", "", left=1)
+    for chunk in summary.chunks:
+        note = "" if chunk.in_batch else "not in the batch"
+        table.add_row(Text(chunk.key), f"{chunk.num_rows:,}", f"{chunk.num_bytes:,}", note)
+    return table
+
+
+def _histogram(title: str, histogram: LengthHistogram) -> Table:
+    table = _table(title, "rows", "", left=1)
+    table.columns[-1].justify = "left"
+    most = max(histogram.num_rows)
+    for first, stop, count in zip(histogram.edges, histogram.edges[1:], histogram.num_rows, strict=False):
+        label = str(first) if stop == first + 1 else f"{first}–{stop - 1}"
+        bar = "█" * max(round(count / most * BAR_WIDTH), 1) if count else ""
+        table.add_row(label, f"{count:,}", bar)
+    return table
+
+
+def _sample(sample: SampleRow) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for name, value in _sample_lines(sample):
+        table.add_row(name, Text(value, overflow="fold"))
+    return Group(Text(f"row {sample.row}"), Padding.indent(table, 2))
+
+
+def _sample_lines(sample: SampleRow) -> Iterator[tuple[str, str]]:
+    if sample.prompt_text is not None:
+        yield "prompt", shorten(sample.prompt_text, MAX_PROMPT)
+    if sample.response_text is not None:
+        yield "response", shorten(sample.response_text, MAX_RESPONSE)
+    if sample.answer is not None:
+        yield "answer", shorten(sample.answer, MAX_PROMPT)
+    scores = {"reward": sample.reward, **sample.reward_parts, "advantages": sample.advantages}
+    yield "scores", ", ".join(f"{name} {_number(value)}" for name, value in scores.items())
+    if sample.mean_logprobs:
+        means = ", ".join(f"{name} {_number(value)}" for name, value in sample.mean_logprobs.items())
+        yield "means", f"{means} nat"
+    length = f"{sample.prompt_tokens:,} + {sample.response_tokens:,} tokens"
+    ends = "" if sample.finish_reason is None else f", finish_reason {shorten(sample.finish_reason, 20)}"
+    group = "" if sample.group_id is None else f", group_id {sample.group_id}"
+    yield "length", f"{length}{ends}{group}"
+
+
+def _print(console: Console, part: RenderableType) -> None:
+    """Print one part, and an empty line after it."""
+    console.print(part, soft_wrap=isinstance(part, Text))
+    console.print()
+
+
+def _table(*names: str, left: int) -> Table:
+    """An empty table whose first `left` columns hold text, and the others numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for at, name in enumerate(names):
+        table.add_column(name, justify="left" if at < left else "right", overflow="fold")
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,116 @@
+"""A run's columns as people read them: from its files, without Ray, while it runs and afterwards.
+
+N rows of a step's batch.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from infra.runs import RunDirectory
+from infra.stores.files import FsspecColumnStore
+from infra.stores.open import open_files
+from schemas.batch import BatchHandle
+from schemas.config.store import RayStore
+from schemas.errors import ChunkCorruptedError, RunError
+
+
+def read_step(
+    run: str | Path, step: int | None = None, columns: Sequence[str] | None = None, *, runs_dir: str = "runs"
+) -> pa.Table:
+    """Read the rows of one step: exactly those of its newest batch, in their order.
+
+    Before the advantages are there, these are all rows of the rollout; then those whose reward did not fail.
+
+    Args:
+        run: A run's directory, or its id.
+        step: Counted from 0; the newest that has a batch if not given.
+        columns: Names of the catalogue, in the order wanted; all that were produced if not given.
+        runs_dir: Where runs lie that are named by their id.
+
+    Returns:
+        A table of N rows. A `row` column has one value each; a `prompt` or `response` column a `large_list` each, of
+        as many values as the sample has tokens there. Where nothing was selected, columns are views of the files.
+
+    Raises:
+        RunError: There is no such run, it keeps no columns on disk, or the step has no batch.
+        ColumnNotFoundError: The step has no such column, or not yet.
+        ChunkNotFoundError: The step was cleared meanwhile.
+        ChunkCorruptedError: A file is damaged.
+        ValueError: No column is named, or one twice.
+    """
+    directory = RunDirectory.open(str(run), runs_dir)
+    store = open_run_columns(directory)
+    batch = _find_batch(store, step)
+    if batch is None:
+        raise _no_columns_error(directory, store, step)
+    return pa.Table.from_batches([store.read(batch, batch.columns if columns is None else columns)])
+
+
+def open_run_columns(directory: RunDirectory) -> FsspecColumnStore:
+    """A run's durable columns.
+
+    Raises:
+        RunError: The run keeps none on disk, has none yet, or its `store.url` can't be reached.
+    """
+    config = directory.config()
+    if isinstance(config.store, RayStore):
+        raise RunError(
+            f'run {directory.run_id} keeps no columns on disk, because its store.kind = "{config.store.kind}"; '
+            'a run with store.kind = "tiered" keeps them'
+        )
+    if config.store.url is None and not directory.columns.is_dir():
+        raise RunError(f"run {directory.run_id} has no columns yet: {directory.columns} is made by its first step")
+    try:
+        files = open_files(directory, config)
+    except (OSError, ImportError, ValueError) as error:  # ValueError: fsspec knows no such protocol
+        place = config.store.url or directory.columns
+        raise RunError(f"the columns of run {directory.run_id} in {place} can't be opened: {error}") from error
+    assert files is not None
+    return files
+
+
+def find_step(directory: RunDirectory, store: FsspecColumnStore, step: int | None) -> int:
+    """The step itself or, for None, the newest one that has columns.
+
+    Raises:
+        RunError: It has none; the message lists the steps that have.
+    """
+    for candidate in reversed(store.steps()) if step is None else [step]:
+        if _has_columns(store, candidate):
+            return candidate
+    raise _no_columns_error(directory, store, step)
+
+
+def steps_with_columns(store: FsspecColumnStore) -> list[int]:
+    """The steps of which something is stored, in order. One that only holds a lease is none of them."""
+    return [step for step in store.steps() if _has_columns(store, step)]
+
+
+def _find_batch(store: FsspecColumnStore, step: int | None) -> BatchHandle | None:
+    candidates = reversed(store.steps()) if step is None else [step]
+    return next((batch for candidate in candidates if (batch := store.load_batch(candidate)) is not None), None)
+
+
+def _has_columns(store: FsspecColumnStore, step: int) -> bool:
+    try:
+        return store.load_batch(step) is not None or bool(store.records(step))
+    except ChunkCorruptedError:
+        return True  # damaged, but there
+
+
+def _no_columns_error(directory: RunDirectory, store: FsspecColumnStore, step: int | None) -> RunError:
+    steps = steps_with_columns(store)
+    if step is None or not steps:
+        kept = directory.config().store.keep_steps
+        begun = f"; of step {steps[-1]} the first chunks are there, and its batch is not" if steps else ""
+        return RunError(
+            f"run {directory.run_id} has no step with columns{begun}; store.keep_steps = {kept} finished steps keep "
+            "theirs"
+        )
+    if step in steps:
+        return RunError(f"step {step} of run {directory.run_id} has chunks, but no batch before its put is done")
+    return RunError(
+        f"step {step} of run {directory.run_id} has no columns; steps that have: {', '.join(map(str, steps))}"
+    )

@@ -1,0 +1,245 @@
+"""The registry actor of one run: it owns the chunks that lie in Ray's object store, and keeps their books.
+
+Ray finds it, keeps it alive and names what it owns; requests come over a channel of its own, which is faster.
+"""
+
+import logging
+import queue
+import threading
+import time
+import uuid
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
+
+from infra.stores import plasma
+from infra.stores.channel import Endpoint, Server
+from infra.stores.metrics import show_usage
+from infra.stores.plasma import Location
+from infra.stores.registry import ChunkRegistry, Entry
+from schemas.batch import ChunkKey, ChunkRef
+from schemas.errors import CapacityError
+
+Payload = ray.ObjectRef[bytes]
+Task = list[ray.ObjectRef[Any]]  # what a writer's task will return: the chunk, and that it has ended
+_TEND_SECONDS = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class PlasmaRegistry:
+    """See `ColumnStore` for what its requests promise.
+
+    A chunk is put in two requests: `begin_put` reserves its key and its bytes, `end_put` makes it readable. What a
+    client began and never ended is released when its connection ends, as it does when its process dies.
+
+    Args:
+        run_id: The run whose columns it holds.
+        capacity_bytes: The limit of all held chunks together.
+        put_timeout_seconds: How long a put waits for other steps' bytes to be cleared.
+        lease_seconds: How long a lease lasts that nobody renews.
+        generation: The name of this incarnation; None makes a new one.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        capacity_bytes: int,
+        put_timeout_seconds: float,
+        lease_seconds: float,
+        generation: str | None,
+    ) -> None:
+        self._run_id, self._put_timeout, self._lease_seconds = run_id, put_timeout_seconds, lease_seconds
+        self._books = ChunkRegistry[Payload](capacity_bytes, lease_seconds, generation)
+        self._lock = threading.Condition()  # of the books and what is begun; notified when they change
+        self._begun: dict[str, int] = {}  # key -> the connection that writes it
+        self._id, self._address = uuid.uuid4().hex, plasma.address()
+        self._writers: dict[str, Any] = {}
+        self._waiting: dict[str, Task] = {}  # by writer: the one that will return its next chunk
+        self._unconfirmed: set[str | None] = set()  # keys whose writers' tasks have not ended
+        self._ending: queue.SimpleQueue[tuple[str | None, str, ray.ObjectRef[None]]] = queue.SimpleQueue()
+        handlers = {name: getattr(self, name) for name in _REQUESTS}
+        self._server = Server(ray.util.get_node_ip_address(), handlers, self._release_all)
+        for work in (self._tend_forever, self._confirm_forever):
+            threading.Thread(target=work, daemon=True).start()
+
+    def endpoint(self) -> tuple[Endpoint, str, str]:
+        """Where requests go, this registry's own name, and its generation. An actor call, as `add_writer`."""
+        return self._server.endpoint, self._id, self._books.generation
+
+    def add_writer(self, actor_id: str, writer: Any) -> None:
+        """Make an actor known that will put large chunks; `writer` is its handle."""
+        self._writers[actor_id] = writer
+        self._await_chunk(actor_id)
+
+    def open_lease(self, _: int, step: int) -> None:
+        with self._lock:
+            self._books.open_lease(step)
+
+    def begin_put(self, connection: int, name: str, num_bytes: int) -> dict[str, Any] | None:
+        """Reserve a key and room for it; returns the chunk if it is held already, for its second writer to compare."""
+        key = ChunkKey.parse(name)
+        with self._lock:
+            if held := self._admit(key, num_bytes):
+                return {"ref": held.ref.model_dump(), "location": plasma.locate(held.payload)}
+            self._begun[name] = connection
+            return None
+
+    def end_put(
+        self, connection: int, name: str, num_rows: int, num_bytes: int, writer: str | None, data: bytes = b""
+    ) -> dict[str, Any]:
+        """Hold what was begun: bytes that came along, or what the writer has written. From now on it is readable."""
+        key = ChunkKey.parse(name)
+        try:
+            ref = self._take_written(name, writer) if writer else self._store(key, data)
+            with self._lock:
+                return self._books.commit(key, num_rows, num_bytes, ref).model_dump()
+        finally:
+            self.abort_put(connection, name)
+
+    def confirm(self, _: int, names: list[str]) -> None:
+        """Wait until the writers of these chunks may die."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._unconfirmed & set(names))
+
+    def abort_put(self, _: int, name: str) -> None:
+        """Give up what was begun."""
+        with self._lock:
+            self._begun.pop(name, None)
+            self._books.release(ChunkKey.parse(name))
+            self._lock.notify_all()
+
+    def discard_written(self, _: int, writer: str) -> None:
+        """A writer failed to write what it had begun; its waiting task has failed with it."""
+        with self._lock:
+            self._lock.wait_for(lambda: writer in self._waiting)
+            self._ending.put((None, writer, self._waiting.pop(writer)[1]))
+
+    def locations(self, _: int, refs: list[dict[str, Any]]) -> list[Location]:
+        """Where chunks are, in order."""
+        with self._lock:
+            payloads = self._books.payloads([ChunkRef(**ref) for ref in refs])
+        return [plasma.locate(payload) for payload in payloads]  # told now, as where it lies may change
+
+    def delete(self, _: int, refs: list[dict[str, Any]]) -> int:
+        with self._lock:
+            freed = self._books.delete([ChunkRef(**ref) for ref in refs])
+            self._lock.notify_all()
+            return freed
+
+    def clear(self, _: int, step: int) -> int:
+        with self._lock:
+            freed = self._books.clear(step)
+            self._lock.notify_all()
+            return freed
+
+    def save_batch(self, _: int, step: int, batch: str) -> None:
+        with self._lock:
+            self._books.save_batch(step, batch)
+
+    def load_batch(self, _: int, step: int) -> str | None:
+        with self._lock:
+            return self._books.load_batch(step)
+
+    def steps(self, _: int) -> list[int]:
+        with self._lock:
+            return self._books.steps()
+
+    def usage(self, _: int) -> dict[str, Any]:
+        with self._lock:
+            return self._books.usage().model_dump()
+
+    def _admit(self, key: ChunkKey, num_bytes: int) -> Entry[Payload] | None:
+        """Wait for another writer of the key, and for room; reserve it, unless the key is held by then."""
+        deadline = time.monotonic() + self._put_timeout
+        self._books.require_lease(key)
+        while self._books.is_reserved(key) or self._must_wait(key, num_bytes):
+            left = deadline - time.monotonic()
+            if left <= 0 or not self._lock.wait(left):
+                break
+        if held := self._books.find(key):
+            return held
+        self._books.reserve(key, num_bytes)
+        return None
+
+    def _must_wait(self, key: ChunkKey, num_bytes: int) -> bool:
+        """Whether there is no room, but would be once other steps were cleared."""
+        books = self._books
+        return not (books.find(key) or books.has_room(num_bytes)) and books.may_get_room(key.step, num_bytes)
+
+    def _store(self, key: ChunkKey, data: bytes) -> ray.ObjectRef[bytes]:
+        try:
+            return ray.put(data)
+        except (ObjectStoreFullError, OutOfDiskError) as error:
+            raise no_room(key) from error
+
+    def _take_written(self, name: str, writer: str) -> ray.ObjectRef[bytes]:
+        """What the writer's task returns. It is in the object store; its task ends, and is followed by the next."""
+        with self._lock:
+            self._lock.wait_for(lambda: writer in self._waiting)
+            chunk, ended = self._waiting.pop(writer)
+            self._unconfirmed.add(name)
+            self._ending.put((name, writer, ended))
+        return chunk
+
+    def _await_chunk(self, writer: str) -> None:
+        """Call the writer for its next chunk, ahead of time."""
+        with self._lock:
+            self._waiting[writer] = self._writers[writer].write_chunk.remote(self._id, self._address)
+            self._lock.notify_all()
+
+    def _confirm_forever(self) -> None:
+        """See writers' tasks to their ends: a chunk whose writer died before is lost, and its key is free again."""
+        while True:
+            name, writer, ended = self._ending.get()
+            try:
+                ray.get(ended)
+            except RayError as error:
+                logger.warning("chunk %s is lost, as its writer failed: %s", name, error)
+                with self._lock:
+                    self._books.drop(name)
+            with self._lock:
+                self._unconfirmed.discard(name)
+                self._lock.notify_all()
+            self._await_chunk(writer)
+
+    def _release_all(self, connection: int) -> None:
+        with self._lock:
+            left = [name for name, writer in self._begun.items() if writer == connection]
+        for name in left:
+            self.abort_put(connection, name)
+
+    def _tend_forever(self) -> None:
+        """Sweep, and show the gauges."""
+        while True:
+            with self._lock:
+                if self._books.sweep():
+                    self._lock.notify_all()
+                usage = self._books.usage()
+            show_usage(self._run_id, usage)
+            time.sleep(min(self._lease_seconds / 2, _TEND_SECONDS))
+
+
+_REQUESTS = (
+    "open_lease",
+    "begin_put",
+    "end_put",
+    "confirm",
+    "abort_put",
+    "discard_written",
+    "locations",
+    "delete",
+    "clear",
+    "save_batch",
+    "load_batch",
+    "steps",
+    "usage",
+)
+
+
+def no_room(key: ChunkKey) -> CapacityError:
+    """The error of a chunk for which Ray's object store has no room."""
+    return CapacityError(
+        f"Ray's object store has no room for chunk {key}: lower store.capacity_bytes, or give Ray more memory"
+    )

@@ -1,0 +1,244 @@
+"""Reading a step's columns once and summing them up, for people.
+
+N rows of a batch, S of them as samples.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from infra.stores.base import reading
+from infra.stores.files import FsspecColumnStore
+from infra.stores.offline import steps_with_columns
+from rl_core.columns.codec import decode, value_dtypes
+from rl_core.columns.jagged import is_jagged, row_lengths
+from rl_core.views import new_batch, unpack
+from schemas.batch import BatchHandle, ChunkKey, ChunkRef, ColumnGroup
+from schemas.catalog import REWARD_PART_PREFIX, column_spec
+from schemas.errors import ColumnError, StoreError
+from schemas.summary import ChunkSummary, ColumnFigures, ColumnSummary, LengthHistogram, SampleRow, StepSummary
+
+NUM_BINS = 10
+LOG_BINS_FROM = 20  # lengths that differ by this factor are told apart better by bins of growing width
+
+
+def summarize_step(store: FsspecColumnStore, step: int, num_samples: int) -> tuple[StepSummary, list[StoreError]]:
+    """Read a step once and sum it up, as far as it can be read.
+
+    Args:
+        store: The run's files.
+        step: One that has columns.
+        num_samples: S; fewer where the batch has fewer rows.
+
+    Returns:
+        The summary, and the errors of what can't be read.
+
+    Raises:
+        ChunkCorruptedError: The note of the step's batch is damaged.
+    """
+    failures: list[StoreError] = []
+    noted = store.load_batch(step)
+    refs = _committed(store, step, failures)
+    batch = noted or _batch_of_chunks(store, step, refs, failures)
+    columns, samples = _summarize_rows(store, batch, num_samples, failures) if batch else ((), ())
+    summary = StepSummary(
+        run_id=store.run_id,
+        step=step,
+        steps=tuple(steps_with_columns(store)),
+        has_batch=noted is not None,
+        policy_version=batch.policy_version if batch else None,
+        num_rows=batch.num_rows if batch else 0,
+        num_rows_put=sum(chunk.num_rows for group in batch.groups[:1] for chunk in group.chunks) if batch else 0,
+        columns=columns,
+        chunks=_summarize_chunks(batch, refs),
+        prompt_tokens=length_histogram(unpack(batch.prompt_lengths)) if batch else None,
+        response_tokens=length_histogram(unpack(batch.response_lengths)) if batch else None,
+        samples=samples,
+        errors=tuple(dict.fromkeys(_line(failure) for failure in failures)),
+    )
+    return summary, failures
+
+
+def length_histogram(lengths: npt.NDArray[np.int64]) -> LengthHistogram | None:
+    """Count `lengths`, [N], in at most `NUM_BINS` bins, of equal width or, where they differ much, of growing width."""
+    if not lengths.size:
+        return None
+    low, stop = int(lengths.min()), int(lengths.max()) + 1
+    if stop > LOG_BINS_FROM * max(low, 1):
+        cuts = np.geomspace(low + 1, stop + 1, NUM_BINS + 1) - 1
+    else:
+        cuts = np.linspace(low, stop, NUM_BINS + 1)
+    edges = np.unique(np.rint(cuts).astype(np.int64))
+    counts, _ = np.histogram(lengths, edges)
+    return LengthHistogram(edges=tuple(edges.tolist()), num_rows=tuple(counts.tolist()))
+
+
+def summarize_values(column: pa.Array) -> ColumnFigures:
+    """Figures of one column of N rows."""
+    values = column.flatten() if is_jagged(column) else column
+    counted = {
+        "num_rows": len(column),
+        "num_values": len(values),
+        "num_bytes": column.nbytes,
+        "num_nulls": values.null_count,
+    }
+    if pa.types.is_string(values.type):
+        return ColumnFigures(**counted, num_nonfinite=0)
+    known = values.drop_null()
+    finite = known.filter(pc.is_finite(known)) if pa.types.is_floating(known.type) else known
+    counted["num_nonfinite"] = len(known) - len(finite)
+    if not len(finite):
+        return ColumnFigures(**counted)
+    extremes = pc.min_max(finite)
+    return ColumnFigures(
+        **counted,
+        minimum=extremes["min"].as_py(),
+        mean=pc.mean(finite).as_py(),
+        maximum=extremes["max"].as_py(),
+    )
+
+
+def _committed(store: FsspecColumnStore, step: int, failures: list[StoreError]) -> list[ChunkRef]:
+    """The step's committed chunks, in the order of their stages and shards."""
+    try:
+        refs = [record.ref for record in store.records(step)]
+    except StoreError as error:
+        failures.append(error)
+        return []
+    return sorted(refs, key=lambda ref: _place(ChunkKey.parse(ref.key)))
+
+
+def _place(key: ChunkKey) -> tuple[str, int, int]:
+    return key.stage, key.shard, key.attempt
+
+
+def _batch_of_chunks(
+    store: FsspecColumnStore, step: int, refs: Sequence[ChunkRef], failures: list[StoreError]
+) -> BatchHandle | None:
+    """A batch of the token chunks that are there, before the step's own one is noted."""
+    chunks: dict[tuple[str, int], tuple[ChunkRef, pa.RecordBatch]] = {}  # of each shard, its last attempt
+    for ref in refs:
+        try:
+            with reading(ref):
+                columns = decode(store._data(ref))
+        except StoreError as error:
+            failures.append(error)
+            continue
+        if {"prompt_ids", "response_ids"} <= set(columns.schema.names):
+            chunks[_place(ChunkKey.parse(ref.key))[:2]] = ref, columns
+    found = list(chunks.values())
+    dtypes = value_dtypes(found[0][1]) if found else {}
+    alike = [(ref, columns) for ref, columns in found if value_dtypes(columns) == dtypes]
+    if not alike:
+        return None
+    prompts, responses = (
+        np.concatenate([row_lengths(columns.column(name)) for _, columns in alike])
+        for name in ("prompt_ids", "response_ids")
+    )
+    # Step k is sampled by version k of the policy.
+    return new_batch(store.run_id, step, step, [ref for ref, _ in alike], dtypes, prompts, responses)
+
+
+def _summarize_rows(
+    store: FsspecColumnStore, batch: BatchHandle, num_samples: int, failures: list[StoreError]
+) -> tuple[tuple[ColumnSummary, ...], tuple[SampleRow, ...]]:
+    """All columns of the batch, each read once, and its sample rows."""
+    rows = _spread(batch.num_rows, num_samples)
+    columns: list[ColumnSummary] = []
+    sampled: dict[str, pa.Array] = {}
+    for at, group in enumerate(batch.groups):
+        for name, column in _read_group(store, batch, group):
+            columns.append(_summarize_column(name, at, group, column))
+            if isinstance(column, StoreError):
+                failures.append(column)
+            else:
+                sampled[name] = column.take(pa.array(rows))
+    lengths = [
+        (int(prompt), int(response))
+        for prompt, response in zip(
+            unpack(batch.prompt_lengths)[rows], unpack(batch.response_lengths)[rows], strict=True
+        )
+    ]
+    return tuple(columns), tuple(_sample(at, row, lengths[at], sampled) for at, row in enumerate(rows.tolist()))
+
+
+def _read_group(
+    store: FsspecColumnStore, batch: BatchHandle, group: ColumnGroup
+) -> Iterator[tuple[str, pa.Array | StoreError]]:
+    """The group's columns; where they can't be read together, each that can by itself, and of the others why not."""
+    try:
+        together = store.read(batch, list(group.dtypes))
+    except StoreError:
+        for name in group.dtypes:
+            try:
+                yield name, store.read(batch, [name]).column(0)
+            except StoreError as error:
+                yield name, error
+    else:
+        yield from zip(group.dtypes, together.columns, strict=True)
+
+
+def _summarize_column(name: str, at: int, group: ColumnGroup, column: pa.Array | StoreError) -> ColumnSummary:
+    spec = column_spec(name) if _is_declared(name) else None
+    failed = isinstance(column, StoreError)
+    stages = dict.fromkeys(ChunkKey.parse(chunk.key).stage for chunk in group.chunks)
+    return ColumnSummary(
+        name=name,
+        stage=", ".join(stages),
+        group=at,
+        axis=spec.axis if spec else None,
+        dtype=group.dtypes[name],
+        unit=spec.unit if spec else "",
+        figures=None if failed else summarize_values(column),
+        error=_line(column) if failed else None,
+    )
+
+
+def _summarize_chunks(batch: BatchHandle | None, committed: Sequence[ChunkRef]) -> tuple[ChunkSummary, ...]:
+    mine = dict.fromkeys(batch.chunks if batch else ())
+    return tuple(
+        ChunkSummary(key=ref.key, num_rows=ref.num_rows, num_bytes=ref.num_bytes, in_batch=ref in mine)
+        for ref in dict.fromkeys([*mine, *committed])
+    )
+
+
+def _spread(num_rows: int, num_samples: int) -> npt.NDArray[np.int64]:
+    """Row numbers, [S]: from the first on, at equal distances."""
+    count = min(num_rows, num_samples)
+    return np.arange(count, dtype=np.int64) * num_rows // max(count, 1)
+
+
+def _sample(at: int, row: int, lengths: tuple[int, int], sampled: dict[str, pa.Array]) -> SampleRow:
+    """Row `row` of the batch, which is number `at` of the sampled columns, [S] each."""
+    values = {name: column[at].as_py() for name, column in sampled.items() if column_spec(name).axis == "row"}
+    return SampleRow(
+        row=row,
+        prompt_tokens=lengths[0],
+        response_tokens=lengths[1],
+        group_id=values.get("group_id"),
+        prompt_text=values.get("prompt_text"),
+        response_text=values.get("response_text"),
+        answer=values.get("answer"),
+        finish_reason=values.get("finish_reason"),
+        reward=values.get("reward"),
+        reward_parts={name: value for name, value in values.items() if name.startswith(REWARD_PART_PREFIX)},
+        advantages=values.get("advantages"),
+        mean_logprobs={
+            name: pc.mean(column[at].values).as_py() for name, column in sampled.items() if name.endswith("_logprobs")
+        },
+    )
+
+
+def _line(error: StoreError) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_declared(name: str) -> bool:
+    try:
+        column_spec(name)
+    except ColumnError:
+        return False
+    return True

@@ -1,0 +1,242 @@
+"""Padded fields to jagged columns and back: masks as run lengths, values without their padding.
+
+B rows of padded width S, V values over all rows, K runs. A mask says which values exist, and nothing else; which
+of them are trained is a bool column of its own, `loss_mask`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rl_core.columns.jagged import Array, as_tensor, jagged, row_lengths
+from schemas.errors import ColumnError
+
+if TYPE_CHECKING:
+    import torch
+
+Side = Literal["left", "right"]
+
+VALUE_DTYPES = ("bool", "uint16", "int32", "float32")  # of the catalogue's jagged columns
+
+
+@dataclass(frozen=True, eq=False)
+class RunLengths:
+    """A bool mask [B, S] as its runs of true values, row by row; every array has the narrowest dtype that holds S.
+
+    Every mask has exactly one such form, whether it is padded on the left or right, has holes, is empty or full.
+    """
+
+    width: int  # S
+    num_runs: Array  # [B], the runs of each row
+    starts: Array  # [K], a run's first position in its row
+    stops: Array  # [K], the position after a run's last
+
+    @classmethod
+    def from_mask(cls, mask: torch.Tensor | Array) -> RunLengths:
+        """Encode a mask, [B, S] bool or 0/1 integers.
+
+        Raises:
+            ColumnError: It has another shape or dtype, or other values.
+        """
+        exists = as_mask(mask)
+        num_rows, width = exists.shape
+        steps = np.diff(np.pad(exists.view(np.int8), ((0, 0), (1, 1))), axis=1)
+        rows, starts = np.nonzero(steps == 1)
+        stops = np.nonzero(steps == -1)[1]
+        return cls._narrow(width, np.bincount(rows, minlength=num_rows), starts, stops)
+
+    @classmethod
+    def from_lengths(cls, lengths: Array, width: int, side: Side = "right") -> RunLengths:
+        """The mask of rows of the given `lengths`, [B] integers, that are padded to `width` on one `side`.
+
+        Raises:
+            ColumnError: A row is longer than the width; the message names the first.
+            ValueError: The width is negative, or there is no such side.
+        """
+        if width < 0 or side not in ("left", "right"):
+            raise ValueError(f"width is {width} and side {side!r}, expected a width from 0 and 'left' or 'right'")
+        too_long = np.flatnonzero(lengths > width)
+        if too_long.size:
+            row = int(too_long[0])
+            raise ColumnError(
+                f"row {row} has {lengths[row]} values, more than the width {width}; {too_long.size} of "
+                f"{lengths.size} rows are too long, the longest has {lengths.max()}: state a larger width"
+            )
+        sizes = lengths[lengths > 0]
+        starts = width - sizes if side == "left" else np.zeros_like(sizes)
+        return cls._narrow(width, lengths > 0, starts, starts + sizes)
+
+    @classmethod
+    def _narrow(cls, width: int, num_runs: Array, starts: Array, stops: Array) -> RunLengths:
+        dtype = np.min_scalar_type(width)
+        return cls(width, num_runs.astype(dtype), starts.astype(dtype), stops.astype(dtype))
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.num_runs.size
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the arrays."""
+        return self.num_runs.nbytes + self.starts.nbytes + self.stops.nbytes
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """The true values of each row, [B]."""
+        totals = np.zeros(self.starts.size + 1, dtype=np.int64)
+        np.cumsum(self._sizes(), out=totals[1:])
+        bounds = np.zeros(self.num_rows + 1, dtype=np.int64)
+        np.cumsum(self.num_runs, out=bounds[1:])
+        return np.diff(totals[bounds])
+
+    def positions(self) -> npt.NDArray[np.int64]:
+        """Where the true values are in the flattened mask, [V], ascending."""
+        sizes = self._sizes()
+        firsts = np.repeat(np.arange(self.num_rows) * self.width, self.num_runs) + self.starts
+        before = np.cumsum(sizes) - sizes
+        return np.repeat(firsts - before, sizes) + np.arange(sizes.sum())
+
+    def to_mask(self) -> npt.NDArray[np.bool_]:
+        """The mask again, [B, S]."""
+        mask = np.zeros((self.num_rows, self.width), dtype=np.bool_)
+        mask.reshape(-1)[self.positions()] = True
+        return mask
+
+    def _sizes(self) -> npt.NDArray[np.int64]:
+        return self.stops.astype(np.int64) - self.starts
+
+
+def from_padded(
+    values: torch.Tensor | Array, mask: torch.Tensor | Array, *, dtype: npt.DTypeLike | None = None
+) -> pa.LargeListArray:
+    """Keep exactly the values that exist: nothing is said of those where the mask is false.
+
+    Args:
+        values: [B, S], of one of `VALUE_DTYPES`, or of any dtype with `dtype`.
+        mask: Which values exist, [B, S] bool or 0/1 integers; holes are legal.
+        dtype: One of `VALUE_DTYPES`, which must hold every value that exists exactly: int64 ids need it.
+
+    Returns:
+        A column of B rows, with a row's values in their order.
+
+    Raises:
+        ColumnError: Shapes disagree, the dtype is not a catalogue column's, or a value does not fit it.
+    """
+    exists, padded = as_mask(mask), host_array(values)
+    if padded.shape != exists.shape:
+        raise ColumnError(f"values have shape {list(padded.shape)}, expected {list(exists.shape)} as their mask")
+    target = padded.dtype if dtype is None else np.dtype(dtype)
+    if target.name not in VALUE_DTYPES:
+        raise ColumnError(f"jagged values can't be {target}, expected {', '.join(VALUE_DTYPES)}: pass one as dtype")
+    return jagged(cast_exactly(padded[exists], target), exists.sum(axis=1, dtype=np.int64))
+
+
+def to_padded(column: pa.LargeListArray, *, width: int, pad: float, side: Side = "right") -> torch.Tensor:
+    """Pad a jagged column of B rows to a stated width, whatever its longest row is.
+
+    Args:
+        column: A jagged column.
+        width: S.
+        pad: The value where nothing exists.
+        side: Where the padding goes.
+
+    Returns:
+        [B, S] on the CPU, in the dtype of `as_tensor(column)`: uint16 ids become int32.
+
+    Raises:
+        ColumnError: A row is longer than the width, or the column is not jagged.
+        ValueError: The width is negative, there is no such side, or the dtype can't hold the pad value.
+    """
+    return to_padded_at(column, RunLengths.from_lengths(row_lengths(column), width, side), pad)
+
+
+def to_padded_at(column: pa.LargeListArray, runs: RunLengths, pad: float) -> torch.Tensor:
+    """Put a jagged column's values back where the mask was true, holes included.
+
+    Args:
+        column: A jagged column of B rows.
+        runs: The mask, [B, S].
+        pad: The value where the mask is false.
+
+    Returns:
+        [B, S] on the CPU, in the dtype of `as_tensor(column)`.
+
+    Raises:
+        ColumnError: The rows are not as long as the mask says, or the column is not jagged.
+        ValueError: The dtype can't hold the pad value.
+    """
+    import torch  # not above, for the reason that `jagged.as_tensor` gives
+
+    actual, expected = row_lengths(column), runs.lengths
+    if actual.size != expected.size:
+        raise ColumnError(f"the column has {actual.size} rows, expected {expected.size} as its mask")
+    different = np.flatnonzero(actual != expected)
+    if different.size:
+        row = int(different[0])
+        raise ColumnError(f"row {row} has {actual[row]} values, expected {expected[row]} as its mask has")
+    values = as_tensor(column)
+    if not values.is_floating_point() and int(torch.tensor(pad).to(values.dtype)) != pad:
+        raise ValueError(f"a {column.type.value_type} column can't be padded with {pad}")
+    padded = torch.full((runs.num_rows, runs.width), pad, dtype=values.dtype)
+    padded.view(-1)[torch.from_numpy(runs.positions())] = values
+    return padded
+
+
+def as_mask(mask: torch.Tensor | Array) -> npt.NDArray[np.bool_]:
+    """A mask as bool, [B, S], from bool or 0/1 integers.
+
+    Raises:
+        ColumnError: It has another shape or dtype, or other values.
+    """
+    array = host_array(mask)
+    if array.ndim != 2 or array.dtype.kind not in "biu":
+        raise ColumnError(f"a mask is {array.dtype}{list(array.shape)}, expected bool or 0/1 integers of shape [B, S]")
+    exists: npt.NDArray[np.bool_] = array.astype(np.bool_, copy=False)
+    if array.dtype != np.bool_ and not np.array_equal(exists, array):
+        raise ColumnError(f"a mask has values from {array.min()} to {array.max()}, expected 0 and 1 only")
+    return np.ascontiguousarray(exists)
+
+
+def host_array(values: torch.Tensor | Array) -> Array:
+    """A tensor as a numpy array, sharing its memory where it can; bfloat16, which numpy lacks, becomes float32.
+
+    Raises:
+        ColumnError: A nested tensor, which has no padding to remove.
+    """
+    if isinstance(values, np.ndarray):
+        return values
+    import torch
+
+    if values.is_nested:
+        raise ColumnError("the tensor is nested already, expected a padded one")
+    dense = values.detach().cpu()
+    array: Array = (dense.float() if dense.dtype == torch.bfloat16 else dense).numpy()
+    return array
+
+
+def cast_exactly(values: Array, dtype: npt.DTypeLike) -> Array:
+    """Convert values to a dtype that holds each of them exactly.
+
+    Raises:
+        ColumnError: It doesn't; the message shows the first value that would change.
+    """
+    target: np.dtype[Any] = np.dtype(dtype)
+    if values.dtype == target:
+        return values
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = values.astype(target)
+        back = cast.astype(values.dtype)
+        changed = (back != values) & ((back == back) | (values == values))
+        changed |= (cast < 0) != (values < 0)  # uint64 to int32 and back hides a change of sign
+    if changed.any():
+        raise ColumnError(
+            f"{np.count_nonzero(changed)} of {values.size} {values.dtype} values don't fit {target} exactly, "
+            f"the first is {values[changed][0]}"
+        )
+    return cast

@@ -1,0 +1,173 @@
+"""The reference batch that every path carries, and the packed tensors that every path must end in.
+
+N rows, V values over all rows of a column.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from rl_core.columns.jagged import flat_values, is_jagged, jagged, row_lengths
+
+Ints = npt.NDArray[np.int64]
+
+MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 256, 2048
+MIN_PROMPT_TOKENS = 32
+VOCAB_SIZE = 50_000
+LOG_MEAN, LOG_SIGMA = 5.475, 1.0  # of the response lengths: a long tail, some 370 tokens on average
+TRAINED_FRACTION = 0.9
+LETTERS = np.array(list("abcdefghijklmnopqrstuvwxyz" * 20 + "é"))
+
+APPENDED = "reference_logprobs"  # the column that `append` adds; a handle that lacks it is extended
+
+
+@dataclass(frozen=True)
+class ReferenceBatch:
+    """One batch, as its rollout and scoring would produce it."""
+
+    columns: pa.RecordBatch
+    appended: pa.RecordBatch  # one float32 response column of the same rows, with values of its own
+    prompt_lengths: Ints  # [N]
+    response_lengths: Ints  # [N]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a consumer trains on: no padding, rows one after the other."""
+
+    tokens: dict[str, tuple[torch.Tensor, torch.Tensor]]  # flat values [V] and row lengths [N]
+    rows: dict[str, torch.Tensor]  # [N]
+    texts: dict[str, Sequence[Any]]  # N strings: an Arrow array where the path carries one, else a list of str
+
+
+def reference_batch(num_rows: int, repeats: int = 1, seed: int = 0) -> ReferenceBatch:
+    """Draw a batch of `num_rows` rows, and repeat its rows.
+
+    Args:
+        num_rows: The rows that are drawn.
+        repeats: How many times they follow one another: bytes count here, not what they say.
+        seed: Equal seeds give equal batches.
+    """
+    random = np.random.default_rng(seed)
+    prompt_lengths = random.integers(MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS + 1, num_rows)
+    drawn = random.lognormal(LOG_MEAN, LOG_SIGMA, num_rows).astype(np.int64)
+    response_lengths = np.clip(drawn, 1, MAX_RESPONSE_TOKENS)
+    num_values = int(response_lengths.sum())
+    prompt_ids, response_ids = (
+        random.integers(0, VOCAB_SIZE, int(lengths.sum())).astype(np.uint16)
+        for lengths in (prompt_lengths, response_lengths)
+    )
+    logprobs = {
+        name: jagged(-random.exponential(1.0, num_values).astype(np.float32), response_lengths)
+        for name in ("sampler_logprobs", "behavior_logprobs", "reference_logprobs")
+    }
+    vocabulary = _Vocabulary(random)
+    columns = pa.record_batch(
+        {
+            "prompt_ids": jagged(prompt_ids, prompt_lengths),
+            "response_ids": jagged(response_ids, response_lengths),
+            "loss_mask": jagged(random.random(num_values) < TRAINED_FRACTION, response_lengths),
+            **logprobs,
+            "advantages": pa.array(random.standard_normal(num_rows).astype(np.float32)),
+            "prompt_text": vocabulary.text(prompt_ids, prompt_lengths),
+            "response_text": vocabulary.text(response_ids, response_lengths),
+        }
+    )
+    more = jagged(-random.exponential(1.0, num_values).astype(np.float32), response_lengths)
+    return ReferenceBatch(
+        columns=_repeat(columns, repeats),
+        appended=_repeat(pa.record_batch({APPENDED: more}), repeats),
+        prompt_lengths=np.tile(prompt_lengths, repeats),
+        response_lengths=np.tile(response_lengths, repeats),
+    )
+
+
+def valid_buffers(columns: pa.RecordBatch) -> list[npt.NDArray[np.uint8]]:
+    """The bytes that say something: values without offsets, one bit per bool, text in UTF-8."""
+    return list(_valid_buffers(columns))
+
+
+def valid_bytes(columns: pa.RecordBatch) -> int:
+    """The size of `valid_buffers`: token ids at uint16, float32, mask at one bit, text, row values."""
+    return sum(buffer.size for buffer in valid_buffers(columns))
+
+
+def pack_columns(columns: pa.RecordBatch) -> Packed:
+    """Pack Arrow columns with nothing but NumPy: what a path's own result is checked against."""
+    tokens: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    rows: dict[str, torch.Tensor] = {}
+    texts: dict[str, Sequence[Any]] = {}
+    for name, column in zip(columns.schema.names, columns.columns, strict=True):
+        if is_jagged(column):
+            values = np.array(flat_values(column))
+            tokens[name] = (torch.from_numpy(_signed(values)), torch.from_numpy(row_lengths(column)))
+        elif pa.types.is_string(column.type):
+            texts[name] = column.to_pylist()
+        else:
+            rows[name] = torch.from_numpy(np.array(flat_values(column)))
+    return Packed(tokens, rows, texts)
+
+
+def digests(packed: Packed) -> dict[str, str]:
+    """One checksum per column, of its values and row lengths; how a path widens integers does not matter."""
+    parts: dict[str, list[bytes]] = {
+        name: [_canonical(values), _canonical(lengths)] for name, (values, lengths) in packed.tokens.items()
+    }
+    parts |= {name: [_canonical(values)] for name, values in packed.rows.items()}
+    for name, text in packed.texts.items():
+        strings = text.to_pylist() if isinstance(text, pa.Array) else list(text)
+        parts[name] = [repr(strings).encode()]
+    return {name: hashlib.blake2b(b"|".join(part), digest_size=16).hexdigest() for name, part in parts.items()}
+
+
+class _Vocabulary:
+    """Random words, one per token id, each with its space; about 7 bytes; one in a hundred is not ASCII."""
+
+    def __init__(self, random: np.random.Generator) -> None:
+        sizes = random.integers(3, 10, VOCAB_SIZE)
+        letters = "".join(LETTERS[random.integers(0, LETTERS.size, int(sizes.sum()))])
+        stops = np.cumsum(sizes)
+        words = [f"{letters[stop - size : stop]} ".encode() for size, stop in zip(sizes, stops, strict=True)]
+        self._data = np.frombuffer(b"".join(words), np.uint8)
+        self._sizes = np.array([len(word) for word in words], np.int64)
+        self._starts = np.cumsum(self._sizes) - self._sizes
+
+    def text(self, ids: npt.NDArray[np.uint16], lengths: Ints) -> pa.Array:
+        sizes = self._sizes[ids]
+        stops = np.cumsum(sizes)
+        place = np.arange(stops[-1]) + np.repeat(self._starts[ids] - (stops - sizes), sizes)
+        bounds = np.concatenate([[0], stops])[np.concatenate([[0], np.cumsum(lengths)])].astype(np.int32)
+        return pa.StringArray.from_buffers(lengths.size, pa.py_buffer(bounds), pa.py_buffer(self._data[place]))
+
+
+def _repeat(columns: pa.RecordBatch, repeats: int) -> pa.RecordBatch:
+    if repeats == 1:
+        return columns
+    return pa.Table.from_batches([columns] * repeats).combine_chunks().to_batches()[0]
+
+
+def _valid_buffers(columns: pa.RecordBatch) -> Iterator[npt.NDArray[np.uint8]]:
+    for column in columns.columns:
+        if pa.types.is_string(column.type):
+            first, last = np.frombuffer(column.buffers()[1], np.int32)[[0, len(column)]]
+            yield np.frombuffer(column.buffers()[2], np.uint8)[first:last]
+            continue
+        values = column.flatten() if is_jagged(column) else column
+        assert values.offset == 0, "a column of the reference batch starts inside its buffer"
+        num_bytes = (len(values) * values.type.bit_width + 7) // 8
+        yield np.frombuffer(values.buffers()[1], np.uint8)[:num_bytes]
+
+
+def _signed(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return values.astype(np.int32) if values.dtype == np.uint16 else values
+
+
+def _canonical(values: torch.Tensor) -> bytes:
+    wide = values if values.is_floating_point() else values.to(torch.int64)
+    return wide.contiguous().numpy().tobytes()

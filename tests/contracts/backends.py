@@ -1,0 +1,149 @@
+"""The backends that the contract is held against, and the rows that its tests put into them."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from infra.stores import plasma
+from infra.stores.base import ColumnStore
+from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore, _data_path
+from infra.stores.memory import MemoryStore
+from infra.stores.ray import RayColumnStore
+from infra.stores.tiered import TieredColumnStore
+from rl_core.columns.codec import value_dtypes
+from rl_core.columns.jagged import jagged, row_lengths
+from rl_core.views import new_batch
+from schemas.batch import BatchHandle, ChunkKey, ChunkRef
+
+COLUMNS = ("response_ids", "loss_mask", "sampler_logprobs", "reward", "response_text", "info")
+CAPACITY = 2**24
+
+_numbers = itertools.count()
+
+
+class Backend:
+    """Makes stores of one kind, each of a run of its own, and ends them."""
+
+    def __init__(self, kind: str, folder: Path, s3_options: dict[str, Any] | None = None) -> None:
+        self.kind, self._folder, self._s3_options = kind, folder, s3_options
+        self._made: list[ColumnStore] = []
+
+    def make(
+        self, capacity_bytes: int = CAPACITY, *, lease_seconds: float = 3600, put_timeout_seconds: float = 5
+    ) -> ColumnStore:
+        run_id = f"{self.kind}-{next(_numbers)}"
+        store = self._make(run_id, capacity_bytes, lease_seconds, put_timeout_seconds)
+        self._made.append(store)
+        return store
+
+    def again(self, store: ColumnStore) -> ColumnStore:
+        """Another client of the same store, as another process makes it; the memory store has none but itself."""
+        if isinstance(store, RayColumnStore):
+            return RayColumnStore(store.run_id)
+        if isinstance(store, FsspecColumnStore):
+            return self._files(store.run_id)
+        if isinstance(store, TieredColumnStore):
+            return TieredColumnStore(self.again(store.front), self._files(store.run_id))
+        return store
+
+    def close(self) -> None:
+        for store in self._made:
+            store.close()
+
+    def _make(self, run_id: str, capacity: int, lease_seconds: float, put_timeout: float) -> ColumnStore:
+        limits = {"lease_seconds": lease_seconds, "put_timeout_seconds": put_timeout}
+        if self.kind == "memory":
+            return MemoryStore(run_id, capacity, lease_seconds)
+        if self.kind == "ray":
+            return RayColumnStore(run_id, capacity, **limits)
+        if not self.kind.startswith("tiered"):
+            return self._files(run_id, capacity, **limits)
+        behind = self._files(run_id, lease_seconds=NO_EXPIRY_SECONDS)
+        if self.kind == "tiered-memory":
+            return TieredColumnStore(MemoryStore(run_id, capacity, lease_seconds, behind.generation), behind)
+        return TieredColumnStore(RayColumnStore(run_id, capacity, generation=behind.generation, **limits), behind)
+
+    def _files(self, run_id: str, capacity: int = 2**40, **limits: float) -> FsspecColumnStore:
+        options = None
+        url = f"{self._folder}/{run_id}"
+        if self.kind == "fsspec-memory":
+            url = f"memory://{run_id}"
+        if self.kind == "s3":
+            url, options = f"s3://columns/{run_id}", self._s3_options
+        return FsspecColumnStore(run_id, url, capacity, storage_options=options, **limits)
+
+
+def key(store: ColumnStore, step: int, shard: int = 0, stage: str = "rollout") -> ChunkKey:
+    return ChunkKey(run_id=store.run_id, step=step, stage=stage, shard=shard)
+
+
+def rollout_columns(lengths: Sequence[int], seed: int = 0) -> pa.RecordBatch:
+    """One row per length; the last reward is null, and text is neither ASCII nor empty everywhere."""
+    counts, num_values = np.array(lengths, dtype=np.int64), sum(lengths)
+    random = np.random.default_rng(seed)
+    rewards = [*random.random(len(lengths)).astype(np.float32).tolist(), None][-len(lengths) :] if lengths else []
+    return pa.record_batch(
+        {
+            "response_ids": jagged(random.integers(0, 2**16, num_values).astype(np.uint16), counts),
+            "loss_mask": jagged(random.random(num_values) < 0.5, counts),
+            "sampler_logprobs": jagged(-random.random(num_values, dtype=np.float32), counts),
+            "reward": pa.array(rewards, pa.float32()),
+            "response_text": pa.array(["né\n" * (n % 3) for n in lengths], pa.string()),
+            "info": pa.array([json.dumps({"seed": seed, "row": row}) for row in range(len(lengths))], pa.string()),
+        }
+    )
+
+
+def put_batch(store: ColumnStore, step: int, parts: Sequence[pa.RecordBatch]) -> BatchHandle:
+    """Put one chunk per part and return the batch of them all."""
+    refs = [store.put(key(store, step, shard), part) for shard, part in enumerate(parts)]
+    lengths = np.concatenate([row_lengths(part.column("response_ids")) for part in parts])
+    return new_batch(store.run_id, step, 0, refs, value_dtypes(parts[0]), np.ones_like(lengths), lengths)
+
+
+def stored_bytes(store: ColumnStore, ref: ChunkRef) -> list[pa.Buffer]:
+    """A chunk's bytes, in each place where the store holds them."""
+    if isinstance(store, RayColumnStore):
+        return [plasma.view_at(store._locations([ref])[0])]
+    if isinstance(store, MemoryStore):
+        return [store._registry.payloads([ref])[0]]
+    if isinstance(store, FsspecColumnStore):
+        return [store._data(ref)]
+    assert isinstance(store, TieredColumnStore)
+    store.flush()
+    return [*stored_bytes(store.front, ref), *stored_bytes(store.behind, ref)]
+
+
+def data_file(store: ColumnStore, ref: ChunkRef) -> Path:
+    """The local file that holds a chunk's bytes."""
+    files = store.behind if isinstance(store, TieredColumnStore) else store
+    assert isinstance(files, FsspecColumnStore)
+    chunk = ChunkKey.parse(ref.key)
+    record = files._record(chunk)
+    assert record is not None
+    return Path(files._folder._path(_data_path(chunk, record.checksum)))
+
+
+@ray.remote(num_cpus=0)
+def read_elsewhere(run_id: str, batch: BatchHandle) -> list[dict[str, Any]]:
+    return RayColumnStore(run_id).read(batch, COLUMNS).to_pylist()
+
+
+class Producer(plasma.ChunkWriter):
+    """Puts chunks from a process of its own."""
+
+    def put(self, run_id: str, step: int, lengths: list[int], seed: int = 0, shard: int = 0) -> ChunkRef:
+        store = RayColumnStore(run_id)
+        ref = store.put(key(store, step, shard), rollout_columns(lengths, seed))
+        store.flush()  # from now on this process may die
+        return ref
+
+
+def start_producer() -> Any:
+    return ray.remote(**plasma.ACTOR_OPTIONS)(Producer).options(num_cpus=0).remote()

@@ -1,0 +1,74 @@
+"""Every test of this folder that takes `store` or `backend` runs once per backend."""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import boto3
+import pytest
+import ray
+from moto.server import ThreadedMotoServer
+
+from infra.stores.base import ColumnStore
+from schemas.errors import StoreError
+from tests.contracts import backends
+from tests.contracts.backends import Backend
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[backends.__name__])  # workers can't import test modules
+
+KINDS = [
+    "memory",
+    "file",
+    "fsspec-memory",
+    "tiered-memory",
+    pytest.param("s3", marks=pytest.mark.slow),
+    pytest.param("ray", marks=pytest.mark.slow),
+    pytest.param("tiered", marks=pytest.mark.slow),
+]
+_steps = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def s3_options() -> Iterator[dict[str, Any]]:
+    """A local S3 server with an empty bucket, and how fsspec reaches it."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    login = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+    boto3.client("s3", endpoint_url=f"http://{host}:{port}", **login).create_bucket(Bucket="columns")
+    yield {
+        "key": "test",
+        "secret": "test",
+        "client_kwargs": {"endpoint_url": f"http://{host}:{port}", "region_name": "us-east-1"},
+    }
+    server.stop()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
+    """Makes empty stores of one kind."""
+    if request.param in ("ray", "tiered"):
+        request.getfixturevalue("ray_cluster")
+    options = request.getfixturevalue("s3_options") if request.param == "s3" else None
+    made = Backend(request.param, tmp_path_factory.mktemp("columns"), options)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def store(backend: Backend) -> ColumnStore:
+    """One store for all tests of a module."""
+    return backend.make()
+
+
+@pytest.fixture
+def step(store: ColumnStore) -> Iterator[int]:
+    """A step of its own, with its lease open; cleared afterwards."""
+    number = next(_steps)
+    store.open_lease(number)
+    yield number
+    with suppress(StoreError):  # a test may have cleared the step under a write
+        store.flush()
+    store.clear(number)

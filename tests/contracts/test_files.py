@@ -1,0 +1,121 @@
+"""What only files can suffer, and what other tools see in them."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import polars
+import pyarrow as pa
+import pytest
+
+from infra.stores.files import FsspecColumnStore
+from schemas.batch import BatchHandle
+from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, InvalidKeyError, StoreError
+from tests.contracts.backends import COLUMNS, data_file, key, put_batch, rollout_columns
+
+RUN = "files"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FsspecColumnStore:
+    made = FsspecColumnStore(RUN, str(tmp_path / "columns"))
+    made.open_lease(1)
+    return made
+
+
+@pytest.fixture
+def batch(store: FsspecColumnStore) -> BatchHandle:
+    return put_batch(store, 1, [rollout_columns([2, 30, 3])])
+
+
+def test_every_flipped_bit_is_found(store: FsspecColumnStore, batch: BatchHandle) -> None:
+    path = data_file(store, batch.chunks[0])
+    data = path.read_bytes()
+    for at in range(0, len(data), 7):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(ChunkCorruptedError, match=r"chunk files/1/rollout/0/0: its checksum is \w+, expected \w+"):
+            store.read(batch, ["reward"])
+    path.write_bytes(data)
+    assert store.read(batch, COLUMNS).num_rows == 3
+
+
+def test_a_truncated_or_missing_file_is_found(store: FsspecColumnStore, batch: BatchHandle) -> None:
+    path = data_file(store, batch.chunks[0])
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    with pytest.raises(ChunkCorruptedError, match=f"{size - 1} bytes are stored, expected {size}"):
+        store.read(batch, ["reward"])
+    path.unlink()
+    with pytest.raises(ChunkCorruptedError, match=f"0 bytes are stored, expected {size}"):
+        store.verify(batch)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"ref": 1}', pickle.dumps({"ref": 1})])
+def test_a_damaged_record_is_found(store: FsspecColumnStore, batch: BatchHandle, content: bytes) -> None:
+    record = data_file(store, batch.chunks[0]).parent / "rollout-0-0.json"
+    record.write_bytes(content)
+    with pytest.raises(ChunkCorruptedError, match=r"rollout-0-0\.json in .* is no ChunkRecord"):
+        store.read(batch, ["reward"])
+
+
+def test_a_file_that_holds_a_pickle_is_refused(store: FsspecColumnStore, batch: BatchHandle) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(store._folder) + "/exploded",)
+
+    path = data_file(store, batch.chunks[0])
+    size = path.stat().st_size
+    path.write_bytes(pickle.dumps(Bomb()).ljust(size, b"."))
+    with pytest.raises(ChunkCorruptedError, match="checksum"):
+        store.read(batch, ["reward"])
+    assert not list(path.parent.parent.glob("exploded"))
+
+
+def test_a_writer_that_dies_leaves_nothing_readable(store: FsspecColumnStore, batch: BatchHandle) -> None:
+    record = data_file(store, batch.chunks[0]).parent / "rollout-0-0.json"
+    committed = record.read_bytes()
+    record.unlink()  # killed before its record: the bytes are there, whole
+    with pytest.raises(ChunkNotFoundError):
+        store.read(batch, ["reward"])
+    data_file_left = next(record.parent.glob("rollout-0-0.*.arrow"))
+    os.truncate(data_file_left, 10)  # killed while it wrote
+    assert store.put(key(store, 1), rollout_columns([2, 30, 3])) == batch.chunks[0]
+    assert record.read_bytes() == committed
+    assert store.read(batch, COLUMNS).equals(rollout_columns([2, 30, 3]))
+
+
+def test_a_second_client_is_of_the_same_generation(store: FsspecColumnStore, batch: BatchHandle) -> None:
+    other = FsspecColumnStore(RUN, str(store._folder))
+    assert other.generation == store.generation
+    assert other.read(batch, COLUMNS).equals(rollout_columns([2, 30, 3]))
+
+
+def test_another_runs_folder_is_refused(store: FsspecColumnStore) -> None:
+    with pytest.raises(StoreError, match="holds the columns of run files, expected other"):
+        FsspecColumnStore("other", str(store._folder))
+
+
+def test_a_link_that_leads_out_is_not_followed(store: FsspecColumnStore, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "columns" / "step-000002").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InvalidKeyError, match="leads out of"):
+        store.open_lease(2)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_record_cannot_name_a_file(store: FsspecColumnStore, batch: BatchHandle, tmp_path: Path) -> None:
+    (tmp_path / "secret.arrow").write_bytes(data_file(store, batch.chunks[0]).read_bytes())
+    record = data_file(store, batch.chunks[0]).parent / "rollout-0-0.json"
+    forged = json.loads(record.read_text())
+    record.write_text(json.dumps({**forged, "checksum": "x/../../../secret"}))
+    with pytest.raises(InvalidKeyError, match="leads out of"):
+        store.read(batch, ["reward"])
+
+
+def test_any_arrow_tool_opens_a_chunk(store: FsspecColumnStore, batch: BatchHandle) -> None:
+    path = data_file(store, batch.chunks[0])
+    with pa.memory_map(str(path)) as file:
+        assert pa.ipc.open_file(file).read_all().to_pylist() == rollout_columns([2, 30, 3]).to_pylist()
+    frame = polars.read_ipc(path)
+    assert frame["response_ids"].list.len().to_list() == [2, 30, 3]

@@ -1,0 +1,130 @@
+"""Leases, clearing, keeping, accounting, and what survives which loss."""
+
+import time
+
+import pytest
+
+from infra.stores.base import ColumnStore
+from infra.stores.files import FsspecColumnStore
+from infra.stores.tiered import TieredColumnStore
+from schemas.errors import ChunkNotFoundError, LeaseError, LeaseExpiredError
+from tests.contracts.backends import CAPACITY, COLUMNS, Backend, key, put_batch, rollout_columns
+
+SHORT_SECONDS = 0.5
+
+
+def test_clear_frees_its_step_only_and_once(store: ColumnStore, step: int) -> None:
+    other = step * 10  # its name starts with the same digits
+    store.open_lease(other)
+    kept = put_batch(store, other, [rollout_columns([4])])
+    ref = store.put(key(store, step), rollout_columns([2, 3]))
+    store.flush()
+    assert store.clear(step) == ref.num_bytes
+    assert store.clear(step) == 0
+    assert store.read(kept, ["response_ids"]).num_rows == 1
+    store.clear(other)
+
+
+def test_usage_counts_what_is_held(backend: Backend) -> None:
+    store = backend.make(CAPACITY)
+    store.open_lease(3)
+    store.open_lease(12)
+    refs = [store.put(key(store, 3, shard), rollout_columns([shard] * 2)) for shard in range(3)]
+    usage = store.usage()
+    assert (usage.num_chunks, usage.num_rows, usage.capacity_bytes) == (3, 6, CAPACITY)
+    assert usage.num_bytes == usage.peak_bytes == sum(ref.num_bytes for ref in refs)
+    assert usage.open_leases == (3, 12)
+    assert usage.leaked_bytes == 0
+    assert backend.again(store).usage().num_bytes == usage.num_bytes
+    assert store.steps() == [3, 12]
+    store.flush()
+    store.clear(3)
+    after = store.usage()
+    assert (after.num_chunks, after.num_rows, after.num_bytes) == (0, 0, 0)
+    assert after.peak_bytes == usage.peak_bytes
+    assert after.open_leases == (12,)
+
+
+def test_opening_a_lease_again_drops_nothing(store: ColumnStore, step: int) -> None:
+    batch = put_batch(store, step, [rollout_columns([1])])
+    store.open_lease(step)
+    assert store.read(batch, ["response_ids"]).num_rows == 1
+
+
+def test_a_lease_that_nobody_renews_expires(backend: Backend) -> None:
+    store = backend.make(lease_seconds=SHORT_SECONDS)
+    store.open_lease(1)
+    batch = put_batch(store, 1, [rollout_columns([2])])
+    store.flush()
+    time.sleep(2 * SHORT_SECONDS)
+    with pytest.raises(LeaseExpiredError, match=r"lease of step 1 expired.*for 0\.5 s.*store\.lease_seconds"):
+        store.put(key(store, 1, 1), rollout_columns([2]))
+    if isinstance(store, TieredColumnStore):
+        assert store.read(batch, COLUMNS).num_rows == 1  # a dead run's files wait for its resume
+    else:
+        with pytest.raises(ChunkNotFoundError, match="the lease of its step expired"):
+            store.read(batch, ["reward"])
+    assert store.usage().num_bytes == 0
+    assert store.usage().open_leases == ()
+    store.open_lease(1)  # the step is run again
+    assert store.read(put_batch(store, 1, [rollout_columns([2])]), COLUMNS).num_rows == 1
+
+
+def test_work_on_a_step_renews_its_lease(backend: Backend) -> None:
+    store = backend.make(lease_seconds=3 * SHORT_SECONDS)
+    store.open_lease(1)
+    batch = put_batch(store, 1, [rollout_columns([2])])
+    for _ in range(4):
+        time.sleep(SHORT_SECONDS)
+        store.read(batch, ["reward"])
+    assert store.usage().open_leases == (1,)
+
+
+def test_a_dead_runs_bytes_are_a_leak_until_they_are_swept(backend: Backend) -> None:
+    store = backend.make(lease_seconds=SHORT_SECONDS)
+    store.open_lease(1)
+    ref = store.put(key(store, 1), rollout_columns([2]))
+    store.flush()
+    time.sleep(1.2 * SHORT_SECONDS)
+    assert store.usage().leaked_bytes in (ref.num_bytes, 0)  # Ray's registry may have swept by itself
+    store.open_lease(2)  # sweeps
+    assert store.usage().num_bytes == store.usage().leaked_bytes == 0
+    assert store.usage().open_leases == (2,)
+
+
+def test_the_newest_handle_is_found_by_its_step(backend: Backend, store: ColumnStore, step: int) -> None:
+    assert store.load_batch(step) is None
+    batch = put_batch(store, step, [rollout_columns([1])])
+    store.save_batch(batch.replace(policy_version=7))
+    store.save_batch(batch)
+    assert backend.again(store).load_batch(step) == batch
+    store.flush()
+    store.clear(step)
+    assert store.load_batch(step) is None
+
+
+def test_verifying_a_batch_finds_what_is_lost(store: ColumnStore, step: int) -> None:
+    batch = put_batch(store, step, [rollout_columns([1]), rollout_columns([2])])
+    store.flush()
+    store.verify(batch)
+    store.delete(batch.chunks[1:])
+    with pytest.raises(ChunkNotFoundError, match="rollout/1/0"):
+        store.verify(batch)
+
+
+def test_an_archived_step_takes_no_puts_and_no_room(store: ColumnStore, step: int) -> None:
+    batch = put_batch(store, step, [rollout_columns([2])])
+    store.save_batch(batch)
+    store.flush()
+    store.archive(step)
+    assert step not in store.usage().open_leases
+    with pytest.raises(LeaseError):
+        store.put(key(store, step, 1), rollout_columns([1]))
+    if isinstance(store, FsspecColumnStore | TieredColumnStore):
+        assert store.read(batch, COLUMNS).equals(rollout_columns([2]))
+        assert store.load_batch(step) == batch
+        store.open_lease(step)  # run again: what is there is not dropped
+        assert store.put(key(store, step), rollout_columns([2])) == batch.chunks[0]
+    else:
+        with pytest.raises(ChunkNotFoundError):
+            store.read(batch, ["reward"])

@@ -1,0 +1,205 @@
+"""What only the Ray backend promises: ownership across processes, and what happens when one of them dies."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pytest
+import ray
+
+from infra.stores import plasma
+from infra.stores.ray import RayColumnStore
+from rl_core.columns.codec import encode, value_dtypes
+from rl_core.views import new_batch
+from schemas.errors import (
+    ChunkCorruptedError,
+    ChunkNotFoundError,
+    DuplicateChunkError,
+    LeaseError,
+    StaleGenerationError,
+    WorkerLostError,
+)
+from tests.contracts.backends import CAPACITY, COLUMNS, key, put_batch, read_elsewhere, rollout_columns, start_producer
+
+pytestmark = pytest.mark.slow
+
+RUN = "ray-contract"
+SMALL, LARGE = [2, 0, 3], [2, 0, 400_000]  # sent within the call, and written by the producer
+
+
+@pytest.fixture
+def store(ray_cluster: None) -> Iterator[RayColumnStore]:
+    made = RayColumnStore(RUN, CAPACITY, put_timeout_seconds=10)
+    made.open_lease(1)
+    yield made
+    if left := RayColumnStore.attach(RUN):
+        left.close()
+
+
+@pytest.mark.parametrize("lengths", [SMALL, LARGE])
+def test_columns_outlive_their_producer(store: RayColumnStore, lengths: list[int]) -> None:
+    producer = start_producer()
+    ref = producer.put.remote(RUN, 1, lengths).future().result()
+    ray.kill(producer)
+    with pytest.raises(ray.exceptions.RayActorError):
+        producer.put.remote(RUN, 1, lengths).future().result()
+    columns = rollout_columns(lengths)
+    assert ref.num_bytes == encode(columns).size
+    batch = new_batch(RUN, 1, 0, [ref], value_dtypes(columns), [1, 1, 1], lengths)
+    assert store.read(batch, COLUMNS).equals(columns)
+    assert read_elsewhere.remote(RUN, batch).future().result() == columns.to_pylist()
+    assert plasma.view_at(store._locations([ref])[0]).equals(encode(columns))
+
+
+def test_the_registry_owns_what_a_producer_wrote(store: RayColumnStore) -> None:
+    written = start_producer().put.remote(RUN, 1, LARGE).future().result()
+    sent = store.put(key(store, 1, 7), rollout_columns(SMALL))  # which the registry put itself
+    (_, owner, _), (_, registry, _) = store._locations([written, sent])
+    assert owner == registry
+
+
+def test_cleared_chunks_leave_rays_object_store(store: RayColumnStore) -> None:
+    producer = start_producer()
+    ref = producer.put.remote(RUN, 1, LARGE).future().result()
+    location = store._locations([ref])[0]
+    assert plasma.view_at(location).size == ref.num_bytes
+    store.clear(1)
+    with pytest.raises(ChunkNotFoundError, match="it is lost"):
+        wait_until(lambda: plasma.view_at(location, timeout_seconds=1) is None)
+
+
+def test_replicas_leave_one_chunk_and_a_diverging_one_is_refused(store: RayColumnStore) -> None:
+    siblings = [start_producer() for _ in range(3)]
+    puts = [sibling.put.remote(RUN, 1, LARGE).future() for sibling in siblings]
+    assert len({put.result() for put in puts}) == 1
+    assert store.usage().num_chunks == 1
+    with pytest.raises(DuplicateChunkError, match="'response_ids' differs first in row 0 of 3"):
+        siblings[0].put.remote(RUN, 1, LARGE, 1).future().result()
+
+
+def test_a_writer_that_dies_while_writing_frees_the_key_for_its_sibling(store: RayColumnStore) -> None:
+    dying, sibling = start_stuck_producer(), start_producer()
+    stuck = dying.put.remote(RUN, 1, LARGE).future()
+    wait_until(lambda: ray.get(dying.is_writing.remote()))
+    waiting = sibling.put.remote(RUN, 1, LARGE).future()
+    time.sleep(0.3)
+    assert not waiting.done()  # one writer at a time
+    assert store.usage().num_chunks == 0  # nothing half-written is readable
+    ray.kill(dying)
+    ref = waiting.result(timeout=60)
+    with pytest.raises(ray.exceptions.RayActorError):
+        stuck.result(timeout=60)
+    batch = new_batch(RUN, 1, 0, [ref], value_dtypes(rollout_columns(LARGE)), [1, 1, 1], LARGE)
+    assert store.read(batch, COLUMNS).equals(rollout_columns(LARGE))
+
+
+class StuckOffer(plasma.Offer):
+    """Never comes to an end with writing."""
+
+    def readinto(self, target: memoryview) -> int:
+        StuckProducer.writing.set()
+        time.sleep(600)
+        return super().readinto(target)
+
+
+class StuckProducer(plasma.ChunkWriter):
+    """A producer that hangs in the middle of its write."""
+
+    writing = threading.Event()
+
+    def put(self, run_id: str, step: int, lengths: list[int]) -> None:
+        plasma.Offer = StuckOffer  # type: ignore[misc]
+        store = RayColumnStore(run_id)
+        store.put(key(store, step), rollout_columns(lengths))
+
+    @ray.method(concurrency_group="watch")
+    def is_writing(self) -> bool:
+        return self.writing.is_set()
+
+
+def start_stuck_producer() -> ray.actor.ActorHandle:
+    groups = {**plasma.ACTOR_OPTIONS["concurrency_groups"], "watch": 1}
+    return ray.remote(concurrency_groups=groups)(StuckProducer).options(num_cpus=0).remote()
+
+
+def test_a_step_that_is_cleared_under_a_write_gets_no_chunk(store: RayColumnStore) -> None:
+    dying = start_stuck_producer()
+    stuck = dying.put.remote(RUN, 1, LARGE).future()
+    wait_until(lambda: ray.get(dying.is_writing.remote()))
+    assert store.clear(1) == 0
+    ray.kill(dying)
+    with pytest.raises(ray.exceptions.RayActorError):
+        stuck.result(timeout=60)
+    store.open_lease(1)
+    assert store.usage().num_bytes == 0
+    assert store.put(key(store, 1), rollout_columns(SMALL)).num_rows == 3
+
+
+def test_clients_share_one_registry_and_get_its_own_errors(store: RayColumnStore) -> None:
+    other = RayColumnStore.attach(RUN)
+    assert other is not None
+    assert other.generation == store.generation
+    store.put(key(store, 1), rollout_columns([2]))
+    assert other.usage() == store.usage()
+    with pytest.raises(LeaseError) as caught:
+        other.put(key(store, 2), rollout_columns([2]))
+    assert type(caught.value) is LeaseError
+
+
+def test_a_lost_registry_is_a_lost_worker_and_a_new_one_a_new_generation(store: RayColumnStore) -> None:
+    batch = put_batch(store, 1, [rollout_columns([2])])
+    store.close()
+    with pytest.raises(WorkerLostError, match="ray-contract is gone"):
+        store.read(batch, ["reward"])
+    assert RayColumnStore.attach(RUN) is None
+    fresh = RayColumnStore(RUN, CAPACITY)
+    assert fresh.generation != store.generation
+    with pytest.raises(StaleGenerationError, match="run the stage that produces it again"):
+        fresh.read(batch, ["reward"])
+
+
+@pytest.mark.parametrize(
+    ("stored", "error", "message"),
+    [
+        ({"code": 1}, ChunkNotFoundError, "expected b'RAW'"),
+        (b"\x80\x04N." * 500, ChunkCorruptedError, "chunk ray-contract/1/rollout/0/0: 2000 bytes are stored"),
+        (
+            b"\x80\x04N.".ljust(1810, b"."),
+            ChunkCorruptedError,
+            "rollout/0/0: 1810 stored bytes are not an Arrow IPC file",
+        ),
+    ],
+)
+def test_a_pickle_under_a_chunks_name_is_not_loaded(
+    store: RayColumnStore, stored: object, error: type[Exception], message: str
+) -> None:
+    batch = put_batch(store, 1, [rollout_columns([2])])
+    assert batch.chunks[0].num_bytes == 1810
+    forged = plasma.locate(ray.put(stored))
+    store._locations = lambda refs: [forged]  # type: ignore[method-assign]
+    with pytest.raises(error, match=message):
+        store.read(batch, ["reward"])
+
+
+def test_a_large_chunk_of_a_process_that_is_no_writer_goes_through_the_registry(store: RayColumnStore) -> None:
+    columns = rollout_columns(LARGE)  # this process is a driver
+    batch = put_batch(store, 1, [columns])
+    assert store.read(batch, COLUMNS).equals(columns)
+
+
+def wait_until(reached: object, timeout: float = 30) -> None:
+    deadline = time.monotonic() + timeout
+    while not reached():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "the awaited moment never came"
+        time.sleep(0.05)
+
+
+def test_a_read_does_not_copy_what_the_producer_wrote(store: RayColumnStore) -> None:
+    producer = start_producer()
+    ref = producer.put.remote(RUN, 1, LARGE).future().result()
+    batch = new_batch(RUN, 1, 0, [ref], value_dtypes(rollout_columns(SMALL)), [1, 1, 1], LARGE)
+    before = pa.total_allocated_bytes()
+    result = store.read(batch, COLUMNS)
+    assert result.nbytes > 2_000_000
+    assert pa.total_allocated_bytes() - before < 10_000

@@ -1,0 +1,218 @@
+"""What a read returns, and what it refuses."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from infra.stores.base import ColumnStore
+from infra.stores.tiered import TieredColumnStore
+from rl_core.columns.codec import value_dtypes
+from rl_core.columns.jagged import as_tensor, flat_values, jagged
+from rl_core.views import filter_rows, permute, repeat, select, slice_rows, split, with_column
+from schemas.errors import (
+    ChunkCorruptedError,
+    ChunkNotFoundError,
+    ColumnError,
+    ColumnNotFoundError,
+    StaleGenerationError,
+    StoreError,
+)
+from tests.contracts.backends import COLUMNS, Backend, key, put_batch, rollout_columns, stored_bytes
+
+
+def test_a_read_returns_exactly_the_asked_columns_in_order(store: ColumnStore, step: int) -> None:
+    columns = rollout_columns([2, 0, 3])
+    batch = put_batch(store, step, [columns])
+    assert store.read(batch, COLUMNS).equals(columns)
+    names = ["reward", "response_ids"]
+    assert store.read(batch, names).equals(columns.select(names))
+
+
+def test_a_read_names_its_columns(store: ColumnStore, step: int) -> None:
+    batch = put_batch(store, step, [rollout_columns([1])])
+    for names in ([], ["reward", "reward"]):
+        with pytest.raises(ValueError, match="names each column"):
+            store.read(batch, names)
+
+
+def test_a_column_that_was_not_produced_is_named(store: ColumnStore, step: int) -> None:
+    batch = put_batch(store, step, [rollout_columns([1])])
+    with pytest.raises(ColumnNotFoundError, match=r"no column 'advantages'; produced so far: response_ids, loss_mask"):
+        store.read(batch, ["reward", "advantages"])
+
+
+def test_any_view_reads_like_fancy_indexing(store: ColumnStore, step: int) -> None:
+    random = np.random.default_rng(step)
+    parts = [rollout_columns(random.integers(0, 9, size).tolist(), seed) for seed, size in enumerate([5, 0, 1, 7, 4])]
+    batch = put_batch(store, step, parts)
+    rows = [row for part in parts for row in part.to_pylist()]
+    order = random.permutation(17)
+    some = random.integers(0, 17, 30)
+    for view, expected in [
+        (batch, range(17)),
+        (permute(batch, order), order),
+        (select(permute(batch, order), some), order[some]),
+        (slice_rows(batch, 5, 13), range(5, 13)),  # over the chunk without rows
+        (split(batch, [4, 13])[1], range(4, 17)),
+        (repeat(batch, 2), np.repeat(np.arange(17), 2)),
+        (filter_rows(permute(batch, order), order % 3 == 0), order[order % 3 == 0]),
+    ]:
+        result = store.read(view, COLUMNS)
+        result.validate(full=True)
+        assert result.to_pylist() == [rows[row] for row in expected]
+
+
+def test_columns_put_later_in_another_order_line_up(store: ColumnStore, step: int) -> None:
+    columns = rollout_columns([2, 0, 3])
+    batch = put_batch(store, step, [columns])
+    view = select(batch, [2, 0])
+    values = pa.record_batch({"behavior_logprobs": jagged(np.arange(5, dtype=np.float32), np.array([3, 2]))})
+    rest = pa.record_batch({"behavior_logprobs": jagged(np.empty(0, np.float32), np.zeros(1, np.int64))})
+    refs = [
+        store.put(key(store, step, 0, "logprob"), values, batch=view),
+        store.put(key(store, step, 1, "logprob"), rest, batch=select(batch, [1])),
+    ]
+    batch = with_column(batch, {"behavior_logprobs": "float"}, refs, [2, 0, 1])
+    result = store.read(select(batch, [1, 2, 0]), ["behavior_logprobs", "response_ids"])
+    assert result.column(0).to_pylist() == [[], [0.0, 1.0, 2.0], [3.0, 4.0]]
+    assert result.column(1).to_pylist() == [columns.column(0)[row].as_py() for row in (1, 2, 0)]
+
+
+def test_layout_does_not_depend_on_the_data(store: ColumnStore, step: int) -> None:
+    batch = put_batch(store, step, [rollout_columns([1, 1, 1]), rollout_columns([1])])
+    for view in (batch, select(batch, [3, 0]), slice_rows(batch, 0, 1), select(batch, [])):
+        result = store.read(view, COLUMNS)
+        assert result.schema.equals(rollout_columns([1, 1]).schema)
+        assert as_tensor(result.column("reward")).shape == (view.num_rows,)
+        assert as_tensor(result.column("response_ids")).shape == (view.num_rows,)
+
+
+def test_empty_rows_and_batches_without_rows_are_legal(store: ColumnStore, step: int) -> None:
+    batch = put_batch(store, step, [rollout_columns([]), rollout_columns([0, 0])])
+    result = store.read(batch, COLUMNS)
+    assert result.num_rows == 2
+    assert result.column("response_ids").to_pylist() == [[], []]
+    nothing = store.read(slice_rows(batch, 0, 0), COLUMNS)
+    assert nothing.num_rows == 0
+    assert nothing.schema.equals(result.schema)
+
+
+def test_a_range_of_one_chunk_is_read_without_a_copy(backend: Backend, store: ColumnStore, step: int) -> None:
+    if backend.kind in ("s3", "fsspec-memory"):
+        pytest.skip("its bytes come over a wire")
+    batch = put_batch(store, step, [rollout_columns([4, 250_000, 6])])
+    store.flush()
+    before = pa.total_allocated_bytes()
+    whole = store.read(batch, ["sampler_logprobs"]).column(0)
+    part = store.read(slice_rows(batch, 1, 3), ["sampler_logprobs"]).column(0)
+    assert pa.total_allocated_bytes() - before < 10_000
+    assert np.array_equal(flat_values(part), flat_values(whole)[4:])
+
+
+def test_bytes_read_are_those_of_the_columns_returned(store: ColumnStore, step: int) -> None:
+    batch = put_batch(store, step, [rollout_columns([4, 5, 6]), rollout_columns([3])])
+    before = store.bytes_read
+    store.read(select(batch, [3, 1]), ["sampler_logprobs"])
+    assert store.bytes_read - before == (3 + 5) * 4 + 2 * 8  # values, and one offset a row
+
+
+def test_what_a_read_returns_can_not_be_written(store: ColumnStore, step: int) -> None:
+    columns = rollout_columns([2, 3])
+    batch = put_batch(store, step, [columns])
+    for view in (batch, select(batch, [1, 0])):
+        result = store.read(view, COLUMNS)
+        for name in ("response_ids", "sampler_logprobs"):
+            with pytest.raises(ValueError, match="read-only"):
+                flat_values(result.column(name))[0] = 1
+        for name in ("response_ids", "loss_mask", "reward"):
+            as_tensor(result.column(name)).zero_()  # converted, so a copy
+    assert not stored_bytes(store, batch.groups[0].chunks[0])[0].is_mutable
+    assert store.read(batch, COLUMNS).equals(columns)
+
+
+def test_the_producers_arrays_are_its_own_after_a_put(store: ColumnStore, step: int) -> None:
+    values = np.array([1, 2, 3], dtype=np.uint16)
+    columns = pa.record_batch({"response_ids": jagged(values, np.array([1, 2]))})
+    batch = put_batch(store, step, [columns])
+    values[:] = 0
+    assert store.read(batch, ["response_ids"]).column(0).to_pylist() == [[1], [2, 3]]
+
+
+def test_a_read_after_clear_raises_and_earlier_results_stay_valid(store: ColumnStore, step: int) -> None:
+    columns = rollout_columns([2, 3])
+    batch = put_batch(store, step, [columns])
+    result = store.read(batch, COLUMNS)
+    store.flush()
+    store.clear(step)
+    with pytest.raises(ChunkNotFoundError, match=f"{store.run_id}/{step}/rollout/0/0 is not in the store"):
+        store.read(batch, ["reward"])
+    store.open_lease(step)
+    with pytest.raises(ChunkNotFoundError):
+        store.read(batch, ["reward"])
+    store.put(key(store, step, 1), rollout_columns([9] * 50))  # would overwrite freed bytes
+    assert result.equals(columns)
+
+
+def test_a_handle_of_another_generation_is_never_served(store: ColumnStore, step: int) -> None:
+    batch = put_batch(store, step, [rollout_columns([1])])
+    group = batch.groups[0]
+    stale = group.replace(chunks=(group.chunks[0].replace(generation="before"),))
+    with pytest.raises(StaleGenerationError, match="store before, which is gone"):
+        store.read(batch.replace(groups=(stale,)), ["reward"])
+
+
+def test_a_handle_that_misstates_its_chunks_is_refused(store: ColumnStore, step: int) -> None:
+    batch = put_batch(store, step, [rollout_columns([2, 3])])
+    group = batch.groups[0]
+    for changes, error in [
+        ({"dtypes": {"response_ids": "int32"}}, ColumnError),
+        ({"dtypes": {"answer": "string"}}, ColumnNotFoundError),
+        ({"chunks": (group.chunks[0].replace(num_rows=9),)}, StoreError),
+        ({"chunks": (group.chunks[0].replace(num_bytes=9),)}, ChunkCorruptedError),
+    ]:
+        wrong = batch.replace(groups=(group.replace(**changes),))
+        with pytest.raises(error, match=group.chunks[0].key):
+            store.read(wrong, [wrong.columns[0]])
+
+
+def test_a_read_of_many_chunks_asks_for_each_once(store: ColumnStore, step: int) -> None:
+    parts = [rollout_columns([3] * 20, seed) for seed in range(4)]
+    batch = permute(put_batch(store, step, parts), np.random.default_rng(0).permutation(80))
+    inner = store.front if isinstance(store, TieredColumnStore) else store
+    fetch, fetched = inner._fetch, []
+    inner._fetch = lambda reads: fetched.extend(reads) or fetch(reads)  # type: ignore[method-assign]
+    try:
+        store.read(batch, ["response_ids", "reward"])
+    finally:
+        inner._fetch = fetch  # type: ignore[method-assign]
+    assert [read.ref for read in fetched] == list(dict.fromkeys(read.ref for read in fetched))
+    assert len(fetched) == 4
+    assert sum(int((read.stops - read.starts).sum()) for read in fetched) == 80
+    assert {read.names for read in fetched} == {frozenset({"response_ids", "reward"})}
+
+
+def test_a_small_view_is_compacted_into_a_chunk_of_its_own(store: ColumnStore, step: int) -> None:
+    parts = [rollout_columns([50] * 20, seed) for seed in range(2)]
+    batch = put_batch(store, step, parts)
+    scores = pa.record_batch({"advantages": pa.array(np.arange(40, dtype=np.float32))})
+    batch = with_column(
+        batch, {"advantages": "float"}, [store.put(key(store, step, stage="advantage"), scores, batch)], range(40)
+    )
+    view = select(batch, [33, 2])
+    small = store.compact(view, key(store, step, stage="compact"))
+    names = [*COLUMNS, "advantages"]
+    assert store.read(small, names).equals(store.read(view, names))
+    assert len(small.chunks) == 1
+    assert small.chunks[0].num_bytes < sum(ref.num_bytes for ref in batch.chunks) / 4
+    store.flush()
+    assert store.delete(batch.chunks) == sum(ref.num_bytes for ref in batch.chunks)
+    assert store.delete(batch.chunks) == 0
+    assert store.usage().num_bytes == small.chunks[0].num_bytes
+    with pytest.raises(ChunkNotFoundError):
+        store.read(view, ["reward"])
+
+
+def test_value_dtypes_survive_an_empty_selection(store: ColumnStore, step: int) -> None:
+    columns = rollout_columns([2, 3])
+    nothing = store.read(select(put_batch(store, step, [columns]), []), COLUMNS)
+    assert value_dtypes(nothing) == value_dtypes(columns)
