@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flows.bench import app as bench_app
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import PipelineError, RunError, UserError
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(bench_app)
 console = Console()
 errors = Console(stderr=True)
 

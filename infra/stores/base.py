@@ -230,8 +230,11 @@ class _GroupRead:
 
     @classmethod
     def of(cls, group: ColumnGroup, columns: frozenset[str]) -> "_GroupRead":
-        plan = read_plan(group)
-        return cls(group, columns & group.dtypes.keys(), plan, Gather(plan.chunk, plan.start, plan.stop))
+        try:
+            plan = read_plan(group)
+        except ValueError as error:
+            raise ColumnError(f"the handle of columns {', '.join(group.dtypes)} is damaged: {error}") from error
+        return cls(group, frozenset(columns & group.dtypes.keys()), plan, Gather(plan.chunk, plan.start, plan.stop))
 
     def reads(self) -> Iterator[ChunkRead]:
         for at in self.gather.chunks.tolist():
