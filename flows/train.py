@@ -110,6 +110,7 @@ async def _train_to_the_end(run: RunHandle, directory: RunDirectory) -> RunHandl
         # What was trained since the last checkpoint is kept, unless the policy itself is gone.
         with suppress(PipelineError):
             await save_checkpoint(run, policy)
+            await sweep_columns(run, policy.step)
 
 
 async def _evaluate(run: RunHandle, policy: PolicyHandle, metrics: MetricsFile) -> None:

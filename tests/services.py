@@ -147,6 +147,10 @@ class Workplace:
             for report in reports
         ]
 
+    def sampling_seconds(self, run_id: str) -> list[float]:
+        """How long each step's sampling took, when it was done."""
+        return [report.metrics["rollout/generate_seconds"] for report in self._run(run_id).metrics.steps()]
+
     def store_bytes_at_end(self, run_id: str) -> int:
         """What the column store held when the run ended."""
         summary = self._run(run_id).summary()

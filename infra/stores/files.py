@@ -14,14 +14,15 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 import pyarrow as pa
-import xxhash
 from pydantic import ValidationError
 
 from infra.stores.base import ChunkRead, ColumnStore, decode_chunk, reading
+from infra.stores.blocks import Blocks, block_sums, whole_sum
 from infra.stores.fence import same_content
 from infra.stores.folder import Folder
 from infra.stores.registry import capacity_error, check_generation, chunk_not_found, expired_error, lease_error
@@ -42,7 +43,8 @@ class ChunkRecord(Frozen):
     """What is known of a committed chunk."""
 
     ref: ChunkRef
-    checksum: str  # XXH3-128 of its bytes, hex
+    checksum: str  # of all its bytes
+    block_checksums: tuple[str, ...]  # of each block, so that a read checks what it reads
 
 
 class StoreRecord(Frozen):
@@ -69,9 +71,10 @@ class FsspecColumnStore(ColumnStore):
         put_timeout_seconds: How long a put waits for other steps' bytes to be cleared.
         lease_seconds: How long a lease lasts that nobody renews.
         storage_options: What fsspec passes to the file system.
+        read_only: Whether to leave all files as they are; then the folder must be a store already.
 
     Raises:
-        StoreError: The folder holds another run's columns.
+        StoreError: The folder holds another run's columns, or none.
     """
 
     def __init__(
@@ -83,8 +86,10 @@ class FsspecColumnStore(ColumnStore):
         put_timeout_seconds: float = 60.0,
         lease_seconds: float = 3600.0,
         storage_options: dict[str, Any] | None = None,
+        read_only: bool = False,
     ) -> None:
         super().__init__(run_id)
+        self._read_only = read_only
         self._folder = Folder(url, storage_options or {})
         self._capacity_bytes, self._put_timeout = capacity_bytes, put_timeout_seconds
         self._lease_seconds = lease_seconds
@@ -109,7 +114,7 @@ class FsspecColumnStore(ColumnStore):
     def clear(self, step: int) -> int:
         freed = sum(record.ref.num_bytes for record in self.records(step))
         self._remove(step)
-        self._folder.remove_folder(_folder(step))
+        self._folder.remove_folder(_folder(step))  # a late writer sees that the lease is gone, and removes its own
         return freed
 
     def archive(self, step: int) -> None:
@@ -154,7 +159,8 @@ class FsspecColumnStore(ColumnStore):
         self._require_lease(key)
         data = encode(columns)
         ref = ChunkRef(key=str(key), num_rows=columns.num_rows, num_bytes=data.size, generation=self.generation)
-        record = ChunkRecord(ref=ref, checksum=xxhash.xxh3_128_hexdigest(data))
+        sums = block_sums(data)
+        record = ChunkRecord(ref=ref, checksum=whole_sum(sums), block_checksums=sums)
         if self._record(key):
             return self._compare(key, columns)
         self._wait_for_room(key, data.size)
@@ -171,27 +177,53 @@ class FsspecColumnStore(ColumnStore):
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
         for step in {self._key(read.ref).step for read in reads}:
             lease = self._lease(step)
-            if lease and not lease.expired and lease.until - time.time() < self._lease_seconds / 2:
+            is_due = lease and not lease.expired and lease.until - time.time() < self._lease_seconds / 2
+            if is_due and not self._read_only:
                 self._renew(step)
-        return [decode_chunk(read, self._data(read.ref)) for read in reads]
+        return [self._fetch_rows(read) for read in reads]
+
+    def _fetch_rows(self, read: ChunkRead) -> pa.RecordBatch:
+        blocks = self._blocks(read.ref)
+        with reading(read.ref):
+            blocks.require_rows(read.names, read.starts, read.stops)
+        return decode_chunk(read, blocks.buffer)
+
+    def read_chunk(self, ref: ChunkRef) -> pa.RecordBatch:
+        """All rows and columns of one chunk.
+
+        Raises:
+            ChunkNotFoundError: It is not there.
+            ChunkCorruptedError: It is damaged.
+        """
+        data = self._data(ref)
+        with reading(ref):
+            return decode(data)
 
     def _data(self, ref: ChunkRef) -> pa.Buffer:
         """A chunk's bytes, checked."""
+        blocks = self._blocks(ref)
+        with reading(ref):
+            blocks.require([(0, ref.num_bytes)])
+        return blocks.buffer
+
+    def _blocks(self, ref: ChunkRef) -> Blocks:
+        """A chunk's bytes, none of them read yet."""
         check_generation(ref, self.generation)
         key = self._key(ref)
         record = self._record(key)
-        data = self._folder.open(_data_path(key, record.checksum)) if record else None
         if record is None:
             lease = self._lease(key.step)
             raise chunk_not_found(ref, "the lease of its step expired" if lease and lease.expired else "")
         with reading(ref):
             if record.ref != ref:
                 raise StoreError(f"its record says {record.ref}, expected {ref}")
-            if data is None or data.size != ref.num_bytes:
-                raise StoreError(f"{0 if data is None else data.size} bytes are stored, expected {ref.num_bytes}")
-            if (checksum := xxhash.xxh3_128_hexdigest(data)) != record.checksum:
-                raise StoreError(f"its checksum is {checksum}, expected {record.checksum}")
-        return data
+            if whole_sum(record.block_checksums) != record.checksum:
+                raise StoreError("the checksums in its record disagree")
+            path = _data_path(key, record.checksum)
+            if (size := self._folder.size(path)) != ref.num_bytes:
+                raise StoreError(f"{size or 0} bytes are stored, expected {ref.num_bytes}")
+            fetch = partial(self._folder.read_ranges, path)
+            return Blocks(ref.num_bytes, record.block_checksums, self._folder.map(path), fetch)
 
     def _compare(self, key: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
         record = self._record(key)
@@ -211,6 +243,7 @@ class FsspecColumnStore(ColumnStore):
             if not may_get_room or time.monotonic() > deadline:
                 raise capacity_error(key, num_bytes, total, self._capacity_bytes)
             time.sleep(_POLL_SECONDS)
+            self._require_lease(key)  # who waits still works on its step; and a sweep may make room
 
     def _bytes_by_step(self) -> dict[int, int]:
         """The bytes of each leased step's chunks."""
@@ -257,6 +290,8 @@ class FsspecColumnStore(ColumnStore):
         """The folder's own record; made by whoever comes first."""
         made = StoreRecord(run_id=self.run_id, generation=uuid.uuid4().hex)
         found = self._load("store.json", StoreRecord)
+        if found is None and self._read_only:
+            raise StoreError(f"{self._folder} holds no columns")
         if found is None:
             with suppress(FileExistsError):
                 self._folder.create("store.json", made.model_dump_json().encode())

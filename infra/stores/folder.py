@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -37,16 +38,25 @@ class Folder:
             return None
         return data
 
-    def open(self, name: str) -> pa.Buffer | None:
-        """A large file's content, mapped where it is a local one; None where there is no such file."""
-        path = self._path(name)
+    def size(self, name: str) -> int | None:
+        """A file's bytes; None where there is no such file."""
         try:
-            if self._is_local:
-                with pa.memory_map(path) as file:
-                    return file.read_buffer()
-            return pa.py_buffer(self._fs.cat_file(path))
+            return int(self._fs.size(self._path(name)))
         except FileNotFoundError:
             return None
+
+    def map(self, name: str) -> pa.Buffer | None:
+        """A local file's content, mapped; None where files come over a wire."""
+        if not self._is_local:
+            return None
+        with pa.memory_map(self._path(name)) as file:
+            return file.read_buffer()
+
+    def read_ranges(self, name: str, ranges: list[tuple[int, int]]) -> list[bytes]:
+        """Byte ranges of a file, in one request where the file system can do that."""
+        starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
+        found = self._fs.cat_ranges([self._path(name)] * len(ranges), starts, stops, on_error="raise")
+        return [bytes(data) for data in found]
 
     def write(self, name: str, data: bytes | pa.Buffer) -> None:
         """Replace a file."""
@@ -82,11 +92,9 @@ class Folder:
             return
 
     def remove_folder(self, name: str) -> None:
-        """Remove a sub-folder and all that it holds, if it is there."""
-        try:
+        """Remove a sub-folder and all that it holds, if it is there; one that is being written to stays."""
+        with suppress(OSError):
             self._fs.rm(self._path(name), recursive=True)
-        except FileNotFoundError:
-            return
 
     def sizes(self) -> dict[str, int]:
         """All files, by relative name, and their bytes; without those that are being written."""

@@ -30,7 +30,7 @@ def start_store(directory: RunDirectory, config: RunConfig) -> tuple[ColumnStore
 
 def open_files(directory: RunDirectory, config: RunConfig) -> FsspecColumnStore | None:
     """The run's durable columns, without Ray; None where its store keeps none."""
-    return None if isinstance(config.store, RayStore) else _files(directory, config.store)
+    return None if isinstance(config.store, RayStore) else _files(directory, config.store, read_only=True)
 
 
 def _open(directory: RunDirectory, config: StoreConfig, start: bool) -> ColumnStore:
@@ -52,14 +52,15 @@ def _ray(run_id: str, config: RayStore | TieredStore, generation: str | None, st
     )
 
 
-def _files(directory: RunDirectory, config: FsspecStore | TieredStore) -> FsspecColumnStore:
+def _files(directory: RunDirectory, config: FsspecStore | TieredStore, read_only: bool = False) -> FsspecColumnStore:
     url = f"{config.url.rstrip('/')}/{directory.run_id}" if config.url else str(directory.columns)
     if isinstance(config, TieredStore):  # the front keeps the limits; a dead run's files wait for its resume
-        return FsspecColumnStore(directory.run_id, url, lease_seconds=NO_EXPIRY_SECONDS)
+        return FsspecColumnStore(directory.run_id, url, lease_seconds=NO_EXPIRY_SECONDS, read_only=read_only)
     return FsspecColumnStore(
         directory.run_id,
         url,
         config.capacity_bytes,
         put_timeout_seconds=config.put_timeout_seconds,
         lease_seconds=config.lease_seconds,
+        read_only=read_only,
     )

@@ -77,8 +77,10 @@ class ChunkWriter:
     @ray.method(concurrency_group=_GROUP, num_returns=2)
     def write_chunk(self, registry: str, owner: bytes) -> tuple[bytes, None]:
         """Return the next chunk that this process offers to a registry, to be owned by `owner`."""
-        offer = _offers[registry].get()
-        return (offer.write(owner) if offer else b""), None
+        while (offer := _offers[registry].get()) is not None:
+            if offer.claim():
+                return offer.write(owner), None
+        return b"", None
 
 
 class Offer:
@@ -86,9 +88,11 @@ class Offer:
 
     def __init__(self, columns: pa.RecordBatch, num_bytes: int) -> None:
         self._columns, self._num_bytes = columns, num_bytes
+        self._lock, self._is_claimed, self._is_withdrawn = threading.Lock(), False, False
         self._written = threading.Event()
         self._mapped: pa.Buffer | None = None
         self._error: BaseException | None = None
+        self.task_id = ""  # of the task that took it, hex
 
     def hand_over(self, registry: str) -> None:
         """Let the registry's waiting task write the chunk; returns when it is in the object store.
@@ -101,14 +105,27 @@ class Offer:
         if self._error:
             raise self._error
 
+    def claim(self) -> bool:
+        """Begin to write it, unless it was withdrawn."""
+        with self._lock:
+            self._is_claimed = not self._is_withdrawn
+        return self._is_claimed
+
+    def withdraw(self) -> None:
+        """Let no task take it any more; one that has taken it comes to its end first."""
+        with self._lock:
+            self._is_withdrawn = not self._is_claimed
+        if self._is_claimed:
+            self._written.wait()
+
     def write(self, owner: bytes) -> bytes:
         """Create the running task's first return value ahead of its return, and return as many empty bytes.
 
         Ray finds that the object is there, pins it, and leaves the empty bytes, which were never touched, aside.
         """
         try:
-            task_id = bytes.fromhex(ray.get_runtime_context().get_task_id() or "")
-            ref: ray.ObjectRef[bytes] = ray.ObjectRef(task_id + (1).to_bytes(4, "little"))
+            self.task_id = ray.get_runtime_context().get_task_id() or ""
+            ref: ray.ObjectRef[bytes] = ray.ObjectRef(bytes.fromhex(self.task_id) + (1).to_bytes(4, "little"))
             _core_worker().put_file_like_object(_RAW, self._num_bytes, self, ref, owner)
             self._mapped = view(ref)  # nobody has pinned it yet; what is mapped is not evicted
         except BaseException as error:

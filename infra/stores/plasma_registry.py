@@ -19,7 +19,7 @@ from infra.stores.metrics import show_usage
 from infra.stores.plasma import Location
 from infra.stores.registry import ChunkRegistry, Entry
 from schemas.batch import ChunkKey, ChunkRef
-from schemas.errors import CapacityError
+from schemas.errors import CapacityError, StoreError
 
 Payload = ray.ObjectRef[bytes]
 Task = list[ray.ObjectRef[Any]]  # what a writer's task will return: the chunk, and that it has ended
@@ -70,8 +70,11 @@ class PlasmaRegistry:
 
     def add_writer(self, actor_id: str, writer: Any) -> None:
         """Make an actor known that will put large chunks; `writer` is its handle."""
-        self._writers[actor_id] = writer
-        self._await_chunk(actor_id)
+        with self._lock:
+            is_new = actor_id not in self._writers
+            self._writers[actor_id] = writer
+        if is_new:
+            self._await_chunk(actor_id)
 
     def open_lease(self, _: int, step: int) -> None:
         with self._lock:
@@ -87,34 +90,30 @@ class PlasmaRegistry:
             return None
 
     def end_put(
-        self, connection: int, name: str, num_rows: int, num_bytes: int, writer: str | None, data: bytes = b""
+        self, _: int, name: str, num_rows: int, num_bytes: int, task: tuple[str, str] | None, data: bytes = b""
     ) -> dict[str, Any]:
-        """Hold what was begun: bytes that came along, or what the writer has written. From now on it is readable."""
+        """Hold what was begun, and make it readable: bytes that came along, or what a writer's task has written."""
         key = ChunkKey.parse(name)
-        try:
-            ref = self._take_written(name, writer) if writer else self._store(key, data)
-            with self._lock:
-                return self._books.commit(key, num_rows, num_bytes, ref).model_dump()
-        finally:
-            self.abort_put(connection, name)
+        ref = self._take_written(name, *task) if task else self._store(key, data)
+        with self._lock:
+            held = self._books.commit(key, num_rows, num_bytes, ref)
+            self._begun.pop(name, None)
+            self._lock.notify_all()
+        return held.model_dump()
 
     def confirm(self, _: int, names: list[str]) -> None:
         """Wait until the writers of these chunks may die."""
         with self._lock:
             self._lock.wait_for(lambda: not self._unconfirmed & set(names))
 
-    def abort_put(self, _: int, name: str) -> None:
-        """Give up what was begun."""
+    def abort_put(self, _: int, name: str, task: tuple[str, str]) -> None:
+        """Give up what was begun; the writer's task, if one took the chunk, has ended or failed."""
+        self._release(name)
+        writer, task_id = task
         with self._lock:
-            self._begun.pop(name, None)
-            self._books.release(ChunkKey.parse(name))
-            self._lock.notify_all()
-
-    def discard_written(self, _: int, writer: str) -> None:
-        """A writer failed to write what it had begun; its waiting task has failed with it."""
-        with self._lock:
-            self._lock.wait_for(lambda: writer in self._waiting)
-            self._ending.put((None, writer, self._waiting.pop(writer)[1]))
+            waiting = self._waiting.get(writer)
+            if waiting and waiting[0].task_id().hex() == task_id:
+                self._ending.put((None, writer, self._waiting.pop(writer)[1]))
 
     def locations(self, _: int, refs: list[dict[str, Any]]) -> list[Location]:
         """Where chunks are, in order."""
@@ -156,8 +155,10 @@ class PlasmaRegistry:
         self._books.require_lease(key)
         while self._books.is_reserved(key) or self._must_wait(key, num_bytes):
             left = deadline - time.monotonic()
-            if left <= 0 or not self._lock.wait(left):
+            if left <= 0:
                 break
+            self._lock.wait(min(left, self._lease_seconds / 4))
+            self._books.require_lease(key)  # who waits still works on its step; and a sweep may make room
         if held := self._books.find(key):
             return held
         self._books.reserve(key, num_bytes)
@@ -174,19 +175,25 @@ class PlasmaRegistry:
         except (ObjectStoreFullError, OutOfDiskError) as error:
             raise no_room(key) from error
 
-    def _take_written(self, name: str, writer: str) -> ray.ObjectRef[bytes]:
+    def _take_written(self, name: str, writer: str, task_id: str) -> ray.ObjectRef[bytes]:
         """What the writer's task returns. It is in the object store; its task ends, and is followed by the next."""
         with self._lock:
-            self._lock.wait_for(lambda: writer in self._waiting)
             chunk, ended = self._waiting.pop(writer)
-            self._unconfirmed.add(name)
             self._ending.put((name, writer, ended))
+            if chunk.task_id().hex() != task_id:
+                raise StoreError(f"chunk {name} was written by task {task_id}, expected {chunk.task_id().hex()}")
+            self._unconfirmed.add(name)
         return chunk
 
     def _await_chunk(self, writer: str) -> None:
         """Call the writer for its next chunk, ahead of time."""
         with self._lock:
             self._waiting[writer] = self._writers[writer].write_chunk.remote(self._id, self._address)
+
+    def _release(self, name: str) -> None:
+        with self._lock:
+            self._begun.pop(name, None)
+            self._books.release(ChunkKey.parse(name))
             self._lock.notify_all()
 
     def _confirm_forever(self) -> None:
@@ -208,7 +215,7 @@ class PlasmaRegistry:
         with self._lock:
             left = [name for name, writer in self._begun.items() if writer == connection]
         for name in left:
-            self.abort_put(connection, name)
+            self._release(name)
 
     def _tend_forever(self) -> None:
         """Sweep, and show the gauges."""
@@ -227,7 +234,6 @@ _REQUESTS = (
     "end_put",
     "confirm",
     "abort_put",
-    "discard_written",
     "locations",
     "delete",
     "clear",

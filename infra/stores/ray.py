@@ -131,18 +131,21 @@ class RayColumnStore(ColumnStore):
         if held := self._call("begin_put", str(key), num_bytes):
             return same_content(ChunkRef(**held["ref"]), decode(plasma.view_at(held["location"])), columns)
         writer = self._this_writer() if num_bytes > _INLINE_BYTES else None
+        offer = plasma.Offer(columns, num_bytes)
         try:
             if writer:
-                plasma.Offer(columns, num_bytes).hand_over(self._registry)
+                offer.hand_over(self._registry)
+            data = None if writer else encode(columns).to_pybytes()
+            task = (writer, offer.task_id) if writer else None
+            ref = ChunkRef(**self._call("end_put", str(key), columns.num_rows, num_bytes, task, data=data))
         except BaseException as error:
-            self._call("discard_written", writer)
-            self._call("abort_put", str(key))
+            offer.withdraw()
+            self._call("abort_put", str(key), (writer, offer.task_id))
             if isinstance(error, ObjectStoreFullError | OutOfDiskError):
                 raise no_room(key) from error
             raise
-        data = None if writer else encode(columns).to_pybytes()
         self._unconfirmed += [str(key)] if writer else []
-        return ChunkRef(**self._call("end_put", str(key), columns.num_rows, num_bytes, writer, data=data))
+        return ref
 
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
         locations = self._locations([read.ref for read in reads])

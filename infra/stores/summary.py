@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from infra.stores.base import reading
 from infra.stores.files import FsspecColumnStore
 from infra.stores.offline import steps_with_columns
-from rl_core.columns.codec import decode, value_dtypes
+from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import is_jagged, row_lengths
 from rl_core.views import new_batch, unpack
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef, ColumnGroup
@@ -123,7 +123,7 @@ def _batch_of_chunks(
     for ref in refs:
         try:
             with reading(ref):
-                columns = decode(store._data(ref))
+                columns = store.read_chunk(ref)
         except StoreError as error:
             failures.append(error)
             continue

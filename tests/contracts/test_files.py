@@ -9,7 +9,9 @@ import polars
 import pyarrow as pa
 import pytest
 
+from infra.stores.blocks import BLOCK_BYTES
 from infra.stores.files import FsspecColumnStore
+from rl_core.views import select
 from schemas.batch import BatchHandle
 from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, InvalidKeyError, StoreError
 from tests.contracts.backends import COLUMNS, data_file, key, put_batch, rollout_columns
@@ -34,7 +36,10 @@ def test_every_flipped_bit_is_found(store: FsspecColumnStore, batch: BatchHandle
     data = path.read_bytes()
     for at in range(0, len(data), 7):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        with pytest.raises(ChunkCorruptedError, match=r"chunk files/1/rollout/0/0: its checksum is \w+, expected \w+"):
+        with pytest.raises(
+            ChunkCorruptedError,
+            match=r"chunk files/1/rollout/0/0: the checksum of bytes \d+ to \d+ is \w+, expected \w+",
+        ):
             store.read(batch, ["reward"])
     path.write_bytes(data)
     assert store.read(batch, COLUMNS).num_rows == 3
@@ -109,8 +114,52 @@ def test_a_record_cannot_name_a_file(store: FsspecColumnStore, batch: BatchHandl
     record = data_file(store, batch.chunks[0]).parent / "rollout-0-0.json"
     forged = json.loads(record.read_text())
     record.write_text(json.dumps({**forged, "checksum": "x/../../../secret"}))
-    with pytest.raises(InvalidKeyError, match="leads out of"):
+    with pytest.raises(ChunkCorruptedError, match="the checksums in its record disagree"):
         store.read(batch, ["reward"])
+
+
+def test_a_read_over_a_wire_fetches_the_blocks_of_its_rows_only() -> None:
+    store = FsspecColumnStore(RUN, "memory://wire")
+    store.open_lease(1)
+    columns = rollout_columns([100_000] * 40)  # 8 MB of ids, 0.5 MB of masks, 16 MB of log-probs
+    batch = put_batch(store, 1, [columns])
+    fetched: list[tuple[int, int]] = []
+    read_ranges = store._folder.read_ranges
+
+    def spy(name: str, ranges: list[tuple[int, int]]) -> list[bytes]:
+        fetched.extend(ranges)
+        return read_ranges(name, ranges)
+
+    store._folder.read_ranges = spy  # type: ignore[method-assign]
+    rows = [37, 2, 3]
+    result = store.read(select(batch, rows), ["response_ids", "loss_mask", "info"])
+    assert result.equals(columns.select(result.schema.names).take(rows))
+    assert sum(stop - start for start, stop in fetched) <= 8 * BLOCK_BYTES  # of 24
+    assert len(fetched) == len(set(fetched))
+
+
+def test_a_damaged_block_matters_to_those_who_read_it(store: FsspecColumnStore) -> None:
+    columns = rollout_columns([100_000] * 40)
+    batch = put_batch(store, 1, [columns])
+    path = data_file(store, batch.chunks[0])
+    data = bytearray(path.read_bytes())
+    data[12 * BLOCK_BYTES] ^= 1  # among the log-probs
+    path.write_bytes(data)
+    assert store.read(batch, ["response_ids"]).equals(columns.select(["response_ids"]))
+    with pytest.raises(ChunkCorruptedError, match=f"checksum of bytes {12 * BLOCK_BYTES} to {13 * BLOCK_BYTES}"):
+        store.read(batch, ["sampler_logprobs"])
+    with pytest.raises(ChunkCorruptedError):
+        store.verify(batch)
+
+
+def test_a_reader_changes_nothing(store: FsspecColumnStore, batch: BatchHandle, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "columns").rglob("*")}
+    reader = FsspecColumnStore(RUN, str(store._folder), lease_seconds=0.001, read_only=True)
+    assert reader.read(batch, COLUMNS).num_rows == 3
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "columns").rglob("*")} == before
+    with pytest.raises(StoreError, match="holds no columns"):
+        FsspecColumnStore(RUN, str(tmp_path / "nowhere"), read_only=True)
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_any_arrow_tool_opens_a_chunk(store: FsspecColumnStore, batch: BatchHandle) -> None:

@@ -17,8 +17,7 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.runs import RunDirectory
-from schemas.batch import BatchHandle
-from schemas.step import RunSummary
+from schemas.step import RunSummary, StoredBatch
 from tests.services import Workplace
 
 pytestmark = pytest.mark.slow
@@ -153,7 +152,7 @@ def test_what_the_ledger_holds_is_small_and_plain(workplace: Workplace) -> None:
         assert record["metadata"]["serializer"]["type"] == "json"
     put = json.loads(next(entry for entry in entries if entry.name.startswith("put")).read_text())
     handle = json.loads(put["result"]) if isinstance(put["result"], str) else put["result"]
-    assert BatchHandle.model_validate(handle["data"]).columns[:2] == ("prompt_ids", "response_ids")
+    assert StoredBatch.model_validate(handle["data"]).batch.columns[:2] == ("prompt_ids", "response_ids")
 
 
 def test_a_scheduled_deployment_gets_its_runs(workplace: Workplace, printed: str) -> None:

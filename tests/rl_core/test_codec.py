@@ -93,7 +93,7 @@ def test_offsets_out_of_bounds_are_refused() -> None:
     data = bytearray(encode(pa.record_batch({"prompt_ids": jagged(np.arange(7, dtype=np.int32), np.array([3, 4]))})))
     at = bytes(data).index(np.array([0, 3, 7], dtype="<i8").tobytes())
     data[at + 8 : at + 16] = np.array([10**9], dtype="<i8").tobytes()
-    with pytest.raises(StoreError, match="damaged.*'prompt_ids' lead out of its 7 values"):
+    with pytest.raises(StoreError, match=r"damaged.*'prompt_ids' lead out of its 7 values"):
         decode(bytes(data))
 
 
