@@ -29,9 +29,14 @@ class TensorBoardSink:
             )
 
     def write(self, report: StepReport) -> None:
-        """Write one step's metrics and phase seconds."""
+        """Write one step's metrics, phase seconds and store figures."""
         for name, value in report.metrics.items():
             self._writer.add_scalar(name, value, report.step)
         for phase, seconds in report.seconds_by_phase.items():
             self._writer.add_scalar(f"seconds/{phase}", seconds, report.step)
+        for stage, traffic in report.traffic_by_stage.items():
+            self._writer.add_scalar(f"store/{stage}_put_bytes", traffic.put_bytes, report.step)
+            self._writer.add_scalar(f"store/{stage}_read_bytes", traffic.read_bytes, report.step)
+        if report.store:
+            self._writer.add_scalar("store/peak_bytes", report.store.peak_bytes, report.step)
         self._writer.flush()

@@ -150,7 +150,9 @@ def test_data_that_is_held_out_stays_out(sluice: Sluice, folder: Path) -> None:
     assert "rows of spell_backward to rest.parquet" in out
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["train"], ["resume"], ["data"], ["eval"], ["report"], ["down"]])
+@pytest.mark.parametrize(
+    "command", [[], ["demo"], ["train"], ["resume"], ["data"], ["eval"], ["inspect"], ["report"], ["bench"], ["down"]]
+)
 def test_every_command_explains_itself(sluice: Sluice, command: list[str]) -> None:
     code, out, _ = sluice(*command, "--help")
     assert code == 0
