@@ -82,9 +82,9 @@ class Requester:
     """One client's connection. Calls from several threads take turns."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._connection = Client((endpoint.host, endpoint.port), authkey=endpoint.secret)
-        _keep_alive(self._connection)
+        self._endpoint = endpoint
         self._lock = threading.Lock()
+        self._connection: Connection | None = self._connect()
 
     def call(self, method: str, *args: Any, data: bytes | None = None) -> Any:
         """Send a request and wait for its answer.
@@ -94,17 +94,33 @@ class Requester:
             ConnectionError: The server is gone.
         """
         request = json.dumps({"method": method, "args": args, "has_data": data is not None}).encode()
-        try:
-            with self._lock:
-                self._connection.send_bytes(request)
-                if data is not None:
-                    self._connection.send_bytes(data)
-                answer = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise ConnectionError(f"the server has closed the connection: {error}") from error
+        with self._lock:
+            try:
+                answer = self._exchange(request, data)
+            except BaseException as error:  # a signal too: the answer of this request must not be taken for the next's
+                if self._connection:
+                    self._connection.close()
+                self._connection = None
+                if isinstance(error, EOFError | OSError):
+                    raise ConnectionError(f"the server has closed the connection: {error}") from error
+                raise
         if "error" in answer:
             raise getattr(errors, answer["error"])(answer["message"])
         return answer["result"]
+
+    def _exchange(self, request: bytes, data: bytes | None) -> dict[str, Any]:
+        if self._connection is None:
+            self._connection = self._connect()
+        self._connection.send_bytes(request)
+        if data is not None:
+            self._connection.send_bytes(data)
+        answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
+        return answer
+
+    def _connect(self) -> Connection:
+        connection = Client((self._endpoint.host, self._endpoint.port), authkey=self._endpoint.secret)
+        _keep_alive(connection)
+        return connection
 
 
 def _keep_alive(connection: Connection) -> None:
