@@ -4,10 +4,10 @@ Ray finds it, keeps it alive and names what it owns; requests come over a channe
 """
 
 import logging
-import queue
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -24,6 +24,7 @@ from schemas.errors import CapacityError, StoreError
 Payload = ray.ObjectRef[bytes]
 Task = list[ray.ObjectRef[Any]]  # what a writer's task will return: the chunk, and that it has ended
 _TEND_SECONDS = 2.0
+_MAX_ENDING = 64  # writers' tasks whose ends are awaited at once: one that hangs holds up no other
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +59,10 @@ class PlasmaRegistry:
         self._writers: dict[str, Any] = {}
         self._waiting: dict[str, Task] = {}  # by writer: the one that will return its next chunk
         self._unconfirmed: set[str | None] = set()  # keys whose writers' tasks have not ended
-        self._ending: queue.SimpleQueue[tuple[str | None, str, ray.ObjectRef[None]]] = queue.SimpleQueue()
         handlers = {name: getattr(self, name) for name in _REQUESTS}
         self._server = Server(ray.util.get_node_ip_address(), handlers, self._release_all)
-        for work in (self._tend_forever, self._confirm_forever):
-            threading.Thread(target=work, daemon=True).start()
+        self._pool = ThreadPoolExecutor(_MAX_ENDING)
+        threading.Thread(target=self._tend_forever, daemon=True).start()
 
     def endpoint(self) -> tuple[Endpoint, str, str]:
         """Where requests go, this registry's own name, and its generation. An actor call, as `add_writer`."""
@@ -94,8 +94,10 @@ class PlasmaRegistry:
     ) -> dict[str, Any]:
         """Hold what was begun, and make it readable: bytes that came along, or what a writer's task has written."""
         key = ChunkKey.parse(name)
-        ref = self._take_written(name, *task) if task else self._store(key, data)
+        if task is None:
+            stored = self._store(key, data)
         with self._lock:
+            ref = stored if task is None else self._take_written(name, *task)
             held = self._books.commit(key, num_rows, num_bytes, ref)
             self._begun.pop(name, None)
             self._lock.notify_all()
@@ -113,7 +115,7 @@ class PlasmaRegistry:
         with self._lock:
             waiting = self._waiting.get(writer)
             if waiting and waiting[0].task_id().hex() == task_id:
-                self._ending.put((None, writer, self._waiting.pop(writer)[1]))
+                self._pool.submit(self._see_to_its_end, None, writer, self._waiting.pop(writer)[1])
 
     def locations(self, _: int, refs: list[dict[str, Any]]) -> list[Location]:
         """Where chunks are, in order."""
@@ -179,7 +181,7 @@ class PlasmaRegistry:
         """What the writer's task returns. It is in the object store; its task ends, and is followed by the next."""
         with self._lock:
             chunk, ended = self._waiting.pop(writer)
-            self._ending.put((name, writer, ended))
+            self._pool.submit(self._see_to_its_end, name, writer, ended)
             if chunk.task_id().hex() != task_id:
                 raise StoreError(f"chunk {name} was written by task {task_id}, expected {chunk.task_id().hex()}")
             self._unconfirmed.add(name)
@@ -196,20 +198,18 @@ class PlasmaRegistry:
             self._books.release(ChunkKey.parse(name))
             self._lock.notify_all()
 
-    def _confirm_forever(self) -> None:
-        """See writers' tasks to their ends: a chunk whose writer died before is lost, and its key is free again."""
-        while True:
-            name, writer, ended = self._ending.get()
-            try:
-                ray.get(ended)
-            except RayError as error:
-                logger.warning("chunk %s is lost, as its writer failed: %s", name, error)
-                with self._lock:
-                    self._books.drop(name)
+    def _see_to_its_end(self, name: str | None, writer: str, ended: ray.ObjectRef[None]) -> None:
+        """Wait for a writer's task: a chunk whose writer died before is lost, and its key is free again."""
+        try:
+            ray.get(ended)
+        except RayError as error:
+            logger.warning("chunk %s is lost, as its writer failed: %s", name, error)
             with self._lock:
-                self._unconfirmed.discard(name)
-                self._lock.notify_all()
-            self._await_chunk(writer)
+                self._books.drop(name)
+        with self._lock:
+            self._unconfirmed.discard(name)
+            self._lock.notify_all()
+        self._await_chunk(writer)
 
     def _release_all(self, connection: int) -> None:
         with self._lock:
