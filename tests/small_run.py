@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from infra.runs import RunDirectory
-from infra.stores.files import FsspecColumnStore
-from infra.stores.open import open_files
+from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
 from rl_core.columns.jagged import jagged
 from rl_core.views import new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey
@@ -67,10 +66,8 @@ def make_small_run(runs_dir: Path, run_id: str = "demo", **store: object) -> Run
 
 
 def columns_of(directory: RunDirectory) -> FsspecColumnStore:
-    """The run's store."""
-    store = open_files(directory, directory.config())
-    assert store is not None
-    return store
+    """The run's durable columns, as a worker has them."""
+    return FsspecColumnStore(directory.run_id, str(directory.columns), lease_seconds=NO_EXPIRY_SECONDS)
 
 
 def finish_step(store: FsspecColumnStore, step: int) -> BatchHandle:

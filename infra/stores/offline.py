@@ -13,7 +13,7 @@ from infra.stores.files import FsspecColumnStore
 from infra.stores.open import open_files
 from schemas.batch import BatchHandle
 from schemas.config.store import RayStore
-from schemas.errors import ChunkCorruptedError, RunError
+from schemas.errors import ChunkCorruptedError, RunError, StoreError
 
 
 def read_step(
@@ -64,7 +64,7 @@ def open_run_columns(directory: RunDirectory) -> FsspecColumnStore:
         raise RunError(f"run {directory.run_id} has no columns yet: {directory.columns} is made by its first step")
     try:
         files = open_files(directory, config)
-    except (OSError, ImportError, ValueError) as error:  # ValueError: fsspec knows no such protocol
+    except (StoreError, OSError, ImportError, ValueError) as error:  # ValueError: fsspec knows no such protocol
         place = config.store.url or directory.columns
         raise RunError(f"the columns of run {directory.run_id} in {place} can't be opened: {error}") from error
     assert files is not None

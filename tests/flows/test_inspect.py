@@ -244,7 +244,7 @@ def test_a_damaged_chunk(inspect: Sluice, run: RunDirectory) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[200] ^= 1
     path.write_bytes(damaged)
-    out = stopped(inspect("demo"), "ChunkCorruptedError: chunk demo/3/behavior/0/0: its checksum is")
+    out = stopped(inspect("demo"), "ChunkCorruptedError: chunk demo/3/behavior/0/0: the checksum of bytes 0 to 818 is")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "behavior_logprobs behavior response float nat can't be read" in lines
     assert any(line.startswith("can't be read: ChunkCorruptedError: chunk demo/3/behavior/0/0") for line in lines)
