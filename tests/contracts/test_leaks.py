@@ -27,7 +27,7 @@ CHUNK_BYTES = 1_100_000
 RUN = "leaks"
 LEASE_SECONDS = 6  # a new producer takes a few to start
 FAULTS = ("none", "error", "cancel", "second writer", "bad column", "no room", "lost file")
-SLOW_FAULTS = {10: "crash", 15: "dead producer", 25: "crash", 35: "dead producer", 45: "crash", 55: "dead producer"}
+SLOW_FAULTS = {5: "crash", 10: "dead producer", 15: "crash", 20: "dead producer", 30: "crash", 40: "dead producer"}
 HARMLESS = ("none", "dead producer", "crash", "lost file")
 
 
@@ -35,7 +35,7 @@ class StageError(Exception):
     """A stage failed in its own code."""
 
 
-@pytest.mark.parametrize(("kind", "num_steps"), [("ray", 200), ("tiered", 70)])
+@pytest.mark.parametrize(("kind", "num_steps"), [("ray", 200), ("tiered", 45)])
 def test_usage_returns_to_zero_after_every_step(ray_cluster: None, tmp_path: Path, kind: str, num_steps: int) -> None:
     behind = FsspecColumnStore(RUN, str(tmp_path / "columns"), lease_seconds=NO_EXPIRY_SECONDS)
     front = RayColumnStore(
