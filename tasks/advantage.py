@@ -37,7 +37,7 @@ async def compute_step_advantages(
     chunk = store.put(key, pa.record_batch({"advantages": pa.array(advantages)}), rows)
     store.flush()
     trained = with_column(rows, {"advantages": "float"}, [chunk], range(len(live)))
-    stored = note_batch(run, trained, [store.take_traffic("advantage")])
+    stored = note_batch(store, trained, [store.take_traffic("advantage")])
     plan = plan_step(
         np.array(rollout.prompt_lengths)[live],
         np.array(rollout.response_lengths)[live],

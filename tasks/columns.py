@@ -9,6 +9,7 @@ from operator import add
 from prefect import get_run_logger
 
 from infra.runs import RunDirectory
+from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
 from schemas.batch import BatchHandle
 from schemas.errors import PipelineError, StoreError
@@ -56,9 +57,9 @@ async def renewed_lease(run: RunHandle, step: int) -> AsyncIterator[None]:
             await renewal
 
 
-def note_batch(run: RunHandle, batch: BatchHandle, traffic: Sequence[StoreTraffic]) -> StoredBatch:
+def note_batch(store: ColumnStore, batch: BatchHandle, traffic: Sequence[StoreTraffic]) -> StoredBatch:
     """A stage's result: its batch, which people now find by its step, and all that was moved for it."""
-    open_store(run).save_batch(batch)
+    store.save_batch(batch)
     return StoredBatch(batch=batch, traffic=reduce(add, traffic, StoreTraffic()))
 
 

@@ -1,6 +1,7 @@
 """Log-probs of the stored responses: the policy's (behaviour) and the reference's."""
 
 from infra.cluster import call, get_worker
+from infra.stores.open import open_store
 from rl_core.views import with_column
 from schemas.batch import BatchHandle
 from schemas.rollout import PutResult
@@ -25,4 +26,4 @@ async def score_reference(run: RunHandle, policy: PolicyHandle, batch: BatchHand
 
 def _with_result(run: RunHandle, batch: BatchHandle, result: PutResult) -> StoredBatch:
     scored = with_column(batch, result.dtypes, [result.chunk], range(batch.num_rows))
-    return note_batch(run, scored, [result.traffic])
+    return note_batch(open_store(run), scored, [result.traffic])

@@ -1,5 +1,6 @@
 """Put: the rollout workers store their own rows; the driver gets one batch handle."""
 
+from infra.stores.open import open_store
 from rl_core.views import new_batch
 from schemas.rollout import RolloutHandle
 from schemas.step import PolicyHandle, RunHandle, StoredBatch
@@ -21,4 +22,4 @@ async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHand
         prompt_lengths=rollout.prompt_lengths,
         response_lengths=rollout.response_lengths,
     )
-    return note_batch(run, batch, [result.traffic for result in results])
+    return note_batch(open_store(run), batch, [result.traffic for result in results])

@@ -1,4 +1,4 @@
-"""What every column store promises; `tests/contracts/test_column_store.py` holds each backend to it.
+"""What every column store promises; `tests/contracts` holds each backend to it.
 
 N rows of a batch, P row ranges that make them up.
 """

@@ -131,7 +131,7 @@ class FsspecColumnStore(ColumnStore):
 
     def records(self, step: int) -> list[ChunkRecord]:
         """The step's committed chunks, by key."""
-        names = sorted(name for name in self._folder.sizes() if _is_record(name, step))
+        names = sorted(name for name in self._folder.sizes(_folder(step)) if _is_record(name, step))
         return [record for name in names if (record := self._load(name, ChunkRecord))]
 
     def usage(self) -> StoreUsage:
@@ -177,9 +177,8 @@ class FsspecColumnStore(ColumnStore):
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
         for step in {self._key(read.ref).step for read in reads}:
             lease = self._lease(step)
-            is_due = lease and not lease.expired and lease.until - time.time() < self._lease_seconds / 2
-            if is_due and not self._read_only:
-                self._renew(step)
+            if lease and not lease.expired and not self._read_only:
+                self._renew_if_due(step, lease)
         return [self._fetch_rows(read) for read in reads]
 
     def _fetch_rows(self, read: ChunkRead) -> pa.RecordBatch:
@@ -261,8 +260,11 @@ class FsspecColumnStore(ColumnStore):
             raise lease_error(key)
         if lease.expired:
             raise expired_error(key, self._lease_seconds)
+        self._renew_if_due(key.step, lease)
+
+    def _renew_if_due(self, step: int, lease: Lease) -> None:
         if lease.until - time.time() < self._lease_seconds / 2:
-            self._renew(key.step)
+            self._renew(step)
 
     def _renew(self, step: int) -> None:
         lease = Lease(until=time.time() + self._lease_seconds)
@@ -282,7 +284,7 @@ class FsspecColumnStore(ColumnStore):
 
     def _remove(self, step: int, but: str = "") -> None:
         """Remove a step's files, in an order in which nothing is ever half there: lease, records, bytes."""
-        names = [name for name in self._folder.sizes() if name.startswith(f"{_folder(step)}/") and name != but]
+        names = [name for name in self._folder.sizes(_folder(step)) if name != but]
         for name in sorted(names, key=lambda name: (name.endswith(".arrow"), name != _lease_path(step))):
             self._folder.remove(name)
 

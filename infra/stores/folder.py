@@ -96,9 +96,9 @@ class Folder:
         with suppress(OSError):
             self._fs.rm(self._path(name), recursive=True)
 
-    def sizes(self) -> dict[str, int]:
-        """All files, by relative name, and their bytes; without those that are being written."""
-        found = self._fs.find(self._path(""), detail=True)
+    def sizes(self, within: str = "") -> dict[str, int]:
+        """All files of a sub-folder, by name relative to this one, and their bytes; without those being written."""
+        found = self._fs.find(self._path(within), detail=True)
         names = {str(path)[len(self._root) :].lstrip("/"): int(info["size"]) for path, info in found.items()}
         return {name: size for name, size in names.items() if not PurePosixPath(name).name.startswith(".")}
 

@@ -63,12 +63,10 @@ def open_run_columns(directory: RunDirectory) -> FsspecColumnStore:
     if config.store.url is None and not directory.columns.is_dir():
         raise RunError(f"run {directory.run_id} has no columns yet: {directory.columns} is made by its first step")
     try:
-        files = open_files(directory, config)
+        return open_files(directory, config.store, read_only=True)
     except (StoreError, OSError, ImportError, ValueError) as error:  # ValueError: fsspec knows no such protocol
         place = config.store.url or directory.columns
         raise RunError(f"the columns of run {directory.run_id} in {place} can't be opened: {error}") from error
-    assert files is not None
-    return files
 
 
 def find_step(directory: RunDirectory, store: FsspecColumnStore, step: int | None) -> int:

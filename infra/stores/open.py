@@ -2,7 +2,7 @@
 
 from infra.runs import RunDirectory
 from infra.stores.base import ColumnStore
-from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.files import NO_EXPIRY_SECONDS, NO_LIMIT, FsspecColumnStore
 from infra.stores.ray import RayColumnStore
 from infra.stores.tiered import TieredColumnStore
 from schemas.config.run import RunConfig
@@ -28,15 +28,10 @@ def start_store(directory: RunDirectory, config: RunConfig) -> tuple[ColumnStore
         return _open(directory, config.store, start=True), True
 
 
-def open_files(directory: RunDirectory, config: RunConfig) -> FsspecColumnStore | None:
-    """The run's durable columns, without Ray; None where its store keeps none."""
-    return None if isinstance(config.store, RayStore) else _files(directory, config.store, read_only=True)
-
-
 def _open(directory: RunDirectory, config: StoreConfig, start: bool) -> ColumnStore:
     if isinstance(config, RayStore):
         return _ray(directory.run_id, config, None, start)
-    behind = _files(directory, config)
+    behind = open_files(directory, config)
     if isinstance(config, FsspecStore):
         return behind
     return TieredColumnStore(_ray(directory.run_id, config, behind.generation, start), behind)
@@ -52,15 +47,16 @@ def _ray(run_id: str, config: RayStore | TieredStore, generation: str | None, st
     )
 
 
-def _files(directory: RunDirectory, config: FsspecStore | TieredStore, read_only: bool = False) -> FsspecColumnStore:
-    url = f"{config.url.rstrip('/')}/{directory.run_id}" if config.url else str(directory.columns)
-    if isinstance(config, TieredStore):  # the front keeps the limits; a dead run's files wait for its resume
-        return FsspecColumnStore(directory.run_id, url, lease_seconds=NO_EXPIRY_SECONDS, read_only=read_only)
+def open_files(
+    directory: RunDirectory, config: FsspecStore | TieredStore, *, read_only: bool = False
+) -> FsspecColumnStore:
+    """The run's durable columns, without Ray."""
+    has_front = isinstance(config, TieredStore)  # it keeps the limits; a dead run's files wait for its resume
     return FsspecColumnStore(
         directory.run_id,
-        url,
-        config.capacity_bytes,
+        f"{config.url.rstrip('/')}/{directory.run_id}" if config.url else str(directory.columns),
+        NO_LIMIT if has_front else config.capacity_bytes,
         put_timeout_seconds=config.put_timeout_seconds,
-        lease_seconds=config.lease_seconds,
+        lease_seconds=NO_EXPIRY_SECONDS if has_front else config.lease_seconds,
         read_only=read_only,
     )

@@ -1,8 +1,8 @@
 """Raw bytes in Ray's object store, written and mapped without a copy of their own.
 
 Ray stores `bytes` as they are, without pickle, but its public API copies them on the way in and on the way out.
-This module, and no other, reaches into Ray's core worker; `tests/infra/test_plasma.py` guards it against the
-pinned release.
+This module, and no other, reaches into Ray's core worker; `tests/infra/test_plasma.py` and
+`tests/contracts/test_ray.py` guard it against the pinned release.
 """
 
 import queue

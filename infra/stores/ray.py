@@ -7,7 +7,7 @@ unless a durable tier behind it names the generation.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import pyarrow as pa
 import ray
@@ -76,14 +76,6 @@ class RayColumnStore(ColumnStore):
             raise self._lost(error) from error
         self._writer: str | None = None
         self._unconfirmed: list[str] = []
-
-    @classmethod
-    def attach(cls, run_id: str) -> Self | None:
-        """A client of the run's registry if that is alive, else None."""
-        try:
-            return cls(run_id)
-        except WorkerLostError:
-            return None
 
     def close(self) -> None:
         """Kill the run's registry, which frees all it holds, and wait until nobody finds or reaches it."""

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -29,18 +29,11 @@ class ChunkRegistry(Generic[Payload]):
         capacity_bytes: The limit of all held chunks together.
         lease_seconds: How long a lease lasts that nobody renews.
         generation: The name of this incarnation of the store; None makes a new one.
-        clock: Seconds from some start.
     """
 
-    def __init__(
-        self,
-        capacity_bytes: int,
-        lease_seconds: float,
-        generation: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, capacity_bytes: int, lease_seconds: float, generation: str | None = None) -> None:
         self.generation = generation or uuid.uuid4().hex
-        self._capacity_bytes, self._lease_seconds, self._clock = capacity_bytes, lease_seconds, clock
+        self._capacity_bytes, self._lease_seconds = capacity_bytes, lease_seconds
         self._entries: dict[str, Entry[Payload]] = {}
         self._deadlines: dict[int, float] = {}  # of the open leases, by step
         self._expired: set[int] = set()
@@ -52,7 +45,7 @@ class ChunkRegistry(Generic[Payload]):
         """See `ColumnStore.open_lease`."""
         self.sweep()
         self._expired.discard(step)
-        self._deadlines[step] = self._clock() + self._lease_seconds
+        self._renew(step)
 
     def require_lease(self, key: ChunkKey) -> None:
         """Renew the lease of a key's step.
@@ -124,7 +117,7 @@ class ChunkRegistry(Generic[Payload]):
         """
         self.sweep()
         entries = [self._get(ref) for ref in refs]
-        for step in {entry.step for entry in entries}:
+        for step in {entry.step for entry in entries} & self._deadlines.keys():
             self._renew(step)
         return [entry.payload for entry in entries]
 
@@ -145,7 +138,7 @@ class ChunkRegistry(Generic[Payload]):
 
     def sweep(self) -> list[int]:
         """Free the steps whose leases have expired; returns them."""
-        now = self._clock()
+        now = time.monotonic()
         over = [step for step, deadline in self._deadlines.items() if deadline < now]
         for step in over:
             del self._deadlines[step]
@@ -168,7 +161,7 @@ class ChunkRegistry(Generic[Payload]):
 
     def usage(self) -> StoreUsage:
         """See `ColumnStore.usage`."""
-        now = self._clock()
+        now = time.monotonic()
         live = {step for step, deadline in self._deadlines.items() if deadline >= now}
         entries = self._entries.values()
         return StoreUsage(
@@ -182,8 +175,7 @@ class ChunkRegistry(Generic[Payload]):
         )
 
     def _renew(self, step: int) -> None:
-        if step in self._deadlines:
-            self._deadlines[step] = self._clock() + self._lease_seconds
+        self._deadlines[step] = time.monotonic() + self._lease_seconds
 
     def _held_bytes(self) -> int:
         held = sum(entry.ref.num_bytes for entry in self._entries.values())

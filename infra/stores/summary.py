@@ -10,7 +10,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.stores.base import reading
 from infra.stores.files import FsspecColumnStore
 from infra.stores.offline import steps_with_columns
 from rl_core.columns.codec import value_dtypes
@@ -122,8 +121,7 @@ def _batch_of_chunks(
     chunks: dict[tuple[str, int], tuple[ChunkRef, pa.RecordBatch]] = {}  # of each shard, its last attempt
     for ref in refs:
         try:
-            with reading(ref):
-                columns = store.read_chunk(ref)
+            columns = store.read_chunk(ref)
         except StoreError as error:
             failures.append(error)
             continue

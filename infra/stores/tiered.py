@@ -110,5 +110,5 @@ class TieredColumnStore(ColumnStore):
             return self.front._fetch([read])[0]
         except ChunkNotFoundError as error:
             found = self.behind._fetch([read])[0]
-            logger.info("read %s from %s: %s", read.ref.key, self.behind, error)
+            logger.info("read %s from the durable tier: %s", read.ref.key, error)
             return found
