@@ -11,9 +11,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from schemas.config.load import changed_keys
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
+from schemas.plan import StepPlan
 from schemas.step import EvalReport, RunHandle, RunSummary, StepReport
+
+# What a resumed run may have otherwise than before: where and how long it trains, not what.
+CHANGEABLE = ("steps", "runtime.", "packing.", "eval.", "checkpoint.every_steps", "checkpoint.keep_")
 
 
 def new_run_id(name: str) -> str:
@@ -81,6 +86,22 @@ class RunDirectory:
         except ValidationError as error:
             raise RunError(f"{path} is not a config of this version of Sluice: {error}") from None
 
+    def change_config(self, config: RunConfig) -> bool:
+        """Let the run go on with another config; returns whether it is another one.
+
+        Raises:
+            RunError: It would train something else than was begun.
+        """
+        changed = changed_keys(self.config(), config)
+        if refused := [key for key in changed if not key.startswith(CHANGEABLE)]:
+            raise RunError(
+                f"run {self.run_id} can't go on with another {', '.join(refused)}: it would be another run; what may "
+                f"change is {', '.join(CHANGEABLE)}"
+            )
+        if changed:
+            write_atomic(self.path / "config.json", config.model_dump_json(indent=2))
+        return bool(changed)
+
     @property
     def ledger(self) -> Path:
         """Where committed stage results lie: one JSON file each, under `step-<n>/`."""
@@ -98,6 +119,24 @@ class RunDirectory:
     def forget_step(self, step: int) -> None:
         """Drop a step's committed stages."""
         shutil.rmtree(self.ledger / self.ledger_step_name(step), ignore_errors=True)
+
+    def save_plan(self, step: int, plan: StepPlan) -> None:
+        """Keep a step's plan beside its columns."""
+        path = self._plan_path(step)
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, plan.model_dump_json())
+
+    def plan(self, step: int) -> StepPlan | None:
+        """A step's plan; None before it was made, and after its columns were cleared."""
+        path = self._plan_path(step)
+        return StepPlan.model_validate_json(path.read_text()) if path.exists() else None
+
+    def forget_plan(self, step: int) -> None:
+        """Drop a step's plan."""
+        self._plan_path(step).unlink(missing_ok=True)
+
+    def _plan_path(self, step: int) -> Path:
+        return self.path / "plans" / f"{self.ledger_step_name(step)}.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -90,7 +90,15 @@ class ReplayError(PipelineError):
 
 
 class NonFiniteError(PipelineError):
-    """A loss or gradient is not finite; the optimizer has not stepped."""
+    """A logit, loss or gradient is not finite; where it was in an update, the optimizer has not stepped.
+
+    Attributes:
+        rows: The rows of the step's batch that are to blame, as far as this process knows them.
+    """
+
+    def __init__(self, message: str, rows: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.rows = rows
 
 
 class RewardFailureError(PipelineError):

@@ -1,6 +1,9 @@
 """The step plan: which rows make up each update, rank and micro-batch, and the update's exact denominators."""
 
-from pydantic import NonNegativeInt, PositiveInt
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from schemas.base import Frozen
 
@@ -12,24 +15,106 @@ class MicroBatch(Frozen):
     num_tokens: NonNegativeInt  # prompt + response tokens of these rows
 
 
-class UpdatePlan(Frozen):
-    """One optimizer step: per rank equally many micro-batches, and what the loss sums are divided by."""
+class RankPlan(Frozen):
+    """For each rank equally many micro-batches, dummies last: each is a collective that all ranks take part in."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
-    num_loss_tokens: PositiveInt  # over all ranks
-    num_live_sequences: PositiveInt  # sequences with at least one loss token, over all ranks
+    rank_costs: tuple[NonNegativeFloat, ...]  # of each rank, in units of one token's linear work
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> Self:
+        counts = sorted({len(rank) for rank in self.ranks})
+        if len(counts) != 1 or counts == [0]:
+            raise ValueError(f"ranks have {counts} micro-batches; all need equally many, at least one")
+        if len(self.rank_costs) != len(self.ranks):
+            raise ValueError(f"there are {len(self.rank_costs)} costs of {len(self.ranks)} ranks")
+        return self
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """All rows of the update, rank by rank."""
-        return tuple(row for rank in self.ranks for micro in rank for row in micro.rows)
+        """All rows, rank by rank."""
+        return tuple(row for micro in self._micros for row in micro.rows)
+
+    @property
+    def num_micros(self) -> int:
+        """The micro-batches of each rank, dummies with them."""
+        return len(self.ranks[0])
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt + response tokens of all rows."""
+        return sum(micro.num_tokens for micro in self._micros)
+
+    @property
+    def num_dummies(self) -> int:
+        """Micro-batches without rows, over all ranks."""
+        return sum(not micro.rows for micro in self._micros)
+
+    @property
+    def imbalance(self) -> float:
+        """(max - min) / mean of the ranks' cost; 0 is even."""
+        mean = sum(self.rank_costs) / len(self.rank_costs)
+        return (max(self.rank_costs) - min(self.rank_costs)) / mean if mean else 0.0
+
+    @property
+    def _micros(self) -> Iterable[MicroBatch]:
+        return (micro for rank in self.ranks for micro in rank)
+
+
+class UpdatePlan(RankPlan):
+    """One optimizer step: its ranks' micro-batches, and what the loss sums are divided by."""
+
+    num_loss_tokens: PositiveInt  # over all ranks
+    num_live_sequences: PositiveInt  # sequences with at least one loss token, over all ranks
 
 
 class StepPlan(Frozen):
-    """All updates of one step. Computed once, on the driver, from lengths alone; no worker plans again."""
+    """All updates of one step. Computed once, on the driver, from lengths alone; no worker plans again.
+
+    It is a value: hashable, equal to what its JSON is read as, and as text a table for people.
+    """
 
     updates: tuple[UpdatePlan, ...]
     token_budget: PositiveInt  # hard: tokens of one micro-batch
     num_ranks: PositiveInt
     seed: int
     num_skipped_rows: NonNegativeInt = 0  # rows without a loss token
+
+    def __str__(self) -> str:
+        header = ("update", *_HEADER, "loss tokens", "sequences")
+        lines = [
+            (str(at), *_figures(update, self.token_budget), *_counts(update.num_loss_tokens, update.num_live_sequences))
+            for at, update in enumerate(self.updates)
+        ]
+        title = f"token budget {self.token_budget:,}, seed {self.seed}, {self.num_skipped_rows:,} rows skipped"
+        return f"{title}\n{_table(header, lines)}"
+
+
+class ForwardPlan(RankPlan):
+    """One pass over all rows of a batch that trains nothing, such as scoring log-probs."""
+
+    token_budget: PositiveInt  # hard: tokens of one micro-batch
+
+    def __str__(self) -> str:
+        return f"token budget {self.token_budget:,}\n{_table(_HEADER, [_figures(self, self.token_budget)])}"
+
+
+_HEADER = ("ranks", "micro-batches", "rows", "tokens", "fill", "dummies", "spread")
+
+
+def _figures(plan: RankPlan, token_budget: int) -> tuple[str, ...]:
+    """What `_HEADER` names; micro-batches are those of each rank, and the spread is the ranks' cost's."""
+    fill = plan.num_tokens / (len(plan.ranks) * plan.num_micros * token_budget)
+    counts = _counts(len(plan.ranks), plan.num_micros, len(plan.rows), plan.num_tokens)
+    return (*counts, f"{fill:.1%}", *_counts(plan.num_dummies), f"{plan.imbalance:.3%}")
+
+
+def _counts(*numbers: int) -> tuple[str, ...]:
+    return tuple(f"{number:,}" for number in numbers)
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """The header and the lines, their cells in columns flush right."""
+    rows = [header, *lines]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -1,15 +1,20 @@
 """What a rollout reports: per-row scalars and a few sample texts; the tokens stay with the worker."""
 
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, model_validator
 
 from schemas.base import Frozen
 from schemas.batch import ChunkRef
-from schemas.metrics import Metrics
+from schemas.catalog import REWARD_PART_PREFIX
+from schemas.errors import RewardFailureError
+from schemas.metrics import Max, Mean, Metrics
 from schemas.store import StoreTraffic
 
 FinishReason = Literal["stop", "length"]
+
+PER_ROW = ("rewards", "group_ids", "prompt_lengths", "response_lengths", "loss_tokens", "finish_reasons")
 
 
 class SampleText(Frozen):
@@ -21,37 +26,82 @@ class SampleText(Frozen):
     reward: float | None
 
 
+class Round(Frozen):
+    """The groups that one worker generated in one batch: in another one, their last bits could differ."""
+
+    groups: tuple[NonNegativeInt, ...]  # their numbers within the step, ascending
+    kept: tuple[NonNegativeInt, ...]  # those that the step keeps
+
+
 class RolloutShard(Frozen):
-    """The rows that one rollout worker generated and scored for one step, in order. N rows."""
+    """The rows of one step that one rollout worker generated and scored, in order. N rows."""
 
     shard: NonNegativeInt
+    rounds: tuple[Round, ...]  # what it generated; the rows are those of the kept groups
     rewards: tuple[float | None, ...]  # N; None: the reward function failed
     group_ids: tuple[int, ...]  # N; rows of one prompt share a group
     prompt_lengths: tuple[int, ...]  # N, tokens
     response_lengths: tuple[int, ...]  # N, tokens
     loss_tokens: tuple[int, ...]  # N, true values of loss_mask
     finish_reasons: tuple[FinishReason, ...]  # N
-    reward_parts: tuple[str, ...] = ()  # the names of the parts that some sample's reward has, sorted
+    parts: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)  # N each; None: the row lacks this one
     failure: str | None = None  # the first reward failure, as text
-    samples: tuple[SampleText, ...] = ()
-    metrics: Metrics = Field(default_factory=dict)
+    samples: tuple[SampleText, ...] = ()  # of the first round, kept or not
+    seconds: dict[str, float] = Field(default_factory=dict)  # by part of the work, added over the rounds
+    generated: Metrics = Field(default_factory=dict)  # of all that was generated, where groups may be dropped
 
     @model_validator(mode="after")
     def _same_length(self) -> "RolloutShard":
-        counts = {
-            len(values)
-            for values in (
-                self.rewards,
-                self.group_ids,
-                self.prompt_lengths,
-                self.response_lengths,
-                self.loss_tokens,
-                self.finish_reasons,
-            )
-        }
+        counts = {len(getattr(self, name)) for name in PER_ROW} | {len(values) for values in self.parts.values()}
         if len(counts) != 1:
             raise ValueError(f"per-row scalars of one shard differ in length: {sorted(counts)}")
         return self
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def reward_parts(self) -> tuple[str, ...]:
+        """The names of the parts that some row's reward has, sorted."""
+        return tuple(sorted(self.parts))
+
+    @property
+    def metrics(self) -> Metrics:
+        """The means of the reward's parts, how long the work took, and what was generated for it."""
+        present = {name: [part for part in parts if part is not None] for name, parts in self.parts.items()}
+        return {
+            **{REWARD_PART_PREFIX + name: Mean(total=sum(p), weight=len(p)) for name, p in present.items()},
+            **{f"rollout/{part}_seconds": Max(value=seconds) for part, seconds in self.seconds.items()},
+            **self.generated,
+        }
+
+    @classmethod
+    def join(cls, rounds: Sequence["RolloutShard"]) -> "RolloutShard":
+        """One worker's rounds as one shard; their rows follow one another."""
+        names = sorted({name for part in rounds for name in part.parts})
+        return rounds[0].replace(
+            rounds=tuple(entry for part in rounds for entry in part.rounds),
+            **{name: tuple(value for part in rounds for value in getattr(part, name)) for name in PER_ROW},
+            parts={
+                name: tuple(value for part in rounds for value in part.parts.get(name, (None,) * part.num_rows))
+                for name in names
+            },
+            failure=next((part.failure for part in rounds if part.failure), None),
+            seconds={name: sum(part.seconds[name] for part in rounds) for name in rounds[0].seconds},
+        )
+
+    def keep(self, groups: Collection[int]) -> "RolloutShard":
+        """The shard without the rows of other groups than these."""
+        rows = [row for row, group in enumerate(self.group_ids) if group in groups]
+        parts = {name: tuple(values[row] for row in rows) for name, values in self.parts.items()}
+        return self.replace(
+            rounds=tuple(
+                entry.replace(kept=tuple(group for group in entry.kept if group in groups)) for entry in self.rounds
+            ),
+            **{name: tuple(getattr(self, name)[row] for row in rows) for name in PER_ROW},
+            parts={name: values for name, values in parts.items() if any(value is not None for value in values)},
+        )
 
 
 class RolloutHandle(Frozen):
@@ -63,7 +113,7 @@ class RolloutHandle(Frozen):
 
     @property
     def num_rows(self) -> int:
-        return sum(len(shard.rewards) for shard in self.shards)
+        return sum(shard.num_rows for shard in self.shards)
 
     @property
     def reward_parts(self) -> tuple[str, ...]:
@@ -88,6 +138,26 @@ class RolloutHandle(Frozen):
     @property
     def loss_tokens(self) -> tuple[int, ...]:
         return tuple(count for shard in self.shards for count in shard.loss_tokens)
+
+
+def check_failures(rewards: Sequence[float | None], failure: str | None, max_fraction: float, where: str) -> None:
+    """Refuse to go on when too many rewards of `where` failed.
+
+    Args:
+        rewards: The rewards; None: it failed.
+        failure: The first failure, as text.
+        max_fraction: The most that may fail.
+        where: What they are the rewards of.
+
+    Raises:
+        RewardFailureError: More than `max_fraction` of them failed, or all.
+    """
+    num_failed = sum(reward is None for reward in rewards)
+    if num_failed and (num_failed > max_fraction * len(rewards) or num_failed == len(rewards)):
+        raise RewardFailureError(
+            f"{num_failed} of {len(rewards)} rewards of {where} failed; reward.max_failure_fraction = "
+            f"{max_fraction} and at least one must succeed; the first failure: {failure}"
+        )
 
 
 class PutResult(Frozen):

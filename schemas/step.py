@@ -1,12 +1,13 @@
 """What the stages of a step hand to each other, and what a step and a run report."""
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from schemas.base import Frozen
 from schemas.batch import BatchHandle, SafeName
 from schemas.config.run import RunConfig
 from schemas.metrics import Metrics
 from schemas.plan import StepPlan
+from schemas.rollout import PutResult
 from schemas.store import StoreTraffic, StoreUsage
 
 
@@ -24,7 +25,7 @@ class PolicyHandle(Frozen):
 
     run_id: SafeName
     version: NonNegativeInt
-    incarnation: str  # the worker process that holds it; an update is recorded per incarnation
+    incarnation: str  # the gathering of worker processes that holds it; an update is recorded per incarnation
 
     @property
     def step(self) -> int:
@@ -32,11 +33,21 @@ class PolicyHandle(Frozen):
         return self.version
 
 
+class ProcessGroupHandle(Frozen):
+    """One gathering of a sharded worker's ranks; a lost rank ends it."""
+
+    group_id: str
+    host: str
+    port: int
+    num_ranks: PositiveInt
+
+
 class StoredBatch(Frozen):
     """A stage's batch, and what the stage moved to make it."""
 
     batch: BatchHandle
     traffic: StoreTraffic
+    row_kl: tuple[float, ...] | None = None  # per row, where the KL term is part of the reward
 
 
 class AdvantageHandle(Frozen):
@@ -46,6 +57,13 @@ class AdvantageHandle(Frozen):
     plan: StepPlan
     metrics: Metrics
     traffic: StoreTraffic
+
+
+class ScoreResult(Frozen):
+    """What one rank stored of a scoring pass; n rows, ascending."""
+
+    put: PutResult | None  # None: the rank had no rows
+    row_kl: tuple[float, ...] = ()  # n, where the KL term is part of the reward
 
 
 class UpdateReport(Frozen):
@@ -66,6 +84,7 @@ class StepReport(Frozen):
     seconds_by_phase: dict[str, float]
     store: StoreUsage | None = None  # at the end of the step, before its columns are cleared
     traffic_by_stage: dict[str, StoreTraffic] = Field(default_factory=dict)
+    plan: str | None = None  # the digest of the step's plan
 
 
 class EvalReport(Frozen):

@@ -1,29 +1,87 @@
-"""Policy losses: a new one is a config variant, a module and a line in `_LOSSES`."""
+"""Policy losses: a new one is a config variant, a module and a line in `_SURROGATES`."""
 
 from torch import Tensor
 
-from rl_core.losses.base import LossInputs, PolicyLoss
+from rl_core.losses.aggregate import aggregate, denominator
+from rl_core.losses.base import LossInputs, PolicySurrogate, log_ratio
+from rl_core.losses.cispo import cispo_loss
 from rl_core.losses.clipped import clipped_loss
+from rl_core.losses.correction import correction_weights
+from rl_core.losses.gspo import gspo_loss
+from rl_core.losses.kl import kl_estimate
+from rl_core.losses.report import nan_unless_finite, report
+from schemas.config.correction import CorrectionConfig
+from schemas.config.kl import KlConfig
 from schemas.config.loss import LossConfig
 from schemas.metrics import Metrics
 
 __all__ = ["LossInputs", "policy_loss"]
 
-_LOSSES: dict[str, PolicyLoss] = {"clipped": clipped_loss}
+_SURROGATES: dict[str, PolicySurrogate] = {"clipped": clipped_loss, "gspo": gspo_loss, "cispo": cispo_loss}
 
 
 def policy_loss(
-    inputs: LossInputs, config: LossConfig, *, num_loss_tokens: int, num_live_sequences: int
+    inputs: LossInputs,
+    loss: LossConfig,
+    kl: KlConfig,
+    correction: CorrectionConfig,
+    *,
+    norm_tokens: float,
+    num_loss_tokens: int,
+    num_live_sequences: int,
 ) -> tuple[Tensor, Metrics]:
-    """The micro-batch's share of the update's loss, by the config's `kind`, and its metrics.
+    """The micro-batch's share of the update's loss, and its metrics.
+
+    Per trained token: the policy term of the loss's `kind` times the correction's weight, plus `kl.coef` times the
+    KL estimate (unless it is in the reward), less `entropy_coef` times the entropy.
 
     Args:
-        inputs: The micro-batch's tokens.
-        config: Which loss, with its parameters.
+        inputs: The micro-batch's tokens; none trained is legal and gives a zero with a graph.
+        loss: Which policy term, its aggregation, and the entropy bonus.
+        kl: The KL term.
+        correction: What is done about an engine whose log-probs differ.
+        norm_tokens: The constant of `seq_mean_token_sum_norm`: `loss.norm_tokens`, or where that is None the
+            longest response that may be, in tokens.
         num_loss_tokens: Loss tokens of the whole update, over all ranks; the plan has it.
         num_live_sequences: Sequences with a loss token of the whole update, over all ranks; the plan has it.
 
     Returns:
-        A scalar with gradient; the shares of all micro-batches on all ranks add up to the update's loss.
+        A scalar with gradient, and metrics that merge exactly; the shares of all micro-batches on all ranks add up
+        to the update's loss. NaN where any trained token has a log-prob or an advantage that isn't finite, also one
+        that is only reported.
+
+    Raises:
+        ValueError: The KL term, the entropy bonus or the correction needs a column that the inputs lack.
     """
-    return _LOSSES[config.kind](inputs, config, num_loss_tokens=num_loss_tokens, num_live_sequences=num_live_sequences)
+    trained = inputs.trained()
+    surrogate = _SURROGATES[loss.kind](trained, loss)
+    weights, token_metrics = correction_weights(trained, correction)
+    token_losses = surrogate.losses if weights is None else surrogate.losses * weights
+    penalties, penalty_metrics = _penalties(trained, loss, kl)
+    token_metrics |= {"approx_kl": kl_estimate("k3", log_ratio(trained)), **penalty_metrics}
+    loss_sum = aggregate(token_losses + penalties, trained, loss.aggregation) + nan_unless_finite(trained)
+    whole = denominator(loss.aggregation, norm_tokens, num_loss_tokens, num_live_sequences)
+    num_own_sequences = int((trained.loss_tokens_per_sequence > 0).sum())
+    own = denominator(loss.aggregation, norm_tokens, len(token_losses), num_own_sequences)
+    return loss_sum / whole, report(trained, surrogate, token_metrics, loss_sum, own)
+
+
+def _penalties(trained: LossInputs, loss: LossConfig, kl: KlConfig) -> tuple[Tensor | float, dict[str, Tensor]]:
+    """What is added to the policy term of each trained token, and the KL and entropy to report."""
+    penalties: Tensor | float = 0.0
+    metrics: dict[str, Tensor] = {}
+    if trained.reference_logprobs is not None:
+        metrics["kl"] = kl_estimate(kl.estimator, trained.reference_logprobs - trained.policy_logprobs)
+    if trained.entropy is not None:
+        metrics["entropy"] = trained.entropy
+    if kl.coef and not kl.in_reward:
+        if "kl" not in metrics:
+            raise ValueError(f"kl.coef is {kl.coef}, but there are no reference_logprobs; set it to 0 or add them")
+        penalties = penalties + kl.coef * metrics["kl"]
+    if loss.entropy_coef:
+        if "entropy" not in metrics:
+            raise ValueError(
+                f"loss.entropy_coef is {loss.entropy_coef}, but there is no entropy; set it to 0 or add it"
+            )
+        penalties = penalties - loss.entropy_coef * metrics["entropy"]
+    return penalties, metrics

@@ -1,26 +1,19 @@
-"""What every policy loss takes, and how per-token losses become one scalar.
-
-T response tokens of one micro-batch, S sequences. A loss returns the micro-batch's share of the update's
-loss: a sum divided by the update's own denominators. The shares of all micro-batches on all ranks therefore
-add up to the update's loss, and their gradients to its gradient, whatever the split.
-"""
+"""What every policy loss takes and gives. T response tokens of one micro-batch, S sequences."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from schemas.metrics import Metrics
-
-Aggregation = Literal["token_mean", "sequence_mean"]
-PolicyLoss = Callable[..., tuple[Tensor, Metrics]]
+# Nats. The exp of much more overflows, and then the clipped branch's zero gradient turns into NaN.
+MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The flat tokens of one micro-batch, sequence after sequence; log-probs in nats."""
+    """The flat tokens of one micro-batch, sequence after sequence; log-probs and entropies in nats."""
 
     policy_logprobs: Tensor  # [T] float32, with gradient
     behavior_logprobs: Tensor  # [T] float32
@@ -28,7 +21,9 @@ class LossInputs:
     loss_mask: Tensor  # [T] bool, what is trained
     sequence_index: Tensor  # [T] int64, which sequence a token belongs to
     loss_tokens_per_sequence: Tensor  # [S] int64, true values of loss_mask
+    sampler_logprobs: Tensor | None = None  # [T] float32
     reference_logprobs: Tensor | None = None  # [T] float32
+    entropy: Tensor | None = None  # [T] float32, with gradient where there is an entropy bonus
 
     @classmethod
     def from_rows(
@@ -39,7 +34,9 @@ class LossInputs:
         advantages: Tensor,
         loss_mask: Tensor,
         response_lengths: Tensor,
+        sampler_logprobs: Tensor | None = None,
         reference_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
     ) -> "LossInputs":
         """Spread per-sequence advantages over the tokens of S sequences.
 
@@ -49,7 +46,9 @@ class LossInputs:
             advantages: [S] float32.
             loss_mask: [T] bool.
             response_lengths: [S] integer, tokens; they add up to T.
-            reference_logprobs: [T] float32, or None.
+            sampler_logprobs: [T] float32; None: the mismatch is neither reported nor corrected.
+            reference_logprobs: [T] float32; None: no KL term.
+            entropy: [T] float32, of the distributions that predict the tokens; None: no entropy bonus.
 
         Raises:
             ValueError: A token column doesn't hold as many values as the lengths say.
@@ -59,7 +58,9 @@ class LossInputs:
             "policy_logprobs": policy_logprobs,
             "behavior_logprobs": behavior_logprobs,
             "loss_mask": loss_mask,
+            "sampler_logprobs": sampler_logprobs,
             "reference_logprobs": reference_logprobs,
+            "entropy": entropy,
         }
         num_tokens = int(lengths.sum())
         for name, column in columns.items():
@@ -75,7 +76,9 @@ class LossInputs:
             loss_mask=loss_mask,
             sequence_index=sequence_index,
             loss_tokens_per_sequence=torch.bincount(sequence_index[loss_mask], minlength=len(lengths)),
+            sampler_logprobs=sampler_logprobs,
             reference_logprobs=reference_logprobs,
+            entropy=entropy,
         )
 
     def trained(self) -> "LossInputs":
@@ -84,34 +87,42 @@ class LossInputs:
         Selecting, rather than multiplying by the mask, keeps a non-finite value of an untrained token out of
         the gradient.
         """
-        mask, reference = self.loss_mask, self.reference_logprobs
-        return LossInputs(
-            policy_logprobs=self.policy_logprobs[mask],
-            behavior_logprobs=self.behavior_logprobs[mask],
-            advantages=self.advantages[mask],
-            loss_mask=mask[mask],
-            sequence_index=self.sequence_index[mask],
-            loss_tokens_per_sequence=self.loss_tokens_per_sequence,
-            reference_logprobs=None if reference is None else reference[mask],
-        )
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        del columns["loss_tokens_per_sequence"]
+        selected: dict[str, Any] = {
+            name: column[self.loss_mask] for name, column in columns.items() if column is not None
+        }
+        return replace(self, **selected)
+
+    def sum_by_sequence(self, values: Tensor) -> Tensor:
+        """[S] sums of [T] values over each sequence's tokens."""
+        return values.new_zeros(len(self.loss_tokens_per_sequence)).index_add(0, self.sequence_index, values)
 
 
-def aggregate(token_losses: Tensor, trained: LossInputs, aggregation: Aggregation) -> Tensor:
-    """The unnormalised sum of per-token losses; `denominator` is what it is divided by.
+@dataclass(frozen=True)
+class Surrogate:
+    """The policy term of T trained tokens: what is minimised instead of minus the expected reward."""
 
-    Args:
-        token_losses: [T] losses of the trained tokens.
-        trained: The inputs, reduced to the trained tokens.
-        aggregation: `token_mean` weighs every token alike; `sequence_mean` weighs every sequence alike.
+    losses: Tensor  # [T], with gradient
+    ratio: Tensor  # [T], policy over behavior as this loss clips it
+    clipped: dict[str, Tensor]  # [T] bool, which tokens each side of the clipping is in effect for
 
-    Returns:
-        A scalar: the sum over the tokens, or the sum over the sequences of their token means.
+
+PolicySurrogate = Callable[..., Surrogate]  # (trained LossInputs, its config)
+
+
+def log_ratio(trained: LossInputs) -> Tensor:
+    """[T] log of policy over behavior probability, held below overflow; NaN stays NaN."""
+    return (trained.policy_logprobs - trained.behavior_logprobs).clamp(max=MAX_LOG_RATIO)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Surrogate:
+    """PPO's pessimistic surrogate, max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), elementwise.
+
+    Schulman et al. 2017, arXiv:1707.06347, equation 7; the two-sided range is DAPO's (arXiv:2503.14476).
     """
-    if aggregation == "sequence_mean":
-        token_losses = token_losses / trained.loss_tokens_per_sequence[trained.sequence_index]
-    return token_losses.sum()
-
-
-def denominator(aggregation: Aggregation, *, num_loss_tokens: int, num_live_sequences: int) -> int:
-    """What the update's loss sum is divided by: its loss tokens or its live sequences, over all ranks."""
-    return num_loss_tokens if aggregation == "token_mean" else num_live_sequences
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    in_effect = clipped > plain
+    sides = {"low": in_effect & (advantages < 0), "high": in_effect & (advantages > 0)}
+    return Surrogate(losses=torch.maximum(plain, clipped), ratio=ratio, clipped=sides)

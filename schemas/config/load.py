@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,13 +29,39 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"config file {path} does not exist") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"config file {path} can't be read: {error}") from None
+    return _validated(tree, overrides, str(path))
+
+
+def override_config(config: RunConfig, overrides: Sequence[str], name: str) -> RunConfig:
+    """Apply `section.key=value` overrides to a config; `name` is what messages call it.
+
+    Raises:
+        ConfigError: An override can't be read, or a key or value is not allowed.
+    """
+    return _validated(config.model_dump(mode="json"), overrides, name)
+
+
+def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
+    """The keys, as a user writes them, that have different values in two configs."""
+    return sorted(_changed(before.model_dump(mode="json"), after.model_dump(mode="json"), ""))
+
+
+def _validated(tree: dict[str, Any], overrides: Sequence[str], name: str) -> RunConfig:
     for override in overrides:
         _apply(tree, override)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         problems = "; ".join(_explain(detail) for detail in error.errors())
-        raise ConfigError(f"{path}: {problems}") from None
+        raise ConfigError(f"{name}: {problems}") from None
+
+
+def _changed(before: object, after: object, place: str) -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in before.keys() | after.keys():
+            yield from _changed(before.get(key), after.get(key), f"{place}.{key}" if place else key)
+    elif before != after:
+        yield place
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

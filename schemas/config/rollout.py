@@ -7,6 +7,12 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from schemas.base import Frozen
 
 
+class DynamicSampling(Frozen):
+    """DAPO's dynamic sampling: groups of equal rewards teach nothing and are replaced by those of further prompts."""
+
+    max_rounds: PositiveInt = 4  # of generation in one step; after the last one, the step has the groups that it has
+
+
 class TransformersRollout(Frozen):
     """The embedded engine: batched decoding with a KV cache on the training machine."""
 
@@ -18,6 +24,7 @@ class TransformersRollout(Frozen):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: NonNegativeInt = 0  # 0: no limit
     num_workers: PositiveInt = 1
+    dynamic_sampling: DynamicSampling | None = None
 
 
 RolloutConfig = TransformersRollout

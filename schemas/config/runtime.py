@@ -1,6 +1,8 @@
 """Where and how a run executes."""
 
-from pydantic import NonNegativeInt, PositiveInt
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from schemas.base import Frozen
 
@@ -12,8 +14,11 @@ class RuntimeConfig(Frozen):
     services_dir: str = ".sluice"  # state of the local services, where Sluice starts them
     ray_address: str | None = None  # None: a local Ray that Sluice starts
     prefect_api_url: str | None = None  # None: PREFECT_API_URL, else a local server that Sluice starts
+    num_policy_ranks: PositiveInt = 1  # data-parallel processes that hold the policy, sharded
+    num_reference_ranks: PositiveInt = 1  # the same of the reference, where there is one
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where the Ray cluster has the GPUs for all workers
+    gpus_per_worker: Annotated[float, Field(gt=0, le=1)] = 1.0  # less than 1: workers share GPUs
+    collective_timeout_seconds: PositiveFloat = 600  # a rank that waits so long for the others gives up
     num_threads: NonNegativeInt = 0  # torch threads of each worker; 0: the machine's cores
     max_restarts: NonNegativeInt = 3  # times that a run may recover from dead workers
-    checkpoint_every_steps: PositiveInt = 1
-    keep_checkpoints: PositiveInt = 2
     tensorboard: bool = False  # also write TensorBoard event files (extra `tensorboard`)

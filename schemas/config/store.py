@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from schemas.base import Frozen
+from schemas.config.kinds import default_kind
 
 
 class _Limits(Frozen):
@@ -45,10 +46,6 @@ class TieredStore(_Durable):
     kind: Literal["tiered"] = "tiered"
 
 
-def _default_kind(value: object) -> object:
-    return {"kind": "tiered", **value} if isinstance(value, dict) else value
-
-
 StoreConfig = Annotated[
-    Annotated[RayStore | FsspecStore | TieredStore, Field(discriminator="kind")], BeforeValidator(_default_kind)
+    Annotated[RayStore | FsspecStore | TieredStore, Field(discriminator="kind")], default_kind("tiered")
 ]

@@ -1,44 +1,153 @@
 """Advantages by hand."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rl_core.advantages import compute_advantages
-from schemas.config.advantage import GrpoAdvantage
+from schemas.config.advantage import (
+    AdvantageConfig,
+    DrGrpoAdvantage,
+    GrpoAdvantage,
+    OpoAdvantage,
+    ReinforcePlusPlusAdvantage,
+    RlooAdvantage,
+)
 
-CONFIG = GrpoAdvantage(epsilon=1e-6)
+ALL = [GrpoAdvantage(), DrGrpoAdvantage(), RlooAdvantage(), ReinforcePlusPlusAdvantage(), OpoAdvantage()]
+every_estimator = pytest.mark.parametrize("config", ALL, ids=lambda config: config.kind)
+
+# Group 7: 1, 0, 0, 1 has mean 0.5 and sample variance 1/3. Group 2: 2, 4 has mean 3 and variance 2.
+REWARDS = [1.0, 2.0, 0.0, 0.0, 4.0, 1.0]
+GROUPS = [7, 2, 7, 7, 2, 7]
+
+
+def advantages_of(
+    config: AdvantageConfig,
+    rewards: list[float],
+    groups: list[int],
+    lengths: list[int] | None = None,
+    loss_tokens: list[int] | None = None,
+) -> np.ndarray:
+    response_lengths = np.array([1] * len(rewards) if lengths is None else lengths)
+    return compute_advantages(
+        np.array(rewards),
+        np.array(groups, dtype=np.int64),
+        config,
+        response_lengths=response_lengths,
+        loss_tokens=response_lengths if loss_tokens is None else np.array(loss_tokens),
+    )
 
 
 def test_grpo_by_hand() -> None:
-    # Group 7: 1, 0, 0, 1 has mean 0.5 and sample variance 1/3. Group 2: 2, 4 has mean 3 and variance 2.
-    rewards = np.array([1.0, 2.0, 0.0, 0.0, 4.0, 1.0])
-    group_ids = np.array([7, 2, 7, 7, 2, 7])
-    advantages = compute_advantages(rewards, group_ids, CONFIG)
+    advantages = advantages_of(GrpoAdvantage(epsilon=1e-6), REWARDS, GROUPS)
     a, b = 0.5 / (np.sqrt(1 / 3) + 1e-6), 1 / (np.sqrt(2) + 1e-6)
     assert advantages.dtype == np.float32
     np.testing.assert_allclose(advantages, [a, -b, -a, -a, b, a], rtol=1e-6)
 
 
 def test_epsilon_is_added_to_the_standard_deviation() -> None:
-    advantages = compute_advantages(np.array([2.0, 4.0]), np.zeros(2, dtype=int), GrpoAdvantage(epsilon=1.0))
+    advantages = advantages_of(GrpoAdvantage(epsilon=1.0), [2.0, 4.0], [0, 0])
     np.testing.assert_allclose(advantages, [-1 / (np.sqrt(2) + 1), 1 / (np.sqrt(2) + 1)], rtol=1e-6)
 
 
-def test_singletons_and_equal_rewards_have_no_advantage() -> None:
+def test_dr_grpo_is_the_centred_reward() -> None:
+    assert advantages_of(DrGrpoAdvantage(), REWARDS, GROUPS).tolist() == [0.5, -1.0, -0.5, -0.5, 1.0, 0.5]
+
+
+def test_rloo_compares_with_the_others() -> None:
+    # Of 1, 0, 0, 1, the others of a 1 have mean 1/3, those of a 0 have 2/3. Of 2, 4 they are each other.
+    expected = [2 / 3, -2.0, -2 / 3, -2 / 3, 2.0, 2 / 3]
+    np.testing.assert_allclose(advantages_of(RlooAdvantage(), REWARDS, GROUPS), expected, rtol=1e-6)
+
+
+def test_reinforce_plus_plus_whitens_over_tokens() -> None:
+    # Centred: 0.5, -0.5 and 1, -1, with 3, 1, 1 and 1 trained tokens: a mean of (1.5 - 0.5 + 1 - 1) / 6 = 1/6, squares
+    # that add up to 3/4 + 1/4 + 1 + 1 = 3, so a sample variance of (3 - 6/36) / 5 = 17/30.
+    rewards, groups, tokens = [1.0, 0.0, 3.0, 1.0], [0, 0, 1, 1], [3, 1, 1, 1]
+    config = ReinforcePlusPlusAdvantage(epsilon=1e-8)
+    std = np.sqrt(17 / 30)
+    expected = np.array([0.5 - 1 / 6, -0.5 - 1 / 6, 1 - 1 / 6, -1 - 1 / 6]) / std
+    np.testing.assert_allclose(
+        advantages_of(config, rewards, groups, loss_tokens=tokens, lengths=[9] * 4), expected, 1e-6
+    )
+    # A weight is a number of tokens: the same as if the tokens were rows.
+    per_token = np.repeat([0.5, -0.5, 1.0, -1.0], tokens)
+    assert per_token.std(ddof=1) == pytest.approx(std)
+
+
+def test_flat_groups_are_whitened_with_but_stay_zero() -> None:
+    # Token values 1, -1, 0, 0: mean 0, sample variance 2/3.
+    advantages = advantages_of(ReinforcePlusPlusAdvantage(), [3.0, 1.0, 5.0, 5.0], [0, 0, 1, 1])
+    np.testing.assert_allclose(advantages, [np.sqrt(1.5), -np.sqrt(1.5), 0.0, 0.0], rtol=1e-6)
+    assert advantages[2:].tolist() == [0.0, 0.0]
+    # Here the mean over the tokens is not 0, but (3 - 1) / 6; the flat group's advantages are.
+    uneven = advantages_of(ReinforcePlusPlusAdvantage(), [3.0, 1.0, 5.0, 5.0], [0, 0, 1, 1], [3, 1, 1, 1])
+    assert uneven[2:].tolist() == [0.0, 0.0]
+
+
+def test_reinforce_plus_plus_without_anything_to_whiten() -> None:
+    config = ReinforcePlusPlusAdvantage()
+    assert advantages_of(config, [1.0, 0.0], [0, 0], [2, 2], loss_tokens=[0, 0]).tolist() == [0.0, 0.0]
+    assert advantages_of(config, [1.0, 0.0], [0, 0], [2, 2], loss_tokens=[2, 0]).tolist() == [0.0, 0.0]
+
+
+def test_opo_weighs_the_baseline_by_length() -> None:
+    # (3 * 1 + 1 * 0) / 4 = 0.75 and (1 * 2 + 2 * 5) / 3 = 4; loss tokens don't matter.
+    advantages = advantages_of(
+        OpoAdvantage(), [1.0, 0.0, 2.0, 5.0], [0, 0, 1, 1], [3, 1, 1, 2], loss_tokens=[0, 1, 1, 1]
+    )
+    assert advantages.tolist() == [0.25, -0.75, -2.0, 1.0]
+
+
+def test_opo_of_empty_responses_is_finite() -> None:
+    assert advantages_of(OpoAdvantage(), [1.0, 0.0], [0, 0], [0, 0]).tolist() == [0.5, -0.5]
+
+
+@every_estimator
+def test_singletons_and_equal_rewards_have_no_advantage(config: AdvantageConfig) -> None:
     # The mean of three 0.1 in float64 isn't 0.1, so only a test of equality gives exactly 0.
-    rewards = np.array([5.0, 0.1, 0.1, 0.1])
-    assert compute_advantages(rewards, np.array([0, 1, 1, 1]), CONFIG).tolist() == [0.0, 0.0, 0.0, 0.0]
+    rewards, groups = [5.0, 0.1, 0.1, 0.1, 1.0, 0.0], [0, 1, 1, 1, 2, 2]
+    advantages = advantages_of(config, rewards, groups, [3, 1, 4, 1, 5, 9])
+    assert advantages[:4].tolist() == [0.0] * 4
+    assert (advantages[4:] != 0).all()
+    assert advantages_of(config, rewards[:4], groups[:4]).tolist() == [0.0] * 4
 
 
-def test_no_rows() -> None:
-    assert compute_advantages(np.empty(0), np.empty(0, dtype=int), CONFIG).shape == (0,)
+@every_estimator
+@given(
+    rows=st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3), st.integers(1, 9)), min_size=1),
+    seed=st.integers(0, 2**16),
+)
+def test_advantages_follow_their_rows_and_rank_by_reward(
+    config: AdvantageConfig, rows: list[tuple[float, int, int]], seed: int
+) -> None:
+    rewards, groups, lengths = map(list, zip(*rows, strict=True))
+    advantages = advantages_of(config, rewards, groups, lengths)
+    order = np.random.default_rng(seed).permutation(len(rows))
+    shuffled = advantages_of(config, *(list(np.array(column)[order]) for column in (rewards, groups, lengths)))
+    np.testing.assert_allclose(shuffled, advantages[order], rtol=1e-5, atol=1e-6)
+    for group in set(groups):
+        members = [row for row in range(len(rows)) if groups[row] == group]
+        ranked = sorted(members, key=lambda row: rewards[row])
+        assert all(advantages[low] <= advantages[high] for low, high in pairwise(ranked))
+
+
+@every_estimator
+def test_no_rows(config: AdvantageConfig) -> None:
+    assert advantages_of(config, [], []).shape == (0,)
 
 
 def test_failed_rewards_are_refused() -> None:
     with pytest.raises(ValueError, match="row 1 has reward nan"):
-        compute_advantages(np.array([1.0, np.nan]), np.zeros(2, dtype=int), CONFIG)
+        advantages_of(GrpoAdvantage(), [1.0, np.nan], [0, 0])
 
 
-def test_lengths_must_agree() -> None:
+def test_rows_must_agree() -> None:
     with pytest.raises(ValueError, match="1-D of one length"):
-        compute_advantages(np.ones(3), np.zeros(2, dtype=int), CONFIG)
+        advantages_of(GrpoAdvantage(), [1.0] * 3, [0, 0])
+    with pytest.raises(ValueError, match="row 1 has 3 loss tokens among 2 response tokens"):
+        advantages_of(GrpoAdvantage(), [1.0, 0.0], [0, 0], [2, 2], loss_tokens=[2, 3])

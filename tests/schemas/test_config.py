@@ -47,6 +47,17 @@ def test_overrides_are_typed_and_win_in_order(path: Path) -> None:
         ("steps", "is not of the form section.key=value"),
         ("steps.x=1", "'steps' is a value, not a section"),
         ("name=../x", "is not a safe name"),
+        ("loss.aggregation=sequence_mean", "Input should be 'token_mean', 'seq_mean_token_mean', 'seq_mean_token_sum'"),
+        ("loss.norm_tokens=100", 'norm_tokens is of aggregation "seq_mean_token_sum_norm", not of "token_mean"'),
+        ("loss.dual_clip=1", "loss.dual_clip = 1: Input should be greater than 1"),
+        ("loss.kl_coef=0.1", "unknown key loss.kl_coef; "),
+        ("loss.kind=ppo", "expected tags: 'clipped', 'gspo', 'cispo'"),
+        ("advantage.kind=gae", "'grpo', 'dr_grpo', 'rloo', 'reinforce_plus_plus_baseline', 'opo'"),
+        ("advantage={kind='rloo', epsilon=1e-6}", "unknown key advantage.epsilon; allowed here: kind"),
+        ("kl.estimator=k4", "kl.estimator = 'k4': Input should be 'k1', 'k2' or 'k3'"),
+        ("correction.cap=0", "correction.cap = 0: Input should be greater than 0"),
+        ("correction={kind='band', low=3.0, high=2.0}", "low = 3.0 must be below high = 2.0"),
+        ("overlong.penalty=-1", "overlong.penalty = -1: Input should be greater than or equal to 0"),
     ],
 )
 def test_refusals_name_the_key_the_value_and_what_is_allowed(path: Path, override: str, message: str) -> None:
@@ -54,6 +65,14 @@ def test_refusals_name_the_key_the_value_and_what_is_allowed(path: Path, overrid
         load_config(path, [override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_section_without_a_kind_is_of_the_usual_one(path: Path) -> None:
+    config = load_config(path, ["loss.clip_high=0.28", "advantage.epsilon=1e-8", "correction.cap=3.0"])
+    assert (config.loss.kind, config.advantage.kind, config.correction.kind) == ("clipped", "grpo", "truncated")
+    # Without the section there is no correction.
+    assert load_config(path).correction.kind == "none"
+    assert load_config(path, ["loss.kind=gspo"]).loss.aggregation == "seq_mean_token_mean"
 
 
 def test_a_missing_and_a_broken_file(tmp_path: Path) -> None:

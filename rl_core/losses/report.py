@@ -1,0 +1,66 @@
+"""A loss's metrics: sums over trained tokens, so that those of any split merge to the same. T trained tokens."""
+
+import torch
+from torch import Tensor
+
+from rl_core.losses.base import LossInputs, Surrogate
+from schemas.metrics import Max, Mean, Metrics
+
+
+@torch.no_grad()
+def report(
+    trained: LossInputs, surrogate: Surrogate, token_metrics: dict[str, Tensor], loss_sum: Tensor, loss_weight: float
+) -> Metrics:
+    """The metrics of one micro-batch, with one copy from the device.
+
+    Args:
+        trained: The trained tokens.
+        surrogate: Their policy term.
+        token_metrics: [T] further values by name.
+        loss_sum: The unnormalised loss, a scalar.
+        loss_weight: What it would be divided by if this micro-batch were the whole update.
+
+    Returns:
+        `loss`; means over the trained tokens of `ratio`, `clip_fraction` and its sides (`/low`, `/high`, `/dual`),
+        of the absolute difference of behavior and sampler log-prob (`mismatch/mean`), and of `token_metrics`; and,
+        unless nothing is trained, `ratio_max` and `mismatch/max`.
+    """
+    values = {"ratio": surrogate.ratio, **_clip_fractions(surrogate), **token_metrics}
+    largest = {"ratio_max": surrogate.ratio}
+    if trained.sampler_logprobs is not None:
+        distance = (trained.behavior_logprobs - trained.sampler_logprobs).abs()
+        values["mismatch/mean"] = largest["mismatch/max"] = distance
+    num_tokens = len(surrogate.losses)
+    sums = [loss_sum.double(), *(column.sum(dtype=torch.float64) for column in values.values())]
+    maxima = [column.max().double() for column in largest.values()] if num_tokens else []
+    loss, *numbers = torch.stack(sums + maxima).tolist()
+    metrics: Metrics = {"loss": Mean(total=loss, weight=loss_weight)}
+    metrics |= {name: Mean(total=total, weight=num_tokens) for name, total in zip(values, numbers, strict=False)}
+    if num_tokens:
+        tops = zip(largest, numbers[len(values) :], strict=True)
+        metrics |= {name: Max(value=value) for name, value in tops}
+    return metrics
+
+
+@torch.no_grad()
+def nan_unless_finite(trained: LossInputs) -> Tensor:
+    """A scalar that is 0, or NaN if any trained token has a log-prob or an advantage that isn't finite.
+
+    What holds an overflow down, truncates or leaves out would otherwise hide an infinite value, and what is only
+    reported would not reach the loss at all.
+    """
+    columns = (
+        trained.policy_logprobs,
+        trained.behavior_logprobs,
+        trained.sampler_logprobs,
+        trained.reference_logprobs,
+        trained.advantages,
+    )
+    zeros = [(column * 0).sum() for column in columns if column is not None]
+    return torch.stack(zeros).sum()
+
+
+def _clip_fractions(surrogate: Surrogate) -> dict[str, Tensor]:
+    """Which tokens are clipped by the range, and by each side; dual clip is told apart."""
+    sides = {f"clip_fraction/{side}": tokens for side, tokens in surrogate.clipped.items()}
+    return {"clip_fraction": surrogate.clipped["low"] | surrogate.clipped["high"], **sides}
