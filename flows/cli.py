@@ -4,13 +4,13 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from flows.bench import app as bench_app
-from schemas.config.load import load_config
+from schemas.config.load import load_config, override_config
 from schemas.config.run import RunConfig
 from schemas.errors import PipelineError, RunError, UserError
 
@@ -86,16 +86,37 @@ def train(
 
 
 @app.command()
-def resume(run: RunArgument, runs_dir: RunsDirOption = "runs") -> None:
-    """Go on with a run that was stopped or killed; finished stages are not repeated."""
+def plan(
+    config_path: Annotated[str, typer.Argument(help="A TOML file, or the name of a built-in one.", metavar="CONFIG")],
+    overrides: OverridesArgument = None,
+    lengths: Annotated[
+        Literal["lognormal", "uniform"], typer.Option(help="How response lengths are drawn.")
+    ] = "lognormal",
+    fill: Annotated[
+        float, typer.Option(help="Their mean, as a share of rollout.max_response_tokens; 1 is full.")
+    ] = 0.5,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON value, for machines.")] = False,
+) -> None:
+    """Show what one step would take, and refuse what can't fit. Nothing is started."""
+    from flows.plan import plan_config
+
+    plan_config(console, _load(config_path, overrides or []), shape=lengths, fill=fill, as_json=as_json)
+
+
+@app.command()
+def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: RunsDirOption = "runs") -> None:
+    """Go on with a run that was stopped or killed; finished stages are not repeated.
+
+    What doesn't change what is trained may be changed, e.g. runtime.num_policy_ranks=2 or steps=100.
+    """
     from flows.session import prefect_session
     from infra.preflight import check
     from infra.runs import RunDirectory
 
     directory = RunDirectory.open(run, runs_dir)
-    config = directory.config()
-    # Found by its path, the run may lie elsewhere than where its own config says.
-    config = config.replace(runtime=config.runtime.replace(runs_dir=str(directory.path.parent)))
+    config = override_config(directory.config(), overrides or [], directory.run_id)
+    if Path(config.runtime.runs_dir).resolve() != directory.path.parent:  # found by its path, it may have been moved
+        config = config.replace(runtime=config.runtime.replace(runs_dir=str(directory.path.parent)))
     done = len(directory.metrics.steps())
     if done >= config.steps and (directory.path / "summary.json").exists():
         console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")
@@ -150,6 +171,28 @@ def evaluate(
 
 
 @app.command()
+def export(
+    run: RunArgument,
+    out: Annotated[Path, typer.Argument(help="The folder to write; empty or not there.")],
+    step: Annotated[
+        int | None, typer.Option(help="The checkpoint after so many steps; else the newest.", min=0)
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="The one with the best held-out accuracy.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; the base model's own if not given.")
+    ] = None,
+    runs_dir: RunsDirOption = "runs",
+) -> None:
+    """Write a checkpoint as a Hugging Face folder, adapters merged, which transformers and vLLM load."""
+    from infra.export import export_run
+    from infra.runs import RunDirectory
+
+    with console.status("exporting"):
+        version = export_run(RunDirectory.open(run, runs_dir), out, version=step, best=best, dtype=dtype)
+    console.print(f"wrote policy version {version} to {out}", soft_wrap=True)
+
+
+@app.command()
 def report(run: RunArgument, runs_dir: RunsDirOption = "runs") -> None:
     """Show a run's figures and write them, with curves, to its report.html."""
     from flows.report import render_table, write_html
@@ -187,7 +230,7 @@ def inspect(
     if as_json:
         typer.echo(summary.model_dump_json(indent=2))
     else:
-        print_step(console, summary)
+        print_step(console, summary, directory.plan(summary.step))
     if failures:
         raise failures[0]
 

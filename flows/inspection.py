@@ -8,6 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from schemas.plan import StepPlan
 from schemas.summary import ColumnFigures, LengthHistogram, SampleRow, StepSummary
 
 BAR_WIDTH = 30
@@ -20,8 +21,8 @@ KIND = ("stage", "axis", "dtype", "unit")
 FIGURES = ("rows", "values", "bytes", "nulls", "min", "mean", "max")
 
 
-def print_step(console: Console, summary: StepSummary) -> None:
-    """Show a step: what it is, its columns, its chunks, how long its rows are, and the sample rows."""
+def print_step(console: Console, summary: StepSummary, plan: StepPlan | None = None) -> None:
+    """Show a step: what it is, its columns, chunks and plan, how long its rows are, and the sample rows."""
     if not console.is_terminal:
         console = Console(file=console.file, width=max(console.width, PIPE_WIDTH))
     _print(console, Text("\n".join(_headlines(summary))))
@@ -33,6 +34,8 @@ def print_step(console: Console, summary: StepSummary) -> None:
         _print(console, Text("\n".join(f"{UNREADABLE}: {error}" for error in summary.errors), style="red"))
     if summary.chunks:
         _print(console, _chunks(summary))
+    if plan:
+        _print(console, Text(f"plan {plan.digest}: {plan}"))
     for title, histogram in (("prompt", summary.prompt_tokens), ("response", summary.response_tokens)):
         if histogram:
             _print(console, _histogram(f"{title} tokens", histogram))

@@ -2,6 +2,6 @@
 
 from rl_core.planning.balance import imbalance
 from rl_core.planning.pack import pack
-from rl_core.planning.plan import plan_step, update_imbalance
+from rl_core.planning.plan import plan_forward, plan_step
 
-__all__ = ["imbalance", "pack", "plan_step", "update_imbalance"]
+__all__ = ["imbalance", "pack", "plan_forward", "plan_step"]

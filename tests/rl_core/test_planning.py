@@ -1,15 +1,21 @@
-"""Planning: every row once, a hard budget, equal counts, membership by seed alone, exact denominators."""
+"""Planning: every row once, a hard budget, equal counts, even ranks, membership by seed alone, exact denominators."""
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from rl_core.planning import imbalance, pack, plan_step, update_imbalance
+from rl_core.planning import imbalance, pack, plan_forward, plan_step
 from rl_core.planning.balance import balance, rank_work, row_costs
-from rl_core.planning.pack import split_bins
+from rl_core.planning.pack import pack_ranks, split_bins, spread
 from schemas.errors import PlanError
-from schemas.plan import StepPlan
+from schemas.plan import ForwardPlan, MicroBatch, RankPlan, StepPlan
+from tests.benchmarks.planning import SHAPES
+
+Row = tuple[int, int, int]  # prompt, response and loss tokens
 
 ROWS = st.lists(
     st.tuples(st.integers(1, 20), st.integers(0, 40)).flatmap(
@@ -18,40 +24,85 @@ ROWS = st.lists(
     min_size=1,
     max_size=40,
 ).filter(lambda rows: any(trained for _, _, trained in rows))
+UPDATES, RANKS, BUDGETS, SEEDS = st.integers(1, 4), st.integers(1, 5), st.integers(60, 120), st.integers(0, 9)
 
 
-def plan_rows(rows: list[tuple[int, int, int]], **options: int) -> StepPlan:
-    prompts, responses, trained = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
-    return plan_step(prompts, responses, trained, **{"num_updates": 1, "num_ranks": 1, "seed": 0} | options)
+def columns(rows: list[Row]) -> list[np.ndarray]:
+    return [np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)]
+
+
+def plan_rows(rows: list[Row], **options: int) -> StepPlan:
+    return plan_step(*columns(rows), **{"num_updates": 1, "num_ranks": 1, "seed": 0} | options)
+
+
+def cost(rows: list[Row], members: tuple[int, ...] | list[int]) -> float:
+    """Linear work of all tokens, and attention over each sequence: 2^-14 of a token's work for a pair."""
+    lengths = [rows[row][0] + rows[row][1] for row in members]
+    return sum(lengths) + sum(length**2 for length in lengths) / 2**14
+
+
+def check_ranks(plan: RankPlan, rows: list[Row], num_ranks: int, budget: int) -> None:
+    """What holds for every pass over rows: of an update, or of scoring."""
+    assert len(plan.ranks) == len(plan.rank_costs) == num_ranks
+    assert {len(rank) for rank in plan.ranks} == {plan.num_micros}
+    for rank, rank_cost in zip(plan.ranks, plan.rank_costs, strict=True):
+        members = [micro.rows for micro in rank]
+        costs = [cost(rows, micro) for micro in members]
+        assert sum(costs) == rank_cost
+        assert costs == sorted(costs, reverse=True)  # so that dummies, which cost nothing, are last
+        assert sum(not micro for micro in members) == max(0, plan.num_micros - sum(map(len, members)))
+        for micro in rank:
+            assert micro.num_tokens == sum(rows[row][0] + rows[row][1] for row in micro.rows)
+            assert micro.num_tokens <= budget
+            assert list(micro.rows) == sorted(micro.rows)
+    identity = [cost(rows, share.tolist()) for share in np.array_split(np.array(sorted(plan.rows)), num_ranks)]
+    assert max(plan.rank_costs) <= max(identity)
+    assert max(plan.rank_costs) - min(plan.rank_costs) <= max(identity) - min(identity)
 
 
 @settings(deadline=None)
-@given(ROWS, st.integers(1, 4), st.integers(1, 5), st.integers(60, 120), st.integers(0, 9))
-def test_plan_invariants(
-    rows: list[tuple[int, int, int]], num_updates: int, num_ranks: int, budget: int, seed: int
-) -> None:
-    plan = plan_rows(rows, num_updates=num_updates, num_ranks=num_ranks, token_budget=budget, seed=seed)
+@given(ROWS, UPDATES, RANKS, BUDGETS, SEEDS)
+def test_step_invariants(rows: list[Row], num_updates: int, num_ranks: int, budget: int, seed: int) -> None:
+    options = {"num_updates": num_updates, "num_ranks": num_ranks, "token_budget": budget, "seed": seed}
+    plan = plan_rows(rows, **options)
     live = [row for row, (_, _, trained) in enumerate(rows) if trained]
-
     assert sorted(row for update in plan.updates for row in update.rows) == live
     assert plan.num_skipped_rows == len(rows) - len(live)
     assert len(plan.updates) == min(num_updates, len(live))
     for update in plan.updates:
-        assert len(update.ranks) == num_ranks
-        assert len({len(rank) for rank in update.ranks}) == 1
+        check_ranks(update, rows, num_ranks, budget)
         assert update.num_loss_tokens == sum(rows[row][2] for row in update.rows)
         assert update.num_live_sequences == len(update.rows)
-        for micro in (micro for rank in update.ranks for micro in rank):
-            assert micro.num_tokens == sum(rows[row][0] + rows[row][1] for row in micro.rows)
-            assert micro.num_tokens <= budget
-            assert list(micro.rows) == sorted(micro.rows)
+    assert plan == plan_rows(rows, **options)
 
 
 @settings(deadline=None)
-@given(ROWS, st.integers(1, 4), st.integers(0, 9))
-def test_membership_does_not_depend_on_ranks_or_budget(
-    rows: list[tuple[int, int, int]], num_updates: int, seed: int
-) -> None:
+@given(ROWS, RANKS, BUDGETS)
+def test_forward_invariants(rows: list[Row], num_ranks: int, budget: int) -> None:
+    prompts, responses, _ = columns(rows)
+    plan = plan_forward(prompts, responses, num_ranks=num_ranks, token_budget=budget)
+    assert sorted(plan.rows) == list(range(len(rows)))
+    check_ranks(plan, rows, num_ranks, budget)
+    assert plan == plan_forward(prompts, responses, num_ranks=num_ranks, token_budget=budget)
+
+
+@settings(deadline=None)
+@given(ROWS, UPDATES, RANKS, BUDGETS, SEEDS)
+def test_plans_are_values(rows: list[Row], num_updates: int, num_ranks: int, budget: int, seed: int) -> None:
+    step = plan_rows(rows, num_updates=num_updates, num_ranks=num_ranks, token_budget=budget, seed=seed)
+    forward = plan_forward(*columns(rows)[:2], num_ranks=num_ranks, token_budget=budget)
+    for plan in (step, forward):
+        again = type(plan).model_validate_json(plan.model_dump_json())
+        assert again == plan
+        assert hash(again) == hash(plan)
+        assert again.digest == plan.digest
+        assert len({plan, again}) == 1
+    assert step.replace(seed=seed + 1).digest != step.digest
+
+
+@settings(deadline=None)
+@given(ROWS, UPDATES, SEEDS)
+def test_membership_does_not_depend_on_ranks_or_budget(rows: list[Row], num_updates: int, seed: int) -> None:
     plans = [
         plan_rows(rows, num_updates=num_updates, num_ranks=num_ranks, token_budget=budget, seed=seed)
         for num_ranks, budget in ((1, 60), (3, 60), (2, 10_000))
@@ -62,11 +113,20 @@ def test_membership_does_not_depend_on_ranks_or_budget(
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_seed_decides_membership() -> None:
-    rows = [(2, 3, 3)] * 32
-    plans = [plan_rows(rows, num_updates=2, token_budget=64, seed=seed) for seed in (0, 0, 1)]
-    assert plans[0] == plans[1]
-    assert set(plans[0].updates[0].rows) != set(plans[2].updates[0].rows)
+def test_membership_is_the_seeds_permutation() -> None:
+    order = np.random.Generator(np.random.PCG64(4)).permutation(8).tolist()
+    plan = plan_rows([(2, 3, 3)] * 8, num_updates=2, token_budget=64, seed=4)
+    assert [set(update.rows) for update in plan.updates] == [set(order[:4]), set(order[4:])]
+    assert plan != plan_rows([(2, 3, 3)] * 8, num_updates=2, token_budget=64, seed=5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("num_rows", "most"), [(512, 0.005), (8192, 0.0006)])
+def test_ranks_are_even(shape: str, num_rows: int, most: float) -> None:
+    for seed in range(3):
+        lengths = SHAPES[shape](np.random.default_rng(seed), num_rows)
+        plan = plan_forward(np.ones_like(lengths), lengths - 1, num_ranks=16, token_budget=16_384)
+        assert plan.imbalance <= most
 
 
 @settings(deadline=None)
@@ -81,10 +141,15 @@ def test_balance_is_never_worse_than_the_order_given(costs: list[float], num_ran
     assert ours.max() <= identity.max()
 
 
-def test_balance_keeps_an_order_that_beats_greedy() -> None:
-    # Greedy deals 3 and 3 to different ranks and ends at 7 and 5; the order given is even: 6 and 6.
-    ranks = balance(np.array([2.0, 2.0, 2.0, 3.0, 3.0]), 2)
-    assert [rows.tolist() for rows in ranks] == [[0, 1, 2], [3, 4]]
+def test_balance_keeps_the_order_given_if_nothing_is_better() -> None:
+    # Longest first ends at 7 and 5; the order given is even, 6 and 6, and so is what exchanges make of the other.
+    assert [rows.tolist() for rows in balance(np.array([2.0, 2.0, 2.0, 3.0, 3.0]), 2)] == [[0, 1, 2], [3, 4]]
+    assert [rows.tolist() for rows in balance(np.ones(6), 3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_balance_exchanges_rows_where_longest_first_is_uneven() -> None:
+    # Longest first: 0, 1, 4 cost 3 + 2 + 2, and 3, 2 cost 3 + 2. Half of the gap is 1: row 0 goes for row 2.
+    assert [rows.tolist() for rows in balance(np.array([3.0, 2.0, 2.0, 3.0, 2.0]), 2)] == [[1, 2, 4], [0, 3]]
 
 
 def test_balance_evens_out_a_skewed_order() -> None:
@@ -95,20 +160,63 @@ def test_balance_evens_out_a_skewed_order() -> None:
 
 def test_row_costs_count_attention_and_prompts() -> None:
     assert row_costs(np.array([10, 100]), quadratic=0.01).tolist() == [11.0, 200.0]
+    assert row_costs(np.array([2**14])).tolist() == [2.0**15]
 
 
 def test_imbalance_is_spread_over_mean() -> None:
     assert imbalance(np.array([3.0, 1.0, 2.0])) == 1.0
     assert imbalance(np.zeros(2)) == 0.0
-    update = plan_rows([(2, 2, 2)] * 4, num_ranks=2, token_budget=8).updates[0]
-    assert update_imbalance(update, np.full(4, 4)) == 0.0
+    micro = MicroBatch(rows=(), num_tokens=0)
+    assert RankPlan(ranks=((micro,),) * 3, rank_costs=(3.0, 1.0, 2.0)).imbalance == 1.0
+    assert RankPlan(ranks=((micro,),) * 2, rank_costs=(0.0, 0.0)).imbalance == 0.0
 
 
-def test_pack_is_first_fit_longest_first() -> None:
-    lengths = np.array([4, 8, 1, 4, 2, 1])
-    # 8 opens a bin and leaves 2; 4 and 4 open the next and leave 2; 2 fits the first, 1 and 1 the second.
-    bins = pack(np.arange(6), lengths, 10)
-    assert [rows.tolist() for rows in bins] == [[1, 4], [0, 2, 3, 5]]
+def test_pack_is_best_fit_longest_first() -> None:
+    lengths = np.array([4, 7, 1, 2, 4, 2])
+    # 7 leaves 3 in the first bin; 4 and 4 leave 2 in the second, which 2 fills; 2 and 1 fill the first.
+    assert [rows.tolist() for rows in pack(np.arange(6), lengths, 10)] == [[1, 2, 5], [0, 3, 4]]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(50, 90))
+def test_pack_needs_few_bins(lengths: list[int], budget: int) -> None:
+    bins = pack(np.arange(len(lengths)), np.array(lengths, dtype=np.int64), budget)
+    tokens = [sum(lengths[row] for row in rows) for rows in bins]
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert all(len(rows) for rows in bins)
+    assert max(tokens, default=0) <= budget
+    # No two bins could be one, as the first row of the later one would have gone into the other.
+    assert all(tokens[at] + tokens[other] > budget for other in range(len(bins)) for at in range(other))
+
+
+def test_spread_makes_even_bins_or_none() -> None:
+    # 5 and 4 open a bin each; 3 goes to the 4, and 2 to the 5.
+    bins = spread(np.arange(4), np.array([2, 3, 4, 5]), 10, 2)
+    assert bins is not None
+    assert [rows.tolist() for rows in bins] == [[0, 3], [1, 2]]
+    # 5 + 4 and 5 + 3 leave no room for another 3.
+    assert spread(np.arange(5), np.array([5, 5, 4, 3, 3]), 10, 2) is None
+
+
+def test_as_few_micro_batches_as_the_tokens_allow() -> None:
+    lengths = np.array([5, 5, 4, 3, 3])
+    # Twenty tokens fit into two bins of ten, though not evenly: 5 + 5, and 4 + 3 + 3.
+    assert [rows.tolist() for rows in pack_ranks([np.arange(5)], lengths, 10)[0]] == [[0, 1], [2, 3, 4]]
+    # A rank of 6 + 6 needs two bins of ten; the other has its six tokens in two bins, too.
+    ranks = pack_ranks([np.array([0, 1]), np.array([2, 3])], np.array([6, 6, 3, 3]), 10)
+    assert [[rows.tolist() for rows in bins] for bins in ranks] == [[[0], [1]], [[2], [3]]]
+
+
+def test_a_rank_that_can_not_be_spread_has_its_bins_split() -> None:
+    # These fit into eight bins of 29, yet not evenly into nine; the other rank needs nine.
+    rows = [20, 18, 18, 16, 15, 15, 14, 14, 13, 13, 11, 11, 10, 10, 9, 7, 7, 6, 5]
+    lengths, uneven = np.array([*rows, *[20] * 9]), np.arange(len(rows))
+    assert len(pack(uneven, lengths, 29)) == 8
+    assert spread(uneven, lengths, 29, 9) is None
+    bins, others = pack_ranks([uneven, np.arange(len(rows), len(lengths))], lengths, 29)
+    assert len(bins) == len(others) == 9
+    assert sorted(np.concatenate(bins).tolist()) == uneven.tolist()
+    assert all(0 < lengths[part].sum() <= 29 for part in bins)
 
 
 def test_split_bins_splits_the_fullest_then_adds_dummies() -> None:
@@ -119,10 +227,32 @@ def test_split_bins_splits_the_fullest_then_adds_dummies() -> None:
     assert sorted(rows.tolist() for rows in split_bins(bins, lengths, 6)) == [[], [0], [1], [2], [3], [4]]
 
 
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(50, 90), st.integers(0, 40))
+def test_split_bins_keep_rows_and_budget(lengths: list[int], budget: int, more: int) -> None:
+    array = np.array(lengths, dtype=np.int64)
+    whole = pack(np.arange(len(lengths)), array, budget)
+    parts = split_bins(whole, array, len(whole) + more)
+    assert len(parts) == len(whole) + more
+    assert sorted(row for rows in parts for row in rows) == list(range(len(lengths)))
+    assert max(int(array[rows].sum()) for rows in parts) <= budget
+    assert sum(not len(rows) for rows in parts) == max(0, len(parts) - len(lengths))
+
+
+def test_micro_batches_line_up_by_cost() -> None:
+    # Rank 0 has one row of 8000 tokens, which costs more than rank 1's eight of 1000, all in one micro-batch each.
+    rows = [(1, 7999, 1), (1, 6999, 1)] + [(1, 999, 1)] * 20
+    update = plan_rows(rows, num_ranks=2, token_budget=9000).updates[0]
+    costs = [[cost(rows, micro.rows) for micro in rank] for rank in update.ranks]
+    assert costs == [sorted(rank, reverse=True) for rank in costs]
+    assert sum(max(pair) for pair in zip(*costs, strict=True)) <= 1.2 * cost(rows, list(range(22))) / 2
+
+
 def test_ranks_without_enough_rows_get_dummies() -> None:
     update = plan_rows([(1, 9, 9)] * 3, num_ranks=2, token_budget=10).updates[0]
     assert [[len(micro.rows) for micro in rank] for rank in update.ranks] == [[1, 1], [1, 0]]
     assert update.ranks[1][1].num_tokens == 0
+    assert update.num_dummies == 1
 
 
 def test_more_ranks_than_rows() -> None:
@@ -131,8 +261,13 @@ def test_more_ranks_than_rows() -> None:
 
 
 def test_a_row_over_budget_names_row_tokens_and_key() -> None:
-    with pytest.raises(PlanError, match=r"row 1 has 11 tokens.*packing\.token_budget is 10"):
+    message = r"row 1 has 11 tokens.*packing\.token_budget is 10; raise packing\.token_budget to at least 11 or shorten"
+    with pytest.raises(PlanError, match=message):
         plan_rows([(1, 2, 2), (5, 6, 1)], token_budget=10)
+    with pytest.raises(PlanError, match=message):
+        plan_forward([1, 5], [2, 6], num_ranks=1, token_budget=10)
+    with pytest.raises(PlanError, match=message):
+        pack(np.arange(2), np.array([3, 11]), 10)
 
 
 def test_a_skipped_row_may_be_over_budget() -> None:
@@ -141,27 +276,76 @@ def test_a_skipped_row_may_be_over_budget() -> None:
     assert plan.num_skipped_rows == 1
 
 
-def test_nothing_to_train_on() -> None:
+def test_nothing_to_train_on_or_to_score() -> None:
     with pytest.raises(PlanError, match="nothing to train on: none of the step's 2 rows"):
         plan_rows([(1, 2, 0), (5, 0, 0)], token_budget=10)
-    empty = np.empty(0, dtype=np.int64)
     with pytest.raises(PlanError, match="none of the step's 0 rows"):
-        plan_step(empty, empty, empty, num_updates=1, num_ranks=1, token_budget=8, seed=0)
+        plan_step([], [], [], num_updates=1, num_ranks=1, token_budget=8, seed=0)
+    for prompts in ([], [1, 5]):
+        with pytest.raises(PlanError, match=f"nothing to score: none of the {len(prompts)} rows"):
+            plan_forward(prompts, [0] * len(prompts), num_ranks=1, token_budget=8)
 
 
-@pytest.mark.parametrize("row", [(-1, 2, 1), (1, 2, 3), (1, 2, -1)])
-def test_impossible_counts_are_refused(row: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="row 1 has"):
+@pytest.mark.parametrize("row", [(-1, 2, 1), (1, 2, 3), (1, 2, -1), (5, -2, 0), (5, -2, -3)])
+def test_impossible_counts_are_refused(row: Row) -> None:
+    with pytest.raises(PlanError, match=f"row 1 has {row[0]} prompt, {row[1]} response and {row[2]} loss tokens"):
         plan_rows([(1, 2, 1), row], token_budget=10)
+    if min(row[:2]) < 0:
+        with pytest.raises(PlanError, match=f"row 1 has {row[0]} prompt"):
+            plan_forward([1, row[0]], [2, row[1]], num_ranks=1, token_budget=10)
 
 
-def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_ranks 0"):
-        plan_rows([(1, 2, 1)], token_budget=10, num_ranks=0)
-    with pytest.raises(ValueError, match="1-D arrays of one length"):
-        plan_step(np.ones(2), np.ones(3), np.ones(3), num_updates=1, num_ranks=1, token_budget=8, seed=0)
+@pytest.mark.parametrize("name", ["num_ranks", "num_updates", "token_budget"])
+def test_numbers_below_one_are_refused(name: str) -> None:
+    with pytest.raises(PlanError, match=f"{name} 0.*each must be at least 1"):
+        plan_rows([(1, 2, 1)], **{"token_budget": 10, name: 0})
 
 
-def test_plan_survives_json() -> None:
-    plan = plan_rows([(2, 3, 3)] * 7, num_updates=2, num_ranks=2, token_budget=10, seed=3)
-    assert StepPlan.model_validate_json(plan.model_dump_json()) == plan
+def test_arrays_of_other_shapes_or_dtypes_are_refused() -> None:
+    options = {"num_ranks": 1, "token_budget": 8}
+    with pytest.raises(PlanError, match="2 prompt lengths, 3 response lengths and 1 counts"):
+        plan_step([1, 1], [1, 1, 1], [1], num_updates=1, seed=0, **options)
+    with pytest.raises(ValueError, match="1-D"):
+        plan_forward(np.ones((2, 2), dtype=int), [1, 1], **options)
+    with pytest.raises(TypeError, match="float64"):
+        plan_forward([1.5, 2.0], [1, 1], **options)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_costs", "message"),
+    [
+        ((2, 1), 2, r"\[1, 2\] micro-batches; all need equally many"),
+        ((0, 0), 2, "at least one"),
+        ((1, 1), 1, "1 costs"),
+    ],
+)
+def test_ranks_that_would_wait_for_each_other_are_no_plan(
+    counts: tuple[int, ...], num_costs: int, message: str
+) -> None:
+    micro = MicroBatch(rows=(0,), num_tokens=1)
+    with pytest.raises(ValidationError, match=message):
+        RankPlan(ranks=tuple((micro,) * count for count in counts), rank_costs=(1.0,) * num_costs)
+
+
+STEP = """\
+token budget 10, seed 0, 1 rows skipped
+update  ranks  micro-batches  rows  tokens   fill  dummies   spread  loss tokens  sequences
+     0      2              2     3      30  75.0%        1  66.667%           27          3"""
+
+FORWARD = """\
+token budget 1,000
+ranks  micro-batches  rows  tokens    fill  dummies  spread
+    2              1     4   2,000  100.0%        0  0.000%"""
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        # Three rows of ten tokens fill three of four micro-batches, two on one rank: (2 - 1) / 1.5 of a row's cost.
+        (lambda: plan_rows([(1, 9, 9)] * 3 + [(1, 1, 0)], num_ranks=2, token_budget=10), STEP),
+        (lambda: plan_forward([1] * 4, [499] * 4, num_ranks=2, token_budget=1000), FORWARD),
+    ],
+    ids=["step", "forward"],
+)
+def test_a_plan_is_a_table_for_people(make: Callable[[], StepPlan | ForwardPlan], text: str) -> None:
+    assert str(make()) == text

@@ -1,0 +1,13 @@
+"""Which rows a rank reads."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.plan import MicroBatch
+
+
+def rank_rows(micros: Sequence[MicroBatch]) -> NDArray[np.int64]:
+    """The rows of some micro-batches, ascending."""
+    return np.unique(np.fromiter((row for micro in micros for row in micro.rows), dtype=np.int64))
