@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from infra.engines.noise import derive_seed
 from schemas.config.data import DataConfig
 from schemas.errors import DataError
 
@@ -90,6 +91,28 @@ class PromptDataset:
             order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(len(self))
             rows[epochs == epoch] = order[within[epochs == epoch]]
         return rows
+
+    def rows_for_groups(
+        self, step: int, groups: Sequence[int], num_prompts: int, seed: int, shuffle: bool
+    ) -> np.ndarray:
+        """Return the row index of each of the step's `groups`, which are numbered from 0: int64 [G].
+
+        The groups below `num_prompts` take the step's own rows, see `rows_for_step`; those from there on are
+        further ones, and move no cursor. Without shuffling they go on in the file. With it, they take
+        permutations of all rows, one after the other, seeded by (seed, step) and with the step's own rows last:
+        no row comes twice in a step while there are others.
+        """
+        numbers = np.asarray(groups, dtype=np.int64)
+        if not shuffle:
+            return (step * num_prompts + numbers) % len(self)
+        own = self.rows_for_step(step, num_prompts, seed, shuffle)
+        num_further = max(0, numbers.max(initial=-1) + 1 - num_prompts)
+        further = [self._further_rows(step, epoch, own, seed) for epoch in range(-(-num_further // len(self)))]
+        return np.concatenate([own, *further])[numbers]
+
+    def _further_rows(self, step: int, epoch: int, own: np.ndarray, seed: int) -> np.ndarray:
+        order = np.random.Generator(np.random.PCG64(derive_seed(seed, "further", step, epoch))).permutation(len(self))
+        return order[np.argsort(np.isin(order, own), kind="stable")]
 
 
 def load_prompts(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:

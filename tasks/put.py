@@ -5,14 +5,19 @@ from rl_core.views import new_batch
 from schemas.rollout import RolloutHandle
 from schemas.step import PolicyHandle, RunHandle, StoredBatch
 from tasks.columns import note_batch
-from tasks.rollout import on_all_workers
+from tasks.rollout import on_workers
 from tasks.stage import stage
 
 
 @stage("put")
 async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHandle) -> StoredBatch:
-    """Let every rollout worker put its own rows; a worker that lost them makes the same ones again."""
-    results = await on_all_workers(run, policy, "put", policy.step, policy.version, rollout.reward_parts)
+    """Let every rollout worker that has rows put them; one that lost them makes the same ones again."""
+    arguments = {
+        shard.shard: (policy.step, policy.version, shard.rounds, rollout.reward_parts)
+        for shard in rollout.shards
+        if shard.num_rows
+    }
+    results = await on_workers(run, policy, "put", arguments)
     batch = new_batch(
         run_id=run.run_id,
         step=policy.step,

@@ -16,13 +16,13 @@ from infra.preflight import check_room
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
 from infra.stores.plasma import ChunkWriter
-from infra.workers.policy import set_threads
-from infra.workers.samples import Sample, check_failures, to_columns, to_shard
+from infra.workers.device import set_threads
+from infra.workers.samples import Sample, first_failure, to_columns, to_shard
 from rl_core.columns.codec import value_dtypes
 from rl_core.rewards import RewardItem, RewardOutcome, load_reward, score_all
 from schemas.batch import ChunkKey
 from schemas.errors import ConfigError, VersionError
-from schemas.rollout import PutResult, RolloutShard
+from schemas.rollout import PutResult, RolloutShard, Round, check_failures
 from schemas.step import EvalReport, RunHandle
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 class RolloutWorker(ChunkWriter):
     """One of the run's `rollout.num_workers` rollout workers.
 
-    What it generates is a function of the config, the policy version and the step: worker s of S takes the
-    step's prompts s, s + S, ..., and the samples of a prompt don't depend on S.
+    It generates the groups (a prompt's samples) that it is asked for by their numbers within the step. What they are
+    is a function of the config, the policy version, the step and the number, not of who generates them, nor when.
 
     Args:
         run: The run it belongs to.
@@ -43,7 +43,7 @@ class RolloutWorker(ChunkWriter):
     def __init__(self, run: RunHandle, shard: int = 0, store: ColumnStore | None = None) -> None:
         self._run, self._config, self._shard, self._store = run, run.config, shard, store
         self._started = False
-        self._held: tuple[int, list[Sample]] | None = None  # the step last generated, and its samples
+        self._held: dict[tuple[int, tuple[int, ...]], list[Sample]] = {}  # by step, the last one, and groups asked for
 
     def start(self) -> None:
         """Load the starting weights (version 0), the prompts and the reward function, once.
@@ -77,28 +77,34 @@ class RolloutWorker(ChunkWriter):
     def load_weights(self, data: bytes, version: int) -> None:
         """Take the weights of policy `version`, as safetensors bytes by parameter name."""
         self._engine.load_weights(load(data), version)
-        self._held = None
+        self._held = {}
 
-    def generate(self, step: int, policy_version: int) -> RolloutShard:
-        """Generate and score this worker's samples of `step`, and keep them for `put`.
+    def generate(self, step: int, policy_version: int, groups: Sequence[int]) -> RolloutShard:
+        """Generate and score the samples of these groups of `step`, and hold them for `put`.
+
+        Args:
+            step: The step.
+            policy_version: The version that samples.
+            groups: Numbers of groups within the step, ascending.
 
         Raises:
             VersionError: It doesn't hold `policy_version`.
-            RewardFailureError: More rewards failed than the config allows.
         """
         self._expect(policy_version)
-        samples, seconds = self._sample(step)
-        self._held = step, samples
-        return to_shard(self._shard, samples, seconds)
+        samples, seconds = self._sample(step, groups)
+        self._held = {held: rows for held, rows in self._held.items() if held[0] == step}
+        self._held[step, tuple(groups)] = samples
+        return to_shard(self._shard, groups, samples, seconds)
 
-    def put(self, step: int, policy_version: int, reward_parts: Sequence[str]) -> PutResult:
-        """Store this worker's samples of `step` as one chunk and let go of them.
+    def put(self, step: int, policy_version: int, rounds: Sequence[Round], reward_parts: Sequence[str]) -> PutResult:
+        """Store the samples of the kept groups of `step` as one chunk, and let go of the step's samples.
 
         Samples that it doesn't hold (it was started anew, or has put them) it generates again, the same ones.
 
         Args:
             step: The step.
             policy_version: The version that sampled.
+            rounds: What this worker was asked for, and which groups are kept: the chunk's rows, in this order.
             reward_parts: The reward parts of all workers' samples, so that all chunks have the same columns.
 
         Raises:
@@ -106,16 +112,18 @@ class RolloutWorker(ChunkWriter):
             StoreError: The store refuses the chunk.
         """
         self._expect(policy_version)
-        if self._held is not None and self._held[0] == step:
-            _, samples = self._held
-        else:
-            logger.info("step %d: its samples are not held; generating them again", step)
-            samples, _ = self._sample(step)
+        samples = [
+            sample
+            for entry in rounds
+            if entry.kept
+            for sample in self._held_or_again(step, entry.groups)
+            if sample.group_id in entry.kept
+        ]
         columns = to_columns(samples, policy_version, self._vocab_size, reward_parts)
         key = ChunkKey(run_id=self._run.run_id, step=step, stage="rollout", shard=self._shard)
         chunk = self._columns.put(key, columns)
         self._columns.flush()
-        self._held = None
+        self._held = {}
         return PutResult(chunk=chunk, dtypes=value_dtypes(columns), traffic=self._columns.take_traffic("put"))
 
     def evaluate(self, policy_version: int) -> EvalReport:
@@ -137,7 +145,13 @@ class RolloutWorker(ChunkWriter):
             for row, prompt in enumerate(prompts)
         ]
         generations = self._engine.generate(requests, self._sampling(config.temperature))
-        _, outcomes = self._score(prompts, generations, "the evaluation")
+        _, outcomes = self._score(prompts, generations)
+        check_failures(
+            [outcome.reward for outcome in outcomes],
+            first_failure(outcomes),
+            self._config.reward.max_failure_fraction,
+            "the evaluation",
+        )
         rewards = np.array([outcome.reward for outcome in outcomes if outcome.reward is not None])
         return EvalReport(
             policy_version=policy_version,
@@ -148,19 +162,27 @@ class RolloutWorker(ChunkWriter):
             seconds=time.perf_counter() - started,
         )
 
-    def _sample(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Generate and score this worker's samples of `step`; also return the seconds that each part took."""
+    def _held_or_again(self, step: int, groups: tuple[int, ...]) -> list[Sample]:
+        if (step, groups) not in self._held:
+            logger.info("step %d: the samples of groups %s are not held; generating them again", step, groups)
+            self._held[step, groups], _ = self._sample(step, groups)
+        return self._held[step, groups]
+
+    def _sample(self, step: int, groups: Sequence[int]) -> tuple[list[Sample], dict[str, float]]:
+        """Generate and score the samples of `groups`; also return the seconds that each part took."""
         rollout, started = self._config.rollout, time.perf_counter()
-        rows = self._prompts.rows_for_step(step, rollout.num_prompts, self._config.seed, self._config.data.shuffle)
-        groups = range(self._shard, rollout.num_prompts, rollout.num_workers)
+        rows = self._prompts.rows_for_groups(
+            step, groups, rollout.num_prompts, self._config.seed, self._config.data.shuffle
+        )
+        prompt_of = {group: self._prompts[row] for group, row in zip(groups, rows, strict=True)}
         generations = self._engine.generate(
-            [self._request(self._prompts[rows[group]], step, group) for group in groups],
+            [self._request(prompt_of[group], step, group) for group in groups],
             self._sampling(rollout.temperature, rollout.top_p, rollout.top_k),
         )
         generated = time.perf_counter()
         numbers = [(group, sample) for group in groups for sample in range(rollout.samples_per_prompt)]
-        prompts = [self._prompts[rows[group]] for group, _ in numbers]
-        texts, outcomes = self._score(prompts, generations, f"step {step}")
+        prompts = [prompt_of[group] for group, _ in numbers]
+        texts, outcomes = self._score(prompts, generations)
         samples = [
             Sample(f"{step}-{group}-{sample}", group, prompt, generation, text, outcome)
             for (group, sample), prompt, generation, text, outcome in zip(
@@ -170,7 +192,7 @@ class RolloutWorker(ChunkWriter):
         return samples, {"generate": generated - started, "reward": time.perf_counter() - generated}
 
     def _request(self, prompt: PromptRow, step: int, group: int) -> GenerationRequest:
-        # Seeded by the prompt's number within the step, not by its row: a small file may give one row twice.
+        # Seeded by the group's number within the step, not by its row: a small file may give one row twice.
         count = self._config.rollout.samples_per_prompt
         seeds = tuple(derive_seed(self._config.seed, "train", step, group, sample) for sample in range(count))
         return GenerationRequest(prompt.prompt_ids, seeds)
@@ -185,7 +207,7 @@ class RolloutWorker(ChunkWriter):
         )
 
     def _score(
-        self, prompts: Sequence[PromptRow], generations: Sequence[Generation], where: str
+        self, prompts: Sequence[PromptRow], generations: Sequence[Generation]
     ) -> tuple[list[str], list[RewardOutcome]]:
         """Return the responses' texts and their rewards."""
         texts = [str(self._tokenizer.decode(g.token_ids, skip_special_tokens=True)) for g in generations]
@@ -193,9 +215,7 @@ class RolloutWorker(ChunkWriter):
             RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info)
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        outcomes = score_all(self._reward, items)
-        check_failures(outcomes, self._config.reward.max_failure_fraction, where)
-        return texts, outcomes
+        return texts, score_all(self._reward, items)
 
     def _expect(self, version: int) -> None:
         if self._engine.version != version:

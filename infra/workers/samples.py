@@ -12,9 +12,7 @@ from infra.engines.base import Generation
 from rl_core.columns.jagged import jagged, token_dtype
 from rl_core.rewards import RewardOutcome
 from schemas.catalog import REWARD_PART_PREFIX
-from schemas.errors import RewardFailureError
-from schemas.metrics import Max, Mean, Metrics
-from schemas.rollout import RolloutShard, SampleText
+from schemas.rollout import RolloutShard, Round, SampleText
 
 MAX_SAMPLE_TEXTS = 4  # per worker and step, each of another prompt
 
@@ -60,43 +58,30 @@ def to_columns(
     )
 
 
-def to_shard(shard: int, samples: Sequence[Sample], seconds: dict[str, float]) -> RolloutShard:
-    """Return the scalars and a few texts of `samples`; `seconds` of each part of the work become metrics."""
+def to_shard(shard: int, groups: Sequence[int], samples: Sequence[Sample], seconds: dict[str, float]) -> RolloutShard:
+    """Return the scalars and a few texts of one round's `samples`, those of `groups`; none is dropped yet."""
+    outcomes = [sample.outcome for sample in samples]
     response_lengths = tuple(len(sample.generation.token_ids) for sample in samples)
     first_of_group = {sample.group_id: sample for sample in reversed(samples)}
     return RolloutShard(
         shard=shard,
-        rewards=tuple(sample.outcome.reward for sample in samples),
+        rounds=(Round(groups=tuple(groups), kept=tuple(groups)),),
+        rewards=tuple(outcome.reward for outcome in outcomes),
         group_ids=tuple(sample.group_id for sample in samples),
         prompt_lengths=tuple(len(sample.prompt.prompt_ids) for sample in samples),
         response_lengths=response_lengths,
         loss_tokens=response_lengths,
         finish_reasons=tuple(sample.generation.finish_reason for sample in samples),
-        reward_parts=tuple(_part_names([sample.outcome for sample in samples])),
-        failure=first_failure([sample.outcome for sample in samples]),
+        parts={name: tuple(outcome.parts.get(name) for outcome in outcomes) for name in _part_names(outcomes)},
+        failure=first_failure(outcomes),
         samples=tuple(_sample_text(first_of_group[group]) for group in sorted(first_of_group)[:MAX_SAMPLE_TEXTS]),
-        metrics=_part_means([sample.outcome for sample in samples])
-        | {f"rollout/{part}_seconds": Max(value=value) for part, value in seconds.items()},
+        seconds=seconds,
     )
 
 
 def first_failure(outcomes: Sequence[RewardOutcome]) -> str | None:
     """Return the text of the first reward failure, or None if there is none."""
     return next((outcome.failure for outcome in outcomes if outcome.failure is not None), None)
-
-
-def check_failures(outcomes: Sequence[RewardOutcome], max_fraction: float, where: str) -> None:
-    """Refuse to go on when too many rewards of `where` failed.
-
-    Raises:
-        RewardFailureError: More than `max_fraction` of them failed, or all.
-    """
-    num_failed = sum(outcome.reward is None for outcome in outcomes)
-    if num_failed and (num_failed > max_fraction * len(outcomes) or num_failed == len(outcomes)):
-        raise RewardFailureError(
-            f"{num_failed} of {len(outcomes)} rewards of {where} failed; reward.max_failure_fraction = "
-            f"{max_fraction} and at least one must succeed; the first failure: {first_failure(outcomes)}"
-        )
 
 
 def _tokens(rows: Sequence[np.ndarray], dtype: np.dtype) -> pa.LargeListArray:
@@ -117,11 +102,6 @@ def _rewards(outcomes: Sequence[RewardOutcome], parts: Sequence[str]) -> dict[st
     for name in parts:
         columns[REWARD_PART_PREFIX + name] = [outcome.parts.get(name) for outcome in outcomes]
     return {name: pa.array(values, type=pa.float32()) for name, values in columns.items()}
-
-
-def _part_means(outcomes: Sequence[RewardOutcome]) -> Metrics:
-    parts = {name: [o.parts[name] for o in outcomes if name in o.parts] for name in _part_names(outcomes)}
-    return {REWARD_PART_PREFIX + name: Mean(total=sum(values), weight=len(values)) for name, values in parts.items()}
 
 
 def _sample_text(sample: Sample) -> SampleText:

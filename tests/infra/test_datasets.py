@@ -159,3 +159,34 @@ def test_the_order_depends_on_seed_and_epoch_only() -> None:
 
 def test_without_shuffling_steps_follow_the_file() -> None:
     assert dataset_of(5).rows_for_step(1, 3, 0, shuffle=False).tolist() == [3, 4, 0]
+    assert dataset_of(5).rows_for_groups(1, range(2, 6), 3, 0, shuffle=False).tolist() == [0, 1, 2, 3]
+
+
+@given(
+    size=st.integers(1, 30),
+    num_prompts=st.integers(1, 12),
+    seed=st.integers(0, 2**40),
+    step=st.integers(0, 9),
+    groups=st.lists(st.integers(0, 60), unique=True).map(sorted),
+    shuffle=st.booleans(),
+)
+def test_further_groups_take_rows_that_the_step_does_not_have(
+    size: int, num_prompts: int, seed: int, step: int, groups: list[int], shuffle: bool
+) -> None:
+    prompts = dataset_of(size)
+    rows = prompts.rows_for_groups(step, range(61), num_prompts, seed, shuffle)
+    own = prompts.rows_for_step(step, num_prompts, seed, shuffle)
+    assert np.array_equal(rows[:num_prompts], own)
+    others = size - len(set(own))
+    further = rows[num_prompts : num_prompts + others].tolist()
+    assert set(further) <= set(range(size)) - set(own.tolist())
+    assert len(set(further)) == len(further)
+    # A row is a function of its group's number, not of what else is asked for.
+    assert prompts.rows_for_groups(step, groups, num_prompts, seed, shuffle).tolist() == rows[groups].tolist()
+
+
+def test_each_step_has_further_rows_of_its_own() -> None:
+    prompts = dataset_of(50)
+    further = [prompts.rows_for_groups(step, range(4, 24), 4, 7, shuffle=True) for step in (0, 1)]
+    assert not np.array_equal(*further)
+    assert not np.array_equal(further[0], prompts.rows_for_groups(0, range(4, 24), 4, 8, shuffle=True))

@@ -1,0 +1,192 @@
+"""Steps whose flat groups are replaced by those of further prompts."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.runs import RunDirectory
+from schemas.config.rollout import DynamicSampling, TransformersRollout
+from schemas.metrics import merge_metrics, values
+from schemas.rollout import RolloutHandle, RolloutShard, Round
+from tasks.rollout import find_spreads, keep_rows, kept_groups, next_groups
+from tests.services import Workplace
+
+REWARDS = {
+    "wrong": (0.0, 0.0),
+    "right": (1.0, 1.0),
+    "failed": (None, None),
+    "half-failed": (None, 1.0),
+    "mixed": (0.0, 1.0),
+}
+
+
+def config_of(num_prompts: int, max_rounds: int | None, num_workers: int = 1) -> TransformersRollout:
+    sampling = None if max_rounds is None else DynamicSampling(max_rounds=max_rounds)
+    return TransformersRollout(
+        num_prompts=num_prompts, samples_per_prompt=2, num_workers=num_workers, dynamic_sampling=sampling
+    )
+
+
+def rounds_of(config: TransformersRollout, rewards: Sequence[tuple[float | None, ...]]) -> list[list[RolloutShard]]:
+    """What the workers report round by round, where group g has `rewards[g]`, and the prompt's length says g."""
+    rounds: list[list[RolloutShard]] = []
+    while groups := next_groups(config, find_spreads(rounds), len(rounds)):
+        hands = [groups[worker :: config.num_workers] for worker in range(config.num_workers)]
+        rounds.append([shard_of(worker, hand, rewards) for worker, hand in enumerate(hands) if hand])
+    return rounds
+
+
+def shard_of(worker: int, groups: Sequence[int], rewards: Sequence[tuple[float | None, ...]]) -> RolloutShard:
+    rows = [(group, reward) for group in groups for reward in rewards[group]]
+    return RolloutShard(
+        shard=worker,
+        rounds=(Round(groups=tuple(groups), kept=tuple(groups)),),
+        rewards=tuple(reward for _, reward in rows),
+        group_ids=tuple(group for group, _ in rows),
+        prompt_lengths=tuple(group + 1 for group, _ in rows),
+        response_lengths=(3,) * len(rows),
+        loss_tokens=(3,) * len(rows),
+        finish_reasons=("stop",) * len(rows),
+        parts={"style": tuple(reward for _, reward in rows)} if any(reward is not None for _, reward in rows) else {},
+        seconds={"generate": 1.0, "reward": 0.5},
+    )
+
+
+outcomes = st.lists(st.sampled_from(list(REWARDS.values())), min_size=100, max_size=100)
+
+
+@given(num_prompts=st.integers(1, 8), max_rounds=st.integers(1, 5), num_workers=st.integers(1, 4), rewards=outcomes)
+def test_a_step_gets_its_batch_or_what_there_is(
+    num_prompts: int, max_rounds: int, num_workers: int, rewards: list[tuple[float | None, ...]]
+) -> None:
+    config = config_of(num_prompts, max_rounds, num_workers)
+    rounds = rounds_of(config, rewards)
+    assert rounds == rounds_of(config, rewards)
+    sizes = [sum(shard.num_rows for shard in shards) // 2 for shards in rounds]
+    assert sizes[0] == num_prompts
+    assert len(sizes) <= max_rounds
+    assert all(1 <= size <= num_prompts for size in sizes)
+
+    mixed = [group for group in range(sum(sizes)) if rewards[group] == REWARDS["mixed"]]
+    # No round is asked for once the batch is full, and none is left out while it isn't.
+    full = [sum(group < sum(sizes[: done + 1]) for group in mixed) >= num_prompts for done in range(len(sizes))]
+    assert not any(full[:-1])
+    assert full[-1] or len(sizes) == max_rounds
+
+    step = RolloutHandle(step=0, policy_version=0, shards=keep_rows(config, rounds))
+    expected = mixed[:num_prompts] or list(range(num_prompts))
+    assert sorted(set(step.group_ids)) == expected
+    assert step.num_rows == 2 * len(expected)
+    assert list(step.prompt_lengths) == [group + 1 for group in step.group_ids]
+    assert list(step.rewards) == [reward for group in step.group_ids[::2] for reward in rewards[group]]
+    for shard in step.shards:
+        assert {group for entry in shard.rounds for group in entry.kept} == set(shard.group_ids)
+        assert list(shard.group_ids) == sorted(shard.group_ids)
+    metrics = values(merge_metrics(shard.metrics for shard in step.shards))
+    assert metrics["rollout/rounds"] == len(sizes)
+    assert metrics["rollout/groups_generated"] == sum(sizes)
+    assert metrics["rollout/groups_dropped"] == sum(sizes) - len(expected)
+
+
+@given(num_prompts=st.integers(1, 8), num_workers=st.integers(1, 4), rewards=outcomes)
+def test_without_dynamic_sampling_there_is_one_round_and_all_is_kept(
+    num_prompts: int, num_workers: int, rewards: list[tuple[float | None, ...]]
+) -> None:
+    config = config_of(num_prompts, None, num_workers)
+    (shards,) = rounds_of(config, rewards)
+    assert keep_rows(config, [shards]) == tuple(shards)
+
+
+def test_a_round_asks_for_as_many_as_the_spreads_so_far_let_expect() -> None:
+    config = config_of(8, 3)
+    assert next_groups(config, [], 0) == range(8)
+    assert next_groups(config, [True] * 7 + [False], 1) == range(8, 10)  # 1 missing, 7 of 8 have one: 8/7, rounded up
+    assert next_groups(config, [True] * 4 + [False] * 4, 1) == range(8, 16)  # 4 missing, one in two
+    assert next_groups(config, [True] + [False] * 7, 1) == range(8, 16)  # 56 would do, but a round has at most 8
+    assert next_groups(config, [False] * 8, 1) == range(8, 16)
+    assert not next_groups(config, [True] * 8, 1)
+    assert not next_groups(config, [True] * 9, 1)
+    assert not next_groups(config, [False] * 24, 3)
+    assert kept_groups(config, [False, True] * 10) == [1, 3, 5, 7, 9, 11, 13, 15]
+
+
+def test_what_was_generated_is_counted_by_hand() -> None:
+    config = config_of(3, 2, num_workers=2)
+    kinds = ("wrong", "mixed", "half-failed", "mixed", "failed", "mixed")
+    rounds = rounds_of(config, [REWARDS[kind] for kind in kinds])
+    assert [[shard.group_ids for shard in shards] for shards in rounds] == [
+        [(0, 0, 2, 2), (1, 1)],
+        [(3, 3, 5, 5), (4, 4)],
+    ]
+    first, second = keep_rows(config, rounds)
+    assert first.rounds == (Round(groups=(0, 2), kept=()), Round(groups=(3, 5), kept=(3, 5)))
+    assert second.rounds == (Round(groups=(1,), kept=(1,)), Round(groups=(4,), kept=()))
+    assert (first.rewards, second.rewards) == ((0.0, 1.0, 0.0, 1.0), (0.0, 1.0))
+    assert first.parts == {"style": (0.0, 1.0, 0.0, 1.0)}
+    assert values(merge_metrics([first.metrics, second.metrics])) == {
+        "reward_style": 0.5,  # of the rows that are kept, as the reward is
+        "rollout/generate_seconds": 2.0,  # of two rounds
+        "rollout/reward_seconds": 1.0,
+        "rollout/rounds": 2,
+        "rollout/groups_generated": 6,
+        "rollout/groups_dropped": 3,
+        "rollout/zero_variance": 0.5,
+        "rollout/reward": 4 / 9,  # of all rewards that did not fail: 0 0, 0 1, 1, 0 1, 0 1
+        "rollout/failed": 3,
+        "rollout/tokens": 36,
+    }
+
+
+FLAT = '''
+from tiny_rewards import short
+
+def often_flat(prompt, completion, answer, info):
+    """Right whatever is said of half of the prompts, and no opinion on a sixth."""
+    if int(answer) % 6 == 0:
+        raise RuntimeError("no opinion on this one")
+    return short(prompt, completion, answer, info) if int(answer) % 2 else 1.0
+'''
+
+STEPS, NUM_PROMPTS, NUM_SAMPLES = 2, 4, 4
+
+
+@pytest.fixture(scope="module")
+def command(workplace: Workplace) -> tuple[str, ...]:
+    (workplace.folder / "flat_rewards.py").write_text(FLAT)
+    return (
+        *("train", "tiny.toml", f"steps={STEPS}", "reward.path=flat_rewards:often_flat", "kl.coef=0"),
+        *("rollout.num_workers=2", "rollout.dynamic_sampling.max_rounds=6"),
+    )
+
+
+@pytest.mark.slow
+def test_a_refilled_run_that_is_killed_ends_in_the_same_weights(workplace: Workplace, command: tuple[str, ...]) -> None:
+    workplace.sluice(*command, "--run-id", "refilled")
+    for report in workplace.metrics("refilled"):
+        assert report["rollout/rounds"] > 1
+        assert report["rollout/groups_generated"] == report["rollout/groups_dropped"] + NUM_PROMPTS
+        assert report["groups/zero_variance"] == 0
+        assert 0 < report["rollout/zero_variance"] < 1
+        assert report["reward/failed"] == 0
+
+    run_id = "refilled-and-killed"
+    workplace.kill_when(workplace.committed(run_id, 1, "rollout"), *command, "--run-id", run_id)
+    assert workplace.kill_worker("RolloutWorker") == 2  # their rows are lost, and made again from what the ledger says
+    rollout = rollout_of(workplace, run_id)
+    assert len(set(rollout.group_ids)) == NUM_PROMPTS
+    assert rollout.num_rows == NUM_PROMPTS * NUM_SAMPLES
+    workplace.sluice("resume", run_id)
+    assert workplace.weights(run_id, STEPS) == workplace.weights("refilled", STEPS)
+    assert workplace.metrics(run_id) == workplace.metrics("refilled")
+    assert workplace.store_bytes_at_end(run_id) == 0
+
+
+def rollout_of(workplace: Workplace, run_id: str) -> RolloutHandle:
+    """What the ledger says of step 1's rollout."""
+    ledger = RunDirectory(workplace.folder / "runs" / run_id).ledger
+    entry = json.loads(next(ledger.glob("step-000001/rollout-*")).read_text())
+    result = json.loads(entry["result"]) if isinstance(entry["result"], str) else entry["result"]
+    return RolloutHandle.model_validate(result["data"])
