@@ -173,7 +173,7 @@ def evaluate(
 @app.command()
 def export(
     run: RunArgument,
-    out: Annotated[Path, typer.Argument(help="The folder to write; empty or not there.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; empty or not there.", metavar="OUT")],
     step: Annotated[
         int | None, typer.Option(help="The checkpoint after so many steps; else the newest.", min=0)
     ] = None,

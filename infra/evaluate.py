@@ -1,6 +1,12 @@
 """Held-out accuracy of a run's newest checkpoint, in this process: no Ray, no Prefect."""
 
-from infra.checkpoint import newest_checkpoint
+import tempfile
+from pathlib import Path
+
+import torch
+
+from infra.checkpoints.model import write_model_folder
+from infra.checkpoints.store import open_checkpoints
 from infra.preflight import check
 from infra.runs import RunDirectory
 from infra.stores.memory import MemoryStore
@@ -22,19 +28,23 @@ def evaluate_run(directory: RunDirectory, data_path: str | None, num_prompts: in
         ConfigError: Neither the call nor the config names a prompt file.
     """
     config = directory.config()
-    found = newest_checkpoint(directory.checkpoints)
+    store = open_checkpoints(directory, config.checkpoint)
+    found = store.newest()
     if found is None:
-        raise RunError(f"run {directory.run_id} has no checkpoint in {directory.checkpoints}")
+        raise RunError(f"run {directory.run_id} has no whole checkpoint in {store}")
     if data_path is None and config.data.eval_path is None:
         raise ConfigError(f"run {directory.run_id} has no data.eval_path; give prompts with --data FILE")
-    path, manifest = found
-    config = config.replace(
-        model=config.model.replace(path=str(path)),
-        data=config.data.replace(eval_path=data_path or config.data.eval_path),
-        eval=config.eval.replace(num_prompts=num_prompts or config.eval.num_prompts),
-    )
-    check(config)
-    run = RunHandle(run_id=directory.run_id, directory=str(directory.path), config=config, store_generation="")
-    worker = RolloutWorker(run, store=MemoryStore(run.run_id, capacity_bytes=1))  # an evaluation stores nothing
-    worker.start()
-    return worker.evaluate(0).replace(policy_version=manifest.version)
+    version = found[0]
+    with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
+        model = Path(folder, "model")
+        write_model_folder(store, version, model, torch.float32)  # what every engine loads
+        config = config.replace(
+            model=config.model.replace(path=str(model), lora=None),
+            data=config.data.replace(eval_path=data_path or config.data.eval_path),
+            eval=config.eval.replace(num_prompts=num_prompts or config.eval.num_prompts),
+        )
+        check(config)
+        run = RunHandle(run_id=directory.run_id, directory=str(directory.path), config=config, store_generation="")
+        worker = RolloutWorker(run, store=MemoryStore(run.run_id, capacity_bytes=1))  # an evaluation stores nothing
+        worker.start()
+        return worker.evaluate(0).replace(policy_version=version)

@@ -11,11 +11,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.logging import disable_progress_bar
 
+from infra.checkpoints.manifest import Adapter
+from infra.lora import add_adapter
 from schemas.config.model import ModelConfig
 from schemas.errors import ModelError
 
@@ -80,6 +83,57 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     return model.eval()
 
 
+def load_policy(config: ModelConfig, seed: int = 0) -> PreTrainedModel:
+    """Load the model to be trained: the starting weights in float32 on the CPU, adapters and checkpointing as set.
+
+    Args:
+        config: The model.
+        seed: Of the adapters' starting weights.
+
+    Returns:
+        The model; in train mode where it checkpoints gradients, which computes the same function.
+
+    Raises:
+        ModelError: See `load_model`.
+        ConfigError: See `infra.lora.add_adapter`.
+    """
+    model = load_model(config)
+    if config.lora is not None:
+        add_adapter(model, config.lora, seed)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    return model
+
+
+def empty_model(folder: Path) -> PreTrainedModel:
+    """Build the model that a folder's config describes, in float32, in eval mode and without dropout.
+
+    Its weights are random: they are to be overwritten. Its config and generation config are those of the folder.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = _generation_config(str(folder)) or model.generation_config
+    _remove_dropout(model)
+    return model.eval()
+
+
+def save_assets(config: ModelConfig, folder: Path) -> None:
+    """Write what a Hugging Face folder holds beside its weights: the model's own config and tokenizer files."""
+    AutoConfig.from_pretrained(config.path).save_pretrained(folder)
+    if (generation := _generation_config(config.path)) is not None:
+        generation.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(config.path).save_pretrained(folder)
+
+
+def adapter_of(config: ModelConfig) -> Adapter | None:
+    """What a checkpoint of this model's adapter says of its base; None where all weights are trained."""
+    if config.lora is None:
+        return None
+    is_folder = Path(config.path).is_dir()
+    return Adapter(base_model=str(Path(config.path).resolve()) if is_folder else config.path, lora=config.lora)
+
+
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that end a response: the tokenizer's and the generation config's, ascending."""
     configured = model.generation_config.eos_token_id if model.generation_config else None
@@ -112,6 +166,14 @@ def _on_hub(name: str) -> bool:
         return bool(try_to_load_from_cache(name, "config.json")) or HfApi().model_info(name, timeout=10) is not None
     except Exception:  # noqa: BLE001 - the HTTP client's errors share no base across versions; all mean "not there"
         return False
+
+
+def _generation_config(path: str) -> GenerationConfig | None:
+    """The model's generation config; None where it has none of its own."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
 
 
 def _remove_dropout(model: PreTrainedModel) -> None:

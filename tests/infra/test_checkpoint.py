@@ -1,106 +1,422 @@
+import json
 import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import boto3
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moto.server import ThreadedMotoServer
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from infra.checkpoint import (
-    MANIFEST,
-    checkpoint_path,
-    complete_versions,
-    load_trainer_state,
-    newest_checkpoint,
-    read_manifest,
-    save_checkpoint,
-)
-from infra.models import load_model, load_tokenizer
-from schemas.config.model import ModelConfig
+from infra.checkpoints import reading, shards, writing
+from infra.checkpoints.manifest import Manifest
+from infra.checkpoints.state import policy_tensors, restore_policy
+from infra.checkpoints.store import CheckpointStore, open_checkpoints
+from infra.runs import RunDirectory
+from schemas.config.checkpoint import CheckpointConfig
 from schemas.errors import CheckpointError
-from tests.tiny import make_tiny_model
+from schemas.metrics import Mean
+from schemas.step import PolicyHandle, UpdateReport
+from schemas.store import StoreTraffic
+from tests.infra import checkpoint_processes
+from tests.infra.checkpoint_processes import make_model, save_assets, train
+
+SHARD = "rank-00000-00000.safetensors"
+
+
+def tensors_of(version: int) -> dict[str, torch.Tensor]:
+    return {
+        "model/a": torch.full((4, 3), float(version)),
+        "model/b": torch.arange(5).to(torch.bfloat16),
+        "optimizer/step/a": torch.tensor(float(version)),
+        "rng/torch": torch.arange(9, dtype=torch.uint8),
+    }
+
+
+def save(store: CheckpointStore, version: int, **options: Any) -> str:
+    return store.save(version, tensors_of(version), num_updates=version, report=None, **options).wait()
+
+
+def load(store: CheckpointStore, version: int) -> dict[str, torch.Tensor]:
+    into = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(version).items()}
+    store.load(version, into)
+    return into
+
+
+def newest_version(store: CheckpointStore) -> int | None:
+    found = store.newest()
+    return None if found is None else found[0]
+
+
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == actual[name].dtype, name
+        assert torch.equal(tensor, actual[name]), name
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(str(tmp_path / "policy"))
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """A model that has been trained for two steps, its tokenizer and its optimizer."""
-    source = ModelConfig(path=str(make_tiny_model(tmp_path_factory.mktemp("model"))))
-    model = load_model(source)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(input_ids=torch.arange(8)[None]).logits.square().mean().backward()
-        optimizer.step()
-    return {"model": model, "tokenizer": load_tokenizer(source), "optimizer": optimizer}
+def s3_options() -> Iterator[dict[str, Any]]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    login = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+    boto3.client("s3", endpoint_url=f"http://{host}:{port}", **login).create_bucket(Bucket="runs")
+    yield {
+        "key": "test",
+        "secret": "test",
+        "client_kwargs": {"endpoint_url": f"http://{host}:{port}", "region_name": "us-east-1"},
+    }
+    server.stop()
 
 
-def save(directory: Path, parts: dict, version: int, keep_last: int = 9) -> Path:
-    return save_checkpoint(directory, version=version, num_updates=version, report=None, keep_last=keep_last, **parts)
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `checkpoint_processes` leaves: saves and loads of two ranks, and killed saves."""
+    folder = tmp_path_factory.mktemp("processes")
+    command = [sys.executable, "-m", "tests.infra.checkpoint_processes", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
+    return folder
 
 
-def test_weights_optimizer_and_random_state_come_back_bit_for_bit(tmp_path: Path, parts: dict) -> None:
+def test_a_policy_comes_back_bit_for_bit(store: CheckpointStore) -> None:
+    model, optimizer = make_model()
+    train(model, optimizer)
     torch.manual_seed(5)
-    path = save(tmp_path, parts, 3)
+    store.save(3, policy_tensors(model, optimizer), num_updates=2, report=None).wait()
     expected = torch.rand(4)
-    model = load_model(ModelConfig(path=str(path)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    load_trainer_state(path, model, optimizer)
+    new_model, new_optimizer = make_model()
+    restore_policy(store, 3, new_model, new_optimizer)
     assert torch.equal(torch.rand(4), expected)
-    for (name, old), new in zip(parts["model"].named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(old, new), name
-        old_state, new_state = parts["optimizer"].state[old], optimizer.state[new]
-        assert old_state.keys() == new_state.keys() == {"step", "exp_avg", "exp_avg_sq"}
-        for slot in old_state:
-            assert torch.equal(old_state[slot], new_state[slot]), (name, slot)
+    names = {"optimizer/step/0.weight", "optimizer/exp_avg/0.weight", "optimizer/exp_avg_sq/1.bias", "model/1.bias"}
+    assert names < set(store.tensor_names(3))
+    old, new = policy_tensors(model, optimizer), policy_tensors(new_model, new_optimizer)
+    assert_equal(
+        {name: value for name, value in new.items() if name != "rng/torch"},
+        {name: value for name, value in old.items() if name != "rng/torch"},
+    )
+    train(model, optimizer)
+    train(new_model, new_optimizer)
+    assert torch.equal(model[0].weight, new_model[0].weight)
+    assert new_optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_a_checkpoint_is_an_ordinary_hugging_face_folder(tmp_path: Path, parts: dict) -> None:
-    path = save(tmp_path, parts, 1)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    ids = tokenizer("3 + 4", return_tensors="pt")["input_ids"]
-    assert torch.equal(model(ids).logits, parts["model"](ids).logits)
+def test_starting_weights_have_no_optimizer_state(store: CheckpointStore) -> None:
+    model, optimizer = make_model()
+    store.save(0, policy_tensors(model, optimizer), num_updates=0, report=None).wait()
+    restore_policy(store, 0, model, optimizer)
+    assert not optimizer.state
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path, parts: dict) -> None:
-    suffixes = {file.suffix for file in save(tmp_path, parts, 1).iterdir()}
-    assert suffixes <= {".json", ".safetensors", ".jinja"}
+def test_a_checkpoint_of_another_model_is_refused(store: CheckpointStore) -> None:
+    save(store, 1)
+    other = {
+        "model/a": torch.ones(4, 4),
+        "model/b": torch.zeros(5),
+        "model/c": torch.zeros(1),
+        "rng/torch": torch.zeros(9, dtype=torch.uint8),
+    }
+    with pytest.raises(CheckpointError) as caught:
+        store.load(1, other)
+    assert (
+        "model/a is [4, 3] torch.float32, expected [4, 4] torch.float32; "
+        "model/b is [5] torch.bfloat16, expected [5] torch.float32; model/c is missing" in str(caught.value)
+    )
+    assert torch.equal(other["model/a"], torch.ones(4, 4))
 
 
-def test_without_its_manifest_it_is_not_a_checkpoint(tmp_path: Path, parts: dict) -> None:
-    save(tmp_path, parts, 1)
-    (save(tmp_path, parts, 2) / MANIFEST).unlink()
-    assert complete_versions(tmp_path) == [1]
-    found = newest_checkpoint(tmp_path)
-    assert found is not None
-    assert found[1].version == 1
-    assert newest_checkpoint(tmp_path / "elsewhere") is None
+@settings(max_examples=25, deadline=None)
+@given(
+    st.dictionaries(
+        st.from_regex(r"model/[a-z.]{1,8}", fullmatch=True),
+        st.tuples(st.lists(st.integers(0, 4), max_size=3), st.sampled_from(list(shards.DTYPES.values()))),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(1, 200),
+)
+def test_any_tensors_come_back_from_files_of_any_size(fields: dict[str, tuple], num_bytes: int) -> None:
+    generator = torch.Generator().manual_seed(len(fields))
+    tensors = {
+        name: torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=generator).to(dtype)
+        for name, (shape, dtype) in fields.items()
+    }
+    store = CheckpointStore("memory://any")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "FILE_BYTES", num_bytes)
+        patch.setattr(reading, "READ_BYTES", num_bytes)
+        store.save(1, tensors, num_updates=0, report=None).wait()
+        loaded = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
+        store.load(1, loaded)
+    assert newest_version(store) == 1
+    assert_equal(loaded, tensors)
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_a_damaged_one_is_skipped_with_a_warning_that_names_it(
-    tmp_path: Path, parts: dict, damage: str, caplog: pytest.LogCaptureFixture
+def test_equal_tensors_give_equal_files(tmp_path: Path) -> None:
+    expected = tensors_of(1)
+    views = {name: tensor.repeat(2, *[1] * (tensor.dim() - 1))[: len(tensor)] if tensor.dim() else tensor
+             for name, tensor in reversed(expected.items())}  # fmt: skip
+    first, second = (CheckpointStore(str(tmp_path / name)) for name in ("first", "second"))
+    first.save(1, expected, num_updates=1, report=None).wait()
+    second.save(1, views, num_updates=1, report=None).wait()
+    for name in (SHARD, "manifest.json"):
+        assert Path(first.path(1), name).read_bytes() == Path(second.path(1), name).read_bytes()
+
+
+def test_torch_and_safetensors_read_the_shards(store: CheckpointStore) -> None:
+    path = save(store, 1)
+    assert_equal(load_file(Path(path, SHARD)), tensors_of(1))
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(1).items()}
+    dcp_load(loaded, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
+    assert_equal(loaded, tensors_of(1))
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(processes: Path) -> None:
+    files = [file for file in processes.glob("by-*/step-000001/**/*") if file.is_file()]
+    assert {file.suffix for file in files} == {".json", ".safetensors"}
+    assert not [file for file in files if file.read_bytes().startswith((b"\x80", b"PK"))]  # a pickle, or torch.save's
+
+
+def test_the_manifest_says_what_the_run_needs(store: CheckpointStore) -> None:
+    report = UpdateReport(
+        policy=PolicyHandle(run_id="run", version=4, incarnation="x"),
+        metrics={"loss": Mean(total=1.5, weight=3)},
+        traffic=StoreTraffic(),
+    )
+    path = store.save(4, tensors_of(4), num_updates=7, report=report, write_assets=save_assets).wait()
+    manifest = store.read_manifest(4)
+    assert (manifest.version, manifest.num_updates, manifest.num_ranks) == (4, 7, 1)
+    assert manifest.report == report
+    assert manifest.adapter is None
+    sizes = {str(file.relative_to(path)): file.stat().st_size for file in Path(path).rglob("*") if file.is_file()}
+    del sizes["manifest.json"]
+    assert {name: entry.num_bytes for name, entry in manifest.files.items()} == sizes
+    with store.assets(4) as folder:
+        assert (folder / "config.json").read_text() == "{}"
+
+
+def test_tensors_may_change_once_save_returns(store: CheckpointStore) -> None:
+    written = threading.Event()
+
+    def wait_to_be_changed(folder: Path) -> None:
+        assert written.wait(60)
+
+    tensors = tensors_of(1)
+    pending = store.save(1, tensors, num_updates=1, report=None, write_assets=wait_to_be_changed)
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert store.complete_versions() == []
+    written.set()
+    pending.wait()
+    assert_equal(load(store, 1), tensors_of(1))
+
+
+def fail(folder: Path) -> None:
+    raise OSError("disk full")
+
+
+def test_a_failed_save_says_why_and_leaves_the_former(store: CheckpointStore) -> None:
+    save(store, 1)
+    pending = store.save(2, tensors_of(2), num_updates=2, report=None, write_assets=fail)
+    with pytest.raises(CheckpointError, match=r"step-000002 can't be written: rank 0: OSError\('disk full'\)"):
+        pending.wait()
+    assert newest_version(store) == 1
+    save(store, 2)
+    assert newest_version(store) == 2
+
+
+def test_a_failure_that_nobody_waited_for_is_raised_by_the_next_save(store: CheckpointStore) -> None:
+    store.save(2, tensors_of(2), num_updates=2, report=None, write_assets=fail)
+    with pytest.raises(CheckpointError, match="disk full"):
+        save(store, 3)
+    save(store, 3)
+
+
+def test_a_run_that_went_back_drops_the_newer_ones(store: CheckpointStore) -> None:
+    for version in (1, 2, 3, 2):
+        save(store, version)
+    assert store.complete_versions() == [1, 2]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "no manifest", "broken manifest"])
+@pytest.mark.parametrize("name", [SHARD, "hf/config.json"])
+def test_a_damaged_one_is_skipped_with_a_warning_that_says_why(
+    store: CheckpointStore, damage: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(tmp_path, parts, 1)
-    weights = save(tmp_path, parts, 2) / "model.safetensors"
-    content = bytearray(weights.read_bytes())
+    save(store, 1)
+    path = Path(save(store, 2, write_assets=save_assets))
+    file = path / ("manifest.json" if "manifest" in damage else name)
+    content = bytearray(file.read_bytes())
     if damage == "flip":
         content[len(content) // 2] ^= 1
-        weights.write_bytes(content)
-    elif damage == "truncate":
-        weights.write_bytes(content[:-1])
+    if damage in ("remove", "no manifest"):
+        file.unlink()
     else:
-        weights.unlink()
-    with pytest.raises(CheckpointError, match=r"step-000002/model\.safetensors"):
-        read_manifest(checkpoint_path(tmp_path, 2))
+        file.write_bytes(content if damage == "flip" else content[:-1])
     with caplog.at_level(logging.WARNING):
-        found = newest_checkpoint(tmp_path)
+        assert newest_version(store) == 1
+    said = {"flip": "is damaged", "truncate": "bytes, expected", "remove": "is missing"}
+    assert f"{file} {said.get(damage, 'is missing: the checkpoint' if damage[0] == 'n' else 'is not a')}" in _tidy(
+        caplog.text
+    )
+    with pytest.raises(CheckpointError, match=r"step-000002/"):
+        store.verify(2)
+
+
+def _tidy(text: str) -> str:
+    """Without how many bytes a file has."""
+    return " ".join(word for word in text.split() if word not in ("has",) and not word.isdigit())
+
+
+def test_a_manifest_that_names_files_elsewhere_is_refused(store: CheckpointStore) -> None:
+    manifest = Path(save(store, 1), "manifest.json")
+    content = json.loads(manifest.read_text())
+    for name in ("../../secret", "/etc/passwd", "hf/.hidden"):
+        manifest.write_text(json.dumps(content | {"files": {name: {"num_bytes": 1, "checksum": ""}}}))
+        with pytest.raises(CheckpointError, match="is not a manifest"):
+            store.read_manifest(1)
+
+
+def test_a_shard_that_is_none_is_named(store: CheckpointStore) -> None:
+    shard = Path(save(store, 1), SHARD)
+    for content in (b"\xff" * shard.stat().st_size, b"\x02" + bytes(7) + b"{}" + bytes(shard.stat().st_size - 10)):
+        shard.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{SHARD} is not a shard"):
+            store.tensor_names(1)
+
+
+def test_a_file_that_goes_while_it_is_read_is_named(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = Path(save(store, 1), SHARD)
+    monkeypatch.setattr(CheckpointStore, "_check_sizes", lambda *_: shard.unlink(missing_ok=True))  # as `retain` may
+    with pytest.raises(CheckpointError, match=f"{SHARD} can't be read"):
+        store.verify(1)
+
+
+def test_config_and_tokenizer_files_are_checked(store: CheckpointStore) -> None:
+    save(store, 1)
+    with pytest.raises(CheckpointError, match="written without config and tokenizer files"), store.assets(1):
+        pass
+    Path(save(store, 2, write_assets=save_assets), "hf/config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"hf/config\.json is missing or damaged"), store.assets(2):
+        pass
+
+
+def test_there_may_be_none(store: CheckpointStore) -> None:
+    assert store.newest() is None
+    assert store.complete_versions() == []
+    store.retain(1)
+    with pytest.raises(CheckpointError, match="never finished"):
+        store.read_manifest(1)
+
+
+def test_the_last_ones_and_the_best_are_kept(store: CheckpointStore) -> None:
+    for version in range(1, 7):
+        save(store, version)
+    Path(store.path(3), "manifest.json").unlink()  # left by a kill
+    Path(store.path(9)).mkdir()  # being written by another process
+    store.retain(2, best=2)
+    assert store.complete_versions() == [2, 5, 6]
+    assert [Path(store.path(version)).exists() for version in (3, 9)] == [False, True]
+    store.retain(1)
+    assert store.complete_versions() == [6]
+    with pytest.raises(ValueError, match="at least 1"):
+        store.retain(0)
+
+
+def test_a_save_under_way_is_left_alone(store: CheckpointStore) -> None:
+    save(store, 1)
+    Path(save(store, 5), SHARD).unlink()  # damaged, so that the run goes on from 1
+    may_end = threading.Event()
+    saved = store.save(2, tensors_of(2), num_updates=2, report=None, write_assets=lambda _: may_end.wait(60))
+    store.retain(1)
+    assert newest_version(store) == 1
+    may_end.set()
+    saved.wait()
+    store.retain(1)
+    assert store.complete_versions() == [2]
+
+
+def test_where_a_run_has_its_checkpoints(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run-7")
+    assert open_checkpoints(directory, CheckpointConfig()).path(12) == str(tmp_path / "run-7/policy/step-000012")
+    elsewhere = open_checkpoints(directory, CheckpointConfig(url="memory://bucket/prefix/"))
+    assert elsewhere.path(12) == "memory://bucket/prefix/run-7/step-000012"
+
+
+@pytest.mark.parametrize("kind", ["memory", pytest.param("s3", marks=pytest.mark.slow)])
+def test_other_file_systems(kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "FILE_BYTES", 40)  # several files
+    options = request.getfixturevalue("s3_options") if kind == "s3" else None
+    store = CheckpointStore("s3://runs/run-7" if kind == "s3" else "memory://runs/run-7", options)
+    assert store.newest() is None
+    for version in range(1, 4):
+        save(store, version, write_assets=save_assets)
+    again = CheckpointStore(str(store), options)  # as another process has it
+    assert_equal(load(again, 3), tensors_of(3))
+    found = again.newest()
     assert found is not None
-    assert found[1].version == 1
-    assert "step-000002/model.safetensors" in caplog.text
+    assert isinstance(found[1], Manifest)
+    assert (found[0], len(found[1].files)) == (3, 3)
+    store._folder.write("step-000003/rank-00000-00000.safetensors", b"damage")
+    assert newest_version(again) == 2
+    with store.assets(2) as folder:
+        assert (folder / "config.json").read_text() == "{}"
+    store._folder.remove("step-000001/manifest.json")
+    store.retain(2)
+    assert again.complete_versions() == [2, 3]
+    assert not again._folder.sizes("step-000001")
 
 
-def test_only_the_last_ones_are_kept(tmp_path: Path, parts: dict) -> None:
-    for version in range(1, 5):
-        save(tmp_path, parts, version, keep_last=2)
-    assert complete_versions(tmp_path) == [3, 4]
-    assert not checkpoint_path(tmp_path, 2).exists()
+@pytest.mark.parametrize("point", checkpoint_processes.POINTS)
+def test_a_kill_leaves_the_former_the_newest(processes: Path, point: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(str(processes / f"killed-at-{Path(point).name}"))
+    assert Path(store.path(2)).exists()
+    assert newest_version(store) == 1
+    assert "step-000002/manifest.json is missing: the checkpoint was never finished" in caplog.text
+    weights = {name: torch.zeros_like(value) for name, value in checkpoint_processes.WEIGHTS.items()}
+    store.load(1, weights)
+    assert_equal(weights, checkpoint_processes.WEIGHTS)
+    store.save(2, weights, num_updates=2, report=None).wait()
+    assert newest_version(store) == 2
+    assert not list(Path(store.path(2)).rglob(".*"))
+
+
+@pytest.mark.parametrize("source", ["by-one", "by-two"])
+def test_checkpoints_of_two_ranks_and_of_one_are_the_same(processes: Path, source: str) -> None:
+    store, folder = CheckpointStore(str(processes / source)), processes / source
+    expected = load_file(folder / "expected.safetensors")
+    assert store.verify(1).num_ranks == (1 if source == "by-one" else 2)
+    assert store.tensor_names(1) == sorted(expected)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    store.load(1, loaded)
+    assert_equal(loaded, expected)
+    assert_equal(load_file(folder / "loaded-by-two.safetensors"), expected)
+
+
+def test_each_rank_writes_its_part_and_what_is_replicated_is_written_once(processes: Path) -> None:
+    first, second = (
+        load_file(processes / "by-two/step-000001" / f"rank-0000{rank}-00000.safetensors") for rank in (0, 1)
+    )
+    assert [len(part["model/0.weight"]) for part in (first, second)] == [3, 2]  # of 5 rows
+    assert ("rng/torch" in first) + ("rng/torch" in second) == 1
+
+
+def test_a_rank_that_dies_is_heard_of_and_leaves_the_former_the_newest(processes: Path) -> None:
+    assert (processes / "lost.txt").read_text()
+    assert newest_version(CheckpointStore(str(processes / "by-two"))) == 1

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.models import load_model, load_tokenizer, stop_token_ids
-from schemas.config.model import ModelConfig
+from infra.lora import trainable
+from infra.models import adapter_of, load_model, load_policy, load_tokenizer, save_assets, stop_token_ids
+from rl_core.replay import pack_row, packed_logprobs, use_packed_attention
+from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import ModelError
 from tests.tiny import END, make_tiny_model
 
@@ -48,6 +50,58 @@ def test_dropout_is_gone_in_train_mode_too(folder: Path) -> None:
     model = load_model(config_of(folder)).train()
     tokens = torch.arange(8)[None]
     assert torch.equal(model(tokens).logits, model(tokens).logits)
+
+
+def packed_gradients(config: ModelConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The log-probs of two sequences by packed replay, and the gradients of their sum."""
+    model = load_policy(config, seed=3)
+    use_packed_attention(model)
+    row = pack_row(torch.arange(40, 45), torch.tensor([2, 3]), torch.arange(50, 57), torch.tensor([4, 3]))
+    logprobs = packed_logprobs(model, row, temperature=1.0, chunk_tokens=4)
+    logprobs.sum().backward()
+    return logprobs.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "adapter"])
+def test_gradient_checkpointing_gives_the_same_numbers(tiny: Path, lora: LoraConfig | None) -> None:
+    config = config_of(tiny).replace(lora=lora)
+    logprobs, expected = packed_gradients(config)
+    checkpointed = config.replace(gradient_checkpointing=True)
+    assert load_policy(checkpointed).is_gradient_checkpointing
+    again, gradients = packed_gradients(checkpointed)
+    assert torch.equal(again, logprobs)
+    assert gradients.keys() == expected.keys()
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+def test_a_policy_has_the_adapter_that_its_config_asks_for(tiny: Path) -> None:
+    config = config_of(tiny)
+    assert trainable(load_policy(config)) == [name for name, _ in load_model(config).named_parameters()]
+    adapted = config.replace(lora=LoraConfig(rank=2, target_modules=("q_proj",)))
+    assert {name.partition(".lora_")[0] for name in trainable(load_policy(adapted))} == {
+        f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)
+    }
+    assert adapter_of(config) is None
+    adapter = adapter_of(adapted)
+    assert adapter is not None
+    assert (adapter.base_model, adapter.lora) == (str(tiny.resolve()), adapted.lora)
+
+
+def test_assets_are_the_models_own_files_without_its_weights(folder: Path, tmp_path: Path) -> None:
+    edit_json(folder / "config.json", dtype="bfloat16")
+    edit_json(folder / "generation_config.json", eos_token_id=[3, 258])
+    save_assets(config_of(folder), tmp_path / "assets")
+    names = {file.name for file in folder.iterdir()} - {"model.safetensors"}
+    assert {file.name for file in (tmp_path / "assets").iterdir()} == names
+    for name, key in (("config.json", "dtype"), ("config.json", "architectures"), ("config.json", "hidden_size")):
+        saved, own = (json.loads((path / name).read_text())[key] for path in (tmp_path / "assets", folder))
+        assert saved == own
+    assert json.loads((tmp_path / "assets/generation_config.json").read_text())["eos_token_id"] == [3, 258]
+    text = "größe 4 ≠ 5"
+    tokenizer = load_tokenizer(config_of(folder))
+    again = type(tokenizer).from_pretrained(tmp_path / "assets")
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert again.chat_template == tokenizer.chat_template
 
 
 def test_a_missing_folder_is_named() -> None:

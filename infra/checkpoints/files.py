@@ -1,0 +1,194 @@
+"""The files of a run's checkpoints: which there are, whether they are whole, and how one is made complete.
+
+    step-000012/rank-00000-00000.safetensors   the part of each tensor that rank 0 held
+    step-000012/hf/config.json, ...            what a Hugging Face folder has beside its weights
+    step-000012/manifest.json                  last: what has none is not a checkpoint
+
+Only names that are in a manifest are ever read.
+"""
+
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import xxhash
+from fsspec.implementations.local import LocalFileSystem
+
+from infra.checkpoints.manifest import ASSETS, MANIFEST, FileEntry, Manifest
+from infra.checkpoints.shards import file_entry, read_spans
+from infra.stores.folder import Folder
+from schemas.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_CHECK_BYTES, _CHECK_SPANS = 2**23, 8  # a file is checked in pieces of this size, so many in one request
+
+
+class CheckpointFiles:
+    """The checkpoints under one URL, as files.
+
+    Args:
+        url: Any fsspec URL or a local path; all ranks must reach it.
+        storage_options: What fsspec passes to the file system.
+    """
+
+    def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
+        self._url = url.rstrip("/")
+        self._folder = Folder(url, storage_options or {})
+        self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, **(storage_options or {}))
+
+    def __str__(self) -> str:
+        return self._url
+
+    def path(self, version: int) -> str:
+        """The path or URL of a version's checkpoint, whether it is there or not."""
+        return f"{self._url}/{step_name(version)}"
+
+    def complete_versions(self) -> list[int]:
+        """The versions that have a manifest, oldest first; their files may be damaged."""
+        found = (re.fullmatch(rf"step-(\d+)/{MANIFEST}", name) for name in self._folder.sizes())
+        return sorted(int(match.group(1)) for match in found if match)
+
+    def newest(self) -> tuple[int, Manifest] | None:
+        """The newest checkpoint whose files are as its manifest says; None if there is none. Reads all of its bytes.
+
+        Unfinished and damaged ones are skipped with a warning that says what is wrong with them.
+        """
+        for version in reversed(self._versions()):
+            try:
+                return version, self.verify(version)
+            except CheckpointError as error:
+                logger.warning("skipped a checkpoint: %s", error)
+        return None
+
+    def read_manifest(self, version: int) -> Manifest:
+        """A checkpoint's manifest.
+
+        Raises:
+            CheckpointError: There is none: the checkpoint was never finished; or it is damaged.
+        """
+        path = f"{self.path(version)}/{MANIFEST}"
+        if (data := self._folder.read(f"{step_name(version)}/{MANIFEST}")) is None:
+            raise CheckpointError(f"{path} is missing: the checkpoint was never finished")
+        try:
+            return Manifest.model_validate_json(data)
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not a manifest: {error}") from None
+
+    def verify(self, version: int) -> Manifest:
+        """Check every file of a checkpoint against its manifest.
+
+        Raises:
+            CheckpointError: The manifest is missing or unreadable, or a file is missing or differs.
+        """
+        manifest = self.read_manifest(version)
+        self._check_sizes(version, manifest.files)
+        for name, entry in manifest.files.items():
+            file = f"{self.path(version)}/{name}"
+            try:
+                checksum = self._checksum(f"{step_name(version)}/{name}", entry.num_bytes)
+            except OSError as error:
+                raise CheckpointError(f"{file} can't be read: {error}") from error
+            if checksum != entry.checksum:
+                raise CheckpointError(f"{file} is damaged: its checksum is {checksum}, expected {entry.checksum}")
+        return manifest
+
+    @contextmanager
+    def assets(self, version: int) -> Iterator[Path]:
+        """A local folder with a copy of the checkpoint's config and tokenizer files, as long as it is needed.
+
+        Raises:
+            CheckpointError: The checkpoint has none, or one is damaged.
+        """
+        entries = {
+            name: entry for name, entry in self.read_manifest(version).files.items() if name.startswith(f"{ASSETS}/")
+        }
+        if not entries:
+            raise CheckpointError(f"{self.path(version)} was written without config and tokenizer files")
+        with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
+            for name, entry in entries.items():
+                data = self._folder.read(f"{step_name(version)}/{name}")
+                if data is None or file_entry(data) != entry:
+                    raise CheckpointError(f"{self.path(version)}/{name} is missing or damaged")
+                target = Path(folder, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(data)
+            yield Path(folder, ASSETS)
+
+    def _write_assets(self, version: int, write: Callable[[Path], None] | None) -> dict[str, FileEntry]:
+        if write is None:
+            return {}
+        entries = {}
+        with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
+            write(Path(folder))
+            for file in sorted(file for file in Path(folder).rglob("*") if file.is_file()):
+                name, data = f"{ASSETS}/{file.relative_to(folder).as_posix()}", file.read_bytes()
+                self._folder.write(f"{step_name(version)}/{name}", data)
+                entries[name] = file_entry(data)
+        return entries
+
+    def _commit(self, manifest: Manifest) -> None:
+        """All files are safe on disk: make the checkpoint complete."""
+        try:
+            self._check_sizes(manifest.version, manifest.files)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; all ranks must write to one folder") from None
+        self._folder.write(f"{step_name(manifest.version)}/{MANIFEST}", manifest.model_dump_json(indent=2).encode())
+        self._sync_root()
+
+    def _clear(self, version: int) -> None:
+        """Make room for a version. Newer ones, of a history that the run went back behind, would hide it."""
+        for there in self._versions():
+            if there >= version:
+                self._remove(there)
+
+    def _remove(self, version: int) -> None:
+        """Remove a checkpoint, if it is there; it stops being one first."""
+        self._folder.remove(f"{step_name(version)}/{MANIFEST}")
+        self._folder.remove_folder(step_name(version))
+
+    def _versions(self) -> list[int]:
+        """All versions of which there is anything, oldest first."""
+        try:
+            names = [str(path).rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
+        return sorted(int(match.group(1)) for name in names if (match := re.fullmatch(r"step-(\d+)", name)))
+
+    def _check_sizes(self, version: int, files: Mapping[str, FileEntry]) -> None:
+        sizes = self._folder.sizes(step_name(version))
+        for name, entry in files.items():
+            if (size := sizes.get(f"{step_name(version)}/{name}")) is None:
+                raise CheckpointError(f"{self.path(version)}/{name} is missing")
+            if size != entry.num_bytes:
+                raise CheckpointError(f"{self.path(version)}/{name} has {size} bytes, expected {entry.num_bytes}")
+
+    def _checksum(self, path: str, num_bytes: int) -> str:
+        checksum = xxhash.xxh3_64()
+        step = _CHECK_BYTES * _CHECK_SPANS
+        for first in range(0, num_bytes, step):
+            stop = min(first + step, num_bytes)
+            starts = range(first, stop, _CHECK_BYTES)
+            for piece in read_spans(self._folder, path, [(start, min(start + _CHECK_BYTES, stop)) for start in starts]):
+                checksum.update(piece)
+        return str(checksum.hexdigest())
+
+    def _sync_root(self) -> None:
+        """Make a new checkpoint's folder survive the loss of the machine."""
+        if isinstance(self._fs, LocalFileSystem):
+            root = os.open(self._root, os.O_RDONLY)
+            try:
+                os.fsync(root)
+            finally:
+                os.close(root)
+
+
+def step_name(version: int) -> str:
+    """The folder of a version's checkpoint."""
+    return f"step-{version:06d}"

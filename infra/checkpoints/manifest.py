@@ -1,0 +1,39 @@
+"""What a complete checkpoint says of itself; it is written last."""
+
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from schemas.base import Frozen
+from schemas.config.model import LoraConfig
+from schemas.step import UpdateReport
+
+MANIFEST = "manifest.json"
+ASSETS = "hf"  # the folder of config.json, generation_config.json and the tokenizer's files
+
+FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")]  # of a file within the checkpoint's folder
+
+
+class FileEntry(Frozen):
+    """One file of a checkpoint."""
+
+    num_bytes: NonNegativeInt
+    checksum: str  # XXH3-64, hex
+
+
+class Adapter(Frozen):
+    """What the weights of an adapter-only checkpoint are added to."""
+
+    base_model: str  # a Hugging Face folder, or a hub name
+    lora: LoraConfig
+
+
+class Manifest(Frozen):
+    """A complete checkpoint."""
+
+    version: NonNegativeInt  # policy version, and so the number of steps done: the data cursor
+    num_updates: NonNegativeInt  # optimizer steps so far
+    report: UpdateReport | None  # of the step that led to this version; None for the starting weights
+    num_ranks: PositiveInt  # that wrote it; any number may read it
+    adapter: Adapter | None  # None: all weights are here
+    files: dict[FileName, FileEntry]

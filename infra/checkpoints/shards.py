@@ -1,0 +1,102 @@
+"""One rank's parts of tensors as a safetensors file, with where each part lies in its tensor.
+
+The header notes that as torch's own `HuggingFaceStorageWriter` does. Equal tensors give equal bytes, which the
+safetensors library, with its random order of the header's metadata, doesn't promise.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import torch
+import xxhash
+from torch import Tensor
+from torch.futures import Future
+
+from infra.checkpoints.manifest import FileEntry
+from infra.stores.folder import Folder
+
+SUFFIX = ".safetensors"
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+OFFSETS = "DCP_SHARDING_INFO"  # torch's key for {tensor: {"saved_offsets": [...]}}
+
+Item = TypeVar("Item")
+
+
+def encode_shard(tensors: dict[str, Tensor], offsets: dict[str, Sequence[int]]) -> pa.Buffer:
+    """One safetensors file: equal tensors give equal bytes.
+
+    Args:
+        tensors: Parts of tensors, on the CPU.
+        offsets: Where in its tensor each part starts.
+    """
+    # The widest first, so that all stay aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    sharding = {name: {"saved_offsets": list(offsets[name])} for name in names}
+    header: dict[str, Any] = {
+        "__metadata__": {OFFSETS: json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"},
+    }
+    position = 0
+    for name in names:
+        tensor, start = tensors[name], position
+        position += tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, position],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = torch.frombuffer(bytearray(struct.pack("<Q", len(text)) + text), dtype=torch.uint8)
+    parts = [tensors[name].contiguous().reshape(-1).view(torch.uint8) for name in names]
+    return pa.py_buffer(torch.cat([head, *parts]).numpy())  # torch copies without holding up other threads
+
+
+def file_entry(data: bytes | pa.Buffer) -> FileEntry:
+    """What the manifest says of a file with this content."""
+    return FileEntry(num_bytes=len(data), checksum=xxhash.xxh3_64_hexdigest(data))
+
+
+def read_spans(folder: Folder, path: str, spans: list[tuple[int, int]]) -> Sequence[bytes | memoryview]:
+    """Byte ranges of a file: mapped where it is local, else in one request."""
+    mapped = folder.map(path)
+    if mapped is None:
+        return folder.read_ranges(path, spans)
+    return [memoryview(mapped)[start:stop] for start, stop in spans]
+
+
+def split_by_bytes(items: Iterable[Item], num_bytes: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Runs of items of at most `limit` bytes together; a larger item is alone."""
+    run: list[Item] = []
+    total = 0
+    for item in items:
+        size = num_bytes(item)
+        if run and total + size > limit:
+            yield run
+            run, total = [], 0
+        run.append(item)
+        total += size
+    if run:
+        yield run
+
+
+def done(value: Any) -> Future[Any]:
+    """A future that has its value."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

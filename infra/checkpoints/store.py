@@ -1,0 +1,236 @@
+"""A run's checkpoints: saved in the background by all ranks together, loaded by any number of ranks, dropped."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from infra.checkpoints.files import CheckpointFiles, step_name
+from infra.checkpoints.manifest import Adapter, FileEntry, Manifest
+from infra.checkpoints.reading import ShardReader
+from infra.checkpoints.writing import ShardWriter, StagedPlanner
+from infra.runs import RunDirectory
+from schemas.config.checkpoint import CheckpointConfig
+from schemas.errors import CheckpointError, StoreError
+from schemas.step import UpdateReport
+
+_MAX_NAMED = 5  # tensors in one message
+
+# One process without torch.distributed is a way to run, not a mistake.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+class PendingCheckpoint:
+    """A checkpoint that is being written in the background."""
+
+    def __init__(self, version: int, written: Future[str]) -> None:
+        self.version, self._written = version, written
+        self.is_reported = False  # whether somebody has had its outcome
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return self._written.done()
+
+    def wait(self) -> str:
+        """Return the checkpoint's path or URL once it is complete, on all ranks.
+
+        Raises:
+            CheckpointError: It could not be written; the former one is still the newest.
+            RuntimeError: Another rank is gone; as torch.distributed says it.
+        """
+        self.is_reported = True
+        return self._written.result()
+
+
+class CheckpointStore(CheckpointFiles):
+    """The checkpoints under one URL. One process, or one group of ranks, writes; any number read.
+
+    Args:
+        url: Any fsspec URL or a local path; all ranks must reach it.
+        storage_options: What fsspec passes to the file system.
+    """
+
+    def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
+        super().__init__(url, storage_options)
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: PendingCheckpoint | None = None
+
+    def save(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        num_updates: int,
+        report: UpdateReport | None,
+        adapter: Adapter | None = None,
+        write_assets: Callable[[Path], None] | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> PendingCheckpoint:
+        """Copy the tensors, and write the checkpoint of `version` in the background.
+
+        A former save that is still being written is waited for. Checkpoints of this and of newer versions are
+        dropped: the run went back behind them.
+
+        Args:
+            version: Policy version.
+            tensors: By name; each rank gives the same names. A plain tensor is the same on all ranks, and is written
+                by one of them; of a DTensor each rank writes its part. They may change when this returns.
+            num_updates: Optimizer steps so far.
+            report: Of the step that led to this version.
+            adapter: What the weights are an adapter of; None for whole weights.
+            write_assets: Writes config and tokenizer files into a folder; called by rank 0, in the background.
+            process_group: The ranks that save together: a gloo group that nothing else uses while a save is under way.
+                None for a single process.
+
+        Raises:
+            CheckpointError: The former save failed, and nobody has waited for it.
+        """
+        self._settle()
+        names = sorted(tensors)  # the order in the files must not depend on the caller's
+        live = {name: tensors[name].detach() for name in names}
+        copies = {name: _local(tensor).to("cpu", copy=True) for name, tensor in live.items()}
+
+        def commit(files: dict[str, FileEntry], num_ranks: int) -> None:
+            manifest = Manifest(
+                version=version,
+                num_updates=num_updates,
+                report=report,
+                num_ranks=num_ranks,
+                adapter=adapter,
+                files=files | self._write_assets(version, write_assets),
+            )
+            self._commit(manifest)
+
+        writer = ShardWriter(self._folder, step_name(version), lambda: self._clear(version), commit)
+        written = self._executor.submit(self._write, version, live, StagedPlanner(copies), writer, process_group)
+        self._pending = PendingCheckpoint(version, written)
+        return self._pending
+
+    def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Read a checkpoint's values into tensors, in place, bit for bit.
+
+        Each rank calls this for itself, and reads only what it holds; there may be more or fewer than wrote it. What
+        the checkpoint holds beyond `tensors` is left. Files are not verified; `newest` and `verify` do that.
+
+        Raises:
+            CheckpointError: The checkpoint or one of its files is missing, or it lacks a tensor, or has it in another
+                shape or dtype.
+        """
+        reader, metadata = self._reader(version)
+        _check_tensors(self.path(version), metadata, tensors)
+        try:
+            load(
+                {name: tensor.detach() for name, tensor in tensors.items()},
+                storage_reader=reader,
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                no_dist=True,  # ranks need nothing of one another
+            )
+        except CheckpointException as error:
+            raise CheckpointError(f"{self.path(version)} can't be loaded: {_reasons(error)}") from error
+
+    def tensor_names(self, version: int) -> list[str]:
+        """The names of the tensors that a checkpoint holds.
+
+        Raises:
+            CheckpointError: The checkpoint or one of its files is missing.
+        """
+        return sorted(self._reader(version)[1].state_dict_metadata)
+
+    def retain(self, keep_last: int, best: int | None = None) -> None:
+        """Drop all checkpoints but the newest ones and the best, and unfinished ones older than the newest.
+
+        A save that is under way is neither waited for nor counted. It is for the process that saves (rank 0) to call.
+
+        Args:
+            keep_last: How many of the newest; at least 1.
+            best: A version to keep besides.
+        """
+        if keep_last < 1:
+            raise ValueError(f"keep_last is {keep_last}, expected at least 1: the newest checkpoint is never dropped")
+        under_way = self._pending.version if self._pending and not self._pending.is_done else math.inf
+        complete = [version for version in self.complete_versions() if version < under_way]
+        kept = {*complete[-keep_last:], best}
+        for version in self._versions():
+            if complete and version < complete[-1] and version not in kept:
+                self._remove(version)
+
+    def _settle(self) -> None:
+        """Wait for a save under way, and raise what nobody has heard of yet."""
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.is_reported:
+            pending.wait()
+
+    def _write(
+        self,
+        version: int,
+        live: dict[str, Tensor],
+        planner: StagedPlanner,
+        writer: ShardWriter,
+        process_group: ProcessGroup | None,
+    ) -> str:
+        path = self.path(version)
+        try:
+            save(
+                live,
+                storage_writer=writer,
+                planner=planner,
+                process_group=process_group,
+                no_dist=process_group is None,
+            )
+        except CheckpointException as error:
+            raise CheckpointError(f"{path} can't be written: {_reasons(error)}") from error
+        return path
+
+    def _reader(self, version: int) -> tuple[ShardReader, Metadata]:
+        reader = ShardReader(self._folder, step_name(version), self.read_manifest(version).files)
+        return reader, reader.read_metadata()
+
+
+def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> CheckpointStore:
+    """A run's checkpoints: under its name at `checkpoint.url`, else in its directory."""
+    return CheckpointStore(f"{config.url.rstrip('/')}/{directory.run_id}" if config.url else str(directory.checkpoints))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _check_tensors(path: str, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+    problems = []
+    for name, tensor in tensors.items():
+        stored = metadata.state_dict_metadata.get(name)
+        if not isinstance(stored, TensorStorageMetadata):
+            problems.append(f"{name} is missing")
+        elif stored.size != tensor.size() or stored.properties.dtype != tensor.dtype:
+            problems.append(
+                f"{name} is {list(stored.size)} {stored.properties.dtype}, "
+                f"expected {list(tensor.size())} {tensor.dtype}"
+            )
+    if problems:
+        more = f" and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
+        raise CheckpointError(
+            f"{path} is not of this model and optimizer: {'; '.join(problems[:_MAX_NAMED])}{more}; "
+            "go on with the config that it was written under"
+        )
+
+
+def _reasons(error: CheckpointException) -> str:
+    """What went wrong, by rank."""
+    reasons = {rank: failure[0] for rank, failure in error.failures.items()}
+    return "; ".join(
+        f"rank {rank}: {reason}" if isinstance(reason, CheckpointError | StoreError) else f"rank {rank}: {reason!r}"
+        for rank, reason in sorted(reasons.items())
+    )

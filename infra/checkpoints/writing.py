@@ -1,0 +1,94 @@
+"""Saving by torch.distributed.checkpoint: each rank writes the parts of the tensors that it holds."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from infra.checkpoints.manifest import FileEntry
+from infra.checkpoints.shards import SUFFIX, done, encode_shard, file_entry, split_by_bytes
+from infra.stores.folder import Folder
+
+FILE_BYTES = 2**30  # a rank's tensors are split into files of about this size: one is in memory while it is written
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """Plans by the live tensors' shapes and placements; writes the copies that were made of this rank's parts.
+
+    Args:
+        copies: This rank's part of each tensor, on the CPU.
+    """
+
+    def __init__(self, copies: dict[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._copies[index.fqn]
+
+
+class ShardWriter(StorageWriter):
+    """Writes each rank's part of the tensors.
+
+    Args:
+        folder: Where checkpoints lie.
+        name: The checkpoint's folder in it.
+        clear: Called once, by rank 0, before anything is written.
+        commit: Called once, by rank 0, when all that was written is safe: with the files and the number of ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        name: str,
+        clear: Callable[[], None],
+        commit: Callable[[dict[str, FileEntry], int], None],
+    ) -> None:
+        self._folder, self._name, self._clear, self._commit = folder, name, clear, commit
+
+    def reset(self, checkpoint_id: object = None) -> None:
+        """A writer is made for one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The planner says what to do."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._clear()
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        for number, items in enumerate(split_by_bytes(plan.items, _item_bytes, FILE_BYTES)):
+            file = f"rank-{plan.storage_data:05d}-{number:05d}{SUFFIX}"
+            results += self._write(file, items, planner)
+        return done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files: dict[str, FileEntry] = dict(result.storage_data for of_rank in results for result in of_rank)
+        self._commit(files, len(results))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        return False  # never chosen by an id
+
+    def _write(self, file: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        tensors = {item.index.fqn: cast(Tensor, planner.resolve_data(item)) for item in items}
+        data = encode_shard(tensors, {item.index.fqn: tuple(item.index.offset or ()) for item in items})
+        self._folder.write(f"{self._name}/{file}", data)
+        entry = file_entry(data)
+        return [WriteResult(item.index, _item_bytes(item), (file, entry)) for item in items]
+
+
+def _item_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
