@@ -1,12 +1,13 @@
 """Where a run goes on: its column store, and the one point that policy, finished steps and ledger agree on."""
 
 from infra import cluster
+from infra.group import get_group
 from infra.runs import RunDirectory
 from infra.stores.open import start_store
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
 from schemas.step import PolicyHandle, RunHandle
-from tasks.columns import sweep_columns
+from tasks.checkpoint import sweep
 from tasks.stage import is_committed
 
 
@@ -15,7 +16,7 @@ def open_run(directory: RunDirectory, config: RunConfig) -> RunHandle:
     store, is_new = start_store(directory, config)
     if is_new:
         # Workers of a lost store would go on asking it.
-        cluster.kill_workers(directory.run_id, config.rollout.num_workers)
+        cluster.kill_workers(directory.run_id, config)
     return RunHandle(
         run_id=directory.run_id,
         directory=str(directory.path),
@@ -32,7 +33,7 @@ async def reconcile(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
     that ledger is gone, the worker is replaced by the last checkpoint.
     """
     policy = await _agree(run, directory)
-    await sweep_columns(run, policy.step)
+    await sweep(run, await get_group(run, "policy"))
     return policy
 
 
@@ -43,7 +44,7 @@ async def _agree(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
         unfinished = policy.replace(version=finished)
         if is_committed(run, unfinished, "advantage"):
             return unfinished
-        cluster.kill_worker(run.run_id, "policy")
+        (await get_group(run, "policy")).end()
         policy = await _policy(run)
     if policy.version > finished:
         raise RunError(
@@ -55,4 +56,5 @@ async def _agree(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
 
 
 async def _policy(run: RunHandle) -> PolicyHandle:
-    return await cluster.call(await cluster.get_worker(run, "policy"), "start")
+    group = await get_group(run, "policy")
+    return (await group.call("handle"))[0]

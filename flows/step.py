@@ -50,12 +50,12 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer")
     with phase("logprob"):
         stored = await score_behavior(run, policy, stored.batch)
         traffic["logprob"] = stored.traffic
-    if run.config.loss.kl_coef:
+    if run.config.kl.coef:
         with phase("reference"):
             stored = await score_reference(run, policy, stored.batch)
             traffic["reference"] = stored.traffic
     with phase("advantage"):
-        advantage = await compute_step_advantages(run, policy, stored.batch, rollout)
+        advantage = await compute_step_advantages(run, policy, stored.batch, rollout, stored.row_kl)
         traffic["advantage"] = advantage.traffic
     with phase("update"):
         update = await update_policy(run, policy, advantage)
@@ -73,6 +73,7 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer")
         seconds_by_phase=phase.seconds,
         store=store_usage(run),
         traffic_by_stage=traffic,
+        plan=advantage.plan.digest,
     )
 
 

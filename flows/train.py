@@ -21,8 +21,7 @@ from schemas.config.runtime import RuntimeConfig
 from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, PipelineError, VersionError, WorkerLostError
 from schemas.step import PolicyHandle, RunHandle, RunSummary, StepReport
 from tasks.artifacts import create_progress, update_progress
-from tasks.checkpoint import save_checkpoint
-from tasks.columns import sweep_columns
+from tasks.checkpoint import save_checkpoint, save_what_is_left
 from tasks.evaluate import evaluate_policy
 
 SUMMARY_STEPS = 10
@@ -37,22 +36,25 @@ async def train(config: RunConfig, run_id: str | None = None, resume: bool = Fal
     """Run GRPO from the start, or go on with a run that stopped.
 
     Args:
-        config: The run's configuration; a resumed run takes it from its directory instead.
+        config: The run's configuration. That of a resumed run may differ from what it began with in where and how
+            long it trains.
         run_id: The run's name; None makes one.
         resume: Whether the run exists already.
 
     Raises:
-        RunError: The run exists though `resume` is false, or does not though it is true.
+        RunError: The run exists though `resume` is false, or does not though it is true, or trained something else.
         PipelineError: What stopped the run; `resume` goes on from there.
     """
     run_id = run_id or new_run_id(config.name)
-    if resume:
-        directory = RunDirectory.open(run_id, config.runtime.runs_dir)
-        config = directory.config()
-    else:
-        directory = RunDirectory.create(config, run_id)
+    runs_dir = config.runtime.runs_dir
+    directory = RunDirectory.open(run_id, runs_dir) if resume else RunDirectory.create(config, run_id)
     with directory.driver_lock():
+        before = directory.config()
+        changed = directory.change_config(config)
         connect(config.runtime)
+        cluster.check_resources(config)
+        if changed:
+            cluster.kill_workers(run_id, before)  # they would go on with what they were started with
         run = open_run(directory, config)
         try:
             run = await _train_to_the_end(run, directory)
@@ -60,7 +62,7 @@ async def train(config: RunConfig, run_id: str | None = None, resume: bool = Fal
             directory.write_summary(summary)
             return summary
         finally:
-            cluster.kill_workers(run.run_id, config.rollout.num_workers)
+            cluster.kill_workers(run.run_id, config)
             start_store(directory, config)[0].close()
 
 
@@ -83,10 +85,21 @@ async def _train_to_the_end(run: RunHandle, directory: RunDirectory) -> RunHandl
     step_flow = run_step.with_options(result_storage=directory.ledger)
     restarts = 0
     try:
-        await _evaluate(run, policy, directory.metrics)
-        while policy.step < run.config.steps:
+        while True:
             try:
+                await _evaluate(run, policy, directory.metrics)
+                if policy.step == run.config.steps:
+                    await save_checkpoint(run, policy, wait=True)
+                    return run
                 report = await step_flow(run, policy)
+                policy = policy.replace(version=report.policy_version)
+                line = progress_line(report, run.config.steps)
+                logger.info(line)
+                await update_progress(progress, 100 * policy.step / run.config.steps, line)
+                if tensorboard:
+                    tensorboard.write(report)
+                if policy.step % run.config.checkpoint.every_steps == 0:
+                    await save_checkpoint(run, policy)
             except (WorkerLostError, VersionError, ChunkNotFoundError, ChunkCorruptedError) as error:
                 restarts += 1
                 if restarts > run.config.runtime.max_restarts:
@@ -94,23 +107,10 @@ async def _train_to_the_end(run: RunHandle, directory: RunDirectory) -> RunHandl
                 logger.warning("step %d is run again (%d): %s", policy.step, restarts, error)
                 run = open_run(directory, run.config)
                 policy = await reconcile(run, directory)
-                continue
-            policy = policy.replace(version=report.policy_version)
-            line = progress_line(report, run.config.steps)
-            logger.info(line)
-            await update_progress(progress, 100 * policy.step / run.config.steps, line)
-            if tensorboard:
-                tensorboard.write(report)
-            if policy.step % run.config.runtime.checkpoint_every_steps == 0:
-                await save_checkpoint(run, policy)
-                await sweep_columns(run, policy.step)
-            await _evaluate(run, policy, directory.metrics)
-        return run
-    finally:
-        # What was trained since the last checkpoint is kept, unless the policy itself is gone.
-        with suppress(PipelineError):
-            await save_checkpoint(run, policy)
-            await sweep_columns(run, policy.step)
+    except BaseException:
+        with suppress(PipelineError):  # the run has failed already; this only keeps what can be kept
+            await save_what_is_left(run, policy)
+        raise
 
 
 async def _evaluate(run: RunHandle, policy: PolicyHandle, metrics: MetricsFile) -> None:

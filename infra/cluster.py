@@ -7,7 +7,8 @@ import socket
 import time
 from typing import Any, Literal
 
-from schemas.errors import PipelineError, ServiceError, WorkerLostError
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError, PipelineError, ServiceError, WorkerLostError
 from schemas.step import RunHandle
 
 logger = logging.getLogger(__name__)
@@ -77,10 +78,14 @@ def actor_name(run_id: str, role: Role, shard: int = 0) -> str:
 
 
 async def get_worker(run: RunHandle, role: Role, shard: int = 0) -> Any:
-    """The run's worker of this role: found by name, or created, and started.
+    """The run's worker of this role: found by name, or created, and started."""
+    worker = find_or_create(run, role, shard)
+    await call(worker, "start")
+    return worker
 
-    A worker that died is created anew; the policy then holds the newest checkpoint's version.
-    """
+
+def find_or_create(run: RunHandle, role: Role, shard: int = 0) -> Any:
+    """The run's worker of this role, which need not be started yet. One that died is created anew."""
     import ray
 
     from infra.stores.plasma import ACTOR_OPTIONS
@@ -91,13 +96,22 @@ async def get_worker(run: RunHandle, role: Role, shard: int = 0) -> Any:
         "lifetime": "detached",  # a killed driver leaves it; resume finds it with its weights
         "get_if_exists": True,
         "num_cpus": 0,
+        "num_gpus": gpus_per_worker(run.config),
         "max_restarts": 0,
         "max_task_retries": 0,
     }
     actor: Any = ray.remote(**ACTOR_OPTIONS)(_worker_class(role))
-    worker: Any = actor.options(**options).remote(run, shard)
-    await call(worker, "start")
-    return worker
+    return actor.options(**options).remote(run, shard)
+
+
+def find_worker(run: RunHandle, role: Role, shard: int = 0) -> Any | None:
+    """The run's worker of this role, if it is there."""
+    import ray
+
+    try:
+        return ray.get_actor(actor_name(run.run_id, role, shard), namespace=NAMESPACE)
+    except ValueError:
+        return None
 
 
 def start_worker(worker_class: type, *args: Any) -> Any:
@@ -141,12 +155,60 @@ def kill_worker(run_id: str, role: Role, shard: int = 0) -> None:
     raise WorkerLostError(f"worker {name} did not end within {KILL_TIMEOUT_SECONDS} s")
 
 
-def kill_workers(run_id: str, num_rollout_workers: int) -> None:
+def kill_workers(run_id: str, config: RunConfig) -> None:
     """End all workers of the run and free their memory."""
-    kill_worker(run_id, "policy")
-    kill_worker(run_id, "reference")
-    for shard in range(num_rollout_workers):
-        kill_worker(run_id, "rollout", shard)
+    for role, count in num_workers(config).items():
+        for shard in range(count):
+            kill_worker(run_id, role, shard)
+
+
+def num_workers(config: RunConfig) -> dict[Role, int]:
+    """How many workers of each role a run has."""
+    return {
+        "policy": config.runtime.num_policy_ranks,
+        "reference": config.runtime.num_reference_ranks if config.needs_reference_worker else 0,
+        "rollout": config.rollout.num_workers,
+    }
+
+
+def check_resources(config: RunConfig) -> None:
+    """See that the cluster has a GPU, or at least a core, for every rank.
+
+    Raises:
+        ConfigError: It has fewer.
+    """
+    import ray
+
+    found, ranks = ray.cluster_resources(), config.runtime.num_policy_ranks
+    if config.runtime.device == "cuda" and found.get("GPU", 0) < (wanted := _gpus_wanted(config)):
+        raise ConfigError(
+            f'runtime.device = "cuda" needs {wanted:g} GPUs for {_listed(config)}, but the Ray cluster has '
+            f"{found.get('GPU', 0):g}; lower runtime.num_policy_ranks or runtime.gpus_per_worker, or add GPUs"
+        )
+    if not gpus_per_worker(config) and ranks > found.get("CPU", 0):
+        raise ConfigError(
+            f"runtime.num_policy_ranks = {ranks}, but the Ray cluster has {found.get('CPU', 0):g} cores; "
+            "lower it, or add nodes"
+        )
+
+
+def gpus_per_worker(config: RunConfig) -> float:
+    """The share of a GPU that each worker gets: none where the config or the cluster says so."""
+    import ray
+
+    runtime = config.runtime
+    if runtime.device == "cpu":
+        return 0
+    enough = ray.cluster_resources().get("GPU", 0) >= _gpus_wanted(config)
+    return runtime.gpus_per_worker if runtime.device == "cuda" or enough else 0
+
+
+def _gpus_wanted(config: RunConfig) -> float:
+    return sum(num_workers(config).values()) * config.runtime.gpus_per_worker
+
+
+def _listed(config: RunConfig) -> str:
+    return ", ".join(f"{count} {role}" for role, count in num_workers(config).items() if count)
 
 
 def _worker_class(role: Role) -> type:

@@ -70,6 +70,7 @@ async def clear_columns(run: RunHandle, step: int) -> int:
     The ledger's entries go first, so that none outlives its columns.
     """
     RunDirectory.of(run).forget_step(step)
+    RunDirectory.of(run).forget_plan(step)
     return open_store(run).clear(step)
 
 
@@ -81,6 +82,7 @@ async def archive_columns(run: RunHandle, step: int) -> None:
     """
     if not run.config.store.is_durable:
         RunDirectory.of(run).forget_step(step)
+        RunDirectory.of(run).forget_plan(step)
     open_store(run).archive(step)
 
 

@@ -1,11 +1,17 @@
 """Log-probs of the stored responses: the policy's (behaviour) and the reference's."""
 
-from infra.cluster import call, get_worker
+from collections.abc import Sequence
+
+import numpy as np
+
+from infra.group import get_group, num_ranks
 from infra.stores.open import open_store
-from rl_core.views import with_column
+from rl_core.planning import plan_forward
+from rl_core.planning.rows import rank_rows
+from rl_core.views import unpack, with_column
 from schemas.batch import BatchHandle
-from schemas.rollout import PutResult
-from schemas.step import PolicyHandle, RunHandle, StoredBatch
+from schemas.plan import ForwardPlan
+from schemas.step import PolicyHandle, RunHandle, ScoreResult, StoredBatch
 from tasks.columns import note_batch
 from tasks.stage import stage
 
@@ -13,17 +19,37 @@ from tasks.stage import stage
 @stage("logprob")
 async def score_behavior(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> StoredBatch:
     """Add `behavior_logprobs`: the trainer's log-probs under the weights that sampled."""
-    worker = await get_worker(run, "policy")
-    return _with_result(run, batch, await call(worker, "score", batch, policy.version))
+    plan = _plan(run, batch, num_ranks(run, "policy"))
+    group = await get_group(run, "policy")
+    return _with_results(run, batch, plan, await group.call("score", batch, plan, policy.version))
 
 
 @stage("reference")
 async def score_reference(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> StoredBatch:
     """Add `reference_logprobs`: the log-probs under the frozen starting weights."""
-    worker = await get_worker(run, "reference")
-    return _with_result(run, batch, await call(worker, "score", batch))
+    if run.config.needs_reference_worker:
+        plan = _plan(run, batch, num_ranks(run, "reference"))
+        results = await (await get_group(run, "reference")).call("score", batch, plan)
+    else:
+        plan = _plan(run, batch, num_ranks(run, "policy"))
+        results = await (await get_group(run, "policy")).call("score_reference", batch, plan)
+    return _with_results(run, batch, plan, results)
 
 
-def _with_result(run: RunHandle, batch: BatchHandle, result: PutResult) -> StoredBatch:
-    scored = with_column(batch, result.dtypes, [result.chunk], range(batch.num_rows))
-    return note_batch(open_store(run), scored, [result.traffic])
+def _plan(run: RunHandle, batch: BatchHandle, ranks: int) -> ForwardPlan:
+    lengths = unpack(batch.prompt_lengths), unpack(batch.response_lengths)
+    return plan_forward(*lengths, num_ranks=ranks, token_budget=run.config.packing.token_budget)
+
+
+def _with_results(run: RunHandle, batch: BatchHandle, plan: ForwardPlan, results: Sequence[ScoreResult]) -> StoredBatch:
+    puts = [result.put for result in results if result.put is not None]
+    rows = np.concatenate([rank_rows(micros) for micros in plan.ranks])
+    scored = with_column(batch, puts[0].dtypes, [put.chunk for put in puts], rows)
+    stored = note_batch(open_store(run), scored, [put.traffic for put in puts])
+    return stored.replace(row_kl=_by_row(rows, results))
+
+
+def _by_row(rows: np.ndarray, results: Sequence[ScoreResult]) -> tuple[float, ...] | None:
+    """The ranks' per-row KL in the order of the batch."""
+    values = np.array([value for result in results for value in result.row_kl])
+    return tuple(values[np.argsort(rows)].tolist()) if values.size else None

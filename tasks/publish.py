@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 from infra.cluster import call, get_worker
+from infra.group import get_group
 from schemas.step import PolicyHandle, RunHandle
 from tasks.stage import operation
 
@@ -19,6 +20,7 @@ async def load_weights(run: RunHandle, policy: PolicyHandle, worker: Any) -> Non
     """Bring one rollout worker to the policy's version; nothing moves if it is there already."""
     if await call(worker, "version") == policy.version:
         return
-    source = await get_worker(run, "policy")
+    group = await get_group(run, "policy")
     # Ray hands the bytes from one worker to the other: the driver passes on a promise of them.
-    await call(worker, "load_weights", source.weights.remote(policy.version), policy.version)
+    weights, others = group.promise("weights", policy.version)
+    await asyncio.gather(call(worker, "load_weights", weights, policy.version), others)

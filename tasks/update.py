@@ -1,6 +1,6 @@
 """Update: the only stage that changes the world."""
 
-from infra.cluster import call, get_worker
+from infra.group import get_group
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, UpdateReport
 from tasks.stage import stage, update_key
 
@@ -8,5 +8,6 @@ from tasks.stage import stage, update_key
 @stage("update", key=update_key)
 async def update_policy(run: RunHandle, policy: PolicyHandle, advantage: AdvantageHandle) -> UpdateReport:
     """Apply the planned updates to the policy's version, exactly once."""
-    worker = await get_worker(run, "policy")
-    return await call(worker, "update", advantage.batch, advantage.plan, policy.version)
+    group = await get_group(run, "policy")
+    reports = await group.call("update", advantage.batch, advantage.plan, policy.version)
+    return reports[0]  # every rank has the same

@@ -36,8 +36,8 @@ num_prompts = 4
 samples_per_prompt = 4
 max_response_tokens = 12
 
-[loss]
-kl_coef = 0.01
+[kl]
+coef = 0.01
 
 [optim]
 lr = 1e-2
@@ -136,8 +136,9 @@ class Workplace:
     def weights(self, run_id: str, version: int) -> str:
         """The digest of a checkpoint's weights and optimizer state."""
         folder = self.folder / "runs" / run_id / "policy" / f"step-{version:06d}"
-        content = (folder / "model.safetensors").read_bytes() + (folder / "trainer.safetensors").read_bytes()
-        return hashlib.sha256(content).hexdigest()
+        shards = sorted(folder.glob("rank-*.safetensors"))
+        assert shards, f"{folder} holds no checkpoint"
+        return hashlib.sha256(b"".join(shard.read_bytes() for shard in shards)).hexdigest()
 
     def metrics(self, run_id: str) -> list[dict[str, float]]:
         """What each step measured, without its times."""

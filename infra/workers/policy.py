@@ -1,237 +1,188 @@
 """The policy worker: holds the live weights and the optimizer, and is the only one that changes them."""
 
-import os
-import uuid
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial, reduce
+from operator import add
 
 import numpy as np
 import pyarrow as pa
-import torch
+import torch.distributed as dist
 from safetensors.torch import save
 
-from infra.checkpoint import (
-    checkpoint_path,
-    complete_versions,
-    load_trainer_state,
-    newest_checkpoint,
-    save_checkpoint,
-)
-from infra.models import load_model, load_tokenizer
-from infra.runs import RunDirectory
-from infra.stores.base import ColumnStore
-from infra.stores.open import open_store
-from infra.stores.plasma import ChunkWriter
-from infra.workers.scoring import TOKEN_COLUMNS, packed_row, score_column
-from rl_core.columns.jagged import as_tensor
-from rl_core.losses import LossInputs, policy_loss
-from rl_core.replay.attention import use_packed_attention
-from rl_core.replay.logprobs import packed_logprobs
-from rl_core.replay.probe import leak_probe
-from rl_core.schedule import learning_rate
-from schemas.batch import BatchHandle, ChunkKey
-from schemas.config.model import ModelConfig
+from infra.checkpoints.state import policy_tensors, restore_policy
+from infra.checkpoints.store import PendingCheckpoint, open_checkpoints
+from infra.export import best_version
+from infra.lora import adapter_disabled, merged_weights
+from infra.models import adapter_of, save_assets
+from infra.workers.replay import ReplayWorker
+from rl_core.planning.rows import rank_rows
+from rl_core.training import RankRows, Trainer, training_columns
+from rl_core.training.sharding import gather, whole
+from rl_core.views import select
+from schemas.batch import BatchHandle
 from schemas.errors import NonFiniteError, VersionError
-from schemas.metrics import Max, Mean, Metrics, merge_metrics
-from schemas.plan import MicroBatch, StepPlan, UpdatePlan
-from schemas.rollout import PutResult
-from schemas.step import PolicyHandle, RunHandle, UpdateReport
+from schemas.metrics import merge_metrics
+from schemas.plan import ForwardPlan, StepPlan
+from schemas.step import EvalReport, PolicyHandle, ProcessGroupHandle, ScoreResult, UpdateReport
 
 
-class PolicyWorker(ChunkWriter):
-    """One rank of the policy.
+class PolicyWorker(ReplayWorker):
+    """One rank of the policy. All ranks are called alike."""
 
-    Args:
-        run: The run it belongs to.
-        rank: Its number; 0 while there is one rank.
-        store: The column store; None connects to the run's.
-    """
+    _version = 0
+    _complete_version: int | None = None  # of the newest complete checkpoint
+    _report: UpdateReport | None = None
+    _pending: PendingCheckpoint | None = None
 
-    def __init__(self, run: RunHandle, rank: int = 0, store: ColumnStore | None = None) -> None:
-        self._run, self._config, self._rank, self._given_store = run, run.config, rank, store
-        self._directory = RunDirectory(Path(run.directory))
-        self._incarnation = ""  # set by each restore
-        self._version = 0
-        self._num_updates = 0
-        self._report: UpdateReport | None = None
-
-    def start(self) -> PolicyHandle:
+    def start(self, group: ProcessGroupHandle | None = None) -> PolicyHandle:
         """Load the newest checkpoint, else the starting weights. A worker that has weights keeps them.
+
+        Args:
+            group: Where the ranks meet; None is one rank alone.
 
         Raises:
             ReplayError: Packed sequences would see each other under this model.
+            WorkerLostError: The other ranks didn't come.
         """
         if self._incarnation:
             return self.handle()
-        set_threads(self._config.runtime.num_threads)
-        torch.manual_seed(self._config.seed)
-        self._store: ColumnStore = self._given_store or open_store(self._run)
-        self._tokenizer = load_tokenizer(self._config.model)
-        found = newest_checkpoint(self._directory.checkpoints)
-        self._model = load_model(ModelConfig(path=str(found[0])) if found else self._config.model)
-        self._optimizer = self._new_optimizer()
-        if found:
-            path, manifest = found
-            load_trainer_state(path, self._model, self._optimizer)
-            self._version, self._num_updates, self._report = (
-                manifest.version,
-                manifest.num_updates,
-                manifest.report,
-            )
-        use_packed_attention(self._model)
-        leak_probe(self._model)
-        self._incarnation = uuid.uuid4().hex
+        with self._together():
+            self._load(self._config.model, group, trains=True)
+            self._trainer = Trainer(self._module, self._config, self._mesh)
+            self._restore()
+            self._saving = dist.new_group(backend="gloo") if self._mesh is not None else None
+        self._incarnation = self._group_id
         return self.handle()
 
     def handle(self) -> PolicyHandle:
         """The version it holds."""
         return PolicyHandle(run_id=self._run.run_id, version=self._version, incarnation=self._incarnation)
 
-    def score(self, batch: BatchHandle, version: int) -> PutResult:
+    def score(self, batch: BatchHandle, plan: ForwardPlan, version: int) -> ScoreResult:
         """Put `behavior_logprobs`: the trainer's own log-probs under the weights that sampled.
 
         Raises:
             VersionError: It no longer holds `version`.
         """
         self._expect(version)
-        return score_column(
-            self._model,
-            self._store,
-            batch,
-            "behavior_logprobs",
-            ChunkKey(run_id=batch.run_id, step=batch.step, stage="behavior", shard=self._rank),
-            self._config.packing,
-            self._config.rollout.temperature,
-        )
+        return self._score(batch, plan, "behavior_logprobs", "behavior")
+
+    def score_reference(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
+        """Put `reference_logprobs`: those of the policy without its adapter."""
+        with adapter_disabled(self._module.model):
+            return self._score(batch, plan, "reference_logprobs", "reference", kl=self._config.kl.in_reward)
 
     def update(self, batch: BatchHandle, plan: StepPlan, version: int) -> UpdateReport:
         """Apply the plan's updates to `version`, exactly once; asked again, answer with the recorded report.
 
         Raises:
             VersionError: It holds neither `version` nor the one that this update leads to.
-            NonFiniteError: A loss or gradient is not finite. The weights are as before that optimizer step, and
-                the worker reloads the last checkpoint when it is started again.
+            NonFiniteError: A loss or gradient is not finite. The weights are as before that optimizer step, the rows
+                to blame are written to the run's `non_finite/`, and the worker holds no version until it is started.
         """
         if self._version == version + 1 and self._report is not None:
             return self._report
         self._expect(version)
-        columns = self._store.read(batch, self._training_columns)
+        rows = rank_rows([micro for update in plan.updates for micro in update.ranks[self._rank]])
+        mine = RankRows(rows, self._store.read(select(batch, rows), training_columns(self._config)))
         incarnation, self._incarnation = self._incarnation, ""  # not usable until all updates are in
-        parts = [self._apply(columns, update) for update in plan.updates]
+        try:
+            with self._together():
+                parts = [self._trainer.update(mine, update, self._rank) for update in plan.updates]
+                everyone = gather((merge_metrics(parts), self._store.take_traffic("update")), self._mesh)
+        except NonFiniteError as error:
+            raise self._with_saved_rows(error, mine, batch.step) from None
         self._version, self._incarnation = version + 1, incarnation
-        traffic = self._store.take_traffic("update")
-        self._report = UpdateReport(policy=self.handle(), metrics=merge_metrics(parts), traffic=traffic)
+        metrics, traffic = zip(*everyone, strict=True)
+        self._report = UpdateReport(policy=self.handle(), metrics=merge_metrics(metrics), traffic=reduce(add, traffic))
         return self._report
 
     def weights(self, version: int) -> bytes:
-        """The parameters of `version` as safetensors bytes; tied ones once.
+        """The parameters of `version`, adapters merged, as safetensors bytes by rank 0; of the others, nothing.
 
         Raises:
             VersionError: It holds another version.
         """
         self._expect(version)
-        return save({name: tensor.detach() for name, tensor in self._model.named_parameters()})
+        with self._together():
+            tensors = {name: whole(tensor) for name, tensor in merged_weights(self._module.model).items()}
+        return save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}) if self._rank == 0 else b""
 
-    def save(self) -> str:
-        """Write the checkpoint of the version it holds, unless it is there; returns its path."""
-        self._expect(self._version)
-        if self._version in complete_versions(self._directory.checkpoints):
-            return str(checkpoint_path(self._directory.checkpoints, self._version))
-        path = save_checkpoint(
-            self._directory.checkpoints,
-            version=self._version,
-            num_updates=self._num_updates,
-            report=self._report,
-            model=self._model,
-            tokenizer=self._tokenizer,
-            optimizer=self._optimizer,
-            keep_last=self._config.runtime.keep_checkpoints,
-        )
-        return str(path)
+    def save(self, version: int) -> None:
+        """Begin to write the checkpoint of `version`, unless it is there; the one before is complete then.
 
-    def _apply(self, columns: pa.RecordBatch, update: UpdatePlan) -> Metrics:
-        """One optimizer step over the micro-batches of this rank."""
-        lr = learning_rate(self._config.optim, self._num_updates, self._config.steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.zero_grad(set_to_none=True)
-        parts = [self._backward(columns, micro, update) for micro in update.ranks[self._rank] if micro.rows]
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optim.max_grad_norm)
-        if not torch.isfinite(norm):
-            raise NonFiniteError(
-                f"gradient norm is {norm.item()} in update {self._num_updates} of version {self._version}; "
-                f"rows {list(update.rows)}; the optimizer has not stepped"
+        Raises:
+            VersionError: It holds another version.
+            CheckpointError: The one before, or this one, could not be written.
+        """
+        self._expect(version)
+        self.finish_saving()
+        if version == self._complete_version:
+            return
+        with self._together():
+            self._pending = self._checkpoints.save(
+                version,
+                policy_tensors(self._module.model, self._trainer.optimizer),
+                num_updates=self._trainer.num_updates,
+                report=self._report,
+                adapter=adapter_of(self._config.model),
+                write_assets=partial(save_assets, self._config.model),
+                process_group=self._saving,
             )
-        self._optimizer.step()
-        self._num_updates += 1
-        own = {"grad_norm": Mean(total=norm.item(), weight=1), "learning_rate": Mean(total=lr, weight=1)}
-        return merge_metrics([*parts, own])
 
-    def _backward(self, columns: pa.RecordBatch, micro: MicroBatch, update: UpdatePlan) -> Metrics:
-        rows = columns.take(pa.array(micro.rows, type=pa.int64()))
-        row = packed_row(rows)
-        logprobs = packed_logprobs(
-            self._model,
-            row,
-            temperature=self._config.rollout.temperature,
-            chunk_tokens=self._config.packing.logits_chunk_tokens,
-        )
-        has_reference = "reference_logprobs" in rows.schema.names
-        inputs = LossInputs.from_rows(
-            policy_logprobs=logprobs,
-            behavior_logprobs=as_tensor(rows["behavior_logprobs"]),
-            reference_logprobs=as_tensor(rows["reference_logprobs"]) if has_reference else None,
-            advantages=as_tensor(rows["advantages"]),
-            loss_mask=as_tensor(rows["loss_mask"]),
-            response_lengths=row.response_lengths,
-        )
-        loss, metrics = policy_loss(
-            inputs,
-            self._config.loss,
-            num_loss_tokens=update.num_loss_tokens,
-            num_live_sequences=update.num_live_sequences,
-        )
-        if not torch.isfinite(loss):
-            raise NonFiniteError(
-                f"loss is {loss.item()} in update {self._num_updates} of version {self._version}; "
-                f"rows {list(micro.rows)} of the batch; the optimizer has not stepped"
-            )
-        loss.backward()
-        mismatch = as_tensor(rows["behavior_logprobs"]) - as_tensor(rows["sampler_logprobs"])
-        return metrics | _mismatch_metrics(mismatch[inputs.loss_mask])
+    def finish_saving(self) -> None:
+        """Wait until what `save` began is complete.
 
-    @property
-    def _training_columns(self) -> tuple[str, ...]:
-        columns = (*TOKEN_COLUMNS, "loss_mask", "sampler_logprobs", "behavior_logprobs", "advantages")
-        return (*columns, "reference_logprobs") if self._config.loss.kl_coef else columns
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        with self._together():
+            pending.wait()
+        self._complete_version = pending.version
 
-    def _new_optimizer(self) -> torch.optim.Optimizer:
-        optim = self._config.optim
-        return torch.optim.AdamW(
-            self._model.parameters(),
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.epsilon,
-            weight_decay=optim.weight_decay,
-        )
+    def retain(self, evals: Sequence[EvalReport]) -> int | None:
+        """Drop the checkpoints that the config doesn't keep; returns the newest complete version.
+
+        Args:
+            evals: Of all versions so far: the best one's checkpoint may be kept.
+        """
+        complete = self._checkpoints.complete_versions()
+        if not complete:
+            return None
+        config = self._config.checkpoint
+        self._checkpoints.retain(config.keep_last, best_version(evals, complete) if config.keep_best else None)
+        return complete[-1]
+
+    def _restore(self) -> None:
+        """Take the newest complete checkpoint's weights; all ranks take that of rank 0."""
+        self._checkpoints = open_checkpoints(self._directory, self._config.checkpoint)
+        found = self._checkpoints.newest() if self._rank == 0 else None
+        newest = gather(found, self._mesh)[0]
+        self._complete_version = newest[0] if newest else None
+        if newest is None:
+            self._version, self._report = 0, None
+            return
+        self._version, manifest = newest
+        restore_policy(self._checkpoints, self._version, self._module.model, self._trainer.optimizer)
+        self._trainer.num_updates, self._report = manifest.num_updates, manifest.report
+
+    def _with_saved_rows(self, error: NonFiniteError, rows: RankRows, step: int) -> NonFiniteError:
+        """Keep the columns of the rows to blame for people to look at, and say where they are."""
+        if not error.rows:
+            return error
+        folder = self._directory.path / "non_finite"
+        folder.mkdir(exist_ok=True)
+        if len(mine := np.intersect1d(error.rows, rows.rows)):
+            path = folder / f"step-{step:06d}-rank-{self._rank}.arrow"
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows.columns.schema) as writer:
+                writer.write(rows.take(mine))
+        return NonFiniteError(f"{error}; their columns are in {folder}", error.rows)
 
     def _expect(self, version: int) -> None:
         if not self._incarnation:
             raise VersionError("the policy worker holds no whole version: an update failed in it; start it again")
         if self._version != version:
             raise VersionError(f"the policy worker holds version {self._version}, not the expected {version}")
-
-
-def set_threads(num_threads: int) -> None:
-    """Give torch `num_threads` threads, or all of the machine's cores for 0."""
-    torch.set_num_threads(num_threads or os.cpu_count() or 1)
-
-
-def _mismatch_metrics(difference: torch.Tensor) -> Metrics:
-    """How far the engine's log-probs are from the trainer's for the same weights, in nats."""
-    if not difference.numel():
-        return {}
-    distance = np.abs(difference.numpy())
-    return {
-        "mismatch/mean": Mean(total=float(distance.sum()), weight=distance.size),
-        "mismatch/max": Max(value=float(distance.max())),
-    }

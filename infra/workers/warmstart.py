@@ -5,7 +5,7 @@ import torch
 
 from infra.datasets import load_prompts
 from infra.models import load_model, load_tokenizer
-from infra.workers.policy import set_threads
+from infra.workers.device import set_threads
 from rl_core.replay.attention import use_packed_attention
 from rl_core.replay.forward import pack_row
 from rl_core.replay.logprobs import packed_logprobs

@@ -13,12 +13,14 @@ from infra.workers.policy import PolicyWorker
 from infra.workers.reference import ReferenceWorker
 from infra.workers.rollout import RolloutWorker
 from rl_core.columns.jagged import flat_values
-from rl_core.planning.plan import plan_step
-from rl_core.views import new_batch, select, with_column
+from rl_core.planning import plan_forward, plan_step
+from rl_core.views import new_batch, select, unpack, with_column
 from schemas.batch import BatchHandle, ChunkKey
+from schemas.config.model import LoraConfig
 from schemas.config.run import RunConfig
 from schemas.errors import NonFiniteError, VersionError
-from schemas.plan import StepPlan
+from schemas.plan import ForwardPlan, StepPlan
+from schemas.rollout import Round
 from schemas.step import RunHandle
 from tests.tiny import make_tiny_data, make_tiny_model
 
@@ -34,7 +36,7 @@ def run(tmp_path: Path) -> RunHandle:
             "data": {"train_path": str(tmp_path / "train.parquet")},
             "reward": {"kind": "exact"},
             "rollout": {"num_prompts": 4, "samples_per_prompt": 2, "max_response_tokens": 6},
-            "loss": {"kl_coef": 0.1},
+            "kl": {"coef": 0.1},
             "optim": {"lr": 1e-2, "updates_per_step": 2},
             "runtime": {"runs_dir": str(tmp_path / "runs"), "num_threads": 1},
         }
@@ -62,13 +64,15 @@ def make_step(
     store.open_lease(0)
     rollout = RolloutWorker(run, store=store)
     rollout.start()
-    shard = rollout.generate(0, 0)
-    stored = rollout.put(0, 0, ())
+    groups = tuple(range(run.config.rollout.num_prompts))
+    shard = rollout.generate(0, 0, groups)
+    stored = rollout.put(0, 0, (Round(groups=groups, kept=groups),), ())
     batch = new_batch(run.run_id, 0, 0, [stored.chunk], stored.dtypes, shard.prompt_lengths, shard.response_lengths)
     reference = ReferenceWorker(run, store=store)
     reference.start()
-    for result in (policy.score(batch, 0), reference.score(batch)):
-        batch = with_column(batch, result.dtypes, [result.chunk], range(batch.num_rows))
+    plan = forward_plan(batch)
+    for put in (policy.score(batch, plan, 0).put, reference.score(batch, plan).put):
+        batch = with_column(batch, put.dtypes, [put.chunk], range(batch.num_rows))
     advantages = np.tile(np.array([1, -1], dtype=np.float32), batch.num_rows // 2)
     if poison:
         advantages[3] = np.nan
@@ -85,6 +89,11 @@ def make_step(
         seed=0,
     )
     return batch, plan
+
+
+def forward_plan(batch: BatchHandle) -> ForwardPlan:
+    lengths = unpack(batch.prompt_lengths), unpack(batch.response_lengths)
+    return plan_forward(*lengths, num_ranks=1, token_budget=64)
 
 
 def parameters(worker: PolicyWorker, version: int) -> dict[str, torch.Tensor]:
@@ -115,7 +124,13 @@ def test_an_update_is_applied_once_and_reported_again(run: RunHandle, store: Mem
 def test_another_version_is_refused(run: RunHandle, store: MemoryStore) -> None:
     worker = started(run, store)
     batch, plan = make_step(run, store, worker)
-    for call in (lambda: worker.update(batch, plan, 3), lambda: worker.weights(1), lambda: worker.score(batch, 2)):
+    rows = forward_plan(batch)
+    for call in (
+        lambda: worker.update(batch, plan, 3),
+        lambda: worker.weights(1),
+        lambda: worker.score(batch, rows, 2),
+        lambda: worker.save(4),
+    ):
         with pytest.raises(VersionError, match="holds version 0"):
             call()
 
@@ -124,7 +139,8 @@ def test_a_restart_from_a_checkpoint_goes_on_bit_for_bit(run: RunHandle, store: 
     worker = started(run, store)
     batch, plan = make_step(run, store, worker)
     report = worker.update(batch, plan, 0)
-    worker.save()
+    worker.save(1)
+    worker.finish_saving()
     fresh = started(run, store)
     assert fresh.update(batch, plan, 0) == report  # recorded in the manifest
     weights = [parameters(each, 1) for each in (worker, fresh)]
@@ -154,7 +170,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer_steps(run: RunHand
     worker = started(run, store)
     before = parameters(worker, 0)
     batch, plan = make_step(run, store, worker, poison=True)
-    with pytest.raises(NonFiniteError, match=r"loss is nan in update \d of version 0; rows \[.*3.*\]"):
+    with pytest.raises(NonFiniteError, match=r"loss of update \d is not finite: rows \[3\] .*whose advantages are"):
         worker.update(batch, plan, 0)
     with pytest.raises(VersionError, match="holds no whole version"):
         worker.weights(0)
@@ -169,8 +185,55 @@ def test_scores_follow_a_view_of_the_batch(run: RunHandle, store: MemoryStore) -
     rows = [5, 1, 6]
     store.open_lease(1)
     part = select(batch, rows).replace(step=1, groups=select(batch, rows).groups[:1])
-    result = worker.score(part, 0)
-    scored = with_column(part, result.dtypes, [result.chunk], range(3))
+    put = worker.score(part, forward_plan(part), 0).put
+    scored = with_column(part, put.dtypes, [put.chunk], range(3))
     expected = store.read(select(batch, rows), ["behavior_logprobs"])["behavior_logprobs"]
     actual = store.read(scored, ["behavior_logprobs"])["behavior_logprobs"]
     np.testing.assert_allclose(flat_values(actual), flat_values(expected), atol=1e-6)
+
+
+def test_with_lora_the_reference_is_the_policy_without_its_adapter(run: RunHandle, store: MemoryStore) -> None:
+    model = run.config.model.replace(lora=LoraConfig(rank=2, alpha=4))
+    adapted = run.replace(config=run.config.replace(model=model))
+    assert not adapted.config.needs_reference_worker
+    worker = started(adapted, store)
+    batch, plan = make_step(adapted, store, worker)
+    base = parameters(worker, 0)
+    report = worker.update(batch, plan, 0)
+    assert report.metrics["grad_norm"].value > 0
+    merged = parameters(worker, 1)
+    assert base.keys() == merged.keys()
+    assert any(not torch.equal(base[name], merged[name]) for name in base)
+
+    store.clear(0)
+    store.open_lease(0)
+    again, _ = make_step(run, store, started(run, store))  # the same rows, and the base model's log-probs of them
+    bare = again.replace(groups=tuple(group for group in again.groups if "reference_logprobs" not in group.dtypes))
+    store.delete([chunk for chunk in again.chunks if "/reference/" in chunk.key])
+    put = worker.score_reference(bare, forward_plan(bare)).put
+    scored = with_column(bare, put.dtypes, [put.chunk], range(bare.num_rows))
+    columns = store.read(scored, ["behavior_logprobs", "reference_logprobs"])
+    assert columns["behavior_logprobs"].equals(columns["reference_logprobs"])
+
+    worker.save(1)
+    worker.finish_saving()
+    fresh = started(adapted, store)
+    assert all(torch.equal(merged[name], weight) for name, weight in parameters(fresh, 1).items())
+
+
+def test_the_kl_in_the_reward_is_reported_by_row(run: RunHandle, store: MemoryStore) -> None:
+    config = run.config.replace(kl={"coef": 0.1, "in_reward": True, "estimator": "k1"})
+    worker = started(run.replace(config=config), store)
+    batch, _ = make_step(run, store, worker)
+    bare = batch.replace(groups=tuple(group for group in batch.groups if "reference_logprobs" not in group.dtypes))
+    store.delete([chunk for chunk in batch.chunks if "/reference/" in chunk.key])
+    reference = ReferenceWorker(run.replace(config=config), store=store)
+    reference.start()
+    reference._module.model.get_output_embeddings().weight.mul_(1.1)  # otherwise it is the policy
+    result = reference.score(bare, forward_plan(bare))
+    scored = with_column(bare, result.put.dtypes, [result.put.chunk], range(bare.num_rows))
+    columns = store.read(scored, ["behavior_logprobs", "reference_logprobs"])
+    policy, base = (column.to_pylist() for column in columns.columns)
+    expected = [sum(p - b for p, b in zip(*pair, strict=True)) for pair in zip(policy, base, strict=True)]
+    np.testing.assert_allclose(result.row_kl, expected, rtol=1e-5)
+    assert max(map(abs, expected)) > 1e-3

@@ -1,6 +1,7 @@
 """Kill any process at any moment: the resumed run ends in the same weights, bit for bit."""
 
 import signal
+from collections.abc import Callable
 
 import pytest
 
@@ -21,28 +22,49 @@ def expected(workplace: Workplace) -> str:
 
 def test_a_driver_killed_again_and_again(workplace: Workplace, expected: str) -> None:
     run_id = "killed-drivers"
-    command = (*CONFIG, "--run-id", run_id)
+    driver, left = workplace.start(*CONFIG, "--run-id", run_id), None
     for step, stage in enumerate(("rollout", "put", "logprob", "advantage", "update")):
-        workplace.kill_when(workplace.committed(run_id, step, stage), *command)
-        before = workplace.ledger(run_id, step)
-        resumed = workplace.start("resume", run_id)
-        # A stage that was committed is not run again: its entry stays as it was written until the step is done.
-        while workplace.steps_done(run_id) <= step:
-            for name, written in workplace.ledger(run_id, step).items():
-                assert before.get(name, written) == written, name
-            assert resumed.poll() is None, resumed.communicate()
-        workplace.kill(resumed)
-        command = ("resume", run_id)
-    workplace.sluice("resume", run_id)
+        workplace.wait_for(reached(workplace.committed(run_id, step, stage), left), driver)
+        workplace.kill(driver)
+        left = LeftLedger(workplace, run_id, step)
+        driver = workplace.start("resume", run_id)
+    out, err = driver.communicate(timeout=120)
+    assert driver.returncode == 0, out + err
     assert workplace.weights(run_id, STEPS) == expected
     assert workplace.metrics(run_id) == workplace.metrics("undisturbed")
     assert workplace.store_bytes_at_end(run_id) == 0
     assert not list((workplace.folder / "runs" / run_id / "ledger").glob("*"))
 
 
+def reached(committed: Callable[[], bool], left: "LeftLedger | None") -> Callable[[], bool]:
+    """Whether the stage to kill at is committed; what the last driver left is looked at all the while."""
+
+    def look() -> bool:
+        if left is not None:
+            left.check()
+        return committed()
+
+    return look
+
+
+class LeftLedger:
+    """What a killed driver had committed of a step: no stage of it is run again."""
+
+    def __init__(self, workplace: Workplace, run_id: str, step: int) -> None:
+        self._workplace, self._run_id, self._step = workplace, run_id, step
+        self._entries = workplace.ledger(run_id, step)
+
+    def check(self) -> None:
+        """An entry stays as it was written until its step is done."""
+        now = self._workplace.ledger(self._run_id, self._step)
+        if self._workplace.steps_done(self._run_id) <= self._step:
+            for name, written in now.items():
+                assert self._entries.get(name, written) == written, name
+
+
 def test_a_lost_ray_and_checkpoints_that_are_rare(workplace: Workplace, expected: str) -> None:
     run_id = "lost-ray"
-    rare = "runtime.checkpoint_every_steps=2"
+    rare = "checkpoint.every_steps=2"
     workplace.kill_when(workplace.committed(run_id, 3, "put"), *CONFIG, rare, "--run-id", run_id)
     workplace.stop_ray()
     sampled = workplace.sampling_seconds(run_id)

@@ -1,0 +1,60 @@
+"""The rows of a step that one rank replays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from rl_core.columns.jagged import as_tensor, row_lengths
+from rl_core.replay import PackedRow, pack_row
+from rl_core.training.replay_module import ReplayModule
+from schemas.plan import MicroBatch
+
+TOKEN_COLUMNS = ("prompt_ids", "response_ids")
+
+
+@dataclass(frozen=True, eq=False)
+class RankRows:
+    """The rows of a step that one rank reads.
+
+    Attributes:
+        rows: [n] their numbers in the step's batch, ascending.
+        columns: Their columns, n rows in that order.
+    """
+
+    rows: NDArray[np.int64]
+    columns: pa.RecordBatch
+
+    def take(self, rows: Sequence[int] | NDArray[np.int64]) -> pa.RecordBatch:
+        """The named rows of the batch, in the order given."""
+        return self.columns.take(pa.array(np.searchsorted(self.rows, np.asarray(rows, dtype=np.int64))))
+
+
+def packed_row(columns: pa.RecordBatch) -> PackedRow:
+    """One packed row of all real tokens of `columns`, which hold `TOKEN_COLUMNS`."""
+    prompts, responses = (columns[name] for name in TOKEN_COLUMNS)
+    return pack_row(as_tensor(prompts), row_lengths(prompts), as_tensor(responses), row_lengths(responses))
+
+
+@torch.no_grad()
+def score_rows(module: ReplayModule, rows: RankRows, micros: Sequence[MicroBatch]) -> NDArray[np.float32]:
+    """Log-probs of the rows' responses: [R] float32, nats, in the order in which they stand in `rows`.
+
+    Args:
+        module: The model.
+        rows: The rows, with `TOKEN_COLUMNS`.
+        micros: What is packed together; a dummy only serves the other ranks.
+    """
+    device = next(module.parameters()).device
+    lengths = row_lengths(rows.columns["response_ids"])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    values = np.empty(int(starts[-1]), dtype=np.float32)
+    for micro in micros:
+        logprobs = module(packed_row(rows.take(micro.rows)).to(device)).logprobs.cpu().numpy()
+        at = np.searchsorted(rows.rows, np.asarray(micro.rows, dtype=np.int64))
+        for row, part in zip(at, np.split(logprobs, np.cumsum(lengths[at])[:-1]), strict=bool(len(at))):
+            values[starts[row] : starts[row + 1]] = part
+    return values

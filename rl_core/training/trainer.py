@@ -1,0 +1,160 @@
+"""One rank's part of an update: planned micro-batches in, an optimizer step out.
+
+All ranks have equally many micro-batches: where weights are sharded, each forward and backward is a collective, and a
+rank without rows takes part with a dummy.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rl_core.columns.jagged import as_tensor
+from rl_core.losses import LossInputs, policy_loss
+from rl_core.training.optimizer import clip_gradients, make_optimizer
+from rl_core.training.replay_module import ReplayModule
+from rl_core.training.rows import TOKEN_COLUMNS, RankRows, packed_row
+from rl_core.training.schedule import learning_rate
+from rl_core.training.sharding import gather
+from schemas.config.run import RunConfig
+from schemas.errors import NonFiniteError
+from schemas.metrics import Mean, Metrics, merge_metrics
+from schemas.plan import MicroBatch, UpdatePlan
+
+_LOSS_COLUMNS = ("loss_mask", "sampler_logprobs", "behavior_logprobs", "advantages")
+
+
+def training_columns(config: RunConfig) -> tuple[str, ...]:
+    """The columns that an update reads."""
+    columns = (*TOKEN_COLUMNS, *_LOSS_COLUMNS)
+    return (*columns, "reference_logprobs") if config.kl.coef and not config.kl.in_reward else columns
+
+
+class Trainer:
+    """One rank's weights and optimizer.
+
+    Args:
+        module: The model, sharded where there are several ranks.
+        config: The run's.
+        mesh: The ranks; None is this one alone.
+    """
+
+    def __init__(self, module: ReplayModule, config: RunConfig, mesh: DeviceMesh | None = None) -> None:
+        self.module, self._config, self._mesh = module, config, mesh
+        self.optimizer = make_optimizer(module, config.optim)
+        self.num_updates = 0
+        self._device = next(module.parameters()).device
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The trainable parameters by the model's own names; tied ones once."""
+        return {name: weight for name, weight in self.module.model.named_parameters() if weight.requires_grad}
+
+    def update(self, rows: RankRows, update: UpdatePlan, rank: int = 0) -> Metrics:
+        """One optimizer step over all ranks' micro-batches.
+
+        Args:
+            rows: At least this rank's rows of the update, with `training_columns`.
+            update: The plan.
+            rank: This rank.
+
+        Returns:
+            This rank's share of the metrics; what all ranks know alike is in that of rank 0.
+
+        Raises:
+            NonFiniteError: On every rank, naming the rows of all ranks that are to blame. The weights are as before.
+        """
+        lr = learning_rate(self._config.optim, self.num_updates, self._config.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad(set_to_none=True)
+        parts: list[Metrics] = []
+        guilty: dict[int, tuple[str, ...]] = {}
+        for micro in self._planned(update.ranks[rank]):
+            inputs = self._inputs(rows, micro)
+            loss, metrics = self._loss(inputs, update)
+            parts.append(metrics)
+            if not torch.isfinite(loss):
+                guilty |= _non_finite(inputs, micro)
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._require_finite("loss", guilty)
+        norm = clip_gradients(self.named_parameters().values(), self._config.optim.max_grad_norm)
+        if not math.isfinite(norm):
+            self._require_finite("gradient", self._without_finite_gradient(rows, update, rank))
+        self.optimizer.step()
+        self.num_updates += 1
+        if rank == 0:
+            parts.append({"grad_norm": Mean(total=norm, weight=1), "learning_rate": Mean(total=lr, weight=1)})
+        return merge_metrics(parts)
+
+    def _planned(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches to run; dummies only serve the other ranks."""
+        return [micro for micro in micros if micro.rows or self._mesh is not None]
+
+    def _inputs(self, rows: RankRows, micro: MicroBatch) -> LossInputs:
+        columns = rows.take(micro.rows)
+        row = packed_row(columns).to(self._device)
+        logprobs, entropy, *_ = self.module(row, entropy="grad" if self._config.loss.entropy_coef else "no_grad")
+        given = {name: as_tensor(columns[name]).to(self._device) for name in training_columns(self._config)}
+        return LossInputs.from_rows(
+            policy_logprobs=logprobs,
+            entropy=entropy,
+            behavior_logprobs=given["behavior_logprobs"],
+            sampler_logprobs=given["sampler_logprobs"],
+            reference_logprobs=given.get("reference_logprobs"),
+            advantages=given["advantages"],
+            loss_mask=given["loss_mask"],
+            response_lengths=row.response_lengths,
+        )
+
+    def _loss(self, inputs: LossInputs, update: UpdatePlan) -> tuple[Tensor, Metrics]:
+        return policy_loss(
+            inputs,
+            self._config.loss,
+            self._config.kl,
+            self._config.correction,
+            norm_tokens=self._config.loss.norm_tokens or self._config.rollout.max_response_tokens,
+            num_loss_tokens=update.num_loss_tokens,
+            num_live_sequences=update.num_live_sequences,
+        )
+
+    def _without_finite_gradient(self, rows: RankRows, update: UpdatePlan, rank: int) -> dict[int, tuple[str, ...]]:
+        """The rows of the micro-batches whose gradient alone is not finite; all ranks go through theirs in step."""
+        found: dict[int, tuple[str, ...]] = {}
+        for micro in self._planned(update.ranks[rank]):
+            self.optimizer.zero_grad(set_to_none=True)
+            self._loss(self._inputs(rows, micro), update)[0].backward()  # type: ignore[no-untyped-call]
+            if not math.isfinite(clip_gradients(self.named_parameters().values(), 1.0)):
+                found |= dict.fromkeys(micro.rows, ())
+        return found
+
+    def _require_finite(self, what: str, guilty: dict[int, tuple[str, ...]]) -> None:
+        """Stop all ranks if any of them found rows to blame.
+
+        Raises:
+            NonFiniteError: One did.
+        """
+        found = {row: names for each in gather(guilty, self._mesh) for row, names in each.items()}
+        if not found:
+            return
+        self.optimizer.zero_grad(set_to_none=True)
+        values = sorted({name for names in found.values() for name in names})
+        seen = f", whose {', '.join(values)} are not finite" if values else ""
+        raise NonFiniteError(
+            f"the {what} of update {self.num_updates} is not finite: rows {sorted(found)} of the step's batch{seen}; "
+            "the optimizer has not stepped",
+            tuple(sorted(found)),
+        )
+
+
+def _non_finite(inputs: LossInputs, micro: MicroBatch) -> dict[int, tuple[str, ...]]:
+    """The rows with a non-finite value on a trained token, and in which inputs; all rows if there is none."""
+    trained = inputs.trained()
+    found: dict[int, tuple[str, ...]] = {}
+    for name in ("policy_logprobs", "behavior_logprobs", "sampler_logprobs", "reference_logprobs", "advantages"):
+        values: Tensor | None = getattr(trained, name)
+        if values is not None:
+            for at in set(trained.sequence_index[~torch.isfinite(values)].tolist()):
+                found[micro.rows[at]] = (*found.get(micro.rows[at], ()), name)
+    return found or dict.fromkeys(micro.rows, ())

@@ -1,0 +1,242 @@
+"""Policy ranks as Ray actors: two are as one, a lost one ends the group, another number goes on from a checkpoint."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import ray
+import torch
+from safetensors.torch import load
+
+from infra import cluster
+from infra.group import WorkerGroup, get_group
+from infra.runs import RunDirectory
+from infra.stores.open import open_store
+from infra.workers.policy import PolicyWorker
+from rl_core.columns.jagged import jagged
+from rl_core.planning import plan_forward, plan_step
+from rl_core.planning.rows import rank_rows
+from rl_core.views import new_batch, unpack, with_column
+from schemas.batch import BatchHandle, ChunkKey
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError, NonFiniteError, WorkerLostError
+from schemas.plan import StepPlan
+from schemas.step import RunHandle, UpdateReport
+from tests.tiny import make_tiny_data, make_tiny_model
+
+pytestmark = pytest.mark.slow
+
+STEPS, SAVED = 5, 3
+NUM_ROWS = 12
+TOKENS = {"prompt_ids": "uint16", "response_ids": "uint16", "loss_mask": "bool", "sampler_logprobs": "float"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("group")
+    make_tiny_model(folder / "model")
+    make_tiny_data(folder / "train.parquet", 8)
+    return folder
+
+
+@pytest.fixture
+def runs(folder: Path, ray_cluster: None) -> Iterator["Runs"]:
+    runs = Runs(folder)
+    yield runs
+    runs.end()
+
+
+class Runs:
+    """Runs of one folder, whose workers end with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._made = folder, []
+
+    def make(self, run_id: str, num_ranks: int, **sections: Any) -> RunHandle:
+        config = RunConfig.model_validate(
+            {
+                "steps": STEPS,
+                "model": {"path": str(self._folder / "model")},
+                "data": {"train_path": str(self._folder / "train.parquet")},
+                "reward": {"kind": "exact"},
+                "rollout": {"max_response_tokens": 9},
+                "optim": {"lr": 1e-3, "updates_per_step": 2},
+                "packing": {"token_budget": 24},
+                "store": {"kind": "fsspec"},
+                "runtime": {
+                    "runs_dir": str(self._folder / "runs"),
+                    "num_threads": 1,
+                    "num_policy_ranks": num_ranks,
+                    "collective_timeout_seconds": 8,
+                },
+                **sections,
+            }
+        )
+        path = self._folder / "runs" / run_id
+        directory = RunDirectory(path) if path.exists() else RunDirectory.create(config, run_id)
+        run = RunHandle(run_id=run_id, directory=str(directory.path), config=config, store_generation="g")
+        self._made.append(run)
+        return run
+
+    def end(self) -> None:
+        for run in self._made:
+            cluster.kill_workers(run.run_id, run.config)
+
+
+def put_rows(run: RunHandle, step: int) -> BatchHandle:
+    """Rows of one step, made up; the same for every run."""
+    generator = np.random.default_rng(step)
+    prompts, responses = generator.integers(1, 5, NUM_ROWS), generator.integers(1, 9, NUM_ROWS)
+    store = open_store(run)
+    store.open_lease(step)
+    columns = pa.record_batch(
+        {
+            "prompt_ids": jagged(generator.integers(0, 90, prompts.sum()).astype(np.uint16), prompts),
+            "response_ids": jagged(generator.integers(0, 90, responses.sum()).astype(np.uint16), responses),
+            "loss_mask": jagged(np.ones(responses.sum(), dtype=bool), responses),
+            "sampler_logprobs": jagged(-generator.random(responses.sum()).astype(np.float32), responses),
+        }
+    )
+    chunk = store.put(ChunkKey(run_id=run.run_id, step=step, stage="rollout"), columns)
+    return new_batch(run.run_id, step, step, [chunk], TOKENS, prompts, responses)
+
+
+def plan_of(run: RunHandle, batch: BatchHandle) -> StepPlan:
+    prompts, responses = unpack(batch.prompt_lengths), unpack(batch.response_lengths)
+    return plan_step(
+        prompts,
+        responses,
+        responses,
+        num_updates=2,
+        num_ranks=run.config.runtime.num_policy_ranks,
+        token_budget=run.config.packing.token_budget,
+        seed=batch.step,
+    )
+
+
+def with_advantages(run: RunHandle, batch: BatchHandle, poisoned: int | None = None) -> BatchHandle:
+    values = np.random.default_rng(100 + batch.step).standard_normal(NUM_ROWS).astype(np.float32)
+    if poisoned is not None:
+        values[poisoned] = np.nan
+    key = ChunkKey(run_id=run.run_id, step=batch.step, stage="advantage")
+    chunk = open_store(run).put(key, pa.record_batch({"advantages": pa.array(values)}), batch)
+    return with_column(batch, {"advantages": "float"}, [chunk], range(NUM_ROWS))
+
+
+async def scored(run: RunHandle, group: "WorkerGroup | Alone", step: int) -> BatchHandle:
+    """A step's rows with the policy's own log-probs, which the ranks put."""
+    batch = put_rows(run, step)
+    plan = plan_forward(
+        unpack(batch.prompt_lengths),
+        unpack(batch.response_lengths),
+        num_ranks=len(group.ranks),
+        token_budget=run.config.packing.token_budget,
+    )
+    results = await group.call("score", batch, plan, step)
+    rows = np.concatenate([rank_rows(micros) for micros in plan.ranks])
+    return with_column(batch, results[0].put.dtypes, [result.put.chunk for result in results], rows)
+
+
+async def train_step(run: RunHandle, group: "WorkerGroup | Alone", step: int) -> list[UpdateReport]:
+    batch = with_advantages(run, await scored(run, group, step))
+    return await group.call("update", batch, plan_of(run, batch), step)
+
+
+async def weights(group: "WorkerGroup | Alone", version: int) -> dict[str, torch.Tensor]:
+    return load((await group.call("weights", version))[0])
+
+
+def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """The largest relative difference of a parameter's norm."""
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).norm() / first[name].norm()) for name in first)
+
+
+async def train(run: RunHandle, group: "WorkerGroup | Alone", steps: range) -> list[UpdateReport]:
+    """Train some steps; the checkpoint of the middle one is saved."""
+    reports = []
+    for step in steps:
+        open_store(run).clear(step)
+        every = await train_step(run, group, step)
+        assert all(report == every[0] for report in every)
+        reports.append(every[0])
+        if step + 1 == SAVED:
+            await group.call("save", SAVED)
+            await group.call("finish_saving")
+    return reports
+
+
+class Alone:
+    """A single rank as a plain object: no process, no group."""
+
+    def __init__(self, run: RunHandle) -> None:
+        self.ranks = (PolicyWorker(run),)
+        self.ranks[0].start()
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self.ranks[0], method)(*args)]
+
+
+def pids(group: WorkerGroup) -> list[int]:
+    return [ray.get(rank.__ray_call__.remote(lambda worker: os.getpid())) for rank in group.ranks]
+
+
+def test_two_ranks_are_as_one_and_end_together(runs: Runs) -> None:
+    alone, pair, steps = runs.make("alone", 1), runs.make("pair", 2), range(STEPS)
+
+    async def scene() -> None:
+        one = Alone(alone)
+        expected_reports = await train(alone, one, steps)
+        expected = await weights(one, STEPS)
+
+        two = await get_group(pair, "policy")
+        reports = await train(pair, two, steps)
+        assert distance(expected, await weights(two, STEPS)) < 1e-6
+        for mine, ours in zip(expected_reports, reports, strict=True):
+            assert mine.metrics.keys() == ours.metrics.keys()
+            for name, metric in mine.metrics.items():
+                assert ours.metrics[name].value == pytest.approx(metric.value, rel=1e-4, abs=1e-6), name
+
+        # A loss that is not finite on one rank stops both before either steps.
+        batch = await scored(pair, two, STEPS)
+        plan = plan_of(pair, batch)
+        row = plan.updates[0].ranks[1][0].rows[0]
+        with pytest.raises(NonFiniteError, match=rf"rows \[{row}\] of .*whose advantages are not .* columns are in"):
+            await two.call("update", with_advantages(pair, batch, poisoned=row), plan, STEPS)
+        (saved,) = (Path(pair.directory) / "non_finite").glob(f"step-{STEPS:06d}-rank-1.arrow")
+        assert pa.ipc.open_file(saved).read_all().num_rows == 1
+
+        # Each goes on from the other's checkpoint, and a dead rank ends the group: it is gathered again from there.
+        assert distance(expected, await go_on(runs.make("pair", 1))) < 1e-6
+        resumed = runs.make("alone", 2)
+        two = await get_group(resumed, "policy")
+        assert (await two.call("handle"))[0].version == SAVED
+        os.kill(pids(two)[1], signal.SIGKILL)
+        with pytest.raises(WorkerLostError):
+            await train(resumed, two, range(SAVED, STEPS))
+        two = await get_group(resumed, "policy")
+        await train(resumed, two, range(SAVED, STEPS))
+        assert distance(expected, await weights(two, STEPS)) < 1e-6
+
+        os.kill(pids(two)[1], signal.SIGSTOP)
+        with pytest.raises(WorkerLostError, match="lost the other ranks"):
+            await weights(two, STEPS)
+
+    async def go_on(run: RunHandle) -> dict[str, torch.Tensor]:
+        one = Alone(run)
+        assert one.ranks[0].handle().version == SAVED
+        await train(run, one, range(SAVED, STEPS))
+        return await weights(one, STEPS)
+
+    asyncio.run(scene())
+
+
+def test_more_ranks_than_cores_are_refused(runs: Runs) -> None:
+    with pytest.raises(ConfigError, match=r"runtime\.num_policy_ranks = 64, but the Ray cluster has 2 cores"):
+        cluster.check_resources(runs.make("many", 64).config)
