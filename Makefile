@@ -25,8 +25,8 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint  ## lint, types, layers and the whole suite
-	$(BIN)/pytest
+test: lint  ## lint, types, layers and the whole suite, two files at a time
+	$(BIN)/pytest -n 2 --dist loadfile
 
 down:  ## stop the local Prefect server and Ray
 	@test ! -x $(BIN)/sluice || $(BIN)/sluice down

@@ -14,6 +14,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `infra` sets it, which a t
 # Read when torch is imported. OpenMP threads otherwise wait for one another by spinning, which on cores that other
 # processes also use makes small models many times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, on models too small for two threads
 
 
 @pytest.fixture(scope="session")
