@@ -11,6 +11,7 @@ from schemas.errors import RunError
 
 CHECKOUT = Path(__file__).parents[1]
 DATA_PLANE = "tests.benchmarks.data_plane"
+TRAIN = "tests.benchmarks.train"
 
 app = typer.Typer(name="bench", help="Measure Sluice against its peers.", no_args_is_help=True)
 
@@ -29,6 +30,40 @@ def data_plane(
     """Put, read, permute and extend one batch, in turn with TransferQueue and padded peers."""
     switches = [name for name, is_on in {"--json": as_json, "--quick": quick}.items() if is_on]
     _run(DATA_PLANE, [*switches, *(["--plot", str(plot.resolve())] if plot else [])])
+
+
+@app.command()
+def train(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, the last one.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model: a smoke test, no measurement.")] = False,
+    models: Annotated[str | None, typer.Option(help="Comma-separated: small, mid, qwen3-0.6b, ...")] = None,
+    fills: Annotated[str | None, typer.Option(help="Comma-separated shares of real tokens, such as 0.1,0.5.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Comma-separated numbers of real tokens of a batch.")] = None,
+    longest: Annotated[int | None, typer.Option(help="Tokens of the longest row.")] = None,
+    token_budget: Annotated[int | None, typer.Option(help="Most positions of one forward.")] = None,
+    repetitions: Annotated[int | None, typer.Option(help="Of each measurement; medians are reported.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights: float32 or bfloat16.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Of torch; 0 for all cores.")] = None,
+    peak_tflops: Annotated[float | None, typer.Option(help="The GPU's, dense, for the utilisation.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a chart: .svg or .png.")] = None,
+) -> None:
+    """Log-probs and gradients of uneven rows: packed, padded, row by row, and rows of equal lengths."""
+    options = {
+        "--models": models,
+        "--fills": fills,
+        "--tokens": tokens,
+        "--longest": longest,
+        "--token-budget": token_budget,
+        "--repetitions": repetitions,
+        "--device": device,
+        "--dtype": dtype,
+        "--threads": threads,
+        "--peak-tflops": peak_tflops,
+        "--plot": plot.resolve() if plot else None,
+    }
+    switches = [name for name, is_on in {"--json": as_json, "--quick": quick}.items() if is_on]
+    _run(TRAIN, [*switches, *(f"{name}={value}" for name, value in options.items() if value is not None)])
 
 
 def _run(module: str, arguments: list[str]) -> None:

@@ -117,6 +117,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     config = override_config(directory.config(), overrides or [], directory.run_id)
     if Path(config.runtime.runs_dir).resolve() != directory.path.parent:  # found by its path, it may have been moved
         config = config.replace(runtime=config.runtime.replace(runs_dir=str(directory.path.parent)))
+    directory.changes(config)
     done = len(directory.metrics.steps())
     if done >= config.steps and (directory.path / "summary.json").exists():
         console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")

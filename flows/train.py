@@ -1,6 +1,5 @@
 """A whole GRPO run: evaluate, step until done, recover from dead workers, summarise."""
 
-import math
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -134,9 +133,11 @@ def progress_line(report: StepReport, num_steps: int) -> str:
     """One step in one line: reward, response tokens, KL, tokens per second, seconds per phase."""
     metrics = report.metrics
     phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in report.seconds_by_phase.items())
+    kl = metrics.get("kl", metrics.get("reward/kl"))
+    shown_kl = "" if kl is None else f"kl {kl:.4f}  "
     return (
         f"step {report.step + 1:>3}/{num_steps}  reward {metrics['reward']:.3f}  "
-        f"response {metrics['response/tokens']:.1f} tok  kl {metrics.get('kl', math.nan):.4f}  "
+        f"response {metrics['response/tokens']:.1f} tok  {shown_kl}"
         f"{metrics['tokens'] / report.seconds:,.0f} tok/s  {report.seconds:.2f} s: {phases}"
     )
 

@@ -86,11 +86,11 @@ class RunDirectory:
         except ValidationError as error:
             raise RunError(f"{path} is not a config of this version of Sluice: {error}") from None
 
-    def change_config(self, config: RunConfig) -> bool:
-        """Let the run go on with another config; returns whether it is another one.
+    def changes(self, config: RunConfig) -> list[str]:
+        """The keys by which `config` differs from the run's own.
 
         Raises:
-            RunError: It would train something else than was begun.
+            RunError: The run would train something else than was begun.
         """
         changed = changed_keys(self.config(), config)
         if refused := [key for key in changed if not key.startswith(CHANGEABLE)]:
@@ -98,7 +98,15 @@ class RunDirectory:
                 f"run {self.run_id} can't go on with another {', '.join(refused)}: it would be another run; what may "
                 f"change is {', '.join(CHANGEABLE)}"
             )
-        if changed:
+        return changed
+
+    def change_config(self, config: RunConfig) -> bool:
+        """Let the run go on with `config`; returns whether it is another one than before.
+
+        Raises:
+            RunError: The run would train something else than was begun.
+        """
+        if changed := self.changes(config):
             write_atomic(self.path / "config.json", config.model_dump_json(indent=2))
         return bool(changed)
 
