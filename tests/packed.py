@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from rl_core.replay import PackedRow, pack_row
+
 VOCAB_SIZE = 61
 
 
@@ -39,6 +41,11 @@ class Batch:
     response_lengths: Tensor
 
     @property
+    def row(self) -> PackedRow:
+        """All sequences packed."""
+        return pack_row(self.prompt_ids, self.prompt_lengths, self.response_ids, self.response_lengths)
+
+    @property
     def sequences(self) -> list[tuple[Tensor, Tensor]]:
         """Prompt and response ids of each sequence."""
         prompts = torch.split(self.prompt_ids, self.prompt_lengths.tolist())
@@ -56,7 +63,12 @@ def random_batch(prompt_lengths: list[int], response_lengths: list[int], *, seed
 
 def plain_logprobs(model: Qwen3ForCausalLM, prompt: Tensor, response: Tensor, temperature: float) -> Tensor:
     """The response's log-probs by an ordinary forward of this sequence alone."""
+    scores = plain_log_softmax(model, prompt, response, temperature)
+    return scores.gather(-1, response[:, None]).squeeze(-1)
+
+
+def plain_log_softmax(model: Qwen3ForCausalLM, prompt: Tensor, response: Tensor, temperature: float) -> Tensor:
+    """The log-probs of all tokens where this sequence's response is predicted, [response, vocabulary]."""
     input_ids = torch.cat([prompt, response])
     logits = model(input_ids=input_ids.unsqueeze(0), use_cache=False).logits[0, len(prompt) - 1 : -1]
-    scores = torch.log_softmax(logits / temperature, dim=-1)
-    return scores.gather(-1, response[:, None]).squeeze(-1)
+    return torch.log_softmax(logits / temperature, dim=-1)

@@ -22,7 +22,6 @@ from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import flat_values, jagged, row_lengths
 from rl_core.losses.kl import row_kl
 from rl_core.planning.rows import rank_rows
-from rl_core.replay import leak_probe
 from rl_core.training import RankRows, ReplayModule, score_rows, shard
 from rl_core.training.rows import TOKEN_COLUMNS
 from rl_core.views import select
@@ -68,8 +67,7 @@ class ReplayWorker(ChunkWriter):
         loaded = load_policy(model, self._config.seed) if trains else load_model(model).requires_grad_(False)
         loaded.to(device)  # type: ignore[arg-type]  # its decorator hides that a device will do
         module = ReplayModule(loaded, model, self._config.packing, self._config.rollout.temperature)
-        if self._config.packing.kind == "packed":
-            leak_probe(loaded)
+        module.probe()
         if group is not None and group.num_ranks > 1:
             timeout = self._config.runtime.collective_timeout_seconds
             self._mesh = join(group, self._rank, ray.util.get_node_ip_address(), device, timeout)

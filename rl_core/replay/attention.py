@@ -4,7 +4,7 @@ H query heads, K key and value heads, T tokens of one packed row, D head size, S
 over the sequences; no mask of the whole row is ever built.
 """
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -51,6 +51,24 @@ def require_packed_attention(model: PreTrainedModel) -> None:
         raise ReplayError(
             f"{type(model).__name__} attends with {actual!r}, which lets packed sequences see each other;"
             f" call rl_core.replay.use_packed_attention(model) to use {PACKED_ATTENTION!r}"
+        )
+
+
+def use_padded_attention(model: PreTrainedModel) -> None:
+    """Switch a model to torch's SDPA as transformers calls it, for padded replay."""
+    model.set_attn_implementation("sdpa")
+
+
+def require_padded_attention(model: PreTrainedModel) -> None:
+    """Refuse a model whose attention takes packed rows only.
+
+    Raises:
+        ReplayError: The model's attention implementation is the packed one.
+    """
+    if model.config._attn_implementation == PACKED_ATTENTION:
+        raise ReplayError(
+            f"{type(model).__name__} attends with {PACKED_ATTENTION!r}, which knows no padding; call"
+            " rl_core.replay.use_padded_attention(model) for padded replay"
         )
 
 
@@ -136,16 +154,20 @@ def _sequence_sdpa(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """One SDPA call per sequence: takes [1, H, T, D], returns [1, T, H, D]."""
-    # Repeating the heads costs a copy, but SDPA's own grouped heads take the slow kernel on the CPU.
-    num_repeats = query.shape[1] // key.shape[1]
-    if num_repeats > 1:
+    """One SDPA call per run of neighbours of equal length: takes [1, H, T, D], returns [1, T, H, D]."""
+    if query.is_cuda and query.shape[1] != key.shape[1]:
+        # What CUDA runs here is float32, for which SDPA's own grouped heads take the slow kernel; the CPU's is fast.
+        num_repeats = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(num_repeats, dim=1) for states in (key, value))
-    lengths = [stop - start for start, stop in pairwise(cu_seqlens.tolist())]
+    runs = [(length, len(list(run))) for length, run in groupby(b - a for a, b in pairwise(cu_seqlens.tolist()))]
     # `split`, not slices: the gradient of a slice is as long as the row, and there would be S of them.
-    parts = (torch.split(states, lengths, dim=2) for states in (query, key, value))
-    outputs = [_causal_sdpa(q, k, v, scaling, sliding_window) for q, k, v in zip(*parts, strict=True)]
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    tokens = [length * count for length, count in runs]
+    parts = (torch.split(states[0].transpose(0, 1), tokens) for states in (query, key, value))
+    outputs = []
+    for (_, count), *states in zip(runs, *parts, strict=True):
+        q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in states)
+        outputs.append(_causal_sdpa(q, k, v, scaling, sliding_window).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).unsqueeze(0)
 
 
 def _causal_sdpa(
@@ -153,11 +175,11 @@ def _causal_sdpa(
 ) -> Tensor:
     num_tokens = query.shape[2]
     if sliding_window is None or num_tokens <= sliding_window:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     position = torch.arange(num_tokens, device=query.device)
     distance = position[:, None] - position
     visible = (distance >= 0) & (distance < sliding_window)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
 
 
 def _check_request(

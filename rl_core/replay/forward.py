@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rl_core.replay.attention import require_packed_attention
+from rl_core.replay.attention import require_packed_attention, require_padded_attention
 from schemas.errors import ReplayError
 
 
@@ -102,9 +102,10 @@ def packed_hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
         [T, hidden] hidden states after the final norm, in the model's dtype.
 
     Raises:
-        ReplayError: The model uses another attention.
+        ReplayError: The model uses another attention, or a sequence is longer than its positions.
     """
     require_packed_attention(model)
+    _check_positions(model, row)
     output = model.get_decoder()(  # type: ignore[no-untyped-call]
         input_ids=row.input_ids.unsqueeze(0),
         position_ids=row.position_ids.unsqueeze(0),
@@ -114,6 +115,51 @@ def packed_hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
     )
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
+
+
+def padded_hidden_states(model: PreTrainedModel, row: PackedRow, width: int = 0) -> tuple[Tensor, Tensor]:
+    """Run the model without its LM head on the same sequences as a right-padded batch with a mask.
+
+    Args:
+        model: A causal language model with an attention of its own, not the packed one.
+        row: The row, on the model's device.
+        width: Pad to at least this many tokens; 0 pads to the longest sequence.
+
+    Returns:
+        [S * L, hidden] hidden states after the final norm, in the model's dtype, L the padded length, and [T] int64,
+        where among them each token of the row is.
+
+    Raises:
+        ReplayError: The model uses packed attention, or a sequence is longer than its positions.
+    """
+    require_padded_attention(model)
+    _check_positions(model, row)
+    lengths = row.cu_seqlens.diff()
+    num_sequences, width = len(lengths), max(width, row.max_seqlen)
+    sequence = torch.arange(num_sequences, device=lengths.device).repeat_interleave(lengths)
+    index = sequence * width + row.position_ids
+    input_ids = row.input_ids.new_zeros(num_sequences * width)
+    input_ids[index] = row.input_ids
+    columns = torch.arange(width, device=lengths.device)
+    output = model.get_decoder()(  # type: ignore[no-untyped-call]
+        input_ids=input_ids.view(num_sequences, width),
+        attention_mask=(columns < lengths[:, None]).to(torch.int64),
+        position_ids=columns.expand(num_sequences, width),
+        use_cache=False,
+    )
+    hidden: Tensor = output.last_hidden_state.flatten(0, 1)
+    return hidden, index
+
+
+def _check_positions(model: PreTrainedModel, row: PackedRow) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and row.max_seqlen > limit:
+        lengths = row.cu_seqlens.diff()
+        raise ReplayError(
+            f"sequence {int(lengths.argmax())} of the packed row has {row.max_seqlen} tokens, but"
+            f" {type(model).__name__} has only {limit} positions (max_position_embeddings); limit the tokens of"
+            " prompts and responses to that, or use a model with more positions"
+        )
 
 
 def _filler_row(device: torch.device) -> PackedRow:

@@ -16,6 +16,7 @@ Sequences = Sequence[tuple[Tensor, Tensor]]  # prompt and response ids of each
 
 _LENGTHS = ((3, 5), (1, 6), (4, 2))  # prompt and response tokens of the probe's sequences
 _CHUNK_TOKENS = 8
+_HALF = (torch.bfloat16, torch.float16)
 # Limits in nats. A changed row has the shape of the original one, so kernels round alike and next to nothing
 # may move; a sequence alone has another shape, which half precision rounds differently, by percents of a nat.
 _MAX_MOVEMENT, _MAX_DIFFERENCE = 1e-5, 1e-3
@@ -28,7 +29,8 @@ def leak_probe(model: PreTrainedModel) -> None:
 
     Three short random sequences are packed. Changing one must not move the log-probs of the others, and each
     must have the log-probs that the model's own forward gives it alone. The model and the global random state
-    stay as they are.
+    stay as they are. Limits are wider for a model, or under an autocast, of half precision: probe in the one that
+    the run computes in.
 
     Args:
         model: A causal language model that uses packed attention.
@@ -37,14 +39,16 @@ def leak_probe(model: PreTrainedModel) -> None:
         ReplayError: A sequence moved with another, or packed and alone differ. Don't train.
     """
     sequences, vocab_size = _random_sequences(model)
-    half = model.dtype in (torch.bfloat16, torch.float16)
+    is_half = model.dtype in _HALF or (
+        torch.is_autocast_enabled(model.device.type) and torch.get_autocast_dtype(model.device.type) in _HALF
+    )
     packed = _replay(model, sequences)
     for changed, (prompt, response) in enumerate(sequences):
         other = ((prompt + 1) % vocab_size, (response + 1) % vocab_size)
         moved = _replay(model, [*sequences[:changed], other, *sequences[changed + 1 :]])
-        _check_isolation(packed, moved, changed, _MAX_MOVEMENT_HALF if half else _MAX_MOVEMENT)
+        _check_isolation(packed, moved, changed, _MAX_MOVEMENT_HALF if is_half else _MAX_MOVEMENT)
     alone = _replay_alone(model, sequences)
-    _check_agreement(packed, alone, _MAX_DIFFERENCE_HALF if half else _MAX_DIFFERENCE)
+    _check_agreement(packed, alone, _MAX_DIFFERENCE_HALF if is_half else _MAX_DIFFERENCE)
 
 
 def _random_sequences(model: PreTrainedModel) -> tuple[Sequences, int]:

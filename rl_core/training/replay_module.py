@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from rl_core.replay import (
     PackedRow,
     TokenScores,
+    leak_probe,
     packed_scores,
     padded_scores,
     use_packed_attention,
@@ -52,7 +53,20 @@ class ReplayModule(nn.Module):
         Returns:
             [R] float32 log-probs, and entropies if asked for, in nats.
         """
-        with torch.autocast(row.input_ids.device.type, torch.bfloat16, enabled=self._autocast):
+        with self._compute():
             return self._scores(
                 self.model, row, temperature=self._temperature, chunk_tokens=self._chunk_tokens, entropy=entropy
             )
+
+    def probe(self) -> None:
+        """See that packed sequences don't leak into each other, in the dtype that will be computed in.
+
+        Raises:
+            ReplayError: They do, or packed replay isn't what the model computes by itself.
+        """
+        if self._scores is packed_scores:
+            with self._compute():
+                leak_probe(self.model)
+
+    def _compute(self) -> torch.autocast:
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._autocast)

@@ -1,11 +1,14 @@
 """Packed replay equals a plain forward of each sequence alone, in values and in gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -21,8 +24,11 @@ from rl_core.replay import (
     leak_probe,
     pack_row,
     packed_logprobs,
+    packed_scores,
+    padded_scores,
     register,
     use_packed_attention,
+    use_padded_attention,
 )
 from rl_core.replay import attention as attention_module
 from schemas.errors import ReplayError
@@ -33,8 +39,12 @@ PROMPTS, RESPONSES = [3, 1, 5, 2, 1], [4, 7, 0, 1, 3]
 
 def replay(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, chunk_tokens: int = 4) -> Tensor:
     use_packed_attention(model)
-    row = pack_row(batch.prompt_ids, batch.prompt_lengths, batch.response_ids, batch.response_lengths)
-    return packed_logprobs(model, row, temperature=temperature, chunk_tokens=chunk_tokens)
+    return packed_logprobs(model, batch.row, temperature=temperature, chunk_tokens=chunk_tokens)
+
+
+def padded(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0) -> Tensor:
+    use_padded_attention(model)
+    return padded_scores(model, batch.row, temperature=temperature, chunk_tokens=4).logprobs
 
 
 def plain(model: PreTrainedModel, batch: Batch, *, temperature: float = 1.0, attention: str = "sdpa") -> Tensor:
@@ -71,10 +81,31 @@ def test_packed_equals_plain(overrides: dict[str, object], temperature: float) -
     our_gradients = gradients(model, (ours * ours).sum())
     theirs = plain(model, batch, temperature=temperature)
     their_gradients = gradients(model, (theirs * theirs).sum())
+    twins = padded(model, batch, temperature=temperature)
+    twin_gradients = gradients(model, (twins * twins).sum())
 
-    assert ours.dtype == torch.float32
+    assert ours.dtype == twins.dtype == torch.float32
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(twins, theirs, rtol=0, atol=1e-5)
     assert relative_error(our_gradients, their_gradients) < 1e-5
+    assert relative_error(twin_gradients, their_gradients) < 1e-5
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 6), st.sampled_from([0, 1, 4, 4, 9])), min_size=1, max_size=9),
+    seed=st.integers(0, 99),
+)
+def test_packed_equals_padded_whatever_the_lengths(lengths: list[tuple[int, int]], seed: int) -> None:
+    # Few distinct lengths, so that neighbours are often of equal length: those share one attention call.
+    model, batch = tiny_qwen3(), random_batch(*(list(part) for part in zip(*lengths, strict=True)), seed=seed)
+    ours = replay(model, batch)
+    our_gradients = gradients(model, (ours * ours).sum())
+    twins = padded(model, batch)
+    twin_gradients = gradients(model, (twins * twins).sum())
+    torch.testing.assert_close(ours, twins, rtol=0, atol=2e-5)
+    if len(ours):
+        assert relative_error(our_gradients, twin_gradients) < 2e-5
 
 
 @pytest.mark.parametrize(
@@ -84,13 +115,16 @@ def test_packed_equals_plain(overrides: dict[str, object], temperature: float) -
 )
 def test_edge_shapes(prompts: list[int], responses: list[int]) -> None:
     model, batch = tiny_qwen3(), random_batch(prompts, responses)
-    torch.testing.assert_close(replay(model, batch), plain(model, batch), rtol=0, atol=1e-5)
+    expected = plain(model, batch)
+    torch.testing.assert_close(replay(model, batch), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(padded(model, batch), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("score", [replay, padded])
 @pytest.mark.parametrize("prompts", [[3, 1], []], ids=["empty-responses", "dummy"])
-def test_nothing_to_score_still_has_a_graph(prompts: list[int]) -> None:
+def test_nothing_to_score_still_has_a_graph(prompts: list[int], score: Callable[..., Tensor]) -> None:
     model = tiny_qwen3()
-    logprobs = replay(model, random_batch(prompts, [0] * len(prompts)))
+    logprobs = score(model, random_batch(prompts, [0] * len(prompts)))
     assert logprobs.shape == (0,)
     grads = gradients(model, logprobs.sum())
     assert len(grads) == len(list(model.parameters()))
@@ -113,21 +147,7 @@ def test_no_logits_are_kept_for_the_backward() -> None:
     assert max(kept) <= 997 * 32
 
 
-def test_entropy_by_hand() -> None:
-    model, batch = tiny_qwen3(), random_batch(PROMPTS, RESPONSES)
-    use_packed_attention(model)
-    row = pack_row(batch.prompt_ids, batch.prompt_lengths, batch.response_ids, batch.response_lengths)
-    logprobs, entropy = packed_logprobs(model, row, temperature=0.7, chunk_tokens=4, with_entropy=True)
-    torch.testing.assert_close(logprobs, replay(model, batch, temperature=0.7))
-    model.set_attn_implementation("sdpa")
-    expected = []
-    for prompt, response in batch.sequences:
-        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
-        expected.append(torch.distributions.Categorical(logits=logits / 0.7, validate_args=False).entropy())
-    torch.testing.assert_close(entropy, torch.cat(expected), rtol=0, atol=1e-5)
-
-
-def test_no_grad_needs_no_checkpoint() -> None:
+def test_no_grad_gives_no_graph() -> None:
     model, batch = tiny_qwen3(), random_batch(PROMPTS, RESPONSES)
     with torch.no_grad():
         logprobs = replay(model, batch)
@@ -138,9 +158,12 @@ def test_no_grad_needs_no_checkpoint() -> None:
 def test_gradient_checkpointing_of_the_model() -> None:
     model, batch = tiny_qwen3(), random_batch(PROMPTS, RESPONSES)
     expected = gradients(model, replay(model, batch).sum())
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
+    forwards: list[int] = []  # of the first layer's attention: the second one is the recomputation
+    model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: forwards.append(1))
     assert relative_error(gradients(model, replay(model, batch).sum()), expected) < 1e-6
+    assert len(forwards) == 2
 
 
 def test_sliding_window_shorter_than_a_sequence() -> None:
@@ -224,15 +247,44 @@ def test_lengths_that_disagree_are_refused() -> None:
         pack_row(ids, np.array([2]), ids, np.array([1, 1]))
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.0, "chunk_tokens": 4}, {"temperature": 1.0, "chunk_tokens": 0}])
-def test_bad_options_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        replay(tiny_qwen3(), random_batch([1], [1]), **options)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.0}, "temperature 0.0 must be positive"),
+        ({"temperature": float("nan")}, "temperature nan must be positive"),
+        ({"chunk_tokens": 0}, "chunk_tokens 0 at least 1"),
+        ({"top_k": -1}, "top_k -1 must be from 0 to the vocabulary's 61"),
+        ({"top_k": 62}, "top_k 62 must be from 0 to the vocabulary's 61"),
+        ({"entropy": "yes"}, "entropy 'yes' must be"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    model, row = tiny_qwen3(), random_batch([1], [1]).row
+    arguments = {"temperature": 1.0, "chunk_tokens": 4} | options
+    with pytest.raises(ValueError, match=message):
+        padded_scores(model, row, **arguments)
+    use_packed_attention(model)
+    with pytest.raises(ValueError, match=message):
+        packed_scores(model, row, **arguments)
+
+
+@pytest.mark.parametrize("score", [replay, padded])
+def test_a_sequence_longer_than_the_positions_is_refused(score: Callable[..., Tensor]) -> None:
+    model = tiny_qwen3(max_position_embeddings=8)
+    score(model, random_batch([3, 5], [5, 3]))
+    with pytest.raises(ReplayError, match=r"sequence 1 of the packed row has 9 tokens, but .* only 8 positions"):
+        score(model, random_batch([3, 5], [5, 4]))
+
+
+def test_a_model_with_packed_attention_is_refused_by_the_padded_twin() -> None:
+    model = tiny_qwen3()
+    use_packed_attention(model)
+    with pytest.raises(ReplayError, match="knows no padding; call"):
+        padded_scores(model, random_batch([1], [1]).row, temperature=1.0, chunk_tokens=4)
 
 
 def test_a_model_with_another_attention_is_refused() -> None:
-    batch = random_batch([1], [1])
-    row = pack_row(batch.prompt_ids, batch.prompt_lengths, batch.response_ids, batch.response_lengths)
+    row = random_batch([1], [1]).row
     with pytest.raises(ReplayError, match=r"attends with 'sdpa'.*call rl_core\.replay.use_packed_attention"):
         packed_logprobs(tiny_qwen3(), row, temperature=1.0, chunk_tokens=4)
 
@@ -250,12 +302,14 @@ def test_attention_refuses_what_it_cannot_do() -> None:
         model.train()(ids, **boundaries)
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_leak_probe_passes_on_packed_attention(dtype: torch.dtype) -> None:
+def test_leak_probe_passes_on_packed_attention(dtype: torch.dtype, autocast: bool) -> None:
     model = tiny_qwen3(dtype=dtype)
     use_packed_attention(model)
     before = torch.random.get_rng_state()
-    leak_probe(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        leak_probe(model)
     assert model.config._attn_implementation == PACKED_ATTENTION
     assert torch.equal(before, torch.random.get_rng_state())
 

@@ -1,0 +1,114 @@
+"""Models to measure: Qwen3 architecture, random weights, made in memory on the device."""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers.utils import logging as transformers_logging
+
+from schemas.errors import ConfigError
+
+transformers_logging.set_verbosity_error()
+
+# The first four are for CPUs. The others have the sizes of the published models of these names.
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 260,
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+    "small": {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+    "mid": {
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    "wide-vocabulary": {
+        "vocab_size": 151_936,
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+    "qwen3-0.6b": {
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "qwen3-1.7b": {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "qwen3-4b": {
+        "vocab_size": 151_936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+
+
+def make_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of one of `SIZES` with tied embeddings, in evaluation mode.
+
+    Raises:
+        ConfigError: No such size.
+    """
+    if name not in SIZES:
+        raise ConfigError(f"--models: {name!r} is none of {', '.join(SIZES)}")
+    config = Qwen3Config(
+        **SIZES[name],
+        tie_word_embeddings=True,
+        max_position_embeddings=40_960,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def model_flops(model: PreTrainedModel, lengths: list[int], num_targets: int, is_training: bool) -> float:
+    """Multiplications and additions that the model itself asks for: no padding, no recomputation.
+
+    Two per weight and token in the decoder's linear layers, two per weight and target in the head; causal attention
+    takes 4 * width * (len^2 / 2) per layer. The backward costs twice the forward.
+    """
+    config = model.config
+    head = config.vocab_size * config.hidden_size
+    linear = sum(weight.numel() for name, weight in model.named_parameters() if "proj" in name)
+    width = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    attention = 2 * width * sum(length**2 for length in lengths)
+    forward = 2 * linear * sum(lengths) + 2 * head * num_targets + attention
+    return forward * (3 if is_training else 1)
