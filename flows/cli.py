@@ -263,7 +263,8 @@ def _train(config: RunConfig, run_id: str | None, *, resume: bool = False) -> No
     try:
         summary = run_flow(train_flow(config, run_id=run_id, resume=resume))
     except BaseException as stopped:
-        errors.print(f"go on with: sluice resume {run_id}", markup=False, highlight=False, soft_wrap=True)
+        if (Path(config.runtime.runs_dir) / run_id).exists():
+            errors.print(f"go on with: sluice resume {run_id}", markup=False, highlight=False, soft_wrap=True)
         if _was_terminated(stopped):
             raise typer.Exit(TERMINATED) from None
         raise

@@ -41,18 +41,19 @@ async def train(config: RunConfig, run_id: str | None = None, resume: bool = Fal
         resume: Whether the run exists already.
 
     Raises:
+        ServiceError: No Ray answers.
+        ConfigError: The Ray cluster has too few cores or GPUs.
         RunError: The run exists though `resume` is false, or does not though it is true, or trained something else.
         PipelineError: What stopped the run; `resume` goes on from there.
     """
     run_id = run_id or new_run_id(config.name)
+    connect(config.runtime)
+    cluster.check_resources(config)
     runs_dir = config.runtime.runs_dir
     directory = RunDirectory.open(run_id, runs_dir) if resume else RunDirectory.create(config, run_id)
     with directory.driver_lock():
         before = directory.config()
-        changed = directory.change_config(config)
-        connect(config.runtime)
-        cluster.check_resources(config)
-        if changed:
+        if directory.change_config(config):
             cluster.kill_workers(run_id, before)  # they would go on with what they were started with
         run = open_run(directory, config)
         try:

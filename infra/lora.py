@@ -32,17 +32,28 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> No
     Raises:
         ConfigError: peft is not installed, or `target_modules` names no linear layer, or the LM head.
     """
+    require_peft()
+    import peft
+
     names = _target_layers(model, config.target_modules)
-    try:
-        import peft
-    except ImportError:
-        raise ConfigError("model.lora needs peft, which is not installed: pip install 'sluice[lora]'") from None
     adapter = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=names, bias="none"
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(adapter, model, adapter_name=_ADAPTER)
+
+
+def require_peft() -> None:
+    """See that adapters can be made at all.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
+    try:
+        import peft  # noqa: F401
+    except ImportError:
+        raise ConfigError("model.lora needs peft, which is not installed: pip install 'sluice[lora]'") from None
 
 
 def is_adapted(model: nn.Module) -> bool:

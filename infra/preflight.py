@@ -3,6 +3,7 @@
 import fsspec
 
 from infra.datasets import PromptDataset, load_prompts
+from infra.lora import require_peft
 from infra.models import load_tokenizer, max_positions
 from infra.tracking import TensorBoardSink
 from rl_core.rewards import load_reward
@@ -22,6 +23,8 @@ def check(config: RunConfig) -> None:
     load_reward(config.reward)
     for path in filter(None, (config.data.train_path, config.data.eval_path)):
         check_room(config, load_prompts(path, config.data, tokenizer), max_positions(config.model))
+    if config.model.lora is not None:
+        require_peft()
     if config.runtime.tensorboard:
         TensorBoardSink.require()
 

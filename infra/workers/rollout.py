@@ -16,7 +16,7 @@ from infra.preflight import check_room
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
 from infra.stores.plasma import ChunkWriter
-from infra.workers.device import set_threads
+from infra.workers.device import choose_device, set_threads
 from infra.workers.samples import Sample, first_failure, to_columns, to_shard
 from rl_core.columns.codec import value_dtypes
 from rl_core.rewards import RewardItem, RewardOutcome, load_reward, score_all
@@ -63,6 +63,7 @@ class RolloutWorker(ChunkWriter):
             load_prompts(config.data.eval_path, config.data, self._tokenizer) if config.data.eval_path else None
         )
         model = load_model(config.model)
+        model.to(choose_device())  # type: ignore[arg-type]  # its decorator hides that a device will do
         for prompts in filter(None, (self._prompts, self._eval_prompts)):
             check_room(config, prompts, model.config.get_text_config().max_position_embeddings)
         self._vocab_size = model.config.get_text_config().vocab_size
