@@ -35,7 +35,9 @@ def main(
     tokens: Annotated[str | None, typer.Option(help="Comma-separated numbers of real tokens of a batch.")] = None,
     longest: Annotated[int | None, typer.Option(min=8, help="Tokens of the longest row.")] = None,
     token_budget: Annotated[int | None, typer.Option(min=8, help="Most positions of one forward.")] = None,
-    repetitions: Annotated[int | None, typer.Option(min=1, help="Of each measurement; medians are reported.")] = None,
+    repetitions: Annotated[
+        int | None, typer.Option(min=1, help="Of each case, at least; medians are reported.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights: float32 or bfloat16.")] = None,
     threads: Annotated[int | None, typer.Option(min=0, help="Of torch; 0 for all cores.")] = None,

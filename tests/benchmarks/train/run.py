@@ -43,6 +43,8 @@ class Plan:
     token_budget: int = 8192
     chunk_tokens: int = 1024
     repetitions: int = 3
+    most_repetitions: int = 15
+    least_seconds: float = 6.0  # that each path, but the rare ones, is timed for if `most_repetitions` allow
     rare_repetitions: int = 1
     vocabulary_tokens: tuple[int, ...] = (2048, 4096, 8192)
     device: str = "auto"
@@ -59,6 +61,7 @@ QUICK = Plan(
     token_budget=512,
     chunk_tokens=64,
     repetitions=1,
+    least_seconds=0.0,
     vocabulary_tokens=(128,),
 )
 
@@ -106,10 +109,7 @@ def _measure_case(plan: Plan, model: PreTrainedModel, workload: Workload, is_tra
     meters = [Meter(path) for path in all_paths(workload)]
     for meter in meters:  # which also warms up
         measure_peak(model, meter, is_training)
-    for repetition in range(plan.repetitions):
-        for meter in meters:
-            if repetition < plan.rare_repetitions or meter.path.name not in RARE:
-                measure_time(model, meter, is_training)
+    _take_turns(plan, model, meters, is_training)
     speeds = {meter.path.name: _tokens_per_second(meter) for meter in meters}
     cases = []
     for meter in meters:
@@ -131,6 +131,17 @@ def _measure_case(plan: Plan, model: PreTrainedModel, workload: Workload, is_tra
             case["mfu"] = _flops_per_token(model, meter, is_training) * speed / (plan.peak_tflops * 1e12)
         cases.append(case)
     return cases
+
+
+def _take_turns(plan: Plan, model: PreTrainedModel, meters: list[Meter], is_training: bool) -> None:
+    """Time all paths in turn; short ones more often, since a fraction of a second says little."""
+    repetition, least_seconds = 0, 0.0
+    while repetition < plan.repetitions or (repetition < plan.most_repetitions and least_seconds < plan.least_seconds):
+        for meter in meters:
+            if repetition < plan.rare_repetitions or meter.path.name not in RARE:
+                measure_time(model, meter, is_training)
+        repetition += 1
+        least_seconds = min(sum(meter.seconds) for meter in meters if meter.path.name not in RARE)
 
 
 def _tokens_per_second(meter: Meter) -> float:
