@@ -182,6 +182,7 @@ def test_a_process_that_ended_between_two_steps_is_replaced(open_pool: Open) -> 
     pool = open_pool()
     assert rewards(pool, "1") == [1]
     os.kill(pool.pids[0], signal.SIGKILL)
+    wait_for_end(pool.pids[0])
     assert rewards(pool, "2", "3") == [2, 3]
 
 
