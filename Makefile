@@ -13,7 +13,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 on PATH; install one or give PYTHON=..."; exit 2; }
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,demo,lora,s3,tensorboard,dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,demo,lora,math,s3,tensorboard,dev]'
 	@touch $@
 
 demo: venv  ## data, tiny model, warm start, GRPO; STEPS=n for another number of steps

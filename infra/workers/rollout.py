@@ -13,13 +13,14 @@ from infra.engines.noise import derive_seed
 from infra.engines.transformers import TransformersEngine
 from infra.models import load_model, load_tokenizer, stop_token_ids
 from infra.preflight import check_room
+from infra.rewards import open_scorer
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
 from infra.stores.plasma import ChunkWriter
 from infra.workers.device import choose_device, set_threads
 from infra.workers.samples import Sample, first_failure, to_columns, to_shard
 from rl_core.columns.codec import value_dtypes
-from rl_core.rewards import RewardItem, RewardOutcome, load_reward, score_all
+from rl_core.rewards import RewardItem, RewardOutcome
 from schemas.batch import ChunkKey
 from schemas.errors import ConfigError, VersionError
 from schemas.rollout import PutResult, RolloutShard, Round, check_failures
@@ -56,7 +57,7 @@ class RolloutWorker(ChunkWriter):
         config = self._config
         set_threads(config.runtime.num_threads)
         self._columns = self._store or open_store(self._run)
-        self._reward = load_reward(config.reward)
+        self._scorer = open_scorer(config.reward)
         self._tokenizer = load_tokenizer(config.model)
         self._prompts = load_prompts(config.data.train_path, config.data, self._tokenizer)
         self._eval_prompts = (
@@ -69,6 +70,7 @@ class RolloutWorker(ChunkWriter):
         self._vocab_size = model.config.get_text_config().vocab_size
         self._stop_token_ids = stop_token_ids(model, self._tokenizer)
         self._engine = TransformersEngine(model)
+        self._scorer.wait_until_ready()
         self._started = True
 
     def version(self) -> int:
@@ -216,7 +218,7 @@ class RolloutWorker(ChunkWriter):
             RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info)
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        return texts, score_all(self._reward, items)
+        return texts, self._scorer.score(items)
 
     def _expect(self, version: int) -> None:
         if self._engine.version != version:

@@ -4,13 +4,25 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from rl_core.rewards.base import RewardFunction, RewardItem, RewardOutcome, score_all
+from rl_core.rewards.base import (
+    RewardFunction,
+    RewardItem,
+    RewardOutcome,
+    WeightedSum,
+    is_concurrent,
+    score_all,
+    score_one,
+)
 from rl_core.rewards.exact import score_exact
+from rl_core.rewards.format import load_format
+from rl_core.rewards.length import load_length
+from rl_core.rewards.math import require_math_verify, score_math
+from rl_core.rewards.numeric import load_numeric
 from rl_core.rewards.reasoning_gym import require_reasoning_gym, score_full_marks, score_reasoning_gym
-from schemas.config.reward import FunctionReward, ReasoningGymReward, RewardConfig
+from schemas.config.reward import FunctionReward, MathReward, ReasoningGymReward, RewardConfig, WeightedReward
 from schemas.errors import RewardImportError
 
-__all__ = ["RewardFunction", "RewardItem", "RewardOutcome", "load_reward", "score_all"]
+__all__ = ["RewardFunction", "RewardItem", "RewardOutcome", "is_concurrent", "load_reward", "score_all", "score_one"]
 
 
 def load_reward(config: RewardConfig) -> RewardFunction:
@@ -46,8 +58,22 @@ def _load_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
     return score_full_marks if config.full_marks_only else score_reasoning_gym
 
 
+def _load_math(_: MathReward) -> RewardFunction:
+    require_math_verify()
+    return score_math
+
+
+def _load_weighted(config: WeightedReward) -> RewardFunction:
+    return WeightedSum({name: (part.weight, load_reward(part.reward)) for name, part in config.parts.items()})
+
+
 _LOADERS: dict[str, Callable[[Any], RewardFunction]] = {
     "function": _load_function,
     "exact": lambda _: score_exact,
     "reasoning_gym": _load_reasoning_gym,
+    "numeric": load_numeric,
+    "math": _load_math,
+    "format": load_format,
+    "length": load_length,
+    "weighted": _load_weighted,
 }

@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import isawaitable
+from inspect import isawaitable, iscoroutinefunction
 from numbers import Real
 from typing import Any
 
@@ -13,6 +13,8 @@ Score = float | Mapping[str, float]
 
 RewardFunction = Callable[[str, str, str, dict[str, Any]], Score | Awaitable[Score]]
 """`score(prompt, completion, answer, info)`, plain or async."""
+
+MAX_FAILURE_CHARACTERS = 1000  # of a failure's text: it is logged, and travels to the driver
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,51 @@ class RewardOutcome:
     parts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
 
+    @classmethod
+    def timed_out(cls, timeout_seconds: float) -> "RewardOutcome":
+        """The outcome of a function that gave no answer in time."""
+        return cls(reward=None, failure=f"TimeoutError: no answer within {timeout_seconds:g} s")
+
+
+class WeightedSum:
+    """The weighted sum of named reward functions, as a reward function.
+
+    Its parts are theirs, under their names, and the parts of part `a` as `a_<part>`.
+
+    Args:
+        parts: Weight and function by name.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[float, RewardFunction]]) -> None:
+        self._parts = dict(parts)
+        self.is_concurrent = any(is_concurrent(function) for _, function in parts.values())
+
+    async def __call__(self, prompt: str, completion: str, answer: str, info: dict[str, Any]) -> dict[str, float]:
+        """Return the sum as `reward`, and its parts.
+
+        Raises:
+            RuntimeError: A part failed: there is no sum.
+        """
+        item, total = RewardItem(prompt, completion, answer, info), 0.0
+        scores: dict[str, float] = {}
+        for name, (weight, function) in self._parts.items():
+            outcome = await score_one(function, item)
+            if outcome.reward is None:
+                raise RuntimeError(f"part {name!r} failed: {outcome.failure}")
+            total += weight * outcome.reward
+            for key, value in {name: outcome.reward, **{f"{name}_{k}": v for k, v in outcome.parts.items()}}.items():
+                if key in scores:
+                    raise RuntimeError(f"there are two parts {key!r}: rename one of them")
+                scores[key] = value
+        return {"reward": total, **scores}
+
+
+def is_concurrent(function: RewardFunction) -> bool:
+    """Whether calls may overlap: the function is declared async, or has a part that is."""
+    if isinstance(function, WeightedSum):
+        return function.is_concurrent
+    return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
 
 def score_all(function: RewardFunction, items: Sequence[RewardItem]) -> list[RewardOutcome]:
     """Score all items and return their outcomes in order; those of an async function run concurrently.
@@ -43,18 +90,29 @@ def score_all(function: RewardFunction, items: Sequence[RewardItem]) -> list[Rew
     return asyncio.run(_score_concurrently(function, items))
 
 
-async def _score_concurrently(function: RewardFunction, items: Sequence[RewardItem]) -> list[RewardOutcome]:
-    return list(await asyncio.gather(*(_score(function, item) for item in items)))
+async def score_one(function: RewardFunction, item: RewardItem, timeout_seconds: float | None = None) -> RewardOutcome:
+    """Score one item; see `score_all`.
 
-
-async def _score(function: RewardFunction, item: RewardItem) -> RewardOutcome:
+    Args:
+        function: The reward function.
+        item: Its arguments.
+        timeout_seconds: How long it may wait for something. One that computes can't be interrupted from here.
+    """
     try:
-        score = function(item.prompt, item.completion, item.answer, item.info)
-        if isawaitable(score):
-            score = await score
+        async with asyncio.timeout(timeout_seconds) as limit:
+            score = function(item.prompt, item.completion, item.answer, item.info)
+            if isawaitable(score):
+                score = await score
         return _outcome(score)
-    except Exception as error:  # noqa: BLE001 - a user's function may raise anything; it is recorded, not swallowed
-        return RewardOutcome(reward=None, failure=f"{type(error).__name__}: {error}")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything; it is recorded
+        if limit.expired():
+            assert timeout_seconds is not None
+            return RewardOutcome.timed_out(timeout_seconds)
+        return RewardOutcome(reward=None, failure=_describe(error))
+
+
+async def _score_concurrently(function: RewardFunction, items: Sequence[RewardItem]) -> list[RewardOutcome]:
+    return list(await asyncio.gather(*(score_one(function, item) for item in items)))
 
 
 def _outcome(score: object) -> RewardOutcome:
@@ -72,3 +130,11 @@ def _number(what: str, value: object) -> float:
     if not math.isfinite(number := float(value)):
         raise ValueError(f"{what} is {number}; expected a finite number")
     return number
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - the error is a user's, and so is its __str__
+        text = f"{type(error).__name__}, whose text can't be made"
+    return text.encode(errors="replace").decode()[:MAX_FAILURE_CHARACTERS]

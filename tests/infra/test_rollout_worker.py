@@ -44,6 +44,11 @@ def fails_for_some(prompt, completion, answer, info):
 def fails(prompt, completion, answer, info):
     raise RuntimeError("no reward at all")
 
+def hangs_for_one(prompt, completion, answer, info):
+    while int(answer) == 1:
+        pass
+    return {"reward": 1.0, "length": len(completion)}
+
 def is_even(prompt, completion, answer, info):
     return 1.0 - int(answer) % 2
 """
@@ -65,12 +70,19 @@ def _importable_rewards(folder: Path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(folder)
 
 
-def run_of(folder: Path, *, reward: str = "parts", num_workers: int = 1, **changes: object) -> RunHandle:
+def run_of(
+    folder: Path, *, reward: str = "parts", limits: dict | None = None, num_workers: int = 1, **changes: object
+) -> RunHandle:
     fields = {
         "steps": 3,
         "model": {"path": str(folder / "model")},
         "data": {"train_path": str(folder / "train.parquet"), "eval_path": str(folder / "eval.parquet")},
-        "reward": {"kind": "function", "path": f"rollout_rewards:{reward}", "max_failure_fraction": 0.7},
+        "reward": {
+            "kind": "function",
+            "path": f"rollout_rewards:{reward}",
+            "max_failure_fraction": 0.7,
+            **(limits or {"num_processes": 0, "timeout_seconds": None}),
+        },
         "rollout": {
             "num_prompts": NUM_PROMPTS,
             "samples_per_prompt": NUM_SAMPLES,
@@ -295,6 +307,27 @@ def test_failed_rewards_are_null_and_counted(folder: Path) -> None:
     assert rows["reward"].to_pylist() == [None if bad else 1.0 for bad in failed]
     assert shard.failure is not None
     assert shard.failure.startswith("RuntimeError: no reward for ")
+
+
+def test_a_reward_that_never_returns_costs_its_rows_only(folder: Path) -> None:
+    store = open_store()
+    run = run_of(
+        folder,
+        reward="hangs_for_one",
+        limits={"num_processes": 1, "timeout_seconds": 1.0},
+        data={"train_path": str(folder / "train.parquet"), "shuffle": False},  # answers 1 to 5
+    )
+    worker = worker_of(run, store=store)
+    shard = worker.generate(0, 0, GROUPS)
+    rows = read(store, shard, worker.put(0, 0, shard.rounds, shard.reward_parts)).to_pylist()
+    hung = [row["answer"] == "1" for row in rows]
+    assert sum(hung) == NUM_SAMPLES
+    assert [reward is None for reward in shard.rewards] == hung
+    assert [row["reward"] for row in rows] == [None if bad else 1.0 for bad in hung]
+    assert [row["reward_length"] for row in rows] == [
+        None if bad else len(row["response_text"]) for bad, row in zip(hung, rows, strict=True)
+    ]
+    assert shard.failure == "TimeoutError: no answer within 1 s"
 
 
 @pytest.mark.parametrize("max_failure_fraction", [0.5, 1.0])
