@@ -9,6 +9,7 @@ from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
 from flows.recovery import open_run, reconcile
+from flows.report import eval_lines
 from flows.step import run_step
 from infra import cluster
 from infra.runs import MetricsFile, RunDirectory, new_run_id
@@ -19,7 +20,7 @@ from schemas.config.run import RunConfig
 from schemas.config.runtime import RuntimeConfig
 from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, PipelineError, VersionError, WorkerLostError
 from schemas.step import PolicyHandle, RunHandle, RunSummary, StepReport
-from tasks.artifacts import create_progress, update_progress
+from tasks.artifacts import create_progress, show_evaluation, update_progress
 from tasks.checkpoint import save_checkpoint, save_what_is_left
 from tasks.evaluate import evaluate_policy
 
@@ -122,12 +123,10 @@ async def _evaluate(run: RunHandle, policy: PolicyHandle, metrics: MetricsFile) 
         return
     report = await evaluate_policy(run, policy)
     metrics.append_eval(report)
-    get_run_logger().info(
-        "held-out accuracy after %d steps: %.3f (%d prompts)",
-        policy.step,
-        report.accuracy,
-        report.num_prompts,
-    )
+    await show_evaluation(run, report)
+    first = f"held-out accuracy after {policy.step} steps: {report.accuracy:.3f} ({report.num_prompts} prompts)"
+    for line in (first, *eval_lines(report)):
+        get_run_logger().info(line)
 
 
 def progress_line(report: StepReport, num_steps: int) -> str:
