@@ -3,6 +3,7 @@
 import html
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from infra.runs import RunDirectory, write_atomic
@@ -48,7 +49,7 @@ def render_table(directory: RunDirectory, every: int = 10) -> Table:
         table.add_section()
         table.add_row(f"held-out, version {evaluation.policy_version}", f"accuracy {evaluation.accuracy:.3f}")
         for name, value in _source_rows(evaluation):
-            table.add_row(f"  {name}", value)
+            table.add_row(escape(f"  {name}"), value)
     return table
 
 

@@ -52,7 +52,9 @@ class RowOrder:
         rows = np.empty_like(numbers)
         for source, (start, size) in enumerate(zip(self._starts, self.sizes, strict=True)):
             mine = sources == source
-            order_of = partial(_epoch_order, size, _source_seed(seed, source)) if shuffle else partial(_file_order, size)
+            order_of = (
+                partial(_epoch_order, size, _source_seed(seed, source)) if shuffle else partial(_file_order, size)
+            )
             rows[mine] = start + _take(places[mine], size, order_of)
         return rows
 

@@ -65,9 +65,7 @@ class RolloutWorker(ChunkWriter):
         )
         model = load_model(config.model)
         model.to(choose_device())  # type: ignore[arg-type]  # its decorator hides that a device will do
-        check_prompts(
-            config, self._prompts, self._eval_prompts, model.config.get_text_config().max_position_embeddings
-        )
+        check_prompts(config, self._prompts, self._eval_prompts, model.config.get_text_config().max_position_embeddings)
         self._vocab_size = model.config.get_text_config().vocab_size
         self._stop_token_ids = stop_token_ids(model, self._tokenizer)
         self._engine = TransformersEngine(model)
@@ -152,7 +150,8 @@ class RolloutWorker(ChunkWriter):
         for prompt, drawn in zip(prompts, samples, strict=True):
             of_source.setdefault(prompt.data_source, []).append(drawn)
         total = report_source("all", samples, n, threshold)
-        assert total.mean_at_n is not None and total.reward is not None  # some reward succeeded, as was checked
+        assert total.mean_at_n is not None  # some reward succeeded, as was checked
+        assert total.reward is not None
         return EvalReport(
             policy_version=policy_version,
             num_prompts=len(prompts),

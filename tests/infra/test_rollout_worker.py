@@ -340,8 +340,12 @@ def test_an_evaluation_samples_in_its_own_way(folder: Path, tmp_path: Path) -> N
         folder,
         data={"train_path": str(folder / "train.parquet"), "eval_path": str(tmp_path / "two.jsonl")},
         eval={
-            **{"samples_per_prompt": n, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
-            **{"max_response_tokens": limit, "accuracy_threshold": threshold},
+            "samples_per_prompt": n,
+            "temperature": 0.7,
+            "top_k": 20,
+            "top_p": 0.9,
+            "max_response_tokens": limit,
+            "accuracy_threshold": threshold,
         },
     )
     worker = worker_of(run)
