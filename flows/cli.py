@@ -153,22 +153,29 @@ def data(
 @app.command(name="eval")
 def evaluate(
     run: RunArgument,
+    overrides: OverridesArgument = None,
     data_path: Annotated[
         str | None, typer.Option("--data", help="Prompts; the run's own eval file if not given.")
     ] = None,
     num_prompts: Annotated[int | None, typer.Option(help="At most so many prompts.", min=1)] = None,
     runs_dir: RunsDirOption = "runs",
 ) -> None:
-    """Measure the held-out accuracy of a run's newest checkpoint."""
+    """Measure the held-out accuracy of a run's newest checkpoint, by data source.
+
+    Changes to the config hold for this evaluation only, e.g. eval.samples_per_prompt=8 eval.temperature=1.0.
+    """
+    from flows.report import eval_lines
     from infra.evaluate import evaluate_run
     from infra.runs import RunDirectory
 
     with console.status("generating"):
-        report = evaluate_run(RunDirectory.open(run, runs_dir), data_path, num_prompts)
+        report = evaluate_run(RunDirectory.open(run, runs_dir), data_path, num_prompts, overrides or [])
     console.print(
         f"policy version {report.policy_version}: accuracy {report.accuracy:.3f}, mean reward {report.reward:.3f} "
         f"over {report.num_prompts} prompts ({report.num_failed} rewards failed) in {report.seconds:.1f} s"
     )
+    for line in eval_lines(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

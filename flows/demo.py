@@ -89,6 +89,7 @@ async def prepare_demo(config: RunConfig) -> None:
 @operation("problems")
 def write_files(config: RunConfig, recipe: DemoRecipe) -> None:
     """Write the held-out problems, and the training's and the warm start's without those."""
+    assert config.data.train_path is not None
     assert config.data.eval_path is not None
     heldout = Path(config.data.eval_path)
     careless = _careless(random.Random(config.seed), recipe.careless_fraction)
@@ -116,6 +117,7 @@ def _careless(rng: random.Random, fraction: float) -> Callable[[Row], Row]:
 
 
 def _warmstart_path(config: RunConfig) -> Path:
+    assert config.data.train_path is not None
     return Path(config.data.train_path).with_name("warmstart.parquet")
 
 

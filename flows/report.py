@@ -3,10 +3,11 @@
 import html
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from infra.runs import RunDirectory, write_atomic
-from schemas.step import RunSummary, StepReport
+from schemas.step import EvalReport, RunSummary, SourceReport, StepReport
 
 CURVES = ("reward", "response/tokens", "kl", "grad_norm", "mismatch/max")
 WIDTH, HEIGHT, MARGIN = 640, 160, 44
@@ -47,7 +48,14 @@ def render_table(directory: RunDirectory, every: int = 10) -> Table:
     for evaluation in directory.metrics.evals():
         table.add_section()
         table.add_row(f"held-out, version {evaluation.policy_version}", f"accuracy {evaluation.accuracy:.3f}")
+        for name, value in _source_rows(evaluation):
+            table.add_row(escape(f"  {name}"), value)
     return table
+
+
+def eval_lines(report: EvalReport) -> list[str]:
+    """One line per data source of an evaluation; none where they would say what its accuracy says."""
+    return [f"  {name}: {value}" for name, value in _source_rows(report)]
 
 
 def write_html(directory: RunDirectory) -> Path:
@@ -55,13 +63,10 @@ def write_html(directory: RunDirectory) -> Path:
     steps = directory.metrics.steps()
     summary = directory.summary()
     rows = _summary_rows(summary) if summary else [("steps", f"{len(steps)} (not finished)")]
-    rows += [
-        (
-            f"held-out accuracy, version {report.policy_version}",
-            f"{report.accuracy:.3f} of {report.num_prompts}",
-        )
-        for report in directory.metrics.evals()
-    ]
+    for report in directory.metrics.evals():
+        name = f"held-out accuracy, version {report.policy_version}"
+        rows.append((name, f"{report.accuracy:.3f} of {report.num_prompts}"))
+        rows += [(f"{name}, {source}", value) for source, value in _source_rows(report)]
     cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
     curves = "".join(_curve(steps, name) for name in CURVES if all(name in step.metrics for step in steps))
     path = directory.path / "report.html"
@@ -72,6 +77,23 @@ def write_html(directory: RunDirectory) -> Path:
         f"<h1>{title}</h1><table>{cells}</table>{curves}</html>",
     )
     return path
+
+
+def _source_rows(report: EvalReport) -> list[tuple[str, str]]:
+    """Name and figures of each data source, where there are several or several samples of a prompt."""
+    if len(report.sources) < 2 and report.samples_per_prompt == 1:
+        return []
+    return [(source.data_source, _source_figures(source, report.samples_per_prompt)) for source in report.sources]
+
+
+def _source_figures(source: SourceReport, n: int) -> str:
+    shown = {f"mean@{n}": source.mean_at_n, f"best@{n}": source.best_at_n, f"maj@{n}": source.maj_at_n}
+    figures = [f"{name} {'-' if value is None else format(value, '.3f')}" for name, value in shown.items()]
+    failed = f", {source.num_failed} rewards failed" if source.num_failed else ""
+    return (
+        f"{'  '.join(figures)}  ({source.num_prompts} prompts, {source.response_tokens:.1f} tokens, "
+        f"{source.truncated:.0%} truncated{failed})"
+    )
 
 
 def _summary_rows(summary: RunSummary) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
 from flows.recovery import open_run, reconcile
+from flows.report import eval_lines
 from flows.step import run_step
 from infra import cluster
 from infra.runs import MetricsFile, RunDirectory, new_run_id
@@ -19,7 +20,7 @@ from schemas.config.run import RunConfig
 from schemas.config.runtime import RuntimeConfig
 from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, PipelineError, VersionError, WorkerLostError
 from schemas.step import PolicyHandle, RunHandle, RunSummary, StepReport
-from tasks.artifacts import create_progress, update_progress
+from tasks.artifacts import create_progress, show_evaluation, update_progress
 from tasks.checkpoint import save_checkpoint, save_what_is_left
 from tasks.evaluate import evaluate_policy
 
@@ -87,7 +88,7 @@ async def _train_to_the_end(run: RunHandle, directory: RunDirectory) -> RunHandl
     try:
         while True:
             try:
-                await _evaluate(run, policy, directory.metrics)
+                await _evaluate(run, policy, directory.metrics, tensorboard)
                 if policy.step == run.config.steps:
                     await save_checkpoint(run, policy, wait=True)
                     return run
@@ -113,7 +114,9 @@ async def _train_to_the_end(run: RunHandle, directory: RunDirectory) -> RunHandl
         raise
 
 
-async def _evaluate(run: RunHandle, policy: PolicyHandle, metrics: MetricsFile) -> None:
+async def _evaluate(
+    run: RunHandle, policy: PolicyHandle, metrics: MetricsFile, tensorboard: TensorBoardSink | None
+) -> None:
     every = run.config.eval.every_steps
     due = policy.step in (0, run.config.steps) or (every and policy.step % every == 0)
     if run.config.data.eval_path is None or not due:
@@ -122,12 +125,12 @@ async def _evaluate(run: RunHandle, policy: PolicyHandle, metrics: MetricsFile) 
         return
     report = await evaluate_policy(run, policy)
     metrics.append_eval(report)
-    get_run_logger().info(
-        "held-out accuracy after %d steps: %.3f (%d prompts)",
-        policy.step,
-        report.accuracy,
-        report.num_prompts,
-    )
+    await show_evaluation(run, report)
+    if tensorboard:
+        tensorboard.write_eval(report)
+    first = f"held-out accuracy after {policy.step} steps: {report.accuracy:.3f} ({report.num_prompts} prompts)"
+    for line in (first, *eval_lines(report)):
+        get_run_logger().info(line)
 
 
 def progress_line(report: StepReport, num_steps: int) -> str:

@@ -1,6 +1,7 @@
 """Held-out accuracy of a run's newest checkpoint, in this process: no Ray, no Prefect."""
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,23 +12,27 @@ from infra.preflight import check
 from infra.runs import RunDirectory
 from infra.stores.memory import MemoryStore
 from infra.workers.rollout import RolloutWorker
+from schemas.config.load import override_config
 from schemas.errors import ConfigError, RunError
 from schemas.step import EvalReport, RunHandle
 
 
-def evaluate_run(directory: RunDirectory, data_path: str | None, num_prompts: int | None) -> EvalReport:
+def evaluate_run(
+    directory: RunDirectory, data_path: str | None, num_prompts: int | None, overrides: Sequence[str] = ()
+) -> EvalReport:
     """Score held-out prompts under the run's newest checkpoint.
 
     Args:
         directory: The run.
         data_path: A prompt file; None for the config's `data.eval_path`.
         num_prompts: How many prompts at most; None for the config's `eval.num_prompts`.
+        overrides: `section.key=value` changes to the run's config, e.g. `eval.samples_per_prompt=8`.
 
     Raises:
         RunError: The run has no checkpoint.
-        ConfigError: Neither the call nor the config names a prompt file.
+        ConfigError: An override is not allowed, or neither the call nor the config names a prompt file.
     """
-    config = directory.config()
+    config = override_config(directory.config(), overrides, directory.run_id)
     store = open_checkpoints(directory, config.checkpoint)
     found = store.newest()
     if found is None:

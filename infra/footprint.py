@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import NonNegativeInt, PositiveInt
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from infra.datasets import PromptRow, load_prompts
+from infra.datasets import PromptRow, load_train_prompts
 from infra.lora import add_adapter
 from infra.models import load_tokenizer
 from rl_core.columns.codec import arrow_type, encoded_bytes
@@ -155,7 +155,7 @@ def measure_step(config: RunConfig, shape: LengthShape = "lognormal", fill: floa
 def draw_step(config: RunConfig, shape: LengthShape, fill: float) -> Draw:
     """The prompts of step 0, each as often as it is sampled, and drawn response lengths."""
     rollout = config.rollout
-    data = load_prompts(config.data.train_path, config.data, load_tokenizer(config.model))
+    data = load_train_prompts(config.data, load_tokenizer(config.model))
     rows = data.rows_for_step(0, rollout.num_prompts, config.seed, config.data.shuffle)
     prompts = [data[row] for row in rows for _ in range(rollout.samples_per_prompt)]
     random = np.random.Generator(np.random.PCG64(config.seed))

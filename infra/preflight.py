@@ -2,7 +2,7 @@
 
 import fsspec
 
-from infra.datasets import PromptDataset, load_prompts
+from infra.datasets import PromptDataset, load_prompts, load_train_prompts
 from infra.lora import require_peft
 from infra.models import load_tokenizer, max_positions
 from infra.tracking import TensorBoardSink
@@ -10,6 +10,8 @@ from rl_core.rewards import load_reward
 from schemas.config.run import RunConfig
 from schemas.config.store import RayStore, StoreConfig
 from schemas.errors import ConfigError
+
+SHORTER = 'lower that, or data.max_prompt_tokens with data.overlong = "drop"'
 
 
 def check(config: RunConfig) -> None:
@@ -21,8 +23,12 @@ def check(config: RunConfig) -> None:
     check_store(config.store)
     tokenizer = load_tokenizer(config.model)
     load_reward(config.reward)
-    for path in filter(None, (config.data.train_path, config.data.eval_path)):
-        check_room(config, load_prompts(path, config.data, tokenizer), max_positions(config.model))
+    check_prompts(
+        config,
+        load_train_prompts(config.data, tokenizer),
+        load_prompts(config.data.eval_path, config.data, tokenizer) if config.data.eval_path else None,
+        max_positions(config.model),
+    )
     if config.model.lora is not None:
         require_peft()
     if config.runtime.tensorboard:
@@ -46,21 +52,41 @@ def check_store(config: StoreConfig) -> None:
         ) from None
 
 
-def check_room(config: RunConfig, prompts: PromptDataset, num_positions: int) -> None:
-    """See that the longest prompt and the longest response fit the model and a micro-batch.
+def check_prompts(
+    config: RunConfig, prompts: PromptDataset, held_out: PromptDataset | None, num_positions: int
+) -> None:
+    """See that the longest prompt and the longest response fit the model and, in training, a micro-batch.
+
+    Args:
+        config: The run.
+        prompts: What is trained on.
+        held_out: What is evaluated on; nothing is packed there.
+        num_positions: The most tokens of a sequence that the model takes.
 
     Raises:
         ConfigError: They don't.
     """
+    if held_out is not None:
+        limit = "rollout" if config.eval.max_response_tokens is None else "eval"
+        response = config.eval.max_response_tokens or config.rollout.max_response_tokens
+        _check_positions(config, held_out.max_prompt_tokens, response, f"{limit}.max_response_tokens", num_positions)
     prompt, response = prompts.max_prompt_tokens, config.rollout.max_response_tokens
-    sizes = f"the longest prompt has {prompt} tokens and rollout.max_response_tokens is {response}, together"
-    shorter = 'lower that, or data.max_prompt_tokens with data.overlong = "drop"'
-    if prompt + response > num_positions:
-        raise ConfigError(
-            f"{sizes} more than the {num_positions} positions of the model {config.model.path}; {shorter}"
-        )
+    name = "rollout.max_response_tokens"
+    _check_positions(config, prompt, response, name, num_positions)
     if prompt + response > config.packing.token_budget:
         raise ConfigError(
-            f"{sizes} more than packing.token_budget = {config.packing.token_budget}; raise it to at least "
-            f"{prompt + response}, or {shorter}"
+            f"{_sizes(prompt, response, name)} more than packing.token_budget = {config.packing.token_budget}; "
+            f"raise it to at least {prompt + response}, or {SHORTER}"
         )
+
+
+def _check_positions(config: RunConfig, prompt: int, response: int, name: str, num_positions: int) -> None:
+    if prompt + response > num_positions:
+        raise ConfigError(
+            f"{_sizes(prompt, response, name)} more than the {num_positions} positions of the model "
+            f"{config.model.path}; {SHORTER}"
+        )
+
+
+def _sizes(prompt: int, response: int, name: str) -> str:
+    return f"the longest prompt has {prompt} tokens and {name} is {response}, together"

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from schemas.errors import ConfigError
-from schemas.step import StepReport
+from schemas.step import EvalReport, StepReport
 
 
 class TensorBoardSink:
@@ -39,4 +39,15 @@ class TensorBoardSink:
             self._writer.add_scalar(f"store/{stage}_read_bytes", traffic.read_bytes, report.step)
         if report.store:
             self._writer.add_scalar("store/peak_bytes", report.store.peak_bytes, report.step)
+        self._writer.flush()
+
+    def write_eval(self, report: EvalReport) -> None:
+        """Write an evaluation: its accuracy and each data source's figures, at the policy's version."""
+        version = report.policy_version
+        self._writer.add_scalar("eval/accuracy", report.accuracy, version)
+        self._writer.add_scalar("eval/reward", report.reward, version)
+        for source in report.sources:
+            for name in ("mean_at_n", "best_at_n", "maj_at_n", "reward", "response_tokens", "truncated"):
+                if (value := getattr(source, name)) is not None:
+                    self._writer.add_scalar(f"eval/{source.data_source}/{name}", value, version)
         self._writer.flush()

@@ -87,15 +87,34 @@ class StepReport(Frozen):
     plan: str | None = None  # the digest of the step's plan
 
 
+class SourceReport(Frozen):
+    """Held-out figures of one data source; see `rl_core.validation` for the formulas.
+
+    Those of rewards are None where every reward of the source failed.
+    """
+
+    data_source: str
+    num_prompts: PositiveInt
+    mean_at_n: float | None  # share of correct samples
+    best_at_n: float | None  # share of prompts with a correct sample
+    maj_at_n: float | None  # share of prompts whose majority answer is correct
+    reward: float | None  # mean
+    num_failed: NonNegativeInt  # rewards
+    response_tokens: float  # mean per sample
+    truncated: float  # share of samples that reached the most tokens
+
+
 class EvalReport(Frozen):
     """Held-out accuracy of one policy version."""
 
     policy_version: NonNegativeInt
     num_prompts: NonNegativeInt
-    accuracy: float  # fraction of rewards of at least the configured threshold
+    samples_per_prompt: PositiveInt = 1  # n; reports of earlier versions have neither this nor sources
+    accuracy: float  # mean@n of "the reward is at least the configured threshold", over all prompts
     reward: float  # mean; failed rewards are left out
-    num_failed: NonNegativeInt
+    num_failed: NonNegativeInt  # rewards
     seconds: float
+    sources: tuple[SourceReport, ...] = ()  # in the order of the file
 
 
 class RunSummary(Frozen):

@@ -1,4 +1,4 @@
-"""What the Prefect UI shows of a run: one progress artifact and, now and then, a table of samples."""
+"""What the Prefect UI shows of a run: its progress, now and then a table of samples, and one of each evaluation."""
 
 import re
 from uuid import UUID
@@ -10,7 +10,7 @@ from prefect.artifacts import (
 )
 
 from schemas.rollout import RolloutHandle
-from schemas.step import RunHandle
+from schemas.step import EvalReport, RunHandle
 
 MAX_TEXT = 300
 
@@ -39,6 +39,31 @@ async def show_samples(run: RunHandle, rollout: RolloutHandle) -> None:
         for sample in shard.samples
     ]
     await acreate_table_artifact(rows, key=_key(run, "samples"), description=f"samples of step {rollout.step}")
+
+
+async def show_evaluation(run: RunHandle, report: EvalReport) -> None:
+    """Add a table of an evaluation, one row per data source."""
+    n = report.samples_per_prompt
+    rows = [
+        {
+            "source": source.data_source,
+            "prompts": source.num_prompts,
+            f"mean@{n}": _rounded(source.mean_at_n),
+            f"best@{n}": _rounded(source.best_at_n),
+            f"maj@{n}": _rounded(source.maj_at_n),
+            "reward": _rounded(source.reward),
+            "failed rewards": source.num_failed,
+            "response tokens": round(source.response_tokens, 1),
+            "truncated": round(source.truncated, 3),
+        }
+        for source in report.sources
+    ]
+    description = f"held-out accuracy {report.accuracy:.3f} of policy version {report.policy_version}"
+    await acreate_table_artifact(rows, key=_key(run, "eval"), description=description)
+
+
+def _rounded(value: float | None) -> float | str:
+    return "failed" if value is None else round(value, 3)
 
 
 def _key(run: RunHandle, name: str) -> str:

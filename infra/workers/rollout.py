@@ -3,16 +3,16 @@
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 from safetensors.torch import load
 
-from infra.datasets import PromptRow, load_prompts
+from infra.datasets import PromptRow, load_prompts, load_train_prompts
 from infra.engines.base import Generation, GenerationRequest, Sampling
 from infra.engines.noise import derive_seed
 from infra.engines.transformers import TransformersEngine
 from infra.models import load_model, load_tokenizer, stop_token_ids
-from infra.preflight import check_room
+from infra.preflight import check_prompts
 from infra.rewards import open_scorer
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
@@ -21,6 +21,7 @@ from infra.workers.device import choose_device, set_threads
 from infra.workers.samples import Sample, first_failure, to_columns, to_shard
 from rl_core.columns.codec import value_dtypes
 from rl_core.rewards import RewardItem, RewardOutcome
+from rl_core.validation import HeldOutSample, report_source
 from schemas.batch import ChunkKey
 from schemas.errors import ConfigError, VersionError
 from schemas.rollout import PutResult, RolloutShard, Round, check_failures
@@ -59,14 +60,13 @@ class RolloutWorker(ChunkWriter):
         self._columns = self._store or open_store(self._run)
         self._scorer = open_scorer(config.reward)
         self._tokenizer = load_tokenizer(config.model)
-        self._prompts = load_prompts(config.data.train_path, config.data, self._tokenizer)
+        self._prompts = load_train_prompts(config.data, self._tokenizer)
         self._eval_prompts = (
             load_prompts(config.data.eval_path, config.data, self._tokenizer) if config.data.eval_path else None
         )
         model = load_model(config.model)
         model.to(choose_device())  # type: ignore[arg-type]  # its decorator hides that a device will do
-        for prompts in filter(None, (self._prompts, self._eval_prompts)):
-            check_room(config, prompts, model.config.get_text_config().max_position_embeddings)
+        check_prompts(config, self._prompts, self._eval_prompts, model.config.get_text_config().max_position_embeddings)
         self._vocab_size = model.config.get_text_config().vocab_size
         self._stop_token_ids = stop_token_ids(model, self._tokenizer)
         self._engine = TransformersEngine(model)
@@ -130,7 +130,10 @@ class RolloutWorker(ChunkWriter):
         return PutResult(chunk=chunk, dtypes=value_dtypes(columns), traffic=self._columns.take_traffic("put"))
 
     def evaluate(self, policy_version: int) -> EvalReport:
-        """Score one response to each held-out prompt; failed rewards count neither as right nor as wrong.
+        """Score `eval.samples_per_prompt` responses to each held-out prompt, sampled as `eval` says.
+
+        The samples of a prompt are a function of the config, the policy version and its row. Failed rewards count
+        neither as right nor as wrong.
 
         Raises:
             ConfigError: There is no `data.eval_path`.
@@ -142,28 +145,52 @@ class RolloutWorker(ChunkWriter):
         self._expect(policy_version)
         started = time.perf_counter()
         config, count = self._config.eval, min(self._config.eval.num_prompts, len(self._eval_prompts))
+        n, threshold = config.samples_per_prompt, config.accuracy_threshold
         prompts = [self._eval_prompts[row] for row in range(count)]
+        samples = self._sample_held_out(prompts, n)
+        of_source: dict[str, list[Sequence[HeldOutSample]]] = {}
+        for prompt, drawn in zip(prompts, samples, strict=True):
+            of_source.setdefault(prompt.data_source, []).append(drawn)
+        total = report_source("all", samples, n, threshold)
+        assert total.mean_at_n is not None  # some reward succeeded, as was checked
+        assert total.reward is not None
+        return EvalReport(
+            policy_version=policy_version,
+            num_prompts=len(prompts),
+            samples_per_prompt=n,
+            accuracy=total.mean_at_n,
+            reward=total.reward,
+            num_failed=total.num_failed,
+            seconds=time.perf_counter() - started,
+            sources=tuple(report_source(name, drawn, n, threshold) for name, drawn in of_source.items()),
+        )
+
+    def _sample_held_out(self, prompts: Sequence[PromptRow], n: int) -> list[list[HeldOutSample]]:
+        """Generate and score n samples of each prompt, by prompt."""
+        config = self._config.eval
         requests = [
-            GenerationRequest(prompt.prompt_ids, (derive_seed(self._config.seed, "eval", row),))
+            GenerationRequest(
+                prompt.prompt_ids, tuple(derive_seed(self._config.seed, "eval", row, sample) for sample in range(n))
+            )
             for row, prompt in enumerate(prompts)
         ]
-        generations = self._engine.generate(requests, self._sampling(config.temperature))
-        _, outcomes = self._score(prompts, generations)
+        sampling = replace(
+            self._sampling(config.temperature, config.top_p, config.top_k),
+            max_response_tokens=config.max_response_tokens or self._config.rollout.max_response_tokens,
+        )
+        generations = self._engine.generate(requests, sampling)
+        texts, outcomes = self._score([prompt for prompt in prompts for _ in range(n)], generations)
         check_failures(
             [outcome.reward for outcome in outcomes],
             first_failure(outcomes),
             self._config.reward.max_failure_fraction,
             "the evaluation",
         )
-        rewards = np.array([outcome.reward for outcome in outcomes if outcome.reward is not None])
-        return EvalReport(
-            policy_version=policy_version,
-            num_prompts=count,
-            accuracy=float((rewards >= config.accuracy_threshold).mean()),
-            reward=float(rewards.mean()),
-            num_failed=count - len(rewards),
-            seconds=time.perf_counter() - started,
-        )
+        samples = [
+            HeldOutSample(text, outcome.reward, len(generation.token_ids), generation.finish_reason == "length")
+            for text, outcome, generation in zip(texts, outcomes, generations, strict=True)
+        ]
+        return [samples[first : first + n] for first in range(0, len(samples), n)]
 
     def _held_or_again(self, step: int, groups: tuple[int, ...]) -> list[Sample]:
         if (step, groups) not in self._held:

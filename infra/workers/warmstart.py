@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from infra.datasets import load_prompts
+from infra.datasets import load_train_prompts
 from infra.models import load_model, load_tokenizer
 from infra.workers.device import set_threads
 from rl_core.replay.attention import use_packed_attention
@@ -29,7 +29,7 @@ class WarmstartWorker:
         self._tokenizer = load_tokenizer(config.model)
         self._model = load_model(config.model)
         use_packed_attention(self._model)
-        self._rows = load_prompts(config.data.train_path, config.data, self._tokenizer)
+        self._rows = load_train_prompts(config.data, self._tokenizer)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.98)
         )

@@ -105,6 +105,8 @@ def _models_at(place: Sequence[str]) -> list[type[BaseModel]]:
     """The models that may stand at a place; pydantic's location names a union's member by its `kind`."""
     models: list[type[BaseModel]] = [RunConfig]
     for part in place:
+        if part.isdigit():  # an entry of a list has its list's models
+            continue
         by_kind = [model for model in models if _kind(model) == part]
         if by_kind:
             models = by_kind

@@ -8,7 +8,7 @@ from schemas.config.model import ModelConfig
 
 
 class WarmstartConfig(Frozen):
-    """Train `model` on the answers of `data.train_path` and write the result to `out_path`."""
+    """Train `model` on the answers of `data` and write the result to `out_path`."""
 
     model: ModelConfig
     data: DataConfig

@@ -57,6 +57,20 @@ def test_a_missing_data_file(sluice: Sluice) -> None:
     refused(sluice("train", "tiny.toml", "data.train_path=gone.parquet"), "gone.parquet", "no such file")
 
 
+def test_several_samples_that_would_be_the_same(sluice: Sluice) -> None:
+    refused(
+        sluice("train", "tiny.toml", "eval.samples_per_prompt=4"),
+        "eval.samples_per_prompt = 4 with eval.temperature = 0",
+        "set eval.temperature above 0",
+    )
+
+
+def test_weighted_sources(sluice: Sluice) -> None:
+    sources = 'data.sources=[{path="train.parquet", weight=2}, {path="gone.jsonl"}]'
+    refused(sluice("train", "tiny.toml", sources), "data.train_path and data.sources are both set")
+    refused(sluice("train", "tiny.toml", sources, "data.train_path="), "gone.jsonl", "no such file")
+
+
 def test_an_unreadable_data_file(sluice: Sluice, folder: Path) -> None:
     (folder / "broken.parquet").write_bytes(b"PAR1 but not really")
     refused(sluice("train", "tiny.toml", "data.eval_path=broken.parquet"), "broken.parquet", "can't be read as Parquet")

@@ -113,7 +113,9 @@ def test_report_eval_and_resume_of_a_finished_run(workplace: Workplace, director
     page = (directory.path / "report.html").read_text()
     assert page.count("<svg") >= 3
     assert "http" not in page.replace("http://127.0.0.1", "")  # one file, nothing to fetch
-    assert "policy version 2: accuracy" in workplace.sluice("eval", RUN_ID, "--num-prompts", "2")
+    evaluated = workplace.sluice("eval", RUN_ID, "eval.samples_per_prompt=2", "eval.temperature=1.0")
+    assert "policy version 2: accuracy" in evaluated
+    assert "tiny: mean@2" in evaluated
 
 
 def api(workplace: Workplace, question):  # type: ignore[no-untyped-def]
@@ -137,7 +139,14 @@ def test_the_ui_has_named_runs_and_artifacts(workplace: Workplace, printed: str)
     runs, artifacts = api(workplace, question)
     assert {run.name: run.state_name for run in runs} == dict.fromkeys(names, "Completed")
     kinds = {(artifact.type, artifact.key) for artifact in artifacts if (artifact.key or "").startswith(RUN_ID)}
-    assert kinds == {("progress", f"{RUN_ID}-progress"), ("table", f"{RUN_ID}-samples")}
+    assert kinds == {
+        ("progress", f"{RUN_ID}-progress"),
+        ("table", f"{RUN_ID}-samples"),
+        ("table", f"{RUN_ID}-eval"),
+    }
+    table = next(json.loads(str(artifact.data)) for artifact in artifacts if artifact.key == f"{RUN_ID}-eval")
+    assert [row["source"] for row in table] == ["tiny"]
+    assert {"mean@1", "best@1", "maj@1", "reward"} <= set(table[0])
 
 
 def test_what_the_ledger_holds_is_small_and_plain(workplace: Workplace) -> None:

@@ -6,6 +6,10 @@ import pyarrow as pa
 import pytest
 from safetensors.torch import save
 
+from infra.datasets import load_prompts
+from infra.engines.base import GenerationRequest, Sampling
+from infra.engines.noise import derive_seed
+from infra.engines.transformers import TransformersEngine
 from infra.models import load_model
 from infra.stores.memory import MemoryStore
 from infra.tiny_model import make_tokenizer
@@ -26,8 +30,8 @@ from schemas.errors import (
     VersionError,
 )
 from schemas.rollout import PutResult, RolloutShard, Round, check_failures
-from schemas.step import RunHandle
-from tests.tiny import make_tiny_data, make_tiny_model
+from schemas.step import EvalReport, RunHandle
+from tests.tiny import make_tiny_data, make_tiny_model, tiny_row, write_rows
 
 NUM_PROMPTS, NUM_SAMPLES = 5, 3
 GROUPS = range(NUM_PROMPTS)  # those of a step's own prompts
@@ -359,6 +363,72 @@ def test_evaluation_leaves_failed_rewards_out(folder: Path) -> None:
     assert (report.num_prompts, report.num_failed, report.accuracy, report.reward) == (4, 2, 1.0, 1.0)
 
 
+def test_an_evaluation_samples_in_its_own_way(folder: Path, tmp_path: Path) -> None:
+    """The figures are those of what a bare engine draws with the evaluation's own settings."""
+    names = ("even", "odd", "even", "odd")
+    rows = [tiny_row(index, data_source=name) for index, name in enumerate(names)]
+    write_rows(tmp_path / "two.jsonl", rows)
+    n, limit, threshold = 3, 5, 0.4
+    run = run_of(
+        folder,
+        data={"train_path": str(folder / "train.parquet"), "eval_path": str(tmp_path / "two.jsonl")},
+        eval={
+            "samples_per_prompt": n,
+            "temperature": 0.7,
+            "top_k": 20,
+            "top_p": 0.9,
+            "max_response_tokens": limit,
+            "accuracy_threshold": threshold,
+        },
+    )
+    worker = worker_of(run)
+    report = worker.evaluate(0)
+
+    model, tokenizer = load_model(run.config.model), make_tokenizer()
+    prompts = load_prompts(str(tmp_path / "two.jsonl"), run.config.data, tokenizer)
+    requests = [
+        GenerationRequest(prompts[row].prompt_ids, tuple(derive_seed(0, "eval", row, sample) for sample in range(n)))
+        for row in range(4)
+    ]
+    sampling = Sampling(limit, 0.7, top_p=0.9, top_k=20, stop_token_ids=(tokenizer.eos_token_id,))
+    drawn = TransformersEngine(model).generate(requests, sampling)
+    rewards = [len(tokenizer.decode(one.token_ids, skip_special_tokens=True)) / 10 for one in drawn]  # as `parts`
+    assert (report.num_prompts, report.samples_per_prompt, report.num_failed) == (4, n, 0)
+    assert report.reward == pytest.approx(np.mean(rewards))
+    assert report.accuracy == pytest.approx(np.mean(np.array(rewards) >= threshold))
+    assert [source.data_source for source in report.sources] == ["even", "odd"]
+    for name, source in zip(("even", "odd"), report.sources, strict=True):
+        mine = [row * n + sample for row in range(4) if names[row] == name for sample in range(n)]
+        right = np.array([rewards[index] >= threshold for index in mine]).reshape(2, n)
+        assert (source.num_prompts, source.num_failed) == (2, 0)
+        assert source.mean_at_n == pytest.approx(right.mean())
+        assert source.best_at_n == pytest.approx(right.any(axis=1).mean())
+        assert source.reward == pytest.approx(np.mean([rewards[index] for index in mine]))
+        assert source.response_tokens == pytest.approx(np.mean([len(drawn[index].token_ids) for index in mine]))
+        assert source.truncated == pytest.approx(np.mean([drawn[index].finish_reason == "length" for index in mine]))
+    again = worker.evaluate(0)
+    assert again.replace(seconds=report.seconds) == report
+
+
+def test_a_source_whose_rewards_all_failed_has_no_figures(folder: Path, tmp_path: Path) -> None:
+    rows = [tiny_row(0, data_source="odd"), tiny_row(1, data_source="even")]  # answers 1 and 2
+    data = {"train_path": str(folder / "train.parquet"), "eval_path": str(write_rows(tmp_path / "two.jsonl", rows))}
+    report = worker_of(run_of(folder, reward="fails_for_some", data=data)).evaluate(0)
+    assert (report.accuracy, report.num_failed) == (1.0, 1)
+    assert [source.mean_at_n for source in report.sources] == [None, 1.0]
+    assert EvalReport.model_validate_json(report.model_dump_json()) == report
+
+
+def test_steps_take_their_prompts_from_all_sources(folder: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "more.jsonl", [tiny_row(40 + index) for index in range(3)])
+    sources = [{"path": str(folder / "train.parquet")}, {"path": str(tmp_path / "more.jsonl"), "weight": 1.5}]
+    store = open_store()
+    worker = worker_of(run_of(folder, data={"sources": sources}), store=store)
+    answers = {int(row["answer"]) for row in rows_of(store, worker, worker.generate(0, 0, GROUPS)).values()}
+    assert len(answers) == NUM_PROMPTS
+    assert sum(answer > 40 for answer in answers) == 3  # 3 of 5, by weight
+
+
 def test_evaluation_does_not_disturb_the_held_rows(folder: Path) -> None:
     store = open_store()
     worker = worker_of(run_of(folder), store=store)
@@ -384,6 +454,11 @@ def test_a_put_needs_the_lease_and_keeps_the_rows_when_refused(folder: Path) -> 
         ({"data": {"train_path": "/no/such/data.parquet"}}, DataError, "there is no such file"),
         ({"reward": "none"}, RewardImportError, "no such function"),
         ({"rollout": {"max_response_tokens": 505}}, ConfigError, "more than the 512 positions"),
+        (
+            {"eval": {"max_response_tokens": 505}},
+            ConfigError,
+            r"eval\.max_response_tokens is 505, together more than the 512 positions",
+        ),
     ],
 )
 def test_what_a_user_got_wrong_is_said_at_the_start(

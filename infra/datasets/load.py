@@ -1,0 +1,137 @@
+"""From a file's rows to prompts: checked, under the chat template, and not too long."""
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from infra.datasets.files import REQUIRED_COLUMNS, read_rows
+from infra.datasets.prompts import PromptDataset, PromptRow
+from schemas.config.data import DataConfig
+from schemas.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class _ParsedRow:
+    """A row that is well formed and not tokenized yet."""
+
+    messages: Messages
+    answer: str
+    info: dict[str, Any]
+
+    def with_ids(self, token_ids: list[int]) -> PromptRow:
+        return PromptRow(
+            prompt_ids=np.array(token_ids, dtype=np.int32),
+            prompt_text="\n\n".join(message["content"] for message in self.messages),
+            answer=self.answer,
+            info=self.info,
+            data_source=self.info["data_source"],
+        )
+
+
+def load_train_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    """Read what a run trains on: `data.train_path`, or the weighted `data.sources`.
+
+    Raises:
+        DataError: As `load_prompts` of any of them.
+    """
+    parts = [load_prompts(source.path, config, tokenizer) for source in config.train_sources]
+    return PromptDataset.mix(parts, [source.weight for source in config.train_sources])
+
+
+def load_prompts(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+    """Read one file or folder in verl's columns: `data_source`, `prompt`, `reward_model`, `extra_info`.
+
+    Args:
+        path: What `infra.datasets.files.read_rows` reads: Parquet, JSONL, or a folder of `save_to_disk`.
+        config: How long prompts may be, and what happens to longer ones.
+        tokenizer: Its chat template makes the prompts.
+
+    Raises:
+        DataError: The file is missing or unreadable, or a row is unusable; the message names file, row
+            (from 1) and column.
+    """
+    parsed = [_parse_row(f"{path}, row {number}", row) for number, row in enumerate(read_rows(path), start=1)]
+    if not parsed:
+        raise DataError(f"{path} has no rows; a run needs at least one prompt")
+    token_ids = _tokenize(path, [row.messages for row in parsed], tokenizer)
+    limit = config.max_prompt_tokens
+    too_long = [number for number, ids in enumerate(token_ids, start=1) if len(ids) > limit]
+    if too_long and config.overlong == "error":
+        raise DataError(
+            f"{path}, row {too_long[0]}: the prompt has {len(token_ids[too_long[0] - 1])} tokens, more than "
+            f"data.max_prompt_tokens = {limit} ({len(too_long)} such rows); raise that, or set "
+            'data.overlong = "drop" to leave such rows out'
+        )
+    if len(too_long) == len(parsed):
+        raise DataError(
+            f"{path}: all {len(parsed)} prompts are longer than data.max_prompt_tokens = {limit}; raise that"
+        )
+    if too_long:
+        logger.warning("%s: dropped %d of %d rows, longer than %d tokens", path, len(too_long), len(parsed), limit)
+    rows = [row.with_ids(ids) for row, ids in zip(parsed, token_ids, strict=True) if len(ids) <= limit]
+    return PromptDataset(rows, num_dropped=len(too_long))
+
+
+def _parse_row(place: str, row: dict[str, Any]) -> _ParsedRow:
+    for name in REQUIRED_COLUMNS:
+        if row.get(name) is None:
+            raise DataError(
+                f"{place}: column {name!r} is missing or null; every row needs {', '.join(REQUIRED_COLUMNS)}"
+            )
+    source = row["data_source"]
+    if not isinstance(source, str) or not source:
+        raise DataError(f"{place}: data_source is {source!r}; expected a non-empty string")
+    reward_model = row["reward_model"]
+    answer = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if answer is None:
+        raise DataError(f"{place}: reward_model.ground_truth is missing or null; expected the answer as text")
+    extra = row.get("extra_info") or {}
+    if not isinstance(extra, dict):
+        raise DataError(f"{place}: extra_info is {type(extra).__name__}; expected an object or nothing")
+    return _ParsedRow(
+        messages=_parse_messages(place, row["prompt"]),
+        answer=answer if isinstance(answer, str) else json.dumps(answer, default=str),
+        info={**extra, "data_source": source},
+    )
+
+
+def _parse_messages(place: str, prompt: Any) -> Messages:
+    if not isinstance(prompt, list):
+        raise DataError(
+            f"{place}: prompt is {type(prompt).__name__}; expected a chat list, e.g. "
+            '[{"role": "user", "content": "..."}]'
+        )
+    for index, message in enumerate(prompt):
+        well_formed = isinstance(message, dict) and all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        )
+        if not well_formed:
+            raise DataError(f"{place}: prompt[{index}] is {message!r:.80}; expected text under role and content")
+    if not any(message["content"].strip() for message in prompt):
+        raise DataError(f"{place}: the prompt is empty; give at least one message with content, or remove the row")
+    return [{"role": message["role"], "content": message["content"]} for message in prompt]
+
+
+def _tokenize(path: str, prompts: list[Messages], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the token ids of each prompt under the chat template, all tokenized in one call."""
+    texts: list[str] = []
+    for number, messages in enumerate(prompts, start=1):
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            texts.append(str(text))
+        except TemplateError as error:
+            raise DataError(f"{path}, row {number}: the model's chat template refuses the prompt: {error}") from error
+    token_ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    for number, ids in enumerate(token_ids, start=1):
+        if not ids:
+            raise DataError(f"{path}, row {number}: the prompt has no tokens under the model's chat template")
+    return token_ids

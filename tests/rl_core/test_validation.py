@@ -1,0 +1,99 @@
+from itertools import combinations
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.validation import HeldOutSample, best_at_n, maj_at_n, mean_at_n, report_source, voted_answer
+
+
+def test_means_are_of_prompts_and_leave_failures_out() -> None:
+    assert mean_at_n([[1.0, 0.0], [1.0, None], [None, None]]) == pytest.approx((0.5 + 1.0) / 2)
+    assert mean_at_n([[True, False, False, False], [False] * 4]) == pytest.approx(1 / 8)
+    assert mean_at_n([[None], []]) is None
+
+
+def test_best_of_as_many_as_were_drawn() -> None:
+    correct = [[True, False, False], [False, False, False], [None, True, None], [None, None, None]]
+    assert best_at_n(correct, 3) == pytest.approx(2 / 3)
+    assert best_at_n([[None]], 1) is None
+
+
+def test_best_of_fewer_than_were_drawn_by_hand() -> None:
+    # One of four is correct; three of the six pairs hold it.
+    assert best_at_n([[True, False, False, False]], 2) == pytest.approx(1 / 2)
+    assert best_at_n([[True, False, None, False, False], [True, False]], 2) == pytest.approx((1 / 2 + 1) / 2)
+
+
+@given(correct=st.lists(st.booleans(), min_size=1, max_size=8), n=st.integers(1, 8))
+def test_best_is_the_mean_over_all_choices(correct: list[bool], n: int) -> None:
+    choices = [any(chosen) for chosen in combinations(correct, min(n, len(correct)))]
+    assert best_at_n([correct], n) == pytest.approx(fmean(choices))
+    assert best_at_n([correct], 1) == pytest.approx(mean_at_n([correct]))
+
+
+def test_majorities_by_hand() -> None:
+    answers = [["4", "5", "5"], ["4", "5", "4"], ["5", "4", "6"], ["4", "5", "5"]]
+    correct = [[True, False, False], [True, False, True], [False, True, False], [True, None, False]]
+    # 5 wins, wrong; 4 wins, right; a tie goes to 5, wrong; one 5 failed, a tie that goes to 4, right.
+    assert maj_at_n(answers, correct) == pytest.approx(2 / 4)
+    assert maj_at_n([*answers, ["4"]], [*correct, [None]]) == pytest.approx(2 / 4)
+    assert maj_at_n([["4"]], [[None]]) is None
+    assert maj_at_n([["4", "4"]], [[False, True]]) == 0  # as its first sample
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (" 42\n", "42"),
+        (r"so \boxed{ 42 }.", "42"),
+        (r"\boxed{1} or \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
+        (r"\boxed{7} and \boxed{8", "7"),
+        (r"cut \boxed{8", r"cut \boxed{8"),
+        (r"\boxed{}", ""),
+        ("ends in \\", "ends in \\"),
+        ("\\boxed{ends in \\", "\\boxed{ends in \\"),
+        ("", ""),
+    ],
+)
+def test_what_a_response_votes_for(response: str, answer: str) -> None:
+    assert voted_answer(response) == answer
+
+
+@given(st.text(alphabet="\\boxed{}a ", max_size=40))
+def test_any_text_votes(response: str) -> None:
+    answer = voted_answer(response)
+    assert answer == answer.strip()
+    assert answer in response
+
+
+def test_a_source_by_hand() -> None:
+    def sample(text: str, reward: float | None, num_tokens: int, truncated: bool = False) -> HeldOutSample:
+        return HeldOutSample(text, reward, num_tokens, truncated)
+
+    report = report_source(
+        "math",
+        [
+            [sample("a", 1.0, 2), sample("b", 0.5, 4), sample(" b", 0.5, 6, True)],
+            [sample("c", None, 8, True), sample("d", 0.9, 2), sample("d", 0.0, 2)],
+        ],
+        n=3,
+        threshold=0.9,
+    )
+    assert (report.data_source, report.num_prompts, report.num_failed) == ("math", 2, 1)
+    assert report.mean_at_n == pytest.approx((1 / 3 + 1 / 2) / 2)
+    assert report.best_at_n == 1
+    assert report.maj_at_n == pytest.approx(1 / 2)  # b, wrong, and d, right as its first
+    assert report.reward == pytest.approx((2 / 3 + 0.45) / 2)
+    assert report.response_tokens == pytest.approx(24 / 6)
+    assert report.truncated == pytest.approx(2 / 6)
+
+
+def test_a_source_whose_rewards_all_failed() -> None:
+    report = report_source("math", [[HeldOutSample("a", None, 1, False)]], n=1, threshold=1.0)
+    assert (report.mean_at_n, report.best_at_n, report.maj_at_n, report.reward) == (None, None, None, None)
+    assert report.num_failed == 1
