@@ -26,7 +26,7 @@ lint: venv
 	$(BIN)/lint-imports
 
 test: lint  ## lint, types, layers and the whole suite, two files at a time
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 down:  ## stop the local Prefect server and Ray
 	@test ! -x $(BIN)/sluice || $(BIN)/sluice down
