@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+WHOLE_RUNS = ("resume", "flows")  # folders whose tests start whole runs, those that take longest first
+
 # Read when Ray is imported. On Linux, Ray otherwise listens on every interface, whatever address it is given.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -20,7 +22,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, on mode
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take minutes, so that none of them is left over at the end, alone."""
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow_files)
+
+    def rank(item: pytest.Item) -> int:
+        if item.path not in slow_files:
+            return len(WHOLE_RUNS) + 1
+        folder = item.path.parent.name
+        return WHOLE_RUNS.index(folder) if folder in WHOLE_RUNS else len(WHOLE_RUNS)
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")
