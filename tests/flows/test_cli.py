@@ -165,7 +165,21 @@ def test_data_that_is_held_out_stays_out(sluice: Sluice, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["demo"], ["train"], ["resume"], ["data"], ["eval"], ["inspect"], ["report"], ["bench"], ["down"]]
+    "command",
+    [
+        [],
+        ["demo"],
+        ["train"],
+        ["resume"],
+        ["data"],
+        ["eval"],
+        ["inspect"],
+        ["report"],
+        ["bench"],
+        ["plan"],
+        ["export"],
+        ["down"],
+    ],
 )
 def test_every_command_explains_itself(sluice: Sluice, command: list[str]) -> None:
     code, out, _ = sluice(*command, "--help")
