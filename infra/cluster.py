@@ -86,6 +86,8 @@ async def get_worker(run: RunHandle, role: Role, shard: int = 0) -> Any:
 
 def find_or_create(run: RunHandle, role: Role, shard: int = 0) -> Any:
     """The run's worker of this role, which need not be started yet. One that died is created anew."""
+    if (found := find_worker(run.run_id, role, shard)) is not None:
+        return found
     import ray
 
     from infra.stores.plasma import ACTOR_OPTIONS
@@ -104,12 +106,12 @@ def find_or_create(run: RunHandle, role: Role, shard: int = 0) -> Any:
     return actor.options(**options).remote(run, shard)
 
 
-def find_worker(run: RunHandle, role: Role, shard: int = 0) -> Any | None:
+def find_worker(run_id: str, role: Role, shard: int = 0) -> Any | None:
     """The run's worker of this role, if it is there."""
     import ray
 
     try:
-        return ray.get_actor(actor_name(run.run_id, role, shard), namespace=NAMESPACE)
+        return ray.get_actor(actor_name(run_id, role, shard), namespace=NAMESPACE)
     except ValueError:
         return None
 
@@ -144,15 +146,13 @@ def kill_worker(run_id: str, role: Role, shard: int = 0) -> None:
     """End one worker of the run, if there is one, and wait until its name is free again."""
     import ray
 
-    name = actor_name(run_id, role, shard)
     deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
-        try:
-            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
-        except ValueError:
+        if (worker := find_worker(run_id, role, shard)) is None:
             return
+        ray.kill(worker)
         time.sleep(0.05)
-    raise WorkerLostError(f"worker {name} did not end within {KILL_TIMEOUT_SECONDS} s")
+    raise WorkerLostError(f"worker {actor_name(run_id, role, shard)} did not end within {KILL_TIMEOUT_SECONDS} s")
 
 
 def kill_workers(run_id: str, config: RunConfig) -> None:

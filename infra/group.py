@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeGuard
 
-from infra.cluster import Role, call, find_or_create, find_worker, kill_worker
+from infra.cluster import Role, call, find_or_create, find_worker, kill_worker, num_workers
 from schemas.errors import PipelineError, VersionError, WorkerLostError
 from schemas.step import RunHandle
 
@@ -64,18 +64,12 @@ class WorkerGroup:
 
 def find_group(run: RunHandle, role: Role) -> WorkerGroup | None:
     """The run's policy or reference if all its ranks are there; nothing is created."""
-    ranks = [find_worker(run, role, rank) for rank in range(num_ranks(run, role))]
+    ranks = [find_worker(run.run_id, role, rank) for rank in range(num_workers(run.config)[role])]
     return None if None in ranks else WorkerGroup(run, role, ranks)
 
 
 def _is_cause(answer: object) -> TypeGuard[PipelineError]:
     return isinstance(answer, PipelineError) and not isinstance(answer, WorkerLostError)
-
-
-def num_ranks(run: RunHandle, role: Role) -> int:
-    """How many ranks a role has."""
-    runtime = run.config.runtime
-    return {"policy": runtime.num_policy_ranks, "reference": runtime.num_reference_ranks}.get(role, 1)
 
 
 async def get_group(run: RunHandle, role: Role) -> WorkerGroup:
@@ -87,7 +81,7 @@ async def get_group(run: RunHandle, role: Role) -> WorkerGroup:
     Raises:
         PipelineError: What a rank raised when it loaded its weights.
     """
-    ranks = [find_or_create(run, role, rank) for rank in range(num_ranks(run, role))]
+    ranks = [find_or_create(run, role, rank) for rank in range(num_workers(run.config)[role])]
     group = WorkerGroup(run, role, ranks)
     incarnations = set(await group.call("incarnation"))
     if len(incarnations) == 1 and "" not in incarnations:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from infra.group import get_group, num_ranks
+from infra.group import WorkerGroup, get_group
 from infra.stores.open import open_store
 from rl_core.planning import plan_forward
 from rl_core.planning.rows import rank_rows
@@ -19,26 +19,24 @@ from tasks.stage import stage
 @stage("logprob")
 async def score_behavior(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> StoredBatch:
     """Add `behavior_logprobs`: the trainer's log-probs under the weights that sampled."""
-    plan = _plan(run, batch, num_ranks(run, "policy"))
     group = await get_group(run, "policy")
+    plan = _plan(run, batch, group)
     return _with_results(run, batch, plan, await group.call("score", batch, plan, policy.version))
 
 
 @stage("reference")
 async def score_reference(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> StoredBatch:
     """Add `reference_logprobs`: the log-probs under the frozen starting weights."""
-    if run.config.needs_reference_worker:
-        plan = _plan(run, batch, num_ranks(run, "reference"))
-        results = await (await get_group(run, "reference")).call("score", batch, plan)
-    else:
-        plan = _plan(run, batch, num_ranks(run, "policy"))
-        results = await (await get_group(run, "policy")).call("score_reference", batch, plan)
+    needs_worker = run.config.needs_reference_worker
+    group = await get_group(run, "reference" if needs_worker else "policy")
+    plan = _plan(run, batch, group)
+    results = await group.call("score" if needs_worker else "score_reference", batch, plan)
     return _with_results(run, batch, plan, results)
 
 
-def _plan(run: RunHandle, batch: BatchHandle, ranks: int) -> ForwardPlan:
+def _plan(run: RunHandle, batch: BatchHandle, group: WorkerGroup) -> ForwardPlan:
     lengths = unpack(batch.prompt_lengths), unpack(batch.response_lengths)
-    return plan_forward(*lengths, num_ranks=ranks, token_budget=run.config.packing.token_budget)
+    return plan_forward(*lengths, num_ranks=len(group.ranks), token_budget=run.config.packing.token_budget)
 
 
 def _with_results(run: RunHandle, batch: BatchHandle, plan: ForwardPlan, results: Sequence[ScoreResult]) -> StoredBatch:

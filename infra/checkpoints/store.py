@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from infra.checkpoints.files import CheckpointFiles, step_name
 from infra.checkpoints.manifest import Adapter, FileEntry, Manifest
 from infra.checkpoints.reading import ShardReader
 from infra.checkpoints.writing import ShardWriter, StagedPlanner
 from infra.runs import RunDirectory
+from rl_core.training.sharding import local
 from schemas.config.checkpoint import CheckpointConfig
 from schemas.errors import CheckpointError, StoreError
 from schemas.step import UpdateReport
@@ -100,7 +100,7 @@ class CheckpointStore(CheckpointFiles):
         self._settle()
         names = sorted(tensors)  # the order in the files must not depend on the caller's
         live = {name: tensors[name].detach() for name in names}
-        copies = {name: _local(tensor).to("cpu", copy=True) for name, tensor in live.items()}
+        copies = {name: local(tensor).to("cpu", copy=True) for name, tensor in live.items()}
 
         def commit(files: dict[str, FileEntry], num_ranks: int) -> None:
             manifest = Manifest(
@@ -201,11 +201,6 @@ class CheckpointStore(CheckpointFiles):
 def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> CheckpointStore:
     """A run's checkpoints: under its name at `checkpoint.url`, else in its directory."""
     return CheckpointStore(f"{config.url.rstrip('/')}/{directory.run_id}" if config.url else str(directory.checkpoints))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _check_tensors(path: str, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-import boto3
 import pytest
 import ray
-from moto.server import ThreadedMotoServer
 
 from infra.stores.base import ColumnStore
 from schemas.errors import StoreError
 from tests.contracts import backends
 from tests.contracts.backends import Backend
+from tests.s3 import s3_server
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[backends.__name__])  # workers can't import test modules
 
@@ -33,17 +32,8 @@ _steps = itertools.count(1)
 @pytest.fixture(scope="session")
 def s3_options() -> Iterator[dict[str, Any]]:
     """A local S3 server with an empty bucket, and how fsspec reaches it."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    login = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
-    boto3.client("s3", endpoint_url=f"http://{host}:{port}", **login).create_bucket(Bucket="columns")
-    yield {
-        "key": "test",
-        "secret": "test",
-        "client_kwargs": {"endpoint_url": f"http://{host}:{port}", "region_name": "us-east-1"},
-    }
-    server.stop()
+    with s3_server("columns") as options:
+        yield options
 
 
 @pytest.fixture(scope="module", params=KINDS)

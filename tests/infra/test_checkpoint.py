@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moto.server import ThreadedMotoServer
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -29,6 +27,7 @@ from schemas.step import PolicyHandle, UpdateReport
 from schemas.store import StoreTraffic
 from tests.infra import checkpoint_processes
 from tests.infra.checkpoint_processes import make_model, save_assets, train
+from tests.s3 import s3_server
 
 SHARD = "rank-00000-00000.safetensors"
 
@@ -71,17 +70,8 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 @pytest.fixture(scope="module")
 def s3_options() -> Iterator[dict[str, Any]]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    login = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
-    boto3.client("s3", endpoint_url=f"http://{host}:{port}", **login).create_bucket(Bucket="runs")
-    yield {
-        "key": "test",
-        "secret": "test",
-        "client_kwargs": {"endpoint_url": f"http://{host}:{port}", "region_name": "us-east-1"},
-    }
-    server.stop()
+    with s3_server("runs") as options:
+        yield options
 
 
 @pytest.fixture(scope="module")
