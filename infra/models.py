@@ -1,6 +1,7 @@
 """Models and tokenizers from Hugging Face folders, checked before anything starts."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from infra.checkpoints.manifest import Adapter
 from infra.lora import add_adapter
 from schemas.config.model import ModelConfig
-from schemas.errors import ModelError
+from schemas.errors import ModelError, WeightsError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -116,6 +117,29 @@ def empty_model(folder: Path) -> PreTrainedModel:
     model.generation_config = _generation_config(str(folder)) or model.generation_config
     _remove_dropout(model)
     return model.eval()
+
+
+def check_weights(model: PreTrainedModel, state: Mapping[str, torch.Tensor], version: int) -> None:
+    """See that `state` is a whole set of the model's weights; of tied ones, one name is enough.
+
+    Args:
+        model: The model, on any device, `meta` included.
+        state: Tensors by the names of the model's state dict.
+        version: The policy version of `state`.
+
+    Raises:
+        WeightsError: A name or shape isn't the model's, or a weight is missing.
+    """
+    own = model.state_dict(keep_vars=True)
+    given = {id(own[name]) for name in state if name in own}
+    unknown = [name for name in state if name not in own]
+    missing = [name for name, weight in model.named_parameters() if id(weight) not in given]
+    misshapen = [name for name in state if name in own and own[name].shape != state[name].shape]
+    if unknown or missing or misshapen:
+        raise WeightsError(
+            f"weights of version {version} don't fit the model: unknown {unknown[:3]}, missing "
+            f"{missing[:3]}, of another shape {misshapen[:3]}; load those of the same architecture"
+        )
 
 
 def save_assets(config: ModelConfig, folder: Path) -> None:

@@ -109,6 +109,10 @@ class VersionError(PipelineError):
     """A worker holds another policy version than the one asked for."""
 
 
+class WeightsError(PipelineError):
+    """Published weights are not what was sent, or don't fit the model that they are loaded into."""
+
+
 class CheckpointError(PipelineError):
     """A checkpoint is incomplete, or its files differ from its manifest."""
 

@@ -15,6 +15,7 @@ from infra.engines.base import Generation, GenerationRequest, Sampling
 from infra.engines.cache import cache_bytes_per_token, decoding_cache
 from infra.engines.noise import uniforms
 from infra.engines.sampler import draw
+from infra.models import check_weights
 
 _LEAVE_FRACTION = 1 / 8  # finished rows leave once they are this part of the batch: copying the cache must pay
 
@@ -47,26 +48,17 @@ class TransformersEngine:
             version: The policy version of `state`.
 
         Raises:
-            ValueError: A name or shape isn't the model's, or a weight is missing; nothing has been copied.
+            WeightsError: A name or shape isn't the model's, or a weight is missing; nothing has been copied.
         """
+        check_weights(self.model, state, version)
         own = self.model.state_dict()
-        given = {own[name].data_ptr() for name in state if name in own}
-        unknown = [name for name in state if name not in own]
-        missing = [name for name, weight in self.model.named_parameters() if weight.data_ptr() not in given]
-        misshapen = [name for name in state if name in own and own[name].shape != state[name].shape]
-        if unknown or missing or misshapen:
-            raise ValueError(
-                f"weights of version {version} don't fit the model: unknown {unknown[:3]}, missing "
-                f"{missing[:3]}, of another shape {misshapen[:3]}; load those of the same architecture"
-            )
         with torch.no_grad():
             for name, tensor in state.items():
                 own[name].copy_(tensor)
         self.version = version
 
-    @torch.inference_mode()
-    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Generation]:
-        """Return the samples of all requests: request by request, in the order of each one's seeds.
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[tuple[int, Generation]]:
+        """Yield each sample when it is finished, with its number: request by request, in the order of their seeds.
 
         Raises:
             ValueError: A prompt is empty.
@@ -75,10 +67,16 @@ class TransformersEngine:
         for index, request in enumerate(requests):
             if len(request.prompt_ids) == 0:
                 raise ValueError(f"request {index} has an empty prompt; a model needs at least one token to continue")
-        generations: list[Generation] = []
+        first = 0
         for batch in self._batches(requests, sampling):
-            generations += _Decode(self.model, batch, sampling).run()
-        return generations
+            with torch.inference_mode():
+                generations = _Decode(self.model, batch, sampling).run()
+            yield from enumerate(generations, first)
+            first += len(generations)
+
+    def close(self) -> None:
+        """Let go of the model; it generates nothing any more."""
+        del self.model
 
     def _batches(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[list[GenerationRequest]]:
         """Cut `requests` into runs whose rows, all as long as the longest could get, fit the cache budget."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from safetensors.torch import load
 
 from infra.datasets import PromptRow, load_prompts, load_train_prompts
-from infra.engines.base import Generation, GenerationRequest, Sampling
+from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
 from infra.engines.noise import derive_seed
 from infra.engines.transformers import TransformersEngine
 from infra.models import load_model, load_tokenizer, stop_token_ids
@@ -178,7 +178,7 @@ class RolloutWorker(ChunkWriter):
             self._sampling(config.temperature, config.top_p, config.top_k),
             max_response_tokens=config.max_response_tokens or self._config.rollout.max_response_tokens,
         )
-        generations = self._engine.generate(requests, sampling)
+        generations = generate_all(self._engine, requests, sampling)
         texts, outcomes = self._score([prompt for prompt in prompts for _ in range(n)], generations)
         check_failures(
             [outcome.reward for outcome in outcomes],
@@ -205,7 +205,8 @@ class RolloutWorker(ChunkWriter):
             step, groups, rollout.num_prompts, self._config.seed, self._config.data.shuffle
         )
         prompt_of = {group: self._prompts[row] for group, row in zip(groups, rows, strict=True)}
-        generations = self._engine.generate(
+        generations = generate_all(
+            self._engine,
             [self._request(prompt_of[group], step, group) for group in groups],
             self._sampling(rollout.temperature, rollout.top_p, rollout.top_k),
         )

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from infra.engines.base import Generation, GenerationRequest, Sampling
+from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
 from infra.engines.noise import derive_seed, uniforms
 from infra.engines.sampler import draw
 from infra.engines.transformers import TransformersEngine
 from infra.models import load_model
 from schemas.config.model import ModelConfig
-from schemas.errors import NonFiniteError
+from schemas.errors import NonFiniteError, WeightsError
 from tests.tiny import make_tiny_model
 
 PROMPTS = [[5, 6, 7], [200, 3, 100, 42, 17, 9, 30], [11]]
@@ -48,7 +48,7 @@ def assert_same_tokens(ours: Sequence[Generation], theirs: Sequence[Generation])
 
 
 def test_greedy_equals_transformers_generate(engine: TransformersEngine, folder: Path) -> None:
-    generations = engine.generate([request(prompt, 0) for prompt in PROMPTS], Sampling(24, temperature=0))
+    generations = generate_all(engine, [request(prompt, 0) for prompt in PROMPTS], Sampling(24, temperature=0))
     model = load_model(ModelConfig(path=str(folder)))
     for prompt, generation in zip(PROMPTS, generations, strict=True):
         expected = model.generate(
@@ -62,12 +62,12 @@ def test_greedy_equals_transformers_generate(engine: TransformersEngine, folder:
 def test_a_row_does_not_depend_on_its_batch(engine: TransformersEngine) -> None:
     sampling = Sampling(40, temperature=1.2, stop_token_ids=tuple(range(0, 256, 16)))
     requests = [request(prompt, *(derive_seed("row", row, n) for n in range(6))) for row, prompt in enumerate(PROMPTS)]
-    together = engine.generate(requests, sampling)
+    together = generate_all(engine, requests, sampling)
     alone = [
         generation
         for one in requests
         for seed in one.seeds
-        for generation in engine.generate([GenerationRequest(one.prompt_ids, (seed,))], sampling)
+        for generation in generate_all(engine, [GenerationRequest(one.prompt_ids, (seed,))], sampling)
     ]
     assert_same_tokens(together, alone)
     assert len({tuple(g.token_ids) for g in together}) > 12  # seeds do matter
@@ -77,16 +77,16 @@ def test_a_row_does_not_depend_on_its_batch(engine: TransformersEngine) -> None:
 def test_small_cache_budgets_cut_the_requests_into_batches(engine: TransformersEngine, folder: Path) -> None:
     sampling = Sampling(12, stop_token_ids=(7, 70, 170))
     requests = [request(prompt, 1, 2, 3) for prompt in PROMPTS]
-    whole = engine.generate(requests, sampling)
+    whole = generate_all(engine, requests, sampling)
     cut = TransformersEngine(load_model(ModelConfig(path=str(folder))), max_cache_bytes=1)
     assert [len(batch) for batch in cut._batches(requests, sampling)] == [1, 1, 1]
-    assert_same_tokens(whole, cut.generate(requests, sampling))
+    assert_same_tokens(whole, generate_all(cut, requests, sampling))
 
 
 def test_rows_end_with_their_first_stop_token(engine: TransformersEngine) -> None:
-    free = engine.generate([request(PROMPTS[0], *range(8))], Sampling(30))
+    free = generate_all(engine, [request(PROMPTS[0], *range(8))], Sampling(30))
     stops = (int(free[0].token_ids[3]), int(free[1].token_ids[11]))
-    stopped = engine.generate([request(PROMPTS[0], *range(8))], Sampling(30, stop_token_ids=stops))
+    stopped = generate_all(engine, [request(PROMPTS[0], *range(8))], Sampling(30, stop_token_ids=stops))
     for before, after in zip(free, stopped, strict=True):
         hits = np.flatnonzero(np.isin(before.token_ids, stops))
         length = hits[0] + 1 if len(hits) else 30
@@ -99,7 +99,7 @@ def test_finished_rows_leave_the_batch(engine: TransformersEngine) -> None:
     sampling = Sampling(60, temperature=1.5, stop_token_ids=tuple(range(0, 256, 16)))
     widths = []
     engine.model.register_forward_hook(lambda *arguments: widths.append(arguments[-1].logits.shape[0]))
-    generations = engine.generate([request(prompt, *range(8)) for prompt in PROMPTS], sampling)
+    generations = generate_all(engine, [request(prompt, *range(8)) for prompt in PROMPTS], sampling)
     lengths = [len(g.token_ids) for g in generations]
     assert widths[0] == 3  # every prompt is prefilled once
     assert widths[1:] == sorted(widths[1:], reverse=True)
@@ -113,7 +113,7 @@ def test_logprobs_are_those_of_a_plain_forward(tmp_path: Path, temperature: floa
     folder = make_tiny_model(tmp_path, num_key_value_heads=num_key_value_heads)
     sampling = Sampling(70, temperature, top_p=0.9, top_k=40, stop_token_ids=(5, 50, 150))
     engine = TransformersEngine(load_model(ModelConfig(path=str(folder))))
-    generations = engine.generate([request(prompt, 1, 2) for prompt in PROMPTS], sampling)
+    generations = generate_all(engine, [request(prompt, 1, 2) for prompt in PROMPTS], sampling)
     model = load_model(ModelConfig(path=str(folder)))
     for row, generation in enumerate(generations):
         expected = plain_logprobs(model, PROMPTS[row // 2], generation.token_ids, temperature)
@@ -131,8 +131,8 @@ def test_sliding_window_layers_decode_as_transformers_does() -> None:
     assert config.layer_types == ["full_attention", "sliding_attention"]
     model = Qwen3ForCausalLM(config).eval()
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21]]
-    generations = TransformersEngine(model).generate(
-        [request(p, 1, 2, 3) for p in prompts], Sampling(20, stop_token_ids=(4,))
+    generations = generate_all(
+        TransformersEngine(model), [request(p, 1, 2, 3) for p in prompts], Sampling(20, stop_token_ids=(4,))
     )
     for row, generation in enumerate(generations):
         expected = plain_logprobs(model, prompts[row // 3], generation.token_ids, 1.0)
@@ -140,7 +140,7 @@ def test_sliding_window_layers_decode_as_transformers_does() -> None:
 
 
 def test_samples_follow_the_probabilities(engine: TransformersEngine) -> None:
-    generations = engine.generate([request(PROMPTS[1], *range(20_000))], Sampling(1, temperature=1.3))
+    generations = generate_all(engine, [request(PROMPTS[1], *range(20_000))], Sampling(1, temperature=1.3))
     counts = np.bincount([g.token_ids[0] for g in generations], minlength=engine.model.config.vocab_size)
     with torch.no_grad():
         probs = (engine.model(torch.tensor([PROMPTS[1]])).logits[0, -1] / 1.3).softmax(-1).double().numpy()
@@ -153,11 +153,11 @@ def test_samples_follow_the_probabilities(engine: TransformersEngine) -> None:
 
 def test_load_weights_in_place(engine: TransformersEngine, tmp_path: Path) -> None:
     other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1))))
-    before = engine.generate([request(PROMPTS[0], 1)], Sampling(12))
+    before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
     engine.load_weights(dict(other.named_parameters()), version=3)  # the tied head is not among them
     assert engine.version == 3
-    after = engine.generate([request(PROMPTS[0], 1)], Sampling(12))
-    assert_same_tokens(after, TransformersEngine(other).generate([request(PROMPTS[0], 1)], Sampling(12)))
+    after = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
+    assert_same_tokens(after, generate_all(TransformersEngine(other), [request(PROMPTS[0], 1)], Sampling(12)))
     assert before[0].token_ids.tolist() != after[0].token_ids.tolist()
 
 
@@ -171,7 +171,7 @@ def test_load_weights_in_place(engine: TransformersEngine, tmp_path: Path) -> No
 )
 def test_weights_that_do_not_fit_change_nothing(engine: TransformersEngine, changes: dict, text: str) -> None:
     state = {name: torch.zeros_like(tensor) for name, tensor in engine.model.named_parameters()} | changes
-    with pytest.raises(ValueError, match="don't fit the model") as caught:
+    with pytest.raises(WeightsError, match="don't fit the model") as caught:
         engine.load_weights({name: tensor for name, tensor in state.items() if tensor is not None}, version=1)
     assert text in str(caught.value)
     assert engine.version == 0
@@ -181,15 +181,15 @@ def test_weights_that_do_not_fit_change_nothing(engine: TransformersEngine, chan
 def test_weights_that_have_diverged_are_an_error(engine: TransformersEngine) -> None:
     engine.load_weights({n: torch.full_like(t, torch.nan) for n, t in engine.model.named_parameters()}, version=1)
     with pytest.raises(NonFiniteError, match="diverged"):
-        engine.generate([request(PROMPTS[0], 1)], Sampling(4))
+        generate_all(engine, [request(PROMPTS[0], 1)], Sampling(4))
 
 
 def test_degenerate_requests(engine: TransformersEngine) -> None:
-    assert engine.generate([], Sampling(4)) == []
-    assert engine.generate([request(PROMPTS[0])], Sampling(4)) == []
-    assert [len(g.token_ids) for g in engine.generate([request([9]), request([9], 1)], Sampling(1))] == [1]
+    assert generate_all(engine, [], Sampling(4)) == []
+    assert generate_all(engine, [request(PROMPTS[0])], Sampling(4)) == []
+    assert [len(g.token_ids) for g in generate_all(engine, [request([9]), request([9], 1)], Sampling(1))] == [1]
     with pytest.raises(ValueError, match="request 1 has an empty prompt"):
-        engine.generate([request([9], 1), request([], 1)], Sampling(4))
+        generate_all(engine, [request([9], 1), request([], 1)], Sampling(4))
 
 
 PROBS = torch.tensor([0.1, 0.4, 0.3, 0.2])
@@ -263,6 +263,6 @@ def test_seeds_differ_by_every_part() -> None:
 
 def test_the_cache_grows_past_its_room(engine: TransformersEngine) -> None:
     # 64 tokens of room: a response of 150 tokens grows the buffers twice.
-    generation = engine.generate([request(PROMPTS[0], 1)], Sampling(150))[0]
+    generation = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(150))[0]
     expected = plain_logprobs(engine.model, PROMPTS[0], generation.token_ids, 1.0)
     torch.testing.assert_close(torch.from_numpy(generation.logprobs), expected, rtol=0, atol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import save
 
 from infra.datasets import load_prompts
-from infra.engines.base import GenerationRequest, Sampling
+from infra.engines.base import GenerationRequest, Sampling, generate_all
 from infra.engines.noise import derive_seed
 from infra.engines.transformers import TransformersEngine
 from infra.models import load_model
@@ -391,7 +391,7 @@ def test_an_evaluation_samples_in_its_own_way(folder: Path, tmp_path: Path) -> N
         for row in range(4)
     ]
     sampling = Sampling(limit, 0.7, top_p=0.9, top_k=20, stop_token_ids=(tokenizer.eos_token_id,))
-    drawn = TransformersEngine(model).generate(requests, sampling)
+    drawn = generate_all(TransformersEngine(model), requests, sampling)
     rewards = [len(tokenizer.decode(one.token_ids, skip_special_tokens=True)) / 10 for one in drawn]  # as `parts`
     assert (report.num_prompts, report.samples_per_prompt, report.num_failed) == (4, n, 0)
     assert report.reward == pytest.approx(np.mean(rewards))
