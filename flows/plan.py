@@ -73,6 +73,8 @@ def _bytes(footprint: Footprint) -> Table:
         "gradients": of_rank.gradients,
         "optimizer": of_rank.optimizer,
     }
+    if of_rank.previous:
+        lines["weights of the version before"] = of_rank.previous
     if of_rank.reference:
         lines["weights, each reference rank"] = of_rank.reference
     table = _table("memory", "bytes", "MiB", left=1)

@@ -1,10 +1,11 @@
 """One GRPO step, as a flow of stages."""
 
+import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
-from prefect import flow
+from prefect import flow, get_run_logger
 
 from infra.runs import RunDirectory
 from schemas.metrics import merge_metrics, values
@@ -47,24 +48,26 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer")
     with phase("put"):
         stored = await put_columns(run, policy, rollout)
         traffic["put"] = stored.traffic
-    with phase("logprob"):
-        stored = await score_behavior(run, policy, stored.batch)
-        traffic["logprob"] = stored.traffic
-    if run.config.kl.coef:
-        with phase("reference"):
-            stored = await score_reference(run, policy, stored.batch)
-            traffic["reference"] = stored.traffic
-    with phase("advantage"):
-        advantage = await compute_step_advantages(run, policy, stored.batch, rollout, stored.row_kl)
-        traffic["advantage"] = advantage.traffic
-    with phase("update"):
-        update = await update_policy(run, policy, advantage)
-        traffic["update"] = update.traffic
-    with phase("publish"):
-        await publish_weights(run, update.policy)
+    async with rollout_ahead(run, policy, phase):
+        with phase("logprob"):
+            stored = await score_behavior(run, policy, stored.batch)
+            traffic["logprob"] = stored.traffic
+        if run.config.kl.coef:
+            with phase("reference"):
+                stored = await score_reference(run, policy, stored.batch)
+                traffic["reference"] = stored.traffic
+        with phase("advantage"):
+            advantage = await compute_step_advantages(run, policy, stored.batch, rollout, stored.row_kl)
+            traffic["advantage"] = advantage.traffic
+        with phase("update"):
+            update = await update_policy(run, policy, advantage)
+            traffic["update"] = update.traffic
+    if not run.config.runtime.max_staleness:
+        with phase("publish"):
+            await publish_weights(run, update.policy)
     if policy.step % SAMPLES_EVERY_STEPS == 0 or policy.step == run.config.steps - 1:
         await show_samples(run, rollout)
-    metrics = merge_metrics([*(shard.metrics for shard in rollout.shards), advantage.metrics, update.metrics])
+    metrics = merge_metrics([rollout.metrics, advantage.metrics, update.metrics])
     return StepReport(
         step=policy.step,
         policy_version=update.policy.version,
@@ -75,6 +78,32 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer")
         traffic_by_stage=traffic,
         plan=advantage.plan.digest,
     )
+
+
+@asynccontextmanager
+async def rollout_ahead(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer") -> AsyncIterator[None]:
+    """Where `runtime.max_staleness` allows it: publish `policy`, and let it sample the next step's rows meanwhile.
+
+    What is sampled is committed to the ledger, where the next step finds it. If it fails, the next step fails
+    likewise, or mends it: this one goes on.
+    """
+    ahead = policy.replace(version=policy.version + 1)
+    if not run.config.runtime.max_staleness or ahead.step == run.config.steps:
+        yield
+        return
+    with phase("publish"):
+        await publish_weights(run, policy)
+    sampling = asyncio.create_task(generate_rollouts.with_options(task_run_name="rollout-ahead")(run, ahead))
+    try:
+        yield
+    except BaseException:
+        sampling.cancel()
+        raise
+    finally:
+        with phase("rollout-ahead"):
+            await asyncio.wait([sampling])
+    if not sampling.cancelled() and (error := sampling.exception()) is not None:
+        get_run_logger().warning("sampling step %d ahead failed: %s", ahead.step, error)
 
 
 class PhaseTimer:

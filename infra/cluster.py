@@ -130,10 +130,15 @@ async def call(worker: Any, method: str, *args: Any) -> Any:
         PipelineError: What the worker raised, with its own type.
         WorkerLostError: The worker died.
     """
+    return await answer(getattr(worker, method).remote(*args), method)
+
+
+async def answer(sent: Any, method: str) -> Any:
+    """Await the answer to a call of `method` that was sent; see `call`."""
     import ray
 
     try:
-        return await getattr(worker, method).remote(*args)
+        return await sent
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, PipelineError):
             raise error.cause from None

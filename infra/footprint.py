@@ -50,6 +50,7 @@ class RankBytes(Frozen):
     weights: NonNegativeInt
     gradients: NonNegativeInt
     optimizer: NonNegativeInt
+    previous: NonNegativeInt  # the weights of the version before, where it samples the next step; else 0
     reference: NonNegativeInt  # of a rank of the reference's own workers; 0 without
 
 
@@ -232,7 +233,11 @@ def rank_bytes(config: RunConfig) -> RankBytes:
     ranks = config.runtime.num_policy_ranks
     trained = _shard_bytes(model, ranks, trained_only=True)
     return RankBytes(
-        weights=_shard_bytes(model, ranks), gradients=trained, optimizer=ADAM_MOMENTS * trained, reference=reference
+        weights=_shard_bytes(model, ranks),
+        gradients=trained,
+        optimizer=ADAM_MOMENTS * trained,
+        previous=trained if config.runtime.max_staleness else 0,
+        reference=reference,
     )
 
 
@@ -271,7 +276,7 @@ def _chunk_bytes(config: RunConfig, dtypes: Mapping[str, str]) -> int:
     """What the Arrow files of a step take without rows: one for each producer's worker."""
     ranks = config.runtime.num_policy_ranks
     num_chunks = {
-        "rollout": config.rollout.num_workers,
+        "rollout": -(-config.rollout.num_prompts // config.rollout.prompts_per_batch),
         "logprob": ranks,
         "reference": config.runtime.num_reference_ranks if config.needs_reference_worker else ranks,
         "advantage": 1,

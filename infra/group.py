@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeGuard
 
-from infra.cluster import Role, call, find_or_create, find_worker, kill_worker, num_workers
+from infra.cluster import Role, answer, call, find_or_create, find_worker, kill_worker, num_workers
 from schemas.errors import PipelineError, VersionError, WorkerLostError
 from schemas.step import RunHandle
 
@@ -33,7 +33,8 @@ class WorkerGroup:
             PipelineError: What the first rank to fail raised.
             WorkerLostError: One died, or lost the others, and no rank says why.
         """
-        calls = [asyncio.ensure_future(call(rank, method, *args)) for rank in self.ranks]
+        # All are sent before anything else may run: another call in between would reach the ranks in another order.
+        calls = [asyncio.ensure_future(answer(sent, method)) for sent in self._send(method, *args)]
         try:
             return list(await asyncio.gather(*calls))
         except VersionError:
@@ -53,8 +54,11 @@ class WorkerGroup:
         Returns:
             Ray's promise of the answer, to be passed on, and the end of the other ranks' calls, to be awaited.
         """
-        promised = [getattr(rank, method).remote(*args) for rank in self.ranks]
+        promised = self._send(method, *args)
         return promised[0], asyncio.gather(*promised[1:])
+
+    def _send(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(rank, method).remote(*args) for rank in self.ranks]
 
     def end(self) -> None:
         """End all ranks, and wait until their names are free again."""

@@ -36,7 +36,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     _check_folder(config.path, TOKENIZER_FILES, "save the tokenizer there with `tokenizer.save_pretrained(folder)`")
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path)
-        num_embeddings = AutoConfig.from_pretrained(config.path).get_text_config().vocab_size
+        num_tokens = num_embeddings(config)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise ModelError(f"model.path {config.path}: the tokenizer can't be loaded: {_one_line(error)}") from error
     if tokenizer.chat_template is None:
@@ -50,10 +50,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             "tokenizer_config.json"
         )
     largest = max(tokenizer.get_vocab().values())
-    if largest >= num_embeddings:
+    if largest >= num_tokens:
         raise ModelError(
             f"model.path {config.path}: the tokenizer's largest token id is {largest}, but the model has "
-            f"embeddings for {num_embeddings} tokens (0 to {num_embeddings - 1}); they are not of one model"
+            f"embeddings for {num_tokens} tokens (0 to {num_tokens - 1}); they are not of one model"
         )
     return tokenizer
 
@@ -158,11 +158,23 @@ def adapter_of(config: ModelConfig) -> Adapter | None:
     return Adapter(base_model=str(Path(config.path).resolve()) if is_folder else config.path, lora=config.lora)
 
 
-def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that end a response: the tokenizer's and the generation config's, ascending."""
-    configured = model.generation_config.eos_token_id if model.generation_config else None
+    generation = _generation_config(config.path)
+    source = generation or AutoConfig.from_pretrained(config.path).get_text_config()
+    configured = getattr(source, "eos_token_id", None)
     more = configured if isinstance(configured, list) else [configured]
     return tuple(sorted({tokenizer.eos_token_id, *(token for token in more if token is not None)}))
+
+
+def num_embeddings(config: ModelConfig) -> int:
+    """How many tokens the model has embeddings for."""
+    return int(AutoConfig.from_pretrained(config.path).get_text_config().vocab_size)
+
+
+def max_positions(config: ModelConfig) -> int:
+    """How many tokens, prompt and response, a row may have under the model."""
+    return int(AutoConfig.from_pretrained(config.path).get_text_config().max_position_embeddings)
 
 
 def _check_folder(path: str, any_of: tuple[str, ...], fix: str) -> None:
@@ -211,8 +223,3 @@ def _remove_dropout(model: PreTrainedModel) -> None:
 
 def _one_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
-
-
-def max_positions(config: ModelConfig) -> int:
-    """How many tokens, prompt and response, a row may have under the model."""
-    return int(AutoConfig.from_pretrained(config.path).get_text_config().max_position_embeddings)

@@ -19,6 +19,7 @@ from schemas.step import EvalReport, RunHandle, RunSummary, StepReport
 
 # What a resumed run may have otherwise than before: where and how long it trains, not what.
 CHANGEABLE = ("steps", "runtime.", "packing.", "eval.", "checkpoint.every_steps", "checkpoint.keep_")
+FIXED = ("runtime.max_staleness",)
 
 
 def new_run_id(name: str) -> str:
@@ -93,10 +94,10 @@ class RunDirectory:
             RunError: The run would train something else than was begun.
         """
         changed = changed_keys(self.config(), config)
-        if refused := [key for key in changed if not key.startswith(CHANGEABLE)]:
+        if refused := [key for key in changed if not key.startswith(CHANGEABLE) or key in FIXED]:
             raise RunError(
                 f"run {self.run_id} can't go on with another {', '.join(refused)}: it would be another run; what may "
-                f"change is {', '.join(CHANGEABLE)}"
+                f"change is {', '.join(CHANGEABLE)} (but not {', '.join(FIXED)})"
             )
         return changed
 

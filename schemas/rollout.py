@@ -1,5 +1,6 @@
 """What a rollout reports: per-row scalars and a few sample texts; the tokens stay with the worker."""
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Literal
 
@@ -9,7 +10,7 @@ from schemas.base import Frozen
 from schemas.batch import ChunkRef
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.errors import RewardFailureError
-from schemas.metrics import Max, Mean, Metrics
+from schemas.metrics import Max, Mean, Metrics, merge_metrics
 from schemas.store import StoreTraffic
 
 FinishReason = Literal["stop", "length"]
@@ -26,18 +27,15 @@ class SampleText(Frozen):
     reward: float | None
 
 
-class Round(Frozen):
-    """The groups that one worker generated in one batch: in another one, their last bits could differ."""
-
-    groups: tuple[NonNegativeInt, ...]  # their numbers within the step, ascending
-    kept: tuple[NonNegativeInt, ...]  # those that the step keeps
-
-
 class RolloutShard(Frozen):
-    """The rows of one step that one rollout worker generated and scored, in order. N rows."""
+    """The rows of the groups that one worker generated together, in order. N rows.
 
-    shard: NonNegativeInt
-    rounds: tuple[Round, ...]  # what it generated; the rows are those of the kept groups
+    Groups are generated again only together: in another batch, their last bits could differ.
+    """
+
+    shard: NonNegativeInt  # its number within the step
+    worker: NonNegativeInt  # who holds its rows until they are put
+    groups: tuple[NonNegativeInt, ...]  # all that were generated, ascending; their numbers within the step
     rewards: tuple[float | None, ...]  # N; None: the reward function failed
     group_ids: tuple[int, ...]  # N; rows of one prompt share a group
     prompt_lengths: tuple[int, ...]  # N, tokens
@@ -46,9 +44,8 @@ class RolloutShard(Frozen):
     finish_reasons: tuple[FinishReason, ...]  # N
     parts: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)  # N each; None: the row lacks this one
     failure: str | None = None  # the first reward failure, as text
-    samples: tuple[SampleText, ...] = ()  # of the first round, kept or not
-    seconds: dict[str, float] = Field(default_factory=dict)  # by part of the work, added over the rounds
-    generated: Metrics = Field(default_factory=dict)  # of all that was generated, where groups may be dropped
+    samples: tuple[SampleText, ...] = ()  # kept or not
+    seconds: dict[str, float] = Field(default_factory=dict)  # by part of the work
 
     @model_validator(mode="after")
     def _same_length(self) -> "RolloutShard":
@@ -62,54 +59,46 @@ class RolloutShard(Frozen):
         return len(self.rewards)
 
     @property
-    def reward_parts(self) -> tuple[str, ...]:
-        """The names of the parts that some row's reward has, sorted."""
-        return tuple(sorted(self.parts))
-
-    @property
-    def metrics(self) -> Metrics:
-        """The means of the reward's parts, how long the work took, and what was generated for it."""
-        present = {name: [part for part in parts if part is not None] for name, parts in self.parts.items()}
-        return {
-            **{REWARD_PART_PREFIX + name: Mean(total=sum(p), weight=len(p)) for name, p in present.items()},
-            **{f"rollout/{part}_seconds": Max(value=seconds) for part, seconds in self.seconds.items()},
-            **self.generated,
-        }
-
-    @classmethod
-    def join(cls, rounds: Sequence["RolloutShard"]) -> "RolloutShard":
-        """One worker's rounds as one shard; their rows follow one another."""
-        names = sorted({name for part in rounds for name in part.parts})
-        return rounds[0].replace(
-            rounds=tuple(entry for part in rounds for entry in part.rounds),
-            **{name: tuple(value for part in rounds for value in getattr(part, name)) for name in PER_ROW},
-            parts={
-                name: tuple(value for part in rounds for value in part.parts.get(name, (None,) * part.num_rows))
-                for name in names
-            },
-            failure=next((part.failure for part in rounds if part.failure), None),
-            seconds={name: sum(part.seconds[name] for part in rounds) for name in rounds[0].seconds},
-        )
+    def kept(self) -> tuple[int, ...]:
+        """The groups whose rows it has."""
+        return tuple(dict.fromkeys(self.group_ids))
 
     def keep(self, groups: Collection[int]) -> "RolloutShard":
         """The shard without the rows of other groups than these."""
         rows = [row for row, group in enumerate(self.group_ids) if group in groups]
         parts = {name: tuple(values[row] for row in rows) for name, values in self.parts.items()}
         return self.replace(
-            rounds=tuple(
-                entry.replace(kept=tuple(group for group in entry.kept if group in groups)) for entry in self.rounds
-            ),
             **{name: tuple(getattr(self, name)[row] for row in rows) for name in PER_ROW},
             parts={name: values for name, values in parts.items() if any(value is not None for value in values)},
         )
 
 
 class RolloutHandle(Frozen):
-    """One step's rollouts, by worker."""
+    """One step's rollouts."""
 
     step: NonNegativeInt
-    policy_version: NonNegativeInt
+    policy_version: NonNegativeInt  # the one that sampled
     shards: tuple[RolloutShard, ...]
+    generated: Metrics = Field(default_factory=dict)  # of all that was generated, where groups may be dropped
+
+    @property
+    def metrics(self) -> Metrics:
+        """The means of the reward's parts, how long the slowest worker took, staleness, and what was generated."""
+        of_worker: dict[int, Counter[str]] = {}
+        for shard in self.shards:
+            of_worker.setdefault(shard.worker, Counter()).update(shard.seconds)
+        means = [
+            {REWARD_PART_PREFIX + name: Mean(total=sum(p), weight=len(p))}
+            for shard in self.shards
+            for name, parts in shard.parts.items()
+            if (p := [part for part in parts if part is not None])
+        ]
+        times = [
+            {f"rollout/{part}_seconds": Max(value=value) for part, value in worker.items()}
+            for worker in of_worker.values()
+        ]
+        staleness = Mean(total=(self.step - self.policy_version) * self.num_rows, weight=self.num_rows)
+        return merge_metrics([*means, *times, self.generated, {"rollout/staleness": staleness}])
 
     @property
     def num_rows(self) -> int:
@@ -117,7 +106,8 @@ class RolloutHandle(Frozen):
 
     @property
     def reward_parts(self) -> tuple[str, ...]:
-        return tuple(sorted({part for shard in self.shards for part in shard.reward_parts}))
+        """The names of the parts that some row's reward has, sorted."""
+        return tuple(sorted({part for shard in self.shards for part in shard.parts}))
 
     @property
     def rewards(self) -> tuple[float | None, ...]:

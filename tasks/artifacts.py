@@ -13,6 +13,7 @@ from schemas.rollout import RolloutHandle
 from schemas.step import EvalReport, RunHandle
 
 MAX_TEXT = 300
+MAX_SAMPLES = 16
 
 
 async def create_progress(run: RunHandle, percent: float) -> UUID:
@@ -37,7 +38,7 @@ async def show_samples(run: RunHandle, rollout: RolloutHandle) -> None:
         }
         for shard in rollout.shards
         for sample in shard.samples
-    ]
+    ][:MAX_SAMPLES]
     await acreate_table_artifact(rows, key=_key(run, "samples"), description=f"samples of step {rollout.step}")
 
 

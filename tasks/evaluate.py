@@ -2,7 +2,7 @@
 
 from infra.cluster import call, get_worker
 from schemas.step import EvalReport, PolicyHandle, RunHandle
-from tasks.publish import load_weights
+from tasks.publish import bring_to
 from tasks.stage import operation
 
 
@@ -10,5 +10,5 @@ from tasks.stage import operation
 async def evaluate_policy(run: RunHandle, policy: PolicyHandle) -> EvalReport:
     """Score the held-out prompts under the policy."""
     worker = await get_worker(run, "rollout")
-    await load_weights(run, policy, worker)
+    await bring_to(run, policy.version, worker)
     return await call(worker, "evaluate", policy.version)

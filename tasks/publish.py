@@ -12,15 +12,22 @@ from tasks.stage import operation
 @operation("publish")
 async def publish_weights(run: RunHandle, policy: PolicyHandle) -> None:
     """Load the policy's version into every rollout worker, in place."""
-    workers = [await get_worker(run, "rollout", shard) for shard in range(run.config.rollout.num_workers)]
-    await asyncio.gather(*(load_weights(run, policy, worker) for worker in workers))
+    numbers = range(run.config.rollout.num_workers)
+    workers = await asyncio.gather(*(get_worker(run, "rollout", number) for number in numbers))
+    await bring_to(run, policy.version, *workers)
 
 
-async def load_weights(run: RunHandle, policy: PolicyHandle, worker: Any) -> None:
-    """Bring one rollout worker to the policy's version; nothing moves if it is there already."""
-    if await call(worker, "version") == policy.version:
+async def bring_to(run: RunHandle, version: int, *workers: Any) -> None:
+    """Bring rollout workers to a version of the policy; nothing moves to those that hold it already.
+
+    Raises:
+        VersionError: The policy's workers hold neither that version nor the one after it.
+    """
+    held = await asyncio.gather(*(call(worker, "version") for worker in workers))
+    behind = [worker for worker, own in zip(workers, held, strict=True) if own != version]
+    if not behind:
         return
     group = await get_group(run, "policy")
-    # Ray hands the bytes from one worker to the other: the driver passes on a promise of them.
-    weights, others = group.promise("weights", policy.version)
-    await asyncio.gather(call(worker, "load_weights", weights, policy.version), others)
+    # Ray hands the bytes from one worker to the others: the driver passes on a promise of them.
+    weights, others = group.promise("weights", version)
+    await asyncio.gather(*(call(worker, "load_weights", weights, version) for worker in behind), others)

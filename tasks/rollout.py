@@ -4,51 +4,59 @@ A group is the samples of one prompt; its number within the step says what it is
 rewards are equal, failed ones aside; without one, its advantages are 0.
 """
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from prefect import get_run_logger
 
-from infra.cluster import call, get_worker
+from infra.cluster import call
 from schemas.config.rollout import RolloutConfig
 from schemas.metrics import Max, Mean, Metrics, Sum
 from schemas.rollout import RolloutHandle, RolloutShard, check_failures
 from schemas.step import PolicyHandle, RunHandle
-from tasks.publish import load_weights
+from tasks.publish import bring_to
 from tasks.stage import stage
+from tasks.workers import deal
 
 
 @stage("rollout")
 async def generate_rollouts(run: RunHandle, policy: PolicyHandle) -> RolloutHandle:
     """Generate and score this step's samples, in as many rounds as it takes; the rows stay with their workers.
 
+    They are sampled by the policy's own version, or by an older one where `runtime.max_staleness` allows it.
+
     Raises:
         RewardFailureError: More of the step's rewards failed than the config allows.
     """
     rounds: list[list[RolloutShard]] = []
     while groups := next_groups(run.config.rollout, find_spreads(rounds), len(rounds)):
-        rounds.append(await _generate(run, policy, groups))
+        rounds.append(await _generate(run, policy, groups, first_shard=sum(map(len, rounds))))
         _check_failures(run, policy, rounds)
     rollout = RolloutHandle(
-        step=policy.step, policy_version=policy.version, shards=keep_rows(run.config.rollout, rounds)
+        step=policy.step,
+        policy_version=run.config.sampler_version(policy.step),
+        shards=keep_rows(run.config.rollout, rounds),
+        generated=count_generated(rounds, run.config.rollout) if run.config.rollout.dynamic_sampling else {},
     )
     if run.config.rollout.dynamic_sampling:
         _tell_what_is_missing(run, rollout, rounds)
     return rollout
 
 
-async def on_workers(
-    run: RunHandle, policy: PolicyHandle, method: str, arguments: Mapping[int, Sequence[object]]
-) -> list[Any]:
-    """Call a method of rollout workers, by number, once each holds the policy's version; the answers are in order."""
+async def generate_shard(
+    run: RunHandle, policy: PolicyHandle, shard: int, groups: Sequence[int], worker: Any
+) -> RolloutShard:
+    """Let a worker generate these groups of the policy's step, and hold their rows."""
+    version = run.config.sampler_version(policy.step)
+    await bring_to(run, version, worker)
+    return await call(worker, "generate", policy.step, version, shard, groups)
 
-    async def on_worker(shard: int) -> Any:
-        worker = await get_worker(run, "rollout", shard)
-        await load_weights(run, policy, worker)
-        return await call(worker, method, *arguments[shard])
 
-    return await asyncio.gather(*map(on_worker, arguments))
+def cut_shards(config: RolloutConfig, groups: Sequence[int], first_shard: int = 0) -> dict[int, tuple[int, ...]]:
+    """The groups that are generated together, by shard: a function of the config, whoever generates them."""
+    size = config.prompts_per_batch
+    return {first_shard + at // size: tuple(groups[at : at + size]) for at in range(0, len(groups), size)}
 
 
 def next_groups(config: RolloutConfig, spreads: Sequence[bool], num_rounds: int) -> range:
@@ -91,43 +99,31 @@ def find_spreads(rounds: Sequence[Sequence[RolloutShard]]) -> list[bool]:
 
 
 def keep_rows(config: RolloutConfig, rounds: Sequence[Sequence[RolloutShard]]) -> tuple[RolloutShard, ...]:
-    """Each worker's rounds as one shard of the kept groups' rows; it may be left with none.
-
-    A round's shards are those of the first workers, as many as it took: none is larger than the first round.
-    """
-    spreads = find_spreads(rounds)
-    kept = set(kept_groups(config, spreads))
-    joined = [
-        RolloutShard.join([shards[worker] for shards in rounds if worker < len(shards)])
-        for worker in range(len(rounds[0]))
-    ]
-    return tuple(
-        shard.keep(kept).replace(generated=_count_generated(shard, spreads, kept) if config.dynamic_sampling else {})
-        for shard in joined
-    )
+    """The shards of all rounds, with the kept groups' rows only; one may be left with none."""
+    kept = set(kept_groups(config, find_spreads(rounds)))
+    return tuple(shard.keep(kept) for shards in rounds for shard in shards)
 
 
-def _count_generated(shard: RolloutShard, spreads: Sequence[bool], kept: set[int]) -> Metrics:
-    """The metrics of all that one worker generated for a step, dropped groups included."""
-    groups = [group for entry in shard.rounds for group in entry.groups]
-    rewards = [reward for reward in shard.rewards if reward is not None]
+def count_generated(rounds: Sequence[Sequence[RolloutShard]], config: RolloutConfig) -> Metrics:
+    """The metrics of all that was generated for a step, dropped groups included."""
+    shards, spreads = [shard for shards in rounds for shard in shards], find_spreads(rounds)
+    scored = [reward for shard in shards for reward in shard.rewards]
+    rewards = [reward for reward in scored if reward is not None]
     return {
-        "rollout/rounds": Max(value=len(shard.rounds)),
-        "rollout/groups_generated": Sum(value=len(groups)),
-        "rollout/groups_dropped": Sum(value=sum(group not in kept for group in groups)),
-        "rollout/zero_variance": Mean(total=sum(not spreads[group] for group in groups), weight=len(groups)),
+        "rollout/rounds": Max(value=len(rounds)),
+        "rollout/groups_generated": Sum(value=len(spreads)),
+        "rollout/groups_dropped": Sum(value=len(spreads) - len(kept_groups(config, spreads))),
+        "rollout/zero_variance": Mean(total=spreads.count(False), weight=len(spreads)),
         "rollout/reward": Mean(total=sum(rewards), weight=len(rewards)),
-        "rollout/failed": Sum(value=shard.num_rows - len(rewards)),
-        "rollout/tokens": Sum(value=sum(shard.response_lengths)),
+        "rollout/failed": Sum(value=len(scored) - len(rewards)),
+        "rollout/tokens": Sum(value=sum(sum(shard.response_lengths) for shard in shards)),
     }
 
 
-async def _generate(run: RunHandle, policy: PolicyHandle, groups: range) -> list[RolloutShard]:
-    """One round: the groups are dealt to the workers one by one; a worker that gets none isn't asked."""
-    num_workers = run.config.rollout.num_workers
-    hands = [tuple(groups[worker::num_workers]) for worker in range(num_workers)]
-    asked = {worker: (policy.step, policy.version, hand) for worker, hand in enumerate(hands) if hand}
-    return await on_workers(run, policy, "generate", asked)
+async def _generate(run: RunHandle, policy: PolicyHandle, groups: range, first_shard: int) -> list[RolloutShard]:
+    """One round."""
+    shards = cut_shards(run.config.rollout, groups, first_shard)
+    return await deal(run, {shard: partial(generate_shard, run, policy, shard, own) for shard, own in shards.items()})
 
 
 def _check_failures(run: RunHandle, policy: PolicyHandle, rounds: Sequence[Sequence[RolloutShard]]) -> None:

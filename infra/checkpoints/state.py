@@ -1,11 +1,31 @@
 """What of a policy is saved: its weights, its optimizer's state and torch's random state, by name."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
 from infra.checkpoints.store import CheckpointStore
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng/torch"
+PREVIOUS = "previous"  # the trained weights of the version before, where it samples the next step
+
+
+def copy_trained(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the weights that are trained, by name, sharded as they are."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@contextmanager
+def holding(model: nn.Module, trained: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the model hold other values of the weights that are trained, and its own again afterwards."""
+    own = copy_trained(model)
+    _put_trained(model, trained)
+    try:
+        yield
+    finally:
+        _put_trained(model, own)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -21,12 +41,31 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {f"{MODEL}/{name}": value for name, value in trained.items()}
 
 
-def policy_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All that a checkpoint of a policy holds."""
-    return {**model_tensors(model), **_optimizer_tensors(model, optimizer), RNG: torch.get_rng_state()}
+def policy_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, previous: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """All that a checkpoint of a policy holds.
+
+    Args:
+        model: With its current weights.
+        optimizer: Over them.
+        previous: The trained weights of the version before, see `copy_trained`; None: they are not saved.
+    """
+    return {
+        **model_tensors(model),
+        **_optimizer_tensors(model, optimizer),
+        **{f"{PREVIOUS}/{name}": value for name, value in (previous or {}).items()},
+        RNG: torch.get_rng_state(),
+    }
 
 
-def restore_policy(store: CheckpointStore, version: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def restore_policy(
+    store: CheckpointStore,
+    version: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    previous: Mapping[str, Tensor] | None = None,
+) -> None:
     """Put a checkpoint's weights, optimizer state and torch's random state back, bit for bit.
 
     Args:
@@ -34,6 +73,7 @@ def restore_policy(store: CheckpointStore, version: int, model: nn.Module, optim
         version: Which one.
         model: Built, adapted and sharded as when it was saved, but for the number of ranks.
         optimizer: New, over the model's parameters.
+        previous: Where the trained weights of the version before go, by name; None: they are not needed.
 
     Raises:
         CheckpointError: The checkpoint is not there, or is not of such a model and optimizer.
@@ -41,9 +81,16 @@ def restore_policy(store: CheckpointStore, version: int, model: nn.Module, optim
     names = store.tensor_names(version)
     if any(name.startswith(f"{OPTIMIZER}/") for name in names):
         _allocate_state(optimizer)
-    tensors = policy_tensors(model, optimizer)
+    tensors = policy_tensors(model, optimizer, previous)
     store.load(version, tensors)
     torch.set_rng_state(tensors[RNG])
+
+
+@torch.no_grad()
+def _put_trained(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.copy_(values[name])
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

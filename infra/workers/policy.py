@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow as pa
 import torch.distributed as dist
 from safetensors.torch import save
+from torch import Tensor
 
-from infra.checkpoints.state import policy_tensors, restore_policy
+from infra.checkpoints.state import copy_trained, holding, policy_tensors, restore_policy
 from infra.checkpoints.store import PendingCheckpoint, open_checkpoints
 from infra.export import best_version
 from infra.lora import adapter_disabled, merged_weights
@@ -33,6 +34,7 @@ class PolicyWorker(ReplayWorker):
     _complete_version: int | None = None  # of the newest complete checkpoint
     _report: UpdateReport | None = None
     _pending: PendingCheckpoint | None = None
+    _previous: dict[str, Tensor] | None = None  # the trained weights of the version before, where they may be wanted
 
     def start(self, group: ProcessGroupHandle | None = None) -> PolicyHandle:
         """Load the newest checkpoint, else the starting weights. A worker that has weights keeps them.
@@ -86,6 +88,7 @@ class PolicyWorker(ReplayWorker):
         rows = rank_rows([micro for update in plan.updates for micro in update.ranks[self._rank]])
         mine = RankRows(rows, self._store.read(select(batch, rows), training_columns(self._config)))
         incarnation, self._incarnation = self._incarnation, ""  # not usable until all updates are in
+        self._previous = copy_trained(self._module.model) if self._config.runtime.max_staleness else None
         try:
             with self._together():
                 parts = [self._trainer.update(mine, update, self._rank) for update in plan.updates]
@@ -100,10 +103,18 @@ class PolicyWorker(ReplayWorker):
     def weights(self, version: int) -> bytes:
         """The parameters of `version`, adapters merged, as safetensors bytes by rank 0; of the others, nothing.
 
+        Where steps may be sampled by the version before, that one is served, too.
+
         Raises:
             VersionError: It holds another version.
         """
-        self._expect(version)
+        if self._previous is None or version != self._version - 1:
+            self._expect(version)
+            return self._current_weights()
+        with holding(self._module.model, self._previous):
+            return self._current_weights()
+
+    def _current_weights(self) -> bytes:
         with self._together():
             tensors = {name: whole(tensor) for name, tensor in merged_weights(self._module.model).items()}
         return save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}) if self._rank == 0 else b""
@@ -122,7 +133,7 @@ class PolicyWorker(ReplayWorker):
         with self._together():
             self._pending = self._checkpoints.save(
                 version,
-                policy_tensors(self._module.model, self._trainer.optimizer),
+                policy_tensors(self._module.model, self._trainer.optimizer, self._previous),
                 num_updates=self._trainer.num_updates,
                 report=self._report,
                 adapter=adapter_of(self._config.model),
@@ -166,7 +177,9 @@ class PolicyWorker(ReplayWorker):
             self._version, self._report = 0, None
             return
         self._version, manifest = newest
-        restore_policy(self._checkpoints, self._version, self._module.model, self._trainer.optimizer)
+        model = self._module.model
+        self._previous = copy_trained(model) if self._config.runtime.max_staleness and self._version else None
+        restore_policy(self._checkpoints, self._version, model, self._trainer.optimizer, self._previous)
         self._trainer.num_updates, self._report = manifest.num_updates, manifest.report
 
     def _with_saved_rows(self, error: NonFiniteError, rows: RankRows, step: int) -> NonFiniteError:

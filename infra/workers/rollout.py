@@ -1,51 +1,60 @@
-"""The rollout worker: generates, scores and stores its share of every step's samples."""
+"""The rollout worker: generates, scores and stores what it is asked for of every step's samples."""
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from safetensors.torch import load
+import torch
 
 from infra.datasets import PromptRow, load_prompts, load_train_prompts
-from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
+from infra.engines.base import Sampling
 from infra.engines.noise import derive_seed
-from infra.engines.transformers import TransformersEngine
-from infra.models import load_model, load_tokenizer, stop_token_ids
+from infra.engines.open import open_engine
+from infra.models import load_tokenizer, max_positions, num_embeddings, stop_token_ids
 from infra.preflight import check_prompts
 from infra.rewards import open_scorer
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
 from infra.stores.plasma import ChunkWriter
-from infra.workers.device import choose_device, set_threads
+from infra.workers.device import set_threads
 from infra.workers.samples import Sample, first_failure, to_columns, to_shard
+from infra.workers.sampling import Sampler
 from rl_core.columns.codec import value_dtypes
-from rl_core.rewards import RewardItem, RewardOutcome
 from rl_core.validation import HeldOutSample, report_source
 from schemas.batch import ChunkKey
+from schemas.config.rollout import EvalConfig, RolloutConfig
 from schemas.errors import ConfigError, VersionError
-from schemas.rollout import PutResult, RolloutShard, Round, check_failures
+from schemas.rollout import PutResult, RolloutShard, check_failures
 from schemas.step import EvalReport, RunHandle
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The samples of one shard, until they are put."""
+
+    policy_version: int
+    samples: list[Sample]
 
 
 class RolloutWorker(ChunkWriter):
     """One of the run's `rollout.num_workers` rollout workers.
 
     It generates the groups (a prompt's samples) that it is asked for by their numbers within the step. What they are
-    is a function of the config, the policy version, the step and the number, not of who generates them, nor when.
+    is a function of the config, the policy version, the step and the numbers, not of who generates them, nor when.
 
     Args:
         run: The run it belongs to.
-        shard: Its number s.
+        number: Its number.
         store: The column store; None connects to the run's.
     """
 
-    def __init__(self, run: RunHandle, shard: int = 0, store: ColumnStore | None = None) -> None:
-        self._run, self._config, self._shard, self._store = run, run.config, shard, store
+    def __init__(self, run: RunHandle, number: int = 0, store: ColumnStore | None = None) -> None:
+        self._run, self._config, self._number, self._store = run, run.config, number, store
         self._started = False
-        self._held: dict[tuple[int, tuple[int, ...]], list[Sample]] = {}  # by step, the last one, and groups asked for
+        self._held: dict[tuple[int, int], _Held] = {}  # by step and shard
 
     def start(self) -> None:
         """Load the starting weights (version 0), the prompts and the reward function, once.
@@ -58,36 +67,35 @@ class RolloutWorker(ChunkWriter):
         config = self._config
         set_threads(config.runtime.num_threads)
         self._columns = self._store or open_store(self._run)
-        self._scorer = open_scorer(config.reward)
-        self._tokenizer = load_tokenizer(config.model)
-        self._prompts = load_train_prompts(config.data, self._tokenizer)
+        scorer = open_scorer(config.reward)
+        tokenizer = load_tokenizer(config.model)
+        self._prompts = load_train_prompts(config.data, tokenizer)
         self._eval_prompts = (
-            load_prompts(config.data.eval_path, config.data, self._tokenizer) if config.data.eval_path else None
+            load_prompts(config.data.eval_path, config.data, tokenizer) if config.data.eval_path else None
         )
-        model = load_model(config.model)
-        model.to(choose_device())  # type: ignore[arg-type]  # its decorator hides that a device will do
-        check_prompts(config, self._prompts, self._eval_prompts, model.config.get_text_config().max_position_embeddings)
-        self._vocab_size = model.config.get_text_config().vocab_size
-        self._stop_token_ids = stop_token_ids(model, self._tokenizer)
-        self._engine = TransformersEngine(model)
-        self._scorer.wait_until_ready()
+        check_prompts(config, self._prompts, self._eval_prompts, max_positions(config.model))
+        self._vocab_size = num_embeddings(config.model)
+        self._stop_token_ids = stop_token_ids(config.model, tokenizer) + config.rollout.stop_token_ids
+        self._engine = open_engine(config, tokenizer)
+        self._sampler = Sampler(self._engine, scorer, tokenizer)
+        scorer.wait_until_ready()
         self._started = True
 
     def version(self) -> int:
         """Return the policy version whose weights it holds."""
         return self._engine.version
 
-    def load_weights(self, data: bytes, version: int) -> None:
-        """Take the weights of policy `version`, as safetensors bytes by parameter name."""
-        self._engine.load_weights(load(data), version)
-        self._held = {}
+    def load_weights(self, state: Mapping[str, torch.Tensor], version: int) -> None:
+        """Take the weights of policy `version`, by parameter name; rows that it holds stay."""
+        self._engine.load_weights(state, version)
 
-    def generate(self, step: int, policy_version: int, groups: Sequence[int]) -> RolloutShard:
-        """Generate and score the samples of these groups of `step`, and hold them for `put`.
+    def generate(self, step: int, policy_version: int, shard: int, groups: Sequence[int]) -> RolloutShard:
+        """Generate and score the samples of these groups of `step` together, and hold them for `put`.
 
         Args:
             step: The step.
             policy_version: The version that samples.
+            shard: The number of these groups' shard within the step.
             groups: Numbers of groups within the step, ascending.
 
         Raises:
@@ -95,38 +103,34 @@ class RolloutWorker(ChunkWriter):
         """
         self._expect(policy_version)
         samples, seconds = self._sample(step, groups)
-        self._held = {held: rows for held, rows in self._held.items() if held[0] == step}
-        self._held[step, tuple(groups)] = samples
-        return to_shard(self._shard, groups, samples, seconds)
+        self._held = {key: held for key, held in self._held.items() if key[0] >= step}
+        self._held[step, shard] = _Held(policy_version, samples)
+        return to_shard(shard, self._number, groups, samples, seconds)
 
-    def put(self, step: int, policy_version: int, rounds: Sequence[Round], reward_parts: Sequence[str]) -> PutResult:
-        """Store the samples of the kept groups of `step` as one chunk, and let go of the step's samples.
+    def holds(self, step: int, policy_version: int, shard: int) -> bool:
+        """Whether it has the rows of a shard; it lets go of them when they are put."""
+        held = self._held.get((step, shard))
+        return held is not None and held.policy_version == policy_version
 
-        Samples that it doesn't hold (it was started anew, or has put them) it generates again, the same ones.
+    def put(self, step: int, shard: int, kept: Sequence[int], reward_parts: Sequence[str]) -> PutResult:
+        """Store the samples of the kept groups of a shard that it holds as one chunk, and let go of the shard.
 
         Args:
             step: The step.
-            policy_version: The version that sampled.
-            rounds: What this worker was asked for, and which groups are kept: the chunk's rows, in this order.
-            reward_parts: The reward parts of all workers' samples, so that all chunks have the same columns.
+            shard: The shard's number within the step.
+            kept: The groups that the step keeps.
+            reward_parts: The reward parts of all the step's samples, so that all chunks have the same columns.
 
         Raises:
-            VersionError: It doesn't hold `policy_version`.
             StoreError: The store refuses the chunk.
         """
-        self._expect(policy_version)
-        samples = [
-            sample
-            for entry in rounds
-            if entry.kept
-            for sample in self._held_or_again(step, entry.groups)
-            if sample.group_id in entry.kept
-        ]
-        columns = to_columns(samples, policy_version, self._vocab_size, reward_parts)
-        key = ChunkKey(run_id=self._run.run_id, step=step, stage="rollout", shard=self._shard)
+        held = self._held[step, shard]
+        samples = [sample for sample in held.samples if sample.group_id in kept]
+        columns = to_columns(samples, held.policy_version, self._vocab_size, reward_parts)
+        key = ChunkKey(run_id=self._run.run_id, step=step, stage="rollout", shard=shard)
         chunk = self._columns.put(key, columns)
         self._columns.flush()
-        self._held = {}
+        del self._held[step, shard]
         return PutResult(chunk=chunk, dtypes=value_dtypes(columns), traffic=self._columns.take_traffic("put"))
 
     def evaluate(self, policy_version: int) -> EvalReport:
@@ -167,19 +171,14 @@ class RolloutWorker(ChunkWriter):
 
     def _sample_held_out(self, prompts: Sequence[PromptRow], n: int) -> list[list[HeldOutSample]]:
         """Generate and score n samples of each prompt, by prompt."""
-        config = self._config.eval
-        requests = [
-            GenerationRequest(
-                prompt.prompt_ids, tuple(derive_seed(self._config.seed, "eval", row, sample) for sample in range(n))
-            )
-            for row, prompt in enumerate(prompts)
+        seeds = [
+            tuple(derive_seed(self._config.seed, "eval", row, sample) for sample in range(n))
+            for row in range(len(prompts))
         ]
-        sampling = replace(
-            self._sampling(config.temperature, config.top_p, config.top_k),
-            max_response_tokens=config.max_response_tokens or self._config.rollout.max_response_tokens,
-        )
-        generations = generate_all(self._engine, requests, sampling)
-        texts, outcomes = self._score([prompt for prompt in prompts for _ in range(n)], generations)
+        config = self._config.eval
+        limit = config.max_response_tokens or self._config.rollout.max_response_tokens
+        responses, _ = self._sampler.sample(prompts, seeds, self._sampling(config, limit))
+        outcomes = [response.outcome for response in responses]
         check_failures(
             [outcome.reward for outcome in outcomes],
             first_failure(outcomes),
@@ -187,70 +186,46 @@ class RolloutWorker(ChunkWriter):
             "the evaluation",
         )
         samples = [
-            HeldOutSample(text, outcome.reward, len(generation.token_ids), generation.finish_reason == "length")
-            for text, outcome, generation in zip(texts, outcomes, generations, strict=True)
+            HeldOutSample(
+                response.text,
+                response.outcome.reward,
+                len(response.generation.token_ids),
+                response.generation.finish_reason == "length",
+            )
+            for response in responses
         ]
         return [samples[first : first + n] for first in range(0, len(samples), n)]
 
-    def _held_or_again(self, step: int, groups: tuple[int, ...]) -> list[Sample]:
-        if (step, groups) not in self._held:
-            logger.info("step %d: the samples of groups %s are not held; generating them again", step, groups)
-            self._held[step, groups], _ = self._sample(step, groups)
-        return self._held[step, groups]
-
     def _sample(self, step: int, groups: Sequence[int]) -> tuple[list[Sample], dict[str, float]]:
         """Generate and score the samples of `groups`; also return the seconds that each part took."""
-        rollout, started = self._config.rollout, time.perf_counter()
-        rows = self._prompts.rows_for_groups(
-            step, groups, rollout.num_prompts, self._config.seed, self._config.data.shuffle
-        )
-        prompt_of = {group: self._prompts[row] for group, row in zip(groups, rows, strict=True)}
-        generations = generate_all(
-            self._engine,
-            [self._request(prompt_of[group], step, group) for group in groups],
-            self._sampling(rollout.temperature, rollout.top_p, rollout.top_k),
-        )
-        generated = time.perf_counter()
-        numbers = [(group, sample) for group in groups for sample in range(rollout.samples_per_prompt)]
-        prompts = [prompt_of[group] for group, _ in numbers]
-        texts, outcomes = self._score(prompts, generations)
-        samples = [
-            Sample(f"{step}-{group}-{sample}", group, prompt, generation, text, outcome)
-            for (group, sample), prompt, generation, text, outcome in zip(
-                numbers, prompts, generations, texts, outcomes, strict=True
-            )
-        ]
-        return samples, {"generate": generated - started, "reward": time.perf_counter() - generated}
-
-    def _request(self, prompt: PromptRow, step: int, group: int) -> GenerationRequest:
+        config, rollout = self._config, self._config.rollout
+        rows = self._prompts.rows_for_groups(step, groups, rollout.num_prompts, config.seed, config.data.shuffle)
+        prompts = [self._prompts[row] for row in rows]
         # Seeded by the group's number within the step, not by its row: a small file may give one row twice.
-        count = self._config.rollout.samples_per_prompt
-        seeds = tuple(derive_seed(self._config.seed, "train", step, group, sample) for sample in range(count))
-        return GenerationRequest(prompt.prompt_ids, seeds)
-
-    def _sampling(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
-        return Sampling(
-            max_response_tokens=self._config.rollout.max_response_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            stop_token_ids=self._stop_token_ids,
-        )
-
-    def _score(
-        self, prompts: Sequence[PromptRow], generations: Sequence[Generation]
-    ) -> tuple[list[str], list[RewardOutcome]]:
-        """Return the responses' texts and their rewards."""
-        texts = [str(self._tokenizer.decode(g.token_ids, skip_special_tokens=True)) for g in generations]
-        items = [
-            RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info)
-            for prompt, text in zip(prompts, texts, strict=True)
+        numbers = range(rollout.samples_per_prompt)
+        seeds = [tuple(derive_seed(config.seed, "train", step, group, n) for n in numbers) for group in groups]
+        responses, seconds = self._sampler.sample(prompts, seeds, self._sampling(rollout, rollout.max_response_tokens))
+        of_sample = [(group, prompt, n) for group, prompt in zip(groups, prompts, strict=True) for n in numbers]
+        samples = [
+            Sample(f"{step}-{group}-{n}", group, prompt, response)
+            for (group, prompt, n), response in zip(of_sample, responses, strict=True)
         ]
-        return texts, self._scorer.score(items)
+        return samples, seconds
+
+    def _sampling(self, config: RolloutConfig | EvalConfig, max_response_tokens: int) -> Sampling:
+        return Sampling(
+            max_response_tokens=max_response_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            stop_token_ids=self._stop_token_ids,
+            stop=self._config.rollout.stop,
+        )
 
     def _expect(self, version: int) -> None:
         if self._engine.version != version:
             raise VersionError(
-                f"rollout worker {self._shard} holds policy version {self._engine.version}, not the expected "
+                f"rollout worker {self._number} holds policy version {self._engine.version}, not the expected "
                 f"{version}; publish that version to it first"
             )

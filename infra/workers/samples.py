@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 
 from infra.datasets import PromptRow
-from infra.engines.base import Generation
+from infra.workers.sampling import ScoredResponse
 from rl_core.columns.jagged import jagged, token_dtype
 from rl_core.rewards import RewardOutcome
 from schemas.catalog import REWARD_PART_PREFIX
-from schemas.rollout import RolloutShard, Round, SampleText
+from schemas.rollout import RolloutShard, SampleText
 
-MAX_SAMPLE_TEXTS = 4  # per worker and step, each of another prompt
+MAX_SAMPLE_TEXTS = 4  # per shard, each of another prompt
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,7 @@ class Sample:
     sample_id: str
     group_id: int  # the prompt's number within the step
     prompt: PromptRow
-    generation: Generation
-    response_text: str
-    outcome: RewardOutcome
+    response: ScoredResponse
 
 
 def to_columns(
@@ -37,7 +35,7 @@ def to_columns(
     There is a `reward_<part>` column for each of `reward_parts`, null where a sample lacks it.
     """
     dtype = token_dtype(vocab_size)
-    generations = [sample.generation for sample in samples]
+    generations = [sample.response.generation for sample in samples]
     response_lengths = np.array([len(generation.token_ids) for generation in generations], dtype=np.int64)
     return pa.record_batch(
         {
@@ -45,9 +43,9 @@ def to_columns(
             "response_ids": _tokens([generation.token_ids for generation in generations], dtype),
             "loss_mask": jagged(np.ones(response_lengths.sum(), dtype=bool), response_lengths),
             "sampler_logprobs": _tokens([generation.logprobs for generation in generations], np.dtype(np.float32)),
-            **_rewards([sample.outcome for sample in samples], reward_parts),
+            **_rewards([sample.response.outcome for sample in samples], reward_parts),
             "prompt_text": _texts(sample.prompt.prompt_text for sample in samples),
-            "response_text": _texts(sample.response_text for sample in samples),
+            "response_text": _texts(sample.response.text for sample in samples),
             "answer": _texts(sample.prompt.answer for sample in samples),
             "info": _texts(json.dumps(sample.prompt.info, default=str) for sample in samples),
             "sample_id": _texts(sample.sample_id for sample in samples),
@@ -58,20 +56,23 @@ def to_columns(
     )
 
 
-def to_shard(shard: int, groups: Sequence[int], samples: Sequence[Sample], seconds: dict[str, float]) -> RolloutShard:
-    """Return the scalars and a few texts of one round's `samples`, those of `groups`; none is dropped yet."""
-    outcomes = [sample.outcome for sample in samples]
-    response_lengths = tuple(len(sample.generation.token_ids) for sample in samples)
+def to_shard(
+    shard: int, worker: int, groups: Sequence[int], samples: Sequence[Sample], seconds: dict[str, float]
+) -> RolloutShard:
+    """Return the scalars and a few texts of `samples`, those of `groups`, that a worker holds; none is dropped yet."""
+    outcomes = [sample.response.outcome for sample in samples]
+    response_lengths = tuple(len(sample.response.generation.token_ids) for sample in samples)
     first_of_group = {sample.group_id: sample for sample in reversed(samples)}
     return RolloutShard(
         shard=shard,
-        rounds=(Round(groups=tuple(groups), kept=tuple(groups)),),
+        worker=worker,
+        groups=tuple(groups),
         rewards=tuple(outcome.reward for outcome in outcomes),
         group_ids=tuple(sample.group_id for sample in samples),
         prompt_lengths=tuple(len(sample.prompt.prompt_ids) for sample in samples),
         response_lengths=response_lengths,
         loss_tokens=response_lengths,
-        finish_reasons=tuple(sample.generation.finish_reason for sample in samples),
+        finish_reasons=tuple(sample.response.generation.finish_reason for sample in samples),
         parts={name: tuple(outcome.parts.get(name) for outcome in outcomes) for name in _part_names(outcomes)},
         failure=first_failure(outcomes),
         samples=tuple(_sample_text(first_of_group[group]) for group in sorted(first_of_group)[:MAX_SAMPLE_TEXTS]),
@@ -107,7 +108,7 @@ def _rewards(outcomes: Sequence[RewardOutcome], parts: Sequence[str]) -> dict[st
 def _sample_text(sample: Sample) -> SampleText:
     return SampleText(
         prompt=sample.prompt.prompt_text,
-        response=sample.response_text,
+        response=sample.response.text,
         answer=sample.prompt.answer,
-        reward=sample.outcome.reward,
+        reward=sample.response.outcome.reward,
     )

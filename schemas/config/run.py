@@ -52,6 +52,19 @@ class RunConfig(Frozen):
             )
         return self
 
+    @model_validator(mode="after")
+    def _stale_rows_are_corrected(self) -> "RunConfig":
+        if self.runtime.max_staleness and isinstance(self.correction, NoCorrection):
+            raise ValueError(
+                "runtime.max_staleness = 1 trains on rows that an older version sampled, and nothing corrects for it; "
+                'set correction.kind = "truncated" (or "band"), or runtime.max_staleness = 0'
+            )
+        return self
+
+    def sampler_version(self, step: int) -> int:
+        """The policy version that samples a step's rows; the one that they update is `step`."""
+        return max(0, step - self.runtime.max_staleness)
+
     @property
     def needs_reference_worker(self) -> bool:
         """Whether the reference has workers of its own: with LoRA it is the policy without its adapter."""

@@ -19,6 +19,7 @@ class RuntimeConfig(Frozen):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where the Ray cluster has the GPUs for all workers
     gpus_per_worker: Annotated[float, Field(gt=0, le=1)] = 1.0  # less than 1: workers share GPUs
     collective_timeout_seconds: PositiveFloat = 600  # a rank that waits so long for the others gives up
+    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0  # 1: step k+1 is sampled by version k while step k is trained
     num_threads: NonNegativeInt = 0  # torch threads of each worker; 0: the machine's cores
     max_restarts: NonNegativeInt = 3  # times that a run may recover from dead workers
     tensorboard: bool = False  # also write TensorBoard event files (extra `tensorboard`)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from infra.runs import RunDirectory
 from schemas.config.rollout import DynamicSampling, TransformersRollout
-from schemas.metrics import merge_metrics, values
-from schemas.rollout import RolloutHandle, RolloutShard, Round
-from tasks.rollout import find_spreads, keep_rows, kept_groups, next_groups
+from schemas.metrics import values
+from schemas.rollout import RolloutHandle, RolloutShard
+from tasks.rollout import count_generated, cut_shards, find_spreads, keep_rows, kept_groups, next_groups
 from tests.services import Workplace
 
 REWARDS = {
@@ -34,16 +34,19 @@ def rounds_of(config: TransformersRollout, rewards: Sequence[tuple[float | None,
     """What the workers report round by round, where group g has `rewards[g]`, and the prompt's length says g."""
     rounds: list[list[RolloutShard]] = []
     while groups := next_groups(config, find_spreads(rounds), len(rounds)):
-        hands = [groups[worker :: config.num_workers] for worker in range(config.num_workers)]
-        rounds.append([shard_of(worker, hand, rewards) for worker, hand in enumerate(hands) if hand])
+        shards = cut_shards(config, groups, sum(map(len, rounds)))
+        rounds.append([shard_of(shard, shard % config.num_workers, own, rewards) for shard, own in shards.items()])
     return rounds
 
 
-def shard_of(worker: int, groups: Sequence[int], rewards: Sequence[tuple[float | None, ...]]) -> RolloutShard:
+def shard_of(
+    shard: int, worker: int, groups: Sequence[int], rewards: Sequence[tuple[float | None, ...]]
+) -> RolloutShard:
     rows = [(group, reward) for group in groups for reward in rewards[group]]
     return RolloutShard(
-        shard=worker,
-        rounds=(Round(groups=tuple(groups), kept=tuple(groups)),),
+        shard=shard,
+        worker=worker,
+        groups=tuple(groups),
         rewards=tuple(reward for _, reward in rows),
         group_ids=tuple(group for group, _ in rows),
         prompt_lengths=tuple(group + 1 for group, _ in rows),
@@ -52,6 +55,12 @@ def shard_of(worker: int, groups: Sequence[int], rewards: Sequence[tuple[float |
         finish_reasons=("stop",) * len(rows),
         parts={"style": tuple(reward for _, reward in rows)} if any(reward is not None for _, reward in rows) else {},
         seconds={"generate": 1.0, "reward": 0.5},
+    )
+
+
+def handle_of(config: TransformersRollout, rounds: Sequence[Sequence[RolloutShard]]) -> RolloutHandle:
+    return RolloutHandle(
+        step=0, policy_version=0, shards=keep_rows(config, rounds), generated=count_generated(rounds, config)
     )
 
 
@@ -76,16 +85,16 @@ def test_a_step_gets_its_batch_or_what_there_is(
     assert not any(full[:-1])
     assert full[-1] or len(sizes) == max_rounds
 
-    step = RolloutHandle(step=0, policy_version=0, shards=keep_rows(config, rounds))
+    step = handle_of(config, rounds)
     expected = mixed[:num_prompts] or list(range(num_prompts))
     assert sorted(set(step.group_ids)) == expected
     assert step.num_rows == 2 * len(expected)
     assert list(step.prompt_lengths) == [group + 1 for group in step.group_ids]
     assert list(step.rewards) == [reward for group in step.group_ids[::2] for reward in rewards[group]]
-    for shard in step.shards:
-        assert {group for entry in shard.rounds for group in entry.kept} == set(shard.group_ids)
-        assert list(shard.group_ids) == sorted(shard.group_ids)
-    metrics = values(merge_metrics(shard.metrics for shard in step.shards))
+    assert [shard.shard for shard in step.shards] == list(range(len(step.shards)))
+    assert [group for shard in step.shards for group in shard.groups] == list(range(sum(sizes)))
+    assert list(step.group_ids) == sorted(step.group_ids)
+    metrics = values(step.metrics)
     assert metrics["rollout/rounds"] == len(sizes)
     assert metrics["rollout/groups_generated"] == sum(sizes)
     assert metrics["rollout/groups_dropped"] == sum(sizes) - len(expected)
@@ -118,15 +127,19 @@ def test_what_was_generated_is_counted_by_hand() -> None:
     kinds = ("wrong", "mixed", "half-failed", "mixed", "failed", "mixed")
     rounds = rounds_of(config, [REWARDS[kind] for kind in kinds])
     assert [[shard.group_ids for shard in shards] for shards in rounds] == [
-        [(0, 0, 2, 2), (1, 1)],
-        [(3, 3, 5, 5), (4, 4)],
+        [(0, 0, 1, 1), (2, 2)],
+        [(3, 3, 4, 4), (5, 5)],
     ]
-    first, second = keep_rows(config, rounds)
-    assert first.rounds == (Round(groups=(0, 2), kept=()), Round(groups=(3, 5), kept=(3, 5)))
-    assert second.rounds == (Round(groups=(1,), kept=(1,)), Round(groups=(4,), kept=()))
-    assert (first.rewards, second.rewards) == ((0.0, 1.0, 0.0, 1.0), (0.0, 1.0))
-    assert first.parts == {"style": (0.0, 1.0, 0.0, 1.0)}
-    assert values(merge_metrics([first.metrics, second.metrics])) == {
+    step = handle_of(config, rounds)
+    assert [(shard.shard, shard.worker, shard.groups, shard.kept) for shard in step.shards] == [
+        (0, 0, (0, 1), (1,)),
+        (1, 1, (2,), ()),
+        (2, 0, (3, 4), (3,)),
+        (3, 1, (5,), (5,)),
+    ]
+    assert step.rewards == (0.0, 1.0) * 3
+    assert step.shards[2].parts == {"style": (0.0, 1.0)}
+    assert values(step.metrics) == {
         "reward_style": 0.5,  # of the rows that are kept, as the reward is
         "rollout/generate_seconds": 2.0,  # of two rounds
         "rollout/reward_seconds": 1.0,
@@ -137,6 +150,7 @@ def test_what_was_generated_is_counted_by_hand() -> None:
         "rollout/reward": 4 / 9,  # of all rewards that did not fail: 0 0, 0 1, 1, 0 1, 0 1
         "rollout/failed": 3,
         "rollout/tokens": 36,
+        "rollout/staleness": 0,
     }
 
 

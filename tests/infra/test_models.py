@@ -36,13 +36,16 @@ def test_a_folder_loads_in_float32_and_eval_mode(tiny: Path) -> None:
     assert model.dtype == torch.float32
     assert not model.training
     assert tokenizer.decode(tokenizer("größe 4 ≠ 5")["input_ids"]) == "größe 4 ≠ 5"
-    assert stop_token_ids(model, tokenizer) == (tokenizer.convert_tokens_to_ids(END),)
+    assert stop_token_ids(config_of(tiny), tokenizer) == (tokenizer.convert_tokens_to_ids(END),)
 
 
-def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tiny: Path) -> None:
-    tokenizer, model = load_tokenizer(config_of(tiny)), load_model(config_of(tiny))
-    model.generation_config.eos_token_id = [3, tokenizer.eos_token_id]
-    assert stop_token_ids(model, tokenizer) == (3, tokenizer.eos_token_id)
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(folder: Path) -> None:
+    tokenizer = load_tokenizer(config_of(folder))
+    edit_json(folder / "generation_config.json", eos_token_id=[3, tokenizer.eos_token_id])
+    assert stop_token_ids(config_of(folder), tokenizer) == (3, tokenizer.eos_token_id)
+    (folder / "generation_config.json").unlink()
+    edit_json(folder / "config.json", eos_token_id=5)
+    assert stop_token_ids(config_of(folder), tokenizer) == (5, tokenizer.eos_token_id)
 
 
 def test_dropout_is_gone_in_train_mode_too(folder: Path) -> None:

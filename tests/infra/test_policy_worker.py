@@ -16,11 +16,11 @@ from rl_core.columns.jagged import flat_values
 from rl_core.planning import plan_forward, plan_step
 from rl_core.views import new_batch, select, unpack, with_column
 from schemas.batch import BatchHandle, ChunkKey
+from schemas.config.correction import TruncatedCorrection
 from schemas.config.model import LoraConfig
 from schemas.config.run import RunConfig
 from schemas.errors import NonFiniteError, VersionError
 from schemas.plan import ForwardPlan, StepPlan
-from schemas.rollout import Round
 from schemas.step import RunHandle
 from tests.tiny import make_tiny_data, make_tiny_model
 
@@ -65,8 +65,8 @@ def make_step(
     rollout = RolloutWorker(run, store=store)
     rollout.start()
     groups = tuple(range(run.config.rollout.num_prompts))
-    shard = rollout.generate(0, 0, groups)
-    stored = rollout.put(0, 0, (Round(groups=groups, kept=groups),), ())
+    shard = rollout.generate(0, 0, 0, groups)
+    stored = rollout.put(0, 0, groups, ())
     batch = new_batch(run.run_id, 0, 0, [stored.chunk], stored.dtypes, shard.prompt_lengths, shard.response_lengths)
     reference = ReferenceWorker(run, store=store)
     reference.start()
@@ -150,6 +150,37 @@ def test_a_restart_from_a_checkpoint_goes_on_bit_for_bit(run: RunHandle, store: 
         each.update(batch, plan, 1)
     weights = [parameters(each, 2) for each in (worker, fresh)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, alpha=4)])
+def test_the_version_before_is_served_where_it_may_sample(
+    run: RunHandle, store: MemoryStore, lora: LoraConfig | None
+) -> None:
+    config = run.config
+    stale = config.replace(
+        model=config.model.replace(lora=lora),
+        correction=TruncatedCorrection(),
+        runtime=config.runtime.replace(max_staleness=1),
+    )
+    run = run.replace(config=stale)
+    worker = started(run, store)
+    before = parameters(worker, 0)
+    batch, plan = make_step(run, store, worker)
+    worker.update(batch, plan, 0)
+    after = parameters(worker, 1)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    worker.save(1)
+    worker.finish_saving()
+    fresh = started(run, store)
+    for each in (worker, fresh):
+        for version, expected in ((0, before), (1, after)):
+            found = parameters(each, version)
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+        with pytest.raises(VersionError):
+            each.weights(2)
+    worker.update(batch, plan, 1)
+    with pytest.raises(VersionError, match="holds version 2"):
+        worker.weights(0)
 
 
 def test_the_token_budget_does_not_change_the_update(run: RunHandle, store: MemoryStore) -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from safetensors.torch import save
 
 from infra.datasets import load_prompts
 from infra.engines.base import GenerationRequest, Sampling, generate_all
@@ -29,7 +28,7 @@ from schemas.errors import (
     UserError,
     VersionError,
 )
-from schemas.rollout import PutResult, RolloutShard, Round, check_failures
+from schemas.rollout import PutResult, RolloutHandle, RolloutShard, check_failures
 from schemas.step import EvalReport, RunHandle
 from tests.tiny import make_tiny_data, make_tiny_model, tiny_row, write_rows
 
@@ -125,9 +124,13 @@ def read(store: MemoryStore, shard: RolloutShard, result: PutResult, step: int =
     return store.read(batch, batch.columns)
 
 
+def put(worker: RolloutWorker, shard: RolloutShard, step: int = 0, parts: tuple[str, ...] | None = None) -> PutResult:
+    return worker.put(step, shard.shard, shard.kept, tuple(shard.parts) if parts is None else parts)
+
+
 def rows_of(store: MemoryStore, worker: RolloutWorker, shard: RolloutShard, step: int = 0) -> dict[str, dict]:
     """What the worker puts of a shard, by sample."""
-    stored = read(store, shard, worker.put(step, 0, shard.rounds, shard.reward_parts), step)
+    stored = read(store, shard, put(worker, shard, step), step)
     return {row["sample_id"]: row for row in stored.to_pylist()}
 
 
@@ -143,8 +146,8 @@ def assert_same_rows(found: dict[str, dict], expected: dict[str, dict]) -> None:
 def test_what_is_put_is_what_was_reported(folder: Path) -> None:
     store = open_store()
     worker = worker_of(run_of(folder), store=store)
-    shard = worker.generate(0, 0, GROUPS)
-    rows = read(store, shard, worker.put(0, 0, shard.rounds, shard.reward_parts))
+    shard = worker.generate(0, 0, 0, GROUPS)
+    rows = read(store, shard, put(worker, shard))
 
     assert rows.num_rows == NUM_PROMPTS * NUM_SAMPLES
     produced = {name for name, spec in CATALOG.items() if spec.producer == "rollout"}
@@ -162,9 +165,9 @@ def test_what_is_put_is_what_was_reported(folder: Path) -> None:
 def test_rows_hold_together(folder: Path) -> None:
     store = open_store()
     worker = worker_of(run_of(folder), store=store)
-    shard = worker.generate(0, 0, GROUPS)
+    shard = worker.generate(0, 0, 0, GROUPS)
     tokenizer = make_tokenizer()
-    for row in read(store, shard, worker.put(0, 0, shard.rounds, shard.reward_parts)).to_pylist():
+    for row in read(store, shard, put(worker, shard)).to_pylist():
         info = json.loads(row["info"])
         assert info["data_source"] == "tiny"
         assert row["prompt_text"] == f"{info['index']} + 1 ="
@@ -177,23 +180,30 @@ def test_rows_hold_together(folder: Path) -> None:
 
 
 def test_the_driver_gets_scalars_and_a_few_texts(folder: Path) -> None:
-    shard = worker_of(run_of(folder)).generate(0, 0, GROUPS)
+    shard = worker_of(run_of(folder)).generate(0, 0, 0, GROUPS)
     assert len({sample.prompt for sample in shard.samples}) == 4  # each of another prompt
     assert len(shard.samples) == 4
     assert shard.samples[0].reward == shard.rewards[0]
-    assert shard.metrics["reward_index"].weight == NUM_PROMPTS * NUM_SAMPLES
+    metrics = RolloutHandle(step=0, policy_version=0, shards=(shard,)).metrics
+    assert metrics["reward_index"].weight == NUM_PROMPTS * NUM_SAMPLES
+    assert {"rollout/generate_seconds", "rollout/reward_seconds"} < set(metrics)
     assert shard.failure is None
     assert len(shard.model_dump_json()) < 4000
 
 
-def test_a_new_worker_puts_the_same_rows(folder: Path) -> None:
+def test_another_worker_puts_the_same_rows(folder: Path) -> None:
     store = open_store()
     first = worker_of(run_of(folder), store=store)
-    rounds = first.generate(1, 0, GROUPS).rounds
-    chunk = first.put(1, 0, rounds, ()).chunk
-    second = worker_of(run_of(folder), store=store)
-    assert second.put(1, 0, rounds, ()).chunk == chunk  # other content under one key is refused
-    assert first.put(1, 0, rounds, ()).chunk == chunk  # it had let go of its rows
+    shard = first.generate(1, 0, 2, GROUPS)
+    assert first.holds(1, 0, 2)
+    assert not first.holds(1, 1, 2)  # another version would have sampled others
+    assert not first.holds(1, 0, 0)
+    chunk = put(first, shard, 1).chunk
+    for worker in (worker_of(run_of(folder), 1, store), first):
+        assert not worker.holds(1, 0, 2)  # never had them, or let go of them
+        again = worker.generate(1, 0, 2, GROUPS)
+        assert again.replace(seconds=shard.seconds, worker=0) == shard
+        assert put(worker, again, 1).chunk == chunk  # other content under one key is refused
     assert store.usage().num_chunks == 1
 
 
@@ -201,52 +211,52 @@ def test_chosen_groups_are_those_of_the_whole(folder: Path) -> None:
     run = run_of(folder)
     whole_store, store = open_store(), open_store()
     whole = worker_of(run, store=whole_store)
-    expected = rows_of(whole_store, whole, whole.generate(2, 0, range(9)), 2)
+    expected = rows_of(whole_store, whole, whole.generate(2, 0, 0, range(9)), 2)
     worker = worker_of(run, store=store)
-    shard = worker.generate(2, 0, (3, 6, 8))
-    assert shard.rounds == (Round(groups=(3, 6, 8), kept=(3, 6, 8)),)
+    shard = worker.generate(2, 0, 0, (3, 6, 8))
+    assert shard.groups == shard.kept == (3, 6, 8)
     chosen = {sample_id: row for sample_id, row in expected.items() if row["group_id"] in (3, 6, 8)}
     assert len(chosen) == 3 * NUM_SAMPLES
     assert_same_rows(rows_of(store, worker, shard, 2), chosen)
 
 
-def test_kept_groups_of_several_rounds_are_one_chunk(folder: Path) -> None:
-    run, store = run_of(folder), open_store()
-    worker = worker_of(run, store=store)
-    generated = [worker.generate(1, 0, groups) for groups in (GROUPS, (5, 6), (7,))]
-    whole = RolloutShard.join(generated)
+def test_only_kept_groups_are_put(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder), store=store)
+    whole, more = worker.generate(1, 0, 0, GROUPS), worker.generate(1, 0, 1, (5, 6))
     shard = whole.keep({1, 4, 6})
-    assert shard.rounds == (
-        Round(groups=tuple(GROUPS), kept=(1, 4)),
-        Round(groups=(5, 6), kept=(6,)),
-        Round(groups=(7,), kept=()),
-    )
+    assert (shard.groups, shard.kept) == (tuple(GROUPS), (1, 4))
     rows = rows_of(store, worker, shard, 1)
-    assert [row["group_id"] for row in rows.values()] == list(shard.group_ids) == [1, 1, 1, 4, 4, 4, 6, 6, 6]
+    assert [row["group_id"] for row in rows.values()] == list(shard.group_ids) == [1, 1, 1, 4, 4, 4]
     assert [row["reward"] for row in rows.values()] == pytest.approx(shard.rewards)
     assert [row["reward_index"] for row in rows.values()] == list(shard.parts["index"])
-    assert shard.rewards == tuple(r for g, r in zip(whole.group_ids, whole.rewards, strict=True) if g in (1, 4, 6))
-    assert shard.seconds["generate"] == sum(part.seconds["generate"] for part in generated)
-    # Each round is made again in the batch that it was made in, else the log-probs' last bits could differ.
-    chunk = worker.put(1, 0, shard.rounds, ("index",)).chunk
-    assert worker_of(run, store=store).put(1, 0, shard.rounds, ("index",)).chunk == chunk
-    assert store.usage().num_chunks == 1
+    assert shard.rewards == tuple(r for g, r in zip(whole.group_ids, whole.rewards, strict=True) if g in (1, 4))
+    assert len(rows_of(store, worker, more.keep({6}), 1)) == NUM_SAMPLES
+    assert store.usage().num_chunks == 2
 
 
 def test_a_step_that_is_begun_again_holds_nothing_twice(folder: Path) -> None:
     store = open_store()
     worker = worker_of(run_of(folder), store=store)
-    for groups in (GROUPS, (5, 6), GROUPS, (5, 6)):
-        last = worker.generate(0, 0, groups)
+    for shard, groups in enumerate((GROUPS, (5, 6), GROUPS, (5, 6))):
+        last = worker.generate(0, 0, shard % 2, groups)
     assert len(rows_of(store, worker, last)) == 2 * NUM_SAMPLES
+
+
+def test_a_worker_lets_go_of_what_earlier_steps_dropped(folder: Path) -> None:
+    worker = worker_of(run_of(folder))
+    worker.generate(0, 0, 0, GROUPS)
+    worker.generate(1, 0, 0, GROUPS)
+    assert not worker.holds(0, 0, 0)
+    assert worker.holds(1, 0, 0)
 
 
 def test_all_workers_chunks_have_the_same_reward_parts(folder: Path) -> None:
     store = open_store()
     worker = worker_of(run_of(folder), store=store)
-    shard = worker.generate(0, 0, GROUPS)
-    assert shard.reward_parts == ("index",)
-    result = worker.put(0, 0, shard.rounds, ("index", "style"))  # another worker's samples have a part that these lack
+    shard = worker.generate(0, 0, 0, GROUPS)
+    assert tuple(shard.parts) == ("index",)
+    result = put(worker, shard, parts=("index", "style"))  # another worker's samples have a part that these lack
     rows = read(store, shard, result)
     assert result.traffic.num_puts == 1
     assert result.traffic.put_bytes == result.chunk.num_bytes
@@ -257,54 +267,46 @@ def test_all_workers_chunks_have_the_same_reward_parts(folder: Path) -> None:
 def test_steps_and_seeds_differ(folder: Path) -> None:
     store = open_store()
     worker = worker_of(run_of(folder), store=store)
-    texts = [tuple(s.response for s in worker.generate(step, 0, GROUPS).samples) for step in (0, 1, 0)]
+    texts = [tuple(s.response for s in worker.generate(step, 0, 0, GROUPS).samples) for step in (0, 1, 0)]
     assert texts[0] == texts[2]
     assert texts[0] != texts[1]
-    other = worker_of(run_of(folder, seed=1)).generate(0, 0, GROUPS)
+    other = worker_of(run_of(folder, seed=1)).generate(0, 0, 0, GROUPS)
     assert tuple(sample.response for sample in other.samples) != texts[0]
 
 
 def test_the_number_of_workers_changes_no_sample(folder: Path) -> None:
     store = open_store()
     whole = worker_of(run_of(folder), store=store)
-    expected = rows_of(store, whole, whole.generate(2, 0, GROUPS), 2)
+    expected = rows_of(store, whole, whole.generate(2, 0, 0, GROUPS), 2)
     store = open_store()
     found = {}
     for shard in range(2):
         worker = worker_of(run_of(folder, num_workers=2), shard, store)
-        report = worker.generate(2, 0, GROUPS[shard::2])
+        report = worker.generate(2, 0, shard, GROUPS[shard::2])
         assert set(report.group_ids) == set(range(shard, NUM_PROMPTS, 2))
         found |= rows_of(store, worker, report, 2)
     assert_same_rows(found, expected)
 
 
-def test_a_worker_without_prompts_puts_an_empty_chunk(folder: Path) -> None:
-    store = open_store()
-    worker = worker_of(run_of(folder, num_workers=NUM_PROMPTS + 1), NUM_PROMPTS, store)
-    shard = worker.generate(0, 0, ())
-    assert shard.rewards == ()
-    assert read(store, shard, worker.put(0, 0, shard.rounds, shard.reward_parts)).num_rows == 0
-
-
 def test_only_the_held_version_is_served(folder: Path, tmp_path: Path) -> None:
     worker = worker_of(run_of(folder))
-    before = worker.generate(0, 0, GROUPS)
+    before = worker.generate(0, 0, 0, GROUPS)
     other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1))))
-    for call in (lambda: worker.generate(0, 1, GROUPS), lambda: worker.put(0, 1, (), ()), lambda: worker.evaluate(1)):
+    for call in (lambda: worker.generate(0, 1, 0, GROUPS), lambda: worker.evaluate(1)):
         with pytest.raises(VersionError, match="holds policy version 0, not the expected 1"):
             call()
-    worker.load_weights(save(dict(other.named_parameters())), 1)
+    worker.load_weights(dict(other.named_parameters()), 1)
     assert worker.version() == 1
-    assert worker.generate(0, 1, GROUPS).samples != before.samples
-    with pytest.raises(VersionError):
-        worker.put(0, 0, before.rounds, ())
+    assert worker.holds(0, 0, 0)  # what version 0 sampled stays until it is put
+    assert worker.generate(0, 1, 0, GROUPS).samples != before.samples
+    assert worker.holds(0, 1, 0)
 
 
 def test_failed_rewards_are_null_and_counted(folder: Path) -> None:
     store = open_store()
     worker = worker_of(run_of(folder, reward="fails_for_some"), store=store)
-    shard = worker.generate(0, 0, GROUPS)
-    rows = read(store, shard, worker.put(0, 0, shard.rounds, shard.reward_parts))
+    shard = worker.generate(0, 0, 0, GROUPS)
+    rows = read(store, shard, put(worker, shard))
     failed = [int(answer) % 2 == 1 for answer in rows["answer"].to_pylist()]
     assert 0 < sum(failed) < len(failed)
     assert [reward is None for reward in shard.rewards] == failed
@@ -322,8 +324,8 @@ def test_a_reward_that_never_returns_costs_its_rows_only(folder: Path) -> None:
         data={"train_path": str(folder / "train.parquet"), "shuffle": False},  # answers 1 to 5
     )
     worker = worker_of(run, store=store)
-    shard = worker.generate(0, 0, GROUPS)
-    rows = read(store, shard, worker.put(0, 0, shard.rounds, shard.reward_parts)).to_pylist()
+    shard = worker.generate(0, 0, 0, GROUPS)
+    rows = read(store, shard, put(worker, shard)).to_pylist()
     hung = [row["answer"] == "1" for row in rows]
     assert sum(hung) == NUM_SAMPLES
     assert [reward is None for reward in shard.rewards] == hung
@@ -343,7 +345,7 @@ def test_too_many_failed_rewards_stop_the_step(folder: Path, max_failure_fractio
     }
     run = run_of(folder)
     run = run.replace(config=run.config.replace(reward=reward))
-    shard = worker_of(run).generate(0, 0, GROUPS)
+    shard = worker_of(run).generate(0, 0, 0, GROUPS)
     with pytest.raises(RewardFailureError, match=r"15 of 15 rewards of step 0 failed.*no reward at all"):
         check_failures(shard.rewards, shard.failure, max_failure_fraction, "step 0")
     with pytest.raises(RewardFailureError, match=r"4 of 4 rewards of the evaluation failed.*no reward at all"):
@@ -424,7 +426,7 @@ def test_steps_take_their_prompts_from_all_sources(folder: Path, tmp_path: Path)
     sources = [{"path": str(folder / "train.parquet")}, {"path": str(tmp_path / "more.jsonl"), "weight": 1.5}]
     store = open_store()
     worker = worker_of(run_of(folder, data={"sources": sources}), store=store)
-    answers = {int(row["answer"]) for row in rows_of(store, worker, worker.generate(0, 0, GROUPS)).values()}
+    answers = {int(row["answer"]) for row in rows_of(store, worker, worker.generate(0, 0, 0, GROUPS)).values()}
     assert len(answers) == NUM_PROMPTS
     assert sum(answer > 40 for answer in answers) == 3  # 3 of 5, by weight
 
@@ -432,19 +434,19 @@ def test_steps_take_their_prompts_from_all_sources(folder: Path, tmp_path: Path)
 def test_evaluation_does_not_disturb_the_held_rows(folder: Path) -> None:
     store = open_store()
     worker = worker_of(run_of(folder), store=store)
-    shard = worker.generate(0, 0, GROUPS)
+    shard = worker.generate(0, 0, 0, GROUPS)
     worker.evaluate(0)
-    assert read(store, shard, worker.put(0, 0, shard.rounds, shard.reward_parts)).num_rows == len(shard.rewards)
+    assert read(store, shard, put(worker, shard)).num_rows == len(shard.rewards)
 
 
 def test_a_put_needs_the_lease_and_keeps_the_rows_when_refused(folder: Path) -> None:
     store = MemoryStore("run", 2**20)
     worker = worker_of(run_of(folder), store=store)
-    shard = worker.generate(0, 0, GROUPS)
+    shard = worker.generate(0, 0, 0, GROUPS)
     with pytest.raises(LeaseError):
-        worker.put(0, 0, shard.rounds, ())
+        put(worker, shard)
     store.open_lease(0)
-    assert read(store, shard, worker.put(0, 0, shard.rounds, shard.reward_parts)).num_rows == len(shard.rewards)
+    assert read(store, shard, put(worker, shard)).num_rows == len(shard.rewards)
 
 
 @pytest.mark.parametrize(

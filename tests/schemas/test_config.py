@@ -57,6 +57,14 @@ def test_overrides_are_typed_and_win_in_order(path: Path) -> None:
         ("kl.estimator=k4", "kl.estimator = 'k4': Input should be 'k1', 'k2' or 'k3'"),
         ("correction.cap=0", "correction.cap = 0: Input should be greater than 0"),
         ("correction={kind='band', low=3.0, high=2.0}", "low = 3.0 must be below high = 2.0"),
+        ("rollout.stop=[13]", "13 is no stop string: each must be a text of at least one character; tokens are stopped"),
+        ("rollout.stop=['.', '']", "'' is no stop string"),
+        ("rollout.stop_token_ids=[-1]", "Input should be greater than or equal to 0"),
+        ("rollout.min_p=1", "rollout.min_p = 1: Input should be less than 1"),
+        ("rollout.kind=tgi", "expected tags: 'transformers', 'vllm'"),
+        ("rollout.cache_bytes=9", "unknown key rollout.cache_bytes"),
+        ("runtime.max_staleness=2", "runtime.max_staleness = 2: Input should be less than or equal to 1"),
+        ("runtime.max_staleness=1", 'set correction.kind = "truncated" (or "band"), or runtime.max_staleness = 0'),
         ("overlong.penalty=-1", "overlong.penalty = -1: Input should be greater than or equal to 0"),
     ],
 )
@@ -73,6 +81,22 @@ def test_a_section_without_a_kind_is_of_the_usual_one(path: Path) -> None:
     # Without the section there is no correction.
     assert load_config(path).correction.kind == "none"
     assert load_config(path, ["loss.kind=gspo"]).loss.aggregation == "seq_mean_token_mean"
+
+
+def test_the_version_that_samples_a_step(path: Path) -> None:
+    config = load_config(path)
+    assert [config.sampler_version(step) for step in range(3)] == [0, 1, 2]
+    stale = load_config(path, ["runtime.max_staleness=1", "correction.kind=truncated"])
+    assert [stale.sampler_version(step) for step in range(4)] == [0, 0, 1, 2]
+
+
+def test_prompts_that_are_generated_together(path: Path) -> None:
+    for overrides, expected in (
+        ((), 16),
+        (("rollout.num_workers=3",), 6),  # one shard for each worker, rounded up
+        (("rollout.num_workers=3", "rollout.batch_prompts=2"), 2),
+    ):
+        assert load_config(path, overrides).rollout.prompts_per_batch == expected
 
 
 def test_a_missing_and_a_broken_file(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from rl_core.columns.jagged import flat_values
 from schemas.config.run import RunConfig
 from schemas.errors import PlanError, RewardFailureError
 from schemas.metrics import values
-from schemas.rollout import RolloutHandle, RolloutShard, Round
+from schemas.rollout import RolloutHandle, RolloutShard
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle
 from tasks.advantage import compute_step_advantages
 from tests.small_run import ROWS_PER_SHARD, SAMPLES, columns_of, put_rollout
@@ -60,7 +60,8 @@ def rollout_of(rewards: list[float | None]) -> RolloutHandle:
         shards.append(
             RolloutShard(
                 shard=shard,
-                rounds=(Round(groups=(shard,), kept=(shard,)),),
+                worker=shard,
+                groups=(shard,),
                 rewards=tuple(rewards[rows]),
                 group_ids=groups,
                 prompt_lengths=(20,) * ROWS_PER_SHARD,

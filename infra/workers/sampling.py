@@ -1,0 +1,62 @@
+"""An engine and a reward: responses are scored while others are still being generated."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from infra.datasets import PromptRow
+from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
+from infra.rewards import Scorer
+from rl_core.rewards import RewardItem, RewardOutcome
+
+
+@dataclass(frozen=True)
+class ScoredResponse:
+    """One response, its text without special tokens, and its reward."""
+
+    generation: Generation
+    text: str
+    outcome: RewardOutcome
+
+
+class Sampler:
+    """What draws and scores responses.
+
+    Args:
+        engine: The engine.
+        scorer: The reward.
+        tokenizer: That of the engine's model.
+    """
+
+    def __init__(self, engine: RolloutEngine, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._engine, self._scorer, self._tokenizer = engine, scorer, tokenizer
+
+    def sample(
+        self, prompts: Sequence[PromptRow], seeds: Sequence[tuple[int, ...]], sampling: Sampling
+    ) -> tuple[list[ScoredResponse], dict[str, float]]:
+        """Draw one response per prompt and seed, prompt by prompt.
+
+        Args:
+            prompts: P prompts.
+            seeds: P tuples, one seed per response.
+            sampling: How tokens are drawn.
+
+        Returns:
+            The responses; and the seconds of `generate`, and of `reward`: what was still to be waited for afterwards.
+        """
+        requests = [GenerationRequest(prompt.prompt_ids, own) for prompt, own in zip(prompts, seeds, strict=True)]
+        prompt_of = [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
+        drawn: dict[int, tuple[Generation, str]] = {}
+        started = time.perf_counter()
+        with self._scorer.open() as scoring:
+            for number, generation in self._engine.generate(requests, sampling):
+                text = str(self._tokenizer.decode(generation.token_ids, skip_special_tokens=True))
+                prompt = prompt_of[number]
+                scoring.add(number, RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info))
+                drawn[number] = generation, text
+            generated = time.perf_counter()
+            outcomes = scoring.finish()
+        seconds = {"generate": generated - started, "reward": time.perf_counter() - generated}
+        return [ScoredResponse(*drawn[number], outcomes[number]) for number in range(len(prompt_of))], seconds

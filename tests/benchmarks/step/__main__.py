@@ -1,0 +1,41 @@
+"""The command; `sluice bench step` runs it in a process of its own."""
+
+import json
+import logging
+import sys
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tests.benchmarks.step.report import render
+from tests.benchmarks.step.run import QUICK, Plan, measure
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+
+
+@app.command()
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, the last one.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model, few steps: a smoke test.")] = False,
+    model: Annotated[str | None, typer.Option(help="tiny, small or mid.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=8, help="The most of one response.")] = None,
+    steps: Annotated[int | None, typer.Option(min=3, help="Of each run.")] = None,
+    repetitions: Annotated[int | None, typer.Option(min=1, help="Runs of each path.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="That the workers share.")] = None,
+) -> None:
+    """Measure whole steps: sampling and training one after the other, and overlapped."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("tests.benchmarks").setLevel(logging.INFO)
+    chosen = {"model": model, "tokens": tokens, "steps": steps, "repetitions": repetitions, "cores": cores}
+    plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
+    report = measure(plan)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        Console().print(render(report))
+
+
+if __name__ == "__main__":
+    app()

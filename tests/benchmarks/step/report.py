@@ -1,0 +1,29 @@
+"""The figures as a table."""
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+
+def render(report: dict[str, Any]) -> Group:
+    """The report for people."""
+    phases = sorted({phase for path in report["paths"].values() for phase in path["seconds_by_phase"]})
+    table = Table(
+        "path", "threads", "s/step", "tok/s", *phases, title="whole GRPO steps, medians", title_justify="left"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, path in report["paths"].items():
+        seconds = [f"{path['seconds_by_phase'].get(phase, 0.0):.2f}" for phase in phases]
+        table.add_row(
+            name, str(path["threads"]), f"{path['seconds_per_step']:.2f}", f"{path['tokens_per_s']:.0f}", *seconds
+        )
+    return Group(
+        table,
+        Text(
+            f"overlapped is {report['speedup']:.2f} times as fast as synchronous with all cores, "
+            f"{report['speedup_at_equal_threads']:.2f} times as fast as synchronous with the same threads per worker"
+        ),
+    )

@@ -1,0 +1,123 @@
+"""Whole GRPO steps, one after another or overlapped: real runs of the command, on a local Prefect server and Ray."""
+
+import logging
+import os
+import platform
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from infra.runs import RunDirectory
+from infra.tiny_model import make_model
+from schemas.step import StepReport
+from tests.benchmarks.train.models import SIZES
+from tests.services import Workplace
+
+logger = logging.getLogger(__name__)
+
+FIRST_STOP_TOKEN = 300  # after the tokenizer's own; no text comes of these
+WARM_UP_STEPS = 2  # the first of a run, which also begin to overlap
+
+# What differs between the paths; threads are a share of the machine's cores, per worker.
+PATHS: dict[str, tuple[int, float]] = {
+    "synchronous": (0, 1.0),
+    "synchronous_half": (0, 0.5),  # each worker has the cores that it has when the two overlap
+    "overlapped": (1, 0.5),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        model: One of the sizes of `tests/benchmarks/train`.
+        num_prompts: Per step.
+        samples_per_prompt: Responses to each.
+        tokens: The most of one response; random stop tokens end one after about a quarter of it.
+        steps: Of each run.
+        repetitions: Runs of each path, in turn.
+        cores: That the paths share; 0 for the machine's.
+    """
+
+    model: str = "small"
+    num_prompts: int = 8
+    samples_per_prompt: int = 8
+    tokens: int = 192
+    steps: int = 8
+    repetitions: int = 3
+    cores: int = 0
+
+
+QUICK = Plan(model="tiny", num_prompts=2, samples_per_prompt=2, tokens=8, steps=3, repetitions=1)
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Run every path in turn, and report the medians over all steps but each run's first.
+
+    Returns:
+        `paths`: by name, `seconds_per_step`, `tokens_per_s`, `seconds_by_phase`, `threads` and the mean `staleness`
+        of a step's rows; `speedup`: the synchronous seconds over the overlapped; what was measured, and where.
+    """
+    cores = plan.cores or os.cpu_count() or 1
+    reports: dict[str, list[StepReport]] = {name: [] for name in PATHS}
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
+        place = Workplace(Path(folder))
+        stop_tokens = _write_inputs(place, plan)
+        try:
+            for repetition in range(plan.repetitions):
+                for name, (staleness, share) in PATHS.items():
+                    run_id = f"{name}-{repetition}"
+                    place.sluice(
+                        *("train", "tiny.toml", f"steps={plan.steps}", "--run-id", run_id, "data.eval_path="),
+                        f"rollout.num_prompts={plan.num_prompts}",
+                        f"rollout.samples_per_prompt={plan.samples_per_prompt}",
+                        f"rollout.max_response_tokens={plan.tokens}",
+                        f"rollout.stop_token_ids={stop_tokens}",
+                        'correction.kind="truncated"',  # both, so that both do the same work
+                        "optim.lr=1e-6",
+                        f"runtime.max_staleness={staleness}",
+                        f"runtime.num_threads={max(1, round(cores * share))}",
+                    )
+                    steps = RunDirectory(place.folder / "runs" / run_id).metrics.steps()
+                    reports[name] += steps[min(WARM_UP_STEPS, plan.steps - 1) :]
+                    logger.info("%s: %.2f s per step", run_id, median(step.seconds for step in steps))
+        finally:
+            place.services.stop()
+    paths = {
+        name: _summary(steps) | {"threads": max(1, round(cores * PATHS[name][1]))} for name, steps in reports.items()
+    }
+    return {
+        "paths": paths,
+        "speedup": paths["synchronous"]["seconds_per_step"] / paths["overlapped"]["seconds_per_step"],
+        "speedup_at_equal_threads": (
+            paths["synchronous_half"]["seconds_per_step"] / paths["overlapped"]["seconds_per_step"]
+        ),
+        "plan": asdict(plan) | {"cores": cores},
+        "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
+    }
+
+
+def _write_inputs(place: Workplace, plan: Plan) -> list[int]:
+    """Write the model; returns the tokens that end a response."""
+    size = {**SIZES[plan.model], "vocab_size": max(SIZES[plan.model]["vocab_size"], 1024)}
+    make_model(place.folder / "model", max_position_embeddings=4096, initializer_range=0.02, **size)
+    num_stop_tokens = min(round(size["vocab_size"] * 4 / plan.tokens), 512)  # nearly uniform: one token in tokens / 4
+    return list(range(FIRST_STOP_TOKEN, FIRST_STOP_TOKEN + num_stop_tokens))
+
+
+def _summary(steps: list[StepReport]) -> dict[str, Any]:
+    phases = sorted({phase for step in steps for phase in step.seconds_by_phase})
+    return {
+        "seconds_per_step": median(step.seconds for step in steps),
+        "tokens_per_s": median(step.metrics["tokens"] / step.seconds for step in steps),
+        "seconds_by_phase": {
+            phase: median(step.seconds_by_phase.get(phase, 0.0) for step in steps) for phase in phases
+        },
+        "staleness": sum(step.metrics["rollout/staleness"] for step in steps) / len(steps),
+        "steps": len(steps),
+    }
