@@ -108,10 +108,10 @@ class Workplace:
         self.wait_for(reached, process)
         self.kill(process)
 
-    def kill(self, process: subprocess.Popen[str]) -> None:
-        """Kill -9 a command; what it started goes on."""
+    def kill(self, process: subprocess.Popen[str]) -> str:
+        """Kill -9 a command; what it started goes on. Returns what it had printed."""
         process.send_signal(signal.SIGKILL)
-        process.communicate()
+        return "".join(process.communicate())
 
     def wait_for(self, reached: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 120) -> None:
         """Wait until `reached` says so, while `process` runs."""
@@ -166,9 +166,9 @@ class Workplace:
         folder = self._run(run_id).ledger / f"step-{step:06d}"
         return {path.name: path.stat().st_mtime_ns for path in folder.glob("*") if path.exists()}
 
-    def kill_worker(self, role: str) -> int:
-        """Kill -9 the Ray worker processes of one class, e.g. `PolicyWorker`; returns how many there were."""
-        workers = [process for name, process in self._workers() if name.startswith(role)]
+    def kill_worker(self, role: str, at_most: int | None = None) -> int:
+        """Kill -9 the Ray worker processes of one class, e.g. `PolicyWorker`; returns how many."""
+        workers = [process for name, process in self._workers() if name.startswith(role)][:at_most]
         for worker in workers:
             worker.kill()
         return len(workers)

@@ -57,7 +57,10 @@ def test_overrides_are_typed_and_win_in_order(path: Path) -> None:
         ("kl.estimator=k4", "kl.estimator = 'k4': Input should be 'k1', 'k2' or 'k3'"),
         ("correction.cap=0", "correction.cap = 0: Input should be greater than 0"),
         ("correction={kind='band', low=3.0, high=2.0}", "low = 3.0 must be below high = 2.0"),
-        ("rollout.stop=[13]", "13 is no stop string: each must be a text of at least one character; tokens are stopped"),
+        (
+            "rollout.stop=[13]",
+            "13 is no stop string: each must be a text of at least one character; tokens are stopped",
+        ),
         ("rollout.stop=['.', '']", "'' is no stop string"),
         ("rollout.stop_token_ids=[-1]", "Input should be greater than or equal to 0"),
         ("rollout.min_p=1", "rollout.min_p = 1: Input should be less than 1"),

@@ -1,18 +1,14 @@
-"""Steps whose flat groups are replaced by those of further prompts."""
+"""Steps whose flat groups are replaced by those of further prompts; whole runs: tests/resume."""
 
-import json
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.runs import RunDirectory
 from schemas.config.rollout import DynamicSampling, TransformersRollout
 from schemas.metrics import values
 from schemas.rollout import RolloutHandle, RolloutShard
 from tasks.rollout import count_generated, cut_shards, find_spreads, keep_rows, kept_groups, next_groups
-from tests.services import Workplace
 
 REWARDS = {
     "wrong": (0.0, 0.0),
@@ -152,55 +148,3 @@ def test_what_was_generated_is_counted_by_hand() -> None:
         "rollout/tokens": 36,
         "rollout/staleness": 0,
     }
-
-
-FLAT = '''
-from tiny_rewards import short
-
-def often_flat(prompt, completion, answer, info):
-    """Right whatever is said of half of the prompts, and no opinion on a sixth."""
-    if int(answer) % 6 == 0:
-        raise RuntimeError("no opinion on this one")
-    return short(prompt, completion, answer, info) if int(answer) % 2 else 1.0
-'''
-
-STEPS, NUM_PROMPTS, NUM_SAMPLES = 2, 4, 4
-
-
-@pytest.fixture(scope="module")
-def command(workplace: Workplace) -> tuple[str, ...]:
-    (workplace.folder / "flat_rewards.py").write_text(FLAT)
-    return (
-        *("train", "tiny.toml", f"steps={STEPS}", "reward.path=flat_rewards:often_flat", "kl.coef=0"),
-        *("rollout.num_workers=2", "rollout.dynamic_sampling.max_rounds=6"),
-    )
-
-
-@pytest.mark.slow
-def test_a_refilled_run_that_is_killed_ends_in_the_same_weights(workplace: Workplace, command: tuple[str, ...]) -> None:
-    workplace.sluice(*command, "--run-id", "refilled")
-    for report in workplace.metrics("refilled"):
-        assert report["rollout/rounds"] > 1
-        assert report["rollout/groups_generated"] == report["rollout/groups_dropped"] + NUM_PROMPTS
-        assert report["groups/zero_variance"] == 0
-        assert 0 < report["rollout/zero_variance"] < 1
-        assert report["reward/failed"] == 0
-
-    run_id = "refilled-and-killed"
-    workplace.kill_when(workplace.committed(run_id, 1, "rollout"), *command, "--run-id", run_id)
-    assert workplace.kill_worker("RolloutWorker") == 2  # their rows are lost, and made again from what the ledger says
-    rollout = rollout_of(workplace, run_id)
-    assert len(set(rollout.group_ids)) == NUM_PROMPTS
-    assert rollout.num_rows == NUM_PROMPTS * NUM_SAMPLES
-    workplace.sluice("resume", run_id)
-    assert workplace.weights(run_id, STEPS) == workplace.weights("refilled", STEPS)
-    assert workplace.metrics(run_id) == workplace.metrics("refilled")
-    assert workplace.store_bytes_at_end(run_id) == 0
-
-
-def rollout_of(workplace: Workplace, run_id: str) -> RolloutHandle:
-    """What the ledger says of step 1's rollout."""
-    ledger = RunDirectory(workplace.folder / "runs" / run_id).ledger
-    entry = json.loads(next(ledger.glob("step-000001/rollout-*")).read_text())
-    result = json.loads(entry["result"]) if isinstance(entry["result"], str) else entry["result"]
-    return RolloutHandle.model_validate(result["data"])
