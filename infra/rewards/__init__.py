@@ -1,5 +1,6 @@
-"""Scoring responses: in the rollout worker itself, or in processes that can be ended."""
+"""Scoring responses while others are generated: in the rollout worker itself, or in processes that can be ended."""
 
-from infra.rewards.scorer import Scorer, open_scorer
+from infra.rewards.base import Scorer, Scoring
+from infra.rewards.scorer import open_scorer
 
-__all__ = ["Scorer", "open_scorer"]
+__all__ = ["Scorer", "Scoring", "open_scorer"]

@@ -1,7 +1,8 @@
 """The program of a reward process: loads one reward function and scores what its parent sends.
 
-Messages from the parent are pickled: the reward's config first, then lists of `(number, RewardItem)`. Answers are lines
-of JSON: `{"concurrent": bool}` or `{"error": str}` first, then one for each item, as soon as it is scored.
+Messages from the parent are pickled, after their length (`MESSAGE_BYTES`): the reward's config first, then lists of
+`(number, RewardItem)`. Answers are lines of JSON: `{"concurrent": bool}` or `{"error": str}` first, then one for each
+item, as soon as it is scored.
 """
 
 import asyncio
@@ -12,15 +13,19 @@ import pickle
 import select
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO
 
-from rl_core.rewards import RewardFunction, RewardItem, is_concurrent, load_reward, score_one
+from rl_core.rewards import RewardFunction, RewardItem, RewardOutcome, is_concurrent, load_reward, score_one
 from schemas.errors import RewardImportError
 
 LIFELINE = 0  # standard input: a pipe that the parent holds open and never writes to
+MESSAGE_BYTES = struct.Struct("!Q")  # how long the message is that follows
+
+Chunk = Sequence[tuple[int, RewardItem]]
 
 
 def main(descriptor: int) -> None:
@@ -28,18 +33,20 @@ def main(descriptor: int) -> None:
     end_with_parent()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    with connection.makefile("rb") as messages, asyncio.Runner() as runner:
-        config = pickle.load(messages)  # noqa: S301 - from the parent, not from disk
+    with connection.makefile("rb") as messages:
+        config = _read(messages)
         try:
             function = load_reward(config)
         except RewardImportError as error:
-            _answer(connection, error=str(error))
+            connection.sendall(_line(error=str(error)))
             return
-        _answer(connection, concurrent=is_concurrent(function))
-        with suppress(EOFError):
+        connection.sendall(_line(concurrent=is_concurrent(function)))
+        with suppress(EOFError), asyncio.Runner() as runner:
+            if is_concurrent(function):
+                runner.run(_score_as_they_come(connection, function, config.timeout_seconds))
+                return
             while True:
-                chunk = pickle.load(messages)  # noqa: S301 - as above
-                runner.run(_score(connection, function, chunk, config.timeout_seconds))
+                runner.run(_score_in_order(connection, function, _read(messages), config.timeout_seconds))
 
 
 def end_with_parent() -> None:
@@ -58,22 +65,42 @@ def end_with_parent() -> None:
         sys.exit(1)
 
 
-async def _score(
-    connection: socket.socket,
-    function: RewardFunction,
-    chunk: Sequence[tuple[int, RewardItem]],
-    timeout_seconds: float | None,
+async def _score_in_order(
+    connection: socket.socket, function: RewardFunction, chunk: Chunk, timeout_seconds: float | None
 ) -> None:
-    async def answer(number: int, item: RewardItem) -> None:
-        outcome = await score_one(function, item, timeout_seconds)
-        _answer(connection, item=number, reward=outcome.reward, parts=outcome.parts, failure=outcome.failure)
-
-    if is_concurrent(function):
-        await asyncio.gather(*(answer(number, item) for number, item in chunk))
-        return
-    for number, item in chunk:  # in order: the parent takes the first without an answer for the one at work
-        await answer(number, item)
+    """Answer each item before the next is begun: the parent takes the first without an answer for the one at work."""
+    for number, item in chunk:
+        connection.sendall(_answer(number, await score_one(function, item, timeout_seconds)))
 
 
-def _answer(connection: socket.socket, **values: Any) -> None:
-    connection.sendall(json.dumps(values).encode() + b"\n")
+async def _score_as_they_come(
+    connection: socket.socket, function: RewardFunction, timeout_seconds: float | None
+) -> None:
+    """Begin with every item when it comes, whatever is still at work."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+
+    async def score(number: int, item: RewardItem) -> None:
+        writer.write(_answer(number, await score_one(function, item, timeout_seconds)))
+
+    async with asyncio.TaskGroup() as calls:
+        with suppress(EOFError):
+            while True:
+                (num_bytes,) = MESSAGE_BYTES.unpack(await reader.readexactly(MESSAGE_BYTES.size))
+                chunk: Chunk = pickle.loads(await reader.readexactly(num_bytes))  # noqa: S301 - from the parent
+                for number, item in chunk:
+                    calls.create_task(score(number, item))
+
+
+def _read(messages: BinaryIO) -> Any:
+    header = messages.read(MESSAGE_BYTES.size)
+    if len(header) < MESSAGE_BYTES.size:
+        raise EOFError
+    return pickle.loads(messages.read(*MESSAGE_BYTES.unpack(header)))  # noqa: S301 - from the parent, not from disk
+
+
+def _answer(number: int, outcome: RewardOutcome) -> bytes:
+    return _line(item=number, reward=outcome.reward, parts=outcome.parts, failure=outcome.failure)
+
+
+def _line(**values: Any) -> bytes:
+    return json.dumps(values).encode() + b"\n"

@@ -9,12 +9,14 @@ import math
 import selectors
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+from infra.rewards.base import Scorer, Scoring
+from infra.rewards.pool_scoring import PoolScoring
 from infra.rewards.process import RewardProcess
-from rl_core.rewards import RewardItem, RewardOutcome
+from infra.rewards.work import Work
+from rl_core.rewards import RewardOutcome
 from schemas.config.reward import IsolatedReward
 from schemas.errors import RewardImportError
 
@@ -23,13 +25,9 @@ logger = logging.getLogger(__name__)
 READY_SECONDS = 300.0  # for importing the reward's module
 POLL_SECONDS = 1.0  # between looks at whether a silent process is still there
 GRACE_SECONDS = 1.0  # for concurrent calls, which are first ended from within
-CHUNKS_PER_PROCESS = 4  # to even out rewards that take longer than others
-MAX_CHUNK_ITEMS = 16
-
-Chunk = list[int]
 
 
-class RewardPool:
+class RewardPool(Scorer):
     """The reward processes of one rollout worker.
 
     Args:
@@ -40,6 +38,7 @@ class RewardPool:
         self._config = config
         self._processes: list[RewardProcess] = []
         self._selector = selectors.DefaultSelector()
+        self._scoring: PoolScoring | None = None
         weakref.finalize(self, _close_all, self._processes)  # with the pool, or at the latest with this process
 
     def start(self) -> None:
@@ -53,31 +52,27 @@ class RewardPool:
         Raises:
             RewardImportError: One can't, or ended while it did.
         """
+        assert self._scoring is None, "a batch at work waits by itself"
         while any(process.concurrent is None for process in self._processes):
             self._wait()
 
-    def score(self, items: Sequence[RewardItem]) -> list[RewardOutcome]:
-        """Return the items' outcomes, in order.
+    def open(self) -> Scoring:
+        """Begin a batch; the one before must be finished or closed.
 
-        One that has no answer within `timeout_seconds`, or whose process ends, is a failure; the process is replaced,
-        and goes on with the other items. Of several concurrent calls in a process that stops answering, each is made
-        again on its own.
-
-        Raises:
-            RewardImportError: A process that replaces another can't load the reward function.
+        An item that has no answer within `timeout_seconds`, counted from when its process was last heard from, or whose
+        process ends, is a failure; the process is replaced, and the other items are handed out again. Of several
+        concurrent calls in a process that stops answering, each is made again on its own.
         """
-        self.wait_until_ready()
-        work = _Work(items, self._chunks(len(items)))
-        while work.num_open:
-            for process in self._processes:
-                if work.chunks and process.is_idle() and not process.has_died():
-                    numbers = work.chunks.popleft()
-                    process.send(numbers, [items[number] for number in numbers])
-            self._wait(work)
-        return work.outcomes
+        assert self._processes, "the pool isn't started, or is closed"
+        assert self._scoring is None, "a pool scores one batch at a time: finish or close the one before"
+        self._scoring = PoolScoring(self._serve, self._release)
+        self._scoring.start()
+        return self._scoring
 
     def close(self) -> None:
-        """End all processes."""
+        """Drop the batch at work, and end all processes."""
+        if self._scoring is not None:
+            self._scoring.close()
         self._selector.close()
         _close_all(self._processes)
 
@@ -86,29 +81,54 @@ class RewardPool:
         """The processes' ids."""
         return [process.pid for process in self._processes]
 
-    def _chunks(self, num_items: int) -> Iterable[Chunk]:
-        size = math.ceil(num_items / len(self._processes))
-        if not any(process.concurrent for process in self._processes):
-            size = min(max(size // CHUNKS_PER_PROCESS, 1), MAX_CHUNK_ITEMS)
-        return (list(range(first, min(first + size, num_items))) for first in range(0, num_items, size or 1))
+    def _serve(self, work: Work) -> None:
+        """Have the processes score a batch until it is over."""
+        self._selector.register(work, selectors.EVENT_READ)
+        try:
+            work.take_arrivals()
+            while not work.is_over:
+                self._hand_out(work)
+                self._wait(work)
+                work.take_arrivals()
+        finally:
+            self._selector.unregister(work)
+
+    def _release(self) -> None:
+        """Replace the processes that are still at an item of a batch that was dropped."""
+        self._scoring = None
+        for process in [process for process in self._processes if process.outstanding]:
+            self._remove(process)
+            self._add_process()
+
+    def _hand_out(self, work: Work) -> None:
+        """Give the processes what they can take, the least busy one first."""
+        least_busy_first = sorted(self._processes, key=lambda process: len(process.outstanding))
+        takers = [process for process in least_busy_first if work.may_take(process) and not process.has_died()]
+        for num_left, process in zip(range(len(takers), 0, -1), takers, strict=True):
+            work.hand_out(process, num_left)
 
     def _add_process(self) -> None:
         process = RewardProcess(self._config)
         self._processes.append(process)
-        self._selector.register(process, selectors.EVENT_READ, process)
+        self._selector.register(process, selectors.EVENT_READ)
 
-    def _wait(self, work: "_Work | None" = None) -> None:
+    def _remove(self, process: RewardProcess) -> None:
+        self._selector.unregister(process)
+        self._processes.remove(process)
+        process.close()
+
+    def _wait(self, work: Work | None = None) -> None:
         """Wait until something happens or a process is overdue; take its answers, and replace those that are lost."""
-        ready = {key.data for key, _ in self._selector.select(self._seconds_to_wait())}
+        now = time.monotonic()
+        ready = {key.fileobj for key, _ in self._selector.select(self._seconds_to_wait(now))}
         for process in list(self._processes):
             if process in ready:
                 self._take(process, process.receive(), work)
-            reason = self._loss(process, ready)
+            reason = self._loss(process, process in ready, now)
             if reason is not None:
                 self._replace(process, reason, work)
 
-    def _seconds_to_wait(self) -> float:
-        now = time.monotonic()
+    def _seconds_to_wait(self, now: float) -> float:
         limits = [process.heard_at + self._limit(process) - now for process in self._processes]
         return max(0.0, min([POLL_SECONDS, *limits]))
 
@@ -120,15 +140,19 @@ class RewardPool:
             return math.inf
         return self._config.timeout_seconds + (GRACE_SECONDS if process.concurrent else 0.0)
 
-    def _loss(self, process: RewardProcess, ready: set[RewardProcess]) -> str | None:
-        """Why a process is lost, or None: what it answered is looked at first, however late this process is."""
-        if process.ended or (process not in ready and process.has_died()):
+    def _loss(self, process: RewardProcess, ready: bool, now: float) -> str | None:
+        """Why a process is lost, or None.
+
+        It is late if it was so at `now`, before a look for answers that found none: however late this thread itself
+        is, what a process has answered counts.
+        """
+        if process.ended or (not ready and process.has_died()):
             return "ended"
-        if process not in ready and time.monotonic() > process.heard_at + self._limit(process):
+        if not ready and now > process.heard_at + self._limit(process):
             return "late"
         return None
 
-    def _take(self, process: RewardProcess, answers: Iterable[dict[str, Any]], work: "_Work | None") -> None:
+    def _take(self, process: RewardProcess, answers: Iterable[dict[str, Any]], work: Work | None) -> None:
         for answer in answers:
             if "error" in answer:
                 raise RewardImportError(answer["error"])
@@ -138,13 +162,11 @@ class RewardPool:
             assert work is not None, "an answer to nothing that was asked"
             work.settle(answer["item"], RewardOutcome(answer["reward"], answer["parts"], answer["failure"]))
 
-    def _replace(self, process: RewardProcess, reason: str, work: "_Work | None") -> None:
+    def _replace(self, process: RewardProcess, reason: str, work: Work | None) -> None:
         how = process.kill()
         answers = process.receive()  # what it said before it was ended
         self._take(process, answers, work)
-        self._selector.unregister(process)
-        self._processes.remove(process)
-        process.close()
+        self._remove(process)
         if process.concurrent is None:
             what = f"ended with {how}" if reason == "ended" else f"took more than {READY_SECONDS:g} s"
             raise RewardImportError(f"a reward process {what} while it loaded the reward function")
@@ -159,40 +181,6 @@ class RewardPool:
         if work is not None and process.outstanding:
             work.lose(process, outcome, blame=reason == "ended" or not answers)
         self._add_process()
-
-
-class _Work:
-    """The items of one call: what is done, and what is still to be handed out."""
-
-    def __init__(self, items: Sequence[RewardItem], chunks: Iterable[Chunk]) -> None:
-        self._outcomes: list[RewardOutcome | None] = [None] * len(items)
-        self.num_open = len(items)
-        self.chunks = deque(chunks)
-
-    @property
-    def outcomes(self) -> list[RewardOutcome]:
-        assert not self.num_open
-        return [outcome for outcome in self._outcomes if outcome is not None]
-
-    def settle(self, number: int, outcome: RewardOutcome) -> None:
-        self._outcomes[number] = outcome
-        self.num_open -= 1
-
-    def lose(self, process: RewardProcess, outcome: RewardOutcome, *, blame: bool) -> None:
-        """Give the item that a lost process was at its outcome, and hand out the others again.
-
-        Where calls were concurrent it could have been any of them: each is tried on its own. With `blame` off, the
-        process had gone on to the next item just before it was ended; then none is at fault.
-        """
-        numbers = process.outstanding
-        if process.concurrent and len(numbers) > 1:
-            self.chunks.extendleft([number] for number in reversed(numbers))
-            return
-        if blame:
-            self.settle(numbers[0], outcome)
-            numbers = numbers[1:]
-        if numbers:
-            self.chunks.appendleft(numbers)
 
 
 def _close_all(processes: list[RewardProcess]) -> None:

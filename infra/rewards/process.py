@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from infra.rewards.child import MESSAGE_BYTES
 from rl_core.rewards import RewardItem
 from schemas.config.reward import IsolatedReward
 
@@ -21,11 +22,11 @@ PROGRAM = (
     "from infra.rewards.child import main; main(int(sys.argv[1]))"
 )
 RECEIVE_BYTES = 2**16
-SEND_SECONDS = 60.0  # an idle process that takes nothing for so long is lost
+SEND_SECONDS = 60.0  # a process that takes nothing for so long is lost
 
 
 class RewardProcess:
-    """One process that loads a reward function and scores a chunk of items at a time.
+    """One process that loads a reward function and scores what it is sent.
 
     Args:
         config: The reward.
@@ -46,7 +47,7 @@ class RewardProcess:
         self.ended = False
         self.concurrent: bool | None = None  # whether its items may overlap; None: it isn't ready yet
         self.outstanding: list[int] = []  # the items that it was sent and hasn't answered, in order
-        self.heard_at = time.monotonic()  # when it last answered, or was sent something to do
+        self.heard_at = time.monotonic()  # when it last answered, or was sent something while it had nothing to do
         self._send(config)
 
     @property
@@ -57,13 +58,11 @@ class RewardProcess:
         """The descriptor to wait on for answers."""
         return self._connection.fileno()
 
-    def is_idle(self) -> bool:
-        """Whether it is ready and has nothing to do."""
-        return self.concurrent is not None and not self.outstanding
-
     def send(self, numbers: Sequence[int], items: Sequence[RewardItem]) -> None:
         """Have it score `items`, and answer by their `numbers`."""
-        self.outstanding, self.heard_at = list(numbers), time.monotonic()
+        if not self.outstanding:  # else what it is at since then still counts
+            self.heard_at = time.monotonic()
+        self.outstanding.extend(numbers)
         self._send(list(zip(numbers, items, strict=True)))
 
     def receive(self) -> list[dict[str, Any]]:
@@ -109,7 +108,12 @@ class RewardProcess:
         self._process.stdin.close()
 
     def _send(self, message: object) -> None:
+        data = pickle.dumps(message)
         self._connection.settimeout(SEND_SECONDS)
-        with suppress(ConnectionError, TimeoutError):  # it has ended, or will be found to be late
-            self._connection.sendall(pickle.dumps(message))
+        try:
+            self._connection.sendall(MESSAGE_BYTES.pack(len(data)) + data)
+        except ConnectionError:
+            pass  # it has ended, and will be found to have
+        except TimeoutError:  # with half a message it is of no further use
+            os.killpg(self.pid, signal.SIGKILL)
         self._connection.setblocking(False)

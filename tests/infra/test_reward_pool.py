@@ -1,3 +1,4 @@
+import ctypes
 import os
 import signal
 import subprocess
@@ -10,8 +11,8 @@ import psutil
 import pytest
 
 from infra.rewards import Scorer, open_scorer
+from infra.rewards.local import LocalScorer
 from infra.rewards.pool import RewardPool
-from infra.rewards.scorer import LocalScorer
 from rl_core.rewards import RewardItem, RewardOutcome
 from schemas.config.reward import ExactReward, FormatReward, FunctionReward, WeightedReward
 from schemas.errors import RewardImportError
@@ -286,6 +287,113 @@ def test_quick_rewards_start_no_process() -> None:
 def test_any_reward_can_be_scored_here(open_pool: Open) -> None:
     scorer = open_pool("pid", num_processes=0, timeout_seconds=None)
     assert rewards(scorer, "") == [os.getpid()]
+
+
+def test_items_are_scored_while_others_are_still_to_come(open_pool: Open, calls: Path) -> None:
+    for name in ("score", "wait"):
+        pool = open_pool(name, num_processes=2, timeout_seconds=60)
+        with pool.open() as scoring:
+            for number, completion in ((7, "70"), (3, "30")):  # in any order
+                scoring.add(number, *items(completion))
+                wait_until(lambda line=f"{completion}\n": calls.exists() and line in calls.read_text())
+            scoring.add(0, *items("5"))
+            found = scoring.finish()
+        assert {number: outcome.reward for number, outcome in found.items()} == {7: 70, 3: 30, 0: 5}
+        calls.unlink()
+
+
+def test_a_stuck_reward_is_ended_while_others_are_still_to_come(open_pool: Open) -> None:
+    pool = open_pool()
+    pids = pool.pids
+    with pool.open() as scoring:
+        scoring.add(0, *items("hang"))
+        wait_until(lambda: pool.pids not in (pids, []))
+        scoring.add(1, *items("1"))
+        found = scoring.finish()
+    late = RewardOutcome(None, failure="TimeoutError: no answer within 1 s")
+    assert found == {0: late, 1: RewardOutcome(1.0)}
+
+
+@pytest.mark.parametrize("name", ["score", "wait"])
+def test_what_goes_wrong_costs_its_row_only_where_rows_come_one_by_one(open_pool: Open, name: str) -> None:
+    completions = ["0", "nan", "text", "raise no such luck", "leave", "5", "hang", "7"]
+    pool = open_pool(name, num_processes=2)
+    with pool.open() as scoring:
+        for number, item in enumerate(items(*completions)):
+            scoring.add(number, item)
+            time.sleep(0.01)
+        found = scoring.finish()
+    assert [found[number].reward for number in range(8)] == [0, None, None, None, None, 5, None, 7]
+    kinds = [(found[number].failure or "").partition(":")[0] for number in (1, 2, 3, 4, 6)]
+    assert kinds == ["ValueError", "TypeError", "RuntimeError", "RewardProcessError", "TimeoutError"]
+
+
+def test_an_answer_in_time_counts_however_late_it_is_read(open_pool: Open) -> None:
+    pool = open_pool()
+    pids = pool.pids
+    pool.wait_until_ready()
+    with pool.open() as scoring:
+        for number, item in enumerate(items("0", "1", "2")):
+            scoring.add(number, item)
+        ctypes.PyDLL(None).usleep(1_500_000)  # holds the interpreter: nothing else runs in this process
+        found = scoring.finish()
+    assert [found[number].reward for number in range(3)] == [0, 1, 2]
+    assert pool.pids == pids
+
+
+@pytest.mark.parametrize(("name", "completion"), [("score", "hang"), ("wait", "wait"), ("score", "8")])
+def test_an_abandoned_batch_leaves_nothing_behind(open_pool: Open, calls: Path, name: str, completion: str) -> None:
+    pool = open_pool(name, timeout_seconds=60)
+
+    def generate() -> None:
+        with pool.open() as scoring:
+            for number, item in enumerate(items(*[completion] * 40)):
+                scoring.add(number, item)
+            wait_until(lambda: calls.exists() and calls.read_text() != "")
+            raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        generate()
+    pool.wait_until_ready()
+    calls.write_text("")
+    assert rewards(pool, "1", "2", "3") == [1, 2, 3]
+    assert sorted(calls.read_text().split()) == ["1", "2", "3"]
+
+
+def test_closing_a_pool_drops_its_batch(open_pool: Open) -> None:
+    pool = open_pool(timeout_seconds=60)
+    pool.open().add(0, *items("hang"))
+    pool.close()
+    assert pool.pids == []
+
+
+def test_a_process_that_cannot_load_the_reward_stops_the_batch(open_pool: Open) -> None:
+    with open_pool("none").open() as scoring:
+        scoring.add(0, *items("1"))
+        with pytest.raises(RewardImportError, match="has no such function 'none'"):
+            scoring.finish()
+
+
+def test_one_batch_at_a_time(open_pool: Open) -> None:
+    pool = open_pool()
+    with pool.open() as scoring:
+        with pytest.raises(AssertionError, match="one batch at a time"):
+            pool.open()
+        assert scoring.finish() == {}
+        with pytest.raises(AssertionError, match="finished or closed"):
+            scoring.add(0, *items("1"))
+
+
+@pytest.mark.parametrize("name", ["score", "wait"])
+def test_a_batch_is_scored_here_too(open_pool: Open, name: str) -> None:
+    with open_pool(name, num_processes=0, timeout_seconds=None).open() as scoring:
+        for number, item in enumerate(items("1", "nan", "raise no such luck")):
+            scoring.add(2 - number, item)
+        with pytest.raises(AssertionError, match="item 2 was added before"):
+            scoring.add(2, *items("1"))
+        found = scoring.finish()
+    assert [found[number].reward for number in range(3)] == [None, None, 1]
+    assert found[0].failure == "RuntimeError: no such luck"
 
 
 def wait_for_end(pid: int) -> None:

@@ -1,0 +1,62 @@
+"""Scoring in the process that generates."""
+
+import asyncio
+
+from infra.rewards.base import Scorer, Scoring
+from rl_core.rewards import RewardFunction, RewardItem, RewardOutcome, is_concurrent, score_all, score_one
+
+
+class LocalScorer(Scorer):
+    """Scores in this process: nothing stops a reward function that hangs or crashes.
+
+    Args:
+        function: The reward function.
+    """
+
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+
+    def wait_until_ready(self) -> None:
+        """Return at once."""
+
+    def open(self) -> Scoring:
+        """Begin a batch."""
+        return LocalScoring(self._function)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class LocalScoring(Scoring):
+    """A batch that is scored here, item by item; calls that may overlap are all made at the end.
+
+    Args:
+        function: The reward function.
+    """
+
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+        self._concurrent = is_concurrent(function)
+        self._runner = asyncio.Runner()
+        self._numbers: set[int] = set()
+        self._waiting: dict[int, RewardItem] = {}
+        self._outcomes: dict[int, RewardOutcome] = {}
+
+    def add(self, number: int, item: RewardItem) -> None:
+        """Score `item`, or keep it for the end where calls may overlap."""
+        assert number not in self._numbers, f"item {number} was added before"
+        self._numbers.add(number)
+        if self._concurrent:
+            self._waiting[number] = item
+        else:
+            self._outcomes[number] = self._runner.run(score_one(self._function, item))
+
+    def finish(self) -> dict[int, RewardOutcome]:
+        """Make the calls that may overlap; return all outcomes by number."""
+        self.close()
+        outcomes = score_all(self._function, list(self._waiting.values()))
+        return self._outcomes | dict(zip(self._waiting, outcomes, strict=True))
+
+    def close(self) -> None:
+        """Make no further call."""
+        self._runner.close()
