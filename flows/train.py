@@ -119,7 +119,7 @@ async def _evaluate(
 ) -> None:
     every = run.config.eval.every_steps
     due = policy.step in (0, run.config.steps) or (every and policy.step % every == 0)
-    if run.config.data.eval_path is None or not due:
+    if not run.config.data.eval_path or not due:
         return
     if any(report.policy_version == policy.version for report in metrics.evals()):
         return

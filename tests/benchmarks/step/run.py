@@ -73,7 +73,7 @@ def measure(plan: Plan) -> dict[str, Any]:
                 for name, (staleness, share) in PATHS.items():
                     run_id = f"{name}-{repetition}"
                     place.sluice(
-                        *("train", "tiny.toml", f"steps={plan.steps}", "--run-id", run_id, "data.eval_path="),
+                        *("train", "tiny.toml", f"steps={plan.steps}", "--run-id", run_id),
                         f"rollout.num_prompts={plan.num_prompts}",
                         f"rollout.samples_per_prompt={plan.samples_per_prompt}",
                         f"rollout.max_response_tokens={plan.tokens}",
@@ -103,7 +103,9 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 def _write_inputs(place: Workplace, plan: Plan) -> list[int]:
-    """Write the model; returns the tokens that end a response."""
+    """Write the model and a config without an evaluation; returns the tokens that end a response."""
+    config = place.folder / "tiny.toml"
+    config.write_text(config.read_text().replace('eval_path = "eval.parquet"', ""))
     size = {**SIZES[plan.model], "vocab_size": max(SIZES[plan.model]["vocab_size"], 1024)}
     make_model(place.folder / "model", max_position_embeddings=4096, initializer_range=0.02, **size)
     num_stop_tokens = min(round(size["vocab_size"] * 4 / plan.tokens), 512)  # nearly uniform: one token in tokens / 4
