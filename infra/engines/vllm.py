@@ -16,12 +16,15 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
-from infra.models import check_weights, empty_model
+from infra.engines.cache import cache_bytes_per_token
+from infra.installation import require_vllm
+from infra.models import check_weights, empty_model, max_positions
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
+from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, NonFiniteError
 
 BLOCK_TOKENS = 32  # of a block of the KV cache: whole blocks of a prompt are shared between its samples
@@ -133,6 +136,18 @@ class VllmEngine:
         return outputs
 
 
+def max_model_len(config: RunConfig) -> int:
+    """The most tokens of a prompt and its response that a run can ask for, and its model can take."""
+    response = max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
+    return min(config.data.max_prompt_tokens + response, max_positions(config.model))
+
+
+def cache_bytes_per_sequence(config: RunConfig, dtype: torch.dtype) -> int:
+    """What the longest sequence of a run takes in the KV cache: whole blocks, and the one that vLLM keeps empty."""
+    num_blocks = -(-max_model_len(config) // BLOCK_TOKENS) + 1
+    return num_blocks * BLOCK_TOKENS * cache_bytes_per_token(AutoConfig.from_pretrained(config.model.path), dtype)
+
+
 def open_vllm(model: ModelConfig, rollout: VllmRollout, max_model_len: int) -> VllmEngine:
     """Start vLLM in this process, with the model folder's weights as policy version 0.
 
@@ -147,6 +162,7 @@ def open_vllm(model: ModelConfig, rollout: VllmRollout, max_model_len: int) -> V
     Raises:
         ConfigError: vLLM isn't installed, or can't run this model with these sizes.
     """
+    require_vllm()
     _set_environment()
     with torch.device("meta"):
         shapes = empty_model(Path(model.path))
@@ -252,7 +268,7 @@ def _pack_head(model: torch.nn.Module) -> None:
 
 def _no_compiling(eager: bool) -> AbstractContextManager[Any]:
     """Where `eager`, run what vLLM decorates with `torch.compile` as it is: that takes a compiler, and 4 to 20 s."""
-    return torch.compiler.set_stance("force_eager") if eager else nullcontext()  # type: ignore[no-untyped-call]
+    return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
 
 def _set_environment() -> None:
