@@ -5,13 +5,14 @@ there is a mask. For a single query position the query heads of a group can stan
 N rows, K key heads, G query heads per key head, Q queries, T cached tokens, D dims.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 NAME = "sluice_decode"
 
@@ -46,10 +47,30 @@ def decode_attention(
     return output.reshape(num_rows, 1, num_heads, value.shape[-1]), None
 
 
+def decode_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Make the mask that transformers' SDPA path takes; see `sdpa_mask`, and its arguments.
+
+    A newest token sees all that came before, so its causal mask is the padding's, [N, T] seen as [N, 1, 1, T].
+    """
+    sees_all = q_length == 1 and q_offset == kv_length - 1 and kv_offset == 0
+    if sees_all and mask_function is causal_mask_function and attention_mask is not None:
+        return attention_mask[:, None, None]
+    return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
+
+
 def use_decode_attention(model: PreTrainedModel) -> None:
     """Make `model` decode with `decode_attention`, if SDPA is what it uses; others are left as they are."""
     if model.config._attn_implementation != "sdpa":
         return
     AttentionInterface.register(NAME, decode_attention)
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionMaskInterface.register(NAME, decode_mask)
     model.set_attn_implementation(NAME)

@@ -8,14 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infra.engines.attention import use_decode_attention
 from infra.engines.base import Generation, GenerationRequest, Sampling
 from infra.engines.cache import cache_bytes_per_token, decoding_cache
+from infra.engines.layout import use_decode_layout
 from infra.engines.noise import uniforms
 from infra.engines.sampler import draw
+from infra.engines.stop import StopTexts
 from infra.models import check_weights
+from schemas.rollout import FinishReason
 
 _LEAVE_FRACTION = 1 / 8  # finished rows leave once they are this part of the batch: copying the cache must pay
 
@@ -27,16 +30,25 @@ class TransformersEngine:
         version: The policy version of the model's weights.
     """
 
-    def __init__(self, model: PreTrainedModel, version: int = 0, max_cache_bytes: int = 2**32) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        version: int = 0,
+        max_cache_bytes: int = 2**32,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
         """Wrap `model`, whose weights are those of policy `version`.
 
         Args:
-            model: The model, in eval mode.
+            model: The model, in eval mode and on its device; its attention and its weights' layout are changed.
             version: The policy version of its weights.
             max_cache_bytes: Requests are decoded in several batches where one's KV cache could exceed this.
+            tokenizer: The model's, needed for stop texts only.
         """
         use_decode_attention(model)
+        use_decode_layout(model)
         self.model = model
+        self.tokenizer = tokenizer
         self.version = version
         self.max_cache_bytes = max_cache_bytes
 
@@ -60,19 +72,25 @@ class TransformersEngine:
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[tuple[int, Generation]]:
         """Yield each sample when it is finished, with its number: request by request, in the order of their seeds.
 
+        Between two samples nothing is computed. The KV cache lives as long as the iterator.
+
         Raises:
-            ValueError: A prompt is empty.
+            ValueError: A prompt is empty, or there are stop texts but no tokenizer.
             NonFiniteError: The model's logits aren't finite.
         """
         for index, request in enumerate(requests):
             if len(request.prompt_ids) == 0:
                 raise ValueError(f"request {index} has an empty prompt; a model needs at least one token to continue")
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(f"stop texts {sampling.stop} need a tokenizer; give TransformersEngine the model's")
         first = 0
         for batch in self._batches(requests, sampling):
-            with torch.inference_mode():
-                generations = _Decode(self.model, batch, sampling).run()
-            yield from enumerate(generations, first)
-            first += len(generations)
+            decode = _Decode(self.model, batch, sampling, self.tokenizer)
+            while not decode.finished.all():
+                with torch.inference_mode():  # of this step only: a mode that outlived a yield would be the consumer's
+                    ended = decode.step()
+                yield from ((first + row, decode.generation(row)) for row in ended)
+            first += len(decode.finished)
 
     def close(self) -> None:
         """Let go of the model; it generates nothing any more."""
@@ -99,90 +117,110 @@ class TransformersEngine:
 class _Decode:
     """The state of one batch while it is decoded. `live` [L] are the rows still in the batch, ascending."""
 
-    def __init__(self, model: PreTrainedModel, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        requests: Sequence[GenerationRequest],
+        sampling: Sampling,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
         self.model = model
         self.sampling = sampling
         self.requests = requests
         self.request_of_row = np.repeat(np.arange(len(requests)), [r.num_samples for r in requests])
-        self.prompt_lengths = np.array([len(r.prompt_ids) for r in requests])
         num_rows = len(self.request_of_row)
+        seeds = np.array([seed for request in requests for seed in request.seeds], dtype=np.uint64)
+        self.noise = torch.from_numpy(uniforms(seeds, sampling.max_response_tokens))
+        self.stop_ids = np.array(sampling.stop_token_ids, dtype=np.int64)
+        self.stop_texts = StopTexts(tokenizer, sampling.stop, num_rows) if tokenizer and sampling.stop else None
         self.cache = decoding_cache(model.config)
+        self.num_tokens = 0  # of the response of each live row
         self.live = np.arange(num_rows)
+        self.finished = np.zeros(num_rows, dtype=bool)
+        self.reasons: list[FinishReason] = ["length"] * num_rows
+        self.lengths = np.zeros(num_rows, dtype=np.int64)  # of finished rows
         self.token_ids = np.zeros((num_rows, sampling.max_response_tokens), dtype=np.int32)
         self.logprobs = np.zeros((num_rows, sampling.max_response_tokens), dtype=np.float32)
-        self.lengths = np.zeros(num_rows, dtype=np.int64)  # 0: not finished yet
 
-    def run(self) -> list[Generation]:
-        """Decode every row to its end."""
-        seeds = np.array([seed for request in self.requests for seed in request.seeds], dtype=np.uint64)
-        noise = torch.from_numpy(uniforms(seeds, self.sampling.max_response_tokens))
-        stop_ids = np.array(self.sampling.stop_token_ids, dtype=np.int64)
-        stopped = np.zeros(len(seeds), dtype=bool)
-        logits = self._prefill()
-        for position in range(self.sampling.max_response_tokens):
-            drawn, logprobs = draw(logits, noise[self.live, position].to(logits.device), self.sampling)
-            tokens = drawn.cpu().numpy()
-            self.token_ids[self.live, position] = tokens
-            self.logprobs[self.live, position] = logprobs.cpu().numpy()
-            ending = np.isin(tokens, stop_ids) & ~stopped[self.live]
-            self.lengths[self.live[ending]] = position + 1
-            stopped[self.live[ending]] = True
-            if stopped.all() or position + 1 == self.sampling.max_response_tokens:
-                break
-            drawn = self._drop_finished(drawn, stopped)
-            logits = self._advance(drawn, position)
-        self.lengths[~stopped] = self.sampling.max_response_tokens
-        return [
-            Generation(
-                token_ids=self.token_ids[row, :length].copy(),
-                logprobs=self.logprobs[row, :length].copy(),
-                finish_reason="stop" if stopped[row] else "length",
-            )
-            for row, length in enumerate(self.lengths)
-        ]
+    def step(self) -> list[int]:
+        """Append a token to every live row; return those that it has finished."""
+        logits = self._prefill() if self.num_tokens == 0 else self._advance()
+        noise = self.noise[self.live, self.num_tokens].to(logits.device)
+        self.drawn, logprobs = draw(logits, noise, self.sampling)
+        self.token_ids[self.live, self.num_tokens] = self.drawn.cpu().numpy()
+        self.logprobs[self.live, self.num_tokens] = logprobs.cpu().numpy()
+        self.num_tokens += 1
+        return self._finish()
+
+    def generation(self, row: int) -> Generation:
+        """Return the sample of a finished row."""
+        length = self.lengths[row]
+        return Generation(
+            token_ids=self.token_ids[row, :length].copy(),
+            logprobs=self.logprobs[row, :length].copy(),
+            finish_reason=self.reasons[row],
+        )
+
+    def _finish(self) -> list[int]:
+        """Note which unfinished rows end with their newest token, and return them."""
+        rows = self.live[~self.finished[self.live]]
+        stops = np.isin(self.token_ids[rows, self.num_tokens - 1], self.stop_ids)
+        if self.stop_texts is not None:
+            stops |= self.stop_texts.find(rows, self.token_ids, self.num_tokens)
+        for row in rows[stops]:
+            self.reasons[row] = "stop"
+        ended = rows if self.num_tokens == self.sampling.max_response_tokens else rows[stops]
+        self.finished[ended] = True
+        self.lengths[ended] = self.num_tokens
+        return ended.tolist()
 
     def _prefill(self) -> torch.Tensor:
         """Run each prompt once, then give every row its prompt's cache and logits [N, V]."""
-        width = int(self.prompt_lengths.max())
+        device = self.model.device
+        lengths = np.array([len(request.prompt_ids) for request in self.requests])
+        self.width = width = int(lengths.max())
         input_ids = np.zeros((len(self.requests), width), dtype=np.int64)
         for row, request in enumerate(self.requests):
-            input_ids[row, width - len(request.prompt_ids) :] = request.prompt_ids
-        padding = (width - self.prompt_lengths)[:, None]
-        logits = self._forward(
-            torch.from_numpy(input_ids),
-            np.maximum(np.arange(width) - padding, 0),
-            np.arange(width) >= padding,
-        )
-        rows = torch.from_numpy(self.request_of_row).to(self.model.device)
+            input_ids[row, width - lengths[row] :] = request.prompt_ids
+        # False on the padding; as wide as a row may get.
+        present = np.arange(width + self.sampling.max_response_tokens) >= (width - lengths)[:, None]
+        position_ids = np.maximum(np.arange(width) - (width - lengths)[:, None], 0)
+        self.is_padded = len(set(lengths)) > 1
+        self.present = torch.from_numpy(present).to(device)
+        logits = self._forward(torch.from_numpy(input_ids).to(device), torch.from_numpy(position_ids).to(device))
+        rows = torch.from_numpy(self.request_of_row).to(device)
+        self.present = self.present[rows]
+        self.next_positions = torch.from_numpy(lengths).to(device)[rows, None]
         self.cache.batch_select_indices(rows)
         return logits[rows]
 
-    def _advance(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """Append `tokens` [L], the responses' tokens at `position`, and return the next logits [L, V]."""
-        prompt_lengths = self.prompt_lengths[self.request_of_row[self.live]][:, None]
-        width = int(self.prompt_lengths.max())
-        present = np.arange(width + position + 1) >= width - prompt_lengths
-        return self._forward(tokens[:, None], prompt_lengths + position, present)
+    def _advance(self) -> torch.Tensor:
+        """Run the newest tokens and return the next logits [L, V]."""
+        self._drop_finished()
+        logits = self._forward(self.drawn[:, None], self.next_positions)
+        self.next_positions = self.next_positions + 1
+        return logits
 
-    def _forward(self, input_ids: torch.Tensor, position_ids: np.ndarray, present: np.ndarray) -> torch.Tensor:
-        """Run `input_ids` after what the cache holds; `present` [L, cached + new] is false on padding."""
-        device = self.model.device
+    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Run `input_ids` [L, T], the last ones of padded prompt and response, after what the cache holds."""
+        num_present = self.width + self.num_tokens
         output = self.model(
-            input_ids=input_ids.to(device),
-            position_ids=torch.from_numpy(position_ids).to(device),
-            attention_mask=None if present.all() else torch.from_numpy(present).to(device),
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=self.present[:, :num_present] if self.is_padded else None,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
         )
         return output.logits[:, -1]
 
-    def _drop_finished(self, tokens: torch.Tensor, stopped: np.ndarray) -> torch.Tensor:
-        """Let finished rows leave once they are enough of the batch; return the staying rows' `tokens`."""
-        staying = ~stopped[self.live]
-        if staying.all() or (~staying).sum() < _LEAVE_FRACTION * len(self.live):
-            return tokens
-        kept = torch.from_numpy(np.flatnonzero(staying)).to(tokens.device)
+    def _drop_finished(self) -> None:
+        """Let finished rows leave once they are enough of the batch."""
+        staying = ~self.finished[self.live]
+        if (~staying).sum() < max(1, _LEAVE_FRACTION * len(self.live)):
+            return
+        kept = torch.from_numpy(np.flatnonzero(staying)).to(self.drawn.device)
         self.cache.batch_select_indices(kept)
+        self.present, self.next_positions = self.present[kept], self.next_positions[kept]
+        self.drawn = self.drawn[kept]
         self.live = self.live[staying]
-        return tokens[kept]

@@ -1,3 +1,4 @@
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +10,10 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
 from infra.engines.noise import derive_seed, uniforms
 from infra.engines.sampler import draw
+from infra.engines.stop import StopTexts
 from infra.engines.transformers import TransformersEngine
 from infra.models import load_model
+from infra.tiny_model import END, make_tokenizer
 from schemas.config.model import ModelConfig
 from schemas.errors import NonFiniteError, WeightsError
 from tests.tiny import make_tiny_model
@@ -105,6 +108,41 @@ def test_finished_rows_leave_the_batch(engine: TransformersEngine) -> None:
     assert widths[1:] == sorted(widths[1:], reverse=True)
     assert len(widths) == max(lengths)  # the last token of the last row is not run
     assert sum(widths[1:]) < 1.15 * (sum(lengths) - len(lengths))  # at most 1/8 of a batch is finished rows
+
+
+def test_samples_are_yielded_when_they_finish(engine: TransformersEngine) -> None:
+    sampling = Sampling(60, temperature=1.5, stop_token_ids=tuple(range(0, 256, 16)))
+    forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    engine.model.register_forward_hook(count)
+    numbers = []
+    for number, generation in engine.generate([request(prompt, *range(8)) for prompt in PROMPTS], sampling):
+        assert forwards == len(generation.token_ids)  # the prefill gives the first token; nothing is run ahead
+        assert not torch.is_inference_mode_enabled()
+        numbers.append(number)
+    assert sorted(numbers) == list(range(24))
+    assert numbers != sorted(numbers)
+
+
+def test_a_consumer_that_stops_early_frees_the_cache(engine: TransformersEngine) -> None:
+    layers = []
+
+    def keep(*arguments: object) -> None:
+        layers.append(weakref.ref(arguments[-1].past_key_values.layers[0]))  # type: ignore[attr-defined]
+
+    handle = engine.model.register_forward_hook(keep)
+    sampling = Sampling(60, stop_token_ids=tuple(range(128)))
+    samples = engine.generate([request(PROMPTS[0], *range(8))], sampling)
+    next(samples)
+    assert layers[0]() is not None
+    del samples
+    assert layers[0]() is None
+    handle.remove()
+    assert len(generate_all(engine, [request(PROMPTS[0], 1)], sampling)) == 1
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -215,14 +253,22 @@ def drawn(sampling: Sampling, num_draws: int = 1000) -> np.ndarray:
         (Sampling(1, top_p=1e-9), [0, 1000, 0, 0]),
         (Sampling(1, top_k=3, top_p=0.5), [0, 571, 429, 0]),  # of 4/9, 3/9, 2/9: 4/9 falls short of 1/2
         (Sampling(1, temperature=0.5), [33, 533, 300, 133]),  # squares: 1, 16, 9, 4 of 30
+        (Sampling(1, min_p=0.3), [0, 444, 333, 222]),  # at least 0.3 of 0.4: 0.12
+        (Sampling(1, min_p=0.2), [100, 400, 300, 200]),
+        (Sampling(1, min_p=0.99), [0, 1000, 0, 0]),
+        (Sampling(1, temperature=0.5, min_p=0.5), [0, 640, 360, 0]),  # 16 and 9: 4 is less than half of 16
+        (Sampling(1, temperature=2, min_p=0.8), [0, 536, 464, 0]),  # roots: 0.63, 0.55, 0.45 less than 0.8 of 0.63
+        (Sampling(1, min_p=0.6, top_k=3), [0, 571, 429, 0]),  # 0.2 is less than 0.24
+        (Sampling(1, min_p=0.3, top_p=0.75), [0, 571, 429, 0]),  # of 4/9, 3/9, 2/9: 7/9 is enough; 0.7 wasn't
     ],
 )
 def test_draw_by_hand(sampling: Sampling, expected: list[int]) -> None:
     assert np.abs(drawn(sampling) - expected).max() <= 1
 
 
-def test_logprobs_are_those_before_top_k_and_top_p() -> None:
-    tokens, logprobs = draw(PROBS.log()[None], torch.tensor([0.9], dtype=torch.float64), Sampling(1, top_k=2))
+@pytest.mark.parametrize("truncation", [{"top_k": 2}, {"top_p": 0.65}, {"min_p": 0.6}])
+def test_logprobs_are_those_before_truncation(truncation: dict[str, float]) -> None:
+    tokens, logprobs = draw(PROBS.log()[None], torch.tensor([0.9], dtype=torch.float64), Sampling(1, **truncation))
     assert tokens.tolist() == [2]
     torch.testing.assert_close(logprobs, PROBS[2:3].log())
 
@@ -230,7 +276,7 @@ def test_logprobs_are_those_before_top_k_and_top_p() -> None:
 def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).expand(2, 3)
     extremes = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
-    for sampling in (Sampling(1), Sampling(1, top_p=0.9), Sampling(1, top_k=2)):
+    for sampling in (Sampling(1), Sampling(1, top_p=0.9), Sampling(1, top_k=2), Sampling(1, min_p=0.1)):
         assert draw(logits, extremes, sampling)[0].tolist() == [1, 1]
 
 
@@ -266,3 +312,79 @@ def test_the_cache_grows_past_its_room(engine: TransformersEngine) -> None:
     generation = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(150))[0]
     expected = plain_logprobs(engine.model, PROMPTS[0], generation.token_ids, 1.0)
     torch.testing.assert_close(torch.from_numpy(generation.logprobs), expected, rtol=0, atol=1e-5)
+
+
+def first_stop(token_ids: np.ndarray, stop: Sequence[str]) -> int | None:
+    """How many tokens it takes until the whole decoded response holds a stop text."""
+    tokenizer = make_tokenizer()
+    for count in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:count], skip_special_tokens=True)
+        if any(part in text for part in stop):
+            return count
+    return None
+
+
+def test_rows_end_with_their_first_stop_text(folder: Path) -> None:
+    engine = TransformersEngine(load_model(ModelConfig(path=str(folder))), tokenizer=make_tokenizer())
+    tokenizer, sampling = make_tokenizer(), Sampling(80, temperature=1.5)
+    requests = [request(prompt, *range(8)) for prompt in PROMPTS]
+    free = generate_all(engine, requests, sampling)
+    texts = [tokenizer.decode(g.token_ids, skip_special_tokens=True) for g in free]
+    printable = [[part for part in text.split("\N{REPLACEMENT CHARACTER}") if len(part) >= 2] for text in texts]
+    stop = tuple(parts[-1][-3:] for parts in printable[:12] if parts)  # one or several tokens, late in some rows
+    assert max(map(len, stop)) > 1
+    stopped = generate_all(engine, requests, Sampling(80, temperature=1.5, stop=stop))
+    ends = [first_stop(generation.token_ids, stop) for generation in free]
+    assert len(set(ends)) > 4
+    for before, after, end in zip(free, stopped, ends, strict=True):
+        assert after.token_ids.tolist() == before.token_ids[:end].tolist()
+        assert after.finish_reason == ("length" if end is None else "stop")
+        np.testing.assert_allclose(after.logprobs, before.logprobs[:end], rtol=0, atol=1e-5)
+
+
+def found_at(responses: Sequence[Sequence[int]], stop: Sequence[str]) -> list[int | None]:
+    """How many tokens of each response it takes to complete a stop text, all responses growing side by side."""
+    texts = StopTexts(make_tokenizer(), stop, len(responses))
+    token_ids = np.zeros((len(responses), max(map(len, responses))), dtype=np.int32)
+    for row, response in enumerate(responses):
+        token_ids[row, : len(response)] = response
+    ends: list[int | None] = [None] * len(responses)
+    for count in range(1, token_ids.shape[1] + 1):
+        rows = np.array([row for row, end in enumerate(ends) if end is None and count <= len(responses[row])], int)
+        for row in rows[texts.find(rows, token_ids, count)] if len(rows) else ():
+            ends[row] = count
+    return ends
+
+
+def test_stop_texts_by_hand() -> None:
+    encode, end = make_tokenizer().encode, make_tokenizer().convert_tokens_to_ids(END)
+    # One token per byte. The emoji is four of them, the accent two.
+    assert found_at([encode("a\n\nb"), encode("\nb\n\n"), encode("ab")], ["\n\n"]) == [3, 4, None]
+    assert found_at([encode("so 🎉🎉!"), encode("🎉 yes"), encode("né"), encode("ne")], ["🎉", "é"]) == [7, 4, 3, None]
+    assert found_at([encode("x" * 50 + "Question: 7")], ["Question:", "nothing"]) == [59]
+    assert found_at([[*encode("STO"), end, *encode("P.")]], ["STOP"]) == [5]  # special tokens have no text
+    assert found_at([encode("a" + END)], [END]) == [None]
+    # The last token completes the stop text and begins a character; a lone byte is no character and holds up nothing.
+    assert found_at([encode("STOP") + encode("é")[:1]], ["STOP"]) == [4]
+    assert found_at([encode("é")[1:] * 30 + encode("STOP")], ["STOP"]) == [34]
+
+
+def test_stop_texts_decode_only_a_window() -> None:
+    texts = StopTexts(make_tokenizer(), ["Question:"], 1)
+    response = np.array([make_tokenizer().encode("é🎉x" * 100)])
+    for count in range(1, response.shape[1] + 1):
+        assert not texts.find(np.array([0]), response, count).any()
+        assert count - texts._starts[0] <= 4 * (2 * len("Question:") + 2)  # characters of at most four bytes
+
+
+def test_stop_texts_that_the_prompt_holds_end_nothing(folder: Path) -> None:
+    engine = TransformersEngine(load_model(ModelConfig(path=str(folder))), tokenizer=make_tokenizer())
+    prompt = make_tokenizer().encode("STOP")
+    generation = generate_all(engine, [request(prompt, 1)], Sampling(5, stop=("STOP", "TOP", "P")))[0]
+    assert first_stop(generation.token_ids, ["P"]) is None
+    assert (len(generation.token_ids), generation.finish_reason) == (5, "length")
+
+
+def test_stop_texts_without_a_tokenizer_are_refused(engine: TransformersEngine) -> None:
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        generate_all(engine, [request(PROMPTS[0], 1)], Sampling(4, stop=("\n",)))
