@@ -52,4 +52,7 @@ def evaluate_run(
         run = RunHandle(run_id=directory.run_id, directory=str(directory.path), config=config, store_generation="")
         worker = RolloutWorker(run, store=MemoryStore(run.run_id, capacity_bytes=1))  # an evaluation stores nothing
         worker.start()
-        return worker.evaluate(0).replace(policy_version=version)
+        try:
+            return worker.evaluate(0).replace(policy_version=version)
+        finally:
+            worker.close()

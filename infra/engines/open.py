@@ -32,7 +32,7 @@ def _open_transformers(
 ) -> RolloutEngine:
     model = load_model(config.model)
     model.to(choose_device())  # type: ignore[arg-type]  # its decorator hides that a device will do
-    return TransformersEngine(model, max_cache_bytes=rollout.max_cache_bytes)
+    return TransformersEngine(model, max_cache_bytes=rollout.max_cache_bytes, tokenizer=tokenizer)
 
 
 def _open_vllm(config: RunConfig, rollout: VllmRollout, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:

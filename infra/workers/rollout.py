@@ -67,7 +67,7 @@ class RolloutWorker(ChunkWriter):
         config = self._config
         set_threads(config.runtime.num_threads)
         self._columns = self._store or open_store(self._run)
-        scorer = open_scorer(config.reward)
+        self._scorer = scorer = open_scorer(config.reward)
         tokenizer = load_tokenizer(config.model)
         self._prompts = load_train_prompts(config.data, tokenizer)
         self._eval_prompts = (
@@ -80,6 +80,11 @@ class RolloutWorker(ChunkWriter):
         self._sampler = Sampler(self._engine, scorer, tokenizer)
         scorer.wait_until_ready()
         self._started = True
+
+    def close(self) -> None:
+        """Let go of the weights, and end the reward's processes."""
+        self._engine.close()
+        self._scorer.close()
 
     def version(self) -> int:
         """Return the policy version whose weights it holds."""
