@@ -1,5 +1,7 @@
 """Published weights: their layout and checksum, and both ways that they travel, between real processes."""
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -12,15 +14,19 @@ import torch
 from ray._private.internal_api import node_stats
 
 from infra.stores import plasma
+from infra.weights.broadcast import BroadcastReceiver, BroadcastSender, WeightsGroup, open_meeting
 from infra.weights.checksum import _sums, checksum
 from infra.weights.layout import as_tensor, describe, flat_bytes, slots, specs_of, verify, views, write
 from infra.weights.object_store import ObjectStoreReceiver, ObjectStoreSender
-from schemas.errors import WeightsError, WorkerLostError
+from infra.weights.transport import choose_transport, gpu_of
+from schemas.errors import ConfigError, WeightsError, WorkerLostError
+from schemas.step import ProcessGroupHandle
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle, WeightsTransfer
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import test modules
 
 RUN = "weights"
+HOST = "127.0.0.1"
 LARGE = 3_000_000  # words: twelve megabytes, which go by the object store and not within Ray's replies
 
 
@@ -203,6 +209,28 @@ class Policy:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def open_meeting(self, num_receivers: int) -> ProcessGroupHandle:
+        self._meeting, handle = open_meeting(HOST, num_receivers)
+        return handle
+
+    def join(self, group: ProcessGroupHandle, timeout_seconds: float) -> None:
+        self._group = WeightsGroup(group, 0, HOST, torch.device("cpu"), timeout_seconds)
+
+    def broadcast(
+        self, version: int, bucket_bytes: int, words: int = 9, num_tensors: int = 7
+    ) -> tuple[bytes, SentWeights]:
+        state = tensors(version, words)
+        self._taken: list[str] = []
+        coming = ((name, self._take(name, tensor)) for name, tensor in list(state.items())[:num_tensors])
+        return BroadcastSender(RUN, self._group, bucket_bytes).send(version, specs_of(state), coming, b"")
+
+    def taken(self) -> list[str]:
+        return self._taken
+
+    def _take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        self._taken.append(name)
+        return tensor
+
 
 class Rollout:
     """A rollout worker."""
@@ -212,6 +240,15 @@ class Rollout:
 
     def load(self, version: int, promised: list[Any], run_id: str = RUN, timeout_seconds: float = 60) -> LoadedWeights:
         return ObjectStoreReceiver(run_id, timeout_seconds).load(self._engine, version, promised)
+
+    def join(self, group: ProcessGroupHandle, rank: int, timeout_seconds: float) -> None:
+        self._group = WeightsGroup(group, rank, HOST, torch.device("cpu"), timeout_seconds)
+
+    def receive(self, version: int) -> LoadedWeights:
+        return BroadcastReceiver(RUN, self._group).load(self._engine, version, ())
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def holds(self, version: int, words: int = LARGE) -> bool:
         return self._engine.version == version and same(self._engine.state, tensors(version, words))
@@ -294,11 +331,102 @@ def test_a_failed_send_is_told_to_the_receivers_and_leaves_no_memory_taken(polic
     assert ray.get(rollouts[0].holds.remote(30))
 
 
+def gather(policy: Any, rollouts: list[Any], timeout_seconds: float = 30) -> None:
+    """Make the members one new group."""
+    group = ray.get(policy.open_meeting.remote(len(rollouts)))
+    joins = [rollout.join.remote(group, rank, timeout_seconds) for rank, rollout in enumerate(rollouts, start=1)]
+    ray.get([policy.join.remote(group, timeout_seconds), *joins])
+
+
+@pytest.mark.slow
+def test_a_broadcast_in_buckets_of_any_size_arrives_whole(policy: Any, rollouts: list[Any]) -> None:
+    gather(policy, rollouts)
+    for version, (bucket_bytes, words) in enumerate([(64, 9), (192, 9), (2**20, 9), (2**20, LARGE)], start=40):
+        sent = promise(policy, "broadcast", version, bucket_bytes, words)
+        loaded = ray.get([rollout.receive.remote(version) for rollout in rollouts])
+        assert ray.get([rollout.holds.remote(version, words) for rollout in rollouts]) == [True, True]
+        state = tensors(version, words)
+        expected = describe(RUN, version, specs_of(state), checksum(flat(state)))
+        assert ray.get(sent[1]).handle == expected
+        assert WeightsTransfer.of(ray.get(sent[1]), loaded).num_bytes == expected.num_bytes
+    # A version that isn't the asked one is refused, and the group goes on.
+    promise(policy, "broadcast", 50, 64)
+    loads = [rollouts[0].receive.remote(51), rollouts[1].receive.remote(50)]
+    with pytest.raises(WeightsError, match="version 50 of run weights came, expected version 51"):
+        ray.get(loads[0])
+    assert ray.get(loads[1]).version == 50
+    promise(policy, "broadcast", 51, 64)
+    ray.get([rollout.receive.remote(51) for rollout in rollouts])
+    assert ray.get(rollouts[0].holds.remote(51, 9))
+
+
+@pytest.mark.slow
+def test_a_sender_that_fails_leaves_nobody_waiting(policy: Any, rollouts: list[Any]) -> None:
+    gather(policy, rollouts, timeout_seconds=200)
+    sent = promise(policy, "broadcast", 60, 64, 9, 3)
+    for load in [rollout.receive.remote(60) for rollout in rollouts]:
+        with pytest.raises(WorkerLostError, match="lost the others"):
+            ray.get(load)
+    with pytest.raises(WeightsError, match="'scale' did not come"):
+        ray.get(sent[1])
+    with pytest.raises(WorkerLostError, match="has ended; gather it anew"):
+        ray.get(promise(policy, "broadcast", 60, 64)[1])
+
+
+@pytest.mark.slow
+def test_a_killed_receiver_ends_the_group_and_another_is_gathered(policy: Any, rollouts: list[Any]) -> None:
+    gather(policy, rollouts, timeout_seconds=3)
+    rollouts[1].die.remote()
+    sent = promise(policy, "broadcast", 70, 2**20, LARGE)
+    with pytest.raises(WorkerLostError, match="member 1 of the weights group lost the others"):
+        ray.get(rollouts[0].receive.remote(70))
+    with pytest.raises(WorkerLostError, match="member 0 of the weights group lost the others"):
+        ray.get(sent[1])
+    assert ray.get(policy.taken.remote()) == list(tensors())  # so the policy's other ranks weren't left waiting
+    gather(policy, rollouts[:1])
+    promise(policy, "broadcast", 71, 2**20, LARGE)
+    ray.get(rollouts[0].receive.remote(71))
+    assert ray.get(rollouts[0].holds.remote(71))
+
+
+@pytest.mark.slow
+def test_members_that_do_not_come_are_lost(policy: Any) -> None:
+    group = ray.get(policy.open_meeting.remote(1))
+    with pytest.raises(WorkerLostError, match="member 0 of 2 found no weights group"):
+        ray.get(policy.join.remote(group, 0.5))
+
+
 @pytest.mark.slow
 def test_a_policy_that_dies_is_a_lost_worker(policy: Any, rollouts: list[Any]) -> None:
     ray.kill(policy)
     with pytest.raises(WorkerLostError, match="could not send the weights of version 2"):
         ray.get(rollouts[0].load.remote(2, promise(policy, "send", 2, plasma.address())))
+
+
+@pytest.mark.parametrize(
+    ("setting", "gpus", "chosen"),
+    [
+        ("auto", ["a", "b", "c"], "broadcast"),
+        ("auto", ["a", "b", "b"], "object_store"),
+        ("auto", ["a", ""], "object_store"),
+        ("auto", ["", ""], "object_store"),
+        ("object_store", ["a", "b"], "object_store"),
+        ("broadcast", ["a", "b"], "broadcast"),
+        ("broadcast", ["", ""], "broadcast"),
+    ],
+)
+def test_transport_is_chosen_by_what_the_workers_have(setting: str, gpus: list[str], chosen: str) -> None:
+    assert choose_transport(setting, gpus) == chosen
+
+
+def test_transports_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="needs a GPU of its own"):
+        choose_transport("broadcast", ["a", "a"])
+    with pytest.raises(ConfigError, match="needs a GPU of its own"):
+        choose_transport("broadcast", ["a", ""])
+    with pytest.raises(ConfigError, match="weight_transport = 'carrier pigeon'; use"):
+        choose_transport("carrier pigeon", [""])
+    assert gpu_of(torch.device("cpu")) == ""
 
 
 def wait_until(reached: Any, timeout: float = 30) -> None:
