@@ -8,7 +8,8 @@ This module, and no other, reaches into Ray's core worker; `tests/infra/test_pla
 import queue
 import threading
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import ray
@@ -17,10 +18,12 @@ from ray.exceptions import GetTimeoutError
 from rl_core.columns import codec
 from schemas.errors import ChunkNotFoundError
 
+Result = TypeVar("Result")
 Location = tuple[str, str, str]  # an object's id, its owner's address and its state there, hex
 
 _RAW = b"RAW"  # ray._private.ray_constants.OBJECT_METADATA_TYPE_RAW; an error or a pickle is marked otherwise
 _COPY_THREADS = 4
+_WHOLE_BYTES = 2**20  # smaller ones are returned as they are: Ray sends the smallest within its reply, not by the store
 _GROUP = "store"
 _MAX_REGISTRIES = 16  # that one writer may serve at a time
 
@@ -64,6 +67,74 @@ def address() -> bytes:
     """Under which this process owns objects."""
     owner: bytes = _core_worker().get_owner_address(ray.put(b""))
     return owner
+
+
+class Returned(tuple[bytes, Any]):
+    """Two return values of a task, the first of them from `write_returned`, and what must live until Ray has them."""
+
+    mapped: pa.Buffer | None
+
+
+def return_written(num_bytes: int, write: Callable[[memoryview], Result], owner: bytes) -> tuple[bytes, Result]:
+    """What an actor's method of two return values returns: a buffer written as `write_returned` does, and an answer.
+
+    Args:
+        num_bytes: The buffer's size.
+        write: Fills it, and returns the answer.
+        owner: The caller's `address()`.
+    """
+    answers: list[Result] = []
+    data, mapped = write_returned(num_bytes, lambda target: answers.append(write(target)), owner)
+    returned = Returned((data, answers[0]))
+    returned.mapped = mapped  # Ray lets go of what the method returns once it has pinned the buffer
+    return returned
+
+
+def write_returned(
+    num_bytes: int, write: Callable[[memoryview], object], owner: bytes
+) -> tuple[bytes, pa.Buffer | None]:
+    """Write the running task's first return value straight into this node's object store, ahead of its return.
+
+    Args:
+        num_bytes: Its size.
+        write: Fills the memory that it is given; what that held before is arbitrary.
+        owner: The `address()` of the task's caller, to whom its return values belong.
+
+    Returns:
+        What the task has to return for it: as many empty bytes, which are never touched; Ray finds that the object
+        is there, pins it, and leaves them aside. And the mapped object, to be held until then: nobody has pinned it
+        yet, and what is mapped is not evicted. A small object is returned as it is.
+
+    Raises:
+        ObjectStoreFullError: There is no room for it.
+    """
+    if num_bytes < _WHOLE_BYTES:
+        data = bytearray(num_bytes)
+        write(memoryview(data))
+        return bytes(data), None
+    task_id = ray.get_runtime_context().get_task_id() or ""
+    ref: ray.ObjectRef[bytes] = ray.ObjectRef(bytes.fromhex(task_id) + (1).to_bytes(4, "little"))
+    source = _Source(write)
+    _core_worker().put_file_like_object(_RAW, num_bytes, source, ref, owner)
+    if source.error:
+        raise source.error
+    return bytes(num_bytes), view(ref)
+
+
+class _Source:
+    """What Ray takes for a file that it reads an object from."""
+
+    def __init__(self, write: Callable[[memoryview], object]) -> None:
+        self._write = write
+        self.error: BaseException | None = None
+
+    def readinto(self, target: memoryview) -> int:
+        """Fill all of `target`, which lies in the object store."""
+        try:
+            self._write(target)
+        except BaseException as error:  # noqa: BLE001  # raised once the object is complete: Ray never frees another
+            self.error = error
+        return len(target)
 
 
 class ChunkWriter:
@@ -119,24 +190,19 @@ class Offer:
             self._written.wait()
 
     def write(self, owner: bytes) -> bytes:
-        """Create the running task's first return value ahead of its return, and return as many empty bytes.
-
-        Ray finds that the object is there, pins it, and leaves the empty bytes, which were never touched, aside.
-        """
+        """Let the running task's first return value be the chunk; returns what the task has to return for it."""
         try:
             self.task_id = ray.get_runtime_context().get_task_id() or ""
-            ref: ray.ObjectRef[bytes] = ray.ObjectRef(bytes.fromhex(self.task_id) + (1).to_bytes(4, "little"))
-            _core_worker().put_file_like_object(_RAW, self._num_bytes, self, ref, owner)
-            self._mapped = view(ref)  # nobody has pinned it yet; what is mapped is not evicted
+            returned, self._mapped = write_returned(self._num_bytes, self.readinto, owner)
         except BaseException as error:
             self._error = error
             raise
         finally:
             self._written.set()
-        return bytes(self._num_bytes)
+        return returned
 
     def readinto(self, target: memoryview) -> int:
-        """Write the chunk into `target`, which lies in the object store; Ray asks for it so."""
+        """Write the chunk into `target`, as into the memory that Ray gives."""
         with pa.FixedSizeBufferWriter(pa.py_buffer(target)) as sink:
             sink.set_memcopy_threads(_COPY_THREADS)
             codec.write(self._columns, sink)

@@ -1,0 +1,91 @@
+"""Weights through Ray's object store: written there once, read once per node, mapped by every receiver on it.
+
+The buffer is a return value of the sending task, so it belongs to the caller, who keeps it while the receivers load,
+and lets go of it afterwards: then Ray frees it.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, ObjectStoreFullError, OutOfDiskError, RayError, RayTaskError
+from torch import Tensor
+
+from infra.engines.base import RolloutEngine
+from infra.stores import plasma
+from infra.weights.base import Promised, load_verified
+from infra.weights.checksum import checksum
+from infra.weights.layout import as_tensor, describe, flat_bytes, require_version, take_part, write
+from schemas.errors import ChunkNotFoundError, PipelineError, WeightsError, WorkerLostError
+from schemas.weights import LoadedWeights, SentWeights, TensorSpec
+
+
+class ObjectStoreSender:
+    """See `WeightsSender`. The sending method has two return values (`num_returns=2`).
+
+    Args:
+        run_id: The run whose weights it sends.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    def send(
+        self, version: int, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], owner: bytes
+    ) -> tuple[bytes, SentWeights]:
+        """See `WeightsSender.send`."""
+        started, left = time.perf_counter(), iter(tensors)
+
+        def fill(memory: memoryview) -> SentWeights:
+            buffer = as_tensor(memory)
+            write(buffer, specs, left)
+            handle = describe(self._run_id, version, specs, checksum(buffer))
+            return SentWeights(handle=handle, seconds=time.perf_counter() - started)
+
+        try:
+            return plasma.return_written(flat_bytes(specs), fill, owner)
+        except (ObjectStoreFullError, OutOfDiskError) as error:
+            take_part(left)  # the other ranks gather them all
+            raise WeightsError(
+                f"Ray's object store has no room for the {flat_bytes(specs)} bytes of version {version}'s weights; "
+                f"give Ray more memory, or lower store.capacity_bytes: {error}"
+            ) from error
+
+
+class ObjectStoreReceiver:
+    """See `WeightsReceiver`.
+
+    Args:
+        run_id: The run whose weights it takes.
+        timeout_seconds: How long it waits for the sender, and then for the buffer.
+    """
+
+    def __init__(self, run_id: str, timeout_seconds: float) -> None:
+        self._run_id, self._timeout = run_id, timeout_seconds
+
+    def load(self, engine: RolloutEngine, version: int, promised: Promised) -> LoadedWeights:
+        """See `WeightsReceiver.load`."""
+        started, (data, sent) = time.perf_counter(), promised
+        handle = self._wait_for(sent, version).handle
+        require_version(handle, self._run_id, version)
+        try:
+            mapped = plasma.view(data, self._timeout)
+        except ChunkNotFoundError as error:
+            raise WeightsError(f"the weights of version {version} are gone; publish them again: {error}") from None
+        return load_verified(engine, handle, as_tensor(mapped), started)
+
+    def _wait_for(self, sent: Any, version: int) -> SentWeights:
+        """What the sender says of what it sent."""
+        try:
+            return SentWeights.model_validate(ray.get(sent, timeout=self._timeout))
+        except GetTimeoutError:
+            raise WorkerLostError(
+                f"the policy did not send the weights of version {version} within {self._timeout:g} s"
+            ) from None
+        except RayTaskError as error:
+            if isinstance(error.cause, PipelineError):
+                raise error.cause from None
+            raise
+        except RayError as error:
+            raise WorkerLostError(f"the policy could not send the weights of version {version}: {error}") from None
