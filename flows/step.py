@@ -48,6 +48,10 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer")
     with phase("put"):
         stored = await put_columns(run, policy, rollout)
         traffic["put"] = stored.traffic
+    published = None
+    if run.config.samples_ahead(policy.step):
+        with phase("publish"):
+            published = await publish_weights(run, policy)
     async with rollout_ahead(run, policy, phase):
         with phase("logprob"):
             stored = await score_behavior(run, policy, stored.batch)
@@ -64,7 +68,7 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer")
             traffic["update"] = update.traffic
     if not run.config.runtime.max_staleness:
         with phase("publish"):
-            await publish_weights(run, update.policy)
+            published = await publish_weights(run, update.policy)
     if policy.step % SAMPLES_EVERY_STEPS == 0 or policy.step == run.config.steps - 1:
         await show_samples(run, rollout)
     metrics = merge_metrics([rollout.metrics, advantage.metrics, update.metrics])
@@ -77,22 +81,21 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer")
         store=store_usage(run),
         traffic_by_stage=traffic,
         plan=advantage.plan.digest,
+        publish=published,
     )
 
 
 @asynccontextmanager
 async def rollout_ahead(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer") -> AsyncIterator[None]:
-    """Where `runtime.max_staleness` allows it: publish `policy`, and let it sample the next step's rows meanwhile.
+    """Let the policy, which is published, sample the next step's rows meanwhile; see `RunConfig.samples_ahead`.
 
     What is sampled is committed to the ledger, where the next step finds it. If it fails, the next step fails
     likewise, or mends it: this one goes on.
     """
-    ahead = policy.replace(version=policy.version + 1)
-    if not run.config.runtime.max_staleness or ahead.step == run.config.steps:
+    if not run.config.samples_ahead(policy.step):
         yield
         return
-    with phase("publish"):
-        await publish_weights(run, policy)
+    ahead = policy.replace(version=policy.version + 1)
     sampling = asyncio.create_task(generate_rollouts.with_options(task_run_name="rollout-ahead")(run, ahead))
     try:
         yield

@@ -48,14 +48,15 @@ class WorkerGroup:
                 raise causes[0] from None
             raise
 
-    def promise(self, method: str, *args: Any) -> tuple[Any, Awaitable[Any]]:
-        """Call a method of all ranks whose answer, that of rank 0, is for another worker.
+    def promise(self, method: str, *args: Any) -> tuple[list[Any], Awaitable[Any]]:
+        """Call a method of all ranks that has several return values, those of rank 0 for other workers.
 
         Returns:
-            Ray's promise of the answer, to be passed on, and the end of the other ranks' calls, to be awaited.
+            Ray's promises of these, to be passed on, and the end of the other ranks' calls, to be awaited.
         """
         promised = self._send(method, *args)
-        return promised[0], asyncio.gather(*promised[1:])
+        others = [answer(value, method) for values in promised[1:] for value in values]
+        return promised[0], asyncio.gather(*others)
 
     def _send(self, method: str, *args: Any) -> list[Any]:
         return [getattr(rank, method).remote(*args) for rank in self.ranks]

@@ -9,6 +9,7 @@ from schemas.metrics import Metrics
 from schemas.plan import StepPlan
 from schemas.rollout import PutResult
 from schemas.store import StoreTraffic, StoreUsage
+from schemas.weights import WeightsTransfer
 
 
 class RunHandle(Frozen):
@@ -85,6 +86,7 @@ class StepReport(Frozen):
     store: StoreUsage | None = None  # at the end of the step, before its columns are cleared
     traffic_by_stage: dict[str, StoreTraffic] = Field(default_factory=dict)
     plan: str | None = None  # the digest of the step's plan
+    publish: WeightsTransfer | None = None  # of the weights to the rollout workers; None: they held them already
 
 
 class SourceReport(Frozen):

@@ -43,6 +43,13 @@ class LoadedWeights(Frozen):
     load_seconds: NonNegativeFloat  # the engine's own copy
 
 
+class WeightsMember(Frozen):
+    """A worker that sends or receives weights."""
+
+    gpu: str  # a name that no other GPU has; empty on the CPU
+    group_id: str  # of the group in which it broadcasts; empty without
+
+
 class WeightsTransfer(Frozen):
     """One publish, as measured."""
 

@@ -4,8 +4,6 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
 from schemas.errors import ConfigError
 
 Transport = Literal["object_store", "broadcast"]
@@ -41,8 +39,3 @@ def choose_transport(setting: str, gpus: Sequence[str]) -> Transport:
             f'rollout worker, or all of them on the CPU, but they have {list(gpus)}; use "object_store"'
         )
     return "broadcast"
-
-
-def gpu_of(device: torch.device) -> str:
-    """The name of a GPU that no other has; empty for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

@@ -1,13 +1,14 @@
 """The policy worker: holds the live weights and the optimizer, and is the only one that changes them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, reduce
 from operator import add
 
 import numpy as np
 import pyarrow as pa
+import ray
 import torch.distributed as dist
-from safetensors.torch import save
 from torch import Tensor
 
 from infra.checkpoints.state import copy_trained, holding, policy_tensors, restore_policy
@@ -15,6 +16,9 @@ from infra.checkpoints.store import PendingCheckpoint, open_checkpoints
 from infra.export import best_version
 from infra.lora import adapter_disabled, merged_weights
 from infra.models import adapter_of, save_assets
+from infra.weights.layout import specs_of, take_part
+from infra.weights.member import WeightsEnd
+from infra.weights.transport import Transport
 from infra.workers.replay import ReplayWorker
 from rl_core.planning.rows import rank_rows
 from rl_core.training import RankRows, Trainer, training_columns
@@ -25,6 +29,7 @@ from schemas.errors import NonFiniteError, VersionError
 from schemas.metrics import merge_metrics
 from schemas.plan import ForwardPlan, StepPlan
 from schemas.step import EvalReport, PolicyHandle, ProcessGroupHandle, ScoreResult, UpdateReport
+from schemas.weights import SentWeights, WeightsMember
 
 
 class PolicyWorker(ReplayWorker):
@@ -53,6 +58,8 @@ class PolicyWorker(ReplayWorker):
             self._trainer = Trainer(self._module, self._config, self._mesh)
             self._restore()
             self._saving = dist.new_group(backend="gloo") if self._mesh is not None else None
+        timeout = self._config.runtime.collective_timeout_seconds
+        self._weights_end = WeightsEnd(self._run.run_id, self._module.model.device, timeout)
         self._incarnation = self._group_id
         return self.handle()
 
@@ -100,24 +107,53 @@ class PolicyWorker(ReplayWorker):
         self._report = UpdateReport(policy=self.handle(), metrics=merge_metrics(metrics), traffic=reduce(add, traffic))
         return self._report
 
-    def weights(self, version: int) -> bytes:
-        """The parameters of `version`, adapters merged, as safetensors bytes by rank 0; of the others, nothing.
+    @ray.method(num_returns=2)
+    def send_weights(self, version: int, transport: Transport, owner: bytes) -> tuple[bytes, SentWeights | None]:
+        """Send the parameters of `version`, adapters merged: the first rank does, the others take part in gathering.
 
-        Where steps may be sampled by the version before, that one is served, too.
+        Where steps may be sampled by the version before, that one is sent, too.
+
+        Args:
+            version: The version.
+            transport: By which it travels.
+            owner: The `plasma.address()` of the caller.
 
         Raises:
             VersionError: It holds another version.
+            WeightsError: There is no room for them.
+        """
+        with self._together(), self.weights(version) as weights:
+            tensors = ((name, whole(tensor)) for name, tensor in weights.items())
+            if self._rank == 0:
+                return self._weights_end.sender(transport).send(version, specs_of(weights), tensors, owner)
+            take_part(tensors)
+        return b"", None
+
+    @contextmanager
+    def weights(self, version: int) -> Iterator[dict[str, Tensor]]:
+        """The parameters of `version`, adapters merged, sharded as they are: not copies, and only for the while.
+
+        Raises:
+            VersionError: It holds another version, and not that one as the one before.
         """
         if self._previous is None or version != self._version - 1:
             self._expect(version)
-            return self._current_weights()
-        with holding(self._module.model, self._previous):
-            return self._current_weights()
+            yield merged_weights(self._module.model)
+        else:
+            with holding(self._module.model, self._previous):
+                yield merged_weights(self._module.model)
 
-    def _current_weights(self) -> bytes:
-        with self._together():
-            tensors = {name: whole(tensor) for name, tensor in merged_weights(self._module.model).items()}
-        return save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}) if self._rank == 0 else b""
+    def weights_member(self) -> WeightsMember:
+        """Where it computes, and in which group it broadcasts weights."""
+        return self._weights_end.member()
+
+    def open_weights_meeting(self, num_receivers: int) -> ProcessGroupHandle:
+        """Host the gathering of a group that broadcasts weights."""
+        return self._weights_end.open_meeting(num_receivers)
+
+    def join_weights_group(self, meeting: ProcessGroupHandle, rank: int) -> None:
+        """Join such a group; the sender is its rank 0."""
+        self._weights_end.join(meeting, rank)
 
     def save(self, version: int) -> None:
         """Begin to write the checkpoint of `version`, unless it is there; the one before is complete then.

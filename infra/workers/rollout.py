@@ -2,10 +2,8 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 from infra.datasets import PromptRow, load_prompts, load_train_prompts
 from infra.engines.base import Sampling
@@ -17,7 +15,10 @@ from infra.rewards import open_scorer
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
 from infra.stores.plasma import ChunkWriter
-from infra.workers.device import set_threads
+from infra.weights.base import Promised
+from infra.weights.member import WeightsEnd
+from infra.weights.transport import Transport
+from infra.workers.device import choose_device, set_threads
 from infra.workers.samples import Sample, first_failure, to_columns, to_shard
 from infra.workers.sampling import Sampler
 from rl_core.columns.codec import value_dtypes
@@ -26,7 +27,8 @@ from schemas.batch import ChunkKey
 from schemas.config.rollout import EvalConfig, RolloutConfig
 from schemas.errors import ConfigError, VersionError
 from schemas.rollout import PutResult, RolloutShard, check_failures
-from schemas.step import EvalReport, RunHandle
+from schemas.step import EvalReport, ProcessGroupHandle, RunHandle
+from schemas.weights import LoadedWeights, WeightsMember
 
 logger = logging.getLogger(__name__)
 
@@ -76,23 +78,43 @@ class RolloutWorker(ChunkWriter):
         check_prompts(config, self._prompts, self._eval_prompts, max_positions(config.model))
         self._vocab_size = num_embeddings(config.model)
         self._stop_token_ids = stop_token_ids(config.model, tokenizer) + config.rollout.stop_token_ids
-        self._engine = open_engine(config, tokenizer)
-        self._sampler = Sampler(self._engine, scorer, tokenizer)
+        self.engine = open_engine(config, tokenizer)
+        timeout = config.runtime.collective_timeout_seconds
+        self._weights_end = WeightsEnd(self._run.run_id, choose_device(), timeout)
+        self._sampler = Sampler(self.engine, scorer, tokenizer)
         scorer.wait_until_ready()
         self._started = True
 
     def close(self) -> None:
         """Let go of the weights, and end the reward's processes."""
-        self._engine.close()
+        self.engine.close()
         self._scorer.close()
 
     def version(self) -> int:
         """Return the policy version whose weights it holds."""
-        return self._engine.version
+        return self.engine.version
 
-    def load_weights(self, state: Mapping[str, torch.Tensor], version: int) -> None:
-        """Take the weights of policy `version`, by parameter name; rows that it holds stay."""
-        self._engine.load_weights(state, version)
+    def load_weights(self, version: int, promised: Promised, transport: Transport) -> LoadedWeights:
+        """Take the weights of policy `version`; rows that it holds stay.
+
+        Args:
+            version: The version.
+            promised: Ray's references to what the policy's `send_weights` returns.
+            transport: By which they travel.
+
+        Raises:
+            WeightsError: They are damaged, or of another version or model; the engine is as before.
+            WorkerLostError: The policy is gone.
+        """
+        return self._weights_end.load(self.engine, version, promised, transport)
+
+    def weights_member(self) -> WeightsMember:
+        """Where it computes, and in which group weights are broadcast to it."""
+        return self._weights_end.member()
+
+    def join_weights_group(self, meeting: ProcessGroupHandle, rank: int) -> None:
+        """Join a group in which weights are broadcast; its rank is 1 or more."""
+        self._weights_end.join(meeting, rank)
 
     def generate(self, step: int, policy_version: int, shard: int, groups: Sequence[int]) -> RolloutShard:
         """Generate and score the samples of these groups of `step` together, and hold them for `put`.
@@ -229,8 +251,8 @@ class RolloutWorker(ChunkWriter):
         )
 
     def _expect(self, version: int) -> None:
-        if self._engine.version != version:
+        if self.engine.version != version:
             raise VersionError(
-                f"rollout worker {self._number} holds policy version {self._engine.version}, not the expected "
+                f"rollout worker {self._number} holds policy version {self.engine.version}, not the expected "
                 f"{version}; publish that version to it first"
             )

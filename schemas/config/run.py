@@ -65,6 +65,10 @@ class RunConfig(Frozen):
         """The policy version that samples a step's rows; the one that they update is `step`."""
         return max(0, step - self.runtime.max_staleness)
 
+    def samples_ahead(self, step: int) -> bool:
+        """Whether the next step's rows are sampled while a step is trained."""
+        return self.runtime.max_staleness > 0 and step + 1 < self.steps
+
     @property
     def needs_reference_worker(self) -> bool:
         """Whether the reference has workers of its own: with LoRA it is the policy without its adapter."""

@@ -227,5 +227,5 @@ def test_an_evaluation_is_of_the_newest_checkpoint(
     worker = RolloutWorker(handle, store=MemoryStore("run", capacity_bytes=1))
     worker.start()
     assert worker.evaluate(0).reward != report.reward  # of the starting weights
-    worker.load_weights(merged_weights(trained), 3)
+    worker.engine.load_weights(merged_weights(trained), 3)
     assert worker.evaluate(3).reward == report.reward  # of the published ones

@@ -12,12 +12,13 @@ import pyarrow as pa
 import pytest
 import ray
 import torch
-from safetensors.torch import load
 
 from infra import cluster
 from infra.group import WorkerGroup, get_group
 from infra.runs import RunDirectory
 from infra.stores.open import open_store
+from infra.stores.plasma import address, view
+from infra.weights.layout import as_tensor, verify, views
 from infra.workers.policy import PolicyWorker
 from rl_core.columns.jagged import jagged
 from rl_core.planning import plan_forward, plan_step
@@ -149,7 +150,16 @@ async def train_step(run: RunHandle, group: "WorkerGroup | Alone", step: int) ->
 
 
 async def weights(group: "WorkerGroup | Alone", version: int) -> dict[str, torch.Tensor]:
-    return load((await group.call("weights", version))[0])
+    """The version's whole weights, as a rollout worker receives them."""
+    if isinstance(group, Alone):
+        with group.ranks[0].weights(version) as alone:
+            return {name: tensor.clone() for name, tensor in alone.items()}
+    (data, sent), others = group.promise("send_weights", version, "object_store", address())
+    handle = (await cluster.answer(sent, "send_weights")).handle
+    await others
+    buffer = as_tensor(view(data))
+    verify(handle, buffer)
+    return {name: tensor.clone() for name, tensor in views(buffer, handle.tensors).items()}
 
 
 def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:

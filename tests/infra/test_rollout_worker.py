@@ -295,7 +295,7 @@ def test_only_the_held_version_is_served(folder: Path, tmp_path: Path) -> None:
     for call in (lambda: worker.generate(0, 1, 0, GROUPS), lambda: worker.evaluate(1)):
         with pytest.raises(VersionError, match="holds policy version 0, not the expected 1"):
             call()
-    worker.load_weights(dict(other.named_parameters()), 1)
+    worker.engine.load_weights(dict(other.named_parameters()), 1)
     assert worker.version() == 1
     assert worker.holds(0, 0, 0)  # what version 0 sampled stays until it is put
     assert worker.generate(0, 1, 0, GROUPS).samples != before.samples

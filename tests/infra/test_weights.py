@@ -17,8 +17,9 @@ from infra.stores import plasma
 from infra.weights.broadcast import BroadcastReceiver, BroadcastSender, WeightsGroup, open_meeting
 from infra.weights.checksum import _sums, checksum
 from infra.weights.layout import as_tensor, describe, flat_bytes, slots, specs_of, verify, views, write
+from infra.weights.member import gpu_of
 from infra.weights.object_store import ObjectStoreReceiver, ObjectStoreSender
-from infra.weights.transport import choose_transport, gpu_of
+from infra.weights.transport import choose_transport
 from schemas.errors import ConfigError, WeightsError, WorkerLostError
 from schemas.step import ProcessGroupHandle
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle, WeightsTransfer
