@@ -25,6 +25,7 @@ CONFIG = (
     *("train", "tiny.toml", f"steps={STEPS}", "reward.path=flat_rewards:often_flat", "kl.coef=0", "store.kind=ray"),
     *("rollout.num_workers=2", "rollout.batch_prompts=1", "rollout.dynamic_sampling.max_rounds=6"),
     *("runtime.max_staleness=1", "correction.kind=truncated", "checkpoint.every_steps=2", "eval.every_steps=3"),
+    "runtime.weight_transport=broadcast",  # by gloo, here
 )
 
 
