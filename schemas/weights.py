@@ -39,7 +39,7 @@ class LoadedWeights(Frozen):
 
     version: NonNegativeInt
     num_bytes: PositiveInt
-    read_seconds: NonNegativeFloat  # until the buffer was there and verified
+    read_seconds: NonNegativeFloat  # until the buffer was there and verified; a broadcast's, from its beginning
     load_seconds: NonNegativeFloat  # the engine's own copy
 
 

@@ -66,8 +66,8 @@ class ObjectStoreReceiver:
 
     def load(self, engine: RolloutEngine, version: int, promised: Promised) -> LoadedWeights:
         """See `WeightsReceiver.load`."""
-        started, (data, sent) = time.perf_counter(), promised
-        handle = self._wait_for(sent, version).handle
+        data, sent = promised
+        handle, started = self._wait_for(sent, version).handle, time.perf_counter()
         require_version(handle, self._run_id, version)
         try:
             mapped = plasma.view(data, self._timeout)

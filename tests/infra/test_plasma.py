@@ -5,7 +5,10 @@ import pytest
 import ray
 
 from infra.stores import plasma
+from infra.stores.ray import RayColumnStore
+from rl_core.columns.codec import encode
 from schemas.errors import ChunkNotFoundError
+from tests.contracts.backends import rollout_columns, start_producer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -33,6 +36,36 @@ def test_pickled_objects_and_absent_ones_are_refused() -> None:
         plasma.view(ray.put({"a": 1}))
     with pytest.raises(ChunkNotFoundError, match=r"within 0\.1 s"):
         plasma.view(never_ready.remote(), timeout_seconds=0.1)
+
+
+@pytest.mark.parametrize("size", [1, 2**16, 90_000, 2**20 - 1, 2**20, 5_000_000])
+def test_a_task_returns_what_it_wrote_at_any_size(size: int) -> None:
+    data, answer = write_and_return.options(num_returns=2).remote(size, plasma.address())
+    assert ray.get(answer) == size
+    assert ray.get(read.remote([data])) == plasma.view(data).to_pybytes() == b"w" * size
+
+
+def test_a_producers_chunks_of_any_size_are_what_it_wrote() -> None:
+    store, producer = RayColumnStore("sizes", 2**24), start_producer()
+    for step, tokens in enumerate([4_000, 11_000, 15_000, 90_000]):  # around the size that Ray sends within a reply
+        store.open_lease(step)
+        ref = producer.put.remote("sizes", step, [tokens]).future().result()
+        assert plasma.view_at(store._locations([ref])[0]).equals(encode(rollout_columns([tokens])))
+    store.close()
+
+
+@ray.remote(num_cpus=0)
+def write_and_return(size: int, owner: bytes) -> tuple[bytes, int]:
+    def fill(target: memoryview) -> int:
+        target[:] = b"w" * size
+        return len(target)
+
+    return plasma.return_written(size, fill, owner)
+
+
+@ray.remote(num_cpus=0)
+def read(refs: list[ray.ObjectRef[bytes]]) -> bytes:
+    return plasma.view(refs[0]).to_pybytes()
 
 
 @ray.remote(num_cpus=0)
