@@ -1,12 +1,14 @@
 """Weights on their way from the policy to the rollout workers: what was sent, and how long it took."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from schemas.base import Frozen
 from schemas.batch import SafeName
+
+Transport = Literal["object_store", "broadcast"]
 
 
 class TensorSpec(Frozen):
@@ -53,6 +55,7 @@ class WeightsMember(Frozen):
 class WeightsTransfer(Frozen):
     """One publish, as measured."""
 
+    transport: Transport
     num_bytes: PositiveInt  # of the buffer, once
     num_receivers: NonNegativeInt
     write_seconds: NonNegativeFloat
@@ -60,9 +63,10 @@ class WeightsTransfer(Frozen):
     load_seconds: NonNegativeFloat  # likewise
 
     @classmethod
-    def of(cls, sent: SentWeights, loaded: Sequence[LoadedWeights]) -> Self:
+    def of(cls, transport: Transport, sent: SentWeights, loaded: Sequence[LoadedWeights]) -> Self:
         """What one send and its receivers' loads make together."""
         return cls(
+            transport=transport,
             num_bytes=sent.handle.num_bytes,
             num_receivers=len(loaded),
             write_seconds=sent.seconds,

@@ -7,9 +7,9 @@ from typing import Any
 from infra.cluster import answer, call, get_worker
 from infra.group import WorkerGroup, get_group
 from infra.stores.plasma import address
-from infra.weights.transport import Transport, choose_transport
+from infra.weights.transport import choose_transport
 from schemas.step import PolicyHandle, RunHandle
-from schemas.weights import WeightsTransfer
+from schemas.weights import Transport, WeightsTransfer
 from tasks.stage import operation
 
 
@@ -39,7 +39,7 @@ async def bring_to(run: RunHandle, version: int, *workers: Any) -> WeightsTransf
     promised, others = group.promise("send_weights", version, transport, address())
     loads = (call(worker, "load_weights", version, promised, transport) for worker in behind)
     loaded, *_ = await asyncio.gather(asyncio.gather(*loads), others)
-    return WeightsTransfer.of(await answer(promised[1], "send_weights"), loaded)
+    return WeightsTransfer.of(transport, await answer(promised[1], "send_weights"), loaded)
 
 
 async def _choose_transport(run: RunHandle, group: WorkerGroup, workers: Sequence[Any]) -> Transport:

@@ -23,7 +23,7 @@ from infra.engines.base import RolloutEngine
 from infra.weights.base import Promised, load_verified
 from infra.weights.checksum import Checksum
 from infra.weights.layout import as_tensor, describe, flat_bytes, placed, require_version, take_part
-from infra.workers.process_group import Rendezvous, _listen_on
+from infra.workers.process_group import Rendezvous, listen_on
 from schemas.errors import WorkerLostError
 from schemas.step import ProcessGroupHandle
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle
@@ -68,7 +68,7 @@ class WeightsGroup:
         """
         self.group_id, self.device = group.group_id, device
         self._rank, self._timeout = rank, timeout_seconds
-        _listen_on(host)
+        listen_on(host)
         try:
             self._backend = self._meet(group, host)
         except (dist.DistError, RuntimeError) as error:

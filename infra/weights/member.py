@@ -7,9 +7,8 @@ from infra.engines.base import RolloutEngine
 from infra.weights.base import Promised, WeightsReceiver, WeightsSender
 from infra.weights.broadcast import BroadcastReceiver, BroadcastSender, WeightsGroup, open_meeting
 from infra.weights.object_store import ObjectStoreReceiver, ObjectStoreSender
-from infra.weights.transport import Transport
 from schemas.step import ProcessGroupHandle
-from schemas.weights import LoadedWeights, WeightsMember
+from schemas.weights import LoadedWeights, Transport, WeightsMember
 
 
 class WeightsEnd:

@@ -2,11 +2,9 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Literal
 
 from schemas.errors import ConfigError
-
-Transport = Literal["object_store", "broadcast"]
+from schemas.weights import Transport
 
 logger = logging.getLogger(__name__)
 

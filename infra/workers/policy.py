@@ -18,7 +18,6 @@ from infra.lora import adapter_disabled, merged_weights
 from infra.models import adapter_of, save_assets
 from infra.weights.layout import specs_of, take_part
 from infra.weights.member import WeightsEnd
-from infra.weights.transport import Transport
 from infra.workers.replay import ReplayWorker
 from rl_core.planning.rows import rank_rows
 from rl_core.training import RankRows, Trainer, training_columns
@@ -29,7 +28,7 @@ from schemas.errors import NonFiniteError, VersionError
 from schemas.metrics import merge_metrics
 from schemas.plan import ForwardPlan, StepPlan
 from schemas.step import EvalReport, PolicyHandle, ProcessGroupHandle, ScoreResult, UpdateReport
-from schemas.weights import SentWeights, WeightsMember
+from schemas.weights import SentWeights, Transport, WeightsMember
 
 
 class PolicyWorker(ReplayWorker):

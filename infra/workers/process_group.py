@@ -36,7 +36,7 @@ def join(group: ProcessGroupHandle, rank: int, host: str, device: torch.device, 
     Raises:
         WorkerLostError: The others did not come in time.
     """
-    _listen_on(host)
+    listen_on(host)
     timeout = timedelta(seconds=timeout_seconds)
     try:
         store = TCPStore(group.host, group.port, group.num_ranks, is_master=False, timeout=timeout)
@@ -52,7 +52,7 @@ def is_lost_group(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def _listen_on(host: str) -> None:
+def listen_on(host: str) -> None:
     """Keep gloo and NCCL to the network interface that has the node's address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):

@@ -17,7 +17,6 @@ from infra.stores.open import open_store
 from infra.stores.plasma import ChunkWriter
 from infra.weights.base import Promised
 from infra.weights.member import WeightsEnd
-from infra.weights.transport import Transport
 from infra.workers.device import choose_device, set_threads
 from infra.workers.samples import Sample, first_failure, to_columns, to_shard
 from infra.workers.sampling import Sampler
@@ -28,7 +27,7 @@ from schemas.config.rollout import EvalConfig, RolloutConfig
 from schemas.errors import ConfigError, VersionError
 from schemas.rollout import PutResult, RolloutShard, check_failures
 from schemas.step import EvalReport, ProcessGroupHandle, RunHandle
-from schemas.weights import LoadedWeights, WeightsMember
+from schemas.weights import LoadedWeights, Transport, WeightsMember
 
 logger = logging.getLogger(__name__)
 

@@ -141,7 +141,7 @@ def publish(policy: Any, receivers: list[Any], version: int, way: str) -> Weight
     by_group = way == "broadcast"
     data, sent = policy.send.options(num_returns=2).remote(version, plasma.address(), by_group)
     loaded = ray.get([receiver.load.remote(version, [data, sent], by_group) for receiver in receivers])
-    return WeightsTransfer.of(ray.get(sent), loaded)
+    return WeightsTransfer.of(way, ray.get(sent), loaded)
 
 
 def print_table(title: str, lines: dict[str, dict[str, float]]) -> None:

@@ -174,8 +174,8 @@ def test_a_handle_is_small_json_and_a_transfer_is_of_the_slowest() -> None:
     loads = [
         LoadedWeights(version=1, num_bytes=384, read_seconds=read, load_seconds=load) for read, load in ((2, 1), (1, 3))
     ]
-    assert WeightsTransfer.of(SentWeights(handle=handle, seconds=0.5), loads) == WeightsTransfer(
-        num_bytes=384, num_receivers=2, write_seconds=0.5, read_seconds=2, load_seconds=3
+    assert WeightsTransfer.of("broadcast", SentWeights(handle=handle, seconds=0.5), loads) == WeightsTransfer(
+        transport="broadcast", num_bytes=384, num_receivers=2, write_seconds=0.5, read_seconds=2, load_seconds=3
     )
 
 
@@ -288,7 +288,7 @@ def test_two_receivers_load_what_was_sent(policy: Any, rollouts: list[Any], word
     assert ray.get([rollout.holds.remote(3, words) for rollout in rollouts]) == [True, True]
     sent = ray.get(promised[1])
     assert sent.handle.num_bytes == flat_bytes(specs_of(tensors(3, words))) == loaded[0].num_bytes
-    assert WeightsTransfer.of(sent, loaded).num_receivers == 2
+    assert WeightsTransfer.of("object_store", sent, loaded).num_receivers == 2
 
 
 @pytest.mark.slow
@@ -349,7 +349,7 @@ def test_a_broadcast_in_buckets_of_any_size_arrives_whole(policy: Any, rollouts:
         state = tensors(version, words)
         expected = describe(RUN, version, specs_of(state), checksum(flat(state)))
         assert ray.get(sent[1]).handle == expected
-        assert WeightsTransfer.of(ray.get(sent[1]), loaded).num_bytes == expected.num_bytes
+        assert WeightsTransfer.of("broadcast", ray.get(sent[1]), loaded).num_bytes == expected.num_bytes
     # A version that isn't the asked one is refused, and the group goes on.
     promise(policy, "broadcast", 50, 64)
     loads = [rollouts[0].receive.remote(51), rollouts[1].receive.remote(50)]
