@@ -15,7 +15,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 on PATH; install one or give PYTHON=..."; exit 2; }
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' || { \
+		echo "error: pip found no such set; vLLM's extra cpu wants torch 2.13.0+cpu, see docs/vllm.md"; exit 2; }
 	@# vLLM asks for torchvision and the like, which may come for CUDA beside a CPU's torch: then transformers' models
 	@# can't be imported. Neither Sluice nor vLLM's text models need them.
 	@broken=$$($(BIN)/python -m infra.installation) && \

@@ -110,7 +110,9 @@ def test_what_vllm_can_not_run_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_a_closed_engine_gives_back_its_memory_and_its_place(folder: Path, model: PreTrainedModel) -> None:
     # Before the other tests' engine is started: there is room for one in a process.
+    torch.set_num_threads(2)
     large = open_vllm(ModelConfig(path=str(folder)), VllmRollout(cache_bytes=2**28, dtype="bfloat16"), MAX_MODEL_LEN)
+    assert torch.get_num_threads() == 2
     large.load_weights(dict(model.named_parameters()), version=1)  # from float32
     (generation,) = generate_all(large, [request(PROMPTS[0], 1)], Sampling(30))
     expected = plain_logprobs(copy.deepcopy(model).to(torch.bfloat16), PROMPTS[0], generation.token_ids, 1)
