@@ -43,10 +43,9 @@ def explain_import_error(error: ImportError) -> ConfigError | None:
     broken = broken_companions()
     if not broken:
         return None
-    names = " ".join(broken)
     return ConfigError(
-        f"{str(error).split('. ')[0]}: {', '.join(broken)} can't be loaded beside the installed torch; Sluice and vLLM's text models don't "
-        f"need them: pip uninstall {names}"
+        f"{str(error).split('. ')[0]}: {', '.join(broken)} can't be loaded beside the installed torch; Sluice and "
+        f"vLLM's text models don't need them: pip uninstall {' '.join(broken)}"
     )
 
 

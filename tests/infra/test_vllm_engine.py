@@ -14,10 +14,14 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
+from infra.engines.open import open_engine
 from infra.engines.vllm import VllmEngine, open_vllm
 from infra.models import load_model, load_tokenizer
+from schemas.config.data import DataConfig
 from schemas.config.model import ModelConfig
+from schemas.config.reward import ExactReward
 from schemas.config.rollout import VllmRollout
+from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, NonFiniteError, WeightsError
 from tests.tiny import make_tiny_model
 
@@ -30,7 +34,7 @@ pytestmark = [
 
 PROMPTS = [[5, 6, 7], [200, 3, 100, 42, 17, 9, 30] * 10, [11]]  # the second fills two blocks of the KV cache
 MAX_MODEL_LEN = 128
-ROLLOUT = VllmRollout(cache_bytes=2**22, stop=("never in any text",))
+ROLLOUT = VllmRollout(cache_bytes=2**22, max_response_tokens=50, stop=("never in any text",))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def started(folder: Path) -> Iterator[VllmEngine]:
     """One engine for all tests of this file: a start takes seconds."""
-    engine = open_vllm(ModelConfig(path=str(folder)), ROLLOUT, MAX_MODEL_LEN)
+    config = RunConfig(
+        steps=1,
+        model=ModelConfig(path=str(folder)),
+        data=DataConfig(train_path="train.parquet", max_prompt_tokens=MAX_MODEL_LEN - 50),
+        reward=ExactReward(),
+        rollout=ROLLOUT,
+    )
+    engine = open_engine(config, load_tokenizer(config.model))
+    assert isinstance(engine, VllmEngine)
     yield engine
     engine.close()
 
@@ -98,7 +110,9 @@ def test_what_vllm_can_not_run_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_a_closed_engine_gives_back_its_memory_and_its_place(folder: Path, model: PreTrainedModel) -> None:
     # Before the other tests' engine is started: there is room for one in a process.
+    torch.set_num_threads(2)
     large = open_vllm(ModelConfig(path=str(folder)), VllmRollout(cache_bytes=2**28, dtype="bfloat16"), MAX_MODEL_LEN)
+    assert torch.get_num_threads() == 2
     large.load_weights(dict(model.named_parameters()), version=1)  # from float32
     (generation,) = generate_all(large, [request(PROMPTS[0], 1)], Sampling(30))
     expected = plain_logprobs(copy.deepcopy(model).to(torch.bfloat16), PROMPTS[0], generation.token_ids, 1)
