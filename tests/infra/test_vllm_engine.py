@@ -1,0 +1,293 @@
+"""The vLLM engine against the transformers model of the same weights: what it draws, its log-probs, its weights."""
+
+import copy
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
+from infra.engines.vllm import VllmEngine, open_vllm
+from infra.models import load_model, load_tokenizer
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import VllmRollout
+from schemas.errors import ConfigError, NonFiniteError, WeightsError
+from tests.tiny import make_tiny_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'sluice[cpu]'"
+    ),
+]
+
+PROMPTS = [[5, 6, 7], [200, 3, 100, 42, 17, 9, 30] * 10, [11]]  # the second fills two blocks of the KV cache
+MAX_MODEL_LEN = 128
+ROLLOUT = VllmRollout(cache_bytes=2**22, stop=("never in any text",))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), head_dim=32)  # the least of vLLM's CPU kernels
+
+
+@pytest.fixture(scope="module")
+def started(folder: Path) -> Iterator[VllmEngine]:
+    """One engine for all tests of this file: a start takes seconds."""
+    engine = open_vllm(ModelConfig(path=str(folder)), ROLLOUT, MAX_MODEL_LEN)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(started: VllmEngine, model: PreTrainedModel) -> VllmEngine:
+    """The engine, with the folder's weights, whatever the test before has loaded."""
+    if started.version:
+        started.load_weights(dict(model.named_parameters()), version=0)
+    return started
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    return load_model(ModelConfig(path=str(folder)))
+
+
+def request(prompt: Sequence[int], *seeds: int) -> GenerationRequest:
+    return GenerationRequest(np.array(prompt), seeds)
+
+
+def plain_logprobs(
+    model: PreTrainedModel, prompt: Sequence[int], response: np.ndarray, temperature: float
+) -> np.ndarray:
+    """Log-probs of `response` by one forward over the unpadded sequence."""
+    tokens = torch.tensor([*prompt, *response.tolist()])
+    with torch.no_grad():
+        logits = model(tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1).gather(-1, tokens[len(prompt) :, None])[:, 0].numpy()
+
+
+def assert_identical(ours: Sequence[Generation], theirs: Sequence[Generation]) -> None:
+    assert [g.token_ids.tolist() for g in ours] == [g.token_ids.tolist() for g in theirs]
+    assert [g.logprobs.tobytes() for g in ours] == [g.logprobs.tobytes() for g in theirs]
+    assert [g.finish_reason for g in ours] == [g.finish_reason for g in theirs]
+
+
+def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
+    output = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=count,
+        eos_token_id=None,
+    )  # fmt: skip
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def test_what_vllm_can_not_run_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"can't run the model .* in float32 with sequences of 128 tokens: .*cache"):
+        open_vllm(ModelConfig(path=str(folder)), VllmRollout(cache_bytes=2**10), MAX_MODEL_LEN)
+    odd = make_tiny_model(tmp_path, head_dim=8)
+    with pytest.raises(ConfigError, match=r"Unsupported CPU attention configuration: head_dim=8"):
+        open_vllm(ModelConfig(path=str(odd)), ROLLOUT, MAX_MODEL_LEN)
+
+
+def test_a_closed_engine_gives_back_its_memory_and_its_place(folder: Path, model: PreTrainedModel) -> None:
+    # Before the other tests' engine is started: there is room for one in a process.
+    large = open_vllm(ModelConfig(path=str(folder)), VllmRollout(cache_bytes=2**28, dtype="bfloat16"), MAX_MODEL_LEN)
+    large.load_weights(dict(model.named_parameters()), version=1)  # from float32
+    (generation,) = generate_all(large, [request(PROMPTS[0], 1)], Sampling(30))
+    expected = plain_logprobs(copy.deepcopy(model).to(torch.bfloat16), PROMPTS[0], generation.token_ids, 1)
+    np.testing.assert_allclose(generation.logprobs, expected, rtol=0, atol=0.3)  # of 8 bits
+    full = psutil.Process().memory_info().rss
+    large.close()
+    assert full - psutil.Process().memory_info().rss > 0.9 * 2**28
+
+
+def test_greedy_equals_transformers_generate(engine: VllmEngine, model: PreTrainedModel) -> None:
+    generations = generate_all(engine, [request(prompt, 0) for prompt in PROMPTS], Sampling(24, temperature=0))
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        assert generation.token_ids.dtype == np.int32
+        assert generation.token_ids.tolist() == greedy(model, prompt, 24)
+        assert generation.finish_reason == "length"
+        np.testing.assert_allclose(
+            generation.logprobs, plain_logprobs(model, prompt, generation.token_ids, 1), atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9, "top_k": 40}, {"min_p": 0.1}, {"top_k": 1}])
+def test_logprobs_are_those_before_anything_is_cut_off(
+    engine: VllmEngine, model: PreTrainedModel, temperature: float, cut: dict[str, float]
+) -> None:
+    sampling = Sampling(50, temperature, stop_token_ids=(5, 50, 150), **cut)  # type: ignore[arg-type]
+    generations = generate_all(engine, [request(prompt, 1, 2) for prompt in PROMPTS], sampling)
+    for row, generation in enumerate(generations):
+        assert generation.logprobs.dtype == np.float32
+        expected = plain_logprobs(model, PROMPTS[row // 2], generation.token_ids, temperature)
+        np.testing.assert_allclose(generation.logprobs, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1, 1.3), Sampling(1, top_p=0.6), Sampling(1, 2.0, top_k=4), Sampling(1, 1.3, min_p=0.2)],
+    ids=["temperature", "top_p", "top_k", "min_p"],
+)
+def test_samples_follow_the_probabilities(engine: VllmEngine, model: PreTrainedModel, sampling: Sampling) -> None:
+    num_samples = 2000
+    generations = generate_all(engine, [request(PROMPTS[0], *range(num_samples))], sampling)
+    counts = np.bincount([g.token_ids[0] for g in generations], minlength=model.config.vocab_size)
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPTS[0]])).logits[0, -1].double() / sampling.temperature
+    probs = np.sort(logits.softmax(-1).numpy())[::-1]
+    order = np.argsort(-logits.numpy(), kind="stable")
+    kept = np.arange(len(probs)) < (sampling.top_k or len(probs))
+    kept &= np.cumsum(probs) - probs < sampling.top_p
+    kept &= probs >= sampling.min_p * probs[0]
+    assert counts[order[~kept]].sum() == 0
+    expected = num_samples * probs[kept] / probs[kept].sum()
+    likely = expected > 5
+    deviations = (counts[order[kept]] - expected)[likely] / np.sqrt(expected * (1 - expected / num_samples))[likely]
+    assert np.abs(deviations).max() < 4.5  # a normal's 4.5 sigma: once in 150,000
+
+
+def test_the_same_call_again_is_the_same_bit_for_bit(engine: VllmEngine) -> None:
+    requests = [request(prompt, 1, 2**64 - 1, 2**63) for prompt in PROMPTS]
+    sampling = Sampling(40, top_p=0.95, stop_token_ids=(5, 50))
+    first = generate_all(engine, requests, sampling)
+    assert len({g.token_ids.tobytes() for g in first}) == 9
+    assert_identical(generate_all(engine, requests, sampling), first)
+    generate_all(engine, [request(PROMPTS[1], *range(20)), request(PROMPTS[0], 4)], Sampling(9, 0.5))
+    assert_identical(generate_all(engine, requests, sampling), first)
+
+
+def test_a_sample_does_not_depend_on_its_batch(engine: VllmEngine) -> None:
+    together = generate_all(engine, [request(prompt, 7, 8) for prompt in PROMPTS], Sampling(30))
+    alone = [generate_all(engine, [request(prompt, 8)], Sampling(30))[0] for prompt in PROMPTS]
+    for a, b in zip(together[1::2], alone, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
+
+
+def test_more_samples_than_fit_are_generated_in_turn(engine: VllmEngine, model: PreTrainedModel) -> None:
+    # 300 rows of up to 120 tokens of 1,024 bytes: more than max_num_seqs, and 36 MB for a cache of 4 MiB.
+    generations = generate_all(engine, [request(PROMPTS[1], *range(300))], Sampling(50, stop_token_ids=(5, 50, 150)))
+    assert len({generation.token_ids.tobytes() for generation in generations}) > 250  # some are short
+    for generation in generations[::30]:
+        expected = plain_logprobs(model, PROMPTS[1], generation.token_ids, 1)
+        np.testing.assert_allclose(generation.logprobs, expected, rtol=0, atol=2e-5)
+
+
+def test_samples_come_when_they_are_finished(engine: VllmEngine) -> None:
+    sampling = Sampling(50, temperature=1.5, stop_token_ids=tuple(range(0, 256, 16)))
+    found = list(engine.generate([request(prompt, *range(8)) for prompt in PROMPTS], sampling))
+    lengths = [len(generation.token_ids) for _, generation in found]
+    assert sorted(number for number, _ in found) == list(range(24))
+    assert lengths == sorted(lengths)  # all start together: the shortest is the first
+    assert lengths[0] < lengths[-1]
+
+
+def test_a_call_that_nobody_listens_to_leaves_nothing(engine: VllmEngine) -> None:
+    requests, sampling = [request(prompt, 1, 2, 3) for prompt in PROMPTS], Sampling(40, stop_token_ids=(5, 50))
+    whole = generate_all(engine, requests, sampling)
+    abandoned = engine.generate(requests, sampling)
+    number, generation = next(abandoned)
+    assert_identical([generation], [whole[number]])
+    abandoned.close()  # type: ignore[attr-defined]
+    assert_identical(generate_all(engine, requests, sampling), whole)
+
+
+def test_stop_tokens_end_a_response(engine: VllmEngine) -> None:
+    free = generate_all(engine, [request(PROMPTS[0], *range(8))], Sampling(30))
+    stops = (int(free[0].token_ids[3]), int(free[1].token_ids[11]))
+    stopped = generate_all(engine, [request(PROMPTS[0], *range(8))], Sampling(30, stop_token_ids=stops))
+    for before, after in zip(free, stopped, strict=True):
+        hits = np.flatnonzero(np.isin(before.token_ids, stops))
+        length = hits[0] + 1 if len(hits) else 30
+        assert after.token_ids.tolist() == before.token_ids[:length].tolist()
+        assert after.finish_reason == ("stop" if len(hits) else "length")
+        assert len(after.logprobs) == length
+
+
+def test_stop_texts_end_a_response_with_the_token_that_completes_them(engine: VllmEngine, folder: Path) -> None:
+    free = generate_all(engine, [request(PROMPTS[0], *range(16))], Sampling(60, top_k=0))
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+    texts = [[tokenizer.decode(g.token_ids[: n + 1], skip_special_tokens=True) for n in range(60)] for g in free]
+    stops = (texts[0][20].strip("\ufffd")[-2:], "A", "zz")
+    stopped = generate_all(engine, [request(PROMPTS[0], *range(16))], Sampling(60, stop=stops))
+    ended = 0
+    for before, after, prefixes in zip(free, stopped, texts, strict=True):
+        hits = [n for n, text in enumerate(prefixes) if any(stop in text for stop in stops)]
+        assert after.token_ids.tolist() == before.token_ids[: hits[0] + 1 if hits else 60].tolist()
+        assert after.finish_reason == ("stop" if hits else "length")
+        ended += bool(hits)
+    assert 0 < ended < 16
+
+
+def test_degenerate_requests(engine: VllmEngine) -> None:
+    assert generate_all(engine, [], Sampling(4)) == []
+    assert generate_all(engine, [request(PROMPTS[0])], Sampling(4)) == []
+    assert [len(g.token_ids) for g in generate_all(engine, [request([9]), request([9], 1)], Sampling(1))] == [1]
+    with pytest.raises(ValueError, match="request 1 has an empty prompt"):
+        generate_all(engine, [request([9], 1), request([], 1)], Sampling(4))
+    with pytest.raises(ValueError, match=r"request 0 has a prompt of 70 tokens.*prompts of at most 28"):
+        generate_all(engine, [request(PROMPTS[1], 1)], Sampling(100))
+
+
+def test_loaded_weights_are_those_of_a_fresh_engine(engine: VllmEngine, tmp_path: Path) -> None:
+    other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1, head_dim=32))))
+    requests, sampling = [request(prompt, 1, 2) for prompt in PROMPTS], Sampling(30, 0.7)
+    before = generate_all(engine, requests, sampling)
+    state = load_file(tmp_path / "model.safetensors")  # the tied head is not among them
+    engine.load_weights(state, version=3)
+    assert engine.version == 3
+    after = generate_all(engine, requests, sampling)
+    assert before[0].token_ids.tolist() != after[0].token_ids.tolist()
+    for row, generation in enumerate(after):
+        expected = plain_logprobs(other, PROMPTS[row // 2], generation.token_ids, 0.7)
+        np.testing.assert_allclose(generation.logprobs, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model.norm.weight": None}, "missing ['model.norm.weight']"),
+        ({"extra": torch.zeros(1)}, "unknown ['extra']"),
+        ({"model.norm.weight": torch.zeros(1)}, "of another shape ['model.norm.weight']"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(
+    engine: VllmEngine, model: PreTrainedModel, changes: dict[str, torch.Tensor | None], text: str
+) -> None:
+    before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
+    state = {name: torch.zeros_like(tensor) for name, tensor in model.named_parameters()} | changes
+    with pytest.raises(WeightsError, match="don't fit the model") as caught:
+        engine.load_weights({name: tensor for name, tensor in state.items() if tensor is not None}, version=1)
+    assert text in str(caught.value)
+    assert engine.version == 0
+    assert_identical(generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12)), before)
+
+
+def test_weights_that_have_diverged_are_an_error(engine: VllmEngine, model: PreTrainedModel) -> None:
+    engine.load_weights({n: torch.full_like(t, torch.nan) for n, t in model.named_parameters()}, version=1)
+    with pytest.raises(NonFiniteError, match="diverged"):
+        generate_all(engine, [request(PROMPTS[0], 1, 2)], Sampling(4))
+
+
+def test_nothing_listens_beyond_this_machine(engine: VllmEngine) -> None:
+    process = psutil.Process()
+    listening = [c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert set(listening) <= {"127.0.0.1", "::1"}
+    assert not [child for child in process.children() if "vllm" in " ".join(child.cmdline())]
+
+
+def test_the_process_stays_as_it_was(engine: VllmEngine) -> None:
+    assert "LD_PRELOAD" not in os.environ
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
