@@ -17,7 +17,6 @@ from schemas.errors import ConfigError
 from tests.benchmarks.rollout.vllm_process import VllmProcess
 from tests.benchmarks.rollout.workload import Workload
 
-
 PAGE_TOKENS = 32  # of a block of continuous batching's cache
 PROMPT_SHARE = 32  # tokens of prompts that it computes in one step, by row
 
