@@ -12,6 +12,7 @@ from schemas.errors import RunError
 CHECKOUT = Path(__file__).parents[1]
 DATA_PLANE = "tests.benchmarks.data_plane"
 TRAIN = "tests.benchmarks.train"
+ROLLOUT = "tests.benchmarks.rollout"
 
 app = typer.Typer(name="bench", help="Measure Sluice against its peers.", no_args_is_help=True)
 
@@ -64,6 +65,32 @@ def train(
     }
     switches = [name for name, is_on in {"--json": as_json, "--quick": quick}.items() if is_on]
     _run(TRAIN, [*switches, *(f"{name}={value}" for name, value in options.items() if value is not None)])
+
+
+@app.command()
+def rollout(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, the last one.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model, few tokens: a smoke test.")] = False,
+    models: Annotated[str | None, typer.Option(help="Comma-separated: tiny, small, mid.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="Prompts of a batch.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples of each prompt.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of the longest response.")] = None,
+    repetitions: Annotated[int | None, typer.Option(help="Of each path; medians are reported.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Of torch; 0 for all cores.")] = None,
+    paths: Annotated[str | None, typer.Option(help="Comma-separated: sluice, generate, vllm, ...")] = None,
+) -> None:
+    """Samples with log-probs from every engine in turn: responses of equal lengths, and of varied ones."""
+    options = {
+        "--models": models,
+        "--prompts": prompts,
+        "--samples": samples,
+        "--tokens": tokens,
+        "--repetitions": repetitions,
+        "--threads": threads,
+        "--paths": paths,
+    }
+    switches = [name for name, is_on in {"--json": as_json, "--quick": quick}.items() if is_on]
+    _run(ROLLOUT, [*switches, *(f"{name}={value}" for name, value in options.items() if value is not None)])
 
 
 def _run(module: str, arguments: list[str]) -> None:
