@@ -72,7 +72,7 @@ class TransformersEngine:
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[tuple[int, Generation]]:
         """Yield each sample when it is finished, with its number: request by request, in the order of their seeds.
 
-        Between two samples nothing is computed. The KV cache lives as long as the iterator.
+        Nothing is computed until the next sample is asked for. The KV cache lives as long as the iterator.
 
         Raises:
             ValueError: A prompt is empty, or there are stop texts but no tokenizer.
