@@ -53,7 +53,7 @@ async def _choose_transport(run: RunHandle, group: WorkerGroup, workers: Sequenc
     sender, *_ = group.ranks
     ends = [sender, *workers]
     members = await asyncio.gather(*(call(end, "weights_member") for end in ends))
-    transport = choose_transport(setting, [member.gpu for member in members])
+    transport = choose_transport(setting, tuple(member.gpu for member in members))
     groups = {member.group_id for member in members}
     if transport == "broadcast" and (len(groups) > 1 or "" in groups):
         meeting = await call(sender, "open_weights_meeting", len(workers))

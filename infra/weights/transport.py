@@ -1,7 +1,7 @@
 """Which way weights travel."""
 
 import logging
-from collections.abc import Sequence
+from functools import cache
 
 from schemas.errors import ConfigError
 from schemas.weights import Transport
@@ -9,8 +9,9 @@ from schemas.weights import Transport
 logger = logging.getLogger(__name__)
 
 
-def choose_transport(setting: str, gpus: Sequence[str]) -> Transport:
-    """How a run's weights travel.
+@cache
+def choose_transport(setting: str, gpus: tuple[str, ...]) -> Transport:
+    """How a run's weights travel; it is said once.
 
     Args:
         setting: "auto", "object_store" or "broadcast".

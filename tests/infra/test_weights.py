@@ -407,26 +407,26 @@ def test_a_policy_that_dies_is_a_lost_worker(policy: Any, rollouts: list[Any]) -
 @pytest.mark.parametrize(
     ("setting", "gpus", "chosen"),
     [
-        ("auto", ["a", "b", "c"], "broadcast"),
-        ("auto", ["a", "b", "b"], "object_store"),
-        ("auto", ["a", ""], "object_store"),
-        ("auto", ["", ""], "object_store"),
-        ("object_store", ["a", "b"], "object_store"),
-        ("broadcast", ["a", "b"], "broadcast"),
-        ("broadcast", ["", ""], "broadcast"),
+        ("auto", ("a", "b", "c"), "broadcast"),
+        ("auto", ("a", "b", "b"), "object_store"),
+        ("auto", ("a", ""), "object_store"),
+        ("auto", ("", ""), "object_store"),
+        ("object_store", ("a", "b"), "object_store"),
+        ("broadcast", ("a", "b"), "broadcast"),
+        ("broadcast", ("", ""), "broadcast"),
     ],
 )
-def test_transport_is_chosen_by_what_the_workers_have(setting: str, gpus: list[str], chosen: str) -> None:
+def test_transport_is_chosen_by_what_the_workers_have(setting: str, gpus: tuple[str, ...], chosen: str) -> None:
     assert choose_transport(setting, gpus) == chosen
 
 
 def test_transports_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs a GPU of its own"):
-        choose_transport("broadcast", ["a", "a"])
+        choose_transport("broadcast", ("a", "a"))
     with pytest.raises(ConfigError, match="needs a GPU of its own"):
-        choose_transport("broadcast", ["a", ""])
+        choose_transport("broadcast", ("a", ""))
     with pytest.raises(ConfigError, match="weight_transport = 'carrier pigeon'; use"):
-        choose_transport("carrier pigeon", [""])
+        choose_transport("carrier pigeon", ("",))
     assert gpu_of(torch.device("cpu")) == ""
 
 
