@@ -12,6 +12,7 @@ from schemas.errors import RunError
 CHECKOUT = Path(__file__).parents[1]
 DATA_PLANE = "tests.benchmarks.data_plane"
 TRAIN = "tests.benchmarks.train"
+STEP = "tests.benchmarks.step"
 ROLLOUT = "tests.benchmarks.rollout"
 
 app = typer.Typer(name="bench", help="Measure Sluice against its peers.", no_args_is_help=True)
@@ -91,6 +92,28 @@ def rollout(
     }
     switches = [name for name, is_on in {"--json": as_json, "--quick": quick}.items() if is_on]
     _run(ROLLOUT, [*switches, *(f"{name}={value}" for name, value in options.items() if value is not None)])
+
+
+@app.command()
+def step(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, the last one.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model, few steps: a smoke test.")] = False,
+    model: Annotated[str | None, typer.Option(help="tiny, small or mid.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="The most of one response.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of each run.")] = None,
+    repetitions: Annotated[int | None, typer.Option(help="Runs of each path.")] = None,
+    cores: Annotated[int | None, typer.Option(help="That the workers share.")] = None,
+) -> None:
+    """Whole steps: sampling and training one after the other, and overlapped."""
+    options = {
+        "--model": model,
+        "--tokens": tokens,
+        "--steps": steps,
+        "--repetitions": repetitions,
+        "--cores": cores,
+    }
+    switches = [name for name, is_on in {"--json": as_json, "--quick": quick}.items() if is_on]
+    _run(STEP, [*switches, *(f"{name}={value}" for name, value in options.items() if value is not None)])
 
 
 def _run(module: str, arguments: list[str]) -> None:
