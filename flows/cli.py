@@ -124,7 +124,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     What doesn't change what is trained may be changed, e.g. runtime.num_policy_ranks=2 or steps=100.
     """
     from flows.session import prefect_session
-    from infra.preflight import check
+    from infra.preflight import check, check_checkpoint
     from infra.runs import RunDirectory
 
     directory = RunDirectory.open(run, runs_dir)
@@ -137,6 +137,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
         console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")
         return
     check(config)
+    check_checkpoint(directory, config)
     console.print(f"resuming {directory.run_id}: {done} of {config.steps} steps are done")
     with prefect_session(config.runtime, console):
         _train(config, directory.run_id, resume=True)

@@ -11,21 +11,20 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import NDArray
 from pydantic import NonNegativeInt, PositiveInt
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from infra.datasets import PromptRow, load_train_prompts
 from infra.lora import add_adapter
-from infra.models import load_tokenizer
+from infra.models import load_tokenizer, model_shapes, num_embeddings
 from rl_core.columns.codec import arrow_type, encoded_bytes
 from rl_core.columns.jagged import token_dtype
 from rl_core.planning import plan_forward, plan_step
 from schemas.base import Frozen
 from schemas.catalog import CATALOG, TOKEN_DTYPES, Axis, column_spec
 from schemas.config.run import RunConfig
-from schemas.errors import ConfigError, ModelError
+from schemas.errors import ConfigError
 from schemas.plan import ForwardPlan, StepPlan
 
 LengthShape = Literal["lognormal", "uniform"]
@@ -130,7 +129,7 @@ def measure_step(config: RunConfig, shape: LengthShape = "lognormal", fill: floa
     plan = plan_step(
         prompts, responses, responses, num_updates=config.optim.updates_per_step, seed=config.seed, **packing
     )
-    dtypes = column_dtypes(config, AutoConfig.from_pretrained(config.model.path).get_text_config().vocab_size)
+    dtypes = column_dtypes(config, num_embeddings(config.model))
     columns, chunk_bytes = column_bytes(draw, dtypes), _chunk_bytes(config, dtypes)
     store_bytes = _total(columns) + chunk_bytes
     most_store_bytes = _total(column_bytes(draw.at_most(), dtypes)) + chunk_bytes
@@ -226,7 +225,7 @@ def rank_bytes(config: RunConfig) -> RankBytes:
     Raises:
         UserError: The model's config is not that of a causal language model, or its adapter can't be made.
     """
-    model = _shapes(config.model.path)
+    model = model_shapes(config.model)
     reference = _shard_bytes(model, config.runtime.num_reference_ranks) if config.needs_reference_worker else 0
     if config.model.lora is not None:
         add_adapter(model, config.model.lora)
@@ -239,16 +238,6 @@ def rank_bytes(config: RunConfig) -> RankBytes:
         previous=trained if config.runtime.max_staleness else 0,
         reference=reference,
     )
-
-
-def _shapes(path: str) -> PreTrainedModel:
-    """The model without its weights: its parameters have shapes and no memory."""
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-    except ValueError as error:
-        raise ModelError(f"model.path {path}: not a causal language model: {str(error).splitlines()[0]}") from error
-    return model
 
 
 def _shard_bytes(model: PreTrainedModel, num_ranks: int, *, trained_only: bool = False) -> int:

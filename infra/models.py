@@ -119,6 +119,19 @@ def empty_model(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
+def model_shapes(config: ModelConfig) -> PreTrainedModel:
+    """The model in float32 without its weights: its parameters have shapes, and no memory.
+
+    Raises:
+        ModelError: The folder's config is not that of a causal language model.
+    """
+    try:
+        with torch.device("meta"):
+            return empty_model(Path(config.path))
+    except ValueError as error:
+        raise ModelError(f"model.path {config.path}: not a causal language model: {_one_line(error)}") from error
+
+
 def check_weights(model: PreTrainedModel, state: Mapping[str, torch.Tensor], version: int) -> None:
     """See that `state` is a whole set of the model's weights; of tied ones, one name is enough.
 

@@ -4,17 +4,20 @@ import fsspec
 import torch
 from transformers import AutoConfig
 
+from infra.checkpoints.state import model_tensors
+from infra.checkpoints.store import open_checkpoints
 from infra.datasets import PromptDataset, load_prompts, load_train_prompts
 from infra.engines.vllm import cache_bytes_per_sequence
 from infra.installation import require_vllm, vllm_is_for_cpu
-from infra.lora import require_peft
-from infra.models import load_tokenizer, max_positions
+from infra.lora import add_adapter, require_peft
+from infra.models import load_tokenizer, max_positions, model_shapes
+from infra.runs import RunDirectory
 from infra.tracking import TensorBoardSink
 from rl_core.rewards import load_reward
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
 from schemas.config.store import RayStore, StoreConfig
-from schemas.errors import ConfigError
+from schemas.errors import CheckpointError, ConfigError, ModelError
 
 SHORTER = 'lower that, or data.max_prompt_tokens with data.overlong = "drop"'
 
@@ -41,6 +44,27 @@ def check(config: RunConfig) -> None:
         require_peft()
     if config.runtime.tensorboard:
         TensorBoardSink.require()
+
+
+def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:
+    """See that a run's newest checkpoint is one of the config's model, by names, shapes and dtypes.
+
+    Raises:
+        ModelError: It isn't: the folder holds another model than when the run began.
+    """
+    checkpoints = open_checkpoints(directory, config.checkpoint)
+    if not (versions := checkpoints.complete_versions()):
+        return
+    model = model_shapes(config.model)
+    if config.model.lora is not None:
+        add_adapter(model, config.model.lora)
+    try:
+        checkpoints.check_tensors(versions[-1], model_tensors(model))
+    except CheckpointError as error:
+        raise ModelError(
+            f"model.path {config.model.path}, which every engine would load, is not the model that run "
+            f"{directory.run_id} trains: {error}; put the one that it began with back there"
+        ) from None
 
 
 def check_store(config: StoreConfig) -> None:

@@ -140,6 +140,15 @@ class CheckpointStore(CheckpointFiles):
         except CheckpointException as error:
             raise CheckpointError(f"{self.path(version)} can't be loaded: {_reasons(error)}") from error
 
+    def check_tensors(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """See that a checkpoint has such tensors, on any device, `meta` included; no values are read.
+
+        Raises:
+            CheckpointError: The checkpoint or one of its files is missing, or it lacks a tensor, or has it in another
+                shape or dtype.
+        """
+        _check_tensors(self.path(version), self._reader(version)[1], tensors)
+
     def tensor_names(self, version: int) -> list[str]:
         """The names of the tensors that a checkpoint holds.
 

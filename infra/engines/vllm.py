@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
 from infra.engines.cache import cache_bytes_per_token
 from infra.installation import require_vllm
-from infra.models import check_weights, empty_model, max_positions
+from infra.models import check_weights, max_positions, model_shapes
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
@@ -164,8 +163,7 @@ def open_vllm(model: ModelConfig, rollout: VllmRollout, max_model_len: int) -> V
     """
     require_vllm()
     _set_environment()
-    with torch.device("meta"):
-        shapes = empty_model(Path(model.path))
+    shapes = model_shapes(model)
     try:
         with _undoing_process_changes(), _no_compiling(rollout.enforce_eager):
             engine = VllmEngine(*_start(model, rollout, max_model_len), shapes)

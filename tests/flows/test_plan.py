@@ -15,6 +15,7 @@ from infra.datasets import load_prompts
 from infra.engines.base import Generation
 from infra.footprint import Draw, column_bytes, column_dtypes, draw_lengths, draw_step, measure_step, rank_bytes
 from infra.models import load_model, load_policy, load_tokenizer
+from infra.workers.sampling import ScoredResponse
 from infra.workers.samples import Sample, to_columns
 from rl_core.columns.codec import encoded_bytes
 from rl_core.columns.jagged import is_jagged
@@ -175,7 +176,8 @@ def samples_of(draw: Draw) -> list[Sample]:
         group, sample = divmod(row, draw.samples_per_prompt)
         reason = "length" if length == draw.max_response_tokens else "stop"
         generation = Generation(np.ones(length, dtype=np.int32), np.zeros(length, dtype=np.float32), reason)
-        samples.append(Sample(f"0-{group}-{sample}", group, prompt, generation, "", RewardOutcome(reward=0.5)))
+        response = ScoredResponse(generation, "", RewardOutcome(reward=0.5))
+            samples.append(Sample(f"0-{group}-{sample}", group, prompt, response))
     return samples
 
 

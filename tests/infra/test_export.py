@@ -19,6 +19,7 @@ from infra.evaluate import evaluate_run
 from infra.export import best_version, export_run
 from infra.lora import merged_weights
 from infra.models import adapter_of, load_model, load_policy, save_assets
+from infra.preflight import check_checkpoint
 from infra.runs import RunDirectory
 from infra.stores.memory import MemoryStore
 from infra.workers.rollout import RolloutWorker
@@ -91,6 +92,18 @@ def evaluation(version: int, accuracy: float) -> EvalReport:
     return EvalReport(
         policy_version=version, num_prompts=4, accuracy=accuracy, reward=accuracy, num_failed=0, seconds=1.0
     )
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_starts(run: RunDirectory, base: Path) -> None:
+    check_checkpoint(run, run.config())  # there is none yet
+    save_version(run, 1)
+    check_checkpoint(run, run.config())
+    shutil.rmtree(base)
+    make_tiny_model(base, intermediate_size=48)
+    with pytest.raises(
+        ModelError, match=r"is not the model that run run trains: .*gate_proj.weight is \[32, 16\].*\[48, 16\]"
+    ):
+        check_checkpoint(run, run.config())
 
 
 def test_the_newest_is_exported_with_config_and_tokenizer(run: RunDirectory, base: Path, tmp_path: Path) -> None:
