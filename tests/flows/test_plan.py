@@ -177,7 +177,7 @@ def samples_of(draw: Draw) -> list[Sample]:
         reason = "length" if length == draw.max_response_tokens else "stop"
         generation = Generation(np.ones(length, dtype=np.int32), np.zeros(length, dtype=np.float32), reason)
         response = ScoredResponse(generation, "", RewardOutcome(reward=0.5))
-            samples.append(Sample(f"0-{group}-{sample}", group, prompt, response))
+        samples.append(Sample(f"0-{group}-{sample}", group, prompt, response))
     return samples
 
 
