@@ -15,8 +15,8 @@ from infra.datasets import load_prompts
 from infra.engines.base import Generation
 from infra.footprint import Draw, column_bytes, column_dtypes, draw_lengths, draw_step, measure_step, rank_bytes
 from infra.models import load_model, load_policy, load_tokenizer
-from infra.workers.sampling import ScoredResponse
 from infra.workers.samples import Sample, to_columns
+from infra.workers.sampling import ScoredResponse
 from rl_core.columns.codec import encoded_bytes
 from rl_core.columns.jagged import is_jagged
 from rl_core.rewards import RewardOutcome

@@ -3,7 +3,9 @@
 import json
 import logging
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +13,7 @@ from rich.console import Console
 
 from tests.benchmarks.step.report import render
 from tests.benchmarks.step.run import QUICK, Plan, measure
+from tests.services import Workplace
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
@@ -30,7 +33,12 @@ def main(
     logging.getLogger("tests.benchmarks").setLevel(logging.INFO)
     chosen = {"model": model, "tokens": tokens, "steps": steps, "repetitions": repetitions, "cores": cores}
     plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
-    report = measure(plan)
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
+        place = Workplace(Path(folder))
+        try:
+            report = measure(plan, place)
+        finally:
+            place.services.stop()
     if as_json:
         print(json.dumps(report))
     else:

@@ -20,10 +20,9 @@ def render(report: dict[str, Any]) -> Group:
         table.add_row(
             name, str(path["threads"]), f"{path['seconds_per_step']:.2f}", f"{path['tokens_per_s']:.0f}", *seconds
         )
-    return Group(
-        table,
-        Text(
-            f"overlapped is {report['speedup']:.2f} times as fast as synchronous with all cores, "
-            f"{report['speedup_at_equal_threads']:.2f} times as fast as synchronous with the same threads per worker"
-        ),
-    )
+    speedups = [
+        f"overlapped is {value:.2f} times as fast as {name}"
+        for name, value in report["speedup"].items()
+        if name != "overlapped"
+    ]
+    return Group(table, Text("\n".join(speedups)))

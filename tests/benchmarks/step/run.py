@@ -3,9 +3,7 @@
 import logging
 import os
 import platform
-import tempfile
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -42,6 +40,7 @@ class Plan:
         steps: Of each run.
         repetitions: Runs of each path, in turn.
         cores: That the paths share; 0 for the machine's.
+        paths: Some of `PATHS`.
     """
 
     model: str = "small"
@@ -51,65 +50,62 @@ class Plan:
     steps: int = 8
     repetitions: int = 3
     cores: int = 0
+    paths: tuple[str, ...] = tuple(PATHS)
 
 
-QUICK = Plan(model="tiny", num_prompts=2, samples_per_prompt=2, tokens=8, steps=3, repetitions=1)
+QUICK = Plan(model="tiny", num_prompts=2, samples_per_prompt=2, tokens=8, steps=4, repetitions=1)
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+def measure(plan: Plan, place: Workplace) -> dict[str, Any]:
     """Run every path in turn, and report the medians over all steps but each run's first.
+
+    Args:
+        plan: What is measured.
+        place: Where; its services go on.
 
     Returns:
         `paths`: by name, `seconds_per_step`, `tokens_per_s`, `seconds_by_phase`, `threads` and the mean `staleness`
-        of a step's rows; `speedup`: the synchronous seconds over the overlapped; what was measured, and where.
+        of a step's rows; `speedup`: the seconds of the others over those of `overlapped`; the plan, and the machine.
     """
     cores = plan.cores or os.cpu_count() or 1
-    reports: dict[str, list[StepReport]] = {name: [] for name in PATHS}
-    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
-        place = Workplace(Path(folder))
-        stop_tokens = _write_inputs(place, plan)
-        try:
-            for repetition in range(plan.repetitions):
-                for name, (staleness, share) in PATHS.items():
-                    run_id = f"{name}-{repetition}"
-                    place.sluice(
-                        *("train", "tiny.toml", f"steps={plan.steps}", "--run-id", run_id),
-                        f"rollout.num_prompts={plan.num_prompts}",
-                        f"rollout.samples_per_prompt={plan.samples_per_prompt}",
-                        f"rollout.max_response_tokens={plan.tokens}",
-                        f"rollout.stop_token_ids={stop_tokens}",
-                        'correction.kind="truncated"',  # both, so that both do the same work
-                        "optim.lr=1e-6",
-                        f"runtime.max_staleness={staleness}",
-                        f"runtime.num_threads={max(1, round(cores * share))}",
-                    )
-                    steps = RunDirectory(place.folder / "runs" / run_id).metrics.steps()
-                    reports[name] += steps[min(WARM_UP_STEPS, plan.steps - 1) :]
-                    logger.info("%s: %.2f s per step", run_id, median(step.seconds for step in steps))
-        finally:
-            place.services.stop()
-    paths = {
-        name: _summary(steps) | {"threads": max(1, round(cores * PATHS[name][1]))} for name, steps in reports.items()
-    }
+    threads = {name: max(1, round(cores * PATHS[name][1])) for name in plan.paths}
+    common = _write_inputs(place, plan)
+    reports: dict[str, list[StepReport]] = {name: [] for name in plan.paths}
+    for repetition in range(plan.repetitions):
+        for name in plan.paths:
+            run_id = f"{name}-{repetition}"
+            varied = (f"runtime.max_staleness={PATHS[name][0]}", f"runtime.num_threads={threads[name]}")
+            place.sluice("train", "bench.toml", "--run-id", run_id, *common, *varied)
+            steps = RunDirectory(place.folder / "runs" / run_id).metrics.steps()[WARM_UP_STEPS:]
+            logger.info("%s: %.2f s per step", run_id, median(step.seconds for step in steps))
+            reports[name] += steps
+    paths = {name: {"threads": threads[name], **_summary(steps)} for name, steps in reports.items()}
+    seconds = {name: path["seconds_per_step"] for name, path in paths.items()}
     return {
         "paths": paths,
-        "speedup": paths["synchronous"]["seconds_per_step"] / paths["overlapped"]["seconds_per_step"],
-        "speedup_at_equal_threads": (
-            paths["synchronous_half"]["seconds_per_step"] / paths["overlapped"]["seconds_per_step"]
-        ),
+        "speedup": {name: own / seconds["overlapped"] for name, own in seconds.items() if "overlapped" in seconds},
         "plan": asdict(plan) | {"cores": cores},
         "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
     }
 
 
-def _write_inputs(place: Workplace, plan: Plan) -> list[int]:
-    """Write the model and a config without an evaluation; returns the tokens that end a response."""
-    config = place.folder / "tiny.toml"
-    config.write_text(config.read_text().replace('eval_path = "eval.parquet"', ""))
+def _write_inputs(place: Workplace, plan: Plan) -> list[str]:
+    """Write the model and a config without an evaluation; returns what every run is told besides."""
+    config = (place.folder / "tiny.toml").read_text().replace('eval_path = "eval.parquet"', "")
+    (place.folder / "bench.toml").write_text(config)
     size = {**SIZES[plan.model], "vocab_size": max(SIZES[plan.model]["vocab_size"], 1024)}
-    make_model(place.folder / "model", max_position_embeddings=4096, initializer_range=0.02, **size)
+    make_model(place.folder / "bench-model", max_position_embeddings=4096, initializer_range=0.02, **size)
     num_stop_tokens = min(round(size["vocab_size"] * 4 / plan.tokens), 512)  # nearly uniform: one token in tokens / 4
-    return list(range(FIRST_STOP_TOKEN, FIRST_STOP_TOKEN + num_stop_tokens))
+    return [
+        f"steps={plan.steps}",
+        "model.path=bench-model",
+        f"rollout.num_prompts={plan.num_prompts}",
+        f"rollout.samples_per_prompt={plan.samples_per_prompt}",
+        f"rollout.max_response_tokens={plan.tokens}",
+        f"rollout.stop_token_ids={[FIRST_STOP_TOKEN + index for index in range(num_stop_tokens)]}",
+        'correction.kind="truncated"',  # all of them, so that all do the same work
+        "optim.lr=1e-6",
+    ]
 
 
 def _summary(steps: list[StepReport]) -> dict[str, Any]:
