@@ -20,6 +20,12 @@ def _stop_string(value: object) -> object:
     return value
 
 
+def _temperature(value: object) -> object:
+    if value == 0:
+        raise ValueError("all samples of a prompt would be the same greedy response; set it above 0, e.g. 1.0")
+    return value
+
+
 StopString = Annotated[str, BeforeValidator(_stop_string)]
 
 
@@ -35,7 +41,7 @@ class EngineRollout(Frozen):
     num_prompts: PositiveInt = 16  # prompts per step
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
     max_response_tokens: PositiveInt = 256
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[PositiveFloat, BeforeValidator(_temperature)] = 1.0
     top_p: Probability = 1.0
     top_k: NonNegativeInt = 0  # 0: no limit
     min_p: MinP = 0.0  # tokens less likely than this share of the likeliest one's probability are not drawn

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from infra.runs import MetricsFile, RunDirectory
+from schemas.config.correction import TruncatedCorrection
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
 from schemas.step import EvalReport, StepReport
@@ -43,6 +44,16 @@ def test_a_run_is_not_made_twice_and_an_unknown_one_lists_the_known(tmp_path: Pa
         RunDirectory.create(config(tmp_path), "run-1")
     with pytest.raises(RunError, match=r"no run 'run-2'.*run-1"):
         RunDirectory.open("run-2", str(tmp_path))
+
+
+def test_what_is_trained_does_not_change_on_the_way(tmp_path: Path) -> None:
+    begun = config(tmp_path)
+    run = RunDirectory.create(begun, "run-1")
+    moved = begun.replace(steps=5, runtime=begun.runtime.replace(num_threads=2, weight_transport="object_store"))
+    assert run.changes(moved) == ["runtime.num_threads", "runtime.weight_transport", "steps"]
+    correction, stale = TruncatedCorrection(), begun.runtime.replace(max_staleness=1)
+    with pytest.raises(RunError, match=r"another correction\.cap, .*runtime\.max_staleness: it would be another run"):
+        run.changes(begun.replace(correction=correction, runtime=stale))
 
 
 def test_a_line_cut_short_by_a_kill_was_never_committed(tmp_path: Path) -> None:

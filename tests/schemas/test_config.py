@@ -61,6 +61,8 @@ def test_overrides_are_typed_and_win_in_order(path: Path) -> None:
             "rollout.stop=[13]",
             "13 is no stop string: each must be a text of at least one character; tokens are stopped",
         ),
+        ("rollout.temperature=0", "all samples of a prompt would be the same greedy response; set it above 0"),
+        ("rollout.temperature=-1", "rollout.temperature = -1: Input should be greater than 0"),
         ("rollout.stop=['.', '']", "'' is no stop string"),
         ("rollout.stop_token_ids=[-1]", "Input should be greater than or equal to 0"),
         ("rollout.min_p=1", "rollout.min_p = 1: Input should be less than 1"),
