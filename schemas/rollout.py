@@ -1,6 +1,5 @@
 """What a rollout reports: per-row scalars and a few sample texts; the tokens stay with the worker."""
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Literal
 
@@ -84,21 +83,26 @@ class RolloutHandle(Frozen):
     @property
     def metrics(self) -> Metrics:
         """The means of the reward's parts, how long the slowest worker took, staleness, and what was generated."""
-        of_worker: dict[int, Counter[str]] = {}
-        for shard in self.shards:
-            of_worker.setdefault(shard.worker, Counter()).update(shard.seconds)
-        means = [
-            {REWARD_PART_PREFIX + name: Mean(total=sum(p), weight=len(p))}
+        parts = [
+            {REWARD_PART_PREFIX + name: Mean(total=sum(present), weight=len(present))}
             for shard in self.shards
-            for name, parts in shard.parts.items()
-            if (p := [part for part in parts if part is not None])
-        ]
-        times = [
-            {f"rollout/{part}_seconds": Max(value=value) for part, value in worker.items()}
-            for worker in of_worker.values()
+            for name, values in shard.parts.items()
+            if (present := [value for value in values if value is not None])
         ]
         staleness = Mean(total=(self.step - self.policy_version) * self.num_rows, weight=self.num_rows)
-        return merge_metrics([*means, *times, self.generated, {"rollout/staleness": staleness}])
+        return merge_metrics([*parts, self._seconds(), self.generated, {"rollout/staleness": staleness}])
+
+    def _seconds(self) -> Metrics:
+        by_worker: dict[int, list[RolloutShard]] = {}
+        for shard in self.shards:
+            by_worker.setdefault(shard.worker, []).append(shard)
+        names = {name for shard in self.shards for name in shard.seconds}
+        return {
+            f"rollout/{name}_seconds": Max(
+                value=max(sum(shard.seconds.get(name, 0.0) for shard in shards) for shards in by_worker.values())
+            )
+            for name in names
+        }
 
     @property
     def num_rows(self) -> int:
