@@ -24,7 +24,7 @@ def test_a_run_whose_vllm_worker_is_lost(workplace: Workplace) -> None:
         *("runtime.max_restarts=0", "data.max_prompt_tokens=64", "eval.samples_per_prompt=2", "eval.temperature=1.0"),
     )
     workplace.wait_for(workplace.committed(run_id, 1, "rollout"), driver)
-    assert workplace.kill_worker("RolloutWorker") == 1  # its successor starts with version 0, and is sent version 1
+    assert workplace.kill_worker("RolloutWorker")  # its successor starts with version 0, and is sent version 1
     out, err = driver.communicate(timeout=200)
     assert driver.returncode == 0, out + err
     assert "weights travel by object_store" in out
