@@ -93,6 +93,11 @@ def _explain(detail: ErrorDetails) -> str:
         return f"unknown key {_dotted(place)}; {hint}allowed here: {', '.join(allowed)}"
     if detail["type"] == "missing":
         return f"missing key {_dotted(place)}"
+    if detail["type"] == "value_error":  # raised by a config's own check, which names what it is about
+        message = str(detail["ctx"]["error"])
+        if not isinstance(detail["input"], dict):
+            return f"{_dotted(place)} = {detail['input']!r}: {message}"
+        return f"{_dotted(place)}: {message}" if place else message
     return f"{_dotted(place)} = {detail['input']!r}: {detail['msg']}"
 
 
