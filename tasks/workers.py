@@ -54,7 +54,8 @@ class _Crew:
     def __init__(self, run: RunHandle, jobs: Mapping[int, Job[Any]], owners: dict[int, int]) -> None:
         self._run, self._jobs, self._owners = run, jobs, owners
         self._waiting = deque(jobs)
-        self._ready: dict[int, Any] = {}  # workers without a job, by number
+        self._handles: dict[int, Any] = {}  # of workers that have got ready
+        self._ready: deque[int] = deque()  # those without a job
         self._num_workers, self._num_losses = run.config.rollout.num_workers, 0
         self.tasks: dict[asyncio.Task[Any], tuple[int, int | None]] = {}  # worker and job; None: it gets ready
         self.results: dict[int, Any] = {}
@@ -69,7 +70,8 @@ class _Crew:
             job = next((job for job in self._waiting if self._owners.get(job, worker) == worker), None)
             if job is not None:
                 self._waiting.remove(job)
-                self._run_task(worker, job, self._jobs[job](self._ready.pop(worker)))
+                self._ready.remove(worker)
+                self._run_task(worker, job, self._jobs[job](self._handles[worker]))
 
     def take(self, task: asyncio.Task[Any]) -> None:
         """Take in what a worker did, or put its job back."""
@@ -83,12 +85,13 @@ class _Crew:
             if job is not None:
                 self._waiting.appendleft(job)
             self._lose(worker, str(error))
+            self._prepare(worker)
+            return
+        if job is None:
+            self._handles[worker] = result
         else:
-            if job is None:
-                self._ready[worker] = result
-                return
             self.results[job] = result
-        self._prepare(worker)
+        self._ready.append(worker)
 
     def _prepare(self, worker: int) -> None:
         self._run_task(worker, None, get_worker(self._run, "rollout", worker))
