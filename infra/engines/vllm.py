@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
@@ -21,6 +20,7 @@ from infra.engines.base import Generation, GenerationRequest, Sampling, generate
 from infra.engines.cache import cache_bytes_per_token
 from infra.installation import require_vllm
 from infra.models import check_weights, max_positions, model_shapes
+from infra.workers.process_group import interface_variables
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
@@ -166,6 +166,8 @@ def open_vllm(model: ModelConfig, rollout: VllmRollout, max_model_len: int) -> V
     shapes = model_shapes(model)
     try:
         with _undoing_process_changes(), _no_compiling(rollout.enforce_eager):
+            # For vLLM's own group alone: weights may be broadcast to this process from another node.
+            os.environ.update(interface_variables(LOOPBACK))
             engine = VllmEngine(*_start(model, rollout, max_model_len), shapes)
             # vLLM finds out in the first step what its kernels can't do, and what it has to prepare.
             generate_all(engine, [GenerationRequest(np.zeros(1, dtype=np.int64), (0,))], Sampling(1))
@@ -280,9 +282,6 @@ def _set_environment() -> None:
     )
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the config's cache_bytes
     logging.getLogger("vllm").setLevel(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR"))  # it logs when imported
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == LOOPBACK for address in addresses):
-            os.environ.update(GLOO_SOCKET_IFNAME=name, NCCL_SOCKET_IFNAME=name)
 
 
 @contextmanager

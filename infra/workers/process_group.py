@@ -54,8 +54,13 @@ def is_lost_group(error: BaseException) -> bool:
 
 def listen_on(host: str) -> None:
     """Keep gloo and NCCL to the network interface that has the node's address."""
+    for variable, name in interface_variables(host).items():
+        os.environ.setdefault(variable, name)
+
+
+def interface_variables(host: str) -> dict[str, str]:
+    """The environment variables that keep gloo and NCCL to the network interface that has this address, if one has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-            return
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {}

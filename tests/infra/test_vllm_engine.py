@@ -43,7 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def started(folder: Path) -> Iterator[VllmEngine]:
+def environment() -> dict[str, str]:
+    """The variables of this process before an engine is started in it."""
+    return dict(os.environ)
+
+
+@pytest.fixture(scope="module")
+def started(folder: Path, environment: dict[str, str]) -> Iterator[VllmEngine]:
     """One engine for all tests of this file: a start takes seconds."""
     config = RunConfig(
         steps=1,
@@ -299,8 +305,10 @@ def test_nothing_listens_beyond_this_machine(engine: VllmEngine) -> None:
     assert not [child for child in process.children() if "vllm" in " ".join(child.cmdline())]
 
 
-def test_the_process_stays_as_it_was(engine: VllmEngine) -> None:
+def test_the_process_stays_as_it_was(environment: dict[str, str], engine: VllmEngine) -> None:
     assert "LD_PRELOAD" not in os.environ
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # weights may come by another interface
+        assert os.environ.get(name) == environment.get(name)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads + 1
