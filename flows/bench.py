@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -30,8 +31,7 @@ def data_plane(
     plot: Annotated[Path | None, typer.Option(help="Draw a chart: .svg or .png.")] = None,
 ) -> None:
     """Put, read, permute and extend one batch, in turn with TransferQueue and padded peers."""
-    switches = [name for name, is_on in {"--json": as_json, "--quick": quick}.items() if is_on]
-    _run(DATA_PLANE, [*switches, *(["--plot", str(plot.resolve())] if plot else [])])
+    _run(DATA_PLANE, _arguments(as_json, quick, {"--plot": plot.resolve() if plot else None}))
 
 
 @app.command()
@@ -64,8 +64,7 @@ def train(
         "--peak-tflops": peak_tflops,
         "--plot": plot.resolve() if plot else None,
     }
-    switches = [name for name, is_on in {"--json": as_json, "--quick": quick}.items() if is_on]
-    _run(TRAIN, [*switches, *(f"{name}={value}" for name, value in options.items() if value is not None)])
+    _run(TRAIN, _arguments(as_json, quick, options))
 
 
 @app.command()
@@ -90,8 +89,7 @@ def rollout(
         "--threads": threads,
         "--paths": paths,
     }
-    switches = [name for name, is_on in {"--json": as_json, "--quick": quick}.items() if is_on]
-    _run(ROLLOUT, [*switches, *(f"{name}={value}" for name, value in options.items() if value is not None)])
+    _run(ROLLOUT, _arguments(as_json, quick, options))
 
 
 @app.command()
@@ -112,8 +110,13 @@ def step(
         "--repetitions": repetitions,
         "--cores": cores,
     }
+    _run(STEP, _arguments(as_json, quick, options))
+
+
+def _arguments(as_json: bool, quick: bool, options: Mapping[str, object]) -> list[str]:
+    """What a benchmark's own command is told; options that are None aren't given."""
     switches = [name for name, is_on in {"--json": as_json, "--quick": quick}.items() if is_on]
-    _run(STEP, [*switches, *(f"{name}={value}" for name, value in options.items() if value is not None)])
+    return [*switches, *(f"{name}={value}" for name, value in options.items() if value is not None)]
 
 
 def _run(module: str, arguments: list[str]) -> None:

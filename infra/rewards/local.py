@@ -38,14 +38,12 @@ class LocalScoring(Scoring):
         self._function = function
         self._concurrent = is_concurrent(function)
         self._runner = asyncio.Runner()
-        self._numbers: set[int] = set()
         self._waiting: dict[int, RewardItem] = {}
         self._outcomes: dict[int, RewardOutcome] = {}
 
     def add(self, number: int, item: RewardItem) -> None:
         """Score `item`, or keep it for the end where calls may overlap."""
-        assert number not in self._numbers, f"item {number} was added before"
-        self._numbers.add(number)
+        assert number not in (self._waiting if self._concurrent else self._outcomes), f"item {number} was added before"
         if self._concurrent:
             self._waiting[number] = item
         else:

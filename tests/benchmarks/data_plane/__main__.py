@@ -1,6 +1,5 @@
 """The command; `sluice bench data-plane` runs it in a process of its own."""
 
-import logging
 import os
 
 # Read when Ray and torch are imported; see tests/conftest.py.
@@ -9,19 +8,14 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from schemas.errors import PipelineError
+from tests.benchmarks.command import measuring, show
 from tests.benchmarks.data_plane.report import plot, render
 from tests.benchmarks.data_plane.run import QUICK, Plan, measure
-
-USER_ERROR = 2
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
@@ -33,19 +27,11 @@ def main(
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a chart: .svg or .png.")] = None,
 ) -> None:
     """Measure the data plane against its peers, on one reference batch."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("tests.benchmarks").setLevel(logging.INFO)
-    try:
+    with measuring():
         report = measure(QUICK if quick else Plan())
-    except PipelineError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(USER_ERROR) from None
     if plot_path:
         plot(report, plot_path)
-    if as_json:
-        print(json.dumps(report))
-    else:
-        Console().print(render(report))
+    show(report, as_json, render)
 
 
 if __name__ == "__main__":

@@ -4,20 +4,14 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported; see tests/conftest.py
 
-import json
-import logging
-import sys
 from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from schemas.errors import PipelineError
+from tests.benchmarks.command import measuring, show
 from tests.benchmarks.rollout.report import render
 from tests.benchmarks.rollout.run import QUICK, Plan, measure
-
-USER_ERROR = 2
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
@@ -35,8 +29,6 @@ def main(
     paths: Annotated[str | None, typer.Option(help="Comma-separated: sluice, generate, vllm, ...")] = None,
 ) -> None:
     """Generate the same samples with every engine, in turn: equal lengths, and varied ones."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("tests.benchmarks").setLevel(logging.INFO)
     chosen: dict[str, Any] = {
         "models": tuple(models.split(",")) if models is not None else None,
         "prompts": prompts,
@@ -47,15 +39,9 @@ def main(
         "paths": tuple(paths.split(",")) if paths is not None else None,
     }
     plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
-    try:
+    with measuring():
         report = measure(plan)
-    except PipelineError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(USER_ERROR) from None
-    if as_json:
-        print(json.dumps(report))
-    else:
-        Console().print(render(report))
+    show(report, as_json, render)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,13 @@
 """The command; `sluice bench step` runs it in a process of its own."""
 
-import json
-import logging
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from tests.benchmarks.command import measuring, show
 from tests.benchmarks.step.report import render
 from tests.benchmarks.step.run import QUICK, Plan, measure
 from tests.services import Workplace
@@ -29,20 +26,15 @@ def main(
     cores: Annotated[int | None, typer.Option(min=1, help="That the workers share.")] = None,
 ) -> None:
     """Measure whole steps: sampling and training one after the other, and overlapped."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("tests.benchmarks").setLevel(logging.INFO)
     chosen = {"model": model, "tokens": tokens, "steps": steps, "repetitions": repetitions, "cores": cores}
     plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
-    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
+    with measuring(), tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
         place = Workplace(Path(folder))
         try:
             report = measure(plan, place)
         finally:
             place.services.stop()
-    if as_json:
-        print(json.dumps(report))
-    else:
-        Console().print(render(report))
+    show(report, as_json, render)
 
 
 if __name__ == "__main__":

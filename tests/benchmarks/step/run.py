@@ -12,7 +12,7 @@ import torch
 from infra.runs import RunDirectory
 from infra.tiny_model import make_model
 from schemas.step import StepReport
-from tests.benchmarks.train.models import SIZES
+from tests.benchmarks.train.models import size_of
 from tests.services import Workplace
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def _write_inputs(place: Workplace, plan: Plan) -> list[str]:
     """Write the model and a config without an evaluation; returns what every run is told besides."""
     config = (place.folder / "tiny.toml").read_text().replace('eval_path = "eval.parquet"', "")
     (place.folder / "bench.toml").write_text(config)
-    size = {**SIZES[plan.model], "vocab_size": max(SIZES[plan.model]["vocab_size"], 1024)}
+    size = {**size_of(plan.model), "vocab_size": max(size_of(plan.model)["vocab_size"], 1024)}
     make_model(place.folder / "bench-model", max_position_embeddings=4096, initializer_range=0.02, **size)
     num_stop_tokens = min(round(size["vocab_size"] * 4 / plan.tokens), 512)  # nearly uniform: one token in tokens / 4
     return [

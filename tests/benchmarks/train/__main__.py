@@ -4,22 +4,16 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported; see tests/conftest.py
 
-import json
-import logging
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from schemas.errors import PipelineError
+from tests.benchmarks.command import measuring, show
 from tests.benchmarks.train.report import plot, render
 from tests.benchmarks.train.run import QUICK, Plan, measure
-
-USER_ERROR = 2
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
@@ -45,8 +39,6 @@ def main(
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a chart: .svg or .png.")] = None,
 ) -> None:
     """Measure log-probs and gradients of uneven rows: packed, padded, row by row, and rows of equal lengths."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("tests.benchmarks").setLevel(logging.INFO)
     chosen: dict[str, Any] = {
         "models": _values("--models", models, str),
         "fills": _values("--fills", fills, float),
@@ -60,17 +52,11 @@ def main(
         "peak_tflops": peak_tflops,
     }
     plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
-    try:
+    with measuring():
         report = measure(plan)
-    except PipelineError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(USER_ERROR) from None
     if plot_path:
         plot(report, plot_path)
-    if as_json:
-        print(json.dumps(report))
-    else:
-        Console().print(render(report))
+    show(report, as_json, render)
 
 
 def _values(option: str, text: str | None, kind: Callable[[str], Any]) -> tuple[Any, ...] | None:

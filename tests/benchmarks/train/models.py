@@ -78,16 +78,25 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of one of `SIZES` with tied embeddings, in evaluation mode.
+def size_of(name: str) -> dict[str, Any]:
+    """The fields of `Qwen3Config` of one of `SIZES`.
 
     Raises:
         ConfigError: No such size.
     """
     if name not in SIZES:
         raise ConfigError(f"--models: {name!r} is none of {', '.join(SIZES)}")
+    return SIZES[name]
+
+
+def make_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of one of `SIZES` with tied embeddings, in evaluation mode.
+
+    Raises:
+        ConfigError: No such size.
+    """
     config = Qwen3Config(
-        **SIZES[name],
+        **size_of(name),
         tie_word_embeddings=True,
         max_position_embeddings=40_960,
         bos_token_id=None,
