@@ -19,7 +19,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 		echo "error: pip found no such set; vLLM's extra cpu wants torch 2.13.0+cpu, see docs/vllm.md"; exit 2; }
 	@# vLLM asks for torchvision and the like, which may come for CUDA beside a CPU's torch: then transformers' models
 	@# can't be imported. Neither Sluice nor vLLM's text models need them.
-	@broken=$$($(BIN)/python -m infra.installation) && \
+	@broken=$$($(BIN)/python -m flows.cli.installation) && \
 		{ test -z "$$broken" || $(BIN)/pip uninstall --quiet --yes $$broken; }
 	@touch $@
 

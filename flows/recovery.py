@@ -1,13 +1,12 @@
 """Where a run goes on: its column store, and the one point that policy, finished steps and ledger agree on."""
 
-from infra import cluster
-from infra.group import get_group
-from infra.runs import RunDirectory
+from infra.storage.runs import RunDirectory
 from infra.stores.open import start_store
+from infra.workers.launch import get_group, kill_workers
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
 from schemas.step import PolicyHandle, RunHandle
-from tasks.checkpoint import sweep
+from tasks.checkpoint import drop_superseded
 from tasks.stage import is_committed
 
 
@@ -16,12 +15,12 @@ def open_run(directory: RunDirectory, config: RunConfig) -> RunHandle:
     store, is_new = start_store(directory, config)
     if is_new:
         # Workers of a lost store would go on asking it.
-        cluster.kill_workers(directory.run_id, config)
+        kill_workers(directory.run_id, config)
     return RunHandle(
         run_id=directory.run_id,
         directory=str(directory.path),
         config=config,
-        store_generation=store.generation,
+        store_incarnation=store.incarnation,
     )
 
 
@@ -33,7 +32,7 @@ async def reconcile(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
     that ledger is gone, the worker is replaced by the last checkpoint.
     """
     policy = await _agree(run, directory)
-    await sweep(run, await get_group(run, "policy"))
+    await drop_superseded(run, await get_group(run, "policy"))
     return policy
 
 
@@ -44,7 +43,7 @@ async def _agree(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
         unfinished = policy.replace(version=finished)
         if is_committed(run, unfinished, "advantage"):
             return unfinished
-        (await get_group(run, "policy")).end()
+        (await get_group(run, "policy")).kill()
         policy = await _policy(run)
     if policy.version > finished:
         raise RunError(

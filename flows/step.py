@@ -7,12 +7,14 @@ from contextlib import asynccontextmanager, contextmanager
 
 from prefect import flow, get_run_logger
 
-from infra.runs import RunDirectory
+from flows.artifacts import show_samples
+from infra.storage.runs import RunDirectory
+from infra.stores.open import open_store
+from infra.stores.steps import renewed_lease
 from schemas.metrics import merge_metrics, values
 from schemas.step import PolicyHandle, RunHandle, StepReport
 from tasks.advantage import compute_step_advantages
-from tasks.artifacts import show_samples
-from tasks.columns import archive_columns, clear_columns, open_columns, renewed_lease, store_usage
+from tasks.columns import archive_columns, clear_columns, open_columns
 from tasks.logprob import score_behavior, score_reference
 from tasks.publish import publish_weights
 from tasks.put import put_columns
@@ -49,10 +51,10 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer")
         stored = await put_columns(run, policy, rollout)
         traffic["put"] = stored.traffic
     published = None
-    if run.config.samples_ahead(policy.step):
+    if run.config.is_one_step_off_policy(policy.step):
         with phase("publish"):
             published = await publish_weights(run, policy)
-    async with rollout_ahead(run, policy, phase):
+    async with next_rollout(run, policy, phase):
         with phase("logprob"):
             stored = await score_behavior(run, policy, stored.batch)
             traffic["logprob"] = stored.traffic
@@ -78,7 +80,7 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer")
         metrics=values(metrics),
         seconds=time.perf_counter() - phase.started,
         seconds_by_phase=phase.seconds,
-        store=store_usage(run),
+        store=open_store(run).usage(),
         traffic_by_stage=traffic,
         plan=advantage.plan.digest,
         publish=published,
@@ -86,27 +88,27 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer")
 
 
 @asynccontextmanager
-async def rollout_ahead(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer") -> AsyncIterator[None]:
-    """Let the policy, which is published, sample the next step's rows meanwhile; see `RunConfig.samples_ahead`.
+async def next_rollout(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer") -> AsyncIterator[None]:
+    """Generate the next step's rollouts with the published policy in the meantime, if the run is one-step off-policy.
 
-    What is sampled is committed to the ledger, where the next step finds it. If it fails, the next step fails
-    likewise, or mends it: this one goes on.
+    Their result is committed to the ledger, where the next step finds it. If generating fails, the next step tries
+    again, and meets the same failure or not: this step goes on.
     """
-    if not run.config.samples_ahead(policy.step):
+    if not run.config.is_one_step_off_policy(policy.step):
         yield
         return
-    ahead = policy.replace(version=policy.version + 1)
-    sampling = asyncio.create_task(generate_rollouts.with_options(task_run_name="rollout-ahead")(run, ahead))
+    following = policy.replace(version=policy.version + 1)
+    generating = asyncio.create_task(generate_rollouts.with_options(task_run_name="next-rollout")(run, following))
     try:
         yield
     except BaseException:
-        sampling.cancel()
+        generating.cancel()
         raise
     finally:
-        with phase("rollout-ahead"):
-            await asyncio.wait([sampling])
-    if not sampling.cancelled() and (error := sampling.exception()) is not None:
-        get_run_logger().warning("sampling step %d ahead failed: %s", ahead.step, error)
+        with phase("next-rollout"):
+            await asyncio.wait([generating])
+    if not generating.cancelled() and (error := generating.exception()) is not None:
+        get_run_logger().warning("the rollout of step %d failed, and will be tried again: %s", following.step, error)
 
 
 class PhaseTimer:

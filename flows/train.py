@@ -1,27 +1,25 @@
 """A whole GRPO run: evaluate, step until done, recover from dead workers, summarise."""
 
 from contextlib import suppress
-from pathlib import Path
 from statistics import fmean
 
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
+from flows.artifacts import create_progress, show_evaluation, update_progress
+from flows.connection import connect
+from flows.progress import eval_lines, progress_line
 from flows.recovery import open_run, reconcile
-from flows.report import eval_lines
 from flows.step import run_step
-from infra import cluster
-from infra.runs import MetricsFile, RunDirectory, new_run_id
-from infra.services import LocalServices
+from infra.monitors.tensorboard import TensorBoardMonitor
+from infra.storage.runs import MetricsFile, RunDirectory, new_run_id
 from infra.stores.open import open_store, start_store
-from infra.tracking import TensorBoardSink
+from infra.workers.launch import check_resources, kill_workers
 from schemas.config.run import RunConfig
-from schemas.config.runtime import RuntimeConfig
 from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, PipelineError, VersionError, WorkerLostError
-from schemas.step import PolicyHandle, RunHandle, RunSummary, StepReport
-from tasks.artifacts import create_progress, show_evaluation, update_progress
-from tasks.checkpoint import save_checkpoint, save_what_is_left
+from schemas.step import PolicyHandle, RunHandle, RunSummary
+from tasks.checkpoint import save_checkpoint, save_on_failure
 from tasks.evaluate import evaluate_policy
 
 SUMMARY_STEPS = 10
@@ -49,40 +47,29 @@ async def train(config: RunConfig, run_id: str | None = None, resume: bool = Fal
     """
     run_id = run_id or new_run_id(config.name)
     connect(config.runtime)
-    cluster.check_resources(config)
+    check_resources(config)
     runs_dir = config.runtime.runs_dir
     directory = RunDirectory.open(run_id, runs_dir) if resume else RunDirectory.create(config, run_id)
     with directory.driver_lock():
         before = directory.config()
         if directory.change_config(config):
-            cluster.kill_workers(run_id, before)  # they would go on with what they were started with
+            kill_workers(run_id, before)  # they would go on with what they were started with
         run = open_run(directory, config)
         try:
-            run = await _train_to_the_end(run, directory)
-            summary = _summarise(directory, open_store(run).usage().num_bytes)
+            run = await _training_loop(run, directory)
+            summary = _summarize(directory, open_store(run).usage().num_bytes)
             directory.write_summary(summary)
             return summary
         finally:
-            cluster.kill_workers(run.run_id, config)
+            kill_workers(run.run_id, config)
             start_store(directory, config)[0].close()
 
 
-def connect(runtime: RuntimeConfig) -> None:
-    """Connect to the configured Ray, or to a local one that is started if need be."""
-    if runtime.ray_address:
-        cluster.connect(runtime.ray_address, local=False)
-        return
-    services = LocalServices(Path(runtime.services_dir))
-    services.start(prefect=False, ray=True)
-    assert services.ray_address is not None
-    cluster.connect(services.ray_address, local=True)
-
-
-async def _train_to_the_end(run: RunHandle, directory: RunDirectory) -> RunHandle:
+async def _training_loop(run: RunHandle, directory: RunDirectory) -> RunHandle:
     logger = get_run_logger()
     policy = await reconcile(run, directory)
     progress = await create_progress(run, 100 * policy.step / run.config.steps)
-    tensorboard = TensorBoardSink(directory.path) if run.config.runtime.tensorboard else None
+    tensorboard = TensorBoardMonitor(directory.path) if run.config.runtime.tensorboard else None
     step_flow = run_step.with_options(result_storage=directory.ledger)
     restarts = 0
     try:
@@ -110,12 +97,12 @@ async def _train_to_the_end(run: RunHandle, directory: RunDirectory) -> RunHandl
                 policy = await reconcile(run, directory)
     except BaseException:
         with suppress(PipelineError):  # the run has failed already; this only keeps what can be kept
-            await save_what_is_left(run, policy)
+            await save_on_failure(run, policy)
         raise
 
 
 async def _evaluate(
-    run: RunHandle, policy: PolicyHandle, metrics: MetricsFile, tensorboard: TensorBoardSink | None
+    run: RunHandle, policy: PolicyHandle, metrics: MetricsFile, tensorboard: TensorBoardMonitor | None
 ) -> None:
     every = run.config.eval.every_steps
     due = policy.step in (0, run.config.steps) or (every and policy.step % every == 0)
@@ -133,20 +120,7 @@ async def _evaluate(
         get_run_logger().info(line)
 
 
-def progress_line(report: StepReport, num_steps: int) -> str:
-    """One step in one line: reward, response tokens, KL, tokens per second, seconds per phase."""
-    metrics = report.metrics
-    phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in report.seconds_by_phase.items())
-    kl = metrics.get("kl", metrics.get("reward/kl"))
-    shown_kl = "" if kl is None else f"kl {kl:.4f}  "
-    return (
-        f"step {report.step + 1:>3}/{num_steps}  reward {metrics['reward']:.3f}  "
-        f"response {metrics['response/tokens']:.1f} tok  {shown_kl}"
-        f"{metrics['tokens'] / report.seconds:,.0f} tok/s  {report.seconds:.2f} s: {phases}"
-    )
-
-
-def _summarise(directory: RunDirectory, store_bytes: int) -> RunSummary:
+def _summarize(directory: RunDirectory, store_bytes: int) -> RunSummary:
     steps, evals = directory.metrics.steps(), directory.metrics.evals()
     rewards = [report.metrics["reward"] for report in steps]
     accuracies = {report.policy_version: report.accuracy for report in evals}

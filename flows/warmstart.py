@@ -2,8 +2,8 @@
 
 from prefect import flow, get_run_logger
 
-from flows.train import connect
-from infra.cluster import call, start_worker
+from flows.connection import connect
+from infra.ray.actors import call, start_actor
 from infra.workers.warmstart import WarmstartWorker
 from schemas.config.runtime import RuntimeConfig
 from schemas.config.warmstart import WarmstartConfig
@@ -23,7 +23,7 @@ async def warm_start(config: WarmstartConfig, runtime: RuntimeConfig) -> str:
 async def train_on_answers(config: WarmstartConfig) -> str:
     """Run the supervised steps in a Ray worker that ends with this task."""
     logger = get_run_logger()
-    worker = start_worker(WarmstartWorker, config)
+    worker = start_actor(WarmstartWorker, config)
     await call(worker, "start")
     for done in range(0, config.steps, REPORT_EVERY_STEPS):
         num_steps = min(REPORT_EVERY_STEPS, config.steps - done)

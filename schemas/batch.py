@@ -68,10 +68,10 @@ class ChunkRef(Frozen):
     key: str
     num_rows: int
     num_bytes: int
-    generation: str  # the store's incarnation that holds it; another incarnation never serves it
+    incarnation: str  # the store's incarnation that holds it; another incarnation never serves it
 
 
-class PackedInts(Frozen):
+class EncodedInts(Frozen):
     """N non-negative integers: `base`, their minimum, and what each adds to it, as little-endian unsigned integers.
 
     Each takes `item_bytes` as text, which is base64, and `word_bytes` in memory, where arithmetic needs whole words.
@@ -137,8 +137,8 @@ class Segments(Frozen):
     batch, every row is a range of its own: equal counts take no space.
     """
 
-    starts: PackedInts
-    counts: PackedInts
+    starts: EncodedInts
+    counts: EncodedInts
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
@@ -162,8 +162,8 @@ class BatchHandle(Frozen):
     step: NonNegativeInt
     policy_version: NonNegativeInt
     num_rows: NonNegativeInt
-    prompt_lengths: PackedInts  # N, tokens
-    response_lengths: PackedInts  # N, tokens
+    prompt_lengths: EncodedInts  # N, tokens
+    response_lengths: EncodedInts  # N, tokens
     groups: tuple[ColumnGroup, ...]
 
     @property

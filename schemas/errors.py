@@ -53,7 +53,7 @@ class ChunkNotFoundError(StoreError):
     """A read names a chunk that was never put, or was cleared."""
 
 
-class StaleGenerationError(ChunkNotFoundError):
+class StaleIncarnationError(ChunkNotFoundError):
     """A read names a chunk of an incarnation of the store that is gone."""
 
 
@@ -85,7 +85,7 @@ class PlanError(PipelineError, ValueError):
     """A step can't be planned: a row is over the token budget, or there is nothing to train on."""
 
 
-class ReplayError(PipelineError):
+class ScoringError(PipelineError):
     """The packed forward is not exact for this model: sequences see each other, or a prompt is empty."""
 
 

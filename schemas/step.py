@@ -18,7 +18,7 @@ class RunHandle(Frozen):
     run_id: SafeName
     directory: str
     config: RunConfig
-    store_generation: str  # the column store's incarnation; stages that live in it are keyed by it
+    store_incarnation: str  # the column store's incarnation; stages that live in it are keyed by it
 
 
 class PolicyHandle(Frozen):
@@ -90,7 +90,7 @@ class StepReport(Frozen):
 
 
 class SourceReport(Frozen):
-    """Held-out figures of one data source; see `rl_core.validation` for the formulas.
+    """Held-out figures of one data source; see `rl_core.rollout.evaluation` for the formulas.
 
     Those of rewards are None where every reward of the source failed.
     """

@@ -45,7 +45,7 @@ class LoadedWeights(Frozen):
     load_seconds: NonNegativeFloat  # the engine's own copy
 
 
-class WeightsMember(Frozen):
+class WeightGroupMember(Frozen):
     """A worker that sends or receives weights."""
 
     gpu: str  # a name that no other GPU has; empty on the CPU

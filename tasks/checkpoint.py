@@ -1,21 +1,22 @@
-"""Checkpoints: the policy's ranks write what they hold; what is no longer needed goes."""
+"""Checkpoints: the policy's ranks write what they hold; what is no longer needed is dropped."""
 
-from infra.cluster import call
-from infra.group import WorkerGroup, find_group, get_group
-from infra.runs import RunDirectory
+from infra.ray.actors import call
+from infra.ray.group import WorkerGroup
+from infra.storage.runs import RunDirectory
+from infra.stores.steps import sweep_steps
+from infra.workers.launch import find_group, get_group
 from schemas.step import PolicyHandle, RunHandle
-from tasks.columns import sweep_columns
 from tasks.stage import operation
 
 
 @operation("checkpoint")
 async def save_checkpoint(run: RunHandle, policy: PolicyHandle, wait: bool = False) -> None:
-    """Begin to save the policy's version; the checkpoint that was begun before is complete then.
+    """Begin to save the policy's version, once the checkpoint begun before is complete.
 
     Args:
         run: The run.
         policy: What to save.
-        wait: Whether to go on only when this one is complete, too.
+        wait: Whether to return only when this one is complete, too.
 
     Raises:
         CheckpointError: One of the two could not be written.
@@ -25,8 +26,8 @@ async def save_checkpoint(run: RunHandle, policy: PolicyHandle, wait: bool = Fal
 
 
 @operation("checkpoint")
-async def save_what_is_left(run: RunHandle, policy: PolicyHandle) -> None:
-    """Save the policy's version if its workers are there and hold it, and wait until that is complete."""
+async def save_on_failure(run: RunHandle, policy: PolicyHandle) -> None:
+    """Save the policy's version if its workers still exist and hold it, and wait until the checkpoint is complete."""
     group = find_group(run, "policy")
     if group is not None:
         await _save(run, group, policy, wait=True)
@@ -36,11 +37,11 @@ async def _save(run: RunHandle, group: WorkerGroup, policy: PolicyHandle, wait: 
     await group.call("save", policy.version)
     if wait:
         await group.call("finish_saving")
-    await sweep(run, group)
+    await drop_superseded(run, group)
 
 
-async def sweep(run: RunHandle, policy: WorkerGroup) -> None:
-    """Drop old checkpoints, and the columns and ledger entries of steps that a complete one has taken in."""
+async def drop_superseded(run: RunHandle, policy: WorkerGroup) -> None:
+    """Drop old checkpoints, and the columns and ledger entries of steps that a complete checkpoint includes."""
     complete = await call(policy.ranks[0], "retain", RunDirectory.of(run).metrics.evals())
     if complete is not None:
-        await sweep_columns(run, complete)
+        sweep_steps(run, complete)

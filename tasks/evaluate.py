@@ -1,8 +1,11 @@
 """Evaluate: held-out accuracy of one policy version."""
 
-from infra.cluster import call, get_worker
+from functools import partial
+
+from infra.ray.actors import call
+from infra.weights.sync import sync_weights
+from infra.workers.launch import get_group, get_worker
 from schemas.step import EvalReport, PolicyHandle, RunHandle
-from tasks.publish import bring_to
 from tasks.stage import operation
 
 
@@ -10,5 +13,5 @@ from tasks.stage import operation
 async def evaluate_policy(run: RunHandle, policy: PolicyHandle) -> EvalReport:
     """Score the held-out prompts under the policy."""
     worker = await get_worker(run, "rollout")
-    await bring_to(run, policy.version, worker)
+    await sync_weights(run.config, policy.version, [worker], partial(get_group, run, "policy"))
     return await call(worker, "evaluate", policy.version)

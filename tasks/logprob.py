@@ -4,15 +4,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from infra.group import WorkerGroup, get_group
+from infra.ray.group import WorkerGroup
 from infra.stores.open import open_store
+from infra.stores.steps import publish_handle
+from infra.workers.launch import get_group
 from rl_core.planning import plan_forward
 from rl_core.planning.rows import rank_rows
-from rl_core.views import unpack, with_column
+from rl_core.views import decode_ints, with_column
 from schemas.batch import BatchHandle
 from schemas.plan import ForwardPlan
 from schemas.step import PolicyHandle, RunHandle, ScoreResult, StoredBatch
-from tasks.columns import note_batch
 from tasks.stage import stage
 
 
@@ -35,7 +36,7 @@ async def score_reference(run: RunHandle, policy: PolicyHandle, batch: BatchHand
 
 
 def _plan(run: RunHandle, batch: BatchHandle, group: WorkerGroup) -> ForwardPlan:
-    lengths = unpack(batch.prompt_lengths), unpack(batch.response_lengths)
+    lengths = decode_ints(batch.prompt_lengths), decode_ints(batch.response_lengths)
     return plan_forward(*lengths, num_ranks=len(group.ranks), token_budget=run.config.packing.token_budget)
 
 
@@ -43,7 +44,7 @@ def _with_results(run: RunHandle, batch: BatchHandle, plan: ForwardPlan, results
     puts = [result.put for result in results if result.put is not None]
     rows = np.concatenate([rank_rows(micros) for micros in plan.ranks])
     scored = with_column(batch, puts[0].dtypes, [put.chunk for put in puts], rows)
-    stored = note_batch(open_store(run), scored, [put.traffic for put in puts])
+    stored = publish_handle(open_store(run), scored, [put.traffic for put in puts])
     return stored.replace(row_kl=_by_row(rows, results))
 
 

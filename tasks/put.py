@@ -3,25 +3,27 @@
 from functools import partial
 from typing import Any
 
-from infra.cluster import call
+from prefect import get_run_logger
+
+from infra.ray.actors import call
 from infra.stores.open import open_store
+from infra.stores.steps import publish_handle
+from infra.workers.generate import generate_shard
+from infra.workers.launch import rollout_pool
 from rl_core.views import new_batch
 from schemas.rollout import PutResult, RolloutHandle, RolloutShard
 from schemas.step import PolicyHandle, RunHandle, StoredBatch
-from tasks.columns import note_batch
-from tasks.rollout import generate_shard
 from tasks.stage import stage
-from tasks.workers import deal
 
 
 @stage("put")
 async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHandle) -> StoredBatch:
-    """Let every rollout worker put the rows that it holds; of those that are lost, the same ones are made again."""
+    """Have every rollout worker put the rows that it holds; rows that were lost with a worker are generated again."""
     shards = [shard for shard in rollout.shards if shard.num_rows]
-    results = await deal(
-        run,
+    results = await rollout_pool(run).dispatch(
         {shard.shard: partial(_put, run, policy, rollout, shard) for shard in shards},
         owners={shard.shard: shard.worker for shard in shards if shard.worker < run.config.rollout.num_workers},
+        log=get_run_logger(),
     )
     batch = new_batch(
         run_id=run.run_id,
@@ -32,7 +34,7 @@ async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHand
         prompt_lengths=rollout.prompt_lengths,
         response_lengths=rollout.response_lengths,
     )
-    return note_batch(open_store(run), batch, [result.traffic for result in results])
+    return publish_handle(open_store(run), batch, [result.traffic for result in results])
 
 
 async def _put(

@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.tasks import Task
 
-from infra.runs import RunDirectory
+from infra.storage.runs import RunDirectory
 from schemas.errors import WorkerLostError
 from schemas.step import PolicyHandle, RunHandle
 
@@ -29,7 +29,7 @@ def stage_key(run: RunHandle, policy: PolicyHandle, stage: str) -> str:
     A stage's output lies in the column store, so an entry of another store incarnation is never matched.
     """
     step = RunDirectory.ledger_step_name(policy.step)
-    return f"{step}/{stage}-{run.config.digest}-{run.store_generation}"
+    return f"{step}/{stage}-{run.config.digest}-{run.store_incarnation}"
 
 
 def _cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Update: the only stage that changes the world."""
 
-from infra.group import get_group
+from infra.workers.launch import get_group
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, UpdateReport
 from tasks.stage import stage, update_key
 

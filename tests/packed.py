@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_core.replay import PackedRow, pack_row
+from rl_core.scoring import PackedRow, pack_row
 
 VOCAB_SIZE = 61
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from infra.runs import RunDirectory
-from infra.services import LocalServices
+from infra.services.local import LocalServices
+from infra.storage.runs import RunDirectory
 from tests.tiny import make_tiny_data, make_tiny_model
 
 CONFIG = """
@@ -75,11 +75,11 @@ class Workplace:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a `sluice` command and go on."""
-        return self._spawn("-m", "flows.cli", *arguments)
+        return self._spawn("-m", "flows.cli.main", *arguments)
 
     def sluice(self, *arguments: str, exit_code: int = 0) -> str:
         """Run a `sluice` command to its end; returns what it printed."""
-        return self.python("-m", "flows.cli", *arguments, exit_code=exit_code)
+        return self.python("-m", "flows.cli.main", *arguments, exit_code=exit_code)
 
     def python(self, *arguments: str, exit_code: int = 0, timeout: float = 240) -> str:
         """Run Python to its end; returns what it printed, standard error last."""

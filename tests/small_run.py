@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from infra.runs import RunDirectory
-from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.storage.runs import RunDirectory
+from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
 from rl_core.columns.jagged import jagged
 from rl_core.views import new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey

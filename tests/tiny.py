@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.tiny_model import make_model
+from infra.models.tiny import make_model
 
 END = "<|end|>"
 

@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from infra.checkpoints.manifest import ASSETS, MANIFEST, FileEntry, Manifest
 from infra.checkpoints.shards import file_entry, read_spans
-from infra.stores.folder import Folder
+from infra.storage.folder import Folder
 from schemas.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

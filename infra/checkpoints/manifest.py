@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from infra.models.lora import Adapter
 from schemas.base import Frozen
-from schemas.config.model import LoraConfig
 from schemas.step import UpdateReport
 
 MANIFEST = "manifest.json"
@@ -19,13 +19,6 @@ class FileEntry(Frozen):
 
     num_bytes: NonNegativeInt
     checksum: str  # XXH3-64, hex
-
-
-class Adapter(Frozen):
-    """What the weights of an adapter-only checkpoint are added to."""
-
-    base_model: str  # a Hugging Face folder, or a hub name
-    lora: LoraConfig
 
 
 class Manifest(Frozen):

@@ -10,8 +10,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import CheckpointStore
-from infra.lora import add_adapter, merge_adapter
-from infra.models import empty_model, load_model
+from infra.models.load import empty_model, load_model
+from infra.models.lora import add_adapter, merge_adapter
 from schemas.config.model import ModelConfig
 
 

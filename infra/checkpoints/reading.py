@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from infra.checkpoints.manifest import FileEntry
 from infra.checkpoints.shards import DTYPES, OFFSETS, SUFFIX, done, read_spans, split_by_bytes
-from infra.stores.folder import Folder
+from infra.storage.folder import Folder
 from schemas.errors import CheckpointError
 
 READ_BYTES = 2**28  # what is fetched at once

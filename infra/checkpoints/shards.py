@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from infra.checkpoints.manifest import FileEntry
-from infra.stores.folder import Folder
+from infra.storage.folder import Folder
 
 SUFFIX = ".safetensors"
 

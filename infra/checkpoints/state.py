@@ -18,7 +18,7 @@ def copy_trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def holding(model: nn.Module, trained: Mapping[str, Tensor]) -> Iterator[None]:
+def swapped_weights(model: nn.Module, trained: Mapping[str, Tensor]) -> Iterator[None]:
     """Let the model hold other values of the weights that are trained, and its own again afterwards."""
     own = copy_trained(model)
     _put_trained(model, trained)

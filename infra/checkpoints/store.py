@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from infra.checkpoints.files import CheckpointFiles, step_name
-from infra.checkpoints.manifest import Adapter, FileEntry, Manifest
+from infra.checkpoints.manifest import FileEntry, Manifest
 from infra.checkpoints.reading import ShardReader
 from infra.checkpoints.writing import ShardWriter, StagedPlanner
-from infra.runs import RunDirectory
-from rl_core.training.sharding import local
+from infra.models.lora import Adapter
+from infra.storage.runs import RunDirectory
+from rl_core.training.sharding import local_tensor
 from schemas.config.checkpoint import CheckpointConfig
 from schemas.errors import CheckpointError, StoreError
 from schemas.step import UpdateReport
@@ -100,7 +101,7 @@ class CheckpointStore(CheckpointFiles):
         self._settle()
         names = sorted(tensors)  # the order in the files must not depend on the caller's
         live = {name: tensors[name].detach() for name in names}
-        copies = {name: local(tensor).to("cpu", copy=True) for name, tensor in live.items()}
+        copies = {name: local_tensor(tensor).to("cpu", copy=True) for name, tensor in live.items()}
 
         def commit(files: dict[str, FileEntry], num_ranks: int) -> None:
             manifest = Manifest(

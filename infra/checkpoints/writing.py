@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from infra.checkpoints.manifest import FileEntry
 from infra.checkpoints.shards import SUFFIX, done, encode_shard, file_entry, split_by_bytes
-from infra.stores.folder import Folder
+from infra.storage.folder import Folder
 
 FILE_BYTES = 2**30  # a rank's tensors are split into files of about this size: one is in memory while it is written
 

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.engines.noise import derive_seed
+from rl_core.rollout.seeding import derive_seed
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A key-value cache that grows without copying itself at every token, and whose rows can leave.
 
 transformers' `DynamicLayer` concatenates, which copies all keys and values at every decoded token; on a CPU
-that is most of a small model's decoding time. `RoomyLayer` writes into buffers with room to spare.
+that is most of a small model's decoding time. `PreallocatedLayer` writes into buffers with room to spare.
 """
 
 from typing import Any
@@ -10,10 +10,10 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-_ROOM_TOKENS = 64  # by how much a full buffer grows
+_GROWTH_TOKENS = 64  # by how much a full buffer grows
 
 
-class RoomyLayer(DynamicLayer):
+class PreallocatedLayer(DynamicLayer):
     """A full-attention layer whose `keys` and `values` [N, heads, T, dim] are views of larger buffers."""
 
     def update(
@@ -30,8 +30,8 @@ class RoomyLayer(DynamicLayer):
         start = self.keys.shape[-2]
         stop = start + key_states.shape[-2]
         if stop > self._key_buffer.shape[-2]:
-            self._key_buffer = _grown(self.keys, stop + _ROOM_TOKENS)
-            self._value_buffer = _grown(self.values, stop + _ROOM_TOKENS)
+            self._key_buffer = _grown(self.keys, stop + _GROWTH_TOKENS)
+            self._value_buffer = _grown(self.values, stop + _GROWTH_TOKENS)
         self._key_buffer[:, :, start:stop] = key_states
         self._value_buffer[:, :, start:stop] = value_states
         self.keys, self.values = self._key_buffer[:, :, :stop], self._value_buffer[:, :, :stop]
@@ -54,7 +54,7 @@ def _grown(states: torch.Tensor, num_tokens: int) -> torch.Tensor:
 def decoding_cache(config: PretrainedConfig) -> DynamicCache:
     """Return an empty cache for a model of `config`; layers of other kinds stay transformers' own."""
     cache = DynamicCache(config=config)
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 

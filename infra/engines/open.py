@@ -7,9 +7,10 @@ from transformers import PreTrainedTokenizerBase
 
 from infra.engines.base import RolloutEngine
 from infra.engines.transformers import TransformersEngine
-from infra.engines.vllm import max_model_len, open_vllm
-from infra.models import load_model
-from infra.workers.device import choose_device
+from infra.engines.vllm.sizes import max_model_len
+from infra.engines.vllm.start import open_vllm
+from infra.models.load import load_model
+from infra.ray.device import choose_device
 from schemas.config.rollout import TransformersRollout, VllmRollout
 from schemas.config.run import RunConfig
 

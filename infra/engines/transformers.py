@@ -14,10 +14,10 @@ from infra.engines.attention import use_decode_attention
 from infra.engines.base import Generation, GenerationRequest, Sampling
 from infra.engines.cache import cache_bytes_per_token, decoding_cache
 from infra.engines.layout import use_decode_layout
-from infra.engines.noise import uniforms
 from infra.engines.sampler import draw
 from infra.engines.stop import StopTexts
-from infra.models import check_weights
+from infra.models.load import check_weights
+from rl_core.rollout.seeding import uniforms
 from schemas.rollout import FinishReason
 
 _LEAVE_FRACTION = 1 / 8  # finished rows leave once they are this part of the batch: copying the cache must pay

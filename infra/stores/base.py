@@ -13,10 +13,10 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
-from infra.stores.metrics import count_traffic
+from infra.stores.prometheus import count_traffic
 from rl_core.columns.codec import arrow_type, check_row_lengths, decode, validate, value_dtypes
 from rl_core.columns.gather import Gather, Ints
-from rl_core.views import ReadPlan, read_plan, unpack, with_column
+from rl_core.views import ReadPlan, decode_ints, read_plan, with_column
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef, ColumnGroup
 from schemas.catalog import Axis, column_spec
 from schemas.errors import (
@@ -54,7 +54,7 @@ class ColumnStore(ABC):
         run_id: The run whose columns these are; keys of another one are refused.
     """
 
-    generation: str  # this incarnation of the store; a handle of another one is never served
+    incarnation: str  # this incarnation of the store; a handle of another one is never served
     bytes_read: ClassVar[int] = 0  # bytes of the columns that reads returned in this process, mapped or copied
 
     def __init__(self, run_id: str) -> None:
@@ -284,4 +284,4 @@ def decode_chunk(read: ChunkRead, data: pa.Buffer) -> pa.RecordBatch:
 
 
 def _lengths(batch: BatchHandle) -> dict[Axis, Ints]:
-    return {"prompt": unpack(batch.prompt_lengths), "response": unpack(batch.response_lengths)}
+    return {"prompt": decode_ints(batch.prompt_lengths), "response": decode_ints(batch.response_lengths)}

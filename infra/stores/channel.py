@@ -46,9 +46,9 @@ class Server:
         secret = os.urandom(32)
         self._listener = Listener((host, 0), authkey=secret)
         self.endpoint = Endpoint(host, self._listener.address[1], secret)
-        threading.Thread(target=self._accept_forever, daemon=True).start()
+        threading.Thread(target=self._accept_loop, daemon=True).start()
 
-    def _accept_forever(self) -> None:
+    def _accept_loop(self) -> None:
         number = 0
         while True:
             try:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from infra.stores.base import ChunkRead, ColumnStore, decode_chunk
+from infra.stores.chunk_index import ChunkIndex
 from infra.stores.fence import same_content
-from infra.stores.registry import ChunkRegistry
 from rl_core.columns.codec import decode, encode
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.store import StoreUsage
@@ -19,15 +19,15 @@ class MemoryStore(ColumnStore):
         run_id: The run whose columns these are.
         capacity_bytes: The limit of all held chunks together.
         lease_seconds: How long a lease lasts that nobody renews.
-        generation: The name of this incarnation; None makes a new one.
+        incarnation: The name of this incarnation; None makes a new one.
     """
 
     def __init__(
-        self, run_id: str, capacity_bytes: int, lease_seconds: float = 3600, generation: str | None = None
+        self, run_id: str, capacity_bytes: int, lease_seconds: float = 3600, incarnation: str | None = None
     ) -> None:
         super().__init__(run_id)
-        self._registry = ChunkRegistry[pa.Buffer](capacity_bytes, lease_seconds, generation)
-        self.generation = self._registry.generation
+        self._registry = ChunkIndex[pa.Buffer](capacity_bytes, lease_seconds, incarnation)
+        self.incarnation = self._registry.incarnation
 
     def verify(self, batch: BatchHandle) -> None:
         self._registry.payloads(batch.chunks)

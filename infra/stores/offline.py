@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from infra.runs import RunDirectory
-from infra.stores.files import FsspecColumnStore
+from infra.storage.runs import RunDirectory
+from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.open import open_files
 from schemas.batch import BatchHandle
 from schemas.config.store import RayStore

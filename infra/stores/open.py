@@ -1,8 +1,8 @@
 """Which store a run's configuration means, and how its processes come by it."""
 
-from infra.runs import RunDirectory
+from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
-from infra.stores.files import NO_EXPIRY_SECONDS, NO_LIMIT, FsspecColumnStore
+from infra.stores.fsspec import NO_EXPIRY_SECONDS, NO_LIMIT, FsspecColumnStore
 from infra.stores.ray import RayColumnStore
 from infra.stores.tiered import TieredColumnStore
 from schemas.config.run import RunConfig
@@ -34,16 +34,16 @@ def _open(directory: RunDirectory, config: StoreConfig, start: bool) -> ColumnSt
     behind = open_files(directory, config)
     if isinstance(config, FsspecStore):
         return behind
-    return TieredColumnStore(_ray(directory.run_id, config, behind.generation, start), behind)
+    return TieredColumnStore(_ray(directory.run_id, config, behind.incarnation, start), behind)
 
 
-def _ray(run_id: str, config: RayStore | TieredStore, generation: str | None, start: bool) -> RayColumnStore:
+def _ray(run_id: str, config: RayStore | TieredStore, incarnation: str | None, start: bool) -> RayColumnStore:
     return RayColumnStore(
         run_id,
         config.capacity_bytes if start else None,
         put_timeout_seconds=config.put_timeout_seconds,
         lease_seconds=config.lease_seconds,
-        generation=generation,
+        incarnation=incarnation,
     )
 
 

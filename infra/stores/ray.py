@@ -1,7 +1,7 @@
 """A column store in Ray's object store, owned by a registry actor that outlives its producers.
 
-The registry is detached, so it outlives the driver too. It is never restarted: a new one is a new generation,
-unless a durable tier behind it names the generation.
+The registry is detached, so it outlives the driver too. It is never restarted: a new one is a new incarnation,
+unless a durable tier behind it names the incarnation.
 """
 
 import logging
@@ -13,12 +13,13 @@ import pyarrow as pa
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError
 
-from infra.stores import plasma
+from infra.ray import object_store
+from infra.ray.object_store import Location
+from infra.stores import chunk_writer
 from infra.stores.base import ChunkRead, ColumnStore, decode_chunk
 from infra.stores.channel import Endpoint, Requester
 from infra.stores.fence import same_content
-from infra.stores.plasma import Location
-from infra.stores.plasma_registry import PlasmaRegistry, no_room
+from infra.stores.ray_registry import RayStoreRegistry, no_room
 from rl_core.columns.codec import decode, encode, encoded_bytes
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.errors import WorkerLostError
@@ -36,7 +37,7 @@ class RayColumnStore(ColumnStore):
 
     A client whose registry has died raises WorkerLostError from then on; a new client finds or makes a new registry.
 
-    An actor that puts large chunks should be a `plasma.ChunkWriter`: it writes them once, on its own node.
+    An actor that puts large chunks should be a `chunk_writer.ChunkWriter`: it writes them once, on its own node.
     Another process sends them to the registry, which takes several copies.
     """
 
@@ -47,7 +48,7 @@ class RayColumnStore(ColumnStore):
         *,
         put_timeout_seconds: float = 60.0,
         lease_seconds: float = 3600.0,
-        generation: str | None = None,
+        incarnation: str | None = None,
     ) -> None:
         """Find the run's registry, or start it.
 
@@ -57,7 +58,7 @@ class RayColumnStore(ColumnStore):
                 None: never start one.
             put_timeout_seconds: How long a put waits for other steps' bytes to be cleared.
             lease_seconds: How long a lease lasts that nobody renews.
-            generation: The name of the incarnation that is started; None makes a new one.
+            incarnation: The name of the incarnation that is started; None makes a new one.
 
         Raises:
             WorkerLostError: There is no living registry, and no capacity was passed.
@@ -68,9 +69,9 @@ class RayColumnStore(ColumnStore):
         if capacity_bytes is None:
             self._actor = _find_registry(run_id)
         else:
-            self._actor = _start_registry(run_id, capacity_bytes, put_timeout_seconds, lease_seconds, generation)
+            self._actor = _start_registry(run_id, capacity_bytes, put_timeout_seconds, lease_seconds, incarnation)
         try:
-            endpoint, self._registry, self.generation = self._actor.endpoint.remote().future().result()
+            endpoint, self._registry, self.incarnation = self._actor.endpoint.remote().future().result()
             self._requester = Requester(Endpoint(*endpoint))
         except (RayActorError, OSError) as error:
             raise self._lost(error) from error
@@ -121,9 +122,9 @@ class RayColumnStore(ColumnStore):
     def _put(self, key: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
         num_bytes = encoded_bytes(columns)
         if held := self._call("begin_put", str(key), num_bytes):
-            return same_content(ChunkRef(**held["ref"]), decode(plasma.view_at(held["location"])), columns)
+            return same_content(ChunkRef(**held["ref"]), decode(object_store.view_at(held["location"])), columns)
         writer = self._this_writer() if num_bytes > _INLINE_BYTES else None
-        offer = plasma.Offer(columns, num_bytes)
+        offer = chunk_writer.Offer(columns, num_bytes)
         try:
             if writer:
                 offer.hand_over(self._registry)
@@ -141,14 +142,14 @@ class RayColumnStore(ColumnStore):
 
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
         locations = self._locations([read.ref for read in reads])
-        return [decode_chunk(read, plasma.view_at(place)) for read, place in zip(reads, locations, strict=True)]
+        return [decode_chunk(read, object_store.view_at(place)) for read, place in zip(reads, locations, strict=True)]
 
     def _locations(self, refs: Sequence[ChunkRef]) -> list[Location]:
         return [tuple(place) for place in self._call("locations", [ref.model_dump() for ref in refs])]
 
     def _this_writer(self) -> str | None:
         """The actor id under which the registry knows this process as a writer, if it is one."""
-        if self._writer is None and (writer := plasma.this_writer()):
+        if self._writer is None and (writer := chunk_writer.this_writer()):
             actor_id = ray.get_runtime_context().get_actor_id()
             self._actor.add_writer.remote(actor_id, writer).future().result()
             self._writer = actor_id
@@ -159,7 +160,7 @@ class RayColumnStore(ColumnStore):
             return self._requester.call(method, *args, data=data)
         except ConnectionError as error:
             if self._writer:
-                plasma.leave(self._registry)
+                chunk_writer.leave(self._registry)
             raise self._lost(error) from error
 
     def _lost(self, error: Exception) -> WorkerLostError:
@@ -188,7 +189,7 @@ def _find_registry(run_id: str) -> Any:
 
 
 def _start_registry(run_id: str, *args: object) -> Any:
-    actor = ray.remote(num_cpus=0)(PlasmaRegistry).options(
+    actor = ray.remote(num_cpus=0)(RayStoreRegistry).options(
         name=_registry_name(run_id),
         namespace=NAMESPACE,
         lifetime="detached",

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.stores.files import FsspecColumnStore
+from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.offline import steps_with_columns
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import is_jagged, row_lengths
-from rl_core.views import new_batch, unpack
+from rl_core.views import decode_ints, new_batch
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef, ColumnGroup
 from schemas.catalog import REWARD_PART_PREFIX, column_spec
 from schemas.errors import ColumnError, StoreError
@@ -53,8 +53,8 @@ def summarize_step(store: FsspecColumnStore, step: int, num_samples: int) -> tup
         num_rows_put=sum(chunk.num_rows for group in batch.groups[:1] for chunk in group.chunks) if batch else 0,
         columns=columns,
         chunks=_summarize_chunks(batch, refs),
-        prompt_tokens=length_histogram(unpack(batch.prompt_lengths)) if batch else None,
-        response_tokens=length_histogram(unpack(batch.response_lengths)) if batch else None,
+        prompt_tokens=length_histogram(decode_ints(batch.prompt_lengths)) if batch else None,
+        response_tokens=length_histogram(decode_ints(batch.response_lengths)) if batch else None,
         samples=samples,
         errors=tuple(dict.fromkeys(_line(failure) for failure in failures)),
     )
@@ -157,7 +157,7 @@ def _summarize_rows(
     lengths = [
         (int(prompt), int(response))
         for prompt, response in zip(
-            unpack(batch.prompt_lengths)[rows], unpack(batch.response_lengths)[rows], strict=True
+            decode_ints(batch.prompt_lengths)[rows], decode_ints(batch.response_lengths)[rows], strict=True
         )
     ]
     return tuple(columns), tuple(_sample(at, row, lengths[at], sampled) for at, row in enumerate(rows.tolist()))

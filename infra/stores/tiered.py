@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pyarrow as pa
 
 from infra.stores.base import ChunkRead, ColumnStore
-from infra.stores.files import FsspecColumnStore
+from infra.stores.fsspec import FsspecColumnStore
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.errors import ChunkNotFoundError, StoreError
 from schemas.store import StoreUsage
@@ -24,18 +24,18 @@ class TieredColumnStore(ColumnStore):
     frees stays readable from behind, until the step is cleared.
 
     Args:
-        front: The store that is read first. Its generation must be the durable one's, so that handles outlive it.
+        front: The store that is read first. Its incarnation must be the durable one's, so that handles outlive it.
         behind: The store that outlives it.
     """
 
     def __init__(self, front: ColumnStore, behind: FsspecColumnStore) -> None:
         super().__init__(front.run_id)
-        if front.generation != behind.generation:
+        if front.incarnation != behind.incarnation:
             raise StoreError(
-                f"the front store of run {front.run_id} is of generation {front.generation}, expected "
-                f"{behind.generation}, as the durable one: they don't belong together"
+                f"the front store of run {front.run_id} is of incarnation {front.incarnation}, expected "
+                f"{behind.incarnation}, as the durable one: they don't belong together"
             )
-        self.generation = behind.generation
+        self.incarnation = behind.incarnation
         self.front, self.behind = front, behind
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="write-behind")
         self._pending: list[tuple[ChunkKey, Future[ChunkRef]]] = []

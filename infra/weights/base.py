@@ -2,7 +2,7 @@
 
 The policy's ranks are asked to send version k, and the rollout workers at the same time to load it; the workers are
 given Ray's promises of what the policy's first rank returns. Only the first rank has a sender: the others call
-`layout.take_part` with the same tensors, if gathering these is a collective.
+`layout.join_gather` with the same tensors, if gathering these is a collective.
 """
 
 import time
@@ -15,7 +15,7 @@ from infra.engines.base import RolloutEngine
 from infra.weights.layout import verify, views
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle
 
-Promised = Sequence[Any]  # Ray's references to both of what `WeightsSender.send` returned
+ObjectRefs = Sequence[Any]  # Ray's references to both of what `WeightsSender.send` returned
 
 
 class WeightsSender(Protocol):
@@ -31,7 +31,7 @@ class WeightsSender(Protocol):
             specs: What the whole tensors are like, in order; `layout.specs_of` says it of a mapping.
             tensors: By name, in the same order, whole, on any device. Each is taken when the one before is written,
                 so that sharded ones can be gathered one at a time.
-            owner: The `plasma.address()` of the method's caller.
+            owner: The `object_store.address()` of the method's caller.
 
         Raises:
             WeightsError: There is no room for them, or they are not what `specs` says.
@@ -43,13 +43,13 @@ class WeightsSender(Protocol):
 class WeightsReceiver(Protocol):
     """The end in a rollout worker."""
 
-    def load(self, engine: RolloutEngine, version: int, promised: Promised) -> LoadedWeights:
+    def load(self, engine: RolloutEngine, version: int, refs: ObjectRefs) -> LoadedWeights:
         """Receive a version, verify it, and only then load it into the engine.
 
         Args:
             engine: It copies the tensors that it is given, which it must not write to.
             version: The version that is to come.
-            promised: What the sending method returns.
+            refs: What the sending method returns.
 
         Raises:
             WeightsError: Another version came, or a damaged one, or it doesn't fit the model; the engine is as before.

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from infra.engines.base import RolloutEngine
-from infra.weights.base import Promised, load_verified
+from infra.ray.rendezvous import Rendezvous, listen_on
+from infra.weights.base import ObjectRefs, load_verified
 from infra.weights.checksum import Checksum
-from infra.weights.layout import as_tensor, describe, flat_bytes, placed, require_version, take_part
-from infra.workers.process_group import Rendezvous, listen_on
+from infra.weights.layout import as_tensor, describe, flat_bytes, join_gather, placed, require_version
 from schemas.errors import WorkerLostError
 from schemas.step import ProcessGroupHandle
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle
@@ -36,14 +36,14 @@ _CHECKSUM_BYTES = 64
 logger = logging.getLogger(__name__)
 
 
-def open_meeting(host: str, num_receivers: int) -> tuple[Rendezvous, ProcessGroupHandle]:
+def open_rendezvous(host: str, num_receivers: int) -> tuple[Rendezvous, ProcessGroupHandle]:
     """Where the members of a new group meet, at the policy's first rank, which keeps it as long as the group."""
     num_ranks = 1 + num_receivers
     meeting = Rendezvous(host, num_ranks)
     return meeting, ProcessGroupHandle(group_id=uuid.uuid4().hex, host=host, port=meeting.port, num_ranks=num_ranks)
 
 
-class WeightsGroup:
+class WeightGroup:
     """One member's end of the group. A failure ends it: the members then meet anew, as when they change.
 
     Attributes:
@@ -137,7 +137,7 @@ class BroadcastSender:
         bucket_bytes: A multiple of 64.
     """
 
-    def __init__(self, run_id: str, group: WeightsGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, run_id: str, group: WeightGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._run_id, self.group, self._bucket_bytes = run_id, group, bucket_bytes
 
     def send(
@@ -150,7 +150,7 @@ class BroadcastSender:
             with self.group.ending_on_error():
                 checksum = self._send(handle, left)
         except WorkerLostError:
-            take_part(left)  # a lost receiver must not take the policy's other ranks along, which gather them all
+            join_gather(left)  # a lost receiver must not take the policy's other ranks along, which gather them all
             raise
         return b"", SentWeights(handle=handle.replace(checksum=checksum), seconds=time.perf_counter() - started)
 
@@ -169,17 +169,17 @@ class BroadcastSender:
 
 
 class BroadcastReceiver:
-    """See `WeightsReceiver`; `promised` is not used.
+    """See `WeightsReceiver`; `refs` is not used.
 
     Args:
         run_id: The run whose weights it takes.
         group: It is one of the members from 1 on.
     """
 
-    def __init__(self, run_id: str, group: WeightsGroup) -> None:
+    def __init__(self, run_id: str, group: WeightGroup) -> None:
         self._run_id, self.group = run_id, group
 
-    def load(self, engine: RolloutEngine, version: int, promised: Promised) -> LoadedWeights:
+    def load(self, engine: RolloutEngine, version: int, refs: ObjectRefs) -> LoadedWeights:
         """See `WeightsReceiver.load`; what is refused was received whole, so the group goes on."""
         started = time.perf_counter()
         with self.group.ending_on_error():

@@ -80,7 +80,7 @@ def placed(specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -
         raise WeightsError(f"the tensors to publish are not as announced: {missing.spec.name!r} did not come")
 
 
-def take_part(tensors: Iterable[tuple[str, Tensor]]) -> None:
+def join_gather(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Let all tensors come and keep none, for gathering them may be a collective: what the ranks do that don't send."""
     deque(tensors, maxlen=0)
 

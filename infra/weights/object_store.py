@@ -13,10 +13,10 @@ from ray.exceptions import GetTimeoutError, ObjectStoreFullError, OutOfDiskError
 from torch import Tensor
 
 from infra.engines.base import RolloutEngine
-from infra.stores import plasma
-from infra.weights.base import Promised, load_verified
+from infra.ray import object_store
+from infra.weights.base import ObjectRefs, load_verified
 from infra.weights.checksum import checksum
-from infra.weights.layout import as_tensor, describe, flat_bytes, require_version, take_part, write
+from infra.weights.layout import as_tensor, describe, flat_bytes, join_gather, require_version, write
 from schemas.errors import ChunkNotFoundError, PipelineError, WeightsError, WorkerLostError
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec
 
@@ -44,9 +44,9 @@ class ObjectStoreSender:
             return SentWeights(handle=handle, seconds=time.perf_counter() - started)
 
         try:
-            return plasma.return_written(flat_bytes(specs), fill, owner)
+            return object_store.return_written(flat_bytes(specs), fill, owner)
         except (ObjectStoreFullError, OutOfDiskError) as error:
-            take_part(left)  # the other ranks gather them all
+            join_gather(left)  # the other ranks gather them all
             raise WeightsError(
                 f"Ray's object store has no room for the {flat_bytes(specs)} bytes of version {version}'s weights; "
                 f"give Ray more memory, or lower store.capacity_bytes: {error}"
@@ -64,13 +64,13 @@ class ObjectStoreReceiver:
     def __init__(self, run_id: str, timeout_seconds: float) -> None:
         self._run_id, self._timeout = run_id, timeout_seconds
 
-    def load(self, engine: RolloutEngine, version: int, promised: Promised) -> LoadedWeights:
+    def load(self, engine: RolloutEngine, version: int, refs: ObjectRefs) -> LoadedWeights:
         """See `WeightsReceiver.load`."""
-        data, sent = promised
+        data, sent = refs
         handle, started = self._wait_for(sent, version).handle, time.perf_counter()
         require_version(handle, self._run_id, version)
         try:
-            mapped = plasma.view(data, self._timeout)
+            mapped = object_store.view(data, self._timeout)
         except ChunkNotFoundError as error:
             raise WeightsError(f"the weights of version {version} are gone; publish them again: {error}") from None
         return load_verified(engine, handle, as_tensor(mapped), started)

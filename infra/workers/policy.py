@@ -11,27 +11,27 @@ import ray
 import torch.distributed as dist
 from torch import Tensor
 
-from infra.checkpoints.state import copy_trained, holding, policy_tensors, restore_policy
+from infra.checkpoints.retention import best_version
+from infra.checkpoints.state import copy_trained, policy_tensors, restore_policy, swapped_weights
 from infra.checkpoints.store import PendingCheckpoint, open_checkpoints
-from infra.export import best_version
-from infra.lora import adapter_disabled, merged_weights
-from infra.models import adapter_of, save_assets
-from infra.weights.layout import specs_of, take_part
-from infra.weights.member import WeightsEnd
-from infra.workers.replay import ReplayWorker
+from infra.models.load import adapter_of, save_assets
+from infra.models.lora import adapter_disabled, merged_weights
+from infra.weights.endpoint import WeightSyncEndpoint
+from infra.weights.layout import join_gather, specs_of
+from infra.workers.scoring import ScoringWorker
 from rl_core.planning.rows import rank_rows
 from rl_core.training import RankRows, Trainer, training_columns
-from rl_core.training.sharding import gather, whole
+from rl_core.training.sharding import full_tensor, gather
 from rl_core.views import select
 from schemas.batch import BatchHandle
 from schemas.errors import NonFiniteError, VersionError
 from schemas.metrics import merge_metrics
 from schemas.plan import ForwardPlan, StepPlan
 from schemas.step import EvalReport, PolicyHandle, ProcessGroupHandle, ScoreResult, UpdateReport
-from schemas.weights import SentWeights, Transport, WeightsMember
+from schemas.weights import SentWeights, Transport, WeightGroupMember
 
 
-class PolicyWorker(ReplayWorker):
+class PolicyWorker(ScoringWorker):
     """One rank of the policy. All ranks are called alike."""
 
     _version = 0
@@ -47,18 +47,18 @@ class PolicyWorker(ReplayWorker):
             group: Where the ranks meet; None is one rank alone.
 
         Raises:
-            ReplayError: Packed sequences would see each other under this model.
+            ScoringError: Packed sequences would see each other under this model.
             WorkerLostError: The other ranks didn't come.
         """
         if self._incarnation:
             return self.handle()
-        with self._together():
+        with self._collective():
             self._load(self._config.model, group, trains=True)
             self._trainer = Trainer(self._module, self._config, self._mesh)
             self._restore()
             self._saving = dist.new_group(backend="gloo") if self._mesh is not None else None
         timeout = self._config.runtime.collective_timeout_seconds
-        self._weights_end = WeightsEnd(self._run.run_id, self._module.model.device, timeout)
+        self._weight_sync = WeightSyncEndpoint(self._run.run_id, self._module.model.device, timeout)
         self._incarnation = self._group_id
         return self.handle()
 
@@ -72,7 +72,7 @@ class PolicyWorker(ReplayWorker):
         Raises:
             VersionError: It no longer holds `version`.
         """
-        self._expect(version)
+        self._require_version(version)
         return self._score(batch, plan, "behavior_logprobs", "behavior")
 
     def score_reference(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
@@ -90,13 +90,13 @@ class PolicyWorker(ReplayWorker):
         """
         if self._version == version + 1 and self._report is not None:
             return self._report
-        self._expect(version)
+        self._require_version(version)
         rows = rank_rows([micro for update in plan.updates for micro in update.ranks[self._rank]])
         mine = RankRows(rows, self._store.read(select(batch, rows), training_columns(self._config)))
         incarnation, self._incarnation = self._incarnation, ""  # not usable until all updates are in
         self._previous = copy_trained(self._module.model) if self._config.runtime.max_staleness else None
         try:
-            with self._together():
+            with self._collective():
                 parts = [self._trainer.update(mine, update, self._rank) for update in plan.updates]
                 everyone = gather((merge_metrics(parts), self._store.take_traffic("update")), self._mesh)
         except NonFiniteError as error:
@@ -115,17 +115,17 @@ class PolicyWorker(ReplayWorker):
         Args:
             version: The version.
             transport: By which it travels.
-            owner: The `plasma.address()` of the caller.
+            owner: The `object_store.address()` of the caller.
 
         Raises:
             VersionError: It holds another version.
             WeightsError: There is no room for them.
         """
-        with self._together(), self.weights(version) as weights:
-            tensors = ((name, whole(tensor)) for name, tensor in weights.items())
+        with self._collective(), self.weights(version) as weights:
+            tensors = ((name, full_tensor(tensor)) for name, tensor in weights.items())
             if self._rank == 0:
-                return self._weights_end.sender(transport).send(version, specs_of(weights), tensors, owner)
-            take_part(tensors)
+                return self._weight_sync.sender(transport).send(version, specs_of(weights), tensors, owner)
+            join_gather(tensors)
         return b"", None
 
     @contextmanager
@@ -136,23 +136,23 @@ class PolicyWorker(ReplayWorker):
             VersionError: It holds another version, and not that one as the one before.
         """
         if self._previous is None or version != self._version - 1:
-            self._expect(version)
+            self._require_version(version)
             yield merged_weights(self._module.model)
         else:
-            with holding(self._module.model, self._previous):
+            with swapped_weights(self._module.model, self._previous):
                 yield merged_weights(self._module.model)
 
-    def weights_member(self) -> WeightsMember:
+    def weight_group_member(self) -> WeightGroupMember:
         """Where it computes, and in which group it broadcasts weights."""
-        return self._weights_end.member()
+        return self._weight_sync.member()
 
-    def open_weights_meeting(self, num_receivers: int) -> ProcessGroupHandle:
+    def open_weight_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:
         """Host the gathering of a group that broadcasts weights."""
-        return self._weights_end.open_meeting(num_receivers)
+        return self._weight_sync.open_rendezvous(num_receivers)
 
-    def join_weights_group(self, meeting: ProcessGroupHandle, rank: int) -> None:
+    def init_weight_group(self, meeting: ProcessGroupHandle, rank: int) -> None:
         """Join such a group; the sender is its rank 0."""
-        self._weights_end.join(meeting, rank)
+        self._weight_sync.join(meeting, rank)
 
     def save(self, version: int) -> None:
         """Begin to write the checkpoint of `version`, unless it is there; the one before is complete then.
@@ -161,11 +161,11 @@ class PolicyWorker(ReplayWorker):
             VersionError: It holds another version.
             CheckpointError: The one before, or this one, could not be written.
         """
-        self._expect(version)
+        self._require_version(version)
         self.finish_saving()
         if version == self._complete_version:
             return
-        with self._together():
+        with self._collective():
             self._pending = self._checkpoints.save(
                 version,
                 policy_tensors(self._module.model, self._trainer.optimizer, self._previous),
@@ -185,7 +185,7 @@ class PolicyWorker(ReplayWorker):
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        with self._together():
+        with self._collective():
             pending.wait()
         self._complete_version = pending.version
 
@@ -229,7 +229,7 @@ class PolicyWorker(ReplayWorker):
                 writer.write(rows.take(mine))
         return NonFiniteError(f"{error}; their columns are in {folder}", error.rows)
 
-    def _expect(self, version: int) -> None:
+    def _require_version(self, version: int) -> None:
         if not self._incarnation:
             raise VersionError("the policy worker holds no whole version: an update failed in it; start it again")
         if self._version != version:

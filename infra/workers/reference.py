@@ -1,19 +1,19 @@
 """The reference worker: the starting weights, frozen."""
 
-from infra.workers.replay import ReplayWorker
+from infra.workers.scoring import ScoringWorker
 from schemas.batch import BatchHandle
 from schemas.plan import ForwardPlan
 from schemas.step import ProcessGroupHandle, ScoreResult
 
 
-class ReferenceWorker(ReplayWorker):
+class ReferenceWorker(ScoringWorker):
     """One rank of the reference."""
 
     def start(self, group: ProcessGroupHandle | None = None) -> None:
         """Load the starting weights, once."""
         if self._incarnation:
             return
-        with self._together():
+        with self._collective():
             self._load(self._config.model, group, trains=False)
         self._incarnation = self._group_id
 

@@ -6,34 +6,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infra.datasets import PromptRow, load_prompts, load_train_prompts
+from infra.datasets.limits import check_prompts
 from infra.engines.base import Sampling
-from infra.engines.noise import derive_seed
 from infra.engines.open import open_engine
-from infra.models import load_tokenizer, max_positions, num_embeddings, stop_token_ids
-from infra.preflight import check_prompts
+from infra.models.load import load_tokenizer, max_positions, num_embeddings, stop_token_ids
+from infra.ray.device import choose_device, set_threads
 from infra.rewards import open_scorer
 from infra.stores.base import ColumnStore
+from infra.stores.chunk_writer import ChunkWriter
 from infra.stores.open import open_store
-from infra.stores.plasma import ChunkWriter
-from infra.weights.base import Promised
-from infra.weights.member import WeightsEnd
-from infra.workers.device import choose_device, set_threads
+from infra.weights.base import ObjectRefs
+from infra.weights.endpoint import WeightSyncEndpoint
 from infra.workers.samples import Sample, first_failure, to_columns, to_shard
 from infra.workers.sampling import Sampler
 from rl_core.columns.codec import value_dtypes
-from rl_core.validation import HeldOutSample, report_source
+from rl_core.rollout.evaluation import HeldOutSample, report_source
+from rl_core.rollout.seeding import derive_seed
 from schemas.batch import ChunkKey
 from schemas.config.rollout import EvalConfig, RolloutConfig
 from schemas.errors import ConfigError, VersionError
 from schemas.rollout import PutResult, RolloutShard, check_failures
 from schemas.step import EvalReport, ProcessGroupHandle, RunHandle
-from schemas.weights import LoadedWeights, Transport, WeightsMember
+from schemas.weights import LoadedWeights, Transport, WeightGroupMember
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Held:
+class _PendingShard:
     """The samples of one shard, until they are put."""
 
     policy_version: int
@@ -55,7 +55,7 @@ class RolloutWorker(ChunkWriter):
     def __init__(self, run: RunHandle, number: int = 0, store: ColumnStore | None = None) -> None:
         self._run, self._config, self._number, self._store = run, run.config, number, store
         self._started = False
-        self._held: dict[tuple[int, int], _Held] = {}  # by step and shard
+        self._held: dict[tuple[int, int], _PendingShard] = {}  # by step and shard
 
     def start(self) -> None:
         """Load the starting weights (version 0), the prompts and the reward function, once.
@@ -79,7 +79,7 @@ class RolloutWorker(ChunkWriter):
         self._stop_token_ids = stop_token_ids(config.model, tokenizer) + config.rollout.stop_token_ids
         self.engine = open_engine(config, tokenizer)
         timeout = config.runtime.collective_timeout_seconds
-        self._weights_end = WeightsEnd(self._run.run_id, choose_device(), timeout)
+        self._weight_sync = WeightSyncEndpoint(self._run.run_id, choose_device(), timeout)
         self._sampler = Sampler(self.engine, scorer, tokenizer)
         scorer.wait_until_ready()
         self._started = True
@@ -93,27 +93,27 @@ class RolloutWorker(ChunkWriter):
         """Return the policy version whose weights it holds."""
         return self.engine.version
 
-    def load_weights(self, version: int, promised: Promised, transport: Transport) -> LoadedWeights:
+    def load_weights(self, version: int, refs: ObjectRefs, transport: Transport) -> LoadedWeights:
         """Take the weights of policy `version`; rows that it holds stay.
 
         Args:
             version: The version.
-            promised: Ray's references to what the policy's `send_weights` returns.
+            refs: Ray's references to what the policy's `send_weights` returns.
             transport: By which they travel.
 
         Raises:
             WeightsError: They are damaged, or of another version or model; the engine is as before.
             WorkerLostError: The policy is gone.
         """
-        return self._weights_end.load(self.engine, version, promised, transport)
+        return self._weight_sync.load(self.engine, version, refs, transport)
 
-    def weights_member(self) -> WeightsMember:
+    def weight_group_member(self) -> WeightGroupMember:
         """Where it computes, and in which group weights are broadcast to it."""
-        return self._weights_end.member()
+        return self._weight_sync.member()
 
-    def join_weights_group(self, meeting: ProcessGroupHandle, rank: int) -> None:
+    def init_weight_group(self, meeting: ProcessGroupHandle, rank: int) -> None:
         """Join a group in which weights are broadcast; its rank is 1 or more."""
-        self._weights_end.join(meeting, rank)
+        self._weight_sync.join(meeting, rank)
 
     def generate(self, step: int, policy_version: int, shard: int, groups: Sequence[int]) -> RolloutShard:
         """Generate and score the samples of these groups of `step` together, and hold them for `put`.
@@ -127,10 +127,10 @@ class RolloutWorker(ChunkWriter):
         Raises:
             VersionError: It doesn't hold `policy_version`.
         """
-        self._expect(policy_version)
+        self._require_version(policy_version)
         samples, seconds = self._sample(step, groups)
         self._held = {key: held for key, held in self._held.items() if key[0] >= step}
-        self._held[step, shard] = _Held(policy_version, samples)
+        self._held[step, shard] = _PendingShard(policy_version, samples)
         return to_shard(shard, self._number, groups, samples, seconds)
 
     def holds(self, step: int, policy_version: int, shard: int) -> bool:
@@ -172,7 +172,7 @@ class RolloutWorker(ChunkWriter):
         """
         if self._eval_prompts is None:
             raise ConfigError("data.eval_path is not set; set it to a file of held-out prompts to evaluate on")
-        self._expect(policy_version)
+        self._require_version(policy_version)
         started = time.perf_counter()
         config, count = self._config.eval, min(self._config.eval.num_prompts, len(self._eval_prompts))
         n, threshold = config.samples_per_prompt, config.accuracy_threshold
@@ -249,7 +249,7 @@ class RolloutWorker(ChunkWriter):
             stop=self._config.rollout.stop,
         )
 
-    def _expect(self, version: int) -> None:
+    def _require_version(self, version: int) -> None:
         if self.engine.version != version:
             raise VersionError(
                 f"rollout worker {self._number} holds policy version {self.engine.version}, not the expected "

@@ -4,11 +4,11 @@ import numpy as np
 import torch
 
 from infra.datasets import load_train_prompts
-from infra.models import load_model, load_tokenizer
-from infra.workers.device import set_threads
-from rl_core.replay.attention import use_packed_attention
-from rl_core.replay.forward import pack_row
-from rl_core.replay.logprobs import packed_logprobs
+from infra.models.load import load_model, load_tokenizer
+from infra.ray.device import set_threads
+from rl_core.scoring.attention import use_packed_attention
+from rl_core.scoring.forward import pack_row
+from rl_core.scoring.logprobs import packed_logprobs
 from schemas.config.warmstart import WarmstartConfig
 from schemas.errors import NonFiniteError
 

@@ -59,7 +59,7 @@ class AdvantageInputs:
         return self.rewards - (np.bincount(self.group, weights=self.rewards) / self.group_sizes)[self.group]
 
     @property
-    def is_flat(self) -> NDArray[np.bool_]:
+    def zero_variance(self) -> NDArray[np.bool_]:
         """[N] whether all rewards of the row's group are equal, as those of one row are.
 
         The mean of n equal floats isn't always that float: a variance of 0 wouldn't do as the test.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_core.losses.base import MAX_LOG_RATIO, LossInputs
-from schemas.config.correction import BandCorrection, CorrectionConfig, NoCorrection, TruncatedCorrection
+from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
 
 # The weights that are used, and the share of tokens that is told apart, by its metric's name.
 Weighted = tuple[Tensor | None, dict[str, Tensor]]
@@ -27,7 +27,7 @@ def correction_weights(trained: LossInputs, config: CorrectionConfig) -> Weighte
     Returns:
         [T] weights without gradient, or None for no correction; and [T] per-token metrics by name:
         `mismatch/weight` (w, of the token, or of the sequence where the config says so), and with a correction
-        `correction/weight` (as used) and `correction/truncated` or `correction/left_out` (which tokens).
+        `correction/weight` (as used) and `correction/truncated` or `correction/masked` (which tokens).
 
     Raises:
         ValueError: A correction is asked for, but there are no sampler log-probs.
@@ -55,15 +55,15 @@ def _truncated(trained: LossInputs, config: TruncatedCorrection) -> Weighted:
     }
 
 
-def _band(trained: LossInputs, config: BandCorrection) -> Weighted:
+def _masked(trained: LossInputs, config: MaskedCorrection) -> Weighted:
     importance = _importance(trained, config.level)
     # What is outside is asked for, not what is inside: a NaN is neither, and must not be left out.
     outside = (importance < config.low) | (importance > config.high)
     weights = torch.where(outside, 0.0, importance)
-    return weights, {"mismatch/weight": importance, "correction/weight": weights, "correction/left_out": outside}
+    return weights, {"mismatch/weight": importance, "correction/weight": weights, "correction/masked": outside}
 
 
-_CORRECTIONS: dict[str, Callable[..., Weighted]] = {"none": _none, "truncated": _truncated, "band": _band}
+_CORRECTIONS: dict[str, Callable[..., Weighted]] = {"none": _none, "truncated": _truncated, "masked": _masked}
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rl_core.planning.balance import Costs, balance, rank_work, row_costs
 from rl_core.planning.pack import Rows, check_budget, pack_ranks
-from rl_core.views.packed import IntsLike, integers
+from rl_core.views.integers import IntsLike, integers
 from schemas.errors import PlanError
 from schemas.plan import ForwardPlan, MicroBatch, RankPlan, StepPlan, UpdatePlan
 

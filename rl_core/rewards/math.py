@@ -15,7 +15,8 @@ def require_math_verify() -> None:
         import math_verify  # noqa: F401
     except ImportError as error:
         raise RewardImportError(
-            f"reward.kind 'math' needs the package math-verify ({error}); install it with `pip install 'sluice[math]'`"
+            f"reward.kind 'math' needs the package math-verify ({error}); "
+            "install it with `pip install 'sluice-rl[math]'`"
         ) from error
 
 

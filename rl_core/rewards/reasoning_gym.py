@@ -21,7 +21,7 @@ def require_reasoning_gym() -> None:
     except ImportError as error:
         raise RewardImportError(
             f"reward.kind 'reasoning_gym' needs the package reasoning-gym ({error}); "
-            "install it with `pip install 'sluice[demo]'`"
+            "install it with `pip install 'sluice-rl[demo]'`"
         ) from error
 
 

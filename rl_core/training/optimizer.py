@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from rl_core.training.sharding import whole
+from rl_core.training.sharding import full_tensor
 from schemas.config.optim import OptimConfig
 
 
@@ -25,4 +25,4 @@ def make_optimizer(module: nn.Module, config: OptimConfig) -> AdamW:
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
     """Scale all gradients, over all ranks, so that their norm is at most `max_norm`; returns the norm before."""
     norm: Tensor = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return whole(norm).item()
+    return full_tensor(norm).item()

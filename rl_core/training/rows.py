@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from rl_core.columns.jagged import as_tensor, row_lengths
-from rl_core.replay import PackedRow, pack_row
-from rl_core.training.replay_module import ReplayModule
+from rl_core.scoring import PackedRow, pack_row
+from rl_core.training.scoring_module import ScoringModule
 from schemas.plan import MicroBatch
 
 TOKEN_COLUMNS = ("prompt_ids", "response_ids")
@@ -40,7 +40,7 @@ def packed_row(columns: pa.RecordBatch) -> PackedRow:
 
 
 @torch.no_grad()
-def score_rows(module: ReplayModule, rows: RankRows, micros: Sequence[MicroBatch]) -> NDArray[np.float32]:
+def score_rows(module: ScoringModule, rows: RankRows, micros: Sequence[MicroBatch]) -> NDArray[np.float32]:
     """Log-probs of the rows' responses: [R] float32, nats, in the order in which they stand in `rows`.
 
     Args:

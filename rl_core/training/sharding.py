@@ -41,12 +41,12 @@ def shard(module: nn.Module, model: PreTrainedModel, mesh: DeviceMesh) -> None:
             part.set_force_sum_reduction_for_comms(True)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of a sharded one: a collective. A plain one is returned as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, or a plain one as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_core.columns.jagged import as_tensor
 from rl_core.losses import LossInputs, policy_loss
 from rl_core.training.optimizer import clip_gradients, make_optimizer
-from rl_core.training.replay_module import ReplayModule
 from rl_core.training.rows import TOKEN_COLUMNS, RankRows, packed_row
 from rl_core.training.schedule import learning_rate
+from rl_core.training.scoring_module import ScoringModule
 from rl_core.training.sharding import gather
 from schemas.config.run import RunConfig
 from schemas.errors import NonFiniteError
@@ -41,7 +41,7 @@ class Trainer:
         mesh: The ranks; None is this one alone.
     """
 
-    def __init__(self, module: ReplayModule, config: RunConfig, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, module: ScoringModule, config: RunConfig, mesh: DeviceMesh | None = None) -> None:
         self.module, self._config, self._mesh = module, config, mesh
         self.optimizer = make_optimizer(module, config.optim)
         self.num_updates = 0
@@ -70,15 +70,15 @@ class Trainer:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
         parts: list[Metrics] = []
-        guilty: dict[int, tuple[str, ...]] = {}
+        offending: dict[int, tuple[str, ...]] = {}
         for micro in self._planned(update.ranks[rank]):
             inputs = self._inputs(rows, micro)
             loss, metrics = self._loss(inputs, update)
             parts.append(metrics)
             if not torch.isfinite(loss):
-                guilty |= _non_finite(inputs, micro)
+                offending |= _non_finite(inputs, micro)
             loss.backward()  # type: ignore[no-untyped-call]
-        self._require_finite("loss", guilty)
+        self._require_finite("loss", offending)
         norm = clip_gradients(self.named_parameters().values(), self._config.optim.max_grad_norm)
         if not math.isfinite(norm):
             self._require_finite("gradient", self._without_finite_gradient(rows, update, rank))
@@ -129,13 +129,13 @@ class Trainer:
                 found |= dict.fromkeys(micro.rows, ())
         return found
 
-    def _require_finite(self, what: str, guilty: dict[int, tuple[str, ...]]) -> None:
+    def _require_finite(self, what: str, offending: dict[int, tuple[str, ...]]) -> None:
         """Stop all ranks if any of them found rows to blame.
 
         Raises:
             NonFiniteError: One did.
         """
-        found = {row: names for each in gather(guilty, self._mesh) for row, names in each.items()}
+        found = {row: names for each in gather(offending, self._mesh) for row, names in each.items()}
         if not found:
             return
         self.optimizer.zero_grad(set_to_none=True)

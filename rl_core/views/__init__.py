@@ -5,7 +5,8 @@ these make up the batch's rows, in order. Views of views stay flat, and adjacent
 """
 
 from rl_core.views.chunks import concat, prune
-from rl_core.views.packed import ReadPlan, pack, read_plan, unpack
+from rl_core.views.integers import decode_ints, encode_ints
+from rl_core.views.segments import ReadPlan, read_plan
 from rl_core.views.selection import (
     filter_rows,
     new_batch,
@@ -20,9 +21,10 @@ from rl_core.views.selection import (
 __all__ = [
     "ReadPlan",
     "concat",
+    "decode_ints",
+    "encode_ints",
     "filter_rows",
     "new_batch",
-    "pack",
     "permute",
     "prune",
     "read_plan",
@@ -30,6 +32,5 @@ __all__ = [
     "select",
     "slice_rows",
     "split",
-    "unpack",
     "with_column",
 ]

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rl_core.columns.codec import arrow_type
-from rl_core.views.packed import Ints, chunk_bounds, merge, pack, read_plan, unpack
+from rl_core.views.integers import Ints, decode_ints, encode_ints
+from rl_core.views.segments import chunk_bounds, merge, read_plan
 from schemas.batch import BatchHandle, ChunkRef, ColumnGroup, Segments
 from schemas.errors import ColumnError
 
@@ -45,8 +46,8 @@ def concat(batches: Sequence[BatchHandle]) -> BatchHandle:
     ]
     return first.replace(
         num_rows=sum(batch.num_rows for batch in batches),
-        prompt_lengths=pack(np.concatenate([unpack(batch.prompt_lengths) for batch in batches])),
-        response_lengths=pack(np.concatenate([unpack(batch.response_lengths) for batch in batches])),
+        prompt_lengths=encode_ints(np.concatenate([decode_ints(batch.prompt_lengths) for batch in batches])),
+        response_lengths=encode_ints(np.concatenate([decode_ints(batch.response_lengths) for batch in batches])),
         groups=tuple(groups),
     )
 
@@ -85,7 +86,7 @@ def _moved_ranges(group: ColumnGroup, firsts: Ints) -> tuple[Ints, Ints]:
     """Starts and counts of the group's ranges, numbered so that its chunk i begins at row `firsts[i]`."""
     shifts = firsts - chunk_bounds(group.chunks)[:-1]
     if (shifts == shifts[:1]).all():  # chunks that stay side by side need no look at where each range lies
-        return unpack(group.segments.starts) + shifts[:1].sum(), unpack(group.segments.counts)
+        return decode_ints(group.segments.starts) + shifts[:1].sum(), decode_ints(group.segments.counts)
     plan = read_plan(group)
     return plan.start + firsts[plan.chunk], plan.stop - plan.start
 

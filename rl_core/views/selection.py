@@ -6,19 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_core.views.chunks import new_group
-from rl_core.views.packed import (
-    Ints,
-    IntsLike,
-    coalesce,
-    integers,
-    merge,
-    narrow_dtype,
-    offsets,
-    pack,
-    pick,
-    take,
-    total,
-)
+from rl_core.views.integers import Ints, IntsLike, encode_ints, integers, narrow_dtype, offsets, take, total
+from rl_core.views.segments import coalesce, merge, pick
 from schemas.batch import BatchHandle, ChunkRef, Segments
 from schemas.errors import ColumnError
 
@@ -46,8 +35,8 @@ def new_batch(
         step=step,
         policy_version=policy_version,
         num_rows=num_rows,
-        prompt_lengths=pack(prompt_lengths),
-        response_lengths=pack(response_lengths),
+        prompt_lengths=encode_ints(prompt_lengths),
+        response_lengths=encode_ints(response_lengths),
         groups=(new_group(dtypes, chunks, merge(np.array([0]), np.array([num_rows]))),),
     )
 
@@ -191,8 +180,8 @@ def _views(batch: BatchHandle, indices: Sequence[Ints]) -> list[BatchHandle]:
     return [
         batch.replace(
             num_rows=index.size,
-            prompt_lengths=pack(take(prompt_offsets, index), prompts.base),
-            response_lengths=pack(take(response_offsets, index), responses.base),
+            prompt_lengths=encode_ints(take(prompt_offsets, index), prompts.base),
+            response_lengths=encode_ints(take(response_offsets, index), responses.base),
             groups=tuple(
                 group.replace(segments=picked[place][at]) for group, place in zip(batch.groups, places, strict=True)
             ),

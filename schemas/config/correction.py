@@ -25,26 +25,26 @@ class TruncatedCorrection(Frozen):
     cap: PositiveFloat = 2.0
 
 
-class BandCorrection(Frozen):
+class MaskedCorrection(Frozen):
     """Weigh tokens by exp(behavior - sampler log-prob), and leave out those whose weight is outside a band.
 
     Masked importance sampling; at the level of tokens it is IcePop, whose band is the default (Ling Team 2025,
     arXiv:2510.18855).
     """
 
-    kind: Literal["band"] = "band"
+    kind: Literal["masked"] = "masked"
     level: Literal["token", "sequence"] = "token"
     low: PositiveFloat = 0.5
     high: PositiveFloat = 5.0
 
     @model_validator(mode="after")
-    def _ordered(self) -> "BandCorrection":
+    def _ordered(self) -> "MaskedCorrection":
         if self.low >= self.high:
             raise ValueError(f"low = {self.low} must be below high = {self.high}")
         return self
 
 
 CorrectionConfig = Annotated[
-    Annotated[NoCorrection | TruncatedCorrection | BandCorrection, Field(discriminator="kind")],
+    Annotated[NoCorrection | TruncatedCorrection | MaskedCorrection, Field(discriminator="kind")],
     default_kind("truncated"),
 ]

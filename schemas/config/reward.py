@@ -37,7 +37,7 @@ PartName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$"), AfterValidator(_is
 TimeLimit = Annotated[PositiveFloat | None, AfterValidator(lambda value: None if value == math.inf else value)]
 
 
-class QuickReward(Frozen):
+class InProcessReward(Frozen):
     """The base of rewards that always end, and soon: the rollout worker computes them itself."""
 
     max_failure_fraction: Annotated[float, Field(ge=0, le=1)] = 0.5  # more failures in one step stop the run
@@ -48,7 +48,7 @@ class QuickReward(Frozen):
         return False
 
 
-class IsolatedReward(QuickReward):
+class IsolatedReward(InProcessReward):
     """The base of rewards that may hang or crash: processes of their own compute them, and are replaced."""
 
     timeout_seconds: TimeLimit = 30.0  # per response; inf or None: no limit
@@ -78,7 +78,7 @@ class FunctionReward(IsolatedReward):
     path: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # "module:function"
 
 
-class ExactReward(QuickReward):
+class ExactReward(InProcessReward):
     """1 where the response equals the answer, surrounding white space aside, else 0."""
 
     kind: Literal["exact"] = "exact"
@@ -91,7 +91,7 @@ class ReasoningGymReward(IsolatedReward):
     full_marks_only: bool = False  # 1 for the verifier's full score, else 0, instead of its partial credit
 
 
-class NumericReward(QuickReward):
+class NumericReward(InProcessReward):
     """1 where the response's last number is the answer's last number, within a tolerance, else 0."""
 
     kind: Literal["numeric"] = "numeric"
@@ -122,7 +122,7 @@ class FormatReward(IsolatedReward):
         return self
 
 
-class LengthReward(QuickReward):
+class LengthReward(InProcessReward):
     """Grows linearly with the response's length, from 0 for an empty one to 1 at `target`, and stays 1."""
 
     kind: Literal["length"] = "length"

@@ -57,7 +57,7 @@ class RunConfig(Frozen):
         if self.runtime.max_staleness and isinstance(self.correction, NoCorrection):
             raise ValueError(
                 "runtime.max_staleness = 1 trains on rows that an older version sampled, and nothing corrects for it; "
-                'set correction.kind = "truncated" (or "band"), or runtime.max_staleness = 0'
+                'set correction.kind = "truncated" (or "masked"), or runtime.max_staleness = 0'
             )
         return self
 
@@ -65,7 +65,7 @@ class RunConfig(Frozen):
         """The policy version that samples a step's rows; the one that they update is `step`."""
         return max(0, step - self.runtime.max_staleness)
 
-    def samples_ahead(self, step: int) -> bool:
+    def is_one_step_off_policy(self, step: int) -> bool:
         """Whether the next step's rows are sampled while a step is trained."""
         return self.runtime.max_staleness > 0 and step + 1 < self.steps
 

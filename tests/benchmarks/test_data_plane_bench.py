@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows import bench
+from benchmarks.data_plane import run
+from benchmarks.data_plane.batch import Packed, digests, pack_columns, reference_batch, valid_bytes
+from flows.cli import bench
 from schemas.errors import RunError
-from tests.benchmarks.data_plane import run
-from tests.benchmarks.data_plane.batch import Packed, digests, pack_columns, reference_batch, valid_bytes
 
 LACKS_EXTRA = any(importlib.util.find_spec(module) is None for module in ("transfer_queue", "matplotlib"))
 CHECKOUT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ TIMES = {"put_ms", "read_ms", "permuted_read_ms", "append_ms", "round_trip_ms"}
 def test_the_benchmark_measures_and_verifies_every_path(tmp_path: Path) -> None:
     chart = tmp_path / "chart.svg"
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.data_plane", "--quick", "--json", "--plot", str(chart)],
+        [sys.executable, "-m", "benchmarks.data_plane", "--quick", "--json", "--plot", str(chart)],
         cwd=CHECKOUT,
         env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         capture_output=True,

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flows import bench
-from infra.models import load_model
-from infra.tiny_model import make_model
+from benchmarks.rollout.paths import Response, plain_logprobs
+from benchmarks.rollout.run import Plan, _check, measure
+from benchmarks.rollout.workload import make_workload, size_of
+from flows.cli import bench
+from infra.models.load import load_model
+from infra.models.tiny import make_model
 from schemas.config.model import ModelConfig
 from schemas.errors import ConfigError, PipelineError
-from tests.benchmarks.rollout.paths import Response, plain_logprobs
-from tests.benchmarks.rollout.run import Plan, _check, measure
-from tests.benchmarks.rollout.workload import make_workload, size_of
 
 CHECKOUT = Path(__file__).parents[2]
 PATHS = ["sluice", "generate", "generate_static"]
@@ -24,7 +24,7 @@ PATHS = ["sluice", "generate", "generate_static"]
 @pytest.mark.slow
 def test_the_benchmark_measures_every_path_without_ray_and_prefect() -> None:
     finished = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "tests.benchmarks.rollout", "--quick", "--json"],
+        [sys.executable, "-X", "importtime", "-m", "benchmarks.rollout", "--quick", "--json"],
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
@@ -104,6 +104,6 @@ def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> N
     bench.rollout(as_json=True, quick=True, models="tiny,mid", samples=4)
     bench.rollout()
     assert calls == [
-        ("tests.benchmarks.rollout", ["--json", "--quick", "--models=tiny,mid", "--samples=4"]),
-        ("tests.benchmarks.rollout", []),
+        ("benchmarks.rollout", ["--json", "--quick", "--models=tiny,mid", "--samples=4"]),
+        ("benchmarks.rollout", []),
     ]

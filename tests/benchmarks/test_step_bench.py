@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from flows import bench
-from tests.benchmarks.step.report import render
-from tests.benchmarks.step.run import QUICK, measure
+from benchmarks.step.report import render
+from benchmarks.step.run import QUICK, measure
+from flows.cli import bench
 from tests.services import Workplace
 
 
@@ -41,4 +41,4 @@ def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> N
     calls: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(bench, "_run", lambda module, arguments: calls.append((module, arguments)))
     bench.step(as_json=True, model="mid", steps=6)
-    assert calls == [("tests.benchmarks.step", ["--json", "--model=mid", "--steps=6"])]
+    assert calls == [("benchmarks.step", ["--json", "--model=mid", "--steps=6"])]

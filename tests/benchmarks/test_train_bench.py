@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from flows import bench
+from benchmarks.train.models import make_model, model_flops
+from benchmarks.train.paths import Path as BenchPath
+from benchmarks.train.paths import Workload, all_paths, random_lengths
+from benchmarks.train.run import Plan, measure
+from flows.cli import bench
 from schemas.errors import ConfigError
-from tests.benchmarks.train.models import make_model, model_flops
-from tests.benchmarks.train.paths import Path as BenchPath
-from tests.benchmarks.train.paths import Workload, all_paths, random_lengths
-from tests.benchmarks.train.run import Plan, measure
 
 CHECKOUT = Path(__file__).parents[2]
 PATHS = ["packed", "padded", "row_by_row", "dense", "dense_equal_count"]
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.mark.slow
 def test_the_benchmark_measures_every_path_without_ray_and_prefect() -> None:
     finished = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "tests.benchmarks.train", "--quick", "--json"],
+        [sys.executable, "-X", "importtime", "-m", "benchmarks.train", "--quick", "--json"],
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
@@ -139,8 +139,8 @@ def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> N
     bench.train()
     assert calls == [
         (
-            "tests.benchmarks.train",
+            "benchmarks.train",
             ["--json", "--quick", "--models=small,mid", "--device=cpu", "--plot=/tmp/chart.svg"],
         ),
-        ("tests.benchmarks.train", []),
+        ("benchmarks.train", []),
     ]

@@ -10,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from infra.stores import plasma
+from infra.ray import object_store
+from infra.stores import chunk_writer
 from infra.stores.base import ColumnStore
-from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore, _data_path
+from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore, _data_path
 from infra.stores.memory import MemoryStore
 from infra.stores.ray import RayColumnStore
 from infra.stores.tiered import TieredColumnStore
@@ -66,8 +67,8 @@ class Backend:
             return self._files(run_id, capacity, **limits)
         behind = self._files(run_id, lease_seconds=NO_EXPIRY_SECONDS)
         if self.kind == "tiered-memory":
-            return TieredColumnStore(MemoryStore(run_id, capacity, lease_seconds, behind.generation), behind)
-        return TieredColumnStore(RayColumnStore(run_id, capacity, generation=behind.generation, **limits), behind)
+            return TieredColumnStore(MemoryStore(run_id, capacity, lease_seconds, behind.incarnation), behind)
+        return TieredColumnStore(RayColumnStore(run_id, capacity, incarnation=behind.incarnation, **limits), behind)
 
     def _files(self, run_id: str, capacity: int = 2**40, **limits: float) -> FsspecColumnStore:
         options = None
@@ -110,7 +111,7 @@ def put_batch(store: ColumnStore, step: int, parts: Sequence[pa.RecordBatch]) ->
 def stored_bytes(store: ColumnStore, ref: ChunkRef) -> list[pa.Buffer]:
     """A chunk's bytes, in each place where the store holds them."""
     if isinstance(store, RayColumnStore):
-        return [plasma.view_at(store._locations([ref])[0])]
+        return [object_store.view_at(store._locations([ref])[0])]
     if isinstance(store, MemoryStore):
         return [store._registry.payloads([ref])[0]]
     if isinstance(store, FsspecColumnStore):
@@ -135,7 +136,7 @@ def read_elsewhere(run_id: str, batch: BatchHandle) -> list[dict[str, Any]]:
     return RayColumnStore(run_id).read(batch, COLUMNS).to_pylist()
 
 
-class Producer(plasma.ChunkWriter):
+class Producer(chunk_writer.ChunkWriter):
     """Puts chunks from a process of its own."""
 
     def put(self, run_id: str, step: int, lengths: list[int], seed: int = 0, shard: int = 0) -> ChunkRef:
@@ -146,4 +147,4 @@ class Producer(plasma.ChunkWriter):
 
 
 def start_producer() -> Any:
-    return ray.remote(**plasma.ACTOR_OPTIONS)(Producer).options(num_cpus=0).remote()
+    return ray.remote(**chunk_writer.ACTOR_OPTIONS)(Producer).options(num_cpus=0).remote()

@@ -9,8 +9,8 @@ import polars
 import pyarrow as pa
 import pytest
 
-from infra.stores.blocks import BLOCK_BYTES
-from infra.stores.files import FsspecColumnStore
+from infra.storage.blocks import BLOCK_BYTES
+from infra.stores.fsspec import FsspecColumnStore
 from rl_core.views import select
 from schemas.batch import BatchHandle
 from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, InvalidKeyError, StoreError
@@ -92,7 +92,7 @@ def test_a_writer_that_dies_leaves_nothing_readable(store: FsspecColumnStore, ba
 
 def test_a_second_client_is_of_the_same_generation(store: FsspecColumnStore, batch: BatchHandle) -> None:
     other = FsspecColumnStore(RUN, str(store._folder))
-    assert other.generation == store.generation
+    assert other.incarnation == store.incarnation
     assert other.read(batch, COLUMNS).equals(rollout_columns([2, 30, 3]))
 
 

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from infra.stores.base import ColumnStore
-from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
 from infra.stores.ray import RayColumnStore
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.jagged import jagged, row_lengths
@@ -39,7 +39,7 @@ class StageError(Exception):
 def test_usage_returns_to_zero_after_every_step(ray_cluster: None, tmp_path: Path, kind: str, num_steps: int) -> None:
     behind = FsspecColumnStore(RUN, str(tmp_path / "columns"), lease_seconds=NO_EXPIRY_SECONDS)
     front = RayColumnStore(
-        RUN, 3 * CHUNK_BYTES, put_timeout_seconds=30, lease_seconds=LEASE_SECONDS, generation=behind.generation
+        RUN, 3 * CHUNK_BYTES, put_timeout_seconds=30, lease_seconds=LEASE_SECONDS, incarnation=behind.incarnation
     )
     store: ColumnStore = TieredColumnStore(front, behind) if kind == "tiered" else front
     random = np.random.default_rng(0)

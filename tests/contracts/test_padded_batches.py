@@ -8,8 +8,8 @@ import pytest
 from infra.stores.base import ColumnStore
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import row_lengths
-from rl_core.columns.layouts import TRL, VERL, PaddedLayout
-from rl_core.columns.padded import nest, unnest
+from rl_core.padded.convert import nest, unnest
+from rl_core.padded.layouts import TRL, VERL, PaddedLayout
 from rl_core.views import new_batch
 from tests.contracts.backends import key
 from tests.rl_core.test_padded import as_tensordict, assert_same, trl_batch, verl_batch

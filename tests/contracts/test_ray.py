@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 import ray
 
-from infra.stores import plasma
+from infra.ray import object_store
+from infra.stores import chunk_writer
 from infra.stores.ray import RayColumnStore
 from rl_core.columns.codec import encode, value_dtypes
 from rl_core.views import new_batch
@@ -18,7 +19,7 @@ from schemas.errors import (
     ChunkNotFoundError,
     DuplicateChunkError,
     LeaseError,
-    StaleGenerationError,
+    StaleIncarnationError,
     WorkerLostError,
 )
 from tests.contracts.backends import CAPACITY, COLUMNS, key, put_batch, read_elsewhere, rollout_columns, start_producer
@@ -50,7 +51,7 @@ def test_columns_outlive_their_producer(store: RayColumnStore, lengths: list[int
     batch = new_batch(RUN, 1, 0, [ref], value_dtypes(columns), [1, 1, 1], lengths)
     assert store.read(batch, COLUMNS).equals(columns)
     assert read_elsewhere.remote(RUN, batch).future().result() == columns.to_pylist()
-    assert plasma.view_at(store._locations([ref])[0]).equals(encode(columns))
+    assert object_store.view_at(store._locations([ref])[0]).equals(encode(columns))
 
 
 def test_the_registry_owns_what_a_producer_wrote(store: RayColumnStore) -> None:
@@ -64,10 +65,10 @@ def test_cleared_chunks_leave_rays_object_store(store: RayColumnStore) -> None:
     producer = start_producer()
     ref = producer.put.remote(RUN, 1, LARGE).future().result()
     location = store._locations([ref])[0]
-    assert plasma.view_at(location).size == ref.num_bytes
+    assert object_store.view_at(location).size == ref.num_bytes
     store.clear(1)
     with pytest.raises(ChunkNotFoundError, match="it is lost"):
-        wait_until(lambda: plasma.view_at(location, timeout_seconds=1) is None)
+        wait_until(lambda: object_store.view_at(location, timeout_seconds=1) is None)
 
 
 def test_replicas_leave_one_chunk_and_a_diverging_one_is_refused(store: RayColumnStore) -> None:
@@ -95,7 +96,7 @@ def test_a_writer_that_dies_while_writing_frees_the_key_for_its_sibling(store: R
     assert store.read(batch, COLUMNS).equals(rollout_columns(LARGE))
 
 
-class StuckOffer(plasma.Offer):
+class StuckOffer(chunk_writer.Offer):
     """Never comes to an end with writing."""
 
     def readinto(self, target: memoryview) -> int:
@@ -104,13 +105,13 @@ class StuckOffer(plasma.Offer):
         return super().readinto(target)
 
 
-class StuckProducer(plasma.ChunkWriter):
+class StuckProducer(chunk_writer.ChunkWriter):
     """A producer that hangs in the middle of its write."""
 
     writing = threading.Event()
 
     def put(self, run_id: str, step: int, lengths: list[int]) -> None:
-        plasma.Offer = StuckOffer  # type: ignore[misc]
+        chunk_writer.Offer = StuckOffer  # type: ignore[misc]
         store = RayColumnStore(run_id)
         store.put(key(store, step), rollout_columns(lengths))
 
@@ -120,7 +121,7 @@ class StuckProducer(plasma.ChunkWriter):
 
 
 def start_stuck_producer() -> ray.actor.ActorHandle:
-    groups = {**plasma.ACTOR_OPTIONS["concurrency_groups"], "watch": 1}
+    groups = {**chunk_writer.ACTOR_OPTIONS["concurrency_groups"], "watch": 1}
     return ray.remote(concurrency_groups=groups)(StuckProducer).options(num_cpus=0).remote()
 
 
@@ -139,7 +140,7 @@ def test_a_step_that_is_cleared_under_a_write_gets_no_chunk(store: RayColumnStor
 
 def test_clients_share_one_registry_and_get_its_own_errors(store: RayColumnStore) -> None:
     other = RayColumnStore(RUN)
-    assert other.generation == store.generation
+    assert other.incarnation == store.incarnation
     store.put(key(store, 1), rollout_columns([2]))
     assert other.usage() == store.usage()
     with pytest.raises(LeaseError) as caught:
@@ -155,8 +156,8 @@ def test_a_lost_registry_is_a_lost_worker_and_a_new_one_a_new_generation(store: 
     with pytest.raises(WorkerLostError, match="has no column store"):
         RayColumnStore(RUN)
     fresh = RayColumnStore(RUN, CAPACITY)
-    assert fresh.generation != store.generation
-    with pytest.raises(StaleGenerationError, match="run the stage that produces it again"):
+    assert fresh.incarnation != store.incarnation
+    with pytest.raises(StaleIncarnationError, match="run the stage that produces it again"):
         fresh.read(batch, ["reward"])
 
 
@@ -177,7 +178,7 @@ def test_a_pickle_under_a_chunks_name_is_not_loaded(
 ) -> None:
     batch = put_batch(store, 1, [rollout_columns([2])])
     assert batch.chunks[0].num_bytes == 1810
-    forged = plasma.locate(ray.put(stored))
+    forged = object_store.locate(ray.put(stored))
     store._locations = lambda refs: [forged]  # type: ignore[method-assign]
     with pytest.raises(error, match=message):
         store.read(batch, ["reward"])

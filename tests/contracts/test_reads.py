@@ -14,7 +14,7 @@ from schemas.errors import (
     ChunkNotFoundError,
     ColumnError,
     ColumnNotFoundError,
-    StaleGenerationError,
+    StaleIncarnationError,
     StoreError,
 )
 from tests.contracts.backends import COLUMNS, Backend, key, put_batch, rollout_columns, stored_bytes
@@ -156,8 +156,8 @@ def test_a_read_after_clear_raises_and_earlier_results_stay_valid(store: ColumnS
 def test_a_handle_of_another_generation_is_never_served(store: ColumnStore, step: int) -> None:
     batch = put_batch(store, step, [rollout_columns([1])])
     group = batch.groups[0]
-    stale = group.replace(chunks=(group.chunks[0].replace(generation="before"),))
-    with pytest.raises(StaleGenerationError, match="store before, which is gone"):
+    stale = group.replace(chunks=(group.chunks[0].replace(incarnation="before"),))
+    with pytest.raises(StaleIncarnationError, match="store before, which is gone"):
         store.read(batch.replace(groups=(stale,)), ["reward"])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
 from infra.stores.memory import MemoryStore
 from infra.stores.ray import RayColumnStore
 from infra.stores.tiered import TieredColumnStore
@@ -25,7 +25,7 @@ def behind(tmp_path: Path) -> FsspecColumnStore:
 
 def fresh(behind: FsspecColumnStore) -> TieredColumnStore:
     """The store with an empty front, as after the loss of what was in memory."""
-    return TieredColumnStore(MemoryStore(RUN, CAPACITY, generation=behind.generation), behind)
+    return TieredColumnStore(MemoryStore(RUN, CAPACITY, incarnation=behind.incarnation), behind)
 
 
 def test_what_the_front_lost_is_read_from_behind(behind: FsspecColumnStore) -> None:
@@ -113,13 +113,13 @@ def test_writes_for_an_abandoned_step_do_not_fail_the_next_one(behind: FsspecCol
 
 @pytest.mark.slow
 def test_columns_outlive_the_registry(ray_cluster: None, behind: FsspecColumnStore) -> None:
-    front = RayColumnStore(RUN, CAPACITY, generation=behind.generation)
+    front = RayColumnStore(RUN, CAPACITY, incarnation=behind.incarnation)
     store = TieredColumnStore(front, behind)
     store.open_lease(1)
     batch = put_batch(store, 1, [rollout_columns([2, 3])])
     store.flush()
     front.close()
-    again = RayColumnStore(RUN, CAPACITY, generation=behind.generation)
+    again = RayColumnStore(RUN, CAPACITY, incarnation=behind.incarnation)
     try:
         assert TieredColumnStore(again, behind).read(batch, COLUMNS).equals(rollout_columns([2, 3]))
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import cli
+from flows.cli import main as cli
 from tests.small_run import make_small_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "inspect.md"

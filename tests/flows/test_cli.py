@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import cli
+from flows.cli import main as cli
 from tests.services import Workplace
 from tests.tiny import make_tiny_model, tiny_row, write_rows
 
@@ -146,7 +146,7 @@ def test_nothing_was_started_or_left(folder: Path) -> None:
 
 def test_data_that_is_held_out_stays_out(sluice: Sluice, folder: Path) -> None:
     from infra.datasets import load_prompts
-    from infra.models import load_tokenizer
+    from infra.models.load import load_tokenizer
     from schemas.config.data import DataConfig
     from schemas.config.model import ModelConfig
 

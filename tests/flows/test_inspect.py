@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flows import cli
-from flows.inspection import print_step, shorten
-from infra.runs import RunDirectory
-from infra.stores.files import FsspecColumnStore
+from flows.cli import main as cli
+from flows.cli.inspect import print_step, shorten
+from infra.storage.runs import RunDirectory
+from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.summary import summarize_step
 from rl_core.views import new_batch
 from schemas.batch import ChunkKey
@@ -328,7 +328,7 @@ def test_an_unknown_run(inspect: Sluice) -> None:
 def test_it_starts_nothing_and_imports_no_torch(run: RunDirectory) -> None:
     script = """
 import sys
-from flows import cli
+from flows.cli import main as cli
 sys.argv = ["sluice", "inspect", "demo"]
 try:
     cli.main()
@@ -338,7 +338,7 @@ finally:
     assert not {"torch", "transformers", "prefect"} & set(sys.modules)
 """
     before = sorted(path.name for path in run.path.rglob("*"))
-    root = str(Path(cli.__file__).parents[1])
+    root = str(Path(cli.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env={"PYTHONPATH": root}
     )

@@ -10,11 +10,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from flows import cli
+from flows.cli import main as cli
+from flows.cli.footprint import (
+    SimulatedStep,
+    column_bytes,
+    column_dtypes,
+    draw_lengths,
+    measure_step,
+    rank_bytes,
+    simulate_step,
+)
 from infra.datasets import load_prompts
 from infra.engines.base import Generation
-from infra.footprint import Draw, column_bytes, column_dtypes, draw_lengths, draw_step, measure_step, rank_bytes
-from infra.models import load_model, load_policy, load_tokenizer
+from infra.models.load import load_model, load_policy, load_tokenizer
 from infra.workers.samples import Sample, to_columns
 from infra.workers.sampling import ScoredResponse
 from rl_core.columns.codec import encoded_bytes
@@ -149,7 +157,7 @@ def test_a_store_that_long_responses_would_fill_is_a_warning(load: Callable[...,
 
 
 def test_column_bytes_are_those_of_what_workers_put(load: Callable[..., RunConfig]) -> None:
-    draw = draw_step(load(), "lognormal", 0.5)
+    draw = simulate_step(load(), "lognormal", 0.5)
     columns = to_columns(samples_of(draw), 0, VOCAB_SIZE, [])
     dtypes = column_dtypes(load(), VOCAB_SIZE)
     assert set(dtypes) - set(columns.schema.names) == {"behavior_logprobs", "reference_logprobs", "advantages"}
@@ -169,7 +177,7 @@ def plain_bytes(column: pa.Array) -> int:
     return int(column.offsets.nbytes + column.values.nbytes if is_jagged(column) else column.nbytes)
 
 
-def samples_of(draw: Draw) -> list[Sample]:
+def samples_of(draw: SimulatedStep) -> list[Sample]:
     """Generations of the drawn lengths."""
     samples = []
     for row, (prompt, length) in enumerate(zip(draw.prompts, draw.response_lengths.tolist(), strict=True)):
@@ -234,7 +242,7 @@ def test_prompts_are_those_of_the_first_step(load: Callable[..., RunConfig]) -> 
     data = load_prompts(config.data.train_path, config.data, load_tokenizer(config.model))
     rows = data.rows_for_step(0, 4, config.seed, config.data.shuffle)
     expected = [data[row].prompt_text for row in rows for _ in range(4)]
-    assert [prompt.prompt_text for prompt in draw_step(config, "uniform", 0.5).prompts] == expected
+    assert [prompt.prompt_text for prompt in simulate_step(config, "uniform", 0.5).prompts] == expected
 
 
 def test_nothing_was_started_or_left(folder: Path) -> None:

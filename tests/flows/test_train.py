@@ -16,7 +16,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from infra.runs import RunDirectory
+from infra.storage.runs import RunDirectory
 from schemas.step import RunSummary, StoredBatch
 from tests.services import Workplace
 
@@ -27,7 +27,7 @@ STEPS = 2
 
 # The command, and then what its own process has read from the column store.
 COUNTED_COMMAND = """
-from flows import cli
+from flows.cli import main as cli
 from infra.stores.base import ColumnStore
 try:
     cli.main()
@@ -97,7 +97,7 @@ def test_a_reward_that_always_raises_stops_the_run_and_says_how_to_go_on(workpla
     )
     assert "RewardFailureError" in printed
     assert "no opinion on odd answers" in printed
-    assert "go on with: sluice resume failing" in printed
+    assert "resume with: sluice resume failing" in printed
     assert "Traceback" not in printed
 
 

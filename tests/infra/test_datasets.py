@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.datasets import PromptDataset, PromptRow, load_prompts, load_train_prompts
-from infra.engines.noise import derive_seed
-from infra.tiny_model import make_tokenizer
+from infra.models.tiny import make_tokenizer
+from rl_core.rollout.seeding import derive_seed
 from schemas.config.data import DataConfig
 from schemas.errors import DataError
 from tests.tiny import make_tiny_data, tiny_row, write_rows

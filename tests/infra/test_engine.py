@@ -8,12 +8,12 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
-from infra.engines.noise import derive_seed, uniforms
 from infra.engines.sampler import draw
 from infra.engines.stop import StopTexts
 from infra.engines.transformers import TransformersEngine
-from infra.models import load_model
-from infra.tiny_model import END, make_tokenizer
+from infra.models.load import load_model
+from infra.models.tiny import END, make_tokenizer
+from rl_core.rollout.seeding import derive_seed, uniforms
 from schemas.config.model import ModelConfig
 from schemas.errors import NonFiniteError, WeightsError
 from tests.tiny import make_tiny_model

@@ -10,17 +10,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
-from flows.cli import app
+from flows.cli.evaluate import evaluate_run
+from flows.cli.export import export_run
+from flows.cli.main import app
+from flows.cli.preflight import check_checkpoint
 from infra.checkpoints.model import load_checkpoint_model
+from infra.checkpoints.retention import best_version
 from infra.checkpoints.shards import file_entry
 from infra.checkpoints.state import policy_tensors
 from infra.checkpoints.store import open_checkpoints
-from infra.evaluate import evaluate_run
-from infra.export import best_version, export_run
-from infra.lora import merged_weights
-from infra.models import adapter_of, load_model, load_policy, save_assets
-from infra.preflight import check_checkpoint
-from infra.runs import RunDirectory
+from infra.models.load import adapter_of, load_model, load_policy, save_assets
+from infra.models.lora import merged_weights
+from infra.storage.runs import RunDirectory
 from infra.stores.memory import MemoryStore
 from infra.workers.rollout import RolloutWorker
 from schemas.config.model import LoraConfig, ModelConfig
@@ -236,7 +237,7 @@ def test_an_evaluation_is_of_the_newest_checkpoint(
     trained = save_version(run, 3)
     report = evaluate_run(run, None, 3)
     assert (report.policy_version, report.num_prompts, report.num_failed) == (3, 3, 0)
-    handle = RunHandle(run_id="run", directory=str(run.path), config=run.config(), store_generation="")
+    handle = RunHandle(run_id="run", directory=str(run.path), config=run.config(), store_incarnation="")
     worker = RolloutWorker(handle, store=MemoryStore("run", capacity_bytes=1))
     worker.start()
     assert worker.evaluate(0).reward != report.reward  # of the starting weights

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore
-from infra.lora import adapter_disabled, add_adapter, is_adapted, merge_adapter, merged_weights, trainable
-from rl_core.replay import leak_probe, pack_row, packed_logprobs, use_packed_attention
+from infra.models.lora import adapter_disabled, add_adapter, is_adapted, merge_adapter, merged_weights, trainable
+from rl_core.scoring import leak_probe, pack_row, packed_logprobs, use_packed_attention
 from schemas.config.model import LoraConfig
 from schemas.errors import ConfigError
 from tests.packed import random_batch, tiny_qwen3
@@ -175,7 +175,7 @@ def test_other_layers_are_refused_with_those_there_are(base: PreTrainedModel, ta
 
 def test_without_peft_the_extra_is_named(base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'sluice\[lora\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'sluice-rl\[lora\]'"):
         add_adapter(base, CONFIG)
 
 

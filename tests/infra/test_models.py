@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.lora import trainable
-from infra.models import adapter_of, load_model, load_policy, load_tokenizer, save_assets, stop_token_ids
-from rl_core.replay import pack_row, packed_logprobs, use_packed_attention
+from infra.models.load import adapter_of, load_model, load_policy, load_tokenizer, save_assets, stop_token_ids
+from infra.models.lora import trainable
+from rl_core.scoring import pack_row, packed_logprobs, use_packed_attention
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import ModelError
 from tests.tiny import END, make_tiny_model

@@ -7,7 +7,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from infra.runs import RunDirectory
+from infra.storage.runs import RunDirectory
 from infra.stores.offline import read_step
 from schemas.errors import ChunkCorruptedError, ColumnNotFoundError, RunError
 from tests.small_run import ADVANTAGES, DTYPES, LOGPROBS, SAMPLES, TRAINED, columns_of, make_small_run, put_rollout

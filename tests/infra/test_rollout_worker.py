@@ -7,13 +7,13 @@ import pytest
 
 from infra.datasets import load_prompts
 from infra.engines.base import GenerationRequest, Sampling, generate_all
-from infra.engines.noise import derive_seed
 from infra.engines.transformers import TransformersEngine
-from infra.models import load_model
+from infra.models.load import load_model
+from infra.models.tiny import make_tokenizer
 from infra.stores.memory import MemoryStore
-from infra.tiny_model import make_tokenizer
 from infra.workers.rollout import RolloutWorker
 from rl_core.columns.jagged import flat_values, row_lengths
+from rl_core.rollout.seeding import derive_seed
 from rl_core.views import new_batch
 from schemas.catalog import CATALOG
 from schemas.config.model import ModelConfig
@@ -95,7 +95,7 @@ def run_of(
         "runtime": {"num_threads": 1},
     }
     config = RunConfig.model_validate(fields | changes)
-    return RunHandle(run_id="run", directory=str(folder), config=config, store_generation="memory")
+    return RunHandle(run_id="run", directory=str(folder), config=config, store_incarnation="memory")
 
 
 def worker_of(run: RunHandle, shard: int = 0, store: MemoryStore | None = None) -> RolloutWorker:

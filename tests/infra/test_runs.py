@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.runs import MetricsFile, RunDirectory
+from infra.storage.runs import MetricsFile, RunDirectory
 from schemas.config.correction import TruncatedCorrection
 from schemas.config.run import RunConfig
 from schemas.errors import RunError

@@ -4,7 +4,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.services import LocalServices, ServiceState, prefect_answers
+from infra.services.local import LocalServices, ServiceState, prefect_answers
 from schemas.errors import ServiceError
 from tests.services import Workplace
 

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
 from infra.engines.open import open_engine
-from infra.engines.vllm import VllmEngine, open_vllm
-from infra.models import load_model, load_tokenizer
+from infra.engines.vllm.engine import VllmEngine
+from infra.engines.vllm.start import open_vllm
+from infra.models.load import load_model, load_tokenizer
 from schemas.config.data import DataConfig
 from schemas.config.model import ModelConfig
 from schemas.config.reward import ExactReward
@@ -28,7 +29,7 @@ from tests.tiny import make_tiny_model
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'sluice[cpu]'"
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'sluice-rl[cpu]'"
     ),
 ]
 

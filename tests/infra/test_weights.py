@@ -13,11 +13,11 @@ import ray
 import torch
 from ray._private.internal_api import node_stats
 
-from infra.stores import plasma
-from infra.weights.broadcast import BroadcastReceiver, BroadcastSender, WeightsGroup, open_meeting
+from infra.ray import object_store
+from infra.weights.broadcast import BroadcastReceiver, BroadcastSender, WeightGroup, open_rendezvous
 from infra.weights.checksum import _sums, checksum
+from infra.weights.endpoint import gpu_of
 from infra.weights.layout import as_tensor, describe, flat_bytes, slots, specs_of, verify, views, write
-from infra.weights.member import gpu_of
 from infra.weights.object_store import ObjectStoreReceiver, ObjectStoreSender
 from infra.weights.transport import choose_transport
 from schemas.errors import ConfigError, WeightsError, WorkerLostError
@@ -210,12 +210,12 @@ class Policy:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
-    def open_meeting(self, num_receivers: int) -> ProcessGroupHandle:
-        self._meeting, handle = open_meeting(HOST, num_receivers)
+    def open_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:
+        self._meeting, handle = open_rendezvous(HOST, num_receivers)
         return handle
 
     def join(self, group: ProcessGroupHandle, timeout_seconds: float) -> None:
-        self._group = WeightsGroup(group, 0, HOST, torch.device("cpu"), timeout_seconds)
+        self._group = WeightGroup(group, 0, HOST, torch.device("cpu"), timeout_seconds)
 
     def broadcast(
         self, version: int, bucket_bytes: int, words: int = 9, num_tensors: int = 7
@@ -239,11 +239,11 @@ class Rollout:
     def __init__(self) -> None:
         self._engine = CopyingEngine()
 
-    def load(self, version: int, promised: list[Any], run_id: str = RUN, timeout_seconds: float = 60) -> LoadedWeights:
-        return ObjectStoreReceiver(run_id, timeout_seconds).load(self._engine, version, promised)
+    def load(self, version: int, refs: list[Any], run_id: str = RUN, timeout_seconds: float = 60) -> LoadedWeights:
+        return ObjectStoreReceiver(run_id, timeout_seconds).load(self._engine, version, refs)
 
     def join(self, group: ProcessGroupHandle, rank: int, timeout_seconds: float) -> None:
-        self._group = WeightsGroup(group, rank, HOST, torch.device("cpu"), timeout_seconds)
+        self._group = WeightGroup(group, rank, HOST, torch.device("cpu"), timeout_seconds)
 
     def receive(self, version: int) -> LoadedWeights:
         return BroadcastReceiver(RUN, self._group).load(self._engine, version, ())
@@ -283,10 +283,10 @@ def store_stats() -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [9, LARGE])
 def test_two_receivers_load_what_was_sent(policy: Any, rollouts: list[Any], words: int) -> None:
-    promised = promise(policy, "send", 3, plasma.address(), words)
-    loaded = ray.get([rollout.load.remote(3, promised) for rollout in rollouts])
+    refs = promise(policy, "send", 3, object_store.address(), words)
+    loaded = ray.get([rollout.load.remote(3, refs) for rollout in rollouts])
     assert ray.get([rollout.holds.remote(3, words) for rollout in rollouts]) == [True, True]
-    sent = ray.get(promised[1])
+    sent = ray.get(refs[1])
     assert sent.handle.num_bytes == flat_bytes(specs_of(tensors(3, words))) == loaded[0].num_bytes
     assert WeightsTransfer.of("object_store", sent, loaded).num_receivers == 2
 
@@ -295,24 +295,24 @@ def test_two_receivers_load_what_was_sent(policy: Any, rollouts: list[Any], word
 def test_twenty_versions_leave_nothing_in_the_object_store(policy: Any, rollouts: list[Any]) -> None:
     before = store_stats()
     for version in range(1, 21):
-        promised = promise(policy, "send", version, plasma.address())
-        ray.get([rollout.load.remote(version, promised) for rollout in rollouts])
+        refs = promise(policy, "send", version, object_store.address())
+        ray.get([rollout.load.remote(version, refs) for rollout in rollouts])
         assert ray.get(rollouts[0].holds.remote(version))
         assert store_stats().num_object_store_primary_copies <= before.num_object_store_primary_copies + 1
-        del promised
+        del refs
     wait_until(lambda: store_stats().object_store_bytes_used <= before.object_store_bytes_used)  # Ray frees in batches
 
 
 @pytest.mark.slow
 def test_wrong_versions_runs_and_damaged_buffers_are_refused(policy: Any, rollouts: list[Any]) -> None:
-    good = promise(policy, "send", 5, plasma.address())
+    good = promise(policy, "send", 5, object_store.address())
     ray.get(rollouts[0].load.remote(5, good))
     with pytest.raises(WeightsError, match="version 5 of run weights came, expected version 6"):
         ray.get(rollouts[0].load.remote(6, good))
     with pytest.raises(WeightsError, match="expected version 5 of run other"):
         ray.get(rollouts[0].load.remote(5, good, "other"))
     with pytest.raises(WeightsError, match="version 7 of run weights arrived damaged"):
-        ray.get(rollouts[0].load.remote(7, promise(policy, "send_damaged", 7, plasma.address())))
+        ray.get(rollouts[0].load.remote(7, promise(policy, "send_damaged", 7, object_store.address())))
     with pytest.raises(WorkerLostError, match="did not send the weights of version 5 within 1 s"):
         ray.get(rollouts[0].load.remote(5, [good[0], policy.sleep.remote(3)], RUN, 1))
     assert ray.get(rollouts[0].holds.remote(5))
@@ -322,19 +322,19 @@ def test_wrong_versions_runs_and_damaged_buffers_are_refused(policy: Any, rollou
 def test_a_failed_send_is_told_to_the_receivers_and_leaves_no_memory_taken(policy: Any, rollouts: list[Any]) -> None:
     before, fallback = store_stats().object_store_bytes_primary_copy, store_stats().object_store_bytes_fallback
     for version in range(1, 25):  # together more than the object store holds
-        promised = promise(policy, "send_fewer", version, plasma.address())
+        refs = promise(policy, "send_fewer", version, object_store.address())
         with pytest.raises(WeightsError, match="'scale' did not come"):
-            ray.get(rollouts[0].load.remote(version, promised))
+            ray.get(rollouts[0].load.remote(version, refs))
     assert store_stats().object_store_bytes_primary_copy <= before
     assert store_stats().object_store_bytes_fallback == fallback
-    good = promise(policy, "send", 30, plasma.address())
+    good = promise(policy, "send", 30, object_store.address())
     ray.get(rollouts[0].load.remote(30, good))
     assert ray.get(rollouts[0].holds.remote(30))
 
 
 def gather(policy: Any, rollouts: list[Any], timeout_seconds: float = 30) -> None:
     """Make the members one new group."""
-    group = ray.get(policy.open_meeting.remote(len(rollouts)))
+    group = ray.get(policy.open_rendezvous.remote(len(rollouts)))
     joins = [rollout.join.remote(group, rank, timeout_seconds) for rank, rollout in enumerate(rollouts, start=1)]
     ray.get([policy.join.remote(group, timeout_seconds), *joins])
 
@@ -392,7 +392,7 @@ def test_a_killed_receiver_ends_the_group_and_another_is_gathered(policy: Any, r
 
 @pytest.mark.slow
 def test_members_that_do_not_come_are_lost(policy: Any) -> None:
-    group = ray.get(policy.open_meeting.remote(1))
+    group = ray.get(policy.open_rendezvous.remote(1))
     with pytest.raises(WorkerLostError, match="member 0 of 2 found no weights group"):
         ray.get(policy.join.remote(group, 0.5))
 
@@ -401,7 +401,7 @@ def test_members_that_do_not_come_are_lost(policy: Any) -> None:
 def test_a_policy_that_dies_is_a_lost_worker(policy: Any, rollouts: list[Any]) -> None:
     ray.kill(policy)
     with pytest.raises(WorkerLostError, match="could not send the weights of version 2"):
-        ray.get(rollouts[0].load.remote(2, promise(policy, "send", 2, plasma.address())))
+        ray.get(rollouts[0].load.remote(2, promise(policy, "send", 2, object_store.address())))
 
 
 @pytest.mark.parametrize(

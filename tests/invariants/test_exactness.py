@@ -15,8 +15,8 @@ from transformers import Qwen3ForCausalLM
 
 from rl_core.losses import LossInputs, policy_loss
 from rl_core.planning import plan_step
-from rl_core.replay import pack_row, packed_logprobs, use_packed_attention
-from schemas.config.correction import BandCorrection, CorrectionConfig, NoCorrection, TruncatedCorrection
+from rl_core.scoring import pack_row, packed_logprobs, use_packed_attention
+from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
 from schemas.config.kl import KlConfig
 from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, LossConfig
 from schemas.metrics import Metrics, merge_metrics, values
@@ -51,7 +51,7 @@ KINDS: dict[str, Algorithm] = {
     "gspo": Algorithm(
         GspoLoss(clip_low=0.05, clip_high=0.02),
         KlConfig(coef=0.1, estimator="k2"),
-        BandCorrection(level="sequence", low=0.6, high=1.7),
+        MaskedCorrection(level="sequence", low=0.6, high=1.7),
     ),
     "cispo": Algorithm(
         CispoLoss(clip_low=0.3, clip_high=0.2, entropy_coef=0.01), KlConfig(coef=0.1, estimator="k1"), NoCorrection()
@@ -141,7 +141,7 @@ def reference_weights(row: Row, correction: CorrectionConfig) -> Tensor:
     importance = torch.exp(row.behavior - row.sampler)[row.mask]
     if correction.kind == "truncated":
         return torch.clip(importance, max=correction.cap)
-    if correction.kind == "band":
+    if correction.kind == "masked":
         product = importance.prod()
         return (product if correction.low <= product <= correction.high else 0.0) * torch.ones_like(importance)
     return torch.ones_like(importance)
@@ -312,7 +312,7 @@ def test_each_update_has_its_own_denominators() -> None:
 @pytest.mark.parametrize(("kind", "num_bounds"), [("clipped", 4), ("gspo", 3), ("cispo", 2)])
 def test_every_bound_is_exercised(kind: str, num_bounds: int) -> None:
     metrics = expected_update(f"{kind}-{DEFAULT_AGGREGATION[kind]}", torch.float32)[2]
-    bounds = ("clip_fraction/", "correction/truncated", "correction/left_out")
+    bounds = ("clip_fraction/", "correction/truncated", "correction/masked")
     shares = {name: value for name, value in metrics.items() if name.startswith(bounds)}
     assert len(shares) == num_bounds
     assert all(0 < share < 1 for share in shares.values()), shares

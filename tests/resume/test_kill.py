@@ -84,7 +84,7 @@ def test_a_lost_ray_and_checkpoints_that_are_rare(workplace: Workplace, expected
 def test_workers_killed_under_a_living_driver(workplace: Workplace, expected: str) -> None:
     run_id = "killed-workers"
     driver = workplace.start(*CONFIG, "--run-id", run_id, "runtime.max_restarts=9")
-    for step, role in enumerate(("PolicyWorker", "RolloutWorker", "ReferenceWorker", "PlasmaRegistry"), start=1):
+    for step, role in enumerate(("PolicyWorker", "RolloutWorker", "ReferenceWorker", "RayStoreRegistry"), start=1):
         workplace.wait_for(workplace.committed(run_id, step, "rollout"), driver)
         assert workplace.kill_worker(role) == 1
     out, err = driver.communicate(timeout=120)
@@ -100,7 +100,7 @@ def test_a_terminated_driver_leaves_nothing_behind(workplace: Workplace, expecte
     driver.terminate()
     out, err = driver.communicate(timeout=60)
     assert driver.returncode == 128 + signal.SIGTERM, out + err
-    assert f"go on with: sluice resume {run_id}" in err
+    assert f"resume with: sluice resume {run_id}" in err
     assert "Traceback" not in err
     assert not [name for name in workplace.worker_names() if not name.startswith(("IDLE", "Dashboard", "RuntimeEnv"))]
     workplace.sluice("resume", run_id)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from infra.runs import RunDirectory
+from infra.storage.runs import RunDirectory
 from schemas.rollout import RolloutHandle
 from tests.services import Workplace
 
@@ -66,7 +66,7 @@ def test_a_lost_rollout_worker_and_then_all_that_is_volatile(
     assert rollout.num_rows == NUM_PROMPTS * NUM_SAMPLES
     assert workplace.kill_worker("RolloutWorker", at_most=1) == 1  # it held some of these rows; the step goes on
     workplace.wait_for(workplace.committed(run_id, 3, "put"), driver)
-    assert "is lost, its work is done again" in workplace.kill(driver)
+    assert "is lost, other workers take over its work" in workplace.kill(driver)
     workplace.stop_ray()
     # The columns are gone, and what sampled step 2 is no longer published: the checkpoint has both policies.
     printed = workplace.sluice("resume", run_id)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_core.losses import LossInputs, policy_loss
 from rl_core.losses.kl import kl_estimate, row_kl
-from schemas.config.correction import BandCorrection, CorrectionConfig, NoCorrection, TruncatedCorrection
+from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
 from schemas.config.kl import KlConfig, KlEstimator
 from schemas.config.loss import Aggregation, CispoLoss, ClippedLoss, GspoLoss, LossConfig
 from schemas.metrics import Max, Mean, Metrics, merge_metrics, values
@@ -21,7 +21,7 @@ from schemas.metrics import Max, Mean, Metrics, merge_metrics, values
 LOSSES = [ClippedLoss(), ClippedLoss(dual_clip=3), GspoLoss(clip_low=0.1, clip_high=0.1), CispoLoss()]
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 NO_KL, NO_CORRECTION = KlConfig(), NoCorrection()
-CORRECTIONS = [NO_CORRECTION, TruncatedCorrection(cap=1.2), BandCorrection(level="sequence", high=2)]
+CORRECTIONS = [NO_CORRECTION, TruncatedCorrection(cap=1.2), MaskedCorrection(level="sequence", high=2)]
 
 
 def row_inputs(
@@ -312,13 +312,13 @@ def test_truncated_weights() -> None:
 
 
 def test_weights_outside_the_band_are_zero() -> None:
-    weights, metrics = corrected(BandCorrection(low=0.4, high=3.0))
+    weights, metrics = corrected(MaskedCorrection(low=0.4, high=3.0))
     assert weights == pytest.approx([0.0, 0.5, 0.0, 1.0])
     assert_mean(metrics["correction/weight"], 1.5, 4)
-    assert metrics["correction/left_out"] == Mean(total=2.0, weight=4)
-    weights, metrics = corrected(BandCorrection(level="sequence", low=0.4, high=3.0))
+    assert metrics["correction/masked"] == Mean(total=2.0, weight=4)
+    weights, metrics = corrected(MaskedCorrection(level="sequence", low=0.4, high=3.0))
     assert weights == pytest.approx([2.0, 2.0, 0.0, 0.0])
-    assert metrics["correction/left_out"] == Mean(total=2.0, weight=4)
+    assert metrics["correction/masked"] == Mean(total=2.0, weight=4)
 
 
 def test_the_correction_weighs_the_policy_term_only() -> None:
@@ -328,8 +328,8 @@ def test_the_correction_weighs_the_policy_term_only() -> None:
 
 
 def test_a_correction_needs_sampler_logprobs() -> None:
-    with pytest.raises(ValueError, match=r'correction\.kind is "band", but there are no sampler_logprobs'):
-        loss_of(row_inputs([1.0], [0.0], [1]), 1, 1, correction=BandCorrection())
+    with pytest.raises(ValueError, match=r'correction\.kind is "masked", but there are no sampler_logprobs'):
+        loss_of(row_inputs([1.0], [0.0], [1]), 1, 1, correction=MaskedCorrection())
     assert "mismatch/mean" not in loss_of(row_inputs([1.0], [0.0], [1]), 1, 1)[1]
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rl_core.columns.jagged import flat_values, jagged, row_lengths
-from rl_core.columns.nesting import RunLengths, as_mask, cast_exactly, from_padded, to_padded, to_padded_at
+from rl_core.padded.nesting import RunLengths, as_mask, cast_exactly, from_padded, to_padded, to_padded_at
 from schemas.errors import ColumnError
 
 # Padded on the left, on the right, on both sides, with holes, empty, full.

@@ -12,8 +12,8 @@ from tensordict import TensorDict
 
 from rl_core.columns.codec import decode, encode, validate, value_dtypes
 from rl_core.columns.jagged import jagged
-from rl_core.columns.layouts import TRL, VERL, PaddedLayout
-from rl_core.columns.padded import Geometry, nest, unnest
+from rl_core.padded.convert import Geometry, nest, unnest
+from rl_core.padded.layouts import TRL, VERL, PaddedLayout
 from schemas.errors import ColumnError
 
 PAD = 0
@@ -194,7 +194,7 @@ def test_without_a_loss_mask_all_that_exists_is_trained() -> None:
             batch["advantages"] = ADVANTAGES[:, None] * RESPONSE_EXISTS
         nested = nest(batch, layout, vocab_size=VOCAB)
         assert nested.columns.column("loss_mask").to_pylist() == [[True] * n for n in (5, 2, 0, 5)]
-        assert [entry.name for entry in nested.coverage.fields if entry.fate == "assumed"] == [layout.loss_mask]
+        assert [entry.name for entry in nested.coverage.fields if entry.disposition == "assumed"] == [layout.loss_mask]
         assert_same(unnest(nested.columns, layout, nested.geometry, PAD), batch)
 
 
@@ -355,7 +355,7 @@ def test_ids_and_masks_must_be_there(make: Callable[[], Batch], layout: PaddedLa
 def test_the_report_accounts_for_every_byte() -> None:
     batch = verl_batch() | {"entropys": torch.zeros(4, 5)}
     report = nest(batch, VERL, vocab_size=VOCAB, strict=False).coverage
-    fates = {entry.name: entry.fate for entry in report.fields}
+    fates = {entry.name: entry.disposition for entry in report.fields}
     assert fates == {
         "prompts": "jagged",
         "responses": "jagged",
@@ -385,7 +385,17 @@ def test_the_report_accounts_for_every_byte() -> None:
 def test_the_report_reads_as_a_table() -> None:
     report = nest(trl_batch(), TRL, vocab_size=VOCAB).coverage
     lines = str(report).splitlines()
-    assert lines[0].split() == ["field", "fate", "column", "shape", "dtype", "padded", "bytes", "stored", "bytes"]
+    assert lines[0].split() == [
+        "field",
+        "disposition",
+        "column",
+        "shape",
+        "dtype",
+        "padded",
+        "bytes",
+        "stored",
+        "bytes",
+    ]
     assert lines[1].split() == ["prompt_ids", "jagged", "prompt_ids", "[4,", "3]", "int64", "96", "44"]
     assert len(lines) == len(trl_batch()) + 3
     assert len({len(line) for line in lines[:-1]}) == 1

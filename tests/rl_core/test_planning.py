@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from benchmarks.planning import SHAPES
 from rl_core.planning import imbalance, pack, plan_forward, plan_step
 from rl_core.planning.balance import balance, rank_work, row_costs
 from rl_core.planning.pack import pack_ranks, split_bins, spread
 from schemas.errors import PlanError
 from schemas.plan import ForwardPlan, MicroBatch, RankPlan, StepPlan
-from tests.benchmarks.planning import SHAPES
 
 Row = tuple[int, int, int]  # prompt, response and loss tokens
 

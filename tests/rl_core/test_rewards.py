@@ -143,7 +143,7 @@ def test_reasoning_gym_scores_its_own_entries() -> None:
 
 def test_a_missing_reasoning_gym_names_the_extra(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
-    with pytest.raises(RewardImportError, match=r"pip install 'sluice\[demo\]'"):
+    with pytest.raises(RewardImportError, match=r"pip install 'sluice-rl\[demo\]'"):
         load_reward(ReasoningGymReward())
 
 
@@ -209,7 +209,7 @@ def test_math_needs_an_answer() -> None:
 
 def test_a_missing_math_verify_names_the_extra(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
-    with pytest.raises(RewardImportError, match=r"pip install 'sluice\[math\]'"):
+    with pytest.raises(RewardImportError, match=r"pip install 'sluice-rl\[math\]'"):
         load_reward(MathReward())
 
 

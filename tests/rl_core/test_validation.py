@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.validation import HeldOutSample, best_at_n, maj_at_n, mean_at_n, report_source, voted_answer
+from rl_core.rollout.evaluation import HeldOutSample, best_at_n, maj_at_n, mean_at_n, report_source, voted_answer
 
 
 def test_means_are_of_prompts_and_leave_failures_out() -> None:

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from rl_core.views import (
     concat,
+    decode_ints,
+    encode_ints,
     filter_rows,
     new_batch,
-    pack,
     permute,
     prune,
     read_plan,
@@ -17,16 +18,15 @@ from rl_core.views import (
     select,
     slice_rows,
     split,
-    unpack,
     with_column,
 )
-from schemas.batch import BatchHandle, ChunkRef, ColumnGroup, PackedInts, Segments
+from schemas.batch import BatchHandle, ChunkRef, ColumnGroup, EncodedInts, Segments
 from schemas.errors import ColumnError
 
 
 def chunks(sizes: Sequence[int], stage: str = "rollout") -> list[ChunkRef]:
     return [
-        ChunkRef(key=f"run/1/{stage}/{at}/0", num_rows=size, num_bytes=64, generation="g")
+        ChunkRef(key=f"run/1/{stage}/{at}/0", num_rows=size, num_bytes=64, incarnation="g")
         for at, size in enumerate(sizes)
     ]
 
@@ -57,11 +57,11 @@ def check(view: BatchHandle, rows: Sequence[int]) -> None:
 def check_form(view: BatchHandle, rows: Sequence[int]) -> None:
     """A view has the lengths of these rows of `batch()`, and few ranges, none empty."""
     assert view.num_rows == len(rows)
-    assert unpack(view.prompt_lengths).tolist() == [row + 1 for row in rows]
-    assert unpack(view.response_lengths).tolist() == [row * 2 for row in rows]
+    assert decode_ints(view.prompt_lengths).tolist() == [row + 1 for row in rows]
+    assert decode_ints(view.response_lengths).tolist() == [row * 2 for row in rows]
     for group in view.groups:
         assert all(start < stop for _, start, stop in pieces(group))
-        starts, counts = unpack(group.segments.starts), unpack(group.segments.counts)
+        starts, counts = decode_ints(group.segments.starts), decode_ints(group.segments.counts)
         assert (counts > 0).all()
         neighbours = np.count_nonzero(starts[1:] == (starts + counts)[:-1])
         assert neighbours == 0 or (64 * neighbours < len(rows) and (counts == 1).all())
@@ -104,16 +104,16 @@ def stored_batches(draw: st.DrawFn) -> Stored:
 
 @given(st.lists(st.integers(0, 2**63 - 1)))
 def test_packed_integers_come_back(values: list[int]) -> None:
-    packed = pack(values)
-    assert unpack(packed).tolist() == values
-    assert unpack(packed).dtype == np.int64
-    assert PackedInts.model_validate_json(packed.model_dump_json()) == packed
+    packed = encode_ints(values)
+    assert decode_ints(packed).tolist() == values
+    assert decode_ints(packed).dtype == np.int64
+    assert EncodedInts.model_validate_json(packed.model_dump_json()) == packed
 
 
 @given(st.lists(st.integers(0, 255)), st.integers(0, 2**40), st.sampled_from(["uint8", "int16", "uint64", ">i4"]))
 def test_equal_integers_are_packed_to_equal_values(values: list[int], base: int, dtype: str) -> None:
-    assert pack(np.array(values, dtype), base) == pack([base + value for value in values])
-    assert pack(np.repeat(np.array(values, dtype), 2)[::2], base) == pack(np.array(values, dtype), base)
+    assert encode_ints(np.array(values, dtype), base) == encode_ints([base + value for value in values])
+    assert encode_ints(np.repeat(np.array(values, dtype), 2)[::2], base) == encode_ints(np.array(values, dtype), base)
 
 
 @pytest.mark.parametrize("base", [0, 1000])
@@ -121,30 +121,30 @@ def test_equal_integers_are_packed_to_equal_values(values: list[int], base: int,
 def test_integers_take_as_few_bytes_as_their_range_needs(base: int, num_bytes: int) -> None:
     for span in (256 ** (num_bytes - 1), 256**num_bytes - 1):
         values = [base, base + min(span, 2**62), base]
-        packed = pack(values)
+        packed = encode_ints(values)
         assert packed.dtype == f"u{num_bytes}"
         assert len(packed.model_dump()["data"]) == 4 * num_bytes
-        assert unpack(packed).tolist() == values
+        assert decode_ints(packed).tolist() == values
 
 
 def test_equal_integers_are_packed_as_one() -> None:
-    assert len(pack([7] * 10**6).model_dump_json()) < 60
-    assert unpack(pack([7] * 3)).tolist() == [7, 7, 7]
+    assert len(encode_ints([7] * 10**6).model_dump_json()) < 60
+    assert decode_ints(encode_ints([7] * 3)).tolist() == [7, 7, 7]
 
 
 def test_what_is_not_packable_is_refused() -> None:
     with pytest.raises(ValueError, match="can't pack -1"):
-        pack([3, -1])
+        encode_ints([3, -1])
     with pytest.raises(ValueError, match="does not fit in int64"):
-        pack(np.array([2**63], dtype=np.uint64))
+        encode_ints(np.array([2**63], dtype=np.uint64))
     with pytest.raises(TypeError, match="float64"):
-        pack(np.array([1.0]))
+        encode_ints(np.array([1.0]))
     with pytest.raises(TypeError, match="bool"):
-        pack(np.array([True]))
+        encode_ints(np.array([True]))
     with pytest.raises(ValueError, match="1-D"):
-        pack(np.zeros((2, 2), np.int64))
+        encode_ints(np.zeros((2, 2), np.int64))
     with pytest.raises(ValueError, match="2 bytes don't hold 5 integers"):
-        pack([1, 2]).replace(size=5)
+        encode_ints([1, 2]).replace(size=5)
 
 
 def test_a_new_batch_is_its_chunks_in_order_in_constant_size() -> None:
@@ -169,7 +169,7 @@ def test_a_new_batch_is_checked() -> None:
 def test_adjacent_rows_merge_over_a_chunk_border_and_split_in_the_plan() -> None:
     view = select(batch(), [4, 1, 2, 3])
     check(view, [4, 1, 2, 3])
-    assert unpack(view.groups[0].segments.counts).tolist() == [1, 3]
+    assert decode_ints(view.groups[0].segments.counts).tolist() == [1, 3]
     assert pieces(view.groups[0]) == [(2, 1, 2), (0, 1, 3), (2, 0, 1)]
 
 
@@ -275,7 +275,7 @@ def test_splits_put_back_together_are_the_batch() -> None:
 
 def test_a_split_counts_rows_and_not_ranges() -> None:
     view = select(batch(), [4, 0, 1, 2, 0])
-    assert unpack(view.groups[0].segments.counts).tolist() == [1, 3, 1]
+    assert decode_ints(view.groups[0].segments.counts).tolist() == [1, 3, 1]
     for part, rows in zip(split(view, [2, 2, 1]), ([4, 0], [1, 2], [0]), strict=True):
         check(part, rows)
 
@@ -292,7 +292,7 @@ def test_a_small_view_drops_the_chunks_that_it_does_not_use() -> None:
 
 def test_ranges_that_meet_after_a_prune_are_merged() -> None:
     small = prune(select(batch([2, 1, 2]), [0, 1, 3, 4]))
-    assert unpack(small.groups[0].segments.counts).tolist() == [4]
+    assert decode_ints(small.groups[0].segments.counts).tolist() == [4]
     assert pieces(small.groups[0]) == [(0, 0, 2), (1, 0, 2)]
 
 
@@ -464,10 +464,10 @@ def test_few_neighbours_among_shuffled_rows_cost_nothing() -> None:
     rows = np.insert(evens, 500, evens[499] + 1)
     shuffled = select(batch([2000]), rows)
     check(shuffled, rows.tolist())
-    assert shuffled.groups[0].segments.counts == pack([1] * 1001)
+    assert shuffled.groups[0].segments.counts == encode_ints([1] * 1001)
     assert concat(split(shuffled, [500, 501])) == shuffled
     grouped = select(batch([2000]), (np.arange(0, 2000, 8)[::-1, None] + np.arange(8)).ravel())
-    assert grouped.groups[0].segments.counts == pack([8] * 250)
+    assert grouped.groups[0].segments.counts == encode_ints([8] * 250)
 
 
 def test_a_million_permuted_rows_take_eight_bytes_each() -> None:
@@ -480,7 +480,7 @@ def test_a_million_permuted_rows_take_eight_bytes_each() -> None:
     view = permute(whole, order)
     assert len(view.model_dump_json()) < 8.01 * 10**6  # as base64: 3 bytes of row, 1 of prompt, 2 of response length
     assert len(view.groups[0].model_dump_json()) - len(whole.groups[0].model_dump_json()) < 4.001 * 10**6
-    assert np.array_equal(unpack(view.response_lengths), responses[order])
+    assert np.array_equal(decode_ints(view.response_lengths), responses[order])
     plan = read_plan(view.groups[0])
     assert np.array_equal(plan.chunk * 125_000 + plan.start, order)
     assert np.array_equal(plan.stop, plan.start + 1)
@@ -498,9 +498,9 @@ def test_a_handle_that_names_rows_that_are_not_there_is_refused() -> None:
     group = batch().groups[0]
     for start in (4, 5, 6):
         with pytest.raises(ValueError, match=f"segments end at row {start + 2} of chunks of 5 rows"):
-            read_plan(group.replace(segments=Segments(starts=pack([start]), counts=pack([2]))))
+            read_plan(group.replace(segments=Segments(starts=encode_ints([start]), counts=encode_ints([2]))))
     with pytest.raises(ValueError, match=r"a batch of 9 rows has lengths and segments of \[5\] rows"):
         select(batch().replace(num_rows=9), [8])
-    short = group.replace(segments=Segments(starts=pack([0]), counts=pack([2])))
+    short = group.replace(segments=Segments(starts=encode_ints([0]), counts=encode_ints([2])))
     with pytest.raises(ValueError, match=r"a batch of 5 rows has lengths and segments of \[2, 5\] rows"):
         select(batch().replace(groups=(short,)), [4])

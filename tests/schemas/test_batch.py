@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from schemas.batch import ChunkKey, PackedInts, Segments
+from schemas.batch import ChunkKey, EncodedInts, Segments
 from schemas.catalog import CATALOG, column_spec
 from schemas.errors import ColumnError
 
@@ -27,10 +27,10 @@ def test_reward_parts_share_the_reward_column_s_entry() -> None:
 
 
 def test_packed_integers_are_narrower_as_text_than_in_memory() -> None:
-    packed = PackedInts.model_validate_json('{"size": 3, "base": 7, "dtype": "u3", "data": "AQAAAgAAAwAB"}')
+    packed = EncodedInts.model_validate_json('{"size": 3, "base": 7, "dtype": "u3", "data": "AQAAAgAAAwAB"}')
     assert packed.data == bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 1, 0])
     assert packed.model_dump() == {"size": 3, "base": 7, "dtype": "u3", "data": "AQAAAgAAAwAB"}
-    assert PackedInts.model_validate(packed.model_dump()) == packed
+    assert EncodedInts.model_validate(packed.model_dump()) == packed
     assert packed.replace(base=8).data == packed.data
 
 
@@ -50,16 +50,16 @@ def test_packed_integers_are_narrower_as_text_than_in_memory() -> None:
 )
 def test_malformed_packed_integers_are_refused(data: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PackedInts(size=3, base=0, dtype="u3", data=data)  # type: ignore[arg-type]
+        EncodedInts(size=3, base=0, dtype="u3", data=data)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("change", [{"base": -1}, {"base": 2**63}, {"size": -1}, {"dtype": "u9"}, {"dtype": "i4"}])
 def test_packed_integers_are_non_negative_and_fit_in_int64(change: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=next(iter(change))):
-        PackedInts.model_validate({"size": 0, "base": 0, "dtype": "u1", "data": "", **change})
+        EncodedInts.model_validate({"size": 0, "base": 0, "dtype": "u1", "data": "", **change})
 
 
 def test_segments_have_a_count_for_each_start() -> None:
-    one, two = (PackedInts(size=size, base=1, dtype="u1", data=b"") for size in (1, 2))
+    one, two = (EncodedInts(size=size, base=1, dtype="u1", data=b"") for size in (1, 2))
     with pytest.raises(ValueError, match="1 starts and 2 counts"):
         Segments(starts=one, counts=two)

@@ -56,7 +56,7 @@ def test_overrides_are_typed_and_win_in_order(path: Path) -> None:
         ("advantage={kind='rloo', epsilon=1e-6}", "unknown key advantage.epsilon; allowed here: kind"),
         ("kl.estimator=k4", "kl.estimator = 'k4': Input should be 'k1', 'k2' or 'k3'"),
         ("correction.cap=0", "correction.cap = 0: Input should be greater than 0"),
-        ("correction={kind='band', low=3.0, high=2.0}", "low = 3.0 must be below high = 2.0"),
+        ("correction={kind='masked', low=3.0, high=2.0}", "low = 3.0 must be below high = 2.0"),
         (
             "rollout.stop=[13]",
             "13 is no stop string: each must be a text of at least one character; tokens are stopped",
@@ -69,7 +69,7 @@ def test_overrides_are_typed_and_win_in_order(path: Path) -> None:
         ("rollout.kind=tgi", "expected tags: 'transformers', 'vllm'"),
         ("rollout.cache_bytes=9", "unknown key rollout.cache_bytes"),
         ("runtime.max_staleness=2", "runtime.max_staleness = 2: Input should be less than or equal to 1"),
-        ("runtime.max_staleness=1", 'set correction.kind = "truncated" (or "band"), or runtime.max_staleness = 0'),
+        ("runtime.max_staleness=1", 'set correction.kind = "truncated" (or "masked"), or runtime.max_staleness = 0'),
         ("overlong.penalty=-1", "overlong.penalty = -1: Input should be greater than or equal to 0"),
     ],
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.runs import RunDirectory
+from infra.storage.runs import RunDirectory
 from rl_core.columns.jagged import flat_values
 from schemas.config.run import RunConfig
 from schemas.errors import PlanError, RewardFailureError
@@ -44,7 +44,7 @@ def compute(
     store = columns_of(directory)
     store.open_lease(STEP)
     batch = put_rollout(store, STEP)
-    run = RunHandle(run_id="run", directory=str(directory.path), config=config, store_generation="g")
+    run = RunHandle(run_id="run", directory=str(directory.path), config=config, store_incarnation="g")
     rollout = rollout_of([sample[3] for sample in SAMPLES] if rewards is None else rewards)
     policy = PolicyHandle(run_id="run", version=STEP, incarnation="i")
     handle = asyncio.run(compute_step_advantages.fn(run, policy, batch, rollout, row_kl))

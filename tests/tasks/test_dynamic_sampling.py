@@ -5,10 +5,17 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_core.rollout.dynamic_sampling import (
+    count_generated,
+    cut_shards,
+    find_variance,
+    keep_rows,
+    kept_groups,
+    next_groups,
+)
 from schemas.config.rollout import DynamicSampling, TransformersRollout
 from schemas.metrics import values
 from schemas.rollout import RolloutHandle, RolloutShard
-from tasks.rollout import count_generated, cut_shards, find_spreads, keep_rows, kept_groups, next_groups
 
 REWARDS = {
     "wrong": (0.0, 0.0),
@@ -29,7 +36,7 @@ def config_of(num_prompts: int, max_rounds: int | None, num_workers: int = 1) ->
 def rounds_of(config: TransformersRollout, rewards: Sequence[tuple[float | None, ...]]) -> list[list[RolloutShard]]:
     """What the workers report round by round, where group g has `rewards[g]`, and the prompt's length says g."""
     rounds: list[list[RolloutShard]] = []
-    while groups := next_groups(config, find_spreads(rounds), len(rounds)):
+    while groups := next_groups(config, find_variance(rounds), len(rounds)):
         shards = cut_shards(config, groups, sum(map(len, rounds)))
         rounds.append([shard_of(shard, shard % config.num_workers, own, rewards) for shard, own in shards.items()])
     return rounds

@@ -1,0 +1,35 @@
+"""What the benchmarks' commands do alike: say what they are at, refuse, and show the report."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console, RenderableType
+
+from schemas.errors import PipelineError
+
+USER_ERROR = 2
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Around a measurement: its progress goes to standard error, and what it refuses is told in one line."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("benchmarks").setLevel(logging.INFO)
+    try:
+        yield
+    except PipelineError as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(USER_ERROR) from None
+
+
+def show(report: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], RenderableType]) -> None:
+    """Print the report, for machines or for people."""
+    if as_json:
+        print(json.dumps(report))
+    else:
+        Console().print(render(report))

@@ -1,0 +1,38 @@
+"""The command; `sluice bench data-plane` runs it in a process of its own."""
+
+import os
+
+# Read when Ray and torch are imported; see tests/conftest.py.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.command import measuring, show
+from benchmarks.data_plane.report import plot, render
+from benchmarks.data_plane.run import QUICK, Plan, measure
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+
+
+@app.command()
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, the last one.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few repetitions: a smoke test, no measurement.")] = False,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a chart: .svg or .png.")] = None,
+) -> None:
+    """Measure the data plane against its peers, on one reference batch."""
+    with measuring():
+        report = measure(QUICK if quick else Plan())
+    if plot_path:
+        plot(report, plot_path)
+    show(report, as_json, render)
+
+
+if __name__ == "__main__":
+    app()

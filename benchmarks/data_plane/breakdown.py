@@ -1,0 +1,78 @@
+"""Where the time of the product's put and read goes, by timing its own parts while it works.
+
+The parts are patched with timers in the producer's and the consumer's process, so that they are the very calls of
+one put or read, and add up to it with what `rest` holds. A part that is renamed fails here, loudly.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from infra.ray import object_store
+from infra.stores import base, chunk_writer
+from infra.stores import ray as ray_store
+
+Parts = dict[str, float]  # milliseconds
+
+PUT_PARTS = {
+    "validate": (base, "validate"),
+    "size": (ray_store, "encoded_bytes"),
+    "registry": (ray_store.RayColumnStore, "_call"),
+    "write": (chunk_writer.Offer, "hand_over"),  # an object in the store, and within it
+    "bytes": (chunk_writer.Offer, "readinto"),  # Arrow's copy of the columns
+}
+READ_PARTS = {
+    "registry": (ray_store.RayColumnStore, "_call"),
+    "mapping": (object_store, "view_at"),
+    "decode": (base, "decode"),
+    "gather": (base.Gather, "column"),
+    "check_lengths": (base, "check_row_lengths"),
+}
+
+
+def put_breakdown(put: Callable[[], Any]) -> tuple[Parts, Any]:
+    """One put by its parts, and its result."""
+    with timers(PUT_PARTS) as spent:
+        total, result = _milliseconds(put)
+    nested = {**spent, "object": spent["write"] - spent["bytes"]}
+    return _with_rest(total, nested, ("validate", "size", "registry", "object", "bytes")), result
+
+
+def read_breakdown(fetch: Callable[[], Any], pack: Callable[[Any], Any]) -> Parts:
+    """One read to packed tensors by its parts."""
+    with timers(READ_PARTS) as spent:
+        fetch_ms, fetched = _milliseconds(fetch)
+    pack_ms, _ = _milliseconds(lambda: pack(fetched))
+    return _with_rest(fetch_ms + pack_ms, {**spent, "pack": pack_ms}, (*READ_PARTS, "pack"))
+
+
+@contextmanager
+def timers(parts: dict[str, tuple[Any, str]]) -> Iterator[Parts]:
+    """Patch functions, given by owner and name, so that the milliseconds spent in each add up."""
+    spent = dict.fromkeys(parts, 0.0)
+    with ExitStack() as stack:
+        for part, (owner, name) in parts.items():
+            stack.enter_context(patch.object(owner, name, _timer(getattr(owner, name), spent, part)))
+        yield spent
+
+
+def _timer(function: Callable[..., Any], spent: Parts, part: str) -> Callable[..., Any]:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        milliseconds, result = _milliseconds(lambda: function(*args, **kwargs))
+        spent[part] += milliseconds
+        return result
+
+    return timed
+
+
+def _milliseconds(operation: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = operation()
+    return 1e3 * (time.perf_counter() - start), result
+
+
+def _with_rest(total: float, spent: Parts, names: tuple[str, ...]) -> Parts:
+    parts = {name: spent[name] for name in names}
+    return {**parts, "rest": total - sum(parts.values()), "total": total}

@@ -1,0 +1,48 @@
+"""The command; `sluice bench rollout` runs it in a process of its own."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported; see tests/conftest.py
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.command import measuring, show
+from benchmarks.rollout.report import render
+from benchmarks.rollout.run import QUICK, Plan, measure
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+
+
+@app.command()
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, the last one.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model, few tokens: a smoke test.")] = False,
+    models: Annotated[str | None, typer.Option(help="Comma-separated: tiny, small, mid.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of a batch.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Samples of each prompt.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=8, help="Tokens of the longest response.")] = None,
+    repetitions: Annotated[int | None, typer.Option(min=1, help="Of each path; medians are reported.")] = None,
+    threads: Annotated[int | None, typer.Option(min=0, help="Of torch; 0 for all cores.")] = None,
+    paths: Annotated[str | None, typer.Option(help="Comma-separated: sluice, generate, vllm, ...")] = None,
+) -> None:
+    """Generate the same samples with every engine, in turn: equal lengths, and varied ones."""
+    chosen: dict[str, Any] = {
+        "models": tuple(models.split(",")) if models is not None else None,
+        "prompts": prompts,
+        "samples": samples,
+        "tokens": tokens,
+        "repetitions": repetitions,
+        "threads": threads,
+        "paths": tuple(paths.split(",")) if paths is not None else None,
+    }
+    plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
+    with measuring():
+        report = measure(plan)
+    show(report, as_json, render)
+
+
+if __name__ == "__main__":
+    app()

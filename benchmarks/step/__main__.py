@@ -1,0 +1,41 @@
+"""The command; `sluice bench step` runs it in a process of its own."""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.command import measuring, show
+from benchmarks.step.report import render
+from benchmarks.step.run import QUICK, Plan, measure
+from tests.services import Workplace
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+
+
+@app.command()
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, the last one.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model, few steps: a smoke test.")] = False,
+    model: Annotated[str | None, typer.Option(help="tiny, small or mid.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=8, help="The most of one response.")] = None,
+    steps: Annotated[int | None, typer.Option(min=3, help="Of each run.")] = None,
+    repetitions: Annotated[int | None, typer.Option(min=1, help="Runs of each path.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="That the workers share.")] = None,
+) -> None:
+    """Measure whole steps: sampling and training one after the other, and overlapped."""
+    chosen = {"model": model, "tokens": tokens, "steps": steps, "repetitions": repetitions, "cores": cores}
+    plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
+    with measuring(), tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
+        place = Workplace(Path(folder))
+        try:
+            report = measure(plan, place)
+        finally:
+            place.services.stop()
+    show(report, as_json, render)
+
+
+if __name__ == "__main__":
+    app()

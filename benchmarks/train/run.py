@@ -1,0 +1,241 @@
+"""All cases of the benchmark, in one process, the ways to compute one case in turn."""
+
+import logging
+import os
+import platform
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.train.meter import Meter, measure_peak, measure_time
+from benchmarks.train.models import make_model, model_flops
+from benchmarks.train.paths import (
+    Workload,
+    all_paths,
+    packed_logprobs,
+    padded_logprobs,
+    random_lengths,
+    random_row,
+)
+from rl_core.scoring import use_packed_attention, use_padded_attention
+from schemas.errors import ConfigError, ScoringError
+
+logger = logging.getLogger(__name__)
+
+IDEAL, EQUAL_COUNT = "dense", "dense_equal_count"
+RARE = ("padded", "row_by_row", EQUAL_COUNT)  # measured less often: slow, or beside the point
+WARM_UP_TOKENS = 256
+VOCABULARY_MODEL = "wide-vocabulary"
+MAX_DIFFERENCE = {"float32": 1e-3, "bfloat16": 1.0}  # nats between packed and padded, for any one token
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    models: tuple[str, ...] = ("small", "mid")
+    fills: tuple[float, ...] = (0.10, 0.25, 0.50)
+    tokens: tuple[int, ...] = (4096, 16_384)
+    longest: int = 1024
+    token_budget: int = 8192
+    chunk_tokens: int = 1024
+    repetitions: int = 3
+    most_repetitions: int = 15
+    least_seconds: float = 6.0  # that each path, but the rare ones, is timed for if `most_repetitions` allow
+    rare_repetitions: int = 1
+    vocabulary_tokens: tuple[int, ...] = (2048, 4096, 8192)
+    device: str = "auto"
+    dtype: str = "float32"
+    threads: int = 0  # 0: all cores
+    peak_tflops: float = 989.0  # of the GPU, dense bfloat16; an H200's by default
+
+
+QUICK = Plan(
+    models=("tiny",),
+    fills=(0.25,),
+    tokens=(512,),
+    longest=128,
+    token_budget=512,
+    chunk_tokens=64,
+    repetitions=1,
+    least_seconds=0.0,
+    vocabulary_tokens=(128,),
+)
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Measure all cases.
+
+    Returns:
+        The report: JSON values.
+
+    Raises:
+        ConfigError: The plan can't be run here.
+        ScoringError: Packed and padded log-probs differ.
+    """
+    device, dtype = _device(plan), getattr(torch, plan.dtype)
+    torch.set_num_threads(plan.threads or os.cpu_count() or 1)
+    cases, agreement = [], []
+    for name in plan.models:
+        model = make_model(name, device, dtype)
+        _warm_up(plan, model)
+        for num_tokens in plan.tokens:
+            for fill in plan.fills:
+                workload = _workload(plan, model, num_tokens, fill)
+                agreement.append({"model": name, "fill": fill} | _agreement(plan, model, workload))
+                for is_training in (False, True):
+                    logger.info("%s, %d tokens, fill %.2f, training %s", name, num_tokens, fill, is_training)
+                    shared = {"model": name, "fill": fill, "tokens": num_tokens}
+                    cases.extend(shared | case for case in _measure_case(plan, model, workload, is_training))
+    return {
+        "machine": _machine(plan, device),
+        "cases": cases,
+        "agreement": agreement,
+        "vocabulary": _measure_vocabulary(plan, device, dtype),
+        **_summary(cases),
+    }
+
+
+def _warm_up(plan: Plan, model: PreTrainedModel) -> None:
+    """Run every path on little, so that no library's start-up counts as memory of the first case."""
+    for path in all_paths(_workload(plan, model, WARM_UP_TOKENS, 0.5)):
+        measure_peak(model, Meter(path), is_training=True)
+
+
+def _measure_case(plan: Plan, model: PreTrainedModel, workload: Workload, is_training: bool) -> list[dict[str, Any]]:
+    meters = [Meter(path) for path in all_paths(workload)]
+    for meter in meters:  # which also warms up
+        measure_peak(model, meter, is_training)
+    _take_turns(plan, model, meters, is_training)
+    speeds = {meter.path.name: _tokens_per_second(meter) for meter in meters}
+    cases = []
+    for meter in meters:
+        path, speed = meter.path, speeds[meter.path.name]
+        case = {
+            "pass": "train" if is_training else "logprob",
+            "path": path.name,
+            "rows": len(workload.lengths),
+            "positions": path.num_positions,
+            "repetitions": len(meter.seconds),
+            "tokens_per_s": speed,
+            "peak_mb": meter.peak_mb,
+            "fraction_of_ideal": speed / speeds[IDEAL],
+            "fraction_of_equal_count": speed / speeds[EQUAL_COUNT],
+        }
+        if path.name == "packed":
+            case["speedup_x_fill"] = speed / speeds["padded"] * workload.fill
+        if model.device.type == "cuda":
+            case["mfu"] = _flops_per_token(model, meter, is_training) * speed / (plan.peak_tflops * 1e12)
+        cases.append(case)
+    return cases
+
+
+def _take_turns(plan: Plan, model: PreTrainedModel, meters: list[Meter], is_training: bool) -> None:
+    """Time all paths in turn; short ones more often, since a fraction of a second says little."""
+    repetition, least_seconds = 0, 0.0
+    while repetition < plan.repetitions or (repetition < plan.most_repetitions and least_seconds < plan.least_seconds):
+        for meter in meters:
+            if repetition < plan.rare_repetitions or meter.path.name not in RARE:
+                measure_time(model, meter, is_training)
+        repetition += 1
+        least_seconds = min(sum(meter.seconds) for meter in meters if meter.path.name not in RARE)
+
+
+def _tokens_per_second(meter: Meter) -> float:
+    """Real tokens per second, of the micro-batches that were run, as if all had been."""
+    positions_per_second = meter.path.run_positions / statistics.median(meter.seconds)
+    return positions_per_second * meter.path.num_tokens / meter.path.num_positions
+
+
+def _flops_per_token(model: PreTrainedModel, meter: Meter, is_training: bool) -> float:
+    rows = meter.path.micro_batches
+    lengths = [length for row in rows for length in row.cu_seqlens.diff().tolist()]
+    return model_flops(model, lengths, sum(len(row.targets) for row in rows), is_training) / sum(lengths)
+
+
+@torch.no_grad()
+def _agreement(plan: Plan, model: PreTrainedModel, workload: Workload) -> dict[str, Any]:
+    """Compare packed and padded log-probs of as many of the rows as one padded forward holds."""
+    lengths = workload.lengths[: max(2, workload.token_budget // int(workload.lengths.max()))]
+    row = random_row(lengths, workload)
+    use_packed_attention(model)
+    packed = packed_logprobs(workload, model, row)
+    use_padded_attention(model)
+    difference = (packed - padded_logprobs(workload, 0, model, row)).abs()
+    if not (largest := float(difference.max())) <= (limit := MAX_DIFFERENCE[plan.dtype]):
+        raise ScoringError(f"packed and padded log-probs differ by {largest:.3g} nats (limit {limit:g}); time neither")
+    return {"targets": len(packed), "max_difference": largest, "mean_difference": float(difference.mean())}
+
+
+def _measure_vocabulary(plan: Plan, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """The peak of packed forward and backward for a vocabulary of 151,936, and what all logits would take alone."""
+    model = make_model(VOCABULARY_MODEL, device, dtype)
+    _warm_up(plan, model)
+    figures = []
+    for num_tokens in plan.vocabulary_tokens:
+        workload = _workload(plan, model, num_tokens, 0.5)
+        meter = Meter(all_paths(workload)[0])
+        measure_peak(model, meter, is_training=True)
+        num_targets = sum(len(row.targets) for row in meter.path.micro_batches)
+        figures.append(
+            {
+                "tokens": num_tokens,
+                "vocab_size": workload.vocab_size,
+                "chunk_tokens": plan.chunk_tokens,
+                "peak_mb": meter.peak_mb,
+                "chunk_logits_mb": plan.chunk_tokens * workload.vocab_size * 4 / 1e6,
+                "all_logits_mb": num_targets * workload.vocab_size * 4 / 1e6,
+            }
+        )
+    return figures
+
+
+def _workload(plan: Plan, model: PreTrainedModel, num_tokens: int, fill: float) -> Workload:
+    return Workload(
+        lengths=random_lengths(num_tokens, fill, min(plan.longest, num_tokens // 2)),
+        vocab_size=model.config.vocab_size,
+        token_budget=plan.token_budget,
+        chunk_tokens=plan.chunk_tokens,
+        device=model.device,
+    )
+
+
+def _summary(cases: list[dict[str, Any]]) -> dict[str, float]:
+    packed = [case for case in cases if case["path"] == "packed"]
+    return {
+        "min_fraction_of_ideal": min(case["fraction_of_ideal"] for case in packed),
+        "min_fraction_of_equal_count": min(case["fraction_of_equal_count"] for case in packed),
+        "min_speedup_x_fill": min(case["speedup_x_fill"] for case in packed),
+    }
+
+
+def _device(plan: Plan) -> torch.device:
+    if plan.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device: {plan.device!r} is none of auto, cpu, cuda")
+    if plan.dtype not in MAX_DIFFERENCE:
+        raise ConfigError(f"--dtype: {plan.dtype!r} is none of {', '.join(MAX_DIFFERENCE)}")
+    if unusable := [fill for fill in plan.fills if not 0 < fill <= 1]:
+        raise ConfigError(f"--fills: {unusable[0]} is not a share of real tokens, above 0 and at most 1")
+    has_cuda = torch.cuda.is_available()
+    if plan.longest > plan.token_budget:
+        raise ConfigError(
+            f"--longest {plan.longest} is over --token-budget {plan.token_budget}; the longest row must fit"
+        )
+    if plan.device == "cuda" and not has_cuda:
+        raise ConfigError("--device: cuda was asked for, but torch finds no CUDA device; run with --device cpu")
+    return torch.device("cuda" if has_cuda and plan.device != "cpu" else "cpu")
+
+
+def _machine(plan: Plan, device: torch.device) -> dict[str, Any]:
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "dtype": plan.dtype,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "token_budget": plan.token_budget,
+        "chunk_tokens": plan.chunk_tokens,
+        "peak_memory": "torch's allocator" if device.type == "cuda" else "VmHWM over VmRSS before the pass",
+    }

@@ -1,0 +1,156 @@
+# ruff: noqa: E402  # what Ray and torch read when they are imported comes before
+"""How long it takes to publish weights: safetensors bytes returned by Ray, one flat buffer, and a gloo broadcast.
+
+    python -m benchmarks.weights [--json] [--megabytes 100 500] [--receivers 1 2] [--repeats N]
+
+Actors on one machine: a policy that holds float32 tensors of 4 MiB, and receivers that copy what they are given into
+tensors of their own. A publish is timed from the call to the last receiver's answer; the ways take turns, and medians
+are printed. Each has a 1-thread torch. Times are wall-clock; on a machine with other work, compare the ratios.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+for name, value in {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "OMP_NUM_THREADS": "1",
+}.items():
+    os.environ.setdefault(name, value)
+
+import ray
+import torch
+from safetensors.torch import load, save
+
+from infra.ray import object_store
+from infra.weights.broadcast import BroadcastReceiver, BroadcastSender, WeightGroup, open_rendezvous
+from infra.weights.layout import specs_of
+from infra.weights.object_store import ObjectStoreReceiver, ObjectStoreSender
+from schemas.step import ProcessGroupHandle
+from schemas.weights import LoadedWeights, SentWeights, WeightsTransfer
+
+HOST, RUN, TIMEOUT = "127.0.0.1", "bench", 120.0
+TENSOR_BYTES = 4 * 2**20
+
+
+class Engine:
+    """Copies weights into tensors of its own, in place."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._own, self.version = state, 0
+
+    def load_weights(self, state: Mapping[str, torch.Tensor], version: int) -> None:
+        for name, tensor in state.items():
+            self._own[name].copy_(tensor)
+        self.version = version
+
+
+class Member:
+    """The policy (0) or a receiver."""
+
+    def __init__(self, megabytes: int, rank: int) -> None:
+        self._state = {f"layer.{n}": torch.full((2**20,), float(n)) for n in range(megabytes * 10**6 // TENSOR_BYTES)}
+        self._engine, self._rank = Engine(self._state), rank
+
+    def open_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:
+        self._meeting, handle = open_rendezvous(HOST, num_receivers)
+        return handle
+
+    def join(self, group: ProcessGroupHandle) -> None:
+        self._group = WeightGroup(group, self._rank, HOST, torch.device("cpu"), TIMEOUT)
+
+    def safetensors(self) -> bytes:
+        return save(self._state)
+
+    def load_safetensors(self, data: bytes, version: int) -> None:
+        self._engine.load_weights(load(data), version)
+
+    def send(self, version: int, owner: bytes, by_group: bool) -> tuple[bytes, SentWeights]:
+        sender: Any = BroadcastSender(RUN, self._group) if by_group else ObjectStoreSender(RUN)
+        return sender.send(version, specs_of(self._state), self._state.items(), owner)
+
+    def load(self, version: int, refs: list[Any], by_group: bool) -> LoadedWeights:
+        receiver: Any = BroadcastReceiver(RUN, self._group) if by_group else ObjectStoreReceiver(RUN, TIMEOUT)
+        return receiver.load(self._engine, version, refs)
+
+
+def main() -> None:
+    """Print the table, or with `--json` also one last line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 500])
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=max(256, 4 * max(arguments.megabytes)) * 10**6,
+        log_to_driver=False,
+        _node_ip_address=HOST,
+    )
+    results = {}
+    for megabytes in arguments.megabytes:
+        members = [ray.remote(num_cpus=0)(Member).remote(megabytes, n) for n in range(1 + max(arguments.receivers))]
+        for count in arguments.receivers:
+            results[f"{megabytes} MB / {count}"] = measure(members[0], members[1 : 1 + count], arguments.repeats)
+        for member in members:
+            ray.kill(member)
+    print_table("size / receivers", results)
+    if arguments.json:
+        print(json.dumps({"repeats": arguments.repeats, "results": results}))
+    ray.shutdown()
+
+
+def measure(policy: Any, receivers: list[Any], repeats: int) -> dict[str, float]:
+    """Median seconds of each way, and of the parts of the new one, after one untimed turn of each."""
+    group = ray.get(policy.open_rendezvous.remote(len(receivers)))
+    ray.get([member.join.remote(group) for member in (policy, *receivers)])
+    seconds: dict[str, list[float]] = {"safetensors": [], "object_store": [], "broadcast": []}
+    transfers: list[WeightsTransfer] = []
+    for version in range(1 + repeats):
+        for way, found in seconds.items():
+            started = time.perf_counter()
+            transfer = publish(policy, receivers, version, way)
+            found.append(time.perf_counter() - started)
+            transfers += [transfer] if transfer is not None and way == "object_store" and version else []
+    medians = {way: statistics.median(found[1:]) for way, found in seconds.items()}
+    parts = {
+        f"store_{part}": statistics.median(getattr(transfer, f"{part}_seconds") for transfer in transfers)
+        for part in ("write", "read", "load")
+    }
+    return {name: round(value, 3) for name, value in {**medians, **parts}.items()}
+
+
+def publish(policy: Any, receivers: list[Any], version: int, way: str) -> WeightsTransfer | None:
+    """One publish; the safetensors way measures nothing itself."""
+    if way == "safetensors":
+        refs = [policy.safetensors.remote() for _ in receivers]  # each receiver asked for its own
+        calls = zip(receivers, refs, strict=True)
+        ray.get([receiver.load_safetensors.remote(data, version) for receiver, data in calls])
+        return None
+    by_group = way == "broadcast"
+    data, sent = policy.send.options(num_returns=2).remote(version, object_store.address(), by_group)
+    loaded = ray.get([receiver.load.remote(version, [data, sent], by_group) for receiver in receivers])
+    return WeightsTransfer.of(way, ray.get(sent), loaded)
+
+
+def print_table(title: str, lines: dict[str, dict[str, float]]) -> None:
+    """Print one line for each entry, its figures in columns."""
+    names = next(iter(lines.values()))
+    print(f"{title:18}", *(f"{name:>13}" for name in names))
+    for label, figures in lines.items():
+        print(f"{label:18}", *(f"{value:>13}" for value in figures.values()))
+
+
+if __name__ == "__main__":
+    main()

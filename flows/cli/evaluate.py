@@ -1,0 +1,58 @@
+"""Held-out accuracy of a run's newest checkpoint, in this process: no Ray, no Prefect."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from flows.cli.preflight import check
+from infra.checkpoints.model import write_model_folder
+from infra.checkpoints.store import open_checkpoints
+from infra.storage.runs import RunDirectory
+from infra.stores.memory import MemoryStore
+from infra.workers.rollout import RolloutWorker
+from schemas.config.load import override_config
+from schemas.errors import ConfigError, RunError
+from schemas.step import EvalReport, RunHandle
+
+
+def evaluate_run(
+    directory: RunDirectory, data_path: str | None, num_prompts: int | None, overrides: Sequence[str] = ()
+) -> EvalReport:
+    """Score held-out prompts under the run's newest checkpoint.
+
+    Args:
+        directory: The run.
+        data_path: A prompt file; None for the config's `data.eval_path`.
+        num_prompts: How many prompts at most; None for the config's `eval.num_prompts`.
+        overrides: `section.key=value` changes to the run's config, e.g. `eval.samples_per_prompt=8`.
+
+    Raises:
+        RunError: The run has no checkpoint.
+        ConfigError: An override is not allowed, or neither the call nor the config names a prompt file.
+    """
+    config = override_config(directory.config(), overrides, directory.run_id)
+    store = open_checkpoints(directory, config.checkpoint)
+    found = store.newest()
+    if found is None:
+        raise RunError(f"run {directory.run_id} has no whole checkpoint in {store}")
+    if data_path is None and config.data.eval_path is None:
+        raise ConfigError(f"run {directory.run_id} has no data.eval_path; give prompts with --data FILE")
+    version = found[0]
+    with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
+        model = Path(folder, "model")
+        write_model_folder(store, version, model, torch.float32)  # what every engine loads
+        config = config.replace(
+            model=config.model.replace(path=str(model), lora=None),
+            data=config.data.replace(eval_path=data_path or config.data.eval_path),
+            eval=config.eval.replace(num_prompts=num_prompts or config.eval.num_prompts),
+        )
+        check(config)
+        run = RunHandle(run_id=directory.run_id, directory=str(directory.path), config=config, store_incarnation="")
+        worker = RolloutWorker(run, store=MemoryStore(run.run_id, capacity_bytes=1))  # an evaluation stores nothing
+        worker.start()
+        try:
+            return worker.evaluate(0).replace(policy_version=version)
+        finally:
+            worker.close()

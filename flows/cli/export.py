@@ -1,0 +1,63 @@
+"""`sluice export`: a run's checkpoint as a Hugging Face folder."""
+
+from pathlib import Path
+
+import torch
+
+from infra.checkpoints.model import write_model_folder
+from infra.checkpoints.retention import best_version
+from infra.checkpoints.store import CheckpointStore, open_checkpoints
+from infra.storage.runs import RunDirectory
+from schemas.errors import ConfigError, RunError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_run(
+    directory: RunDirectory, out: Path, *, version: int | None = None, best: bool = False, dtype: str | None = None
+) -> int:
+    """Write a checkpoint of a run as a Hugging Face folder: weights with adapters merged, config, tokenizer.
+
+    Args:
+        directory: The run.
+        out: A folder that is empty or not there; it appears when it is whole.
+        version: Which checkpoint, by the number of steps done.
+        best: The one with the best held-out accuracy of those there are. By default it is the newest.
+        dtype: Of the weights, a key of `DTYPES`; None for the one that the model's own config names.
+
+    Returns:
+        The version that was written.
+
+    Raises:
+        ConfigError: `out` is not empty, or there is no such dtype, or two checkpoints are asked for.
+        RunError: The run has no such checkpoint.
+        CheckpointError: The checkpoint is damaged.
+        ModelError: The base model of an adapter can't be loaded.
+    """
+    if best and version is not None:
+        raise ConfigError(f"--best and --step {version} name two checkpoints; give one of them")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is not an empty folder; give one that is empty or not there")
+    store = open_checkpoints(directory, directory.config().checkpoint)
+    chosen = _choose(directory, store, version, best)
+    write_model_folder(store, chosen, out, DTYPES[dtype] if dtype else None)
+    return chosen
+
+
+def _choose(directory: RunDirectory, store: CheckpointStore, version: int | None, best: bool) -> int:
+    """The checkpoint to export, verified."""
+    if version is None and not best:
+        if (newest := store.newest()) is None:
+            raise RunError(f"run {directory.run_id} has no whole checkpoint in {store}")
+        return newest[0]
+    complete = store.complete_versions()
+    there = f"those there are: {', '.join(map(str, complete)) or 'none'}"
+    chosen = best_version(directory.metrics.evals(), complete) if best else version
+    if chosen is None:
+        raise RunError(f"none of run {directory.run_id}'s checkpoints was evaluated; name one with --step; {there}")
+    if chosen not in complete:
+        raise RunError(f"run {directory.run_id} has no checkpoint of step {chosen} in {store}; {there}")
+    store.verify(chosen)
+    return chosen

@@ -1,0 +1,121 @@
+"""Everything about a config that can be checked before a service or a worker is started."""
+
+import fsspec
+import torch
+from transformers import AutoConfig
+
+from infra.checkpoints.state import model_tensors
+from infra.checkpoints.store import open_checkpoints
+from infra.datasets import load_prompts, load_train_prompts
+from infra.datasets.limits import check_prompts
+from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
+from infra.engines.vllm.sizes import cache_bytes_per_sequence
+from infra.models.load import load_tokenizer, max_positions, model_shapes
+from infra.models.lora import add_adapter, require_peft
+from infra.monitors.tensorboard import TensorBoardMonitor
+from infra.storage.runs import RunDirectory
+from rl_core.rewards import load_reward
+from schemas.config.rollout import VllmRollout
+from schemas.config.run import RunConfig
+from schemas.config.store import RayStore, StoreConfig
+from schemas.errors import CheckpointError, ConfigError, ModelError
+
+
+def check(config: RunConfig) -> None:
+    """Load the tokenizer, the prompts and the reward function, and see that every row and the store will do.
+
+    Raises:
+        UserError: What is wrong, where, and how to mend it.
+    """
+    check_store(config.store)
+    tokenizer = load_tokenizer(config.model)
+    check_stop_tokens(config)
+    if isinstance(config.rollout, VllmRollout):
+        check_vllm(config, config.rollout)
+    load_reward(config.reward)
+    check_prompts(
+        config,
+        load_train_prompts(config.data, tokenizer),
+        load_prompts(config.data.eval_path, config.data, tokenizer) if config.data.eval_path else None,
+        max_positions(config.model),
+    )
+    if config.model.lora is not None:
+        require_peft()
+    if config.runtime.tensorboard:
+        TensorBoardMonitor.require()
+
+
+def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:
+    """See that a run's newest checkpoint is one of the config's model, by names, shapes and dtypes.
+
+    Raises:
+        ModelError: It isn't: the folder holds another model than when the run began.
+    """
+    checkpoints = open_checkpoints(directory, config.checkpoint)
+    if not (versions := checkpoints.complete_versions()):
+        return
+    model = model_shapes(config.model)
+    if config.model.lora is not None:
+        add_adapter(model, config.model.lora)
+    try:
+        checkpoints.check_tensors(versions[-1], model_tensors(model))
+    except CheckpointError as error:
+        raise ModelError(
+            f"model.path {config.model.path}, which every engine would load, is not the model that run "
+            f"{directory.run_id} trains: {error}; put the one that it began with back there"
+        ) from None
+
+
+def check_store(config: StoreConfig) -> None:
+    """See that the store's file system is one that this environment can reach.
+
+    Raises:
+        ConfigError: fsspec doesn't know the URL, or lacks the package for it.
+    """
+    if isinstance(config, RayStore) or config.url is None:
+        return
+    try:
+        fsspec.core.url_to_fs(config.url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"store.url = {config.url!r} can't be opened: {error}; for s3:// install the extra: "
+            "pip install 'sluice-rl[s3]'; leave store.url out to keep columns in the run directory"
+        ) from None
+
+
+def check_stop_tokens(config: RunConfig) -> None:
+    """See that the config's stop tokens are tokens of the model.
+
+    Raises:
+        ConfigError: One isn't.
+    """
+    vocab_size = AutoConfig.from_pretrained(config.model.path).get_text_config().vocab_size
+    unknown = [token for token in config.rollout.stop_token_ids if token >= vocab_size]
+    if unknown:
+        raise ConfigError(
+            f"rollout.stop_token_ids has {unknown[0]}, but the model {config.model.path} has tokens 0 to "
+            f"{vocab_size - 1}; leave it out"
+        )
+
+
+def check_vllm(config: RunConfig, rollout: VllmRollout) -> None:
+    """See that vLLM is there for the run's device and that, on a CPU, a sequence fits its KV cache.
+
+    Raises:
+        ConfigError: It isn't, or doesn't.
+    """
+    require_vllm()
+    on_cpu = vllm_is_for_cpu()
+    if config.runtime.device not in ("auto", "cpu" if on_cpu else "cuda"):
+        raise ConfigError(
+            f"runtime.device = {config.runtime.device!r}, but the installed vLLM is the one for "
+            f"{'a CPU' if on_cpu else 'CUDA'}; install the other one instead: pip install "
+            f"'sluice-rl[{'cuda' if on_cpu else 'cpu'}]'"
+        )
+    needed = cache_bytes_per_sequence(config, getattr(torch, rollout.dtype))
+    if on_cpu and needed > rollout.cache_bytes:
+        raise ConfigError(
+            f"rollout.cache_bytes = {rollout.cache_bytes} can't hold the keys and values of one longest sequence, "
+            f"{needed} bytes in {rollout.dtype}; raise it, many times for many samples at once, or lower "
+            "data.max_prompt_tokens or rollout.max_response_tokens"
+        )

@@ -1,0 +1,102 @@
+"""Rows of reasoning-gym tasks, as Parquet in verl's columns (extra `demo`)."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from schemas.errors import ConfigError, DataError
+
+Row = dict[str, Any]
+
+
+def write_problems(
+    path: Path,
+    task: str,
+    *,
+    size: int,
+    seed: int,
+    settings: dict[str, Any],
+    exclude: Path | None = None,
+    edit: Callable[[Row], Row] | None = None,
+) -> int:
+    """Generate `size` problems of `task`, write them to `path` and return how many rows that gave.
+
+    Columns: `data_source` (the task), `prompt` (chat list), `reward_model.ground_truth`, and `extra_info` with the
+    row's index and, as JSON, the metadata that the task's verifier needs.
+
+    Args:
+        path: The Parquet file.
+        task: A reasoning-gym task.
+        size: Problems to generate.
+        seed: The task's seed.
+        settings: The task's own settings.
+        exclude: A file of held-out problems; their prompts are left out of `path`, so that it has fewer rows.
+        edit: Changes each row before it is written.
+
+    Raises:
+        ConfigError: reasoning-gym is not installed, or doesn't know the task or a setting.
+        DataError: `exclude` can't be read, or leaves no rows.
+    """
+    held_out = _prompts(exclude) if exclude else set()
+    entries = enumerate(_make_dataset(task, size, seed, settings))
+    rows = [_row(task, index, entry) for index, entry in entries if entry["question"] not in held_out]
+    if not rows:
+        raise DataError(f"{exclude} holds every one of the {size} problems; generate more, or with another seed")
+    if edit is not None:
+        rows = [edit(row) for row in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    pq.write_table(pa.Table.from_pylist(rows), temporary)
+    os.replace(temporary, path)
+    return len(rows)
+
+
+def _make_dataset(task: str, size: int, seed: int, settings: dict[str, Any]) -> Any:
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise ConfigError("reasoning-gym is not installed; pip install 'sluice-rl[demo]'") from None
+    try:
+        return reasoning_gym.create_dataset(task, size=size, seed=seed, **settings)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(f"reasoning-gym task {task!r} with {settings}: {error}") from None
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Read `key=value` pairs; values are JSON, else strings.
+
+    Raises:
+        ConfigError: A pair has no `=`.
+    """
+    parsed: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"setting {setting!r} is not of the form key=value, e.g. min_terms=2")
+        try:
+            parsed[key] = json.loads(text)
+        except json.JSONDecodeError:
+            parsed[key] = text
+    return parsed
+
+
+def _prompts(path: Path) -> set[str]:
+    try:
+        column = pq.read_table(path, columns=["prompt"])["prompt"]
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} can't be read as a Parquet file of prompts: {error}") from None
+    return {prompt[0]["content"] for prompt in column.to_pylist()}
+
+
+def _row(task: str, index: int, entry: dict[str, Any]) -> Row:
+    return {
+        "data_source": task,
+        "prompt": [{"role": "user", "content": entry["question"]}],
+        "reward_model": {"style": "rule", "ground_truth": str(entry["answer"])},
+        "extra_info": {"index": index, "metadata": json.dumps(entry["metadata"], default=str)},
+    }

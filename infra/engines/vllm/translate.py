@@ -1,0 +1,39 @@
+"""Sampling settings to vLLM's, and its outputs to ours."""
+
+from typing import Any
+
+import numpy as np
+
+from infra.engines.base import Generation, Sampling
+from schemas.errors import NonFiniteError
+
+
+def vllm_params(sampling: Sampling, seed: int) -> Any:
+    """vLLM's parameters of one sample."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=1.0 if sampling.temperature > 0 else 0.0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=seed,
+        max_tokens=sampling.max_response_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the model's own is among the stop tokens
+        logprobs=0,  # of the sampled token
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def generation(output: Any) -> Generation:
+    """Translate a finished `CompletionOutput`."""
+    logprobs = np.array(output.logprobs.logprobs, dtype=np.float32)
+    if not np.isfinite(logprobs).all():
+        raise NonFiniteError("the model's logits are not finite; the weights it was given have diverged")
+    assert output.finish_reason in ("stop", "length"), output.finish_reason
+    return Generation(np.array(output.token_ids, dtype=np.int32), logprobs, output.finish_reason)

@@ -1,0 +1,237 @@
+"""Models and tokenizers from Hugging Face folders, checked before anything starts."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from infra.models.lora import Adapter, add_adapter
+from schemas.config.model import ModelConfig
+from schemas.errors import ModelError, WeightsError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer, fit to build prompts with and to end responses with.
+
+    Raises:
+        ModelError: The folder, its config or tokenizer files are missing or unreadable; there is no chat
+            template or end-of-sequence token; or there are more tokens than the model has embeddings.
+    """
+    _check_folder(config.path, TOKENIZER_FILES, "save the tokenizer there with `tokenizer.save_pretrained(folder)`")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.path)
+        num_tokens = num_embeddings(config)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ModelError(f"model.path {config.path}: the tokenizer can't be loaded: {_one_line(error)}") from error
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            f"model.path {config.path}: the tokenizer has no chat template; use that of an instruction-tuned "
+            "model, or write one into chat_template.jinja in that folder"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"model.path {config.path}: the tokenizer has no eos_token, so no response could end; set it in "
+            "tokenizer_config.json"
+        )
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= num_tokens:
+        raise ModelError(
+            f"model.path {config.path}: the tokenizer's largest token id is {largest}, but the model has "
+            f"embeddings for {num_tokens} tokens (0 to {num_tokens - 1}); they are not of one model"
+        )
+    return tokenizer
+
+
+def load_model(config: ModelConfig) -> PreTrainedModel:
+    """Load the causal language model in float32 on the CPU, in eval mode and without dropout.
+
+    Dropout is taken out rather than switched off, so that train mode, which gradient checkpointing needs,
+    computes the same function.
+
+    Raises:
+        ModelError: The folder, its config or weights are missing or unreadable, or don't fill the model.
+    """
+    disable_progress_bar()  # its bars would break into our own progress lines
+    _check_folder(config.path, ("config.json",), "save the model there with `model.save_pretrained(folder)`")
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(config.path, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:  # safetensors, json and transformers raise unrelated types for bad files
+        raise ModelError(f"model.path {config.path}: the model can't be loaded: {_one_line(error)}") from error
+    model: PreTrainedModel = loaded[0]
+    missing_keys = sorted(loaded[1]["missing_keys"])
+    if missing_keys:
+        raise ModelError(
+            f"model.path {config.path}: {len(missing_keys)} of the model's weights are not in the folder and "
+            f"would be random, among them {missing_keys[0]}; is its config.json that of another model?"
+        )
+    _remove_dropout(model)
+    return model.eval()
+
+
+def load_policy(config: ModelConfig, seed: int = 0) -> PreTrainedModel:
+    """Load the model to be trained: the starting weights in float32 on the CPU, adapters and checkpointing as set.
+
+    Args:
+        config: The model.
+        seed: Of the adapters' starting weights.
+
+    Returns:
+        The model; in train mode where it checkpoints gradients, which computes the same function.
+
+    Raises:
+        ModelError: See `load_model`.
+        ConfigError: See `infra.models.lora.add_adapter`.
+    """
+    model = load_model(config)
+    if config.lora is not None:
+        add_adapter(model, config.lora, seed)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    return model
+
+
+def empty_model(folder: Path) -> PreTrainedModel:
+    """Build the model that a folder's config describes, in float32, in eval mode and without dropout.
+
+    Its weights are random: they are to be overwritten. Its config and generation config are those of the folder.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config = _generation_config(str(folder)) or model.generation_config
+    _remove_dropout(model)
+    return model.eval()
+
+
+def model_shapes(config: ModelConfig) -> PreTrainedModel:
+    """The model in float32 without its weights: its parameters have shapes, and no memory.
+
+    Raises:
+        ModelError: The folder's config is not that of a causal language model.
+    """
+    try:
+        with torch.device("meta"):
+            return empty_model(Path(config.path))
+    except ValueError as error:
+        raise ModelError(f"model.path {config.path}: not a causal language model: {_one_line(error)}") from error
+
+
+def check_weights(model: PreTrainedModel, state: Mapping[str, torch.Tensor], version: int) -> None:
+    """See that `state` is a whole set of the model's weights; of tied ones, one name is enough.
+
+    Args:
+        model: The model, on any device, `meta` included.
+        state: Tensors by the names of the model's state dict.
+        version: The policy version of `state`.
+
+    Raises:
+        WeightsError: A name or shape isn't the model's, or a weight is missing.
+    """
+    own = model.state_dict(keep_vars=True)
+    given = {id(own[name]) for name in state if name in own}
+    unknown = [name for name in state if name not in own]
+    missing = [name for name, weight in model.named_parameters() if id(weight) not in given]
+    misshapen = [name for name in state if name in own and own[name].shape != state[name].shape]
+    if unknown or missing or misshapen:
+        raise WeightsError(
+            f"weights of version {version} don't fit the model: unknown {unknown[:3]}, missing "
+            f"{missing[:3]}, of another shape {misshapen[:3]}; load those of the same architecture"
+        )
+
+
+def save_assets(config: ModelConfig, folder: Path) -> None:
+    """Write what a Hugging Face folder holds beside its weights: the model's own config and tokenizer files."""
+    AutoConfig.from_pretrained(config.path).save_pretrained(folder)
+    if (generation := _generation_config(config.path)) is not None:
+        generation.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(config.path).save_pretrained(folder)
+
+
+def adapter_of(config: ModelConfig) -> Adapter | None:
+    """What a checkpoint of this model's adapter says of its base; None where all weights are trained."""
+    if config.lora is None:
+        return None
+    is_folder = Path(config.path).is_dir()
+    return Adapter(base_model=str(Path(config.path).resolve()) if is_folder else config.path, lora=config.lora)
+
+
+def stop_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that end a response: the tokenizer's and the generation config's, ascending."""
+    generation = _generation_config(config.path)
+    source = generation or AutoConfig.from_pretrained(config.path).get_text_config()
+    configured = getattr(source, "eos_token_id", None)
+    more = configured if isinstance(configured, list) else [configured]
+    return tuple(sorted({tokenizer.eos_token_id, *(token for token in more if token is not None)}))
+
+
+def num_embeddings(config: ModelConfig) -> int:
+    """How many tokens the model has embeddings for."""
+    return int(AutoConfig.from_pretrained(config.path).get_text_config().vocab_size)
+
+
+def max_positions(config: ModelConfig) -> int:
+    """How many tokens, prompt and response, a row may have under the model."""
+    return int(AutoConfig.from_pretrained(config.path).get_text_config().max_position_embeddings)
+
+
+def _check_folder(path: str, any_of: tuple[str, ...], fix: str) -> None:
+    """Say what is missing of a local folder; a path that isn't there may be a name on the hub."""
+    folder = Path(path)
+    if folder.is_file():
+        raise ModelError(f"model.path {path} is a file; give the Hugging Face folder that it is in")
+    if not folder.exists():
+        if _on_hub(path):
+            return
+        raise ModelError(
+            f"model.path {path}: there is no such folder (and no such model on the Hugging Face hub, or no "
+            "network); give a Hugging Face model folder"
+        )
+    if not (folder / "config.json").exists():
+        raise ModelError(f"model.path {path}: there is no config.json; give a Hugging Face model folder")
+    if not any((folder / name).exists() for name in any_of):
+        raise ModelError(f"model.path {path}: there is none of {', '.join(any_of)}; {fix}")
+
+
+def _on_hub(name: str) -> bool:
+    """Whether the hub, or its local cache, has a model of this name; one quick question, without retries."""
+    try:
+        validate_repo_id(name)
+        return bool(try_to_load_from_cache(name, "config.json")) or HfApi().model_info(name, timeout=10) is not None
+    except Exception:  # noqa: BLE001 - the HTTP client's errors share no base across versions; all mean "not there"
+        return False
+
+
+def _generation_config(path: str) -> GenerationConfig | None:
+    """The model's generation config; None where it has none of its own."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
+
+
+def _remove_dropout(model: PreTrainedModel) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -1,0 +1,146 @@
+"""Low-rank adapters on a model's linear layers (arXiv:2106.09685), by peft: the adapters train, the base is frozen.
+
+The model keeps its class and its attention, so that packed replay and the engines see an ordinary causal language
+model. An adapted layer computes W x + (alpha / rank) B A x; its own weight is then named `<layer>.base_layer.weight`,
+the adapter's `<layer>.lora_A.default.weight` and `<layer>.lora_B.default.weight`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from schemas.base import Frozen
+from schemas.config.model import LoraConfig
+from schemas.errors import ConfigError
+
+_ADAPTER = "default"
+
+
+class Adapter(Frozen):
+    """What the weights of an adapter-only checkpoint are added to."""
+
+    base_model: str  # a Hugging Face folder, or a hub name
+    lora: LoraConfig
+
+
+def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:
+    """Put adapters into a model, in place; from then on only they train.
+
+    A is random by the seed (uniform, as peft's Kaiming default), B zero: the model computes what it did before.
+
+    Args:
+        model: A causal language model without adapters.
+        config: Rank, scale and layers.
+        seed: Of A; the global random state stays as it is.
+
+    Raises:
+        ConfigError: peft is not installed, or `target_modules` names no linear layer, or the LM head.
+    """
+    require_peft()
+    import peft
+
+    names = _target_layers(model, config.target_modules)
+    adapter = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=names, bias="none"
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(adapter, model, adapter_name=_ADAPTER)
+
+
+def require_peft() -> None:
+    """See that adapters can be made at all.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
+    try:
+        import peft  # noqa: F401
+    except ImportError:
+        raise ConfigError("model.lora needs peft, which is not installed: pip install 'sluice-rl[lora]'") from None
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether the model has adapters."""
+    return bool(_layers(model))
+
+
+def trainable(model: nn.Module) -> list[str]:
+    """The names of the parameters that train."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def adapter_disabled(model: nn.Module) -> Iterator[None]:
+    """Let the model compute as its base does, bit for bit; one without adapters is as it is."""
+    layers = list(_layers(model).values())
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+@torch.no_grad()
+def merged_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The whole weights, W + (alpha / rank) B A where there is an adapter; the model stays as it is.
+
+    Returns:
+        By the base model's parameter names, tied ones once, in the parameters' dtypes and placements. Weights without
+        an adapter are the live ones, not copies.
+    """
+    layers = _layers(model)
+    weights = {}
+    for name, parameter in model.named_parameters():
+        layer_name, is_base, rest = name.partition(".base_layer.")
+        layer = layers.get(layer_name)
+        if is_base and layer is not None:
+            value = parameter.detach()
+            if rest == "weight":
+                value = (value + layer.get_delta_weight(_ADAPTER)).to(parameter.dtype)
+            weights[f"{layer_name}.{rest}"] = value
+        elif ".lora_" not in name:
+            weights[name] = parameter.detach()
+    return weights
+
+
+def merge_adapter(model: PreTrainedModel) -> None:
+    """Add the adapters to the weights and take them out, in place: leaves an ordinary model."""
+    for name, layer in _layers(model).items():
+        layer.merge()
+        model.set_submodule(name, layer.get_base_layer())
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    """The adapted layers by name; found without peft, which a model without adapters doesn't need."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+
+
+def _target_layers(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
+    """The full names of the layers to adapt: those that end in a wanted name, or all but the head."""
+    head = model.get_output_embeddings()
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    body = [name for name, module in linear.items() if module is not head]
+    if not wanted:
+        return body
+    for target in wanted:
+        if not any(_is_named(name, target) for name in body):
+            kinds = sorted({name.rsplit(".", 1)[-1] for name in body})
+            reason = "is the LM head" if any(_is_named(name, target) for name in linear) else "is no linear layer"
+            raise ConfigError(
+                f"model.lora.target_modules: {target!r} {reason} of {type(model).__name__}; "
+                f"those to choose from are {', '.join(kinds)}"
+            )
+    return [name for name in body if any(_is_named(name, target) for target in wanted)]
+
+
+def _is_named(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")

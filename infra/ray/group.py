@@ -1,0 +1,70 @@
+"""The ranks of one sharded worker, seen from the driver: called and killed as one."""
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeGuard
+
+from infra.ray.actors import kill_actor, resolve
+from schemas.errors import PipelineError, VersionError, WorkerLostError
+
+GRACE_SECONDS = 5  # for the other ranks to report their own errors once one has failed
+
+
+class WorkerGroup:
+    """All ranks of the run's policy or reference.
+
+    Args:
+        ranks: The ranks' actors by name, in rank order.
+    """
+
+    def __init__(self, ranks: Mapping[str, Any]) -> None:
+        self._names, self.ranks = tuple(ranks), tuple(ranks.values())
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of all ranks; return the results in rank order.
+
+        A rank that fails leaves the others waiting for it, so all are then killed; the next look-up of the group
+        creates them again, from the newest checkpoint. A refused version is not a failure.
+
+        Raises:
+            PipelineError: What the first rank to fail raised.
+            WorkerLostError: A rank died, or lost the others, and no rank says why.
+        """
+        # All calls are sent before anything else may run: a call in between would reach the ranks in different orders.
+        calls = [asyncio.ensure_future(resolve(ref, method)) for ref in self._send(method, *args)]
+        try:
+            return list(await asyncio.gather(*calls))
+        except VersionError:
+            raise
+        except BaseException as error:
+            await asyncio.wait(calls, timeout=GRACE_SECONDS)
+            self.kill()
+            # A rank that stops with an error of its own takes the others with it: its error is the cause.
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            causes = [outcome for outcome in outcomes if _is_cause(outcome)]
+            if isinstance(error, WorkerLostError) and causes:
+                raise causes[0] from None
+            raise
+
+    def call_with_refs(self, method: str, *args: Any) -> tuple[list[Any], Awaitable[Any]]:
+        """Call a method of several return values on all ranks, without fetching rank 0's values into this process.
+
+        Returns:
+            The object refs of rank 0's return values, to be passed on to other actors; and an awaitable that ends
+            when the other ranks' calls have ended.
+        """
+        refs = self._send(method, *args)
+        others = [resolve(ref, method) for of_rank in refs[1:] for ref in of_rank]
+        return refs[0], asyncio.gather(*others)
+
+    def kill(self) -> None:
+        """Kill all ranks, and wait until their names are free again."""
+        for name in self._names:
+            kill_actor(name)
+
+    def _send(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(rank, method).remote(*args) for rank in self.ranks]
+
+
+def _is_cause(outcome: object) -> TypeGuard[PipelineError]:
+    return isinstance(outcome, PipelineError) and not isinstance(outcome, WorkerLostError)

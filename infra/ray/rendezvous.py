@@ -1,0 +1,66 @@
+"""The process group of a worker's ranks: gloo on the CPU, NCCL on CUDA, on the node's own address."""
+
+import os
+import socket
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from schemas.errors import WorkerLostError
+from schemas.step import ProcessGroupHandle
+
+
+class Rendezvous:
+    """Where the ranks find each other; rank 0 hosts it.
+
+    Args:
+        host: This node's address: nothing listens on any other.
+        num_ranks: Ranks that will come.
+    """
+
+    def __init__(self, host: str, num_ranks: int) -> None:
+        listener = socket.create_server((host, 0))
+        self.port: int = listener.getsockname()[1]
+        self._store = TCPStore(
+            host, self.port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+
+def join(group: ProcessGroupHandle, rank: int, host: str, device: torch.device, timeout_seconds: float) -> DeviceMesh:
+    """Join the ranks; returns the mesh of all of them, one dimension.
+
+    Raises:
+        WorkerLostError: The others did not come in time.
+    """
+    listen_on(host)
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        store = TCPStore(group.host, group.port, group.num_ranks, is_master=False, timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=group.num_ranks, timeout=timeout)
+    except (dist.DistError, RuntimeError) as error:
+        raise WorkerLostError(f"rank {rank} of {group.num_ranks} found no group: {error}") from None
+    return init_device_mesh(device.type, (group.num_ranks,))
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone or hangs."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def listen_on(host: str) -> None:
+    """Keep gloo and NCCL to the network interface that has the node's address."""
+    for variable, name in interface_variables(host).items():
+        os.environ.setdefault(variable, name)
+
+
+def interface_variables(host: str) -> dict[str, str]:
+    """The environment variables that keep gloo and NCCL to the network interface that has this address, if one has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {}

@@ -1,0 +1,100 @@
+"""A step's columns over its life: opened under a lease, extended by each stage, kept or cleared at its end."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import reduce
+from operator import add
+from typing import Any
+
+from infra.storage.runs import RunDirectory
+from infra.stores.base import ColumnStore
+from infra.stores.open import open_store
+from schemas.batch import BatchHandle
+from schemas.errors import PipelineError, StoreError
+from schemas.step import RunHandle, StoredBatch
+from schemas.store import StoreTraffic
+
+RENEWALS_PER_LEASE = 4
+
+logger = logging.getLogger(__name__)
+
+Log = logging.Logger | logging.LoggerAdapter[Any]
+
+
+def open_step(run: RunHandle, step: int, log: Log = logger) -> None:
+    """Open the step's lease. If the step was begun before and its columns are lost, its stages are dropped too."""
+    store = open_store(run)
+    store.open_lease(step)
+    if (batch := store.load_batch(step)) is None:
+        return
+    try:
+        store.verify(batch)
+    except StoreError as error:
+        log.warning("step %d is run from its start: %s", step, error)
+        RunDirectory.of(run).forget_step(step)
+        store.clear(step)
+        store.open_lease(step)
+
+
+@asynccontextmanager
+async def renewed_lease(run: RunHandle, step: int, log: Log = logger) -> AsyncIterator[None]:
+    """Renew the step's lease periodically for as long as this process works on the step."""
+
+    async def renew_forever() -> None:
+        try:
+            while True:
+                await asyncio.sleep(run.config.store.lease_seconds / RENEWALS_PER_LEASE)
+                open_store(run).open_lease(step)
+        except PipelineError as error:  # the stages meet the same error, and report it to those who can act
+            log.warning("the lease of step %d is no longer renewed: %s", step, error)
+
+    renewal = asyncio.create_task(renew_forever())
+    try:
+        yield
+    finally:
+        renewal.cancel()
+        with suppress(asyncio.CancelledError):
+            await renewal
+
+
+def publish_handle(store: ColumnStore, batch: BatchHandle, traffic: Sequence[StoreTraffic]) -> StoredBatch:
+    """Save a stage's batch as the step's newest handle; return it with the sum of what the stage moved."""
+    store.save_batch(batch)
+    return StoredBatch(batch=batch, traffic=reduce(add, traffic, StoreTraffic()))
+
+
+def clear_step(run: RunHandle, step: int) -> int:
+    """Free the step's columns; return the bytes freed. Clearing twice is harmless.
+
+    The ledger's entries go first, so that none outlives its columns.
+    """
+    RunDirectory.of(run).forget_step(step)
+    RunDirectory.of(run).forget_plan(step)
+    return open_store(run).clear(step)
+
+
+def archive_step(run: RunHandle, step: int) -> None:
+    """End a finished step's lease.
+
+    A durable store keeps its columns, and the ledger its stages, until a checkpoint includes its update.
+    """
+    if not run.config.store.is_durable:
+        RunDirectory.of(run).forget_step(step)
+        RunDirectory.of(run).forget_plan(step)
+    open_store(run).archive(step)
+
+
+def sweep_steps(run: RunHandle, first: int) -> None:
+    """Clear what is left of the steps before `first`, the next step that may be run.
+
+    The last `store.keep_steps` of them stay readable.
+    """
+    directory, store = RunDirectory.of(run), open_store(run)
+    for step in sorted({*directory.ledger_steps(), *store.steps()}):
+        if step < first - run.config.store.keep_steps:
+            clear_step(run, step)
+        elif step < first:
+            directory.forget_step(step)
+            store.archive(step)

@@ -1,0 +1,64 @@
+"""Bringing rollout workers to a policy version: weights go from worker to worker, never through the driver."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from infra.ray.actors import call, resolve
+from infra.ray.group import WorkerGroup
+from infra.ray.object_store import address
+from infra.weights.transport import choose_transport
+from schemas.config.run import RunConfig
+from schemas.weights import Transport, WeightsTransfer
+
+
+async def sync_weights(
+    config: RunConfig, version: int, workers: Sequence[Any], get_policy: Callable[[], Awaitable[WorkerGroup]]
+) -> WeightsTransfer | None:
+    """Load a policy version into rollout workers, in place; workers that hold it already are left alone.
+
+    Args:
+        config: The run's configuration.
+        version: The policy version.
+        workers: Handles of rollout workers.
+        get_policy: Finds the policy's ranks; called only if there is something to send.
+
+    Returns:
+        What was sent, as measured; None if all workers hold the version already.
+
+    Raises:
+        VersionError: The policy holds neither that version nor the one after it.
+        WeightsError: What arrived is damaged, or doesn't fit the engine's model.
+        WorkerLostError: A worker died.
+    """
+    held = await asyncio.gather(*(call(worker, "version") for worker in workers))
+    stale = [worker for worker, own in zip(workers, held, strict=True) if own != version]
+    if not stale:
+        return None
+    policy = await get_policy()
+    transport = await _prepare_transport(config, policy, stale)
+    # The workers get object refs of what the policy's rank 0 returns: the driver only passes these on.
+    refs, other_ranks = policy.call_with_refs("send_weights", version, transport, address())
+    loads = (call(worker, "load_weights", version, refs, transport) for worker in stale)
+    loaded, *_ = await asyncio.gather(asyncio.gather(*loads), other_ranks)
+    return WeightsTransfer.of(transport, await resolve(refs[1], "send_weights"), loaded)
+
+
+async def _prepare_transport(config: RunConfig, policy: WorkerGroup, workers: Sequence[Any]) -> Transport:
+    """Choose how weights reach these workers; for a broadcast, form the weight group unless it exists.
+
+    Weights are broadcast to all rollout workers or to none: a single stale one is served by the object store.
+    """
+    setting = config.runtime.weight_transport
+    if setting == "object_store" or len(workers) < config.rollout.num_workers:
+        return "object_store"
+    sender, *_ = policy.ranks
+    members = [sender, *workers]
+    states = await asyncio.gather(*(call(member, "weight_group_member") for member in members))
+    transport = choose_transport(setting, tuple(state.gpu for state in states))
+    groups = {state.group_id for state in states}
+    if transport == "broadcast" and (len(groups) > 1 or "" in groups):
+        rendezvous = await call(sender, "open_weight_rendezvous", len(workers))
+        joins = (call(member, "init_weight_group", rendezvous, rank) for rank, member in enumerate(members))
+        await asyncio.gather(*joins)
+    return transport

@@ -1,0 +1,130 @@
+"""What the fields of other trainers' padded batches are, and the columns that they become.
+
+B rows, P prompt positions, R response positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rl_core.padded.nesting import Side
+from schemas.catalog import Axis, column_spec
+from schemas.errors import ColumnError
+
+Rule = Literal["tokens", "positions"]  # the ids side by side, or clip(cumsum(mask) - 1, 0)
+
+
+@dataclass(frozen=True)
+class PaddedField:
+    """The column that a field becomes.
+
+    A field on the response axis whose column is a row column, as verl's advantages, repeats one value over the
+    trained tokens of a row: the value is stored once, and is 0 for a row without trained tokens.
+    """
+
+    column: str
+    axis: Axis  # the field is [B, P], [B, R], or [B] (`row`)
+    dtype: str  # the catalogue's, or `token`: the narrowest that holds the vocabulary
+    pad: int = 0  # on the way back, where nothing exists; a `token` field has the pad token there
+
+
+@dataclass(frozen=True)
+class PaddedLayout:
+    """What the fields of a trainer's padded batch are; a field that is not named here is unknown."""
+
+    name: str
+    fields: Mapping[str, PaddedField]  # what is stored
+    masks: Mapping[str, tuple[Axis, ...]]  # each says what exists on its axes, side by side; kept as run lengths
+    derived: Mapping[str, Rule] = field(default_factory=dict)  # [B, P + R], checked and then not stored
+    scalars: frozenset[str] = frozenset()  # one number for the whole batch
+    sides: Mapping[Axis, Side] = field(default_factory=lambda: {"prompt": "left", "response": "right"})
+
+    @property
+    def ids(self) -> dict[Axis, str]:
+        """The field of token ids on each axis."""
+        return {entry.axis: name for name, entry in self.fields.items() if entry.dtype == "token"}
+
+    @property
+    def loss_mask(self) -> str:
+        """The field that says which tokens are trained; a batch without it trains all that exist."""
+        return next(name for name, entry in self.fields.items() if entry.column == "loss_mask")
+
+    def stored_fields(self, names: Collection[str], row_scalars: Mapping[str, str]) -> dict[str, PaddedField]:
+        """The stored fields of a batch with these field names.
+
+        Args:
+            names: The fields of the batch.
+            row_scalars: The caller's fields of shape [B] and their row columns; one of them replaces the layout's
+                field of that name.
+
+        Raises:
+            ColumnError: The batch lacks a field that it needs, or the fields' columns are not as they must be.
+        """
+        rows = {}
+        for name, column in row_scalars.items():
+            spec = column_spec(column)
+            if spec.axis != "row":
+                raise ColumnError(f"row scalar {name!r} can't become {column!r}, which is on the {spec.axis} axis")
+            rows[name] = PaddedField(column, "row", spec.dtypes[0])
+        require_names(names, [*self.ids.values(), *self.masks, *rows], f"the {self.name} batch lacks")
+        fields = {name: entry for name, entry in {**self.fields, **rows}.items() if name in names}
+        columns = [entry.column for entry in fields.values()]
+        if twice := sorted({column for column in columns if columns.count(column) > 1}):
+            raise ColumnError(f"more than one field becomes {', '.join(twice)}: declare only one")
+        return fields
+
+    def shapes(
+        self, fields: Mapping[str, PaddedField], num_rows: int, widths: Mapping[Axis, int]
+    ) -> dict[str, tuple[int, ...]]:
+        """The shape of every field that the layout knows, and of the stored `fields`; `widths` are P and R."""
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.scalars, ())
+        shapes |= dict.fromkeys(self.derived, (num_rows, sum(widths.values())))
+        shapes |= {name: (num_rows, sum(widths[axis] for axis in axes)) for name, axes in self.masks.items()}
+        shapes |= {name: (num_rows, widths[e.axis]) if e.axis in widths else (num_rows,) for name, e in fields.items()}
+        return shapes
+
+
+# `DataProto.batch` of verl 0.9, without what only its reward, metrics and critic read.
+VERL = PaddedLayout(
+    name="verl",
+    fields={
+        "prompts": PaddedField("prompt_ids", "prompt", "token"),
+        "responses": PaddedField("response_ids", "response", "token"),
+        "response_mask": PaddedField("loss_mask", "response", "bool"),
+        "rollout_log_probs": PaddedField("sampler_logprobs", "response", "float"),
+        "old_log_probs": PaddedField("behavior_logprobs", "response", "float"),
+        "ref_log_prob": PaddedField("reference_logprobs", "response", "float"),
+        "advantages": PaddedField("advantages", "response", "float"),
+    },
+    masks={"attention_mask": ("prompt", "response")},
+    derived={"input_ids": "tokens", "position_ids": "positions"},
+)
+
+# What TRL's `GRPOTrainer._generate_and_score_completions` returns for text. With `mask_truncated_completions`, TRL
+# itself says of a truncated completion that none of it exists.
+TRL = PaddedLayout(
+    name="TRL",
+    fields={
+        "prompt_ids": PaddedField("prompt_ids", "prompt", "token"),
+        "completion_ids": PaddedField("response_ids", "response", "token"),
+        "tool_mask": PaddedField("loss_mask", "response", "bool", pad=1),
+        "sampling_per_token_logps": PaddedField("sampler_logprobs", "response", "float"),
+        "old_per_token_logps": PaddedField("behavior_logprobs", "response", "float"),
+        "ref_per_token_logps": PaddedField("reference_logprobs", "response", "float"),
+        "advantages": PaddedField("advantages", "row", "float"),
+    },
+    masks={"prompt_mask": ("prompt",), "completion_mask": ("response",)},
+    scalars=frozenset({"num_items_in_batch"}),
+)
+
+
+def require_names(present: Iterable[str], names: list[str], what: str) -> None:
+    """Refuse what lacks some of the `names`; `what` begins the message.
+
+    Raises:
+        ColumnError: A name is not among those present.
+    """
+    if missing := [name for name in names if name not in set(present)]:
+        raise ColumnError(f"{what} {', '.join(missing)}, expected {', '.join(names)}")

@@ -1,0 +1,101 @@
+"""Dynamic sampling: zero-variance groups are replaced by further prompts, in rounds.
+
+A group is the samples of one prompt, identified by its number within the step. It has zero variance if all of its
+rewards are equal, failed ones aside: its advantages are then 0, whatever the estimator. DAPO, Yu et al. 2025,
+arXiv:2503.14476, section 3.2.
+"""
+
+from collections.abc import Sequence
+
+from schemas.config.rollout import RolloutConfig
+from schemas.metrics import Max, Mean, Metrics, Sum
+from schemas.rollout import RolloutShard
+
+Rounds = Sequence[Sequence[RolloutShard]]
+
+
+def cut_shards(config: RolloutConfig, groups: Sequence[int], first_shard: int = 0) -> dict[int, tuple[int, ...]]:
+    """Cut groups into the batches that are generated together: a function of the config, not of who generates them.
+
+    Returns:
+        The groups of each batch, by the batch's number within the step.
+    """
+    size = config.prompts_per_batch
+    return {first_shard + at // size: tuple(groups[at : at + size]) for at in range(0, len(groups), size)}
+
+
+def next_groups(config: RolloutConfig, has_variance: Sequence[bool], num_rounds: int) -> range:
+    """Return the groups that the next round generates; none if the step is complete.
+
+    The first round generates the step's own groups. Dynamic sampling then replaces the zero-variance ones, in rounds
+    no larger than the first: as many as it takes if further groups have variance as often as those so far.
+
+    Args:
+        config: Its `dynamic_sampling` is None for a single round.
+        has_variance: For each group generated so far, by number: whether it has variance.
+        num_rounds: Rounds so far.
+    """
+    num_groups, num_useful = len(has_variance), sum(has_variance)
+    if not num_rounds:
+        return range(config.num_prompts)
+    if config.dynamic_sampling is None or num_rounds >= config.dynamic_sampling.max_rounds:
+        return range(0)
+    missing = max(0, config.num_prompts - num_useful)
+    wanted = -(-missing * num_groups // num_useful) if num_useful else missing  # rounded up
+    return range(num_groups, num_groups + min(wanted, config.num_prompts))
+
+
+def kept_groups(config: RolloutConfig, has_variance: Sequence[bool]) -> list[int]:
+    """Return the groups that the step keeps: the first `num_prompts` with variance; its own groups if none has any."""
+    own = list(range(config.num_prompts))
+    if config.dynamic_sampling is None:
+        return own
+    return [group for group, useful in enumerate(has_variance) if useful][: config.num_prompts] or own
+
+
+def find_variance(rounds: Rounds) -> list[bool]:
+    """Return for each group of the rounds, by number, whether it has variance."""
+    rewards: dict[int, set[float]] = {}
+    for shard in (shard for shards in rounds for shard in shards):
+        for group, reward in zip(shard.group_ids, shard.rewards, strict=True):
+            rewards.setdefault(group, set()).update(() if reward is None else (reward,))
+    return [len(rewards[group]) > 1 for group in range(len(rewards))]
+
+
+def keep_rows(config: RolloutConfig, rounds: Rounds) -> tuple[RolloutShard, ...]:
+    """Return the batches of all rounds with the rows of kept groups only; a batch may be left without rows."""
+    kept = set(kept_groups(config, find_variance(rounds)))
+    return tuple(shard.keep(kept) for shards in rounds for shard in shards)
+
+
+def count_generated(rounds: Rounds, config: RolloutConfig) -> Metrics:
+    """Return the metrics of all that was generated for a step, dropped groups included."""
+    shards, has_variance = [shard for shards in rounds for shard in shards], find_variance(rounds)
+    scored = [reward for shard in shards for reward in shard.rewards]
+    rewards = [reward for reward in scored if reward is not None]
+    return {
+        "rollout/rounds": Max(value=len(rounds)),
+        "rollout/groups_generated": Sum(value=len(has_variance)),
+        "rollout/groups_dropped": Sum(value=len(has_variance) - len(kept_groups(config, has_variance))),
+        "rollout/zero_variance": Mean(total=has_variance.count(False), weight=len(has_variance)),
+        "rollout/reward": Mean(total=sum(rewards), weight=len(rewards)),
+        "rollout/failed": Sum(value=len(scored) - len(rewards)),
+        "rollout/tokens": Sum(value=sum(sum(shard.response_lengths) for shard in shards)),
+    }
+
+
+def short_batch_warning(config: RolloutConfig, step: int, rounds: Rounds) -> str | None:
+    """Return a warning if dynamic sampling ended with fewer useful groups than the config asks for, else None."""
+    has_variance, wanted = find_variance(rounds), config.num_prompts
+    if config.dynamic_sampling is None or sum(has_variance) >= wanted:
+        return None
+    rounds_text = f"after {len(rounds)} rounds (rollout.dynamic_sampling.max_rounds)"
+    if not any(has_variance):
+        return (
+            f"step {step}: all {len(has_variance)} groups have zero variance, {rounds_text}; it keeps its first "
+            f"{wanted}, whose advantages are 0"
+        )
+    return (
+        f"step {step}: only {sum(has_variance)} of {len(has_variance)} groups have two different rewards, "
+        f"{rounds_text}; it keeps these instead of {wanted}"
+    )

@@ -1,0 +1,20 @@
+"""Packed replay: exact log-probs of jagged rows, with no padding and no logits kept."""
+
+from rl_core.scoring.attention import PACKED_ATTENTION, register, use_packed_attention, use_padded_attention
+from rl_core.scoring.forward import PackedRow, pack_row
+from rl_core.scoring.logprobs import TokenScores, packed_logprobs, packed_scores, padded_scores
+from rl_core.scoring.probe import leak_probe
+
+__all__ = [
+    "PACKED_ATTENTION",
+    "PackedRow",
+    "TokenScores",
+    "leak_probe",
+    "pack_row",
+    "packed_logprobs",
+    "packed_scores",
+    "padded_scores",
+    "register",
+    "use_packed_attention",
+    "use_padded_attention",
+]

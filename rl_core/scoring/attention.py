@@ -1,0 +1,205 @@
+"""Causal attention inside explicit sequence boundaries, as an attention function of transformers.
+
+H query heads, K key and value heads, T tokens of one packed row, D head size, S sequences. Work is sum(len^2)
+over the sequences; no mask of the whole row is ever built.
+"""
+
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedModel
+
+from schemas.errors import ScoringError
+
+PACKED_ATTENTION = "sluice_packed"
+# What the kernels below would have to reproduce, by the names under which transformers passes it.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_FLASH_HEAD_SIZES = range(8, 257, 8)
+
+
+def register() -> None:
+    """Make `sluice_packed` known to transformers, in this process.
+
+    No mask function is registered with it, and that is the point: transformers then builds no mask, and
+    boundaries come from `cu_seqlens` alone, never from guesses about position ids.
+    """
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Register the attention function and switch a model to it.
+
+    Raises:
+        ScoringError: The model's class has its attention built in and can't be switched.
+    """
+    register()
+    model.set_attn_implementation(PACKED_ATTENTION)
+    require_packed_attention(model)
+
+
+def require_packed_attention(model: PreTrainedModel) -> None:
+    """Refuse a model whose attention doesn't see the boundaries of a packed row.
+
+    Raises:
+        ScoringError: The model's attention implementation is another one.
+    """
+    if (actual := model.config._attn_implementation) != PACKED_ATTENTION:
+        raise ScoringError(
+            f"{type(model).__name__} attends with {actual!r}, which lets packed sequences see each other;"
+            f" call rl_core.scoring.use_packed_attention(model) to use {PACKED_ATTENTION!r}"
+        )
+
+
+def use_padded_attention(model: PreTrainedModel) -> None:
+    """Switch a model to torch's SDPA as transformers calls it, for padded replay."""
+    model.set_attn_implementation("sdpa")
+
+
+def require_padded_attention(model: PreTrainedModel) -> None:
+    """Refuse a model whose attention takes packed rows only.
+
+    Raises:
+        ScoringError: The model's attention implementation is the packed one.
+    """
+    if model.config._attn_implementation == PACKED_ATTENTION:
+        raise ScoringError(
+            f"{type(model).__name__} attends with {PACKED_ATTENTION!r}, which knows no padding; call"
+            " rl_core.scoring.use_padded_attention(model) for padded replay"
+        )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int = 0,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend causally within each sequence of one packed row.
+
+    CUDA tensors that the flash kernel serves (half precision, head sizes of multiples of 8 up to 256) take
+    torch's varlen attention; all others take SDPA, sequence by sequence.
+
+    Args:
+        module: The attention layer.
+        query: [1, H, T, D].
+        key: [1, K, T, D]; H is a multiple of K.
+        value: [1, K, T, D].
+        attention_mask: Must be None.
+        cu_seqlens: [S + 1] int32 boundaries, from 0 to T; passed by the caller of the model.
+        max_seqlen: Tokens of the longest sequence.
+        scaling: Factor of the scores; None is D ** -0.5.
+        dropout: Must be 0: a replayed log-prob is a function of weights and tokens.
+        sliding_window: A token sees itself and the window - 1 tokens before it; None is all before it.
+        **kwargs: Whatever else the model passes.
+
+    Returns:
+        [1, T, H, D], and None for the attention weights.
+
+    Raises:
+        ScoringError: No boundaries, more than one row, a mask, dropout, or another kind of attention.
+    """
+    _check_request(module, query, attention_mask, cu_seqlens, dropout, kwargs)
+    assert cu_seqlens is not None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in _FLASH_HEAD_SIZES:
+        output = _varlen_flash(query, key, value, cu_seqlens, max_seqlen, scaling, sliding_window)
+    else:
+        output = _sequence_sdpa(query, key, value, cu_seqlens, scaling, sliding_window)
+    return output, None
+
+
+def _varlen_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """One kernel over all sequences: takes [1, H, T, D], returns [1, T, H, D]."""
+    # The kernel wants [T, H, D]. Its window counts the tokens before the token itself; -1 is all of them.
+    output = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output.unsqueeze(0)
+
+
+def _sequence_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """One SDPA call per run of neighbours of equal length: takes [1, H, T, D], returns [1, T, H, D]."""
+    if query.is_cuda and query.shape[1] != key.shape[1]:
+        # What CUDA runs here is float32, for which SDPA's own grouped heads take the slow kernel; the CPU's is fast.
+        num_repeats = query.shape[1] // key.shape[1]
+        key, value = (states.repeat_interleave(num_repeats, dim=1) for states in (key, value))
+    runs = [(length, len(list(run))) for length, run in groupby(b - a for a, b in pairwise(cu_seqlens.tolist()))]
+    # `split`, not slices: the gradient of a slice is as long as the row, and there would be S of them.
+    tokens = [length * count for length, count in runs]
+    parts = (torch.split(states[0].transpose(0, 1), tokens) for states in (query, key, value))
+    outputs = []
+    for (_, count), *states in zip(runs, *parts, strict=True):
+        q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in states)
+        outputs.append(_causal_sdpa(q, k, v, scaling, sliding_window).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).unsqueeze(0)
+
+
+def _causal_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    num_tokens = query.shape[2]
+    if sliding_window is None or num_tokens <= sliding_window:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    position = torch.arange(num_tokens, device=query.device)
+    distance = position[:, None] - position
+    visible = (distance >= 0) & (distance < sliding_window)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
+
+
+def _check_request(
+    module: nn.Module,
+    query: Tensor,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dropout: float,
+    options: dict[str, Any],
+) -> None:
+    layer = type(module).__name__
+    if cu_seqlens is None:
+        raise ScoringError(f"{layer} got no cu_seqlens; run a model with {PACKED_ATTENTION!r} through packed_logprobs")
+    if query.shape[0] != 1:
+        raise ScoringError(f"{layer} got {query.shape[0]} rows; a packed forward has one row of all sequences")
+    if attention_mask is not None:
+        raise ScoringError(f"{layer} got an attention mask; boundaries come from cu_seqlens alone")
+    if dropout:
+        raise ScoringError(f"{layer} has attention dropout {dropout}; set attention_dropout to 0 in the model's config")
+    if unsupported := [name for name in _UNSUPPORTED if options.get(name) is not None]:
+        raise ScoringError(f"{layer} needs {', '.join(unsupported)}, which packed attention doesn't support")
+    if options.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise ScoringError(f"{layer} isn't causal; packed replay is for causal language models")

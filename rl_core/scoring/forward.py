@@ -1,0 +1,205 @@
+"""One row of concatenated real tokens, and where in it the response tokens are predicted.
+
+S sequences of n_p prompt and n_r response tokens, T = sum(n_p + n_r) tokens, R = sum(n_r) response tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rl_core.scoring.attention import require_packed_attention, require_padded_attention
+from schemas.errors import ScoringError
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """Prompt then response of each sequence, one after the other; no padding.
+
+    A row without sequences (a dummy micro-batch) holds one filler token with boundaries around it, because
+    models can't run on no token at all; nothing reads its hidden state.
+    """
+
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, from 0 in each sequence
+    cu_seqlens: Tensor  # [S + 1] int32, boundaries from 0 to T
+    predict_index: Tensor  # [R] int64, the position whose hidden state predicts each response token
+    targets: Tensor  # [R] int64, the response tokens
+    response_lengths: Tensor  # [S] int64
+    max_seqlen: int  # tokens of the longest sequence
+
+    def to(self, device: torch.device | str) -> "PackedRow":
+        """The same row with its tensors on `device`."""
+        return PackedRow(
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+            predict_index=self.predict_index.to(device),
+            targets=self.targets.to(device),
+            response_lengths=self.response_lengths.to(device),
+            max_seqlen=self.max_seqlen,
+        )
+
+
+def pack_row(
+    prompt_ids: Tensor,
+    prompt_lengths: Tensor | NDArray[np.int64],
+    response_ids: Tensor,
+    response_lengths: Tensor | NDArray[np.int64],
+) -> PackedRow:
+    """Lay sequences out as one packed row.
+
+    Args:
+        prompt_ids: [sum(n_p)] integer, the prompts one after the other.
+        prompt_lengths: [S] tokens, at least 1 each.
+        response_ids: [R] integer, the responses one after the other.
+        response_lengths: [S] tokens; 0 is legal, and so is S = 0 (a dummy micro-batch).
+
+    Returns:
+        The row, on the device of `prompt_ids`.
+
+    Raises:
+        ScoringError: A prompt is empty: nothing would predict the response's first token.
+        ValueError: The lengths don't add up to the numbers of tokens, or differ in number.
+    """
+    device = prompt_ids.device
+    prompts, responses = _lengths(prompt_lengths, device), _lengths(response_lengths, device)
+    _check_lengths(prompt_ids, prompts, response_ids, responses)
+    if not len(prompts):
+        return _filler_row(device)
+    lengths = prompts + responses
+    ends = lengths.cumsum(0)
+    starts = ends - lengths
+    num_tokens = len(prompt_ids) + len(response_ids)
+    prompt_index = _spread(starts, prompts)
+    response_index = _spread(starts + prompts, responses)
+    input_ids = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    targets = response_ids.to(device=device, dtype=torch.int64)
+    input_ids[prompt_index] = prompt_ids.to(torch.int64)
+    input_ids[response_index] = targets
+    return PackedRow(
+        input_ids=input_ids,
+        position_ids=_spread(torch.zeros_like(starts), lengths),
+        cu_seqlens=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
+        predict_index=response_index - 1,
+        targets=targets,
+        response_lengths=responses,
+        max_seqlen=int(lengths.max()),
+    )
+
+
+def packed_hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
+    """Run the model without its LM head on one packed row.
+
+    Args:
+        model: A causal language model that uses packed attention.
+        row: The row, on the model's device.
+
+    Returns:
+        [T, hidden] hidden states after the final norm, in the model's dtype.
+
+    Raises:
+        ScoringError: The model uses another attention, or a sequence is longer than its positions.
+    """
+    require_packed_attention(model)
+    _check_positions(model, row)
+    output = model.get_decoder()(  # type: ignore[no-untyped-call]
+        input_ids=row.input_ids.unsqueeze(0),
+        position_ids=row.position_ids.unsqueeze(0),
+        use_cache=False,
+        cu_seqlens=row.cu_seqlens,
+        max_seqlen=row.max_seqlen,
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def padded_hidden_states(model: PreTrainedModel, row: PackedRow, width: int = 0) -> tuple[Tensor, Tensor]:
+    """Run the model without its LM head on the same sequences as a right-padded batch with a mask.
+
+    Args:
+        model: A causal language model with an attention of its own, not the packed one.
+        row: The row, on the model's device.
+        width: Pad to at least this many tokens; 0 pads to the longest sequence.
+
+    Returns:
+        [S * L, hidden] hidden states after the final norm, in the model's dtype, L the padded length, and [T] int64,
+        where among them each token of the row is.
+
+    Raises:
+        ScoringError: The model uses packed attention, or a sequence is longer than its positions.
+    """
+    require_padded_attention(model)
+    _check_positions(model, row)
+    lengths = row.cu_seqlens.diff()
+    num_sequences, width = len(lengths), max(width, row.max_seqlen)
+    sequence = torch.arange(num_sequences, device=lengths.device).repeat_interleave(lengths)
+    index = sequence * width + row.position_ids
+    input_ids = row.input_ids.new_zeros(num_sequences * width)
+    input_ids[index] = row.input_ids
+    columns = torch.arange(width, device=lengths.device)
+    output = model.get_decoder()(  # type: ignore[no-untyped-call]
+        input_ids=input_ids.view(num_sequences, width),
+        attention_mask=(columns < lengths[:, None]).to(torch.int64),
+        position_ids=columns.expand(num_sequences, width),
+        use_cache=False,
+    )
+    hidden: Tensor = output.last_hidden_state.flatten(0, 1)
+    return hidden, index
+
+
+def _check_positions(model: PreTrainedModel, row: PackedRow) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and row.max_seqlen > limit:
+        lengths = row.cu_seqlens.diff()
+        raise ScoringError(
+            f"sequence {int(lengths.argmax())} of the packed row has {row.max_seqlen} tokens, but"
+            f" {type(model).__name__} has only {limit} positions (max_position_embeddings); limit the tokens of"
+            " prompts and responses to that, or use a model with more positions"
+        )
+
+
+def _filler_row(device: torch.device) -> PackedRow:
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return PackedRow(
+        input_ids=torch.zeros(1, dtype=torch.int64, device=device),
+        position_ids=torch.zeros(1, dtype=torch.int64, device=device),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32, device=device),
+        predict_index=nothing,
+        targets=nothing,
+        response_lengths=nothing,
+        max_seqlen=1,
+    )
+
+
+def _lengths(lengths: Tensor | NDArray[np.int64], device: torch.device) -> Tensor:
+    if isinstance(lengths, Tensor):
+        return lengths.to(device=device, dtype=torch.int64)
+    return torch.tensor(lengths, dtype=torch.int64, device=device)
+
+
+def _spread(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Concatenate the ranges [start, start + length) of all sequences."""
+    shift = starts - (lengths.cumsum(0) - lengths)
+    return torch.arange(int(lengths.sum()), device=starts.device) + shift.repeat_interleave(lengths)
+
+
+def _check_lengths(prompt_ids: Tensor, prompts: Tensor, response_ids: Tensor, responses: Tensor) -> None:
+    if prompts.shape != responses.shape or prompts.ndim != 1:
+        raise ValueError(
+            "prompt_lengths and response_lengths must be 1-D of one length, not"
+            f" {tuple(prompts.shape)} and {tuple(responses.shape)}"
+        )
+    for name, ids, lengths in (("prompt", prompt_ids, prompts), ("response", response_ids, responses)):
+        if ids.shape != (int(lengths.sum()),):
+            raise ValueError(
+                f"{name}_ids has shape {tuple(ids.shape)}, but {name}_lengths add up to {int(lengths.sum())}"
+            )
+    if (prompts < 1).any():
+        raise ScoringError(
+            f"sequence {int(prompts.argmin())} of the packed row has no prompt token, so nothing predicts the"
+            " first token of its response; give every prompt at least one token (a BOS token will do)"
+        )

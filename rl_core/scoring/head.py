@@ -1,0 +1,220 @@
+"""The scoring head: log-probs, entropy and the likeliest tokens at chosen positions, never keeping logits.
+
+R scored positions, H hidden size, V vocabulary entries, C positions per chunk, K likeliest tokens. Only [C, V] logits
+exist at once, in the forward and in the backward, which computes them again: autograd would keep all [R, V] of them.
+
+Precision: the operands of the matmul are in the dtype that the model computes in (autocast's, else the weight's);
+products are summed, kept and normalised in float32. Logits rounded to bfloat16 would be off by up to 2^-8 of their
+size, and with them every ratio of two policies; a float32 sum costs nothing (cf. arXiv:2506.13585 on heads in float32).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from schemas.errors import ScoringError
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What to compute and how."""
+
+    temperature: float
+    softcap: float | None  # logits become softcap * tanh(logits / softcap)
+    chunk_tokens: int  # C
+    top_k: int  # K; 0 for none
+    has_entropy: bool
+    has_entropy_grad: bool
+
+
+def lm_head(model: PreTrainedModel) -> nn.Linear:
+    """The model's LM head.
+
+    Raises:
+        ScoringError: It isn't a linear layer.
+    """
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, nn.Linear):
+        raise ScoringError(
+            f"{type(model).__name__} has a {type(head).__name__} as LM head; packed replay needs an nn.Linear"
+        )
+    return head
+
+
+def score_targets(
+    states: Tensor, head: nn.Linear, targets: Tensor, options: HeadOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Score one target per hidden state.
+
+    Args:
+        states: [R, H] hidden states, those that predict the targets.
+        head: The LM head.
+        targets: [R] int64 token ids.
+        options: What to compute.
+
+    Returns:
+        Log-probs [R] and entropy [R] (empty where not asked for) in nats, the K largest log-probs [R, K] in
+        descending order, and their token ids [R, K] int64. Floats are float32, or float64 for a float64 model. All
+        floats carry gradients, the entropy only where `has_entropy_grad`.
+    """
+    device = states.device.type
+    is_autocast = torch.is_autocast_enabled(device)
+    operand_dtype = torch.get_autocast_dtype(device) if is_autocast else head.weight.dtype
+    scores: tuple[Tensor, Tensor, Tensor, Tensor] = _Score.apply(  # type: ignore[no-untyped-call]
+        states, head.weight, head.bias, targets, options, operand_dtype
+    )
+    return scores
+
+
+class _Score(torch.autograd.Function):
+    """Autograd for the whole head: one [V, H] gradient buffer, and logits computed again chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: HeadOptions,
+        operand_dtype: torch.dtype,
+    ) -> tuple[Tensor, ...]:
+        with torch.autocast(states.device.type, enabled=False):
+            projection = _Projection(weight, bias, operand_dtype, options)
+            parts = [
+                _score_chunk(options, projection.logits(chunk), chosen)
+                for chunk, chosen in _chunks(options, states, targets)
+            ]
+        logprobs, normalizer, entropy, top_logprobs, top_ids = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(states, weight, bias, targets, normalizer, entropy, top_ids)
+        ctx.options, ctx.operand_dtype = options, operand_dtype
+        ctx.mark_non_differentiable(top_ids, *([] if options.has_entropy_grad else [entropy]))
+        return logprobs, entropy, top_logprobs, top_ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_top: Tensor, _: Tensor) -> tuple[Any, ...]:
+        states, weight, bias, targets, normalizer, entropy, top_ids = ctx.saved_tensors
+        options: HeadOptions = ctx.options
+        needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=normalizer.dtype) if needs_bias else None
+        grad_states = []
+        per_token = (states, targets, normalizer, entropy, top_ids, grad_logprobs, grad_entropy, grad_top)
+        with torch.autocast(states.device.type, enabled=False):
+            projection = _Projection(weight, bias, ctx.operand_dtype, options)
+            for chunk, *rest in _chunks(options, *per_token):
+                logits = projection.logits(chunk)
+                slope = projection.slope(logits)
+                grad_logits = _grad_chunk(options, logits, *rest).mul_(slope)
+                if needs_states:
+                    grad_states.append(projection.matmul(grad_logits, projection.weight).to(states.dtype))
+                if grad_weight is not None:
+                    projection.add_matmul(grad_weight, grad_logits.t(), chunk)
+                if grad_bias is not None:
+                    grad_bias += grad_logits.sum(0)
+                del logits, slope, grad_logits  # they would live on beside the next chunk's
+        return (
+            torch.cat(grad_states) if needs_states else None,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+class _Projection:
+    """The linear layer and what follows it up to the logits, in stated precisions."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, operand_dtype: torch.dtype, options: HeadOptions) -> None:
+        self._operand_dtype, self._dtype = operand_dtype, torch.promote_types(operand_dtype, torch.float32)
+        self._options = options
+        self.weight = self._operand(weight)
+        self._bias = None if bias is None else bias.to(self._dtype)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[C, V] logits, softcapped and over the temperature, of [C, H] states."""
+        logits = self.matmul(states, self.weight.t())
+        if self._bias is not None:
+            logits += self._bias
+        if (softcap := self._options.softcap) is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        return logits if self._options.temperature == 1 else logits.div_(self._options.temperature)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """The derivative of the logits by the output of the linear layer; [C, V] where they are softcapped."""
+        temperature, softcap = self._options.temperature, self._options.softcap
+        if softcap is None:
+            return 1 / temperature
+        return (1 - (logits * (temperature / softcap)).square_()).div_(temperature)
+
+    def matmul(self, left: Tensor, right: Tensor) -> Tensor:
+        """The product of two operands, summed and kept in float32 or better."""
+        left, right = self._operand(left), self._operand(right)
+        return left @ right if left.dtype == self._dtype else torch.mm(left, right, out_dtype=self._dtype)
+
+    def add_matmul(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add the product of two operands to `total`, in place."""
+        left, right = self._operand(left), self._operand(right)
+        if left.dtype == self._dtype:
+            total.addmm_(left, right)
+        else:
+            total += torch.mm(left, right, out_dtype=self._dtype)
+
+    def _operand(self, tensor: Tensor) -> Tensor:
+        """Round to the operands' dtype; the CPU has no kernel that sums in another one, so there it is widened."""
+        rounded = tensor.to(self._operand_dtype)
+        return rounded if rounded.is_cuda else rounded.to(self._dtype)
+
+
+def _score_chunk(options: HeadOptions, logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """Log-probs, normalizers and entropy [C], likeliest log-probs and ids [C, K] of [C, V] logits, which it uses up."""
+    chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    top, top_ids = logits.topk(options.top_k)
+    largest = logits.amax(-1)
+    logits.sub_(largest[:, None])
+    # One exponential per logit, in place unless the entropy needs both.
+    weights = logits.exp() if options.has_entropy else logits.exp_()
+    total = weights.sum(-1)
+    entropy = logits.new_empty(len(logits), 0)
+    if options.has_entropy:
+        entropy = total.log() - torch.einsum("cv,cv->c", weights, logits) / total
+    normalizer = total.log() + largest
+    return chosen - normalizer, normalizer, entropy, top - normalizer[:, None], top_ids
+
+
+def _grad_chunk(
+    options: HeadOptions,
+    logits: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    top_ids: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    grad_top: Tensor,
+) -> Tensor:
+    """The gradient by [C, V] logits, which it uses up.
+
+    With p the distribution and H its entropy: d log p_i / d z_v = [i = v] - p_v and d H / d z_v = -p_v (log p_v + H).
+    """
+    logprobs = logits.sub_(normalizer[:, None])
+    total = (grad_logprobs + grad_top.sum(-1))[:, None]
+    if options.has_entropy_grad:
+        probs = logprobs.exp()
+        grad = logprobs.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(total).mul_(probs).neg_()
+    else:
+        grad = logprobs.exp_().mul_(-total)
+    grad.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
+    return grad.scatter_add_(-1, top_ids, grad_top)
+
+
+def _chunks(options: HeadOptions, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The tensors' chunks of C along their first axis, side by side."""
+    return zip(*(torch.split(tensor, options.chunk_tokens) for tensor in tensors), strict=True)

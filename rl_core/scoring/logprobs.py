@@ -1,0 +1,136 @@
+"""Log-probs of the response tokens of a packed row, without ever keeping logits, and the same by a padded forward.
+
+T tokens, R response tokens, V vocabulary entries, C tokens per chunk, K likeliest tokens. Only the R predicting
+positions pass through the LM head, C at a time.
+"""
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rl_core.scoring.forward import PackedRow, packed_hidden_states, padded_hidden_states
+from rl_core.scoring.head import HeadOptions, lm_head, score_targets
+
+EntropyMode = Literal[False, "no_grad", "grad"]
+
+
+class TokenScores(NamedTuple):
+    """Scores of R response tokens, in the order of the row's `targets`; nats, float32 (float64 for a float64 model).
+
+    A named tuple, because FSDP finds the tensors that need a gradient in those, and in no class of its users.
+    """
+
+    logprobs: Tensor  # [R], with gradient
+    entropy: Tensor | None  # [R], of the predicting distributions; with gradient if asked for
+    top_logprobs: Tensor | None  # [R, K], in descending order, with gradient
+    top_ids: Tensor | None  # [R, K] int64, the tokens of `top_logprobs`
+
+
+def packed_scores(
+    model: PreTrainedModel,
+    row: PackedRow,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    entropy: EntropyMode = False,
+    top_k: int = 0,
+) -> TokenScores:
+    """Score every response token under the model at a temperature.
+
+    Under `torch.autocast` the decoder computes in its dtype; scores stay float32 (`rl_core.scoring.head` says how).
+
+    Args:
+        model: A causal language model that uses packed attention.
+        row: The packed row, on the model's device. Without response tokens the result is empty but still has
+            a graph, so that its backward takes part in collectives and gives zero gradients.
+        temperature: Positive; the logits are divided by it, as the sampler does.
+        chunk_tokens: C, how many tokens' logits exist at once.
+        entropy: Whether to compute the entropy of each predicting distribution, to log it or to train on it.
+            "no_grad" adds one pass over the logits to the forward and nothing to the backward.
+        top_k: K, how many of the likeliest tokens to return; 0 for none.
+
+    Returns:
+        The scores. What wasn't asked for is None.
+
+    Raises:
+        ScoringError: The model's attention or LM head isn't supported, or a sequence is longer than its positions.
+        ValueError: `temperature`, `chunk_tokens` or `top_k` is out of range.
+    """
+    options = _head_options(model, temperature, chunk_tokens, entropy, top_k)
+    states = packed_hidden_states(model, row).index_select(0, row.predict_index)
+    return score_hidden_states(model, states, row.targets, options)
+
+
+def padded_scores(
+    model: PreTrainedModel,
+    row: PackedRow,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    entropy: EntropyMode = False,
+    top_k: int = 0,
+) -> TokenScores:
+    """What `packed_scores` returns, by a right-padded forward with a mask through the model's own attention.
+
+    The oracle and the kill switch of packed replay: it computes S * max(len) positions for sum(len) tokens.
+
+    Args:
+        model: A causal language model that doesn't use packed attention.
+        row: As for `packed_scores`, and so are all others.
+        temperature: Positive.
+        chunk_tokens: C.
+        entropy: Whether to compute the entropy.
+        top_k: K.
+
+    Returns:
+        The scores, in the same order.
+
+    Raises:
+        ScoringError: The model uses packed attention, its LM head isn't supported, or a sequence is longer than its
+            positions.
+        ValueError: `temperature`, `chunk_tokens` or `top_k` is out of range.
+    """
+    options = _head_options(model, temperature, chunk_tokens, entropy, top_k)
+    states, index = padded_hidden_states(model, row)
+    return score_hidden_states(model, states.index_select(0, index[row.predict_index]), row.targets, options)
+
+
+def packed_logprobs(model: PreTrainedModel, row: PackedRow, *, temperature: float, chunk_tokens: int) -> Tensor:
+    """The log-probs of `packed_scores` alone: [R], with gradient."""
+    return packed_scores(model, row, temperature=temperature, chunk_tokens=chunk_tokens).logprobs
+
+
+def score_hidden_states(model: PreTrainedModel, states: Tensor, targets: Tensor, options: HeadOptions) -> TokenScores:
+    """Score targets [R] from the hidden states [R, hidden] that predict them, however those were computed.
+
+    Raises:
+        ScoringError: The model's LM head isn't supported.
+    """
+    logprobs, entropy, top_logprobs, top_ids = score_targets(states, lm_head(model), targets, options)
+    return TokenScores(
+        logprobs=logprobs,
+        entropy=entropy if options.has_entropy else None,
+        top_logprobs=top_logprobs if options.top_k else None,
+        top_ids=top_ids if options.top_k else None,
+    )
+
+
+def _head_options(
+    model: PreTrainedModel, temperature: float, chunk_tokens: int, entropy: EntropyMode, top_k: int
+) -> HeadOptions:
+    config = model.config.get_text_config()
+    if not temperature > 0 or chunk_tokens < 1:
+        raise ValueError(f"temperature {temperature} must be positive and chunk_tokens {chunk_tokens} at least 1")
+    if not 0 <= top_k <= config.vocab_size:
+        raise ValueError(f"top_k {top_k} must be from 0 to the vocabulary's {config.vocab_size} tokens")
+    if entropy not in (False, "no_grad", "grad"):
+        raise ValueError(f'entropy {entropy!r} must be False, "no_grad" or "grad"')
+    return HeadOptions(
+        temperature=temperature,
+        softcap=getattr(config, "final_logit_softcapping", None),
+        chunk_tokens=chunk_tokens,
+        top_k=top_k,
+        has_entropy=bool(entropy),
+        has_entropy_grad=entropy == "grad",
+    )

@@ -1,0 +1,114 @@
+"""The start-up check that packed sequences neither see each other nor differ from the model's own forward."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rl_core.scoring.attention import PACKED_ATTENTION
+from rl_core.scoring.forward import pack_row
+from rl_core.scoring.logprobs import packed_logprobs
+from schemas.errors import ScoringError
+
+Sequences = Sequence[tuple[Tensor, Tensor]]  # prompt and response ids of each
+
+_LENGTHS = ((3, 5), (1, 6), (4, 2))  # prompt and response tokens of the probe's sequences
+_CHUNK_TOKENS = 8
+_HALF = (torch.bfloat16, torch.float16)
+# Limits in nats. A changed row has the shape of the original one, so kernels round alike and next to nothing
+# may move; a sequence alone has another shape, which half precision rounds differently, by percents of a nat.
+_MAX_MOVEMENT, _MAX_DIFFERENCE = 1e-5, 1e-3
+_MAX_MOVEMENT_HALF, _MAX_DIFFERENCE_HALF = 1e-3, 0.3
+
+
+@torch.no_grad()
+def leak_probe(model: PreTrainedModel) -> None:
+    """Refuse a model for which packed replay isn't exact.
+
+    Three short random sequences are packed. Changing one must not move the log-probs of the others, and each
+    must have the log-probs that the model's own forward gives it alone. The model and the global random state
+    stay as they are. Limits are wider for a model, or under an autocast, of half precision: probe in the one that
+    the run computes in.
+
+    Args:
+        model: A causal language model that uses packed attention.
+
+    Raises:
+        ScoringError: A sequence moved with another, or packed and alone differ. Don't train.
+    """
+    sequences, vocab_size = _random_sequences(model)
+    is_half = model.dtype in _HALF or (
+        torch.is_autocast_enabled(model.device.type) and torch.get_autocast_dtype(model.device.type) in _HALF
+    )
+    packed = _score_packed(model, sequences)
+    for changed, (prompt, response) in enumerate(sequences):
+        other = ((prompt + 1) % vocab_size, (response + 1) % vocab_size)
+        moved = _score_packed(model, [*sequences[:changed], other, *sequences[changed + 1 :]])
+        _check_isolation(packed, moved, changed, _MAX_MOVEMENT_HALF if is_half else _MAX_MOVEMENT)
+    alone = _score_alone(model, sequences)
+    _check_agreement(packed, alone, _MAX_DIFFERENCE_HALF if is_half else _MAX_DIFFERENCE)
+
+
+def _random_sequences(model: PreTrainedModel) -> tuple[Sequences, int]:
+    """The probe's sequences, the same every time, and the size of the vocabulary."""
+    vocab_size: int = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(vocab_size, (size,), generator=generator) for pair in _LENGTHS for size in pair]
+    ids = [part.to(model.device) for part in ids]
+    return list(zip(ids[::2], ids[1::2], strict=True)), vocab_size
+
+
+def _score_packed(model: PreTrainedModel, sequences: Sequences) -> tuple[Tensor, ...]:
+    """Log-probs of each sequence's response, all packed in one row."""
+    prompts, responses = zip(*sequences, strict=True)
+    prompt_lengths, response_lengths = (torch.tensor([len(ids) for ids in parts]) for parts in (prompts, responses))
+    row = pack_row(torch.cat(prompts), prompt_lengths, torch.cat(responses), response_lengths)
+    logprobs = packed_logprobs(model, row, temperature=1.0, chunk_tokens=_CHUNK_TOKENS)
+    return torch.split(logprobs, response_lengths.tolist())
+
+
+def _score_alone(model: PreTrainedModel, sequences: Sequences) -> list[Tensor]:
+    """Log-probs of each sequence's response by the model's own forward, LM head included."""
+    logprobs = []
+    with _own_attention(model):
+        for prompt, response in sequences:
+            input_ids = torch.cat([prompt, response])
+            logits = model(input_ids=input_ids.unsqueeze(0), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            scores = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+            logprobs.append(scores.gather(-1, response[:, None]).squeeze(-1))
+    return logprobs
+
+
+@contextmanager
+def _own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model attend as transformers wrote it, and switch back."""
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(PACKED_ATTENTION)
+
+
+def _check_isolation(packed: Sequence[Tensor], moved: Sequence[Tensor], changed: int, limit: float) -> None:
+    for index, (before, after) in enumerate(zip(packed, moved, strict=True)):
+        if index != changed and not (movement := _distance(before, after)) <= limit:
+            raise ScoringError(
+                f"packed sequences see each other: changing sequence {changed} moved log-probs of sequence"
+                f" {index} by {movement:.3g} nats (limit {limit:g}); this model can't be trained packed"
+            )
+
+
+def _check_agreement(packed: Sequence[Tensor], alone: Sequence[Tensor], limit: float) -> None:
+    for index, (ours, own) in enumerate(zip(packed, alone, strict=True)):
+        if not (difference := _distance(ours, own)) <= limit:
+            raise ScoringError(
+                f"packed replay of sequence {index} differs from the model's own forward by {difference:.3g}"
+                f" nats (limit {limit:g}): its attention, positions or LM head do what packed replay doesn't"
+            )
+
+
+def _distance(first: Tensor, second: Tensor) -> float:
+    """The largest difference; NaN, which passes no limit, where either isn't a number."""
+    return float((first - second).abs().max())

@@ -1,4 +1,0 @@
-"""The benchmark of rollout engines: the embedded one, transformers' `generate`, continuous batching, vLLM.
-
-Needs neither Ray nor Prefect: `python -m tests.benchmarks.rollout`.
-"""
