@@ -1,7 +1,8 @@
-"""What the benchmarks' commands do alike: say what they are at, refuse, and show the report."""
+"""What the benchmarks' commands share: progress, errors, termination, and printing the report."""
 
 import json
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,12 +13,13 @@ from rich.console import Console, RenderableType
 
 from schemas.errors import PipelineError
 
-USER_ERROR = 2
+USER_ERROR, TERMINATED = 2, 128 + signal.SIGTERM
 
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """Around a measurement: its progress goes to standard error, and what it refuses is told in one line."""
+    """Report progress on standard error, and an error in one line; on SIGTERM, clean up as after an exception."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that child processes and services end, too
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("benchmarks").setLevel(logging.INFO)
     try:

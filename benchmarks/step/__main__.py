@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from benchmarks.command import measuring, show
+from benchmarks.step.place import Place
 from benchmarks.step.report import render
 from benchmarks.step.run import QUICK, Plan, measure
-from tests.services import Workplace
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
@@ -29,7 +29,7 @@ def main(
     chosen = {"model": model, "tokens": tokens, "steps": steps, "repetitions": repetitions, "cores": cores}
     plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
     with measuring(), tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
-        place = Workplace(Path(folder))
+        place = Place(Path(folder))
         try:
             report = measure(plan, place)
         finally:

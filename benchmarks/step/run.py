@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.step.place import Place
 from benchmarks.train.models import size_of
 from infra.models.tiny import make_model
 from infra.storage.runs import RunDirectory
 from schemas.step import StepReport
-from tests.services import Workplace
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Plan:
     """What is measured.
 
     Attributes:
-        model: One of the sizes of `tests/benchmarks/train`.
+        model: One of the sizes of `benchmarks/train`.
         num_prompts: Per step.
         samples_per_prompt: Responses to each.
         tokens: The most of one response; random stop tokens end one after about a quarter of it.
@@ -56,7 +56,7 @@ class Plan:
 QUICK = Plan(model="tiny", num_prompts=2, samples_per_prompt=2, tokens=8, steps=4, repetitions=1)
 
 
-def measure(plan: Plan, place: Workplace) -> dict[str, Any]:
+def measure(plan: Plan, place: Place) -> dict[str, Any]:
     """Run every path in turn, and report the medians over all steps but each run's first.
 
     Args:
@@ -75,7 +75,7 @@ def measure(plan: Plan, place: Workplace) -> dict[str, Any]:
         for name in plan.paths:
             run_id = f"{name}-{repetition}"
             varied = (f"runtime.max_staleness={PATHS[name][0]}", f"runtime.num_threads={threads[name]}")
-            place.sluice("train", "bench.toml", "--run-id", run_id, *common, *varied)
+            place.train("--run-id", run_id, *common, *varied)
             steps = RunDirectory(place.folder / "runs" / run_id).metrics.steps()[WARM_UP_STEPS:]
             logger.info("%s: %.2f s per step", run_id, median(step.seconds for step in steps))
             reports[name] += steps
@@ -89,10 +89,8 @@ def measure(plan: Plan, place: Workplace) -> dict[str, Any]:
     }
 
 
-def _write_inputs(place: Workplace, plan: Plan) -> list[str]:
-    """Write the model and a config without an evaluation; returns what every run is told besides."""
-    config = (place.folder / "tiny.toml").read_text().replace('eval_path = "eval.parquet"', "")
-    (place.folder / "bench.toml").write_text(config)
+def _write_inputs(place: Place, plan: Plan) -> list[str]:
+    """Write the model; return the overrides that all runs share."""
     size = {**size_of(plan.model), "vocab_size": max(size_of(plan.model)["vocab_size"], 1024)}
     make_model(place.folder / "bench-model", max_position_embeddings=4096, initializer_range=0.02, **size)
     num_stop_tokens = min(round(size["vocab_size"] * 4 / plan.tokens), 512)  # nearly uniform: one token in tokens / 4

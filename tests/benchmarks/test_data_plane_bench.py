@@ -5,14 +5,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from benchmarks.data_plane import run
 from benchmarks.data_plane.batch import Packed, digests, pack_columns, reference_batch, valid_bytes
-from flows.cli import bench
 from schemas.errors import RunError
 
 LACKS_EXTRA = any(importlib.util.find_spec(module) is None for module in ("transfer_queue", "matplotlib"))
@@ -98,7 +99,24 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         run.measure(run.QUICK)
 
 
-def test_without_a_checkout_the_command_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
-    with pytest.raises(RunError, match="need a checkout and the extra `bench`"):
-        bench.data_plane()
+@pytest.mark.slow
+@pytest.mark.skipif(LACKS_EXTRA, reason="needs the extra `bench`")
+def test_terminating_the_command_ends_all_that_it_started() -> None:
+    command = [sys.executable, "-m", "flows.cli.main", "bench", "data-plane", "--quick"]
+    process = psutil.Popen(command, cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started: list[psutil.Process] = []
+    while not any(is_raylet(child) for child in started):
+        assert process.poll() is None
+        time.sleep(0.05)
+        started = process.children(recursive=True)
+    process.terminate()
+    assert process.wait() != 0
+    _, alive = psutil.wait_procs(started, timeout=60)
+    assert alive == []
+
+
+def is_raylet(process: psutil.Process) -> bool:
+    try:
+        return process.name() == "raylet"
+    except psutil.NoSuchProcess:
+        return False

@@ -1,6 +1,7 @@
 """The benchmark of rollout engines measures every path, and checks what they return; no time is asserted."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 from benchmarks.rollout.paths import Response, plain_logprobs
 from benchmarks.rollout.run import Plan, _check, measure
 from benchmarks.rollout.workload import make_workload, size_of
-from flows.cli import bench
 from infra.models.load import load_model
 from infra.models.tiny import make_model
 from schemas.config.model import ModelConfig
@@ -24,8 +24,9 @@ PATHS = ["sluice", "generate", "generate_static"]
 @pytest.mark.slow
 def test_the_benchmark_measures_every_path_without_ray_and_prefect() -> None:
     finished = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "benchmarks.rollout", "--quick", "--json"],
+        [sys.executable, "-m", "flows.cli.main", "bench", "rollout", "--quick", "--json"],
         cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"},
         capture_output=True,
         text=True,
         timeout=200,
@@ -96,14 +97,3 @@ def test_wrong_responses_are_not_timed(tmp_path: Path) -> None:
 def test_a_plan_that_cannot_run_is_refused(plan: Plan, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         measure(plan)
-
-
-def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(bench, "_run", lambda module, arguments: calls.append((module, arguments)))
-    bench.rollout(as_json=True, quick=True, models="tiny,mid", samples=4)
-    bench.rollout()
-    assert calls == [
-        ("benchmarks.rollout", ["--json", "--quick", "--models=tiny,mid", "--samples=4"]),
-        ("benchmarks.rollout", []),
-    ]

@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from benchmarks.step.place import Place
 from benchmarks.step.report import render
 from benchmarks.step.run import QUICK, measure
-from flows.cli import bench
 from tests.services import Workplace
 
 
 @pytest.mark.slow
 def test_the_benchmark_measures_real_runs(workplace: Workplace) -> None:
-    report = measure(replace(QUICK, paths=("overlapped",)), workplace)
+    place = Place(workplace.folder)  # with the services that are there
+    report = measure(replace(QUICK, paths=("overlapped",)), place)
     path = report["paths"]["overlapped"]
     assert path["staleness"] == 1
     assert path["steps"] == QUICK.steps - 2
@@ -35,10 +36,3 @@ def test_the_figures_as_a_table() -> None:
     text = console.file.getvalue()
     assert "overlapped is 1.50 times as fast as synchronous" in text
     assert "1.25" in text
-
-
-def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(bench, "_run", lambda module, arguments: calls.append((module, arguments)))
-    bench.step(as_json=True, model="mid", steps=6)
-    assert calls == [("benchmarks.step", ["--json", "--model=mid", "--steps=6"])]

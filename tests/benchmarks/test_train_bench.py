@@ -1,6 +1,7 @@
 """The trainer's benchmark measures every path, and they agree; no time is asserted."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,6 @@ from benchmarks.train.models import make_model, model_flops
 from benchmarks.train.paths import Path as BenchPath
 from benchmarks.train.paths import Workload, all_paths, random_lengths
 from benchmarks.train.run import Plan, measure
-from flows.cli import bench
 from schemas.errors import ConfigError
 
 CHECKOUT = Path(__file__).parents[2]
@@ -24,8 +24,9 @@ CPU = torch.device("cpu")
 @pytest.mark.slow
 def test_the_benchmark_measures_every_path_without_ray_and_prefect() -> None:
     finished = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "benchmarks.train", "--quick", "--json"],
+        [sys.executable, "-m", "flows.cli.main", "bench", "train", "--quick", "--json"],
         cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"},
         capture_output=True,
         text=True,
         timeout=200,
@@ -130,17 +131,3 @@ def test_lengths_that_no_rows_can_have_are_refused() -> None:
 def test_a_plan_that_cannot_run_is_refused(plan: Plan, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         measure(plan)
-
-
-def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(bench, "_run", lambda module, arguments: calls.append((module, arguments)))
-    bench.train(as_json=True, quick=True, models="small,mid", device="cpu", plot=Path("/tmp/chart.svg"))
-    bench.train()
-    assert calls == [
-        (
-            "benchmarks.train",
-            ["--json", "--quick", "--models=small,mid", "--device=cpu", "--plot=/tmp/chart.svg"],
-        ),
-        ("benchmarks.train", []),
-    ]

@@ -1,16 +1,15 @@
 """What a user who made a mistake sees: one clear line, exit code 2, and nothing started."""
 
 import json
-from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from flows.cli import main as cli
+from flows.cli import bench
+from tests.command import Command, assert_rejected, make_command
 from tests.services import Workplace
 from tests.tiny import make_tiny_model, tiny_row, write_rows
-
-Sluice = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -19,76 +18,58 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sluice(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sluice:
-    """Call the command in this process; returns exit code, standard output and standard error."""
+def sluice(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return a function that calls the command in the folder."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(cli.console, "width", 1000)
-    monkeypatch.setattr(cli.errors, "width", 1000)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["sluice", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, err
-
-    return call
+    return make_command(monkeypatch, capsys)
 
 
-def refused(result: tuple[int, str, str], *parts: str) -> None:
-    """The command ended with code 2 and one line that holds all parts."""
-    code, _, err = result
-    assert code == 2, err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1, err
-    for part in parts:
-        assert part in err
+def test_an_unknown_key(sluice: Command) -> None:
+    assert_rejected(sluice("train", "tiny.toml", "optim.lrr=1"), "unknown key optim.lrr", "did you mean 'lr'")
 
 
-def test_an_unknown_key(sluice: Sluice) -> None:
-    refused(sluice("train", "tiny.toml", "optim.lrr=1"), "unknown key optim.lrr", "did you mean 'lr'")
+def test_an_absent_config(sluice: Command) -> None:
+    assert_rejected(sluice("train", "absent.toml"), "absent.toml does not exist")
 
 
-def test_an_absent_config(sluice: Sluice) -> None:
-    refused(sluice("train", "absent.toml"), "absent.toml does not exist")
+def test_a_missing_data_file(sluice: Command) -> None:
+    assert_rejected(sluice("train", "tiny.toml", "data.train_path=gone.parquet"), "gone.parquet", "no such file")
 
 
-def test_a_missing_data_file(sluice: Sluice) -> None:
-    refused(sluice("train", "tiny.toml", "data.train_path=gone.parquet"), "gone.parquet", "no such file")
-
-
-def test_several_samples_that_would_be_the_same(sluice: Sluice) -> None:
-    refused(
+def test_several_samples_that_would_be_the_same(sluice: Command) -> None:
+    assert_rejected(
         sluice("train", "tiny.toml", "eval.samples_per_prompt=4"),
         "eval.samples_per_prompt = 4 with eval.temperature = 0",
         "set eval.temperature above 0",
     )
 
 
-def test_weighted_sources(sluice: Sluice) -> None:
+def test_weighted_sources(sluice: Command) -> None:
     sources = 'data.sources=[{path="train.parquet", weight=2}, {path="gone.jsonl"}]'
-    refused(sluice("train", "tiny.toml", sources), "data.train_path and data.sources are both set")
-    refused(sluice("train", "tiny.toml", sources, "data.train_path="), "gone.jsonl", "no such file")
+    assert_rejected(sluice("train", "tiny.toml", sources), "data.train_path and data.sources are both set")
+    assert_rejected(sluice("train", "tiny.toml", sources, "data.train_path="), "gone.jsonl", "no such file")
 
 
-def test_an_unreadable_data_file(sluice: Sluice, folder: Path) -> None:
+def test_an_unreadable_data_file(sluice: Command, folder: Path) -> None:
     (folder / "broken.parquet").write_bytes(b"PAR1 but not really")
-    refused(sluice("train", "tiny.toml", "data.eval_path=broken.parquet"), "broken.parquet", "can't be read as Parquet")
+    assert_rejected(
+        sluice("train", "tiny.toml", "data.eval_path=broken.parquet"), "broken.parquet", "can't be read as Parquet"
+    )
 
 
-def test_a_row_without_a_needed_column(sluice: Sluice, folder: Path) -> None:
+def test_a_row_without_a_needed_column(sluice: Command, folder: Path) -> None:
     lines = [tiny_row(0), {key: value for key, value in tiny_row(1).items() if key != "reward_model"}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    refused(sluice("train", "tiny.toml", "data.train_path=rows.jsonl"), "rows.jsonl, row 2", "'reward_model'")
+    assert_rejected(sluice("train", "tiny.toml", "data.train_path=rows.jsonl"), "rows.jsonl, row 2", "'reward_model'")
 
 
-def test_an_empty_prompt(sluice: Sluice, folder: Path) -> None:
+def test_an_empty_prompt(sluice: Command, folder: Path) -> None:
     write_rows(folder / "empty.parquet", [tiny_row(0), tiny_row(1, prompt=" ")])
-    refused(sluice("train", "tiny.toml", "data.train_path=empty.parquet"), "row 2", "the prompt is empty")
+    assert_rejected(sluice("train", "tiny.toml", "data.train_path=empty.parquet"), "row 2", "the prompt is empty")
 
 
-def test_a_prompt_that_is_too_long(sluice: Sluice) -> None:
-    refused(
+def test_a_prompt_that_is_too_long(sluice: Command) -> None:
+    assert_rejected(
         sluice("train", "tiny.toml", "data.max_prompt_tokens=8"),
         "train.parquet, row 1: the prompt has 9 tokens",
         "data.max_prompt_tokens = 8",
@@ -96,31 +77,31 @@ def test_a_prompt_that_is_too_long(sluice: Sluice) -> None:
     )
 
 
-def test_a_row_that_can_not_fit_a_micro_batch(sluice: Sluice) -> None:
-    refused(sluice("train", "tiny.toml", "packing.token_budget=16"), "packing.token_budget = 16", "at least 22")
+def test_a_row_that_can_not_fit_a_micro_batch(sluice: Command) -> None:
+    assert_rejected(sluice("train", "tiny.toml", "packing.token_budget=16"), "packing.token_budget = 16", "at least 22")
 
 
-def test_a_model_folder_without_a_tokenizer(sluice: Sluice, folder: Path) -> None:
+def test_a_model_folder_without_a_tokenizer(sluice: Command, folder: Path) -> None:
     make_tiny_model(folder / "bare")
     for path in (folder / "bare").glob("tokenizer*"):
         path.unlink()
-    refused(sluice("train", "tiny.toml", "model.path=bare"), "model.path bare", "tokenizer")
+    assert_rejected(sluice("train", "tiny.toml", "model.path=bare"), "model.path bare", "tokenizer")
 
 
-def test_a_model_folder_that_is_not_there(sluice: Sluice) -> None:
-    refused(sluice("train", "tiny.toml", "model.path=./nowhere"), "./nowhere", "no such folder")
+def test_a_model_folder_that_is_not_there(sluice: Command) -> None:
+    assert_rejected(sluice("train", "tiny.toml", "model.path=./nowhere"), "./nowhere", "no such folder")
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [("no_such_module:score", "No module named 'no_such_module'"), ("tiny_rewards:absent", "has no such function")],
 )
-def test_a_reward_that_can_not_be_imported(sluice: Sluice, path: str, message: str) -> None:
-    refused(sluice("train", "tiny.toml", f"reward.path={path}"), f"reward.path '{path}'", message)
+def test_a_reward_that_can_not_be_imported(sluice: Command, path: str, message: str) -> None:
+    assert_rejected(sluice("train", "tiny.toml", f"reward.path={path}"), f"reward.path '{path}'", message)
 
 
-def test_a_prefect_that_does_not_answer(sluice: Sluice) -> None:
-    refused(
+def test_a_prefect_that_does_not_answer(sluice: Command) -> None:
+    assert_rejected(
         sluice(
             "train", "tiny.toml", "runtime.prefect_api_url=http://127.0.0.1:9/api", "runtime.ray_address=127.0.0.1:9"
         ),
@@ -128,15 +109,15 @@ def test_a_prefect_that_does_not_answer(sluice: Sluice) -> None:
     )
 
 
-def test_an_unknown_run_names_the_known_ones(sluice: Sluice, folder: Path) -> None:
+def test_an_unknown_run_names_the_known_ones(sluice: Command, folder: Path) -> None:
     for command in ("resume", "report", "eval"):
-        refused(sluice(command, "absent-run"), "no run 'absent-run'", "runs/ holds no runs")
+        assert_rejected(sluice(command, "absent-run"), "no run 'absent-run'", "runs/ holds no runs")
 
 
-def test_a_task_that_reasoning_gym_does_not_know(sluice: Sluice) -> None:
-    refused(sluice("data", "no_such_task", "out.parquet"), "no_such_task")
-    refused(sluice("data", "spell_backward", "out.parquet", "max_word_length=4"), "max_word_length")
-    refused(sluice("data", "spell_backward", "out.parquet", "max_word_len"), "not of the form key=value")
+def test_a_task_that_reasoning_gym_does_not_know(sluice: Command) -> None:
+    assert_rejected(sluice("data", "no_such_task", "out.parquet"), "no_such_task")
+    assert_rejected(sluice("data", "spell_backward", "out.parquet", "max_word_length=4"), "max_word_length")
+    assert_rejected(sluice("data", "spell_backward", "out.parquet", "max_word_len"), "not of the form key=value")
 
 
 def test_nothing_was_started_or_left(folder: Path) -> None:
@@ -144,7 +125,7 @@ def test_nothing_was_started_or_left(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
-def test_data_that_is_held_out_stays_out(sluice: Sluice, folder: Path) -> None:
+def test_data_that_is_held_out_stays_out(sluice: Command, folder: Path) -> None:
     from infra.datasets import load_prompts
     from infra.models.load import load_tokenizer
     from schemas.config.data import DataConfig
@@ -175,15 +156,34 @@ def test_data_that_is_held_out_stays_out(sluice: Sluice, folder: Path) -> None:
         ["eval"],
         ["inspect"],
         ["report"],
-        ["bench"],
         ["plan"],
         ["export"],
         ["down"],
     ],
 )
-def test_every_command_explains_itself(sluice: Sluice, command: list[str]) -> None:
+def test_every_command_explains_itself(sluice: Command, command: list[str]) -> None:
     code, out, _ = sluice(*command, "--help")
     assert code == 0
     assert "Usage: sluice" in out
     if command:
         assert len(out.splitlines()[3].strip()) > 30  # a sentence, not a name
+
+
+def test_the_version(sluice: Command) -> None:
+    code, out, _ = sluice("--version")
+    assert code == 0
+    assert out == f"sluice {version('sluice-rl')}\n"
+
+
+def test_the_benchmarks_are_listed(sluice: Command) -> None:
+    code, out, _ = sluice("bench", "--help")
+    assert code == 0
+    listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in out.splitlines()[1:]}
+    assert {"data-plane", "rollout", "step", "train"} <= set(listed)
+    assert all(len(title) > 30 for title in listed.values())
+    assert_rejected(sluice("bench", "speed"), "there is no benchmark 'speed'", "data-plane")
+
+
+def test_benchmarks_without_a_checkout(sluice: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
+    assert_rejected(sluice("bench", "train"), "benchmarks need a checkout and the extra `bench`")

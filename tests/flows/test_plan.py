@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from flows.cli import main as cli
 from flows.cli.footprint import (
     SimulatedStep,
     column_bytes,
@@ -33,9 +33,9 @@ from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.plan import ForwardPlan, StepPlan
+from tests.command import Command, Result, assert_rejected, make_command
 from tests.services import Workplace
 
-Sluice = Callable[..., tuple[int, str, str]]
 VOCAB_SIZE = 300  # fits uint16, as the tiny model's does
 
 
@@ -45,21 +45,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sluice(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sluice:
-    """Call `sluice plan` in this process; returns exit code, standard output and standard error."""
+def sluice(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return a function that calls `sluice plan tiny.toml` in the folder."""
     monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(cli.console, "width", 200)
-    monkeypatch.setattr(cli.errors, "width", 1000)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["sluice", "plan", "tiny.toml", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(stopped.value.code or 0), out, err
-
-    return call
+    return partial(make_command(monkeypatch, capsys), "plan", "tiny.toml")
 
 
 @pytest.fixture
@@ -69,7 +58,7 @@ def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConf
     return lambda *overrides: load_config(Path("tiny.toml"), overrides)
 
 
-def planned(result: tuple[int, str, str]) -> dict[str, Any]:
+def planned(result: Result) -> dict[str, Any]:
     """The JSON value of a command that succeeded."""
     code, out, err = result
     assert (code, err) == (0, "")
@@ -77,17 +66,7 @@ def planned(result: tuple[int, str, str]) -> dict[str, Any]:
     return value
 
 
-def refused(result: tuple[int, str, str], *parts: str) -> None:
-    """The command ended with code 2 and one line that holds all parts."""
-    code, _, err = result
-    assert code == 2, err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    for part in parts:
-        assert part in err
-
-
-def test_a_full_step_in_numbers(sluice: Sluice) -> None:
+def test_a_full_step_in_numbers(sluice: Command) -> None:
     arguments = ("runtime.num_policy_ranks=2", "optim.updates_per_step=2", "packing.token_budget=44")
     value = planned(sluice(*arguments, "--fill", "1", "--lengths", "uniform", "--json"))
     # Four prompts of 9 tokens, four times each; every response has the most tokens, 12: 16 rows of 21 tokens.
@@ -110,7 +89,7 @@ def test_a_full_step_in_numbers(sluice: Sluice) -> None:
     assert value["store_bytes"] == value["most_store_bytes"] == sum(num_bytes.values()) + value["chunk_bytes"]
 
 
-def test_people_see_plans_columns_bytes_and_warnings(sluice: Sluice) -> None:
+def test_people_see_plans_columns_bytes_and_warnings(sluice: Command) -> None:
     code, out, err = sluice("runtime.num_policy_ranks=3", "optim.updates_per_step=8", "--fill", "0.25")
     assert (code, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -126,22 +105,26 @@ def test_people_see_plans_columns_bytes_and_warnings(sluice: Sluice) -> None:
     ) in lines
 
 
-def test_the_same_config_gives_the_same_plan(sluice: Sluice) -> None:
+def test_the_same_config_gives_the_same_plan(sluice: Command) -> None:
     first, second = planned(sluice("--json")), planned(sluice("--json"))
     assert first == second
     assert planned(sluice("seed=1", "--json"))["plan"] != first["plan"]
 
 
-def test_what_can_not_fit_is_refused(sluice: Sluice) -> None:
-    refused(sluice("packing.token_budget=16"), "packing.token_budget = 16", "at least 22")
-    refused(sluice("rollout.max_response_tokens=600", "packing.token_budget=9000"), "512 positions of the model")
-    refused(sluice("--fill", "0"), "fill is 0.0, expected a share of rollout.max_response_tokens above 0 and at most 1")
-    refused(sluice("model.path=./nowhere"), "./nowhere", "no such folder")
+def test_what_can_not_fit_is_rejected(sluice: Command) -> None:
+    assert_rejected(sluice("packing.token_budget=16"), "packing.token_budget = 16", "at least 22")
+    assert_rejected(
+        sluice("rollout.max_response_tokens=600", "packing.token_budget=9000"), "512 positions of the model"
+    )
+    assert_rejected(
+        sluice("--fill", "0"), "fill is 0.0, expected a share of rollout.max_response_tokens above 0 and at most 1"
+    )
+    assert_rejected(sluice("model.path=./nowhere"), "./nowhere", "no such folder")
 
 
-def test_a_step_over_the_stores_capacity_is_shown_and_refused(sluice: Sluice) -> None:
+def test_a_step_over_the_stores_capacity_is_shown_and_rejected(sluice: Command) -> None:
     result = sluice("store.capacity_bytes=2000", "--json")
-    refused(result, "one step take", "more than store.capacity_bytes = 2000", "lower rollout.num_prompts")
+    assert_rejected(result, "one step take", "more than store.capacity_bytes = 2000", "lower rollout.num_prompts")
     assert json.loads(result[1])["store_bytes"] > 2000
 
 
@@ -212,7 +195,7 @@ def test_only_an_adapter_has_gradients(load: Callable[..., RunConfig]) -> None:
     assert lora.reference == 0  # the policy without its adapter
 
 
-def test_a_model_that_is_no_causal_one_is_refused(load: Callable[..., RunConfig], tmp_path: Path) -> None:
+def test_a_model_that_is_no_causal_one_is_rejected(load: Callable[..., RunConfig], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(ModelError, match="not a causal language model"):
         rank_bytes(load(f"model.path={tmp_path}"))
@@ -232,7 +215,7 @@ def test_drawn_lengths(shape: Any, fill: float) -> None:
 
 
 @pytest.mark.parametrize("fill", [0.0, -0.5, 1.01, float("nan")])
-def test_a_fill_that_is_no_share_is_refused(fill: float) -> None:
+def test_a_fill_that_is_no_share_is_rejected(fill: float) -> None:
     with pytest.raises(ConfigError, match="above 0 and at most 1"):
         draw_lengths(np.random.default_rng(0), "uniform", fill, 10, 1)
 

@@ -1,0 +1,276 @@
+"""The commands and their options. Each imports what it needs when it is called, so that `--help` is quick."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from schemas.config.load import load_config, override_config
+from schemas.config.run import RunConfig
+from schemas.errors import RunError
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+DISTRIBUTION = "sluice-rl"
+
+app = typer.Typer(
+    name="sluice",
+    help="Post-train language models with GRPO, as Prefect flows over a jagged column store.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+console = Console()
+
+RunArgument = Annotated[str, typer.Argument(help="A run's id, or its directory.", metavar="RUN")]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(help="Changes to the config, e.g. optim.lr=1e-4 rollout.num_prompts=32", metavar="[KEY=VALUE]..."),
+]
+RunsDirOption = Annotated[str, typer.Option(help="The folder that holds the runs.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"sluice {version(DISTRIBUTION)}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def sluice(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Post-train language models with GRPO, as Prefect flows over a jagged column store."""
+
+
+@app.command()
+def demo(
+    overrides: OverridesArgument = None,
+    config_name: Annotated[
+        Literal["demo", "demo_vllm"], typer.Option("--config", help="The built-in config; demo_vllm: rollouts by vLLM.")
+    ] = "demo",
+    steps: Annotated[int | None, typer.Option(help="GRPO steps; the config's own if not given.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of data, model and training.", min=0)] = 0,
+) -> None:
+    """Make a data set and a tiny model, warm-start it, and run GRPO until the reward has risen."""
+    from flows.cli.demo import demo_overrides, prepare_demo
+    from flows.cli.run import run_training
+    from flows.cli.session import prefect_session, run_flow
+
+    last = [f"steps={steps}"] if steps else []
+    config = _load(config_name, [*demo_overrides(seed), *(overrides or []), *last])
+    if config.rollout.kind == "vllm":
+        from infra.engines.vllm.package import require_vllm
+
+        require_vllm()  # rather than after the warm start
+    with prefect_session(config.runtime, console):
+        run_flow(prepare_demo(config))
+        run_training(console, config)
+
+
+@app.command()
+def train(
+    config_path: Annotated[str, typer.Argument(help="A TOML file, or the name of a built-in one.", metavar="CONFIG")],
+    overrides: OverridesArgument = None,
+    run_id: Annotated[str | None, typer.Option(help="The run's id; made from the config's name if not given.")] = None,
+) -> None:
+    """Train as the config says. Everything is checked before anything is started."""
+    from flows.cli.preflight import check
+    from flows.cli.run import run_training
+    from flows.cli.session import prefect_session
+
+    config = _load(config_path, overrides or [])
+    with console.status("checking model, data and reward"):
+        check(config)
+    with prefect_session(config.runtime, console):
+        run_training(console, config, run_id)
+
+
+@app.command()
+def plan(
+    config_path: Annotated[str, typer.Argument(help="A TOML file, or the name of a built-in one.", metavar="CONFIG")],
+    overrides: OverridesArgument = None,
+    lengths: Annotated[
+        Literal["lognormal", "uniform"], typer.Option(help="How response lengths are drawn.")
+    ] = "lognormal",
+    fill: Annotated[
+        float, typer.Option(help="Their mean, as a fraction of rollout.max_response_tokens.")
+    ] = 0.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value.")] = False,
+) -> None:
+    """Plan one step without starting anything: rows, micro-batches, bytes; reject what can't fit."""
+    from flows.cli.plan import plan_config
+
+    plan_config(console, _load(config_path, overrides or []), shape=lengths, fill=fill, as_json=as_json)
+
+
+@app.command()
+def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: RunsDirOption = "runs") -> None:
+    """Resume a run that was stopped or killed; finished stages are not repeated.
+
+    Settings that don't affect what is trained may change, e.g. runtime.num_policy_ranks=2 or steps=100.
+    """
+    from flows.cli.preflight import check, check_checkpoint
+    from flows.cli.run import run_training
+    from flows.cli.session import prefect_session
+    from infra.storage.runs import RunDirectory
+
+    directory = RunDirectory.open(run, runs_dir)
+    config = override_config(directory.config(), overrides or [], directory.run_id)
+    if Path(config.runtime.runs_dir).resolve() != directory.path.parent:  # found by its path, it may have been moved
+        config = config.replace(runtime=config.runtime.replace(runs_dir=str(directory.path.parent)))
+    directory.changes(config)
+    done = len(directory.metrics.steps())
+    if done >= config.steps and (directory.path / "summary.json").exists():
+        console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")
+        return
+    check(config)
+    check_checkpoint(directory, config)
+    console.print(f"resuming {directory.run_id}: {done} of {config.steps} steps are done")
+    with prefect_session(config.runtime, console):
+        run_training(console, config, directory.run_id, resume=True)
+
+
+@app.command()
+def data(
+    task: Annotated[str, typer.Argument(help="A reasoning-gym task, e.g. chain_sum.")],
+    out: Annotated[Path, typer.Argument(help="The Parquet file to write.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(help="The task's own settings, e.g. min_terms=2", metavar="[KEY=VALUE]..."),
+    ] = None,
+    size: Annotated[int, typer.Option(help="Number of problems.", min=1)] = 1000,
+    seed: Annotated[int, typer.Option(help="The task's seed.", min=0)] = 0,
+    exclude: Annotated[Path | None, typer.Option(help="Skip problems that are in this Parquet file.")] = None,
+) -> None:
+    """Write problems of a reasoning-gym task as Parquet, in the columns that verl uses."""
+    from infra.datasets.reasoning_gym import parse_settings, write_problems
+
+    with console.status(f"generating {size} problems of {task}"):
+        num_rows = write_problems(
+            out, task, size=size, seed=seed, settings=parse_settings(settings or []), exclude=exclude
+        )
+    console.print(f"wrote {num_rows} rows of {task} to {out}")
+
+
+@app.command(name="eval")
+def evaluate(
+    run: RunArgument,
+    overrides: OverridesArgument = None,
+    data_path: Annotated[
+        str | None, typer.Option("--data", help="Prompts; the run's own eval file if not given.")
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="The most prompts to use.", min=1)] = None,
+    runs_dir: RunsDirOption = "runs",
+) -> None:
+    """Measure the held-out accuracy of a run's newest checkpoint, by data source.
+
+    Changes to the config hold for this evaluation only, e.g. eval.samples_per_prompt=8 eval.temperature=1.0.
+    """
+    from flows.cli.evaluate import evaluate_run
+    from flows.progress import eval_lines
+    from infra.storage.runs import RunDirectory
+
+    with console.status("generating"):
+        report = evaluate_run(RunDirectory.open(run, runs_dir), data_path, num_prompts, overrides or [])
+    console.print(
+        f"policy version {report.policy_version}: accuracy {report.accuracy:.3f}, mean reward {report.reward:.3f} "
+        f"over {report.num_prompts} prompts ({report.num_failed} rewards failed) in {report.seconds:.1f} s"
+    )
+    for line in eval_lines(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must be empty or not exist.", metavar="OUT")],
+    step: Annotated[
+        int | None, typer.Option(help="The checkpoint after this many steps; the newest if not given.", min=0)
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="The one with the best held-out accuracy.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; the base model's own if not given.")
+    ] = None,
+    runs_dir: RunsDirOption = "runs",
+) -> None:
+    """Write a checkpoint as a Hugging Face folder, adapters merged, which transformers and vLLM load."""
+    from flows.cli.export import export_run
+    from infra.storage.runs import RunDirectory
+
+    with console.status("exporting"):
+        version = export_run(RunDirectory.open(run, runs_dir), out, version=step, best=best, dtype=dtype)
+    console.print(f"wrote policy version {version} to {out}", soft_wrap=True)
+
+
+@app.command()
+def report(run: RunArgument, runs_dir: RunsDirOption = "runs") -> None:
+    """Show a run's metrics, and write them with curves to its report.html."""
+    from flows.cli.report import render_table, write_html
+    from infra.storage.runs import RunDirectory
+
+    directory = RunDirectory.open(run, runs_dir)
+    if not directory.metrics.steps():
+        raise RunError(f"run {directory.run_id} has no finished step to report; resume with: sluice resume {run}")
+    console.print(render_table(directory))
+    console.print(f"wrote {write_html(directory)}", soft_wrap=True)
+
+
+@app.command()
+def inspect(
+    run: RunArgument,
+    step: Annotated[
+        int | None,
+        typer.Argument(
+            help="Counted from 0, as in folder names; the newest with columns if not given.", metavar="[STEP]"
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Number of sample rows.", min=0)] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value, with full texts.")] = False,
+    runs_dir: RunsDirOption = "runs",
+) -> None:
+    """Show what a step's columns hold, without Ray: statistics, chunks, lengths and sample rows."""
+    from flows.cli.inspect import print_step
+    from infra.storage.runs import RunDirectory
+    from infra.stores.offline import find_step, open_run_columns
+    from infra.stores.summary import summarize_step
+
+    directory = RunDirectory.open(run, runs_dir)
+    store = open_run_columns(directory)
+    summary, failures = summarize_step(store, find_step(directory, store, step), rows)
+    if as_json:
+        typer.echo(summary.model_dump_json(indent=2))
+    else:
+        print_step(console, summary, directory.plan(summary.step))
+    if failures:
+        raise failures[0]
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="The benchmark; all are listed if not given.")] = None,
+) -> None:
+    """Measure Sluice against its peers, from a checkout with the extra `bench`; each benchmark has its own options."""
+    from flows.cli.bench import run_benchmark
+
+    run_benchmark(console, name, context.args)
+
+
+@app.command()
+def down(
+    services_dir: Annotated[str, typer.Option(help="The folder with the services' state.")] = ".sluice",
+) -> None:
+    """Stop the local Prefect server and Ray that earlier commands started here."""
+    from infra.services.local import LocalServices
+
+    stopped = LocalServices(Path(services_dir)).stop()
+    console.print(f"stopped: {', '.join(stopped)}" if stopped else "no local service was running")
+
+
+def _load(config: str, overrides: list[str]) -> RunConfig:
+    built_in = CONFIGS / f"{config}.toml"
+    return load_config(built_in if built_in.exists() and not Path(config).exists() else Path(config), overrides)

@@ -1,0 +1,52 @@
+"""Running the train flow from a terminal: how it ends, and the command that resumes it."""
+
+import signal
+from pathlib import Path
+
+import typer
+from prefect.exceptions import TerminationSignal
+from rich.console import Console
+
+from flows.cli.report import render_summary
+from flows.cli.session import run_flow
+from flows.train import train
+from infra.storage.runs import new_run_id
+from schemas.config.run import RunConfig
+
+TERMINATED = 128 + signal.SIGTERM
+
+
+def run_training(console: Console, config: RunConfig, run_id: str | None = None, *, resume: bool = False) -> None:
+    """Run the train flow to its end and print its summary; if it stops early, print the command that resumes it.
+
+    Raises:
+        PipelineError: What stopped the run.
+        typer.Exit: The process was terminated.
+    """
+    run_id = run_id or new_run_id(config.name)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        summary = run_flow(train(config, run_id=run_id, resume=resume))
+    except BaseException as error:
+        if (Path(config.runtime.runs_dir) / run_id).exists():
+            errors = Console(stderr=True)
+            errors.print(f"resume with: sluice resume {run_id}", markup=False, highlight=False, soft_wrap=True)
+        if _was_terminated(error):
+            raise typer.Exit(TERMINATED) from None
+        raise
+    console.print(render_summary(summary, Path(config.runtime.runs_dir) / run_id))
+
+
+class _Terminated(BaseException):
+    """A SIGTERM. Prefect handles the signal first, lets the flow clean up, and then sends it on to this process."""
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
+
+
+def _was_terminated(error: BaseException | None) -> bool:
+    """Return whether a SIGTERM caused an error; it is raised anywhere, so another error may cover it."""
+    while error is not None and not isinstance(error, TerminationSignal | _Terminated):
+        error = error.__cause__ or error.__context__
+    return error is not None
