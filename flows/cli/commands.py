@@ -96,9 +96,7 @@ def plan(
     lengths: Annotated[
         Literal["lognormal", "uniform"], typer.Option(help="How response lengths are drawn.")
     ] = "lognormal",
-    fill: Annotated[
-        float, typer.Option(help="Their mean, as a fraction of rollout.max_response_tokens.")
-    ] = 0.5,
+    fill: Annotated[float, typer.Option(help="Their mean, as a fraction of rollout.max_response_tokens.")] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value.")] = False,
 ) -> None:
     """Plan one step without starting anything: rows, micro-batches, bytes; reject what can't fit."""

@@ -1,26 +1,27 @@
-"""`sluice plan`: a step of a config, planned and measured before anything is started."""
+"""`sluice plan`: one step of a config, planned without starting anything."""
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from flows.cli.footprint import Footprint, LengthShape, measure_step
+from flows.cli.footprint import Footprint, measure_step
 from flows.cli.preflight import check
+from flows.cli.simulate import LengthShape
 from schemas.config.run import RunConfig
 
 
 def plan_config(console: Console, config: RunConfig, *, shape: LengthShape, fill: float, as_json: bool = False) -> None:
-    """Check a config, draw a step of it, and show what it takes; see `flows.cli.footprint.measure_step`.
+    """Check a config, simulate one of its steps, and print what it takes; see `flows.cli.footprint.measure_step`.
 
     Args:
-        console: Where it is shown.
+        console: Where it is printed.
         config: The run.
-        shape: Of the drawn response lengths.
-        fill: Their mean, as a share of `rollout.max_response_tokens`.
-        as_json: Show one JSON value, for machines.
+        shape: The distribution of the response lengths.
+        fill: Their mean, as a fraction of `rollout.max_response_tokens`.
+        as_json: Print one JSON value instead of tables.
 
     Raises:
-        UserError: Something of it is not usable, or can't fit; what was measured is shown before.
+        UserError: Something is not usable, or can't fit; the figures are printed first.
     """
     check(config)
     footprint = measure_step(config, shape, fill)
@@ -32,7 +33,7 @@ def plan_config(console: Console, config: RunConfig, *, shape: LengthShape, fill
 
 
 def print_footprint(console: Console, footprint: Footprint) -> None:
-    """Show rows and tokens, the plans, the columns, what the store and a rank hold, and warnings."""
+    """Print rows and tokens, the plans, the columns, the store's and a rank's bytes, and warnings."""
     for part in (_headline(footprint), _plans(footprint)):
         console.print(part, markup=False, highlight=False, soft_wrap=True)
     console.print(_columns(footprint))
@@ -74,7 +75,7 @@ def _bytes(footprint: Footprint) -> Table:
         "optimizer": of_rank.optimizer,
     }
     if of_rank.previous:
-        lines["weights of the version before"] = of_rank.previous
+        lines["weights of the previous version"] = of_rank.previous
     if of_rank.reference:
         lines["weights, each reference rank"] = of_rank.reference
     table = _table("memory", "bytes", "MiB", left=1)
@@ -84,7 +85,7 @@ def _bytes(footprint: Footprint) -> Table:
 
 
 def _table(*names: str, left: int) -> Table:
-    """An empty table whose first `left` columns hold text, and the others numbers."""
+    """Return an empty table whose first `left` columns hold text and the others numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=True, padding=(0, 1, 0, 0))
     for at, name in enumerate(names):
         table.add_column(name, justify="left" if at < left else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Everything about a config that can be checked before a service or a worker is started."""
+"""Checks of a config before any service or worker is started."""
 
 import fsspec
 import torch
@@ -22,10 +22,10 @@ from schemas.errors import CheckpointError, ConfigError, ModelError
 
 
 def check(config: RunConfig) -> None:
-    """Load the tokenizer, the prompts and the reward function, and see that every row and the store will do.
+    """Load the tokenizer, the prompts and the reward function, and check every row and the store.
 
     Raises:
-        UserError: What is wrong, where, and how to mend it.
+        UserError: Something is not usable; the message says what, where, and how to fix it.
     """
     check_store(config.store)
     tokenizer = load_tokenizer(config.model)
@@ -46,10 +46,10 @@ def check(config: RunConfig) -> None:
 
 
 def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:
-    """See that a run's newest checkpoint is one of the config's model, by names, shapes and dtypes.
+    """Check that a run's newest checkpoint fits the config's model, by tensor names, shapes and dtypes.
 
     Raises:
-        ModelError: It isn't: the folder holds another model than when the run began.
+        ModelError: It doesn't: the model folder holds another model than when the run began.
     """
     checkpoints = open_checkpoints(directory, config.checkpoint)
     if not (versions := checkpoints.complete_versions()):
@@ -61,16 +61,16 @@ def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:
         checkpoints.check_tensors(versions[-1], model_tensors(model))
     except CheckpointError as error:
         raise ModelError(
-            f"model.path {config.model.path}, which every engine would load, is not the model that run "
-            f"{directory.run_id} trains: {error}; put the one that it began with back there"
+            f"model.path {config.model.path}, is not the model that run {directory.run_id} trains: {error}; "
+            "restore the folder that the run began with"
         ) from None
 
 
 def check_store(config: StoreConfig) -> None:
-    """See that the store's file system is one that this environment can reach.
+    """Check that this environment can reach the store's file system.
 
     Raises:
-        ConfigError: fsspec doesn't know the URL, or lacks the package for it.
+        ConfigError: fsspec doesn't know the URL's protocol, or lacks the package for it.
     """
     if isinstance(config, RayStore) or config.url is None:
         return
@@ -84,7 +84,7 @@ def check_store(config: StoreConfig) -> None:
 
 
 def check_stop_tokens(config: RunConfig) -> None:
-    """See that the config's stop tokens are tokens of the model.
+    """Check that the config's stop tokens are in the model's vocabulary.
 
     Raises:
         ConfigError: One isn't.
@@ -99,7 +99,7 @@ def check_stop_tokens(config: RunConfig) -> None:
 
 
 def check_vllm(config: RunConfig, rollout: VllmRollout) -> None:
-    """See that vLLM is there for the run's device and that, on a CPU, a sequence fits its KV cache.
+    """Check that vLLM is installed for the run's device and that, on a CPU, a sequence fits its KV cache.
 
     Raises:
         ConfigError: It isn't, or doesn't.

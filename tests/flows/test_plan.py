@@ -11,15 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from flows.cli.footprint import (
-    SimulatedStep,
-    column_bytes,
-    column_dtypes,
-    draw_lengths,
-    measure_step,
-    rank_bytes,
-    simulate_step,
-)
+from flows.cli.footprint import measure_step, rank_bytes
+from flows.cli.simulate import SimulatedStep, column_bytes, column_dtypes, draw_lengths, simulate_step
 from infra.datasets import load_prompts
 from infra.engines.base import Generation
 from infra.models.load import load_model, load_policy, load_tokenizer
@@ -117,7 +110,7 @@ def test_what_can_not_fit_is_rejected(sluice: Command) -> None:
         sluice("rollout.max_response_tokens=600", "packing.token_budget=9000"), "512 positions of the model"
     )
     assert_rejected(
-        sluice("--fill", "0"), "fill is 0.0, expected a share of rollout.max_response_tokens above 0 and at most 1"
+        sluice("--fill", "0"), "fill is 0.0, expected a fraction of rollout.max_response_tokens above 0 and at most 1"
     )
     assert_rejected(sluice("model.path=./nowhere"), "./nowhere", "no such folder")
 

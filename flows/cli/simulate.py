@@ -1,0 +1,140 @@
+"""A step that is simulated before anything is started: its rows, and the bytes of their columns.
+
+N rows of a step. The prompts are those of the data file's first step; response lengths are drawn.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import NonNegativeInt
+
+from infra.datasets import PromptRow, load_train_prompts
+from infra.models.load import load_tokenizer
+from rl_core.columns.codec import arrow_type
+from rl_core.columns.jagged import token_dtype
+from schemas.base import Frozen
+from schemas.catalog import CATALOG, TOKEN_DTYPES, Axis, column_spec
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
+
+LengthShape = Literal["lognormal", "uniform"]
+LOGNORMAL_SIGMA = 0.8
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedStep:
+    """The rows of a step that has not been run."""
+
+    prompts: Sequence[PromptRow]  # N
+    response_lengths: NDArray[np.int64]  # [N], tokens, at least 1
+    samples_per_prompt: int
+    max_response_tokens: int
+
+    @property
+    def prompt_lengths(self) -> NDArray[np.int64]:
+        """[N], tokens."""
+        return np.array([len(prompt.prompt_ids) for prompt in self.prompts], dtype=np.int64)
+
+    def at_longest(self) -> "SimulatedStep":
+        """Return the same rows with every response at its longest."""
+        full = np.full_like(self.response_lengths, self.max_response_tokens)
+        return SimulatedStep(self.prompts, full, self.samples_per_prompt, self.max_response_tokens)
+
+
+class ColumnBytes(Frozen):
+    """The size of one column of a step."""
+
+    name: str
+    axis: Axis
+    dtype: str
+    num_values: NonNegativeInt
+    num_bytes: NonNegativeInt  # values and row offsets
+
+
+def simulate_step(config: RunConfig, shape: LengthShape, fill: float) -> SimulatedStep:
+    """Return the prompts of step 0, each repeated for its samples, and response lengths drawn by the config's seed."""
+    rollout = config.rollout
+    data = load_train_prompts(config.data, load_tokenizer(config.model))
+    rows = data.rows_for_step(0, rollout.num_prompts, config.seed, config.data.shuffle)
+    prompts = [data[row] for row in rows for _ in range(rollout.samples_per_prompt)]
+    random = np.random.Generator(np.random.PCG64(config.seed))
+    lengths = draw_lengths(random, shape, fill, rollout.max_response_tokens, len(prompts))
+    return SimulatedStep(prompts, lengths, rollout.samples_per_prompt, rollout.max_response_tokens)
+
+
+def draw_lengths(
+    random: np.random.Generator, shape: LengthShape, fill: float, longest: int, count: int
+) -> NDArray[np.int64]:
+    """Return response lengths from 1 to `longest` tokens: [count] int64.
+
+    Args:
+        random: The random generator.
+        shape: "lognormal": log lengths with standard deviation `LOGNORMAL_SIGMA`, cut off at `longest` as generation
+            does; "uniform": the widest range that has the wanted mean.
+        fill: The mean before the cut, as a fraction of `longest`.
+        longest: The most tokens.
+        count: The number of lengths.
+
+    Raises:
+        ConfigError: `fill` is not above 0 and at most 1.
+    """
+    if not 0 < fill <= 1:
+        raise ConfigError(f"fill is {fill}, expected a fraction of rollout.max_response_tokens above 0 and at most 1")
+    if shape == "uniform":
+        drawn = random.uniform(max(0.0, 2 * fill - 1) * longest, min(1.0, 2 * fill) * longest, count)
+    else:
+        drawn = random.lognormal(math.log(fill * longest) - LOGNORMAL_SIGMA**2 / 2, LOGNORMAL_SIGMA, count)
+    return np.clip(np.rint(drawn), 1, longest).astype(np.int64)
+
+
+def column_dtypes(config: RunConfig, vocab_size: int) -> dict[str, str]:
+    """Return the dtype of each column that a step of the run has; reward parts, which only the reward names, aside."""
+    token = "uint16" if token_dtype(vocab_size) == np.uint16 else "int32"
+    return {
+        name: token if spec.dtypes == TOKEN_DTYPES else spec.dtypes[0]
+        for name, spec in CATALOG.items()
+        if spec.producer != "reference" or config.kl.coef
+    }
+
+
+def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[ColumnBytes, ...]:
+    """Return the size of each column; a response token is taken to have as many bytes of text as a prompt token."""
+    num_rows, text_bytes = len(step.prompts), _text_bytes(step)
+    counts = {
+        "row": num_rows,
+        "prompt": int(step.prompt_lengths.sum()),
+        "response": int(step.response_lengths.sum()),
+    }
+    columns = []
+    for name, dtype in dtypes.items():
+        axis, of_type = column_spec(name).axis, arrow_type(name, dtype)
+        if pa.types.is_string(of_type):
+            num_bytes = 4 * (num_rows + 1) + text_bytes[name]
+        elif pa.types.is_large_list(of_type):
+            num_bytes = 8 * (num_rows + 1) + math.ceil(counts[axis] * of_type.value_type.bit_width / 8)
+        else:
+            num_bytes = math.ceil(counts[axis] * of_type.bit_width / 8)
+        columns.append(ColumnBytes(name=name, axis=axis, dtype=dtype, num_values=counts[axis], num_bytes=num_bytes))
+    return tuple(columns)
+
+
+def _text_bytes(step: SimulatedStep) -> dict[str, int]:
+    """Return the UTF-8 bytes of each text column over all rows."""
+    prompts, responses = step.prompts, step.response_lengths
+    prompt_text = sum(len(prompt.prompt_text.encode()) for prompt in prompts)
+    groups = [divmod(row, step.samples_per_prompt) for row in range(len(prompts))]
+    num_cut = int((responses == step.max_response_tokens).sum())
+    return {
+        "prompt_text": prompt_text,
+        "response_text": round(prompt_text / step.prompt_lengths.sum() * responses.sum()),
+        "answer": sum(len(prompt.answer.encode()) for prompt in prompts),
+        "info": sum(len(json.dumps(prompt.info, default=str).encode()) for prompt in prompts),
+        "sample_id": sum(len(f"0-{group}-{sample}") for group, sample in groups),
+        "finish_reason": len("length") * num_cut + len("stop") * (len(prompts) - num_cut),
+    }
