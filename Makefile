@@ -3,11 +3,11 @@
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
-EXTRAS ?= bench,cpu,demo,lora,math,s3,tensorboard,dev
+EXTRAS ?= bench,cpu,demo,docs,lora,math,s3,tensorboard,dev
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test lint down
+.PHONY: venv demo test lint format docs down
 
 venv: $(VENV)/installed
 
@@ -26,7 +26,11 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: venv  ## data, tiny model, warm start, GRPO; STEPS=n for another number of steps
 	@$(BIN)/sluice demo $(if $(STEPS),--steps $(STEPS))
 
-lint: venv
+format: venv  ## format the code and fix what can be fixed
+	$(BIN)/ruff check --fix --quiet .
+	$(BIN)/ruff format --quiet .
+
+lint: venv  ## format, lint, types, import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -34,6 +38,9 @@ lint: venv
 
 test: lint  ## lint, types, layers and the whole suite, two files at a time
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+docs: venv  ## the documentation as a site, in site/; a broken link is an error
+	$(BIN)/mkdocs build --strict --quiet
 
 down:  ## stop the local Prefect server and Ray
 	@test ! -x $(BIN)/sluice || $(BIN)/sluice down

@@ -21,6 +21,7 @@ from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, PipelineErro
 from schemas.step import PolicyHandle, RunHandle, RunSummary
 from tasks.checkpoint import save_checkpoint, save_on_failure
 from tasks.evaluate import evaluate_policy
+from tasks.workers import start_all_workers
 
 SUMMARY_STEPS = 10
 
@@ -67,6 +68,7 @@ async def train(config: RunConfig, run_id: str | None = None, resume: bool = Fal
 
 async def _training_loop(run: RunHandle, directory: RunDirectory) -> RunHandle:
     logger = get_run_logger()
+    await start_all_workers(run)
     policy = await reconcile(run, directory)
     progress = await create_progress(run, 100 * policy.step / run.config.steps)
     tensorboard = TensorBoardMonitor(directory.path) if run.config.runtime.tensorboard else None
@@ -94,6 +96,7 @@ async def _training_loop(run: RunHandle, directory: RunDirectory) -> RunHandle:
                     raise
                 logger.warning("step %d is run again (%d): %s", policy.step, restarts, error)
                 run = open_run(directory, run.config)
+                await start_all_workers(run)
                 policy = await reconcile(run, directory)
     except BaseException:
         with suppress(PipelineError):  # the run has failed already; this only keeps what can be kept

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.progress import DeadlockDetector
+
 WHOLE_RUNS = ("resume", "flows")  # folders whose tests start whole runs, those that take longest first
 
+# Read when Typer is imported: a terminal's or CI's settings would change what the command prints.
+for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH", "COLUMNS"):
+    os.environ.pop(name, None)
 # Read when Ray is imported. On Linux, Ray otherwise listens on every interface, whatever address it is given.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -30,6 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return WHOLE_RUNS.index(folder) if folder in WHOLE_RUNS else len(WHOLE_RUNS)
 
     items.sort(key=rank)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Fail a test that hangs; nothing fails for being slow."""
+    with DeadlockDetector():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

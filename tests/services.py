@@ -6,14 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from infra.services.local import LocalServices
 from infra.storage.runs import RunDirectory
+from tests.progress import Progress, wait_until
 from tests.tiny import make_tiny_data, make_tiny_model
 
 CONFIG = """
@@ -73,137 +74,180 @@ class Workplace:
     def services(self) -> LocalServices:
         return LocalServices(self.folder / ".sluice")
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start a `sluice` command and go on."""
-        return self._spawn("-m", "flows.cli.main", *arguments)
+    def start(self, *arguments: str) -> "Command":
+        """Start a `sluice` command."""
+        return Command(self, "-P", "-m", "flows.cli.main", *arguments)
 
     def sluice(self, *arguments: str, exit_code: int = 0) -> str:
-        """Run a `sluice` command to its end; returns what it printed."""
-        return self.python("-m", "flows.cli.main", *arguments, exit_code=exit_code)
+        """Run a `sluice` command to its end; return what it printed."""
+        return self.start(*arguments).finish(exit_code)
 
-    def python(self, *arguments: str, exit_code: int = 0, timeout: float = 240) -> str:
-        """Run Python to its end; returns what it printed, standard error last."""
-        process = self._spawn(*arguments)
-        try:
-            out, err = process.communicate(timeout=timeout)
-        finally:
-            process.kill()
-        assert process.returncode == exit_code, f"exit {process.returncode}\n{out}\n{err}"
-        return out + err
+    def python(self, *arguments: str, exit_code: int = 0) -> str:
+        """Run Python to its end; return what it printed, standard error last."""
+        return Command(self, *arguments).finish(exit_code)
 
-    def _spawn(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=self.folder,
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def kill_when(self, reached: Callable[[], bool], *arguments: str) -> None:
-        """Start a command and kill it, -9, as soon as `reached` says so."""
-        process = self.start(*arguments)
-        self.wait_for(reached, process)
-        self.kill(process)
-
-    def kill(self, process: subprocess.Popen[str]) -> str:
-        """Kill -9 a command; what it started goes on. Returns what it had printed."""
-        process.send_signal(signal.SIGKILL)
-        return "".join(process.communicate())
-
-    def wait_for(self, reached: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 120) -> None:
-        """Wait until `reached` says so, while `process` runs."""
-        deadline = time.monotonic() + timeout
-        while not reached():
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline, "the awaited moment never came"
-            time.sleep(0.002)
-
-    def committed(self, run_id: str, step: int, stage: str) -> Callable[[], bool]:
-        """Whether the run's ledger holds a stage of a step, whole: Prefect writes an entry in place."""
-        folder = self.folder / "runs" / run_id / "ledger" / f"step-{step:06d}"
-
-        def committed() -> bool:
-            try:
-                return any(json.loads(entry.read_text()) for entry in folder.glob(f"{stage}-*"))
-            except (FileNotFoundError, json.JSONDecodeError):
-                return False
-
-        return committed
-
-    def weights(self, run_id: str, version: int) -> str:
-        """The digest of a checkpoint's weights and optimizer state."""
-        folder = self.folder / "runs" / run_id / "policy" / f"step-{version:06d}"
-        shards = sorted(folder.glob("rank-*.safetensors"))
-        assert shards, f"{folder} holds no checkpoint"
-        return hashlib.sha256(b"".join(shard.read_bytes() for shard in shards)).hexdigest()
-
-    def metrics(self, run_id: str) -> list[dict[str, float]]:
-        """What each step measured, without its times."""
-        reports = self._run(run_id).metrics.steps()
-        return [
-            {name: value for name, value in report.metrics.items() if not name.endswith("_seconds")}
-            for report in reports
-        ]
-
-    def sampling_seconds(self, run_id: str) -> list[float]:
-        """How long each step's sampling took, when it was done."""
-        return [report.metrics["rollout/generate_seconds"] for report in self._run(run_id).metrics.steps()]
-
-    def store_bytes_at_end(self, run_id: str) -> int:
-        """What the column store held when the run ended."""
-        summary = self._run(run_id).summary()
-        assert summary is not None
-        return summary.store_bytes_at_end
-
-    def steps_done(self, run_id: str) -> int:
-        return len(self._run(run_id).metrics.steps())
-
-    def ledger(self, run_id: str, step: int) -> dict[str, int]:
-        """A step's ledger entries, by name, and when each was written."""
-        folder = self._run(run_id).ledger / f"step-{step:06d}"
-        return {path.name: path.stat().st_mtime_ns for path in folder.glob("*") if path.exists()}
+    def run(self, run_id: str) -> "Run":
+        """Return what a run has written so far."""
+        return Run(self.folder / "runs" / run_id)
 
     def kill_worker(self, role: str, at_most: int | None = None) -> int:
-        """Kill -9 the Ray worker processes of one class, e.g. `PolicyWorker`; returns how many."""
+        """Kill -9 the Ray worker processes of one class, e.g. `PolicyWorker`; return how many."""
         workers = [process for name, process in self._workers() if name.startswith(role)][:at_most]
         for worker in workers:
             worker.kill()
         return len(workers)
 
     def worker_names(self) -> list[str]:
-        """What Ray calls its worker processes."""
+        """Return Ray's names of its worker processes."""
         return [name for name, _ in self._workers()]
 
-    def _workers(self) -> list[tuple[str, psutil.Process]]:
-        state = self.services.state("ray")
-        assert state is not None
-        named = []
-        for process in psutil.Process(state.pid).children(recursive=True):
-            try:
-                title = "".join(process.cmdline()[:1])
-            except psutil.NoSuchProcess:
-                continue
-            if title.startswith("ray::"):
-                named.append((title.removeprefix("ray::"), process))
-        return named
+    def worker_processes(self) -> list[psutil.Process]:
+        """Return Ray's worker processes."""
+        return [process for _, process in self._workers()]
 
     def stop_ray(self) -> None:
-        """End the local Ray with all that it holds."""
+        """Kill the local Ray with all that it holds."""
         state = self.services.state("ray")
         assert state is not None
         processes = [psutil.Process(state.pid), *psutil.Process(state.pid).children(recursive=True)]
         for process in processes:
             process.kill()
-        psutil.wait_procs(processes, timeout=30)
+        _, alive = psutil.wait_procs(processes, timeout=60)
+        assert not alive
 
-    def _run(self, run_id: str) -> RunDirectory:
-        return RunDirectory(self.folder / "runs" / run_id)
+    def _workers(self) -> Iterator[tuple[str, psutil.Process]]:
+        state = self.services.state("ray")
+        if state is None:
+            return
+        try:
+            started = psutil.Process(state.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return
+        for process in started:
+            try:
+                title = "".join(process.cmdline()[:1])
+            except psutil.NoSuchProcess:
+                continue
+            if title.startswith("ray::"):
+                yield title.removeprefix("ray::"), process
 
-    def _environment(self) -> dict[str, str]:
-        # Nothing of the caller's configuration may reach the commands: each workplace starts its own services.
+
+class Command:
+    """A running command of a workplace."""
+
+    def __init__(self, place: Workplace, *arguments: str) -> None:
+        self._place = place
+        self._out, self._err = (_new_file(place.folder / ".output", suffix) for suffix in ("out", "err"))
+        # Nothing of the caller's configuration may reach the command: each workplace starts its own services.
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "RAY_"))}
-        root = str(Path(__file__).parents[1])
-        return {**kept, "PYTHONPATH": root, "COLUMNS": "200"}
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=place.folder,
+                env={**kept, "PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "200"},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+        self._progress = Progress(self._working, self._written)
+
+    @property
+    def printed(self) -> str:
+        """What it has printed so far, standard error last."""
+        return self._out.read_text() + self._err.read_text()
+
+    @property
+    def errors(self) -> str:
+        """What it has printed to standard error so far."""
+        return self._err.read_text()
+
+    def wait_for(self, reached: Callable[[], bool]) -> None:
+        """Wait until `reached` returns true, while the command runs."""
+
+        def reached_while_running() -> bool:
+            if reached():
+                return True
+            assert self._process.poll() is None, self.printed
+            return False
+
+        wait_until(reached_while_running, self._progress)
+
+    def finish(self, exit_code: int = 0) -> str:
+        """Wait for its end; return what it printed, standard error last."""
+        try:
+            wait_until(lambda: self._process.poll() is not None, self._progress, poll_seconds=0.05)
+        finally:
+            self._process.kill()
+        assert self._process.wait() == exit_code, f"exit {self._process.returncode}\n{self.printed}"
+        return self.printed
+
+    def kill(self) -> str:
+        """Kill -9 it; what it started continues. Return what it had printed."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        return self.printed
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+        self._process.terminate()
+
+    def _working(self) -> list[psutil.Process]:
+        """Return the processes that work for it: itself, its children and Ray's workers, but no service."""
+        states = (self._place.services.state(name) for name in ("prefect", "ray"))
+        services = {state.pid for state in states if state}
+        own: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            own.append(psutil.Process(self._process.pid))
+            own += own[0].children()
+        return [process for process in own if process.pid not in services] + self._place.worker_processes()
+
+    def _written(self) -> object:
+        runs = (self._place.folder / "runs").glob("*/metrics.jsonl")
+        return [path.stat().st_size for path in (self._out, self._err, *runs)]
+
+
+class Run(RunDirectory):
+    """What a run has written, as tests compare it."""
+
+    def committed(self, step: int, stage: str) -> bool:
+        """Return whether the ledger holds a stage of a step, whole: Prefect writes an entry in place."""
+        try:
+            return any(json.loads(entry.read_text()) for entry in self.step_ledger(step).glob(f"{stage}-*"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return False
+
+    def entries(self, step: int) -> dict[str, int]:
+        """Return when each of a step's ledger entries was written, by name."""
+        return {path.name: path.stat().st_mtime_ns for path in self.step_ledger(step).glob("*") if path.exists()}
+
+    def step_ledger(self, step: int) -> Path:
+        return self.ledger / self.ledger_step_name(step)
+
+    def weights(self, version: int) -> str:
+        """Return the digest of a checkpoint's weights and optimizer state."""
+        folder = self.checkpoints / f"step-{version:06d}"
+        shards = sorted(folder.glob("rank-*.safetensors"))
+        assert shards, f"{folder} holds no checkpoint"
+        return hashlib.sha256(b"".join(shard.read_bytes() for shard in shards)).hexdigest()
+
+    def step_metrics(self) -> list[dict[str, float]]:
+        """Return each step's metrics, without times."""
+        return [
+            {name: value for name, value in report.metrics.items() if not name.endswith("_seconds")}
+            for report in self.metrics.steps()
+        ]
+
+    def generate_seconds(self) -> list[float]:
+        """Return how long each step's rollout took when it was generated."""
+        return [report.metrics["rollout/generate_seconds"] for report in self.metrics.steps()]
+
+    def store_bytes_at_end(self) -> int:
+        """Return what the column store held when the run ended."""
+        summary = self.summary()
+        assert summary is not None
+        return summary.store_bytes_at_end
+
+
+def _new_file(folder: Path, suffix: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder / f"{len(list(folder.iterdir()))}.{suffix}"

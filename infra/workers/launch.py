@@ -1,5 +1,7 @@
 """The run's workers by role: which class, how many, on which share of a GPU, and how they are found or created."""
 
+import asyncio
+from collections.abc import Awaitable
 from typing import Any, Literal
 
 from infra.ray.actors import call, create_actor, find_actor, kill_actor
@@ -30,6 +32,22 @@ def num_workers(config: RunConfig) -> dict[Role, int]:
         "reference": config.runtime.num_reference_ranks if config.needs_reference_worker else 0,
         "rollout": config.rollout.num_workers,
     }
+
+
+async def start_workers(run: RunHandle) -> None:
+    """Find or create all workers of the run, and wait until all have started: they start at the same time.
+
+    Raises:
+        PipelineError: What the first worker to fail raised.
+    """
+    starts: list[Awaitable[object]] = [get_group(run, "policy")]
+    if run.config.needs_reference_worker:
+        starts.append(get_group(run, "reference"))
+    starts += [get_worker(run, "rollout", number) for number in range(run.config.rollout.num_workers)]
+    outcomes = await asyncio.gather(*starts, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
 
 
 async def get_worker(run: RunHandle, role: Role, number: int = 0) -> Any:

@@ -1,107 +1,108 @@
 """Kill any process at any moment: the resumed run ends in the same weights, bit for bit."""
 
 import signal
-from collections.abc import Callable
 
 import pytest
 
-from tests.services import Workplace
+from tests.services import Command, Run, Workplace
 
 pytestmark = pytest.mark.slow
 
 STEPS = 6
 CONFIG = ("train", "tiny.toml", f"steps={STEPS}")
+STAGES = ("rollout", "put", "logprob", "advantage", "update")  # one is killed at in each step
 
 
 @pytest.fixture(scope="module")
-def expected(workplace: Workplace) -> str:
-    """The final weights of a run that nothing happened to."""
+def expected(workplace: Workplace) -> Run:
+    """An undisturbed run."""
     workplace.sluice(*CONFIG, "--run-id", "undisturbed")
-    return workplace.weights("undisturbed", STEPS)
+    return workplace.run("undisturbed")
 
 
-def test_a_driver_killed_again_and_again(workplace: Workplace, expected: str) -> None:
-    run_id = "killed-drivers"
-    driver, left = workplace.start(*CONFIG, "--run-id", run_id), None
-    for step, stage in enumerate(("rollout", "put", "logprob", "advantage", "update")):
-        workplace.wait_for(reached(workplace.committed(run_id, step, stage), left), driver)
-        workplace.kill(driver)
-        left = LeftLedger(workplace, run_id, step)
-        driver = workplace.start("resume", run_id)
-    out, err = driver.communicate(timeout=120)
-    assert driver.returncode == 0, out + err
-    assert workplace.weights(run_id, STEPS) == expected
-    assert workplace.metrics(run_id) == workplace.metrics("undisturbed")
-    assert workplace.store_bytes_at_end(run_id) == 0
-    assert not list((workplace.folder / "runs" / run_id / "ledger").glob("*"))
+def assert_same(run: Run, expected: Run) -> None:
+    assert run.weights(STEPS) == expected.weights(STEPS)
+    assert run.step_metrics() == expected.step_metrics()
+    assert run.store_bytes_at_end() == 0
 
 
-def reached(committed: Callable[[], bool], left: "LeftLedger | None") -> Callable[[], bool]:
-    """Whether the stage to kill at is committed; what the last driver left is looked at all the while."""
+class KilledAgainAndAgain:
+    """One run whose driver is killed in each of its first steps, at another stage each time."""
 
-    def look() -> bool:
-        if left is not None:
-            left.check()
-        return committed()
+    def __init__(self, workplace: Workplace) -> None:
+        self.workplace, self.run = workplace, workplace.run("killed-drivers")
+        self.driver: Command = workplace.start(*CONFIG, "--run-id", "killed-drivers")
+        self._left_step, self._left_entries = -1, dict[str, int]()
 
-    return look
+    def kill_at(self, step: int, stage: str) -> None:
+        """Kill the driver once a stage is committed, and resume the run."""
+        self.driver.wait_for(lambda: self._committed(step, stage))
+        self.driver.kill()
+        self._left_step, self._left_entries = step, self.run.entries(step)
+        self.driver = self.workplace.start("resume", "killed-drivers")
 
-
-class LeftLedger:
-    """What a killed driver had committed of a step: no stage of it is run again."""
-
-    def __init__(self, workplace: Workplace, run_id: str, step: int) -> None:
-        self._workplace, self._run_id, self._step = workplace, run_id, step
-        self._entries = workplace.ledger(run_id, step)
-
-    def check(self) -> None:
-        """An entry stays as it was written until its step is done."""
-        now = self._workplace.ledger(self._run_id, self._step)
-        if self._workplace.steps_done(self._run_id) <= self._step:
+    def _committed(self, step: int, stage: str) -> bool:
+        """Check that no stage that the last driver committed is run again, as long as its step is not done."""
+        now = self.run.entries(self._left_step)
+        if len(self.run.metrics.steps()) <= self._left_step:
             for name, written in now.items():
-                assert self._entries.get(name, written) == written, name
+                assert self._left_entries.get(name, written) == written, name
+        return self.run.committed(step, stage)
 
 
-def test_a_lost_ray_and_checkpoints_that_are_rare(workplace: Workplace, expected: str) -> None:
-    run_id = "lost-ray"
-    rare = "checkpoint.every_steps=2"
-    workplace.kill_when(workplace.committed(run_id, 3, "put"), *CONFIG, rare, "--run-id", run_id)
+@pytest.fixture(scope="module")
+def killed(workplace: Workplace, expected: Run) -> KilledAgainAndAgain:
+    return KilledAgainAndAgain(workplace)
+
+
+@pytest.mark.parametrize(("step", "stage"), list(enumerate(STAGES)), ids=STAGES)
+def test_a_driver_killed_again_and_again(killed: KilledAgainAndAgain, step: int, stage: str) -> None:
+    killed.kill_at(step, stage)
+
+
+def test_a_run_whose_drivers_were_killed_ends_the_same(killed: KilledAgainAndAgain, expected: Run) -> None:
+    killed.driver.finish()
+    assert_same(killed.run, expected)
+    assert not list(killed.run.ledger.glob("step-*"))
+
+
+def test_a_lost_ray_and_rare_checkpoints(workplace: Workplace, expected: Run) -> None:
+    run = workplace.run("lost-ray")
+    driver = workplace.start(*CONFIG, "checkpoint.every_steps=2", "--run-id", run.run_id)
+    driver.wait_for(lambda: run.committed(3, "put"))
+    driver.kill()
     workplace.stop_ray()
-    sampled = workplace.sampling_seconds(run_id)
-    damaged = next((workplace.folder / "runs" / run_id / "columns" / "step-000003").glob("*.arrow"))
+    generated = run.generate_seconds()
+    damaged = next((run.columns / "step-000003").glob("*.arrow"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    printed = workplace.sluice("resume", run_id)
+    printed = workplace.sluice("resume", run.run_id)
     assert f"3 of {STEPS} steps are done" in printed
     assert f"step   3/{STEPS}" in printed  # from the checkpoint of version 2, so that one is run again
     assert f"step   2/{STEPS}" not in printed
     assert "step 3 is run from its start: chunk lost-ray/3/rollout/0/0: the checksum" in printed
-    # Its columns survived Ray, so that step 2 was not sampled again: the ledger still told when it was.
-    assert workplace.sampling_seconds(run_id)[2] == sampled[2]
-    assert workplace.weights(run_id, STEPS) == expected
-    assert workplace.metrics(run_id) == workplace.metrics("undisturbed")
+    # Its columns survived Ray, so that step 2 was not generated again: the ledger still told when it was.
+    assert run.generate_seconds()[2] == generated[2]
+    assert_same(run, expected)
 
 
-def test_workers_killed_under_a_living_driver(workplace: Workplace, expected: str) -> None:
-    run_id = "killed-workers"
-    driver = workplace.start(*CONFIG, "--run-id", run_id, "runtime.max_restarts=9")
+def test_workers_killed_under_a_living_driver(workplace: Workplace, expected: Run) -> None:
+    run = workplace.run("killed-workers")
+    driver = workplace.start(*CONFIG, "--run-id", run.run_id, "runtime.max_restarts=9")
     for step, role in enumerate(("PolicyWorker", "RolloutWorker", "ReferenceWorker", "RayStoreRegistry"), start=1):
-        workplace.wait_for(workplace.committed(run_id, step, "rollout"), driver)
+        driver.wait_for(lambda step=step: run.committed(step, "rollout"))  # type: ignore[misc]
         assert workplace.kill_worker(role) == 1
-    out, err = driver.communicate(timeout=120)
-    assert driver.returncode == 0, out + err
-    assert workplace.weights(run_id, STEPS) == expected
-    assert workplace.metrics(run_id) == workplace.metrics("undisturbed")
+    driver.finish()
+    assert_same(run, expected)
 
 
-def test_a_terminated_driver_leaves_nothing_behind(workplace: Workplace, expected: str) -> None:
-    run_id = "terminated"
-    driver = workplace.start(*CONFIG, "--run-id", run_id)
-    workplace.wait_for(workplace.committed(run_id, 1, "put"), driver)
+def test_a_terminated_driver_leaves_nothing_behind(workplace: Workplace, expected: Run) -> None:
+    run = workplace.run("terminated")
+    driver = workplace.start(*CONFIG, "--run-id", run.run_id)
+    driver.wait_for(lambda: run.committed(1, "put"))
     driver.terminate()
-    out, err = driver.communicate(timeout=60)
-    assert driver.returncode == 128 + signal.SIGTERM, out + err
-    assert f"resume with: sluice resume {run_id}" in err
-    assert "Traceback" not in err
+    driver.finish(128 + signal.SIGTERM)
+    assert f"resume with: sluice resume {run.run_id}" in driver.errors
+    assert "Traceback" not in driver.errors
     assert not [name for name in workplace.worker_names() if not name.startswith(("IDLE", "Dashboard", "RuntimeEnv"))]
-    workplace.sluice("resume", run_id)
-    assert workplace.weights(run_id, STEPS) == expected
+    workplace.sluice("resume", run.run_id)
+    assert_same(run, expected)
