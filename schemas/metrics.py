@@ -1,4 +1,4 @@
-"""Metrics that know how they reduce, so that no micro-batch split changes what is reported."""
+"""Metrics that carry their reduction, so that no split into micro-batches changes the reported values."""
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
@@ -9,7 +9,7 @@ from schemas.base import Frozen
 
 
 class Mean(Frozen):
-    """A weighted mean: totals and weights add up; `value` is their quotient (0 when nothing was weighed)."""
+    """A weighted mean: totals and weights are summed; `value` is total / weight, or 0 if the weight is 0."""
 
     kind: Literal["mean"] = "mean"
     total: float
@@ -51,7 +51,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
     """Reduce the metrics of several micro-batches, updates or workers into one set.
 
     Raises:
-        TypeError: Two parts report one name with different reductions.
+        TypeError: Two parts report the same name with different reductions.
     """
     merged: Metrics = {}
     for part in parts:
@@ -59,11 +59,11 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
             previous = merged.get(name)
             if previous is not None and previous.kind != metric.kind:
                 raise TypeError(f"metric {name!r} is a {metric.kind} here and a {previous.kind} elsewhere")
-            # Both are of one kind, which the checker can't follow.
+            # Both are of the same kind, which mypy can't infer.
             merged[name] = metric if previous is None else previous.merge(metric)  # type: ignore[arg-type]
     return merged
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The plain numbers of `metrics`, for logs."""
+    """Return the plain numbers of `metrics`, for logs."""
     return {name: metric.value for name, metric in metrics.items()}

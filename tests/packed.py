@@ -1,4 +1,4 @@
-"""Tiny in-memory models and random jagged batches, for tests of packed replay."""
+"""Tiny in-memory models and random jagged batches, for tests of packed scoring."""
 
 from dataclasses import dataclass
 from typing import Any

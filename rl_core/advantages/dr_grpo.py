@@ -1,11 +1,11 @@
-"""Dr. GRPO's advantages: GRPO's without the division by the standard deviation."""
+"""Dr. GRPO advantages: GRPO without the division by the standard deviation."""
 
 from rl_core.advantages.base import AdvantageInputs, Floats
 from schemas.config.advantage import DrGrpoAdvantage
 
 
 def dr_grpo_advantages(inputs: AdvantageInputs, config: DrGrpoAdvantage) -> Floats:
-    """Reward - group mean (Liu et al. 2025, arXiv:2503.20783, section 3.2).
+    """Compute reward - group mean (Liu et al. 2025, arXiv:2503.20783, section 3.2).
 
     Args:
         inputs: The step's rows.
@@ -14,4 +14,4 @@ def dr_grpo_advantages(inputs: AdvantageInputs, config: DrGrpoAdvantage) -> Floa
     Returns:
         [N] float64.
     """
-    return inputs.centred
+    return inputs.centered

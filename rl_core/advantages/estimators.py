@@ -25,17 +25,17 @@ _ESTIMATORS: dict[str, AdvantageEstimator] = {
 def compute_advantages(
     rewards: Floats, group_ids: Ints, config: AdvantageConfig, *, response_lengths: Ints, loss_tokens: Ints
 ) -> NDArray[np.float32]:
-    """The advantage of each of N rows, by the config's `kind`.
+    """Compute the advantage of each of N rows with the estimator of the config's `kind`.
 
-    A group of one row, or of equal rewards, says nothing about which response is better: whatever the
-    estimator, its advantages are exactly 0.
+    A zero-variance group (equal rewards, or one row) doesn't say which response is better: whatever the estimator
+    returns, its advantages are exactly 0.
 
     Args:
-        rewards: [N] finite rewards; leave out the rows whose reward failed.
-        group_ids: [N] which rows answer the same prompt; the rows of a group need not be adjacent.
-        config: Which estimator, with its parameters.
+        rewards: [N] finite; drop the rows whose reward failed.
+        group_ids: [N] the same number for all rows of a prompt; they need not be adjacent.
+        config: The estimator and its parameters.
         response_lengths: [N] tokens.
-        loss_tokens: [N] response tokens that are trained.
+        loss_tokens: [N] trained response tokens.
 
     Returns:
         [N] float32.
@@ -43,7 +43,7 @@ def compute_advantages(
     Raises:
         ValueError: The arrays differ in length, a reward isn't finite, or counts are impossible.
     """
-    inputs = AdvantageInputs.of(rewards, group_ids, response_lengths=response_lengths, loss_tokens=loss_tokens)
+    inputs = AdvantageInputs.from_rows(rewards, group_ids, response_lengths=response_lengths, loss_tokens=loss_tokens)
     if not len(inputs.rewards):
         return np.empty(0, dtype=np.float32)
     advantages = _ESTIMATORS[config.kind](inputs, config)

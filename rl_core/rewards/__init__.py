@@ -29,7 +29,7 @@ def load_reward(config: RewardConfig) -> RewardFunction:
     """Return the reward function of the config's `kind`.
 
     Raises:
-        RewardImportError: Its module can't be imported, has no such function, or lacks a package.
+        RewardImportError: Its module can't be imported or has no such function, or a required package is missing.
     """
     return _LOADERS[config.kind](config)
 
@@ -38,7 +38,7 @@ def _load_function(config: FunctionReward) -> RewardFunction:
     module_name, _, name = config.path.partition(":")
     try:
         module = import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except Exception as error:  # importing a user's module may raise anything
         raise RewardImportError(
             f"reward.path {config.path!r}: importing {module_name!r} raised {type(error).__name__}: {error}; "
             "is the module's folder the current one, or on PYTHONPATH?"

@@ -1,7 +1,7 @@
-"""Selection on batch handles: every view rewrites row ranges; no payload moves until a store reads it.
+"""Selection on batch handles: `select`, `concat`, `with_column` and others rewrite row ranges; no data is moved.
 
-N rows of a batch. A group's rows are numbered over the concatenation of its chunks; its segments say which of
-these make up the batch's rows, in order. Views of views stay flat, and adjacent ranges are merged.
+N rows of a batch. A group's rows are numbered over the concatenation of its chunks; its segments are the ranges of
+these that make up the batch's rows, in order. Views of views stay flat, and adjacent ranges are merged.
 """
 
 from rl_core.views.chunks import concat, prune

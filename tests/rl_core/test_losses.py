@@ -137,7 +137,7 @@ def test_gspo_clips_whole_sequences() -> None:
     assert metrics["clip_fraction"] == Mean(total=0.0, weight=4)
 
 
-def test_gspo_leaves_out_clipped_sequences() -> None:
+def test_gspo_gives_clipped_sequences_no_gradient() -> None:
     inputs = row_inputs([2.0, 2.0, 0.5], [1.0, -1.0], [2, 1])
     loss, metrics = loss_of(inputs, 3, 2, GspoLoss())
     assert loss.item() == pytest.approx((-1.0004 + 0.9997) / 2)
@@ -149,7 +149,7 @@ def test_gspo_leaves_out_clipped_sequences() -> None:
 # CISPO.
 
 
-def test_cispo_clips_weights_and_no_gradient() -> None:
+def test_cispo_clips_weights_but_no_gradient() -> None:
     ratios = [2.0, 0.5, 2.0, 0.5]
     inputs = row_inputs(ratios, [1.0, -1.0], [2, 2])
     loss, metrics = loss_of(inputs, 4, 2, CispoLoss(clip_low=0.3, clip_high=0.2))
@@ -219,7 +219,7 @@ def test_kl_terms_by_hand(estimator: KlEstimator, value: float, slope: float) ->
     assert gradient_of(inputs, loss) == pytest.approx([0.05 * slope, 0.05 if estimator == "k1" else 0.0])
 
 
-def test_the_mean_gradient_of_k2_is_that_of_the_kl_and_of_k1_it_is_nothing() -> None:
+def test_the_mean_gradient_is_zero_for_k1_and_that_of_a_kl_for_k2_and_k3() -> None:
     logits = floats([0.3, -0.2, 1.0]).requires_grad_()
     reference = torch.log_softmax(floats([1.0, 0.5, -1.0]), -1)
     logprobs = torch.log_softmax(logits, -1)
@@ -238,12 +238,12 @@ def test_the_mean_gradient_of_k2_is_that_of_the_kl_and_of_k1_it_is_nothing() -> 
     assert expected_gradient("k3") == pytest.approx(torch.autograd.grad(forward, logits, retain_graph=True)[0].tolist())
 
 
-def test_kl_is_reported_without_being_a_term_and_needs_a_reference_to_be_one() -> None:
+def test_kl_is_reported_without_a_term_and_the_term_needs_a_reference() -> None:
     for kl in (KlConfig(), KlConfig(coef=0.1, in_reward=True)):
         loss, metrics = loss_of(row_inputs([1.0], [0.0], [1], reference=[1.0]), 1, 1, kl=kl)
         assert loss.item() == 0.0
         assert metrics["kl"].value == pytest.approx(math.e - 2)
-    with pytest.raises(ValueError, match=r"kl\.coef is 0\.1, but there are no reference_logprobs"):
+    with pytest.raises(ValueError, match=r"kl\.coef is 0\.1, but the inputs lack reference_logprobs"):
         loss_of(row_inputs([1.0], [0.0], [1]), 1, 1, kl=KlConfig(coef=0.1))
     assert "kl" not in loss_of(row_inputs([1.0], [0.0], [1]), 1, 1, kl=KlConfig(coef=0.1, in_reward=True))[1]
 
@@ -261,7 +261,7 @@ def test_row_kl_sums_over_trained_tokens() -> None:
 # The entropy bonus.
 
 
-def test_the_entropy_bonus_is_taken_off_the_loss() -> None:
+def test_the_entropy_bonus_is_subtracted_from_the_loss() -> None:
     inputs = row_inputs([1.0, 1.0, 1.0], [0.0], [3], [True, True, False], entropy=[1.0, 3.0, 50.0])
     loss, metrics = loss_of(inputs, 2, 1, entropy_coef=0.1)
     assert loss.item() == pytest.approx(-0.1 * 4.0 / 2)
@@ -272,10 +272,10 @@ def test_the_entropy_bonus_is_taken_off_the_loss() -> None:
     assert inputs.entropy.grad.tolist() == pytest.approx([-0.05, -0.05, 0.0])
 
 
-def test_entropy_is_reported_without_a_bonus_and_needed_for_one() -> None:
+def test_entropy_is_reported_without_a_bonus_and_required_for_one() -> None:
     loss, metrics = loss_of(row_inputs([1.0], [0.0], [1], entropy=[2.0]), 1, 1)
     assert (loss.item(), metrics["entropy"].value) == (0.0, 2.0)
-    with pytest.raises(ValueError, match=r"loss\.entropy_coef is 0\.1, but there is no entropy"):
+    with pytest.raises(ValueError, match=r"loss\.entropy_coef is 0\.1, but the inputs lack entropy"):
         loss_of(row_inputs([1.0], [0.0], [1]), 1, 1, entropy_coef=0.1)
 
 
@@ -311,7 +311,7 @@ def test_truncated_weights() -> None:
     assert metrics["correction/truncated"] == Mean(total=2.0, weight=4)
 
 
-def test_weights_outside_the_band_are_zero() -> None:
+def test_masked_weights_outside_the_bounds_are_zero() -> None:
     weights, metrics = corrected(MaskedCorrection(low=0.4, high=3.0))
     assert weights == pytest.approx([0.0, 0.5, 0.0, 1.0])
     assert_mean(metrics["correction/weight"], 1.5, 4)
@@ -321,14 +321,14 @@ def test_weights_outside_the_band_are_zero() -> None:
     assert metrics["correction/masked"] == Mean(total=2.0, weight=4)
 
 
-def test_the_correction_weighs_the_policy_term_only() -> None:
+def test_the_correction_weights_the_policy_term_only() -> None:
     inputs = row_inputs([1.0], [-1.0], [1], importance=[0.5], reference=[1.0], entropy=[3.0])
     loss, _ = loss_of(inputs, 1, 1, kl=KlConfig(coef=0.1), correction=TruncatedCorrection(), entropy_coef=0.01)
     assert loss.item() == pytest.approx(0.5 + 0.1 * (math.e - 2) - 0.03)
 
 
 def test_a_correction_needs_sampler_logprobs() -> None:
-    with pytest.raises(ValueError, match=r'correction\.kind is "masked", but there are no sampler_logprobs'):
+    with pytest.raises(ValueError, match=r'correction\.kind is "masked", but the inputs lack sampler_logprobs'):
         loss_of(row_inputs([1.0], [0.0], [1]), 1, 1, correction=MaskedCorrection())
     assert "mismatch/mean" not in loss_of(row_inputs([1.0], [0.0], [1]), 1, 1)[1]
 
@@ -409,7 +409,7 @@ every_loss = pytest.mark.parametrize("loss", LOSSES, ids=["clipped", "dual_clip"
 
 
 @every_loss
-def test_nothing_trained_gives_a_zero_with_a_graph(loss: LossConfig) -> None:
+def test_without_trained_tokens_the_loss_is_zero_with_a_graph(loss: LossConfig) -> None:
     inputs = row_inputs([3.0, 1.0], [1.0], [2], [False, False], importance=[1.0, 2.0], entropy=[1.0, 1.0])
     share, metrics = loss_of(inputs, 10, 5, loss)
     assert share.item() == 0.0
@@ -447,7 +447,7 @@ def test_untrained_tokens_cannot_poison_the_gradient(loss: LossConfig, correctio
 
 @every_loss
 @pytest.mark.parametrize("column", ["policy", "behavior", "sampler", "reference", "advantages"])
-def test_a_value_that_is_not_finite_is_seen_in_the_loss(loss: LossConfig, column: str) -> None:
+def test_a_non_finite_value_makes_the_loss_nan(loss: LossConfig, column: str) -> None:
     for value, correction in product((math.nan, math.inf, -math.inf), CORRECTIONS):
         columns = {name: torch.zeros(2) for name in ("policy", "behavior", "sampler", "reference", "advantages")}
         columns[column][1] = value
@@ -485,7 +485,7 @@ def test_a_huge_ratio_keeps_a_finite_gradient() -> None:
     assert all(math.isfinite(value) for value in values(metrics).values())
 
 
-def test_inputs_that_disagree_are_refused() -> None:
+def test_inconsistent_inputs_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"policy_logprobs has shape \(3,\), but response_lengths add up to 2"):
         row_inputs([1.0] * 3, [1.0], [2])
     with pytest.raises(ValueError, match=r"entropy has shape \(1,\), but response_lengths add up to 2"):

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from rl_core.columns.codec import decode, encode, validate, value_dtypes
 from rl_core.columns.jagged import jagged
-from rl_core.padded.convert import Geometry, nest, unnest
+from rl_core.padded import Geometry, nest, unnest
 from rl_core.padded.layouts import TRL, VERL, PaddedLayout
 from schemas.errors import ColumnError
 
@@ -89,7 +89,7 @@ def assert_same(actual: Batch, expected: Mapping[str, Any]) -> None:
 
 @LAYOUTS
 @pytest.mark.parametrize("form", [as_dict, as_tensordict, as_numpy])
-def test_a_batch_comes_back(
+def test_a_batch_survives_a_round_trip(
     make: Callable[[], Batch], layout: PaddedLayout, form: Callable[[Batch], Mapping[str, Any]]
 ) -> None:
     batch = form(make())
@@ -127,9 +127,7 @@ def test_tool_tokens_exist_and_are_not_trained(make: Callable[[], Batch], layout
 
 
 @LAYOUTS
-def test_what_does_not_exist_is_not_stored_and_comes_back_as_the_pad(
-    make: Callable[[], Batch], layout: PaddedLayout
-) -> None:
+def test_padding_is_not_stored_and_is_restored_as_the_pad(make: Callable[[], Batch], layout: PaddedLayout) -> None:
     batch, noisy = make(), make()
     absent = RESPONSE_EXISTS == 0
     for name, entry in layout.fields.items():
@@ -148,7 +146,7 @@ def test_what_does_not_exist_is_not_stored_and_comes_back_as_the_pad(
     assert back[layout.ids["prompt"]][0].tolist() == [49999, 1, 2]
 
 
-def test_dtypes_come_back() -> None:
+def test_dtypes_survive_a_round_trip() -> None:
     batch = verl_batch()
     batch["old_log_probs"] = batch["old_log_probs"].bfloat16()
     batch["ref_log_prob"] = batch["ref_log_prob"].half()
@@ -159,7 +157,7 @@ def test_dtypes_come_back() -> None:
     assert_same(unnest(nested.columns, VERL, nested.geometry, PAD), batch)
 
 
-def test_float64_that_float32_lacks_is_refused() -> None:
+def test_float64_that_float32_can_not_hold_is_rejected() -> None:
     batch = verl_batch()
     batch["old_log_probs"] = logprobs(-2).double() + 1e-12
     with pytest.raises(ColumnError, match=r"'old_log_probs': .* float64 values don't fit float32 exactly"):
@@ -179,14 +177,14 @@ def test_ids_are_below_the_vocabulary_size(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 70000])
-def test_an_id_that_the_narrow_dtype_lacks_is_refused(value: int) -> None:
+def test_an_id_that_the_narrow_dtype_can_not_hold_is_rejected(value: int) -> None:
     batch = trl_batch()
     batch["prompt_ids"][3, 0] = value
-    with pytest.raises(ColumnError, match="'prompt_ids': token ids go from"):
+    with pytest.raises(ColumnError, match="'prompt_ids': token ids range from"):
         nest(batch, TRL, vocab_size=VOCAB)
 
 
-def test_without_a_loss_mask_all_that_exists_is_trained() -> None:
+def test_without_a_loss_mask_all_existing_tokens_are_trained() -> None:
     for make, layout in ((verl_batch, VERL), (trl_batch, TRL)):
         batch = make()
         del batch[layout.loss_mask]
@@ -201,11 +199,13 @@ def test_without_a_loss_mask_all_that_exists_is_trained() -> None:
 def test_a_trained_token_must_exist() -> None:
     batch = verl_batch()
     batch["response_mask"][1, 4] = 1
-    with pytest.raises(ColumnError, match=r"'response_mask' trains 1 tokens that do not exist .* in row 1"):
+    with pytest.raises(
+        ColumnError, match=r"'response_mask' trains 1 tokens that are masked by attention_mask, the first in row 1"
+    ):
         nest(batch, VERL, vocab_size=VOCAB)
 
 
-def test_truncated_completions_that_trl_masks_are_no_tokens() -> None:
+def test_truncated_completions_masked_by_trl_have_no_tokens() -> None:
     batch = trl_batch()
     for name in ("completion_mask", "tool_mask"):
         batch[name][3] = 0
@@ -234,19 +234,21 @@ def test_a_row_without_trained_tokens_has_advantage_zero() -> None:
 
 
 @pytest.mark.parametrize(("name", "position"), [("input_ids", 2), ("input_ids", 4), ("position_ids", 7)])
-def test_a_derived_field_that_would_not_come_back_is_refused(name: str, position: int) -> None:
+def test_a_derived_field_that_would_be_rebuilt_differently_is_rejected(name: str, position: int) -> None:
     batch = verl_batch()
     batch[name][0, position] += 1
     was = batch[name][0, position]
-    message = f"{name!r} is {was} at row 0, position {position}, expected {was - 1} as it would be rebuilt; 1 values"
+    message = f"{name!r} is {was} at row 0, position {position}, expected {was - 1}, its rebuilt value; 1 values"
     with pytest.raises(ColumnError, match=message):
         nest(batch, VERL, vocab_size=VOCAB)
 
 
-def test_position_ids_of_vision_models_are_refused() -> None:
+def test_position_ids_of_vision_models_are_rejected() -> None:
     batch = verl_batch()
     batch["position_ids"] = batch["position_ids"][:, None].expand(-1, 4, -1)
-    with pytest.raises(ColumnError, match=r"'position_ids' has shape \[4, 4, 8\], expected \[4, 8\] beside 'prompts'"):
+    with pytest.raises(
+        ColumnError, match=r"'position_ids' has shape \[4, 4, 8\], expected \[4, 8\] to match 'prompts'"
+    ):
         nest(batch, VERL, vocab_size=VOCAB)
 
 
@@ -256,14 +258,14 @@ def test_strict_names_every_field_that_would_stay_dense(form: Callable[[Batch], 
     with pytest.raises(ColumnError) as error:
         nest(form(batch), VERL, vocab_size=VOCAB)
     message = str(error.value)
-    assert "2 fields would stay dense, for the verl layout does not know them" in message
+    assert "2 fields would stay dense, because the verl layout does not know them" in message
     assert "entropys [4, 5] float32, 80 bytes" in message
     assert "token_level_scores [4, 5] float64, 160 bytes" in message
     assert "prompts" not in message
     assert "row_scalars" in message
 
 
-def test_what_is_not_strict_is_reported() -> None:
+def test_dense_fields_are_reported_if_not_strict() -> None:
     batch = verl_batch() | {"entropys": torch.zeros(4, 5), "uid": ["a", "bc", "d", "e"], "raw": [{}, {}, {}, {}]}
     nested = nest(batch, VERL, vocab_size=VOCAB, strict=False)
     assert [(e.name, e.shape, e.dtype, e.padded_bytes, e.stored_bytes) for e in nested.coverage.dense] == [
@@ -274,7 +276,7 @@ def test_what_is_not_strict_is_reported() -> None:
     assert_same(unnest(nested.columns, VERL, nested.geometry, PAD), verl_batch())
 
 
-def test_other_things_in_a_batch_are_dense_too() -> None:
+def test_values_of_other_types_are_dense_too() -> None:
     ragged = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
     things = {
         "ragged": ragged,
@@ -291,7 +293,7 @@ def test_other_things_in_a_batch_are_dense_too() -> None:
 
 
 @pytest.mark.parametrize("form", [as_dict, lambda batch: TensorDict(batch, batch_size=[4])])
-def test_row_scalars_and_text_are_declared(form: Callable[[Batch], Mapping[str, Any]]) -> None:
+def test_declared_row_scalars_and_strings_become_columns(form: Callable[[Batch], Mapping[str, Any]]) -> None:
     batch = verl_batch()
     batch["score"] = torch.tensor([1.0, float("nan"), 0.0, 0.5])
     batch["acc"] = torch.tensor([True, False, True, False])
@@ -309,7 +311,7 @@ def test_row_scalars_and_text_are_declared(form: Callable[[Batch], Mapping[str, 
     assert_same(back, batch)
 
 
-def test_numpy_objects_are_text_and_a_row_scalar_replaces_the_layouts_field() -> None:
+def test_numpy_objects_are_strings_and_a_row_scalar_replaces_the_layouts_field() -> None:
     batch = verl_batch() | {"advantages": ADVANTAGES, "answers": np.array(list("wxyz"), dtype=object)}
     declared = {"advantages": "advantages", "answers": "answer"}
     nested = nest(batch, VERL, vocab_size=VOCAB, row_scalars=declared)
@@ -324,27 +326,27 @@ def test_numpy_objects_are_text_and_a_row_scalar_replaces_the_layouts_field() ->
         ({}, {"score": "reward"}, "the verl batch lacks score"),
         ({"score": torch.zeros(4, 5)}, {"score": "reward"}, r"'score' has shape \[4, 5\], expected \[4\]"),
         ({"score": torch.zeros(4)}, {"score": "loss_mask"}, "can't become 'loss_mask', which is on the response axis"),
-        ({"score": torch.zeros(4)}, {"score": "colour"}, "'colour' is not in the catalogue"),
+        ({"score": torch.zeros(4)}, {"score": "color"}, "'color' is not in the catalog"),
         ({"score": torch.zeros(4)}, {"score": "advantages"}, "more than one field becomes advantages"),
         ({"score": [0.0] * 4}, {"score": "reward"}, "'score' is a list, expected a tensor"),
         ({"score": np.array(list("abcd"))}, {"score": "reward"}, "'score' is a ndarray, expected"),
         ({"group": torch.tensor([0, 0, 1, 2**31])}, {"group": "group_id"}, "'group': 1 of 4 int64 values"),
         ({"uid": ["a"] * 3}, {"uid": "sample_id"}, "'uid': 3 values of type str, expected 4"),
         ({"uid": ["a", 1, "b", None]}, {"uid": "sample_id"}, "'uid': 4 values of type NoneType, int, str"),
-        ({"responses": torch.zeros(4, 6)}, {}, r"'input_ids' has shape \[4, 8\], expected \[4, 9\] beside 'prompts'"),
+        ({"responses": torch.zeros(4, 6)}, {}, r"'input_ids' has shape \[4, 8\], expected \[4, 9\] to match 'prompts'"),
         ({"prompts": torch.zeros(4)}, {}, "token ids have shapes"),
         ({"ref_log_prob": torch.zeros(4, 8)}, {}, r"'ref_log_prob' has shape \[4, 8\], expected \[4, 5\]"),
         ({"attention_mask": torch.full((4, 8), 2)}, {}, "'attention_mask': a mask has values from 2 to 2"),
         ({"response_mask": torch.zeros(4, 5)}, {}, r"'response_mask': a mask is float32\[4, 5\]"),
     ],
 )
-def test_a_field_that_is_not_as_declared_is_refused(changes: Batch, row_scalars: dict[str, str], message: str) -> None:
+def test_a_field_that_is_not_as_declared_is_rejected(changes: Batch, row_scalars: dict[str, str], message: str) -> None:
     with pytest.raises(ColumnError, match=message):
         nest(verl_batch() | changes, VERL, vocab_size=VOCAB, row_scalars=row_scalars)
 
 
 @LAYOUTS
-def test_ids_and_masks_must_be_there(make: Callable[[], Batch], layout: PaddedLayout) -> None:
+def test_ids_and_masks_are_required(make: Callable[[], Batch], layout: PaddedLayout) -> None:
     for name in (*layout.ids.values(), *layout.masks):
         batch = make()
         del batch[name]
@@ -416,7 +418,7 @@ def test_a_long_batch_shrinks_to_about_its_fill() -> None:
     assert nest(batch, TRL, vocab_size=VOCAB).coverage.ratio > 40  # 36 bytes a position to 8.1 a token, 10 % fill
 
 
-def test_a_column_added_since_becomes_its_field() -> None:
+def test_a_column_added_later_becomes_its_field() -> None:
     batch = verl_batch()
     behavior = batch.pop("old_log_probs")
     nested = nest(batch, VERL, vocab_size=VOCAB)
@@ -427,7 +429,7 @@ def test_a_column_added_since_becomes_its_field() -> None:
     assert_same(unnest(added, VERL, nested.geometry, PAD), batch | {"old_log_probs": behavior})
 
 
-def test_a_column_that_is_missing_or_has_other_rows_is_refused() -> None:
+def test_a_column_that_is_missing_or_has_other_rows_is_rejected() -> None:
     nested = nest(verl_batch(), VERL, vocab_size=VOCAB)
     with pytest.raises(ColumnError, match="the columns lack advantages"):
         unnest(nested.columns.drop_columns(["advantages"]), VERL, nested.geometry, PAD)
@@ -437,7 +439,7 @@ def test_a_column_that_is_missing_or_has_other_rows_is_refused() -> None:
         unnest(nested.columns.take(pa.array([1, 0, 2, 3])), VERL, nested.geometry, PAD)
 
 
-def test_columns_that_were_never_padded_get_the_stated_widths() -> None:
+def test_columns_that_were_never_padded_get_the_given_widths() -> None:
     lengths = np.array([2, 1])
     columns = pa.record_batch(
         {
@@ -499,7 +501,7 @@ def batches(draw: st.DrawFn) -> tuple[Batch, PaddedLayout]:
 
 
 @given(batches())
-def test_any_batch_comes_back(drawn: tuple[Batch, PaddedLayout]) -> None:
+def test_any_batch_survives_a_round_trip(drawn: tuple[Batch, PaddedLayout]) -> None:
     batch, layout = drawn
     nested = nest(batch, layout, vocab_size=70001)
     validate(nested.columns)

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from benchmarks.planning import SHAPES
 from rl_core.planning import imbalance, pack, plan_forward, plan_step
-from rl_core.planning.balance import balance, rank_work, row_costs
-from rl_core.planning.pack import pack_ranks, split_bins, spread
+from rl_core.planning.balance import balance, rank_costs, row_costs
+from rl_core.planning.pack import pack_evenly, pack_ranks, split_bins
 from schemas.errors import PlanError
 from schemas.plan import ForwardPlan, MicroBatch, RankPlan, StepPlan
 
@@ -122,7 +122,7 @@ def test_membership_is_the_seeds_permutation() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("num_rows", "most"), [(512, 0.005), (8192, 0.0006)])
-def test_ranks_are_even(shape: str, num_rows: int, most: float) -> None:
+def test_ranks_are_balanced(shape: str, num_rows: int, most: float) -> None:
     for seed in range(3):
         lengths = SHAPES[shape](np.random.default_rng(seed), num_rows)
         plan = plan_forward(np.ones_like(lengths), lengths - 1, num_ranks=16, token_budget=16_384)
@@ -131,31 +131,31 @@ def test_ranks_are_even(shape: str, num_rows: int, most: float) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.integers(1, 6))
-def test_balance_is_never_worse_than_the_order_given(costs: list[float], num_ranks: int) -> None:
+def test_balance_is_never_worse_than_contiguous_blocks(costs: list[float], num_ranks: int) -> None:
     array = np.array(costs)
     ranks = balance(array, num_ranks)
     assert sorted(np.concatenate(ranks).tolist()) == list(range(len(costs)))
-    ours = rank_work(array, ranks)
-    identity = rank_work(array, np.array_split(np.arange(len(costs)), num_ranks))
+    ours = rank_costs(array, ranks)
+    identity = rank_costs(array, np.array_split(np.arange(len(costs)), num_ranks))
     assert np.ptp(ours) <= np.ptp(identity)
     assert ours.max() <= identity.max()
 
 
-def test_balance_keeps_the_order_given_if_nothing_is_better() -> None:
+def test_balance_keeps_contiguous_blocks_if_nothing_is_better() -> None:
     # Longest first ends at 7 and 5; the order given is even, 6 and 6, and so is what exchanges make of the other.
     assert [rows.tolist() for rows in balance(np.array([2.0, 2.0, 2.0, 3.0, 3.0]), 2)] == [[0, 1, 2], [3, 4]]
     assert [rows.tolist() for rows in balance(np.ones(6), 3)] == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_balance_exchanges_rows_where_longest_first_is_uneven() -> None:
+def test_balance_exchanges_rows_if_longest_first_is_unbalanced() -> None:
     # Longest first: 0, 1, 4 cost 3 + 2 + 2, and 3, 2 cost 3 + 2. Half of the gap is 1: row 0 goes for row 2.
     assert [rows.tolist() for rows in balance(np.array([3.0, 2.0, 2.0, 3.0, 2.0]), 2)] == [[1, 2, 4], [0, 3]]
 
 
-def test_balance_evens_out_a_skewed_order() -> None:
+def test_balance_of_a_skewed_order() -> None:
     # The order given puts 9 + 8 on one rank and 1 + 2 on the other.
     ranks = balance(np.array([9.0, 8.0, 1.0, 2.0]), 2)
-    assert sorted(rank_work(np.array([9.0, 8.0, 1.0, 2.0]), ranks)) == [10.0, 10.0]
+    assert sorted(rank_costs(np.array([9.0, 8.0, 1.0, 2.0]), ranks)) == [10.0, 10.0]
 
 
 def test_row_costs_count_attention_and_prompts() -> None:
@@ -163,7 +163,7 @@ def test_row_costs_count_attention_and_prompts() -> None:
     assert row_costs(np.array([2**14])).tolist() == [2.0**15]
 
 
-def test_imbalance_is_spread_over_mean() -> None:
+def test_imbalance_is_range_over_mean() -> None:
     assert imbalance(np.array([3.0, 1.0, 2.0])) == 1.0
     assert imbalance(np.zeros(2)) == 0.0
     micro = MicroBatch(rows=(), num_tokens=0)
@@ -189,13 +189,13 @@ def test_pack_needs_few_bins(lengths: list[int], budget: int) -> None:
     assert all(tokens[at] + tokens[other] > budget for other in range(len(bins)) for at in range(other))
 
 
-def test_spread_makes_even_bins_or_none() -> None:
+def test_pack_evenly_makes_even_bins_or_none() -> None:
     # 5 and 4 open a bin each; 3 goes to the 4, and 2 to the 5.
-    bins = spread(np.arange(4), np.array([2, 3, 4, 5]), 10, 2)
+    bins = pack_evenly(np.arange(4), np.array([2, 3, 4, 5]), 10, 2)
     assert bins is not None
     assert [rows.tolist() for rows in bins] == [[0, 3], [1, 2]]
     # 5 + 4 and 5 + 3 leave no room for another 3.
-    assert spread(np.arange(5), np.array([5, 5, 4, 3, 3]), 10, 2) is None
+    assert pack_evenly(np.arange(5), np.array([5, 5, 4, 3, 3]), 10, 2) is None
 
 
 def test_as_few_micro_batches_as_the_tokens_allow() -> None:
@@ -207,12 +207,12 @@ def test_as_few_micro_batches_as_the_tokens_allow() -> None:
     assert [[rows.tolist() for rows in bins] for bins in ranks] == [[[0], [1]], [[2], [3]]]
 
 
-def test_a_rank_that_can_not_be_spread_has_its_bins_split() -> None:
+def test_a_rank_that_can_not_be_packed_evenly_has_its_bins_split() -> None:
     # These fit into eight bins of 29, yet not evenly into nine; the other rank needs nine.
     rows = [20, 18, 18, 16, 15, 15, 14, 14, 13, 13, 11, 11, 10, 10, 9, 7, 7, 6, 5]
     lengths, uneven = np.array([*rows, *[20] * 9]), np.arange(len(rows))
     assert len(pack(uneven, lengths, 29)) == 8
-    assert spread(uneven, lengths, 29, 9) is None
+    assert pack_evenly(uneven, lengths, 29, 9) is None
     bins, others = pack_ranks([uneven, np.arange(len(rows), len(lengths))], lengths, 29)
     assert len(bins) == len(others) == 9
     assert sorted(np.concatenate(bins).tolist()) == uneven.tolist()
@@ -287,7 +287,7 @@ def test_nothing_to_train_on_or_to_score() -> None:
 
 
 @pytest.mark.parametrize("row", [(-1, 2, 1), (1, 2, 3), (1, 2, -1), (5, -2, 0), (5, -2, -3)])
-def test_impossible_counts_are_refused(row: Row) -> None:
+def test_impossible_counts_are_rejected(row: Row) -> None:
     with pytest.raises(PlanError, match=f"row 1 has {row[0]} prompt, {row[1]} response and {row[2]} loss tokens"):
         plan_rows([(1, 2, 1), row], token_budget=10)
     if min(row[:2]) < 0:
@@ -296,12 +296,12 @@ def test_impossible_counts_are_refused(row: Row) -> None:
 
 
 @pytest.mark.parametrize("name", ["num_ranks", "num_updates", "token_budget"])
-def test_numbers_below_one_are_refused(name: str) -> None:
+def test_numbers_below_one_are_rejected(name: str) -> None:
     with pytest.raises(PlanError, match=f"{name} 0.*each must be at least 1"):
         plan_rows([(1, 2, 1)], **{"token_budget": 10, name: 0})
 
 
-def test_arrays_of_other_shapes_or_dtypes_are_refused() -> None:
+def test_arrays_of_other_shapes_or_dtypes_are_rejected() -> None:
     options = {"num_ranks": 1, "token_budget": 8}
     with pytest.raises(PlanError, match="2 prompt lengths, 3 response lengths and 1 counts"):
         plan_step([1, 1], [1, 1, 1], [1], num_updates=1, seed=0, **options)
@@ -314,12 +314,12 @@ def test_arrays_of_other_shapes_or_dtypes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("counts", "num_costs", "message"),
     [
-        ((2, 1), 2, r"\[1, 2\] micro-batches; all need equally many"),
+        ((2, 1), 2, r"\[1, 2\] micro-batches; all need the same number"),
         ((0, 0), 2, "at least one"),
         ((1, 1), 1, "1 costs"),
     ],
 )
-def test_ranks_that_would_wait_for_each_other_are_no_plan(
+def test_ranks_with_different_numbers_of_micro_batches_are_rejected(
     counts: tuple[int, ...], num_costs: int, message: str
 ) -> None:
     micro = MicroBatch(rows=(0,), num_tokens=1)
@@ -329,13 +329,13 @@ def test_ranks_that_would_wait_for_each_other_are_no_plan(
 
 STEP = """\
 token budget 10, seed 0, 1 rows skipped
-update  ranks  micro-batches  rows  tokens   fill  dummies   spread  loss tokens  sequences
-     0      2              2     3      30  75.0%        1  66.667%           27          3"""
+update  ranks  micro-batches  rows  tokens   fill  dummies  imbalance  loss tokens  sequences
+     0      2              2     3      30  75.0%        1    66.667%           27          3"""
 
 FORWARD = """\
 token budget 1,000
-ranks  micro-batches  rows  tokens    fill  dummies  spread
-    2              1     4   2,000  100.0%        0  0.000%"""
+ranks  micro-batches  rows  tokens    fill  dummies  imbalance
+    2              1     4   2,000  100.0%        0     0.000%"""
 
 
 @pytest.mark.parametrize(
@@ -347,5 +347,5 @@ ranks  micro-batches  rows  tokens    fill  dummies  spread
     ],
     ids=["step", "forward"],
 )
-def test_a_plan_is_a_table_for_people(make: Callable[[], StepPlan | ForwardPlan], text: str) -> None:
+def test_a_plan_prints_as_a_table(make: Callable[[], StepPlan | ForwardPlan], text: str) -> None:
     assert str(make()) == text

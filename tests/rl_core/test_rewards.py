@@ -31,7 +31,7 @@ def config_of(kind: str, **config: object) -> RewardConfig:
     return TypeAdapter(RewardConfig).validate_python({"kind": kind, **config})
 
 
-def test_exact_compares_without_surrounding_white_space() -> None:
+def test_exact_ignores_surrounding_white_space() -> None:
     outcomes = score_all(load_reward(ExactReward()), [item(" 4\n"), item("44"), item("")])
     assert [outcome.reward for outcome in outcomes] == [1.0, 0.0, 0.0]
 
@@ -60,7 +60,7 @@ def test_a_dict_gives_the_reward_and_its_parts() -> None:
         ({"reward": 1.0, "format": math.nan}, "reward part 'format' is nan"),
     ],
 )
-def test_anything_else_is_a_recorded_failure_and_not_zero(score: object, text: str) -> None:
+def test_any_other_result_is_a_recorded_failure_and_not_zero(score: object, text: str) -> None:
     outcome = outcome_of(score)
     assert outcome.reward is None
     assert outcome.failure is not None
@@ -111,7 +111,7 @@ def test_a_function_is_found_by_its_path(tmp_path, monkeypatch) -> None:
         ("math:pi", "is not a function 'pi'"),
     ],
 )
-def test_a_path_that_leads_nowhere_says_so(tmp_path, monkeypatch, path: str, text: str) -> None:
+def test_a_path_without_a_function_is_rejected(tmp_path, monkeypatch, path: str, text: str) -> None:
     (tmp_path / "broken_reward_module.py").write_text("def score(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RewardImportError, match=r"reward\.path") as caught:
@@ -180,7 +180,7 @@ def test_numeric_tolerances_by_hand() -> None:
 
 @pytest.mark.parametrize("answer", ["", "seven", "9" * 400])
 def test_an_answer_without_a_number_is_a_failure(answer: str) -> None:
-    assert "holds no finite number" in (reward_of("numeric", "7", answer).failure or "")
+    assert "has no finite last number" in (reward_of("numeric", "7", answer).failure or "")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_missing_math_verify_names_the_extra(monkeypatch) -> None:
         load_reward(MathReward())
 
 
-def test_a_format_is_kept_by_the_whole_response() -> None:
+def test_a_format_pattern_must_match_the_whole_response() -> None:
     pattern = "<think>.*</think>\\s*<answer>[^<]*</answer>"
     assert reward_of("format", " <think>one\ntwo</think>\n<answer>3</answer>\n", pattern=pattern).reward == 1
     assert reward_of("format", "so <think>one</think><answer>3</answer>", pattern=pattern).reward == 0
@@ -294,12 +294,12 @@ def test_async_parts_are_awaited_and_their_names_must_differ() -> None:
     assert score_all(function, [item()] * 2) == [RewardOutcome(4.0, {"judge": 1.0, "judge_sub": 2.0, "exact": 1.0})] * 2
     function = load_reward(weighted(judge=(3, slow), judge_sub=(1, {"kind": "exact"})))
     assert (
-        score_all(function, [item()])[0].failure == "RuntimeError: there are two parts 'judge_sub': rename one of them"
+        score_all(function, [item()])[0].failure == "RuntimeError: two parts are named 'judge_sub': rename one of them"
     )
     assert not is_concurrent(load_reward(weighted(exact=(1, {"kind": "exact"}))))
 
 
-def test_an_async_function_has_a_time_limit_and_its_own_time_outs() -> None:
+def test_an_async_function_has_a_time_limit_and_may_raise_timeouts() -> None:
     async def waits(prompt: str, completion: str, answer: str, info: dict) -> float:
         await asyncio.sleep(60)
         return 1.0
@@ -311,7 +311,7 @@ def test_an_async_function_has_a_time_limit_and_its_own_time_outs() -> None:
     assert asyncio.run(score_one(gives_up, item(), 60)).failure == "TimeoutError: the judge is away"
 
 
-def test_a_failure_has_a_text_whatever_was_raised() -> None:
+def test_a_failure_has_a_message_whatever_is_raised() -> None:
     class Unprintable(Exception):
         def __str__(self) -> str:
             raise RuntimeError
@@ -328,7 +328,7 @@ def test_a_failure_has_a_text_whatever_was_raised() -> None:
         outcome.failure or "" for outcome in score_all(fail, [item(c) for c in ("exit", "text", "long", "half")])
     ]
     assert failures[0] == "SystemExit: 3"
-    assert failures[1] == "Unprintable, whose text can't be made"
+    assert failures[1] == "Unprintable, whose message can't be formatted"
     assert len(failures[2]) == 1000
     assert failures[3] == "ValueError: ?"
 
@@ -359,12 +359,12 @@ def test_a_failure_has_a_text_whatever_was_raised() -> None:
         ),
     ],
 )
-def test_what_a_reward_cannot_be_is_refused(config: dict, text: str) -> None:
+def test_invalid_rewards_are_rejected(config: dict, text: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(text)):
         TypeAdapter(RewardConfig).validate_python(config)
 
 
-def test_only_what_may_hang_needs_processes() -> None:
+def test_only_rewards_that_may_hang_need_processes() -> None:
     assert not any(config_of(kind).needs_processes for kind in ("exact", "numeric"))
     assert config_of("math").needs_processes
     unlimited = config_of("math", num_processes=0, timeout_seconds=math.inf)

@@ -5,29 +5,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.rollout.evaluation import HeldOutSample, best_at_n, maj_at_n, mean_at_n, report_source, voted_answer
+from rl_core.rollout.evaluation import HeldOutSample, best_at_n, extract_answer, maj_at_n, mean_at_n, summarize_source
 
 
-def test_means_are_of_prompts_and_leave_failures_out() -> None:
+def test_means_are_over_prompts_and_ignore_failures() -> None:
     assert mean_at_n([[1.0, 0.0], [1.0, None], [None, None]]) == pytest.approx((0.5 + 1.0) / 2)
     assert mean_at_n([[True, False, False, False], [False] * 4]) == pytest.approx(1 / 8)
     assert mean_at_n([[None], []]) is None
 
 
-def test_best_of_as_many_as_were_drawn() -> None:
+def test_best_of_all_samples() -> None:
     correct = [[True, False, False], [False, False, False], [None, True, None], [None, None, None]]
     assert best_at_n(correct, 3) == pytest.approx(2 / 3)
     assert best_at_n([[None]], 1) is None
 
 
-def test_best_of_fewer_than_were_drawn_by_hand() -> None:
+def test_best_of_fewer_than_all_samples_by_hand() -> None:
     # One of four is correct; three of the six pairs hold it.
     assert best_at_n([[True, False, False, False]], 2) == pytest.approx(1 / 2)
     assert best_at_n([[True, False, None, False, False], [True, False]], 2) == pytest.approx((1 / 2 + 1) / 2)
 
 
 @given(correct=st.lists(st.booleans(), min_size=1, max_size=8), n=st.integers(1, 8))
-def test_best_is_the_mean_over_all_choices(correct: list[bool], n: int) -> None:
+def test_best_is_the_mean_over_all_subsets(correct: list[bool], n: int) -> None:
     choices = [any(chosen) for chosen in combinations(correct, min(n, len(correct)))]
     assert best_at_n([correct], n) == pytest.approx(fmean(choices))
     assert best_at_n([correct], 1) == pytest.approx(mean_at_n([correct]))
@@ -60,13 +60,13 @@ def test_majorities_by_hand() -> None:
         ("", ""),
     ],
 )
-def test_what_a_response_votes_for(response: str, answer: str) -> None:
-    assert voted_answer(response) == answer
+def test_the_answer_of_a_response(response: str, answer: str) -> None:
+    assert extract_answer(response) == answer
 
 
 @given(st.text(alphabet="\\boxed{}a ", max_size=40))
-def test_any_text_votes(response: str) -> None:
-    answer = voted_answer(response)
+def test_any_response_has_an_answer(response: str) -> None:
+    answer = extract_answer(response)
     assert answer == answer.strip()
     assert answer in response
 
@@ -75,7 +75,7 @@ def test_a_source_by_hand() -> None:
     def sample(text: str, reward: float | None, num_tokens: int, truncated: bool = False) -> HeldOutSample:
         return HeldOutSample(text, reward, num_tokens, truncated)
 
-    report = report_source(
+    report = summarize_source(
         "math",
         [
             [sample("a", 1.0, 2), sample("b", 0.5, 4), sample(" b", 0.5, 6, True)],
@@ -94,6 +94,6 @@ def test_a_source_by_hand() -> None:
 
 
 def test_a_source_whose_rewards_all_failed() -> None:
-    report = report_source("math", [[HeldOutSample("a", None, 1, False)]], n=1, threshold=1.0)
+    report = summarize_source("math", [[HeldOutSample("a", None, 1, False)]], n=1, threshold=1.0)
     assert (report.mean_at_n, report.best_at_n, report.maj_at_n, report.reward) == (None, None, None, None)
     assert report.num_failed == 1

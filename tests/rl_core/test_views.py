@@ -63,8 +63,8 @@ def check_form(view: BatchHandle, rows: Sequence[int]) -> None:
         assert all(start < stop for _, start, stop in pieces(group))
         starts, counts = decode_ints(group.segments.starts), decode_ints(group.segments.counts)
         assert (counts > 0).all()
-        neighbours = np.count_nonzero(starts[1:] == (starts + counts)[:-1])
-        assert neighbours == 0 or (64 * neighbours < len(rows) and (counts == 1).all())
+        neighbors = np.count_nonzero(starts[1:] == (starts + counts)[:-1])
+        assert neighbors == 0 or (64 * neighbors < len(rows) and (counts == 1).all())
     assert BatchHandle.model_validate_json(view.model_dump_json()) == view
     assert BatchHandle.model_validate(view.model_dump(mode="json")) == view
 
@@ -103,7 +103,7 @@ def stored_batches(draw: st.DrawFn) -> Stored:
 
 
 @given(st.lists(st.integers(0, 2**63 - 1)))
-def test_packed_integers_come_back(values: list[int]) -> None:
+def test_encoded_integers_survive_a_round_trip(values: list[int]) -> None:
     packed = encode_ints(values)
     assert decode_ints(packed).tolist() == values
     assert decode_ints(packed).dtype == np.int64
@@ -111,7 +111,7 @@ def test_packed_integers_come_back(values: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 255)), st.integers(0, 2**40), st.sampled_from(["uint8", "int16", "uint64", ">i4"]))
-def test_equal_integers_are_packed_to_equal_values(values: list[int], base: int, dtype: str) -> None:
+def test_equal_integers_have_equal_encodings(values: list[int], base: int, dtype: str) -> None:
     assert encode_ints(np.array(values, dtype), base) == encode_ints([base + value for value in values])
     assert encode_ints(np.repeat(np.array(values, dtype), 2)[::2], base) == encode_ints(np.array(values, dtype), base)
 
@@ -127,13 +127,13 @@ def test_integers_take_as_few_bytes_as_their_range_needs(base: int, num_bytes: i
         assert decode_ints(packed).tolist() == values
 
 
-def test_equal_integers_are_packed_as_one() -> None:
+def test_equal_integers_take_constant_space() -> None:
     assert len(encode_ints([7] * 10**6).model_dump_json()) < 60
     assert decode_ints(encode_ints([7] * 3)).tolist() == [7, 7, 7]
 
 
-def test_what_is_not_packable_is_refused() -> None:
-    with pytest.raises(ValueError, match="can't pack -1"):
+def test_other_values_are_not_encoded() -> None:
+    with pytest.raises(ValueError, match="can't encode -1"):
         encode_ints([3, -1])
     with pytest.raises(ValueError, match="does not fit in int64"):
         encode_ints(np.array([2**63], dtype=np.uint64))
@@ -158,11 +158,11 @@ def test_a_new_batch_is_checked() -> None:
     one = chunks([2])
     with pytest.raises(ColumnError, match="3 response lengths for chunks of 2 rows"):
         new_batch("run", 1, 0, one, {"reward": "float"}, [1, 1], [1, 1, 1])
-    with pytest.raises(ColumnError, match="'colour' is not in the catalogue"):
-        new_batch("run", 1, 0, one, {"colour": "float"}, [1, 1], [1, 1])
+    with pytest.raises(ColumnError, match="'color' is not in the catalog"):
+        new_batch("run", 1, 0, one, {"color": "float"}, [1, 1], [1, 1])
     with pytest.raises(ColumnError, match="'reward' is double"):
         new_batch("run", 1, 0, one, {"reward": "double"}, [1, 1], [1, 1])
-    with pytest.raises(ColumnError, match="named twice"):
+    with pytest.raises(ColumnError, match="listed twice"):
         new_batch("run", 1, 0, one * 2, {"reward": "float"}, [1] * 4, [1] * 4)
 
 
@@ -190,7 +190,7 @@ def test_an_empty_selection_keeps_columns_and_dtypes() -> None:
 
 
 @pytest.mark.parametrize("row", [-1, 5])
-def test_a_row_outside_the_batch_is_refused(row: int) -> None:
+def test_a_row_outside_the_batch_is_rejected(row: int) -> None:
     views = [
         batch(),
         select(repeat(batch(), 2), [0, 9, 3, 4, 5]),
@@ -216,8 +216,8 @@ def test_rows_are_kept_by_a_condition_on_a_scalar() -> None:
 
 
 @pytest.mark.parametrize("keep", [[True] * 5, np.array([0, 4]), np.ones(5), None])
-def test_what_is_not_a_mask_keeps_no_rows(keep: object) -> None:
-    with pytest.raises(TypeError, match=r"kept by an array of bool, got (list|int64|float64|NoneType); use select"):
+def test_filter_rows_rejects_other_values_than_masks(keep: object) -> None:
+    with pytest.raises(TypeError, match=r"expected an array of bool, got (list|int64|float64|NoneType); use select"):
         filter_rows(batch(), keep)  # type: ignore[arg-type]
 
 
@@ -248,7 +248,7 @@ def test_counts_of_a_repeat_are_checked() -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 6)])
-def test_a_range_outside_the_batch_is_refused(start: int, stop: int) -> None:
+def test_a_range_outside_the_batch_is_rejected(start: int, stop: int) -> None:
     with pytest.raises(IndexError, match="5 rows"):
         slice_rows(batch(), start, stop)
 
@@ -265,7 +265,7 @@ def test_a_split_has_every_row_once(counts: list[int]) -> None:
         split(batch(), counts)
 
 
-def test_splits_put_back_together_are_the_batch() -> None:
+def test_concatenated_splits_are_the_batch() -> None:
     parts = split(batch(), [1, 0, 3, 1])
     assert [part.num_rows for part in parts] == [1, 0, 3, 1]
     check(parts[2], [1, 2, 3])
@@ -280,7 +280,7 @@ def test_a_split_counts_rows_and_not_ranges() -> None:
         check(part, rows)
 
 
-def test_a_small_view_drops_the_chunks_that_it_does_not_use() -> None:
+def test_prune_drops_unused_chunks() -> None:
     view = with_column(batch([3, 0, 2, 4]), {"advantages": "float"}, chunks([9], "advantage"), range(9))
     small = prune(select(view, [8, 1, 5]))
     assert [chunk.key for chunk in small.groups[0].chunks] == ["run/1/rollout/0/0", "run/1/rollout/3/0"]
@@ -290,13 +290,13 @@ def test_a_small_view_drops_the_chunks_that_it_does_not_use() -> None:
     assert prune(view).groups[0].chunks == tuple(chunks([3, 0, 2, 4])[at] for at in (0, 2, 3))
 
 
-def test_ranges_that_meet_after_a_prune_are_merged() -> None:
+def test_ranges_that_become_adjacent_by_a_prune_are_merged() -> None:
     small = prune(select(batch([2, 1, 2]), [0, 1, 3, 4]))
     assert decode_ints(small.groups[0].segments.counts).tolist() == [4]
     assert pieces(small.groups[0]) == [(0, 0, 2), (1, 0, 2)]
 
 
-def test_a_view_that_was_pruned_is_put_together_with_one_that_was_not() -> None:
+def test_a_pruned_view_is_concatenated_with_an_unpruned_one() -> None:
     left = select(batch([2, 1, 2]), [4, 2, 0])
     right = prune(select(batch([2, 1, 2]), [3, 4, 1]))
     check(concat([left, right]), [4, 2, 0, 3, 4, 1])
@@ -305,7 +305,7 @@ def test_a_view_that_was_pruned_is_put_together_with_one_that_was_not() -> None:
     assert pieces(swapped.groups[0]) == [(1, 0, 2), (0, 1, 2), (1, 1, 2), (2, 0, 1), (0, 0, 1)]
 
 
-def test_batches_over_different_chunks_are_put_together() -> None:
+def test_batches_over_different_chunks_are_concatenated() -> None:
     left, right = batch([2, 1]), batch([3])
     right = right.replace(groups=(right.groups[0].replace(chunks=tuple(chunks([3], "other"))),))
     both = concat([select(left, [2, 0]), right, slice_rows(left, 1, 2)])
@@ -317,7 +317,7 @@ def test_batches_over_different_chunks_are_put_together() -> None:
     assert pieces(both.groups[0]) == [(1, 0, 1), (0, 0, 1), (2, 0, 3), (0, 1, 2)]
 
 
-def test_batches_that_group_their_columns_differently_are_put_together() -> None:
+def test_batches_with_different_column_groups_are_concatenated() -> None:
     def stored(stage: str) -> list[ChunkRef]:
         return chunks([5], stage)
 
@@ -333,7 +333,7 @@ def test_batches_that_group_their_columns_differently_are_put_together() -> None
     assert all(rows_of(group) == list(range(10)) for group in both.groups[1:])
 
 
-def test_batches_put_together_keep_the_rows_of_every_group() -> None:
+def test_concatenated_batches_keep_the_rows_of_every_group() -> None:
     stored = Stored([2, 3], [[4, 0, 3, 1, 2], [1, 3, 2, 4, 0]])
     parts = [
         select(stored.batch, [3, 1]),
@@ -343,7 +343,7 @@ def test_batches_put_together_keep_the_rows_of_every_group() -> None:
     stored.check(concat(parts), [3, 1, 1, 2, 3, 4, 2, 0, 1, 3])
 
 
-def test_batches_of_different_kinds_are_not_put_together() -> None:
+def test_batches_of_different_kinds_are_not_concatenated() -> None:
     with pytest.raises(ValueError, match="no batches"):
         concat([])
     with pytest.raises(ValueError, match="different"):
@@ -354,7 +354,7 @@ def test_batches_of_different_kinds_are_not_put_together() -> None:
             concat(pair)
 
 
-def test_a_column_stored_in_another_order_comes_back_in_the_batchs() -> None:
+def test_a_column_stored_in_another_order_is_read_in_the_batchs_order() -> None:
     view = with_column(batch(), {"advantages": "float"}, chunks([2, 3], "advantage"), [3, 0, 1, 4, 2])
     assert view.columns == ("response_ids", "reward", "advantages")
     assert pieces(view.groups[1]) == [(0, 1, 2), (1, 0, 1), (1, 2, 3), (0, 0, 1), (1, 1, 2)]
@@ -365,8 +365,8 @@ def test_a_column_stored_in_another_order_comes_back_in_the_batchs() -> None:
     [
         ([5], [0, 1, 2, 3, 3], "hold row 3 2 times"),
         ([4], [0, 1, 2, 3], "hold row 4 0 times"),
-        ([5], [0, 1, 2, 3, 5], "name row 5 of a batch of 5"),
-        ([5], [0, 1, 2, 3, -1], "name row -1"),
+        ([5], [0, 1, 2, 3, 5], "have row 5, which is not in a batch of 5"),
+        ([5], [0, 1, 2, 3, -1], "have row -1"),
         ([4], [0, 1, 2, 3, 4], "5 row numbers for chunks of 4 rows"),
     ],
 )
@@ -429,7 +429,7 @@ def test_any_chain_of_views_selects_like_a_list(data: st.DataObject, stored: Sto
 
 @settings(deadline=None)
 @given(st.data(), stored_batches())
-def test_views_of_the_same_rows_are_equal_however_they_were_made(data: st.DataObject, stored: Stored) -> None:
+def test_views_of_the_same_rows_are_equal_however_they_are_made(data: st.DataObject, stored: Stored) -> None:
     view, model = select(stored.batch, range(stored.batch.num_rows)), list(range(stored.batch.num_rows))
     assert view == stored.batch
     for _ in range(3):
@@ -452,14 +452,14 @@ def test_a_column_added_to_any_view_follows_later_views(data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("num_rows", [255, 256, 257, 65535, 65536, 65537])
-def test_rows_at_the_edge_of_a_dtype_are_not_taken_for_neighbours(num_rows: int) -> None:
+def test_rows_at_the_limits_of_a_dtype_are_not_adjacent(num_rows: int) -> None:
     ends = batch([num_rows // 2, num_rows - num_rows // 2])
     for rows in ([num_rows - 1, 0], [num_rows - 2, num_rows - 1, 0, 1], [0, num_rows - 1]):
         check(select(ends, rows), rows)
         check(select(select(ends, np.arange(num_rows)[::-1]), rows), [num_rows - 1 - row for row in rows])
 
 
-def test_few_neighbours_among_shuffled_rows_cost_nothing() -> None:
+def test_few_neighbors_among_shuffled_rows_cost_nothing() -> None:
     evens = np.random.default_rng(0).permutation(np.arange(0, 2000, 2))
     rows = np.insert(evens, 500, evens[499] + 1)
     shuffled = select(batch([2000]), rows)
@@ -494,13 +494,13 @@ def test_ranges_of_rows_take_constant_size(num_rows: int) -> None:
         assert len(view.groups[0].segments.model_dump_json()) < 150
 
 
-def test_a_handle_that_names_rows_that_are_not_there_is_refused() -> None:
+def test_a_handle_with_nonexistent_rows_is_rejected() -> None:
     group = batch().groups[0]
     for start in (4, 5, 6):
         with pytest.raises(ValueError, match=f"segments end at row {start + 2} of chunks of 5 rows"):
             read_plan(group.replace(segments=Segments(starts=encode_ints([start]), counts=encode_ints([2]))))
-    with pytest.raises(ValueError, match=r"a batch of 9 rows has lengths and segments of \[5\] rows"):
+    with pytest.raises(ValueError, match=r"it has 9 rows, but lengths and segments of \[5\] rows"):
         select(batch().replace(num_rows=9), [8])
     short = group.replace(segments=Segments(starts=encode_ints([0]), counts=encode_ints([2])))
-    with pytest.raises(ValueError, match=r"a batch of 5 rows has lengths and segments of \[2, 5\] rows"):
+    with pytest.raises(ValueError, match=r"it has 5 rows, but lengths and segments of \[2, 5\] rows"):
         select(batch().replace(groups=(short,)), [4])

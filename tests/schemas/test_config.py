@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_overrides_are_typed_and_win_in_order(path: Path) -> None:
+def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
     config = load_config(path, ["optim.lr=1e-4", "optim.lr=2e-4", "optim.betas=[0.8, 0.9]", "data.shuffle=false"])
     assert config.optim.lr == 2e-4
     assert config.optim.betas == (0.8, 0.9)
@@ -73,14 +73,14 @@ def test_overrides_are_typed_and_win_in_order(path: Path) -> None:
         ("overlong.penalty=-1", "overlong.penalty = -1: Input should be greater than or equal to 0"),
     ],
 )
-def test_refusals_name_the_key_the_value_and_what_is_allowed(path: Path, override: str, message: str) -> None:
+def test_errors_name_the_key_the_value_and_the_allowed_ones(path: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(path, [override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_section_without_a_kind_is_of_the_usual_one(path: Path) -> None:
+def test_a_section_without_a_kind_has_the_default_kind(path: Path) -> None:
     config = load_config(path, ["loss.clip_high=0.28", "advantage.epsilon=1e-8", "correction.cap=3.0"])
     assert (config.loss.kind, config.advantage.kind, config.correction.kind) == ("clipped", "grpo", "truncated")
     # Without the section there is no correction.
@@ -95,7 +95,7 @@ def test_the_version_that_samples_a_step(path: Path) -> None:
     assert [stale.sampler_version(step) for step in range(4)] == [0, 0, 1, 2]
 
 
-def test_prompts_that_are_generated_together(path: Path) -> None:
+def test_prompts_per_generated_batch(path: Path) -> None:
     for overrides, expected in (
         ((), 16),
         (("rollout.num_workers=3",), 6),  # one shard for each worker, rounded up
@@ -120,12 +120,12 @@ def test_the_built_in_configs_are_valid() -> None:
         assert load_config(path).steps > 0
 
 
-def test_the_digest_tells_configs_apart(path: Path) -> None:
+def test_different_configs_have_different_digests(path: Path) -> None:
     assert load_config(path).digest == load_config(path).digest
     assert load_config(path).digest != load_config(path, ["seed=1"]).digest
 
 
-def test_importing_the_schemas_pulls_in_nothing_heavy() -> None:
+def test_importing_the_schemas_imports_nothing_heavy() -> None:
     heavy = "{'torch', 'ray', 'prefect', 'numpy', 'pyarrow', 'transformers'}"
     code = f"import sys, schemas.config.load, schemas.step; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
