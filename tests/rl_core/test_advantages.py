@@ -1,4 +1,4 @@
-"""Advantages by hand."""
+"""Advantages, computed by hand."""
 
 from itertools import pairwise
 
@@ -59,13 +59,13 @@ def test_dr_grpo_is_the_centered_reward() -> None:
 
 
 def test_rloo_has_a_leave_one_out_baseline() -> None:
-    # Of 1, 0, 0, 1, the others of a 1 have mean 1/3, those of a 0 have 2/3. Of 2, 4 they are each other.
+    # In 1, 0, 0, 1, the others of a 1 have mean 1/3, those of a 0 have 2/3. In 2, 4 the only other one is the mean.
     expected = [2 / 3, -2.0, -2 / 3, -2 / 3, 2.0, 2 / 3]
     np.testing.assert_allclose(advantages_of(RlooAdvantage(), REWARDS, GROUPS), expected, rtol=1e-6)
 
 
 def test_reinforce_plus_plus_whitens_over_tokens() -> None:
-    # Centred: 0.5, -0.5 and 1, -1, with 3, 1, 1 and 1 trained tokens: a mean of (1.5 - 0.5 + 1 - 1) / 6 = 1/6, squares
+    # Centered: 0.5, -0.5 and 1, -1, with 3, 1, 1 and 1 trained tokens: a mean of (1.5 - 0.5 + 1 - 1) / 6 = 1/6, squares
     # that add up to 3/4 + 1/4 + 1 + 1 = 3, so a sample variance of (3 - 6/36) / 5 = 17/30.
     rewards, groups, tokens = [1.0, 0.0, 3.0, 1.0], [0, 0, 1, 1], [3, 1, 1, 1]
     config = ReinforcePlusPlusAdvantage(epsilon=1e-8)
@@ -74,7 +74,7 @@ def test_reinforce_plus_plus_whitens_over_tokens() -> None:
     np.testing.assert_allclose(
         advantages_of(config, rewards, groups, loss_tokens=tokens, lengths=[9] * 4), expected, 1e-6
     )
-    # A weight is a number of tokens: the same as if the tokens were rows.
+    # The weights are numbers of tokens: the result is the same as if each token were a row.
     per_token = np.repeat([0.5, -0.5, 1.0, -1.0], tokens)
     assert per_token.std(ddof=1) == pytest.approx(std)
 

@@ -1,3 +1,5 @@
+"""The encoding of chunks, and their validation against the catalog."""
+
 import pickle
 from collections.abc import Sequence
 
@@ -83,9 +85,9 @@ def test_damaged_bytes_raise_or_decode_to_a_batch_within_its_memory(data: st.Dat
     expected = batch().schema
     for field, column in zip(decoded.schema, decoded.columns, strict=True):
         if field not in expected:
-            continue  # a store refuses another name or type
+            continue  # a store rejects other names and types
         if pa.types.is_string(column.type):
-            column = column.cast(pa.binary())  # whether it is UTF-8 is for those to say who check its sum
+            column = column.cast(pa.binary())  # checksums, not decoding, detect invalid UTF-8
         column.validate(full=True)
 
 

@@ -1,3 +1,5 @@
+"""Jagged columns: building them, and their values, offsets, lengths and tensors."""
+
 from itertools import pairwise
 
 import numpy as np

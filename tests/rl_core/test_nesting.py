@@ -1,3 +1,5 @@
+"""Masks as run lengths, and padded values as jagged columns and back."""
+
 import numpy as np
 import pyarrow as pa
 import pytest

@@ -35,7 +35,7 @@ def score(model: PreTrainedModel, *, entropy: EntropyMode = False, top_k: int = 
 
 
 def plain(model: PreTrainedModel) -> Tensor:
-    """The log-probs of all tokens, [R, vocabulary], by forwards of each sequence alone."""
+    """Compute the log-probs of all tokens, [R, vocabulary], by forwards of each sequence alone."""
     use_padded_attention(model)
     return torch.cat([plain_log_softmax(model, *sequence, TEMPERATURE) for sequence in BATCH.sequences])
 
@@ -143,7 +143,7 @@ def test_no_logits_are_kept_for_the_backward(entropy: EntropyMode) -> None:
 
 
 def test_scores_are_float32_under_autocast() -> None:
-    """Errors are of bfloat16 activations (8 bits: 2^-8 relative) in two layers, not of rounded logits."""
+    """The tolerances allow for bfloat16 activations (8 bits: 2^-8 relative) in two layers, not for rounded logits."""
     model = tiny_qwen3()
     exact = score(model, entropy="grad", top_k=TOP_K)
     assert exact.entropy is not None
@@ -177,7 +177,7 @@ def test_the_head_rounds_operands_and_not_logits() -> None:
 
 
 class Scorer(nn.Module):
-    """What a sharded trainer wraps: the forward is the scoring."""
+    """A module like the one that a sharded trainer wraps: its forward scores."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Reward shaping by hand."""
+"""Reward shaping, computed by hand."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ REWARDS = np.array([1.0, 0.0, 1.0, 0.0])
 def shaped(
     row_kl: list[float] | None = None, overlong: dict[str, float | bool] | None = None, **kl: float | bool
 ) -> ShapedRows:
-    """Four rows of at most ten tokens, of which the last was cut off; 1 token of each isn't trained."""
+    """Shape four rows of at most ten tokens, the last of them truncated; one token of each isn't trained."""
     return shape_rows(
         REWARDS,
         response_lengths=LENGTHS,
@@ -60,7 +60,7 @@ def test_kl_in_the_reward() -> None:
     assert rows.rewards.tolist() == [1.0, -1.0, 1.5, -5.0]
     assert rows.metrics["reward/kl"] == Mean(total=11.0, weight=4)
     assert rows.metrics["reward/shaped"] == Mean(total=-3.5, weight=4)
-    # Without a coefficient there is no reference, hence nothing to ask for.
+    # Without a coefficient there is no reference model, and no KL is required.
     assert shaped(None, in_reward=True).metrics == {}
 
 

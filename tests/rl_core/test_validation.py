@@ -1,3 +1,5 @@
+"""Held-out metrics, computed by hand."""
+
 from itertools import combinations
 from statistics import fmean
 
@@ -36,11 +38,11 @@ def test_best_is_the_mean_over_all_subsets(correct: list[bool], n: int) -> None:
 def test_majorities_by_hand() -> None:
     answers = [["4", "5", "5"], ["4", "5", "4"], ["5", "4", "6"], ["4", "5", "5"]]
     correct = [[True, False, False], [True, False, True], [False, True, False], [True, None, False]]
-    # 5 wins, wrong; 4 wins, right; a tie goes to 5, wrong; one 5 failed, a tie that goes to 4, right.
+    # 5 wins, wrong; 4 wins, correct; a tie goes to 5, wrong; one 5 failed, so that a tie goes to 4, correct.
     assert maj_at_n(answers, correct) == pytest.approx(2 / 4)
     assert maj_at_n([*answers, ["4"]], [*correct, [None]]) == pytest.approx(2 / 4)
     assert maj_at_n([["4"]], [[None]]) is None
-    assert maj_at_n([["4", "4"]], [[False, True]]) == 0  # as its first sample
+    assert maj_at_n([["4", "4"]], [[False, True]]) == 0  # its first sample decides
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_a_source_by_hand() -> None:
     assert (report.data_source, report.num_prompts, report.num_failed) == ("math", 2, 1)
     assert report.mean_at_n == pytest.approx((1 / 3 + 1 / 2) / 2)
     assert report.best_at_n == 1
-    assert report.maj_at_n == pytest.approx(1 / 2)  # b, wrong, and d, right as its first
+    assert report.maj_at_n == pytest.approx(1 / 2)  # b, wrong, and d, correct like its first sample
     assert report.reward == pytest.approx((2 / 3 + 0.45) / 2)
     assert report.response_tokens == pytest.approx(24 / 6)
     assert report.truncated == pytest.approx(2 / 6)

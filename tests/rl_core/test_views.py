@@ -1,9 +1,7 @@
-from collections.abc import Sequence
+"""Views of batch handles: selection, repetition, splits, added columns, and their sizes."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rl_core.views import (
     concat,
@@ -20,131 +18,9 @@ from rl_core.views import (
     split,
     with_column,
 )
-from schemas.batch import BatchHandle, ChunkRef, ColumnGroup, EncodedInts, Segments
+from schemas.batch import Segments
 from schemas.errors import ColumnError
-
-
-def chunks(sizes: Sequence[int], stage: str = "rollout") -> list[ChunkRef]:
-    return [
-        ChunkRef(key=f"run/1/{stage}/{at}/0", num_rows=size, num_bytes=64, incarnation="g")
-        for at, size in enumerate(sizes)
-    ]
-
-
-def batch(sizes: Sequence[int] = (3, 0, 2)) -> BatchHandle:
-    rows = np.arange(sum(sizes))
-    return new_batch("run", 1, 0, chunks(sizes), {"response_ids": "uint16", "reward": "float"}, rows + 1, rows * 2)
-
-
-def pieces(group: ColumnGroup) -> list[tuple[int, int, int]]:
-    plan = read_plan(group)
-    assert {part.dtype for part in (plan.chunk, plan.start, plan.stop)} == {np.dtype(np.int64)}
-    return list(zip(plan.chunk.tolist(), plan.start.tolist(), plan.stop.tolist(), strict=True))
-
-
-def rows_of(group: ColumnGroup) -> list[int]:
-    """The group's rows, numbered over its chunks, as its read plan gives them."""
-    bounds = np.cumsum([0, *(chunk.num_rows for chunk in group.chunks)])
-    return [int(bounds[at] + row) for at, start, stop in pieces(group) for row in range(start, stop)]
-
-
-def check(view: BatchHandle, rows: Sequence[int]) -> None:
-    """A view of `batch()` has these of its rows, in every group and in the lengths, in canonical form."""
-    assert all(rows_of(group) == list(rows) for group in view.groups)
-    check_form(view, rows)
-
-
-def check_form(view: BatchHandle, rows: Sequence[int]) -> None:
-    """A view has the lengths of these rows of `batch()`, and few ranges, none empty."""
-    assert view.num_rows == len(rows)
-    assert decode_ints(view.prompt_lengths).tolist() == [row + 1 for row in rows]
-    assert decode_ints(view.response_lengths).tolist() == [row * 2 for row in rows]
-    for group in view.groups:
-        assert all(start < stop for _, start, stop in pieces(group))
-        starts, counts = decode_ints(group.segments.starts), decode_ints(group.segments.counts)
-        assert (counts > 0).all()
-        neighbors = np.count_nonzero(starts[1:] == (starts + counts)[:-1])
-        assert neighbors == 0 or (64 * neighbors < len(rows) and (counts == 1).all())
-    assert BatchHandle.model_validate_json(view.model_dump_json()) == view
-    assert BatchHandle.model_validate(view.model_dump(mode="json")) == view
-
-
-class Stored:
-    """A batch of three groups that hold its rows in different orders, and which row each stored one is."""
-
-    def __init__(self, sizes: Sequence[int], orders: Sequence[Sequence[int]]) -> None:
-        self.rows: dict[str, list[int]] = {}
-        self.batch = batch(sizes)
-        self._put(self.batch.groups[0].chunks, range(self.batch.num_rows))
-        for name, order in zip(("advantages", "behavior_logprobs"), orders, strict=True):
-            refs = chunks(sizes[::-1], name)
-            self._put(refs, order)
-            self.batch = with_column(self.batch, {name: "float"}, refs, order)
-
-    def _put(self, refs: Sequence[ChunkRef], rows: Sequence[int]) -> None:
-        bounds = np.cumsum([0, *(ref.num_rows for ref in refs)])
-        for ref, start, stop in zip(refs, bounds, bounds[1:], strict=False):
-            self.rows[ref.key] = list(rows[start:stop])
-
-    def check(self, view: BatchHandle, rows: Sequence[int]) -> None:
-        """What a reader gets for every column of the view is these rows."""
-        assert view.columns == self.batch.columns
-        for group in view.groups:
-            read = [self.rows[group.chunks[at].key][start:stop] for at, start, stop in pieces(group)]
-            assert [row for piece in read for row in piece] == list(rows)
-        assert [group.dtypes for group in view.groups] == [group.dtypes for group in self.batch.groups]
-        check_form(view, rows)
-
-
-@st.composite
-def stored_batches(draw: st.DrawFn) -> Stored:
-    sizes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
-    return Stored(sizes, [draw(st.permutations(range(sum(sizes)))) for _ in range(2)])
-
-
-@given(st.lists(st.integers(0, 2**63 - 1)))
-def test_encoded_integers_survive_a_round_trip(values: list[int]) -> None:
-    packed = encode_ints(values)
-    assert decode_ints(packed).tolist() == values
-    assert decode_ints(packed).dtype == np.int64
-    assert EncodedInts.model_validate_json(packed.model_dump_json()) == packed
-
-
-@given(st.lists(st.integers(0, 255)), st.integers(0, 2**40), st.sampled_from(["uint8", "int16", "uint64", ">i4"]))
-def test_equal_integers_have_equal_encodings(values: list[int], base: int, dtype: str) -> None:
-    assert encode_ints(np.array(values, dtype), base) == encode_ints([base + value for value in values])
-    assert encode_ints(np.repeat(np.array(values, dtype), 2)[::2], base) == encode_ints(np.array(values, dtype), base)
-
-
-@pytest.mark.parametrize("base", [0, 1000])
-@pytest.mark.parametrize("num_bytes", range(1, 9))
-def test_integers_take_as_few_bytes_as_their_range_needs(base: int, num_bytes: int) -> None:
-    for span in (256 ** (num_bytes - 1), 256**num_bytes - 1):
-        values = [base, base + min(span, 2**62), base]
-        packed = encode_ints(values)
-        assert packed.dtype == f"u{num_bytes}"
-        assert len(packed.model_dump()["data"]) == 4 * num_bytes
-        assert decode_ints(packed).tolist() == values
-
-
-def test_equal_integers_take_constant_space() -> None:
-    assert len(encode_ints([7] * 10**6).model_dump_json()) < 60
-    assert decode_ints(encode_ints([7] * 3)).tolist() == [7, 7, 7]
-
-
-def test_other_values_are_not_encoded() -> None:
-    with pytest.raises(ValueError, match="can't encode -1"):
-        encode_ints([3, -1])
-    with pytest.raises(ValueError, match="does not fit in int64"):
-        encode_ints(np.array([2**63], dtype=np.uint64))
-    with pytest.raises(TypeError, match="float64"):
-        encode_ints(np.array([1.0]))
-    with pytest.raises(TypeError, match="bool"):
-        encode_ints(np.array([True]))
-    with pytest.raises(ValueError, match="1-D"):
-        encode_ints(np.zeros((2, 2), np.int64))
-    with pytest.raises(ValueError, match="2 bytes don't hold 5 integers"):
-        encode_ints([1, 2]).replace(size=5)
+from tests.rl_core.stored_batches import batch, check, chunks, pieces
 
 
 def test_a_new_batch_is_its_chunks_in_order_in_constant_size() -> None:
@@ -280,80 +156,6 @@ def test_a_split_counts_rows_and_not_ranges() -> None:
         check(part, rows)
 
 
-def test_prune_drops_unused_chunks() -> None:
-    view = with_column(batch([3, 0, 2, 4]), {"advantages": "float"}, chunks([9], "advantage"), range(9))
-    small = prune(select(view, [8, 1, 5]))
-    assert [chunk.key for chunk in small.groups[0].chunks] == ["run/1/rollout/0/0", "run/1/rollout/3/0"]
-    assert pieces(small.groups[0]) == [(1, 3, 4), (0, 1, 2), (1, 0, 1)]
-    assert small.groups[1] == select(view, [8, 1, 5]).groups[1]
-    assert prune(small) == small
-    assert prune(view).groups[0].chunks == tuple(chunks([3, 0, 2, 4])[at] for at in (0, 2, 3))
-
-
-def test_ranges_that_become_adjacent_by_a_prune_are_merged() -> None:
-    small = prune(select(batch([2, 1, 2]), [0, 1, 3, 4]))
-    assert decode_ints(small.groups[0].segments.counts).tolist() == [4]
-    assert pieces(small.groups[0]) == [(0, 0, 2), (1, 0, 2)]
-
-
-def test_a_pruned_view_is_concatenated_with_an_unpruned_one() -> None:
-    left = select(batch([2, 1, 2]), [4, 2, 0])
-    right = prune(select(batch([2, 1, 2]), [3, 4, 1]))
-    check(concat([left, right]), [4, 2, 0, 3, 4, 1])
-    swapped = concat([right, left])
-    assert [chunk.key for chunk in swapped.groups[0].chunks] == [f"run/1/rollout/{at}/0" for at in (0, 2, 1)]
-    assert pieces(swapped.groups[0]) == [(1, 0, 2), (0, 1, 2), (1, 1, 2), (2, 0, 1), (0, 0, 1)]
-
-
-def test_batches_over_different_chunks_are_concatenated() -> None:
-    left, right = batch([2, 1]), batch([3])
-    right = right.replace(groups=(right.groups[0].replace(chunks=tuple(chunks([3], "other"))),))
-    both = concat([select(left, [2, 0]), right, slice_rows(left, 1, 2)])
-    assert [chunk.key for chunk in both.groups[0].chunks] == [
-        "run/1/rollout/0/0",
-        "run/1/rollout/1/0",
-        "run/1/other/0/0",
-    ]
-    assert pieces(both.groups[0]) == [(1, 0, 1), (0, 0, 1), (2, 0, 3), (0, 1, 2)]
-
-
-def test_batches_with_different_column_groups_are_concatenated() -> None:
-    def stored(stage: str) -> list[ChunkRef]:
-        return chunks([5], stage)
-
-    apart = with_column(batch(), {"behavior_logprobs": "float"}, stored("a"), range(5))
-    apart = with_column(apart, {"reference_logprobs": "float"}, stored("b"), range(5))
-    joint = with_column(batch(), {"behavior_logprobs": "float", "reference_logprobs": "float"}, stored("c"), range(5))
-    both = concat([apart, joint])
-    assert both.columns == apart.columns
-    assert [[chunk.key for chunk in group.chunks] for group in both.groups[1:]] == [
-        ["run/1/a/0/0", "run/1/c/0/0"],
-        ["run/1/b/0/0", "run/1/c/0/0"],
-    ]
-    assert all(rows_of(group) == list(range(10)) for group in both.groups[1:])
-
-
-def test_concatenated_batches_keep_the_rows_of_every_group() -> None:
-    stored = Stored([2, 3], [[4, 0, 3, 1, 2], [1, 3, 2, 4, 0]])
-    parts = [
-        select(stored.batch, [3, 1]),
-        prune(slice_rows(stored.batch, 1, 4)),
-        permute(stored.batch, [4, 2, 0, 1, 3]),
-    ]
-    stored.check(concat(parts), [3, 1, 1, 2, 3, 4, 2, 0, 1, 3])
-
-
-def test_batches_of_different_kinds_are_not_concatenated() -> None:
-    with pytest.raises(ValueError, match="no batches"):
-        concat([])
-    with pytest.raises(ValueError, match="different"):
-        concat([batch(), batch().replace(step=2)])
-    extended = with_column(batch(), {"advantages": "float"}, chunks([5], "advantage"), range(5))
-    for pair in ([batch(), extended], [extended, batch()]):
-        with pytest.raises(ColumnError, match="different columns"):
-            concat(pair)
-
-
 def test_a_column_stored_in_another_order_is_read_in_the_batchs_order() -> None:
     view = with_column(batch(), {"advantages": "float"}, chunks([2, 3], "advantage"), [3, 0, 1, 4, 2])
     assert view.columns == ("response_ids", "reward", "advantages")
@@ -378,77 +180,6 @@ def test_a_column_covers_every_row_once(sizes: list[int], rows: list[int], messa
 def test_a_column_is_added_once() -> None:
     with pytest.raises(ColumnError, match="'reward' is already"):
         with_column(batch(), {"reward": "float"}, chunks([5], "again"), range(5))
-
-
-def draw_view(data: st.DataObject, view: BatchHandle, model: list[int]) -> tuple[BatchHandle, list[int]]:
-    """Any one operation on a view, and the same done to a list of its rows."""
-    every = st.integers(0, max(len(model) - 1, 0))
-    kind = data.draw(st.sampled_from(["select", "slice", "permute", "repeat", "filter", "concat", "split", "prune"]))
-    if kind == "select":
-        rows = data.draw(st.lists(every, max_size=8 if model else 0))
-        return select(view, rows), [model[row] for row in rows]
-    if kind == "slice":
-        start = data.draw(st.integers(0, len(model)))
-        stop = data.draw(st.integers(start, len(model)))
-        return slice_rows(view, start, stop), model[start:stop]
-    if kind == "permute":
-        order = data.draw(st.permutations(range(len(model))))
-        return permute(view, order), [model[row] for row in order]
-    if kind == "repeat":
-        counts = data.draw(st.lists(st.integers(0, 2), min_size=len(model), max_size=len(model)))
-        repeated = [row for row, count in zip(model, counts, strict=True) for _ in range(count)]
-        return repeat(view, counts), repeated
-    if kind == "filter":
-        keep = data.draw(st.lists(st.booleans(), min_size=len(model), max_size=len(model)))
-        return filter_rows(view, np.array(keep, np.bool_)), [row for row, kept in zip(model, keep, strict=True) if kept]
-    if kind == "prune":
-        return prune(view), model
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(model)), max_size=3)))
-    bounds = list(zip([0, *cuts], [*cuts, len(model)], strict=True))
-    parts = split(view, [stop - start for start, stop in bounds])
-    if kind == "split":
-        at = data.draw(st.integers(0, len(cuts)))
-        return parts[at], model[slice(*bounds[at])]
-    places = data.draw(st.lists(st.integers(0, len(cuts)), min_size=1, max_size=4))
-    some = [prune(parts[at]) if data.draw(st.booleans()) else parts[at] for at in places]
-    return concat(some), [row for at in places for row in model[slice(*bounds[at])]]
-
-
-@settings(deadline=None)
-@given(st.data(), stored_batches())
-def test_any_chain_of_views_selects_like_a_list(data: st.DataObject, stored: Stored) -> None:
-    view, model = stored.batch, list(range(stored.batch.num_rows))
-    for _ in range(data.draw(st.integers(1, 4))):
-        view, model = draw_view(data, view, model)
-        stored.check(view, model)
-    small = prune(view)
-    stored.check(small, model)
-    for group in small.groups:
-        assert {at for at, _, _ in pieces(group)} == set(range(len(group.chunks)))
-
-
-@settings(deadline=None)
-@given(st.data(), stored_batches())
-def test_views_of_the_same_rows_are_equal_however_they_are_made(data: st.DataObject, stored: Stored) -> None:
-    view, model = select(stored.batch, range(stored.batch.num_rows)), list(range(stored.batch.num_rows))
-    assert view == stored.batch
-    for _ in range(3):
-        every = st.integers(0, max(len(model) - 1, 0))
-        rows = data.draw(st.lists(every, max_size=8 if model else 0))
-        view, model = select(view, rows), [model[row] for row in rows]
-    assert view == select(stored.batch, model)
-    cut = data.draw(st.integers(0, len(model)))
-    assert concat(split(view, [cut, len(model) - cut])) == view
-
-
-@given(st.data())
-def test_a_column_added_to_any_view_follows_later_views(data: st.DataObject) -> None:
-    order = data.draw(st.permutations(range(5)))
-    stored = data.draw(st.permutations(range(5)))  # row i of the new chunk is row stored[i] of the view
-    view = with_column(permute(batch(), order), {"advantages": "float"}, chunks([5], "advantage"), stored)
-    again = data.draw(st.lists(st.integers(0, 4), max_size=6))
-    assert rows_of(select(view, again).groups[1]) == [stored.index(row) for row in again]
-    assert rows_of(select(view, again).groups[0]) == [order[row] for row in again]
 
 
 @pytest.mark.parametrize("num_rows", [255, 256, 257, 65535, 65536, 65537])

@@ -1,3 +1,5 @@
+"""Chunk keys, catalog entries, encoded integers and segments."""
+
 import pytest
 from pydantic import ValidationError
 

@@ -1,3 +1,5 @@
+"""Reading run configs: overrides, error messages, defaults."""
+
 import subprocess
 import sys
 from pathlib import Path

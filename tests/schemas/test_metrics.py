@@ -1,3 +1,5 @@
+"""Metrics and their reductions."""
+
 import pytest
 
 from schemas.metrics import Max, Mean, Sum, merge_metrics, values
@@ -8,7 +10,7 @@ def test_each_kind_has_its_own_reduction() -> None:
         {"loss": Mean(total=3, weight=1), "rows": Sum(value=2), "ratio_max": Max(value=1.5)},
         {"loss": Mean(total=1, weight=3), "rows": Sum(value=5), "ratio_max": Max(value=1.25), "only": Sum(value=1)},
     ]
-    # A mean of means would give (3 + 1/3) / 2; weighted it is (3 + 1) / (1 + 3).
+    # A mean of means would be (3 + 1/3) / 2; the weighted mean is (3 + 1) / (1 + 3).
     assert values(merge_metrics(parts)) == {"loss": 1.0, "rows": 7, "ratio_max": 1.5, "only": 1}
 
 
