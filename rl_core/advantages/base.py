@@ -1,6 +1,5 @@
 """The inputs of advantage estimators. N rows, G groups; a group is the rows of one prompt."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +76,3 @@ class AdvantageInputs:
         np.maximum.at(highest, self.group, self.rewards)
         is_equal: NDArray[np.bool_] = (lowest == highest)[self.group]
         return is_equal
-
-
-AdvantageEstimator = Callable[..., Floats]  # (AdvantageInputs, its config) -> [N]

@@ -4,12 +4,12 @@ from rl_core.advantages.base import AdvantageInputs, Floats
 from schemas.config.advantage import DrGrpoAdvantage
 
 
-def dr_grpo_advantages(inputs: AdvantageInputs, config: DrGrpoAdvantage) -> Floats:
+def dr_grpo_advantages(config: DrGrpoAdvantage, inputs: AdvantageInputs) -> Floats:
     """Compute reward - group mean (Liu et al. 2025, arXiv:2503.20783, section 3.2).
 
     Args:
-        inputs: The step's rows.
         config: Has no parameters.
+        inputs: The step's rows.
 
     Returns:
         [N] float64.

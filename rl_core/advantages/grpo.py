@@ -6,14 +6,14 @@ from rl_core.advantages.base import AdvantageInputs, Floats
 from schemas.config.advantage import GrpoAdvantage
 
 
-def grpo_advantages(inputs: AdvantageInputs, config: GrpoAdvantage) -> Floats:
+def grpo_advantages(config: GrpoAdvantage, inputs: AdvantageInputs) -> Floats:
     """Compute (reward - group mean) / (group sample standard deviation + epsilon).
 
     Shao et al. 2024, arXiv:2402.03300, section 4.1.2; the standard deviation has ddof = 1.
 
     Args:
-        inputs: The step's rows.
         config: `epsilon` is added to the standard deviation.
+        inputs: The step's rows.
 
     Returns:
         [N] float64.

@@ -6,15 +6,15 @@ from rl_core.advantages.base import AdvantageInputs, Floats
 from schemas.config.advantage import OpoAdvantage
 
 
-def opo_advantages(inputs: AdvantageInputs, config: OpoAdvantage) -> Floats:
+def opo_advantages(config: OpoAdvantage, inputs: AdvantageInputs) -> Floats:
     """Compute reward - length-weighted mean reward of the group.
 
     Hao et al. 2025, arXiv:2505.23585, section 3.2: the squared gradient norm of a response is assumed to be
     proportional to its length.
 
     Args:
-        inputs: The step's rows.
         config: Has no parameters.
+        inputs: The step's rows.
 
     Returns:
         [N] float64. A group without any response token, which trains nothing, has the plain mean as its baseline.

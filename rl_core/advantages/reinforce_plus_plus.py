@@ -6,7 +6,7 @@ from rl_core.advantages.base import AdvantageInputs, Floats
 from schemas.config.advantage import ReinforcePlusPlusAdvantage
 
 
-def reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs, config: ReinforcePlusPlusAdvantage) -> Floats:
+def reinforce_plus_plus_baseline_advantages(config: ReinforcePlusPlusAdvantage, inputs: AdvantageInputs) -> Floats:
     """Compute reward - group mean, whitened: minus its mean, over (its sample standard deviation + epsilon).
 
     Hu et al. 2025, arXiv:2501.03262v9, "REINFORCE++ w/ Baseline". The mean and the standard deviation are over the
@@ -14,8 +14,8 @@ def reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs, config: Rei
     included, with value 0.
 
     Args:
-        inputs: The step's rows.
         config: `epsilon` is added to the standard deviation (ddof = 1, in tokens).
+        inputs: The step's rows.
 
     Returns:
         [N] float64; all 0 if no token is trained or all trained tokens have the same value.

@@ -6,14 +6,14 @@ from rl_core.advantages.base import AdvantageInputs, Floats
 from schemas.config.advantage import RlooAdvantage
 
 
-def rloo_advantages(inputs: AdvantageInputs, config: RlooAdvantage) -> Floats:
+def rloo_advantages(config: RlooAdvantage, inputs: AdvantageInputs) -> Floats:
     """Compute reward - mean reward of the group's other rows (Ahmadian et al. 2024, arXiv:2402.14740, equation 8).
 
     It equals n / (n - 1) times (reward - group mean), with n rows in the group.
 
     Args:
-        inputs: The step's rows.
         config: Has no parameters.
+        inputs: The step's rows.
 
     Returns:
         [N] float64.

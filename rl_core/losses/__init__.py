@@ -1,23 +1,31 @@
-"""Policy losses: a new one is a config variant, a module and a line in `_SURROGATES`."""
+"""Policy losses: `policy_loss` of `LossInputs`; a new one is a config class, a module and a line in `SURROGATES`."""
 
 from torch import Tensor
 
 from rl_core.losses.aggregate import aggregate, denominator
-from rl_core.losses.base import LossInputs, PolicySurrogate, log_ratio
+from rl_core.losses.base import LossInputs, Surrogate, log_ratio
 from rl_core.losses.cispo import cispo_loss
 from rl_core.losses.clipped import clipped_loss
 from rl_core.losses.correction import correction_weights
 from rl_core.losses.gspo import gspo_loss
 from rl_core.losses.kl import kl_estimate
 from rl_core.losses.report import nan_unless_finite, report
+from rl_core.registry import Registry, entry
 from schemas.config.correction import CorrectionConfig
 from schemas.config.kl import KlConfig
-from schemas.config.loss import LossConfig
+from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, LossConfig
 from schemas.metrics import Metrics
 
-__all__ = ["LossInputs", "policy_loss"]
+__all__ = ["SURROGATES", "LossInputs", "policy_loss"]
 
-_SURROGATES: dict[str, PolicySurrogate] = {"clipped": clipped_loss, "gspo": gspo_loss, "cispo": cispo_loss}
+SURROGATES: Registry[[LossInputs], Surrogate] = Registry(
+    "rl_core.losses.SURROGATES",
+    LossConfig,
+    entry(ClippedLoss, clipped_loss),
+    entry(GspoLoss, gspo_loss),
+    entry(CispoLoss, cispo_loss),
+)
+"""Policy terms: (config, inputs of the T trained tokens) -> surrogate of T tokens."""
 
 
 def policy_loss(
@@ -54,7 +62,7 @@ def policy_loss(
         ValueError: The KL term, the entropy bonus or the correction needs a column that the inputs lack.
     """
     trained = inputs.select_trained()
-    surrogate = _SURROGATES[loss.kind](trained, loss)
+    surrogate = SURROGATES(loss, trained)
     weights, token_metrics = correction_weights(trained, correction)
     token_losses = surrogate.losses if weights is None else surrogate.losses * weights
     penalties, penalty_metrics = _penalties(trained, loss, kl)

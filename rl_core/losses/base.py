@@ -1,6 +1,5 @@
 """The inputs and outputs of policy losses. T response tokens of one micro-batch, S sequences."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -106,9 +105,6 @@ class Surrogate:
     losses: Tensor  # [T], with gradient
     ratio: Tensor  # [T], policy over behavior probability, as clipped by this loss
     clipped: dict[str, Tensor]  # [T] bool by side of the clip range: the tokens that it clips
-
-
-PolicySurrogate = Callable[..., Surrogate]  # (trained LossInputs, its config)
 
 
 def log_ratio(trained: LossInputs) -> Tensor:

@@ -4,14 +4,14 @@ from rl_core.losses.base import LossInputs, Surrogate, log_ratio
 from schemas.config.loss import CispoLoss
 
 
-def cispo_loss(trained: LossInputs, config: CispoLoss) -> Surrogate:
+def cispo_loss(config: CispoLoss, trained: LossInputs) -> Surrogate:
     """Compute -A w logp per token, where w = clip(r, 1 - clip_low, 1 + clip_high) has no gradient.
 
     MiniMax 2025, arXiv:2506.13585, equation 4, with r = exp(policy - behavior).
 
     Args:
-        trained: The trained tokens.
         config: Clip range of the weights.
+        trained: The trained tokens.
 
     Returns:
         The surrogate; `clipped` marks the tokens with clipped weights, for either sign of A.

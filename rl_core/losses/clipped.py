@@ -6,15 +6,15 @@ from rl_core.losses.base import LossInputs, Surrogate, clipped_surrogate, log_ra
 from schemas.config.loss import ClippedLoss
 
 
-def clipped_loss(trained: LossInputs, config: ClippedLoss) -> Surrogate:
+def clipped_loss(config: ClippedLoss, trained: LossInputs) -> Surrogate:
     """Compute max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) per token, with r = exp(policy - behavior).
 
     With `dual_clip` c, the loss of a negative A is at most -A c (Ye et al. 2020, arXiv:1912.09729, equation 5);
     otherwise its gradient would grow with r without bound.
 
     Args:
-        trained: The trained tokens.
         config: Clip range and dual clip.
+        trained: The trained tokens.
 
     Returns:
         The surrogate; with dual clip, `clipped` has a third entry, `dual`.

@@ -4,13 +4,13 @@ w = exp(behavior - sampler log-prob): the tokens were sampled by the engine, but
 from the trainer with the same weights.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rl_core.losses.base import MAX_LOG_RATIO, LossInputs
+from rl_core.registry import Registry, entry
 from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
 
 Correction = tuple[Tensor | None, dict[str, Tensor]]
@@ -38,14 +38,14 @@ def correction_weights(trained: LossInputs, config: CorrectionConfig) -> Correct
         raise ValueError(
             f'correction.kind is "{config.kind}", but the inputs lack sampler_logprobs; add them or set it to "none"'
         )
-    return _CORRECTIONS[config.kind](trained, config)
+    return CORRECTIONS(config, trained)
 
 
-def _none(trained: LossInputs, config: NoCorrection) -> Correction:
+def _none(_: NoCorrection, trained: LossInputs) -> Correction:
     return None, {"mismatch/weight": _importance(trained, "token")}
 
 
-def _truncated(trained: LossInputs, config: TruncatedCorrection) -> Correction:
+def _truncated(config: TruncatedCorrection, trained: LossInputs) -> Correction:
     importance = _importance(trained, config.level)
     weights = importance.clamp(max=config.cap)
     return weights, {
@@ -55,7 +55,7 @@ def _truncated(trained: LossInputs, config: TruncatedCorrection) -> Correction:
     }
 
 
-def _masked(trained: LossInputs, config: MaskedCorrection) -> Correction:
+def _masked(config: MaskedCorrection, trained: LossInputs) -> Correction:
     importance = _importance(trained, config.level)
     # Testing for outside instead of inside keeps NaN, which is neither, from being masked.
     outside = (importance < config.low) | (importance > config.high)
@@ -63,7 +63,14 @@ def _masked(trained: LossInputs, config: MaskedCorrection) -> Correction:
     return weights, {"mismatch/weight": importance, "correction/weight": weights, "correction/masked": outside}
 
 
-_CORRECTIONS: dict[str, Callable[..., Correction]] = {"none": _none, "truncated": _truncated, "masked": _masked}
+CORRECTIONS: Registry[[LossInputs], Correction] = Registry(
+    "rl_core.losses.correction.CORRECTIONS",
+    CorrectionConfig,
+    entry(NoCorrection, _none),
+    entry(TruncatedCorrection, _truncated),
+    entry(MaskedCorrection, _masked),
+)
+"""Corrections: (config, inputs of the T trained tokens with sampler log-probs) -> weights and metrics."""
 
 
 @torch.no_grad()

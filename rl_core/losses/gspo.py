@@ -4,7 +4,7 @@ from rl_core.losses.base import MAX_LOG_RATIO, LossInputs, Surrogate, clipped_su
 from schemas.config.loss import GspoLoss
 
 
-def gspo_loss(trained: LossInputs, config: GspoLoss) -> Surrogate:
+def gspo_loss(config: GspoLoss, trained: LossInputs) -> Surrogate:
     """Compute max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)) per sequence, for each of its trained tokens.
 
     s is the exp of the mean of policy - behavior over the sequence's trained tokens (Zheng et al. 2025,
@@ -12,8 +12,8 @@ def gspo_loss(trained: LossInputs, config: GspoLoss) -> Surrogate:
     (GSPO-token, equation 14), so that the mean over a sequence's tokens has the gradient of GSPO.
 
     Args:
-        trained: The trained tokens; a sequence is never split between micro-batches.
         config: Clip range of s.
+        trained: The trained tokens; a sequence is never split between micro-batches.
 
     Returns:
         The surrogate; its `ratio` is s.

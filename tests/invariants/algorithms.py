@@ -3,14 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import get_args
 
 import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
+from schemas.config.kinds import configs_of, kinds_of
 from schemas.config.kl import KlConfig
-from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, LossConfig
+from schemas.config.loss import Aggregation, CispoLoss, ClippedLoss, GspoLoss, LossConfig
 from tests.packed import VOCAB_SIZE, plain_logprobs, tiny_qwen3
 
 TEMPERATURE = 0.8
@@ -44,7 +46,7 @@ KINDS: dict[str, Algorithm] = {
         CispoLoss(clip_low=0.3, clip_high=0.2, entropy_coef=0.01), KlConfig(coef=0.1, estimator="k1"), NoCorrection()
     ),
 }
-AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+AGGREGATIONS = get_args(Aggregation)
 ALGORITHMS = {
     f"{kind}-{aggregation}": Algorithm(
         algorithm.loss.replace(aggregation=aggregation), algorithm.kl, algorithm.correction
@@ -52,7 +54,10 @@ ALGORITHMS = {
     for kind, algorithm in KINDS.items()
     for aggregation in AGGREGATIONS
 }
-DEFAULT_AGGREGATION = {"clipped": "token_mean", "gspo": "seq_mean_token_mean", "cispo": "token_mean"}
+DEFAULT_AGGREGATION = {
+    kind: config.model_fields["aggregation"].default
+    for kind, config in zip(kinds_of(LossConfig), configs_of(LossConfig), strict=True)
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +80,7 @@ def policy(dtype: torch.dtype) -> Qwen3ForCausalLM:
 
 @cache
 def batch(dtype: torch.dtype) -> list[Row]:
-    """Create rows whose log-probs differ enough from the policy's that some tokens are clipped, truncated and masked."""
+    """Create rows whose log-probs differ enough from the policy's for clipping, truncation and masking."""
     generator = torch.Generator().manual_seed(3)
     model, rows = policy(dtype), []
     model.set_attn_implementation("sdpa")

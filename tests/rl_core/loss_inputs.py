@@ -1,6 +1,7 @@
 """Loss inputs with chosen ratios, and the loss of a few tokens."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 from rl_core.losses import LossInputs, policy_loss
 from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
 from schemas.config.kl import KlConfig
-from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, LossConfig
+from schemas.config.loss import Aggregation, CispoLoss, ClippedLoss, GspoLoss, LossConfig
 from schemas.metrics import Mean, Metrics
 
 LOSSES = [ClippedLoss(), ClippedLoss(dual_clip=3), GspoLoss(clip_low=0.1, clip_high=0.1), CispoLoss()]
-AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+AGGREGATIONS = get_args(Aggregation)
 NO_KL, NO_CORRECTION = KlConfig(), NoCorrection()
 CORRECTIONS = [NO_CORRECTION, TruncatedCorrection(cap=1.2), MaskedCorrection(level="sequence", high=2)]
 

@@ -16,9 +16,11 @@ from schemas.config.advantage import (
     ReinforcePlusPlusAdvantage,
     RlooAdvantage,
 )
+from schemas.config.kinds import configs_of, kinds_of
 
-ALL = [GrpoAdvantage(), DrGrpoAdvantage(), RlooAdvantage(), ReinforcePlusPlusAdvantage(), OpoAdvantage()]
-every_estimator = pytest.mark.parametrize("config", ALL, ids=lambda config: config.kind)
+every_estimator = pytest.mark.parametrize(
+    "config", [config() for config in configs_of(AdvantageConfig)], ids=kinds_of(AdvantageConfig)
+)
 
 # Group 7: 1, 0, 0, 1 has mean 0.5 and sample variance 1/3. Group 2: 2, 4 has mean 3 and variance 2.
 REWARDS = [1.0, 2.0, 0.0, 0.0, 4.0, 1.0]
