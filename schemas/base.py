@@ -19,3 +19,9 @@ class Frozen(BaseModel):
     def digest(self) -> str:
         """The first 16 hex digits of the SHA-256 of the value's JSON; equal values have equal digests."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+class FrozenConfig(Frozen):
+    """The base of config sections: the docstring below a field is its description in the schema and the reference."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)

@@ -134,8 +134,8 @@ def test_length_grows_up_to_its_target() -> None:
     [
         ({"kind": "format", "pattern": "(a"}, "not a regular expression: missing )"),
         ({"kind": "format", "parts": {"a": "["}}, "not a regular expression"),
-        ({"kind": "format"}, "give one of pattern"),
-        ({"kind": "format", "pattern": "a", "parts": {"a": "a"}}, "give one of pattern"),
+        ({"kind": "format"}, "set either pattern"),
+        ({"kind": "format", "pattern": "a", "parts": {"a": "a"}}, "set either pattern"),
         ({"kind": "format", "parts": {"reward": "a"}}, "can't be named 'reward'"),
         ({"kind": "format", "parts": {"A b": "a"}}, "should match pattern"),
         ({"kind": "length"}, "Field required"),
