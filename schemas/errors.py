@@ -101,6 +101,10 @@ class NonFiniteError(PipelineError):
         self.rows = rows
 
 
+class MetricError(PipelineError):
+    """A metric is not in the catalog."""
+
+
 class RewardFailureError(PipelineError):
     """More rewards of one step failed than the config allows."""
 

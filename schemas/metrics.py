@@ -43,7 +43,15 @@ class Max(Frozen):
         return Max(value=max(self.value, other.value))
 
 
-Metric = Annotated[Mean | Sum | Max, Field(discriminator="kind")]
+class Single(Frozen):
+    """The only value of a step, such as its number of rollout rounds: it has no reduction, and can't be merged."""
+
+    kind: Literal["single"] = "single"
+    value: float
+
+
+Reduction = Literal["mean", "sum", "max", "single"]
+Metric = Annotated[Mean | Sum | Max | Single, Field(discriminator="kind")]
 Metrics = dict[str, Metric]
 
 
@@ -51,17 +59,24 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
     """Reduce the metrics of several micro-batches, updates or workers into one set.
 
     Raises:
-        TypeError: Two parts report the same name with different reductions.
+        TypeError: Two parts report the same name with different reductions, or the same single value.
     """
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
-            previous = merged.get(name)
-            if previous is not None and previous.kind != metric.kind:
-                raise TypeError(f"metric {name!r} is a {metric.kind} here and a {previous.kind} elsewhere")
-            # Both are of the same kind, which mypy can't infer.
-            merged[name] = metric if previous is None else previous.merge(metric)  # type: ignore[arg-type]
+            merged[name] = _merge(name, merged[name], metric) if name in merged else metric
     return merged
+
+
+def _merge(name: str, first: Metric, second: Metric) -> Metric:
+    if first.kind != second.kind:
+        raise TypeError(f"metric {name!r} is a {second.kind} here and a {first.kind} elsewhere")
+    if isinstance(first, Single):
+        raise TypeError(
+            f"metric {name!r} is reported twice, as {first.value:g} and {second.value:g}, but it is a single value of "
+            "the step: report it once, or as a Mean, Sum or Max"
+        )
+    return first.merge(second)  # type: ignore[arg-type]  # both are of the same kind, which mypy can't infer
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -8,7 +8,7 @@ arXiv:2503.14476, section 3.2.
 from collections.abc import Sequence
 
 from schemas.config.rollout import RolloutConfig
-from schemas.metrics import Max, Mean, Metrics, Sum
+from schemas.metrics import Mean, Metrics, Single, Sum
 from schemas.rollout import RolloutShard
 
 Rounds = Sequence[Sequence[RolloutShard]]
@@ -74,7 +74,7 @@ def count_generated(rounds: Rounds, config: RolloutConfig) -> Metrics:
     scored = [reward for shard in shards for reward in shard.rewards]
     rewards = [reward for reward in scored if reward is not None]
     return {
-        "rollout/rounds": Max(value=len(rounds)),
+        "rollout/rounds": Single(value=len(rounds)),
         "rollout/groups_generated": Sum(value=len(has_variance)),
         "rollout/groups_dropped": Sum(value=len(has_variance) - len(kept_groups(config, has_variance))),
         "rollout/zero_variance": Mean(total=has_variance.count(False), weight=len(has_variance)),

@@ -84,7 +84,7 @@ class Trainer:
             self._require_finite("gradient", self._without_finite_gradient(rows, update, rank))
         self.optimizer.step()
         self.num_updates += 1
-        if rank == 0:
+        if rank == 0:  # as means, they are averaged over the updates of a step
             parts.append({"grad_norm": Mean(total=norm, weight=1), "learning_rate": Mean(total=lr, weight=1)})
         return merge_metrics(parts)
 

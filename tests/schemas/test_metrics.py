@@ -1,8 +1,12 @@
 """Metrics and their reductions."""
 
-import pytest
+from typing import get_args
 
-from schemas.metrics import Max, Mean, Sum, merge_metrics, values
+import pytest
+from pydantic import TypeAdapter
+
+from schemas.config.kinds import kinds_of
+from schemas.metrics import Max, Mean, Metric, Metrics, Reduction, Single, Sum, merge_metrics, values
 
 
 def test_each_kind_has_its_own_reduction() -> None:
@@ -17,6 +21,30 @@ def test_each_kind_has_its_own_reduction() -> None:
 def test_a_name_can_not_have_two_reductions() -> None:
     with pytest.raises(TypeError, match="'loss' is a sum here and a mean elsewhere"):
         merge_metrics([{"loss": Mean(total=1, weight=1)}, {"loss": Sum(value=1)}])
+
+
+def test_a_single_value_is_not_merged() -> None:
+    rounds = {"rounds": Single(value=2)}
+    assert values(merge_metrics([rounds, {"rows": Sum(value=1)}])) == {"rounds": 2, "rows": 1}
+    with pytest.raises(TypeError, match="metric 'rounds' is reported twice, as 2 and 3, but it is a single value"):
+        merge_metrics([rounds, {"rounds": Single(value=3)}])
+    with pytest.raises(TypeError, match="'rounds' is reported twice"):
+        merge_metrics([rounds, rounds])
+    with pytest.raises(TypeError, match="'rounds' is a mean here and a single elsewhere"):
+        merge_metrics([rounds, {"rounds": Mean(total=1, weight=1)}])
+
+
+def test_metrics_survive_a_round_trip() -> None:
+    metrics: Metrics = {
+        "mean": Mean(total=3, weight=2),
+        "sum": Sum(value=2),
+        "max": Max(value=1),
+        "single": Single(value=4),
+    }
+    adapter = TypeAdapter(Metrics)
+    assert adapter.validate_json(adapter.dump_json(metrics)) == metrics
+    assert [metric.kind for metric in metrics.values()] == [*metrics] == list(get_args(Reduction))
+    assert kinds_of(Metric) == get_args(Reduction)
 
 
 def test_a_mean_of_weight_zero_is_zero() -> None:
