@@ -44,11 +44,16 @@ class Registry(Generic[Parameters, Result]):
         LookupError: A kind of the union has no entry, an entry is not of the union, or a kind has two.
 
     Example:
-        >>> from schemas.config.advantage import AdvantageConfig, GrpoAdvantage
-        >>> Registry("example.ESTIMATORS", AdvantageConfig, entry(GrpoAdvantage, lambda config: config.epsilon))
-        Traceback (most recent call last):
-        ...
-        LookupError: example.ESTIMATORS has no entry for kind 'dr_grpo' (DrGrpoAdvantage); add ...
+        >>> from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
+        >>> upper_bound = Registry(
+        ...     "example.upper_bound",
+        ...     CorrectionConfig,
+        ...     entry(NoCorrection, lambda config: None),
+        ...     entry(TruncatedCorrection, lambda config: config.cap),
+        ...     entry(MaskedCorrection, lambda config: config.high),
+        ... )
+        >>> upper_bound(TruncatedCorrection(cap=3.0))
+        3.0
     """
 
     def __init__(self, name: str, union: object, *entries: Entry[Parameters, Result]) -> None:

@@ -38,7 +38,15 @@ SafeName = Annotated[str, AfterValidator(_safe_name)]
 
 
 class ChunkKey(Frozen):
-    """The deterministic name of a chunk: the same producer call always writes the same key."""
+    """The deterministic name of a chunk: the same producer call always writes the same key.
+
+    Example:
+        >>> key = ChunkKey(run_id="demo", step=7, stage="rollout", shard=2)
+        >>> str(key)
+        'demo/7/rollout/2/0'
+        >>> ChunkKey.parse("demo/7/rollout/2/0") == key
+        True
+    """
 
     run_id: SafeName
     step: NonNegativeInt

@@ -56,6 +56,13 @@ def column_spec(name: str) -> ColumnSpec:
 
     Raises:
         ColumnError: The catalog has no such column.
+
+    Example:
+        >>> spec = column_spec("sampler_logprobs")
+        >>> spec.axis, spec.dtypes, spec.unit, spec.producer
+        ('response', ('float',), 'nat', 'rollout')
+        >>> column_spec("reward_format").nullable
+        True
     """
     if name in CATALOG:
         return CATALOG[name]

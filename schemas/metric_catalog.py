@@ -105,6 +105,13 @@ def metric_spec(name: str) -> MetricSpec:
 
     Raises:
         MetricError: The catalog has no such metric.
+
+    Example:
+        >>> spec = metric_spec("grad_norm")
+        >>> spec.stage, spec.reduction, spec.views
+        ('update', 'mean', ('report', 'ui'))
+        >>> metric_spec("rollout/generate_seconds").reduction
+        'max'
     """
     if name in METRICS and "<" not in name:
         return METRICS[name]

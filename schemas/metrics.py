@@ -60,6 +60,12 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
 
     Raises:
         TypeError: Two parts report the same name with different reductions, or the same single value.
+
+    Example:
+        >>> first = {"loss": Mean(total=3.0, weight=1), "ratio_max": Max(value=1.5)}
+        >>> second = {"loss": Mean(total=1.0, weight=3), "ratio_max": Max(value=1.2)}
+        >>> values(merge_metrics([first, second]))
+        {'loss': 1.0, 'ratio_max': 1.5}
     """
     merged: Metrics = {}
     for part in parts:

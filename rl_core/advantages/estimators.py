@@ -57,6 +57,11 @@ def compute_advantages(
 
     Raises:
         ValueError: The arrays differ in length, a reward isn't finite, or counts are impossible.
+
+    Example:
+        >>> rewards, groups, tokens = np.array([1.0, 0.0, 1.0, 1.0]), np.array([0, 0, 1, 1]), np.array([5, 9, 4, 4])
+        >>> compute_advantages(rewards, groups, DrGrpoAdvantage(), response_lengths=tokens, loss_tokens=tokens).tolist()
+        [0.5, -0.5, 0.0, 0.0]
     """
     inputs = AdvantageInputs.from_rows(rewards, group_ids, response_lengths=response_lengths, loss_tokens=loss_tokens)
     if not len(inputs.rewards):

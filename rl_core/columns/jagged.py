@@ -34,6 +34,13 @@ def jagged(values: Array | Sequence[Array], lengths: Array | None = None) -> pa.
 
     Raises:
         ValueError: Shapes, dtypes or lengths are inconsistent.
+
+    Example:
+        >>> column = jagged(np.array([5, 6, 7], dtype=np.uint16), np.array([2, 0, 1]))
+        >>> column.to_pylist()
+        [[5, 6], [], [7]]
+        >>> row_lengths(column).tolist(), flat_values(column[1:]).tolist()
+        ([2, 0, 1], [7])
     """
     flat, counts = _from_rows(values, lengths) if not isinstance(values, np.ndarray) else (values, lengths)
     if counts is None:

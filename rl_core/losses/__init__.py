@@ -60,6 +60,21 @@ def policy_loss(
 
     Raises:
         ValueError: The KL term, the entropy bonus or the correction needs a column that the inputs lack.
+
+    Example:
+        >>> import torch
+        >>> from schemas.config.correction import NoCorrection
+        >>> inputs = LossInputs.from_rows(
+        ...     policy_logprobs=torch.tensor([-1.0, -1.0, -2.0], requires_grad=True),
+        ...     behavior_logprobs=torch.tensor([-1.0, -1.0, -2.0]),
+        ...     advantages=torch.tensor([1.0, -0.5]),
+        ...     loss_mask=torch.tensor([True, True, True]),
+        ...     response_lengths=torch.tensor([2, 1]),
+        ... )
+        >>> counts = {"norm_tokens": 1, "num_loss_tokens": 3, "num_live_sequences": 2}
+        >>> loss, metrics = policy_loss(inputs, ClippedLoss(), KlConfig(), NoCorrection(), **counts)
+        >>> loss.item(), metrics["ratio"].value
+        (-0.5, 1.0)
     """
     trained = inputs.select_trained()
     surrogate = SURROGATES(loss, trained)

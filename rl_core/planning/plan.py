@@ -51,6 +51,14 @@ def plan_step(
         PlanError: No row has a loss token, a row with loss tokens is longer than the budget, the arrays differ in
             length or hold impossible counts, or a number isn't positive.
         TypeError: Counts that are not integers.
+
+    Example:
+        >>> options = {"num_updates": 1, "num_ranks": 2, "token_budget": 20, "seed": 0}
+        >>> plan = plan_step([4, 4, 4, 4], [9, 5, 5, 1], [9, 5, 5, 1], **options)
+        >>> [[micro.rows for micro in rank] for rank in plan.updates[0].ranks]
+        [[(0, 3)], [(1, 2)]]
+        >>> plan.updates[0].num_loss_tokens, plan.updates[0].num_live_sequences
+        (20, 4)
     """
     prompts, responses, trained = (as_int64(counts) for counts in (prompt_lengths, response_lengths, loss_tokens))
     _check_numbers(num_updates=num_updates, num_ranks=num_ranks, token_budget=token_budget)

@@ -86,6 +86,16 @@ def score_all(function: RewardFunction, items: Sequence[RewardItem]) -> list[Rew
 
     An exception, or a result other than a finite number or a dict of finite numbers with a `reward`, is a failure: it
     becomes an outcome without a reward, and doesn't affect other items.
+
+    Example:
+        >>> def score(prompt, completion, answer, info):
+        ...     return {"reward": float(int(completion) == int(answer)), "brevity": 1 / len(completion)}
+        >>> items = [RewardItem("2 + 2 =", completion, "4", {}) for completion in ("4", "four")]
+        >>> first, second = score_all(score, items)
+        >>> first.reward, first.parts
+        (1.0, {'brevity': 1.0})
+        >>> second.reward, second.failure
+        (None, "ValueError: invalid literal for int() with base 10: 'four'")
     """
     return asyncio.run(_score_concurrently(function, items))
 

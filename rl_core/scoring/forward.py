@@ -64,6 +64,14 @@ def pack_row(
     Raises:
         ScoringError: A prompt is empty, so that nothing predicts the first token of the response.
         ValueError: The lengths don't add up to the number of ids, or the numbers of lengths differ.
+
+    Example:
+        >>> prompts, responses = torch.tensor([10, 11, 20]), torch.tensor([12, 21, 22])
+        >>> row = pack_row(prompts, torch.tensor([2, 1]), responses, torch.tensor([1, 2]))
+        >>> row.input_ids.tolist(), row.position_ids.tolist(), row.cu_seqlens.tolist()
+        ([10, 11, 12, 20, 21, 22], [0, 1, 2, 0, 1, 2], [0, 3, 6])
+        >>> row.predict_index.tolist(), row.targets.tolist()
+        ([1, 3, 4], [12, 21, 22])
     """
     device = prompt_ids.device
     prompts, responses = _lengths(prompt_lengths, device), _lengths(response_lengths, device)

@@ -23,6 +23,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises:
         ConfigError: The file or an override can't be read, or a key or value is invalid.
+
+    Example:
+        >>> from tempfile import NamedTemporaryFile
+        >>> with NamedTemporaryFile("w", suffix=".toml") as file:
+        ...     _ = file.write('steps=9\\nmodel.path="tiny"\\ndata.train_path="train.jsonl"\\nreward.kind="exact"')
+        ...     file.flush()
+        ...     config = load_config(Path(file.name), ["optim.lr=1e-4", "advantage.kind=rloo"])
+        >>> config.steps, config.optim.lr, config.advantage.kind, config.loss.kind
+        (9, 0.0001, 'rloo', 'clipped')
     """
     try:
         tree = tomllib.loads(path.read_text())
