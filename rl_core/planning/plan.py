@@ -57,19 +57,12 @@ def plan_step(
         >>> plan = plan_step([4, 4, 4, 4], [9, 5, 5, 1], [9, 5, 5, 1], **options)
         >>> [[micro.rows for micro in rank] for rank in plan.updates[0].ranks]
         [[(0, 3)], [(1, 2)]]
-        >>> plan.updates[0].num_loss_tokens, plan.updates[0].num_live_sequences
-        (20, 4)
     """
     prompts, responses, trained = (as_int64(counts) for counts in (prompt_lengths, response_lengths, loss_tokens))
     _check_numbers(num_updates=num_updates, num_ranks=num_ranks, token_budget=token_budget)
     _check_counts(prompts, responses, trained)
     lengths = prompts + responses
-    live = np.flatnonzero(trained)
-    if not len(live):
-        raise PlanError(
-            f"nothing to train on: none of the step's {len(lengths)} rows has a loss token; inspect the rewards and"
-            " responses of this step"
-        )
+    live = _live_rows(trained)
     check_budget(live, lengths, token_budget)
     costs = row_costs(lengths)
     shuffled = np.random.Generator(np.random.PCG64(seed)).permutation(live)
@@ -116,6 +109,17 @@ def plan_forward(
     check_budget(rows, lengths, token_budget)
     ranks = _plan_ranks(rows, lengths, row_costs(lengths), num_ranks, token_budget)
     return ForwardPlan(**dict(ranks), token_budget=token_budget)
+
+
+def _live_rows(trained: Counts) -> Rows:
+    """Return the rows with a loss token, at least one."""
+    live = np.flatnonzero(trained)
+    if not len(live):
+        raise PlanError(
+            f"nothing to train on: none of the step's {len(trained)} rows has a loss token; inspect the rewards and"
+            " responses of this step"
+        )
+    return live
 
 
 def _plan_ranks(rows: Rows, lengths: Counts, costs: Costs, num_ranks: int, token_budget: int) -> RankPlan:

@@ -1,4 +1,4 @@
-"""Sections that come in several kinds: unions of config classes that are told apart by the field `kind`."""
+"""Sections with several kinds: unions of config classes, discriminated by the field `kind`."""
 
 from collections.abc import Callable, Iterator
 from types import UnionType
