@@ -24,7 +24,7 @@ class MetricSpec(Frozen):
     name: str
     stage: Stage
     reduction: Reduction
-    unit: str  # empty: a ratio of two numbers of the same unit
+    unit: str  # empty: none, as for a fraction
     meaning: str
     views: tuple[View, ...] = ()
 
