@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rl_core.planning import imbalance, plan_forward, plan_step
-from rl_core.planning.balance import rank_work, row_costs
+from rl_core.planning.balance import rank_costs, row_costs
 from schemas.plan import ForwardPlan
 
 SHAPES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {  # lengths in tokens, int64 [n]
@@ -125,7 +125,7 @@ def micro_rows(plan: ForwardPlan) -> list[list[list[int]]]:
 
 def spread(costs: np.ndarray, ranks: Sequence[Sequence[int]]) -> float:
     """(max - min) / mean of the ranks' cost."""
-    return imbalance(rank_work(costs, [np.array(rows, dtype=np.int64) for rows in ranks]))
+    return imbalance(rank_costs(costs, [np.array(rows, dtype=np.int64) for rows in ranks]))
 
 
 def lockstep(costs: np.ndarray, ranks: Sequence[Sequence[Sequence[int]]]) -> float:

@@ -1,1 +1,1 @@
-"""Handles, plans, reports and configuration: pydantic values that travel as JSON and never hold bulk data."""
+"""Handles, plans, reports and configuration: pydantic values that are sent as JSON and never hold bulk data."""

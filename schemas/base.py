@@ -1,4 +1,4 @@
-"""The base of every value that crosses a process: frozen, strict about its keys, JSON both ways."""
+"""The base of every value that crosses a process boundary: frozen, strict about its keys, serialized as JSON."""
 
 import hashlib
 from typing import Self
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Frozen(BaseModel):
-    """An immutable pydantic value; unknown keys are refused."""
+    """An immutable pydantic model; unknown keys are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -17,5 +17,11 @@ class Frozen(BaseModel):
 
     @property
     def digest(self) -> str:
-        """The first 16 hex digits of the SHA-256 of the value's JSON: equal values, equal digests."""
+        """The first 16 hex digits of the SHA-256 of the value's JSON; equal values have equal digests."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+class FrozenConfig(Frozen):
+    """The base of config sections: the docstring below a field is its description in the schema and the reference."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)

@@ -1,7 +1,7 @@
 """Handles of stored rows: chunks, segments over them, and per-row lengths.
 
-A batch has N rows. Its columns come in groups; a group is what its producers put: chunks in order, whose rows
-are concatenated, and the segments of that concatenation which make up the batch's rows, in order.
+A batch has N rows. Its columns come in groups. A group has an ordered list of chunks, whose rows are concatenated, and
+the segments of that concatenation that make up the batch's rows, in order.
 """
 
 import re
@@ -38,7 +38,15 @@ SafeName = Annotated[str, AfterValidator(_safe_name)]
 
 
 class ChunkKey(Frozen):
-    """The deterministic name of one chunk: the same producer call always writes the same key."""
+    """The deterministic name of a chunk: the same producer call always writes the same key.
+
+    Example:
+        >>> key = ChunkKey(run_id="demo", step=7, stage="rollout", shard=2)
+        >>> str(key)
+        'demo/7/rollout/2/0'
+        >>> ChunkKey.parse("demo/7/rollout/2/0") == key
+        True
+    """
 
     run_id: SafeName
     step: NonNegativeInt
@@ -51,13 +59,13 @@ class ChunkKey(Frozen):
 
     @classmethod
     def parse(cls, key: str) -> Self:
-        """The key that `str` wrote.
+        """Parse the output of `str`.
 
         Raises:
-            InvalidKeyError: The text is not a chunk's key.
+            InvalidKeyError: The string is not a chunk key.
         """
         if not _KEY.fullmatch(key):
-            raise InvalidKeyError(f"{key!r} is not a chunk's key, expected run/step/stage/shard/attempt")
+            raise InvalidKeyError(f"{key!r} is not a chunk key, expected run/step/stage/shard/attempt")
         run_id, step, stage, shard, attempt = key.split("/")
         return cls(run_id=run_id, step=int(step), stage=stage, shard=int(shard), attempt=int(attempt))
 
@@ -68,28 +76,28 @@ class ChunkRef(Frozen):
     key: str
     num_rows: int
     num_bytes: int
-    incarnation: str  # the store's incarnation that holds it; another incarnation never serves it
+    incarnation: str  # of the store that holds it; a store of another incarnation never serves it
 
 
 class EncodedInts(Frozen):
-    """N non-negative integers: `base`, their minimum, and what each adds to it, as little-endian unsigned integers.
+    """N non-negative integers: their minimum, `base`, and their offsets from it as little-endian unsigned integers.
 
-    Each takes `item_bytes` as text, which is base64, and `word_bytes` in memory, where arithmetic needs whole words.
+    An offset takes `item_bytes` in JSON, as base64, and `word_bytes` in memory, where arithmetic needs whole words.
     """
 
     size: NonNegativeInt
     base: int = Field(ge=0, lt=2**63)
     dtype: Literal["u1", "u2", "u3", "u4", "u5", "u6", "u7", "u8"]
-    data: bytes = Field(strict=True)  # none when all integers are equal
+    data: bytes = Field(strict=True)  # empty if all integers are equal
 
     @property
     def item_bytes(self) -> int:
-        """The bytes that hold the largest of the added integers."""
+        """The size of the largest offset in bytes."""
         return int(self.dtype[1:])
 
     @property
     def word_bytes(self) -> int:
-        """The bytes of each integer in `data`: `item_bytes` or, for want of such integers, the next power of two."""
+        """The bytes of each offset in `data`: `item_bytes` rounded up to a power of two."""
         return _word_bytes(self.item_bytes)
 
     @field_serializer("data")
@@ -105,7 +113,10 @@ class EncodedInts(Frozen):
         word_bytes = _word_bytes(item_bytes)
         data, width = (_from_base64(value), item_bytes) if isinstance(value, str) else (value, word_bytes)
         if len(data) not in (0, size * width):
-            raise ValueError(f"{len(data)} bytes don't hold {size} integers of {width} bytes; none means equal ones")
+            raise ValueError(
+                f"{len(data)} bytes don't hold {size} integers of {width} bytes; expected {size * width} bytes, or "
+                "none if all integers are equal"
+            )
         return _resize_items(data, width, word_bytes)
 
 
@@ -113,7 +124,7 @@ def _from_base64(text: str) -> bytes:
     try:
         return a2b_base64(text, strict_mode=True)
     except ValueError as error:
-        raise ValueError(f"packed integers are not base64: {error}") from error
+        raise ValueError(f"encoded integers are not base64: {error}") from error
 
 
 def _word_bytes(item_bytes: int) -> int:
@@ -121,7 +132,7 @@ def _word_bytes(item_bytes: int) -> int:
 
 
 def _resize_items(data: bytes, old: int, new: int) -> bytes:
-    """Little-endian integers of `new` bytes for those of `old` bytes; high bytes are added as 0, or left out."""
+    """Convert little-endian integers from `old` to `new` bytes each, by adding zero bytes or dropping high bytes."""
     if old == new:
         return data
     items = bytearray(len(data) // old * new)
@@ -131,10 +142,10 @@ def _resize_items(data: bytes, old: int, new: int) -> bytes:
 
 
 class Segments(Frozen):
-    """Half-open row ranges [start, start + count), in order and none empty.
+    """Half-open row ranges [start, start + count), in order, none empty.
 
-    Adjacent ranges are merged. Only where fewer than one row in 64 has its neighbour beside it, as in a shuffled
-    batch, every row is a range of its own: equal counts take no space.
+    Adjacent ranges are merged. If fewer than one row in 64 is followed by its neighbor, as in a shuffled batch, every
+    row is a range of its own instead, because equal counts take no space.
     """
 
     starts: EncodedInts
@@ -143,20 +154,22 @@ class Segments(Frozen):
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
         if self.starts.size != self.counts.size:
-            raise ValueError(f"there are {self.starts.size} starts and {self.counts.size} counts of row ranges")
+            raise ValueError(
+                f"row ranges have {self.starts.size} starts and {self.counts.size} counts; expected one each"
+            )
         return self
 
 
 class ColumnGroup(Frozen):
-    """Columns that were put together: their dtypes, their chunks, and which of the chunks' rows the batch has."""
+    """Columns that were stored together: their dtypes, their chunks, and the rows of the chunks that the batch has."""
 
-    dtypes: dict[str, str]  # column name -> str(Arrow value type); survives an empty selection
+    dtypes: dict[str, str]  # column name -> str(Arrow value type); kept by an empty selection
     chunks: tuple[ChunkRef, ...]
     segments: Segments
 
 
 class BatchHandle(Frozen):
-    """N rows of one step, held in the column store. Selecting from it moves no payload (`rl_core.views`)."""
+    """N rows of one step in the column store. Selecting rows moves no data (`rl_core.views`)."""
 
     run_id: SafeName
     step: NonNegativeInt
@@ -168,10 +181,10 @@ class BatchHandle(Frozen):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of all columns that have been produced, in the order of their groups."""
+        """The names of all columns produced so far, in the order of their groups."""
         return tuple(name for group in self.groups for name in group.dtypes)
 
     @property
     def chunks(self) -> tuple[ChunkRef, ...]:
-        """All chunks that hold some of its columns, each once."""
+        """All chunks of all column groups, each once."""
         return tuple(dict.fromkeys(chunk for group in self.groups for chunk in group.chunks))

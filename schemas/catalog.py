@@ -1,7 +1,7 @@
-"""The column catalogue: every column there is, with its axis, dtype, unit and producer.
+"""The column catalog: all columns with their axis, dtype, unit and producer.
 
-Axes: `row` has one value per sample; `prompt` and `response` are jagged, one list per sample, whose offsets say
-which tokens exist. A column's name is also the variable's name everywhere in the code.
+Axes: `row` has one value per sample; `prompt` and `response` are jagged, with one list per sample, whose offsets say
+which tokens exist. A column's name is also the name of the variable that holds it, everywhere in the code.
 """
 
 from typing import Literal
@@ -15,11 +15,11 @@ TOKEN_DTYPES = ("uint16", "int32")
 
 
 class ColumnSpec(Frozen):
-    """What one column may hold."""
+    """The declaration of one column."""
 
     name: str
     axis: Axis
-    dtypes: tuple[str, ...]  # Arrow value types that are accepted, as str(pyarrow.DataType)
+    dtypes: tuple[str, ...]  # accepted Arrow value types, as str(pyarrow.DataType)
     producer: Literal["rollout", "logprob", "reference", "advantage"]
     unit: str = ""
     nullable: bool = False
@@ -52,13 +52,20 @@ REWARD_PART_PREFIX = "reward_"
 
 
 def column_spec(name: str) -> ColumnSpec:
-    """Return the catalogue's entry for `name`; `reward_<part>` columns share the entry of `reward`.
+    """Return the catalog entry of column `name`; `reward_<part>` columns share the entry of `reward`.
 
     Raises:
-        ColumnError: The catalogue has no such column.
+        ColumnError: The catalog has no such column.
+
+    Example:
+        >>> spec = column_spec("sampler_logprobs")
+        >>> spec.axis, spec.dtypes, spec.unit, spec.producer
+        ('response', ('float',), 'nat', 'rollout')
+        >>> column_spec("reward_format").nullable
+        True
     """
     if name in CATALOG:
         return CATALOG[name]
     if name.startswith(REWARD_PART_PREFIX) and len(name) > len(REWARD_PART_PREFIX):
         return CATALOG["reward"].replace(name=name)
-    raise ColumnError(f"column {name!r} is not in the catalogue; declared columns: {', '.join(CATALOG)}")
+    raise ColumnError(f"column {name!r} is not in the catalog; declared columns: {', '.join(CATALOG)}")

@@ -1,7 +1,7 @@
-"""Every error that Sluice raises on purpose.
+"""All errors that Sluice raises on purpose.
 
-`UserError` is what a person can mend in a config, a data file or a model folder (exit code 2). The others say
-what went wrong in a running pipeline.
+A `UserError` is one that the user can fix in a config, a data file or a model folder (exit code 2). The others report
+a failure of a running pipeline.
 """
 
 
@@ -10,19 +10,19 @@ class PipelineError(Exception):
 
 
 class UserError(PipelineError, ValueError):
-    """Something the user gave is wrong; the message names the place, what was found and the fix."""
+    """An input from the user is wrong; the message names the place, the actual value and the fix."""
 
 
 class ConfigError(UserError):
-    """A config file, key or value is not usable."""
+    """A config file, key or value is invalid."""
 
 
 class DataError(UserError):
-    """A data file is missing or unreadable, or one of its rows is not usable."""
+    """A data file is missing or unreadable, or one of its rows is invalid."""
 
 
 class ModelError(UserError):
-    """A model folder is missing, incomplete or disagrees with its tokenizer."""
+    """A model folder is missing, incomplete or inconsistent with its tokenizer."""
 
 
 class RewardImportError(UserError):
@@ -30,7 +30,7 @@ class RewardImportError(UserError):
 
 
 class RunError(UserError):
-    """A run directory is missing, or is not what the command needs."""
+    """A run directory is missing, or not in the state that the command needs."""
 
 
 class ServiceError(UserError):
@@ -38,7 +38,7 @@ class ServiceError(UserError):
 
 
 class StoreError(PipelineError):
-    """The base of the column store's errors."""
+    """The base of all errors of the column store."""
 
 
 class ColumnError(StoreError):
@@ -46,7 +46,7 @@ class ColumnError(StoreError):
 
 
 class ColumnNotFoundError(StoreError):
-    """A read names a column that nothing has produced."""
+    """A read names a column that no stage has produced."""
 
 
 class ChunkNotFoundError(StoreError):
@@ -54,19 +54,19 @@ class ChunkNotFoundError(StoreError):
 
 
 class StaleIncarnationError(ChunkNotFoundError):
-    """A read names a chunk of an incarnation of the store that is gone."""
+    """A read names a chunk of an earlier incarnation of the store, which no longer exists."""
 
 
 class ChunkCorruptedError(StoreError):
-    """A chunk's stored bytes are not those that were put: damaged, cut off, or written by something else."""
+    """A chunk's stored bytes are not those that were put: damaged, truncated, or not written by Sluice."""
 
 
 class InvalidKeyError(StoreError):
-    """A chunk's key is malformed, or is not of this store's run."""
+    """A chunk key is malformed, or belongs to another run than the store's."""
 
 
 class DuplicateChunkError(StoreError):
-    """A chunk key was put again with different content."""
+    """A second put of a chunk key has different content."""
 
 
 class CapacityError(StoreError):
@@ -78,22 +78,22 @@ class LeaseError(StoreError):
 
 
 class LeaseExpiredError(LeaseError):
-    """A put names a step whose lease was not renewed in time, so that its chunks were freed."""
+    """A put names a step whose lease was not renewed in time; its chunks were freed."""
 
 
 class PlanError(PipelineError, ValueError):
-    """A step can't be planned: a row is over the token budget, or there is nothing to train on."""
+    """A step can't be planned: a row exceeds the token budget, or no row has a token to train on."""
 
 
 class ScoringError(PipelineError):
-    """The packed forward is not exact for this model: sequences see each other, or a prompt is empty."""
+    """Rows can't be scored exactly: the model lets packed sequences attend to each other, or a prompt is empty."""
 
 
 class NonFiniteError(PipelineError):
-    """A logit, loss or gradient is not finite; where it was in an update, the optimizer has not stepped.
+    """A logit, loss or gradient is not finite; in an update, the optimizer has not stepped.
 
     Attributes:
-        rows: The rows of the step's batch that are to blame, as far as this process knows them.
+        rows: The offending rows of the step's batch, as far as this process knows them.
     """
 
     def __init__(self, message: str, rows: tuple[int, ...] = ()) -> None:
@@ -101,16 +101,20 @@ class NonFiniteError(PipelineError):
         self.rows = rows
 
 
+class MetricError(PipelineError):
+    """A metric is not in the catalog."""
+
+
 class RewardFailureError(PipelineError):
     """More rewards of one step failed than the config allows."""
 
 
 class VersionError(PipelineError):
-    """A worker holds another policy version than the one asked for."""
+    """A worker holds another policy version than the requested one."""
 
 
 class WeightsError(PipelineError):
-    """Published weights are not what was sent, or don't fit the model that they are loaded into."""
+    """Received weights differ from those that were sent, or don't fit the model that they are loaded into."""
 
 
 class CheckpointError(PipelineError):
@@ -118,4 +122,4 @@ class CheckpointError(PipelineError):
 
 
 class WorkerLostError(PipelineError):
-    """A Ray worker died; the step is run again by a new one."""
+    """A Ray worker died; a new one runs the step again."""

@@ -1,4 +1,4 @@
-"""Metrics that know how they reduce, so that no micro-batch split changes what is reported."""
+"""Metrics that carry their reduction, so that no split into micro-batches changes the reported values."""
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
@@ -9,7 +9,7 @@ from schemas.base import Frozen
 
 
 class Mean(Frozen):
-    """A weighted mean: totals and weights add up; `value` is their quotient (0 when nothing was weighed)."""
+    """A weighted mean: totals and weights are summed; `value` is total / weight, or 0 if the weight is 0."""
 
     kind: Literal["mean"] = "mean"
     total: float
@@ -43,7 +43,15 @@ class Max(Frozen):
         return Max(value=max(self.value, other.value))
 
 
-Metric = Annotated[Mean | Sum | Max, Field(discriminator="kind")]
+class Single(Frozen):
+    """The only value of a step, such as its number of rollout rounds: it has no reduction, and can't be merged."""
+
+    kind: Literal["single"] = "single"
+    value: float
+
+
+Reduction = Literal["mean", "sum", "max", "single"]
+Metric = Annotated[Mean | Sum | Max | Single, Field(discriminator="kind")]
 Metrics = dict[str, Metric]
 
 
@@ -51,19 +59,32 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
     """Reduce the metrics of several micro-batches, updates or workers into one set.
 
     Raises:
-        TypeError: Two parts report one name with different reductions.
+        TypeError: Two parts report the same name with different reductions, or the same single value.
+
+    Example:
+        >>> first = {"loss": Mean(total=3.0, weight=1), "ratio_max": Max(value=1.5)}
+        >>> second = {"loss": Mean(total=1.0, weight=3), "ratio_max": Max(value=1.2)}
+        >>> values(merge_metrics([first, second]))
+        {'loss': 1.0, 'ratio_max': 1.5}
     """
     merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
-            previous = merged.get(name)
-            if previous is not None and previous.kind != metric.kind:
-                raise TypeError(f"metric {name!r} is a {metric.kind} here and a {previous.kind} elsewhere")
-            # Both are of one kind, which the checker can't follow.
-            merged[name] = metric if previous is None else previous.merge(metric)  # type: ignore[arg-type]
+            merged[name] = _merge(name, merged[name], metric) if name in merged else metric
     return merged
 
 
+def _merge(name: str, first: Metric, second: Metric) -> Metric:
+    if first.kind != second.kind:
+        raise TypeError(f"metric {name!r} is a {second.kind} here and a {first.kind} elsewhere")
+    if isinstance(first, Single):
+        raise TypeError(
+            f"metric {name!r} is reported twice, as {first.value:g} and {second.value:g}, but it is a single value of "
+            "the step: report it once, or as a Mean, Sum or Max"
+        )
+    return first.merge(second)  # type: ignore[arg-type]  # both are of the same kind, which mypy can't infer
+
+
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The plain numbers of `metrics`, for logs."""
+    """Return the plain numbers of `metrics`, for logs."""
     return {name: metric.value for name, metric in metrics.items()}

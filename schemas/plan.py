@@ -1,4 +1,4 @@
-"""The step plan: which rows make up each update, rank and micro-batch, and the update's exact denominators."""
+"""The step plan: the rows of each update, rank and micro-batch, and the exact denominators of each update."""
 
 from collections.abc import Iterable, Sequence
 from typing import Self
@@ -9,14 +9,14 @@ from schemas.base import Frozen
 
 
 class MicroBatch(Frozen):
-    """Rows that one rank packs into one forward and backward; no rows is a zero-weight dummy."""
+    """Rows that one rank packs into one forward and backward pass; without rows, a zero-weight dummy."""
 
     rows: tuple[NonNegativeInt, ...]  # indices into the batch handle
-    num_tokens: NonNegativeInt  # prompt + response tokens of these rows
+    num_tokens: NonNegativeInt  # prompt + response tokens of the rows
 
 
 class RankPlan(Frozen):
-    """For each rank equally many micro-batches, dummies last: each is a collective that all ranks take part in."""
+    """The micro-batches of each rank, dummies last. All ranks have the same number, as each one is a collective."""
 
     ranks: tuple[tuple[MicroBatch, ...], ...]
     rank_costs: tuple[NonNegativeFloat, ...]  # of each rank, in units of one token's linear work
@@ -25,9 +25,9 @@ class RankPlan(Frozen):
     def _check_counts(self) -> Self:
         counts = sorted({len(rank) for rank in self.ranks})
         if len(counts) != 1 or counts == [0]:
-            raise ValueError(f"ranks have {counts} micro-batches; all need equally many, at least one")
+            raise ValueError(f"ranks have {counts} micro-batches; all need the same number, at least one")
         if len(self.rank_costs) != len(self.ranks):
-            raise ValueError(f"there are {len(self.rank_costs)} costs of {len(self.ranks)} ranks")
+            raise ValueError(f"{len(self.rank_costs)} costs were given for {len(self.ranks)} ranks; expected one each")
         return self
 
     @property
@@ -37,7 +37,7 @@ class RankPlan(Frozen):
 
     @property
     def num_micros(self) -> int:
-        """The micro-batches of each rank, dummies with them."""
+        """The number of micro-batches of each rank, dummies included."""
         return len(self.ranks[0])
 
     @property
@@ -47,12 +47,12 @@ class RankPlan(Frozen):
 
     @property
     def num_dummies(self) -> int:
-        """Micro-batches without rows, over all ranks."""
+        """The number of micro-batches without rows, over all ranks."""
         return sum(not micro.rows for micro in self._micros)
 
     @property
     def imbalance(self) -> float:
-        """(max - min) / mean of the ranks' cost; 0 is even."""
+        """(max - min) / mean of the ranks' costs; 0 is perfect balance."""
         mean = sum(self.rank_costs) / len(self.rank_costs)
         return (max(self.rank_costs) - min(self.rank_costs)) / mean if mean else 0.0
 
@@ -62,20 +62,20 @@ class RankPlan(Frozen):
 
 
 class UpdatePlan(RankPlan):
-    """One optimizer step: its ranks' micro-batches, and what the loss sums are divided by."""
+    """One optimizer step: the micro-batches of its ranks, and the denominators of its loss."""
 
     num_loss_tokens: PositiveInt  # over all ranks
     num_live_sequences: PositiveInt  # sequences with at least one loss token, over all ranks
 
 
 class StepPlan(Frozen):
-    """All updates of one step. Computed once, on the driver, from lengths alone; no worker plans again.
+    """All updates of one step, planned once, on the driver, from lengths alone; workers only follow the plan.
 
-    It is a value: hashable, equal to what its JSON is read as, and as text a table for people.
+    A plan is a value: it is hashable, survives a round trip through JSON, and prints as a table.
     """
 
     updates: tuple[UpdatePlan, ...]
-    token_budget: PositiveInt  # hard: tokens of one micro-batch
+    token_budget: PositiveInt  # hard limit on the tokens of a micro-batch
     num_ranks: PositiveInt
     seed: int
     num_skipped_rows: NonNegativeInt = 0  # rows without a loss token
@@ -83,7 +83,7 @@ class StepPlan(Frozen):
     def __str__(self) -> str:
         header = ("update", *_HEADER, "loss tokens", "sequences")
         lines = [
-            (str(at), *_figures(update, self.token_budget), *_counts(update.num_loss_tokens, update.num_live_sequences))
+            (str(at), *_cells(update, self.token_budget), *_counts(update.num_loss_tokens, update.num_live_sequences))
             for at, update in enumerate(self.updates)
         ]
         title = f"token budget {self.token_budget:,}, seed {self.seed}, {self.num_skipped_rows:,} rows skipped"
@@ -91,19 +91,19 @@ class StepPlan(Frozen):
 
 
 class ForwardPlan(RankPlan):
-    """One pass over all rows of a batch that trains nothing, such as scoring log-probs."""
+    """One forward pass over all rows of a batch without training, such as scoring log-probs."""
 
-    token_budget: PositiveInt  # hard: tokens of one micro-batch
+    token_budget: PositiveInt  # hard limit on the tokens of a micro-batch
 
     def __str__(self) -> str:
-        return f"token budget {self.token_budget:,}\n{_table(_HEADER, [_figures(self, self.token_budget)])}"
+        return f"token budget {self.token_budget:,}\n{_table(_HEADER, [_cells(self, self.token_budget)])}"
 
 
-_HEADER = ("ranks", "micro-batches", "rows", "tokens", "fill", "dummies", "spread")
+_HEADER = ("ranks", "micro-batches", "rows", "tokens", "fill", "dummies", "imbalance")
 
 
-def _figures(plan: RankPlan, token_budget: int) -> tuple[str, ...]:
-    """What `_HEADER` names; micro-batches are those of each rank, and the spread is the ranks' cost's."""
+def _cells(plan: RankPlan, token_budget: int) -> tuple[str, ...]:
+    """Format the columns of `_HEADER`; micro-batches are per rank, and the imbalance is that of the ranks' costs."""
     fill = plan.num_tokens / (len(plan.ranks) * plan.num_micros * token_budget)
     counts = _counts(len(plan.ranks), plan.num_micros, len(plan.rows), plan.num_tokens)
     return (*counts, f"{fill:.1%}", *_counts(plan.num_dummies), f"{plan.imbalance:.3%}")
@@ -114,7 +114,7 @@ def _counts(*numbers: int) -> tuple[str, ...]:
 
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """The header and the lines, their cells in columns flush right."""
+    """Format the header and the lines as a table with right-aligned columns."""
     rows = [header, *lines]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -1,4 +1,4 @@
-"""What a rollout reports: per-row scalars and a few sample texts; the tokens stay with the worker."""
+"""The report of a rollout: per-row scalars and a few sample completions; the tokens stay with the worker."""
 
 from collections.abc import Collection, Sequence
 from typing import Literal
@@ -18,7 +18,7 @@ PER_ROW = ("rewards", "group_ids", "prompt_lengths", "response_lengths", "loss_t
 
 
 class SampleText(Frozen):
-    """One generated sample, for people to read."""
+    """One generated sample, for users to read."""
 
     prompt: str
     response: str
@@ -27,30 +27,30 @@ class SampleText(Frozen):
 
 
 class RolloutShard(Frozen):
-    """The rows of the groups that one worker generated together, in order. N rows.
+    """The rows of the groups that one worker generated in one batch, in order. N rows.
 
-    Groups are generated again only together: in another batch, their last bits could differ.
+    A retry regenerates these groups together: batched with others, the last bits of their log-probs could differ.
     """
 
-    shard: NonNegativeInt  # its number within the step
-    worker: NonNegativeInt  # who holds its rows until they are put
-    groups: tuple[NonNegativeInt, ...]  # all that were generated, ascending; their numbers within the step
+    shard: NonNegativeInt  # number within the step
+    worker: NonNegativeInt  # the worker that holds the rows until they are put
+    groups: tuple[NonNegativeInt, ...]  # numbers of all generated groups within the step, ascending
     rewards: tuple[float | None, ...]  # N; None: the reward function failed
-    group_ids: tuple[int, ...]  # N; rows of one prompt share a group
+    group_ids: tuple[int, ...]  # N; all rows of a prompt have the same one
     prompt_lengths: tuple[int, ...]  # N, tokens
     response_lengths: tuple[int, ...]  # N, tokens
     loss_tokens: tuple[int, ...]  # N, true values of loss_mask
     finish_reasons: tuple[FinishReason, ...]  # N
-    parts: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)  # N each; None: the row lacks this one
-    failure: str | None = None  # the first reward failure, as text
-    samples: tuple[SampleText, ...] = ()  # kept or not
-    seconds: dict[str, float] = Field(default_factory=dict)  # by part of the work
+    parts: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)  # N each; None: the row lacks this part
+    failure: str | None = None  # message of the first reward failure
+    samples: tuple[SampleText, ...] = ()  # of kept and dropped groups
+    seconds: dict[str, float] = Field(default_factory=dict)  # by phase of the work
 
     @model_validator(mode="after")
     def _same_length(self) -> "RolloutShard":
         counts = {len(getattr(self, name)) for name in PER_ROW} | {len(values) for values in self.parts.values()}
         if len(counts) != 1:
-            raise ValueError(f"per-row scalars of one shard differ in length: {sorted(counts)}")
+            raise ValueError(f"per-row scalars of a shard have lengths {sorted(counts)}; expected one length")
         return self
 
     @property
@@ -59,11 +59,11 @@ class RolloutShard(Frozen):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The groups whose rows it has."""
+        """The groups whose rows the shard still has."""
         return tuple(dict.fromkeys(self.group_ids))
 
     def keep(self, groups: Collection[int]) -> "RolloutShard":
-        """The shard without the rows of other groups than these."""
+        """Return the shard with only the rows of `groups`."""
         rows = [row for row, group in enumerate(self.group_ids) if group in groups]
         parts = {name: tuple(values[row] for row in rows) for name, values in self.parts.items()}
         return self.replace(
@@ -76,13 +76,13 @@ class RolloutHandle(Frozen):
     """One step's rollouts."""
 
     step: NonNegativeInt
-    policy_version: NonNegativeInt  # the one that sampled
+    policy_version: NonNegativeInt  # of the weights that sampled
     shards: tuple[RolloutShard, ...]
-    generated: Metrics = Field(default_factory=dict)  # of all that was generated, where groups may be dropped
+    generated: Metrics = Field(default_factory=dict)  # over all generated groups, if some may have been dropped
 
     @property
     def metrics(self) -> Metrics:
-        """The means of the reward's parts, how long the slowest worker took, staleness, and what was generated."""
+        """Mean reward parts, seconds of the slowest worker by phase, staleness, and the metrics in `generated`."""
         parts = [
             {REWARD_PART_PREFIX + name: Mean(total=sum(present), weight=len(present))}
             for shard in self.shards
@@ -110,7 +110,7 @@ class RolloutHandle(Frozen):
 
     @property
     def reward_parts(self) -> tuple[str, ...]:
-        """The names of the parts that some row's reward has, sorted."""
+        """The names of all reward parts, sorted; a row may lack some of them."""
         return tuple(sorted({part for shard in self.shards for part in shard.parts}))
 
     @property
@@ -135,13 +135,13 @@ class RolloutHandle(Frozen):
 
 
 def check_failures(rewards: Sequence[float | None], failure: str | None, max_fraction: float, where: str) -> None:
-    """Refuse to go on when too many rewards of `where` failed.
+    """Check that no more rewards failed than the config allows.
 
     Args:
         rewards: The rewards; None: it failed.
-        failure: The first failure, as text.
-        max_fraction: The most that may fail.
-        where: What they are the rewards of.
+        failure: Message of the first failure.
+        max_fraction: The largest fraction that may fail.
+        where: Names the rows in the error, e.g. "step 3".
 
     Raises:
         RewardFailureError: More than `max_fraction` of them failed, or all.
@@ -155,7 +155,7 @@ def check_failures(rewards: Sequence[float | None], failure: str | None, max_fra
 
 
 class PutResult(Frozen):
-    """What a worker stored: one chunk, and what a batch handle says of its columns."""
+    """One chunk that a worker stored, and the dtypes of its columns."""
 
     chunk: ChunkRef
     dtypes: dict[str, str]  # column name -> str(Arrow value type)

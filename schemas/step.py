@@ -1,4 +1,4 @@
-"""What the stages of a step hand to each other, and what a step and a run report."""
+"""The handles that the stages of a step pass on, and the reports of a step and a run."""
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -18,24 +18,24 @@ class RunHandle(Frozen):
     run_id: SafeName
     directory: str
     config: RunConfig
-    store_incarnation: str  # the column store's incarnation; stages that live in it are keyed by it
+    store_incarnation: str  # of the column store; the key of every stage whose result is in the store
 
 
 class PolicyHandle(Frozen):
-    """The policy at one version. Version k has seen k steps, so it is also the number of the next step."""
+    """The policy at one version. Version k has been updated by k steps, so k is also the number of the next step."""
 
     run_id: SafeName
     version: NonNegativeInt
-    incarnation: str  # the gathering of worker processes that holds it; an update is recorded per incarnation
+    incarnation: str  # of the worker group that holds it; an update is recorded per incarnation
 
     @property
     def step(self) -> int:
-        """The step that this version samples for and is updated by."""
+        """The step that updates this version."""
         return self.version
 
 
 class ProcessGroupHandle(Frozen):
-    """One gathering of a sharded worker's ranks; a lost rank ends it."""
+    """The process group of a sharded worker's ranks; losing a rank ends it."""
 
     group_id: str
     host: str
@@ -44,15 +44,15 @@ class ProcessGroupHandle(Frozen):
 
 
 class StoredBatch(Frozen):
-    """A stage's batch, and what the stage moved to make it."""
+    """The batch that a stage produced, and the store traffic that it caused."""
 
     batch: BatchHandle
     traffic: StoreTraffic
-    row_kl: tuple[float, ...] | None = None  # per row, where the KL term is part of the reward
+    row_kl: tuple[float, ...] | None = None  # one per row, if the KL term is part of the reward
 
 
 class AdvantageHandle(Frozen):
-    """The batch that is trained on, with its advantages column, and the plan of its updates."""
+    """The batch to train on, with its advantages column, and the plan of its updates."""
 
     batch: BatchHandle
     plan: StepPlan
@@ -61,14 +61,14 @@ class AdvantageHandle(Frozen):
 
 
 class ScoreResult(Frozen):
-    """What one rank stored of a scoring pass; n rows, ascending."""
+    """The result of one rank's part of a scoring pass: n rows, ascending."""
 
     put: PutResult | None  # None: the rank had no rows
-    row_kl: tuple[float, ...] = ()  # n, where the KL term is part of the reward
+    row_kl: tuple[float, ...] = ()  # n, if the KL term is part of the reward
 
 
 class UpdateReport(Frozen):
-    """What the update of one step did. A worker that already did it answers with the same report."""
+    """The result of one step's update. A worker that has already applied the update returns the same report again."""
 
     policy: PolicyHandle  # after the update
     metrics: Metrics
@@ -76,7 +76,7 @@ class UpdateReport(Frozen):
 
 
 class StepReport(Frozen):
-    """One finished step: what it measured, in plain numbers."""
+    """One finished step and its metrics as plain numbers."""
 
     step: NonNegativeInt
     policy_version: NonNegativeInt  # after the step
@@ -86,24 +86,24 @@ class StepReport(Frozen):
     store: StoreUsage | None = None  # at the end of the step, before its columns are cleared
     traffic_by_stage: dict[str, StoreTraffic] = Field(default_factory=dict)
     plan: str | None = None  # the digest of the step's plan
-    publish: WeightsTransfer | None = None  # of the weights to the rollout workers; None: they held them already
+    publish: WeightsTransfer | None = None  # to the rollout workers; None: they already held the weights
 
 
 class SourceReport(Frozen):
-    """Held-out figures of one data source; see `rl_core.rollout.evaluation` for the formulas.
+    """Held-out metrics of one data source; `rl_core.rollout.evaluation` has the formulas.
 
-    Those of rewards are None where every reward of the source failed.
+    Metrics that depend on rewards are None if every reward of the source failed.
     """
 
     data_source: str
     num_prompts: PositiveInt
-    mean_at_n: float | None  # share of correct samples
-    best_at_n: float | None  # share of prompts with a correct sample
-    maj_at_n: float | None  # share of prompts whose majority answer is correct
+    mean_at_n: float | None  # fraction of correct samples
+    best_at_n: float | None  # fraction of prompts with a correct sample
+    maj_at_n: float | None  # fraction of prompts whose majority answer is correct
     reward: float | None  # mean
     num_failed: NonNegativeInt  # rewards
     response_tokens: float  # mean per sample
-    truncated: float  # share of samples that reached the most tokens
+    truncated: float  # fraction of samples that reached the token limit
 
 
 class EvalReport(Frozen):
@@ -111,16 +111,16 @@ class EvalReport(Frozen):
 
     policy_version: NonNegativeInt
     num_prompts: NonNegativeInt
-    samples_per_prompt: PositiveInt = 1  # n; reports of earlier versions have neither this nor sources
-    accuracy: float  # mean@n of "the reward is at least the configured threshold", over all prompts
-    reward: float  # mean; failed rewards are left out
+    samples_per_prompt: PositiveInt = 1  # n; reports of earlier versions of Sluice lack it, and `sources`
+    accuracy: float  # mean@n over all prompts; correct: the reward reaches the configured threshold
+    reward: float  # mean, without failed rewards
     num_failed: NonNegativeInt  # rewards
     seconds: float
-    sources: tuple[SourceReport, ...] = ()  # in the order of the file
+    sources: tuple[SourceReport, ...] = ()  # in order of appearance in the file
 
 
 class RunSummary(Frozen):
-    """One finished run, as `summary.json` holds it."""
+    """One finished run, the content of `summary.json`."""
 
     run_id: SafeName
     steps: NonNegativeInt
@@ -129,7 +129,7 @@ class RunSummary(Frozen):
     accuracy_before: float | None
     accuracy_after: float | None
     seconds: float
-    tokens_per_second: float  # prompt and response tokens of all steps over the steps' seconds
+    tokens_per_second: float  # prompt + response tokens of all steps / seconds of all steps
     seconds_by_phase: dict[str, float]
     store_bytes_at_end: NonNegativeInt
     prefect_ui: str

@@ -1,4 +1,4 @@
-"""What the columns of one step hold, for people: figures of each, its chunks, how long its rows are, and a few rows.
+"""A summary of one step's columns for users: statistics per column, chunks, row lengths, and a few sample rows.
 
 S sample rows, B bins.
 """
@@ -7,15 +7,15 @@ from schemas.base import Frozen
 from schemas.catalog import Axis
 
 
-class ColumnFigures(Frozen):
-    """What one column holds in a batch's rows. Minimum, mean and maximum leave nulls and non-finite values out."""
+class ColumnStats(Frozen):
+    """Statistics of one column over a batch's rows. Minimum, mean and maximum ignore nulls and non-finite values."""
 
     num_rows: int
-    num_values: int  # on a jagged axis, of all rows together
+    num_values: int  # on a jagged axis, over all rows
     num_bytes: int  # of these rows in Arrow
     num_nulls: int
     num_nonfinite: int  # NaN or infinite
-    minimum: float | None = None  # None for text, and where there is no value
+    minimum: float | None = None  # None for strings, and if the column has no value
     mean: float | None = None
     maximum: float | None = None
 
@@ -24,12 +24,12 @@ class ColumnSummary(Frozen):
     """One column of a step."""
 
     name: str
-    stage: str  # that put it
-    group: int  # columns of one group lie in the same chunks
-    axis: Axis | None  # None where the catalogue of this version has no such column
+    stage: str  # the stage that put it
+    group: int  # columns of one group share their chunks
+    axis: Axis | None  # None: the catalog of this version has no such column
     dtype: str
     unit: str
-    figures: ColumnFigures | None  # None where it can't be read
+    stats: ColumnStats | None  # None: the column can't be read
     error: str | None = None
 
 
@@ -39,18 +39,18 @@ class ChunkSummary(Frozen):
     key: str
     num_rows: int
     num_bytes: int
-    in_batch: bool  # the newest batch has rows of it; its stage is done
+    in_batch: bool  # the newest batch has rows of this chunk, so its stage is done
 
 
 class LengthHistogram(Frozen):
-    """How long rows are: bin i counts those with edges[i] <= tokens < edges[i + 1]."""
+    """A histogram of row lengths: bin i counts the rows with edges[i] <= tokens < edges[i + 1]."""
 
     edges: tuple[int, ...]  # B + 1
     num_rows: tuple[int, ...]  # B
 
 
 class SampleRow(Frozen):
-    """One row, as far as its columns are there; what is not there, or null, is None."""
+    """One row; a missing column or a null is None."""
 
     row: int
     prompt_tokens: int
@@ -63,7 +63,7 @@ class SampleRow(Frozen):
     reward: float | None
     reward_parts: dict[str, float | None]
     advantages: float | None
-    mean_logprobs: dict[str, float | None]  # column -> mean over the response, nats; None for an empty one
+    mean_logprobs: dict[str, float | None]  # column -> mean over the response, nats; None for an empty response
 
 
 class StepSummary(Frozen):
@@ -71,14 +71,14 @@ class StepSummary(Frozen):
 
     run_id: str
     step: int
-    steps: tuple[int, ...]  # all that have columns
-    has_batch: bool  # False: its put is not done, and the rows are those of the chunks that are there
+    steps: tuple[int, ...]  # all steps of the run that have columns
+    has_batch: bool  # False: the rollout stage has not finished, and the rows are those of the chunks put so far
     policy_version: int | None  # None: nothing of the step can be read
     num_rows: int
-    num_rows_put: int  # before rows were selected
+    num_rows_put: int  # before rows were dropped
     columns: tuple[ColumnSummary, ...]
     chunks: tuple[ChunkSummary, ...]
-    prompt_tokens: LengthHistogram | None  # None for no rows
+    prompt_tokens: LengthHistogram | None  # None: no rows
     response_tokens: LengthHistogram | None
-    samples: tuple[SampleRow, ...]  # S, evenly spread over the batch
-    errors: tuple[str, ...]  # what can't be read
+    samples: tuple[SampleRow, ...]  # S, at even distances in the batch
+    errors: tuple[str, ...]  # one message per column or chunk that can't be read

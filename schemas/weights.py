@@ -1,4 +1,4 @@
-"""Weights on their way from the policy to the rollout workers: what was sent, and how long it took."""
+"""The transfer of weights from the policy to the rollout workers: their layout and measurements."""
 
 from collections.abc import Sequence
 from typing import Literal, Self
@@ -12,7 +12,7 @@ Transport = Literal["object_store", "broadcast"]
 
 
 class TensorSpec(Frozen):
-    """One tensor of a flat buffer; where it lies follows from those before it."""
+    """One tensor of a flat buffer; its offset follows from the tensors before it."""
 
     name: str
     dtype: str  # torch's name, such as "bfloat16"
@@ -20,7 +20,7 @@ class TensorSpec(Frozen):
 
 
 class WeightsHandle(Frozen):
-    """The weights of one policy version as one flat buffer; see `infra.weights.layout`."""
+    """The weights of one policy version in one flat buffer; see `infra.weights.layout`."""
 
     run_id: SafeName
     version: NonNegativeInt
@@ -30,41 +30,41 @@ class WeightsHandle(Frozen):
 
 
 class SentWeights(Frozen):
-    """What the policy sent."""
+    """The policy's side of a transfer."""
 
     handle: WeightsHandle
-    seconds: NonNegativeFloat  # gathering the tensors, laying them out and their checksum
+    seconds: NonNegativeFloat  # to gather the tensors, lay them out and compute the checksum
 
 
 class LoadedWeights(Frozen):
-    """What one rollout worker received and loaded."""
+    """One rollout worker's side of a transfer."""
 
     version: NonNegativeInt
     num_bytes: PositiveInt
-    read_seconds: NonNegativeFloat  # until the buffer was there and verified; a broadcast's, from its beginning
-    load_seconds: NonNegativeFloat  # the engine's own copy
+    read_seconds: NonNegativeFloat  # until the buffer is received and verified; a broadcast is timed from its start
+    load_seconds: NonNegativeFloat  # for the engine to copy the weights into its model
 
 
 class WeightGroupMember(Frozen):
     """A worker that sends or receives weights."""
 
-    gpu: str  # a name that no other GPU has; empty on the CPU
-    group_id: str  # of the group in which it broadcasts; empty without
+    gpu: str  # a unique name of the GPU; empty on a CPU
+    group_id: str  # the process group for broadcasts; empty: none
 
 
 class WeightsTransfer(Frozen):
-    """One publish, as measured."""
+    """The measurements of one publish."""
 
     transport: Transport
-    num_bytes: PositiveInt  # of the buffer, once
+    num_bytes: PositiveInt  # of one copy of the buffer
     num_receivers: NonNegativeInt
     write_seconds: NonNegativeFloat
     read_seconds: NonNegativeFloat  # of the slowest receiver
-    load_seconds: NonNegativeFloat  # likewise
+    load_seconds: NonNegativeFloat  # of the slowest receiver
 
     @classmethod
     def of(cls, transport: Transport, sent: SentWeights, loaded: Sequence[LoadedWeights]) -> Self:
-        """What one send and its receivers' loads make together."""
+        """Combine the measurements of the sender and of all receivers."""
         return cls(
             transport=transport,
             num_bytes=sent.handle.num_bytes,

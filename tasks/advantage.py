@@ -5,7 +5,7 @@ import pyarrow as pa
 from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
 from infra.stores.steps import publish_handle
-from rl_core.advantages import compute_step
+from rl_core.advantages import prepare_updates
 from rl_core.views import select, with_column
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.rollout import RolloutHandle
@@ -35,7 +35,7 @@ async def compute_step_advantages(
         PlanError: No row has a token to train on.
         RewardFailureError: Every reward of the step failed.
     """
-    result = compute_step(run.config, policy.step, rollout, row_kl)
+    result = prepare_updates(run.config, policy.step, rollout, row_kl)
     store, rows = open_store(run), select(batch, result.rows)
     key = ChunkKey(run_id=run.run_id, step=policy.step, stage="advantage")
     chunk = store.put(key, pa.record_batch({"advantages": pa.array(result.advantages)}), rows)

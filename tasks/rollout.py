@@ -9,10 +9,10 @@ from infra.workers.generate import generate_shard
 from infra.workers.launch import rollout_pool
 from rl_core.rollout.dynamic_sampling import (
     count_generated,
-    cut_shards,
     find_variance,
     keep_rows,
     next_groups,
+    shard_groups,
     short_batch_warning,
 )
 from schemas.rollout import RolloutHandle, RolloutShard, check_failures
@@ -44,7 +44,7 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle) -> RolloutHand
 
 
 async def _generate_round(run: RunHandle, policy: PolicyHandle, groups: range, first_shard: int) -> list[RolloutShard]:
-    shards = cut_shards(run.config.rollout, groups, first_shard)
+    shards = shard_groups(run.config.rollout, groups, first_shard)
     jobs = {shard: partial(generate_shard, run, policy, shard, own) for shard, own in shards.items()}
     return await rollout_pool(run).dispatch(jobs, log=get_run_logger())
 

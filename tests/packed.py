@@ -1,4 +1,4 @@
-"""Tiny in-memory models and random jagged batches, for tests of packed replay."""
+"""Tiny in-memory models and random jagged batches, for tests of packed scoring."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ VOCAB_SIZE = 61
 
 
 def tiny_qwen3(*, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Qwen3ForCausalLM:
-    """A random Qwen3 with grouped heads and, with `overrides`, any other fields of `Qwen3Config`."""
+    """Create a random Qwen3 with grouped heads; `overrides` are fields of `Qwen3Config`."""
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
@@ -54,7 +54,7 @@ class Batch:
 
 
 def random_batch(prompt_lengths: list[int], response_lengths: list[int], *, seed: int = 1) -> Batch:
-    """Random token ids of the given lengths."""
+    """Create sequences of random token ids of the given lengths."""
     generator = torch.Generator().manual_seed(seed)
     prompt_ids = torch.randint(VOCAB_SIZE, (sum(prompt_lengths),), generator=generator)
     response_ids = torch.randint(VOCAB_SIZE, (sum(response_lengths),), generator=generator)
@@ -62,13 +62,13 @@ def random_batch(prompt_lengths: list[int], response_lengths: list[int], *, seed
 
 
 def plain_logprobs(model: Qwen3ForCausalLM, prompt: Tensor, response: Tensor, temperature: float) -> Tensor:
-    """The response's log-probs by an ordinary forward of this sequence alone."""
+    """Compute the response's log-probs by an ordinary forward of this sequence alone."""
     scores = plain_log_softmax(model, prompt, response, temperature)
     return scores.gather(-1, response[:, None]).squeeze(-1)
 
 
 def plain_log_softmax(model: Qwen3ForCausalLM, prompt: Tensor, response: Tensor, temperature: float) -> Tensor:
-    """The log-probs of all tokens where this sequence's response is predicted, [response, vocabulary]."""
+    """Compute the log-probs of all tokens at the positions that predict the response, [response, vocabulary]."""
     input_ids = torch.cat([prompt, response])
     logits = model(input_ids=input_ids.unsqueeze(0), use_cache=False).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits / temperature, dim=-1)

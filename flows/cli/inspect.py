@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from schemas.plan import StepPlan
-from schemas.summary import ColumnFigures, LengthHistogram, SampleRow, StepSummary
+from schemas.summary import ColumnStats, LengthHistogram, SampleRow, StepSummary
 
 BAR_WIDTH = 30
 MAX_PROMPT, MAX_RESPONSE = 160, 320  # characters of a sample
@@ -77,12 +77,12 @@ def _columns(summary: StepSummary, kind: Sequence[str]) -> Table:
             table.add_section()
             group = column.group
         named = {"stage": column.stage, "axis": column.axis or "-", "dtype": column.dtype, "unit": column.unit}
-        figures = _figures(column.figures) if column.figures else [UNREADABLE]
+        figures = _figures(column.stats) if column.stats else [UNREADABLE]
         table.add_row(*map(Text, (column.name, *(named[name] for name in kind), *figures)))
     return table
 
 
-def _figures(figures: ColumnFigures) -> list[str]:
+def _figures(figures: ColumnStats) -> list[str]:
     """As `FIGURES` names them; values that are not finite are told beside the nulls."""
     nulls = f"{figures.num_nulls:,}"
     if figures.num_nonfinite:

@@ -18,7 +18,7 @@ from rl_core.views import decode_ints, new_batch
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef, ColumnGroup
 from schemas.catalog import REWARD_PART_PREFIX, column_spec
 from schemas.errors import ColumnError, StoreError
-from schemas.summary import ChunkSummary, ColumnFigures, ColumnSummary, LengthHistogram, SampleRow, StepSummary
+from schemas.summary import ChunkSummary, ColumnStats, ColumnSummary, LengthHistogram, SampleRow, StepSummary
 
 NUM_BINS = 10
 LOG_BINS_FROM = 20  # lengths that differ by this factor are told apart better by bins of growing width
@@ -75,7 +75,7 @@ def length_histogram(lengths: npt.NDArray[np.int64]) -> LengthHistogram | None:
     return LengthHistogram(edges=tuple(edges.tolist()), num_rows=tuple(counts.tolist()))
 
 
-def summarize_values(column: pa.Array) -> ColumnFigures:
+def summarize_values(column: pa.Array) -> ColumnStats:
     """Figures of one column of N rows."""
     values = column.flatten() if is_jagged(column) else column
     counted = {
@@ -85,14 +85,14 @@ def summarize_values(column: pa.Array) -> ColumnFigures:
         "num_nulls": values.null_count,
     }
     if pa.types.is_string(values.type):
-        return ColumnFigures(**counted, num_nonfinite=0)
+        return ColumnStats(**counted, num_nonfinite=0)
     known = values.drop_null()
     finite = known.filter(pc.is_finite(known)) if pa.types.is_floating(known.type) else known
     counted["num_nonfinite"] = len(known) - len(finite)
     if not len(finite):
-        return ColumnFigures(**counted)
+        return ColumnStats(**counted)
     extremes = pc.min_max(finite)
-    return ColumnFigures(
+    return ColumnStats(
         **counted,
         minimum=extremes["min"].as_py(),
         mean=pc.mean(finite).as_py(),
@@ -190,7 +190,7 @@ def _summarize_column(name: str, at: int, group: ColumnGroup, column: pa.Array |
         axis=spec.axis if spec else None,
         dtype=group.dtypes[name],
         unit=spec.unit if spec else "",
-        figures=None if failed else summarize_values(column),
+        stats=None if failed else summarize_values(column),
         error=_line(column) if failed else None,
     )
 

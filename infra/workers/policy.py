@@ -21,7 +21,7 @@ from infra.weights.layout import join_gather, specs_of
 from infra.workers.scoring import ScoringWorker
 from rl_core.planning.rows import rank_rows
 from rl_core.training import RankRows, Trainer, training_columns
-from rl_core.training.sharding import full_tensor, gather
+from rl_core.training.sharding import all_gather_object, full_tensor
 from rl_core.views import select
 from schemas.batch import BatchHandle
 from schemas.errors import NonFiniteError, VersionError
@@ -98,7 +98,7 @@ class PolicyWorker(ScoringWorker):
         try:
             with self._collective():
                 parts = [self._trainer.update(mine, update, self._rank) for update in plan.updates]
-                everyone = gather((merge_metrics(parts), self._store.take_traffic("update")), self._mesh)
+                everyone = all_gather_object((merge_metrics(parts), self._store.take_traffic("update")), self._mesh)
         except NonFiniteError as error:
             raise self._with_saved_rows(error, mine, batch.step) from None
         self._version, self._incarnation = version + 1, incarnation
@@ -206,7 +206,7 @@ class PolicyWorker(ScoringWorker):
         """Take the newest complete checkpoint's weights; all ranks take that of rank 0."""
         self._checkpoints = open_checkpoints(self._directory, self._config.checkpoint)
         found = self._checkpoints.newest() if self._rank == 0 else None
-        newest = gather(found, self._mesh)[0]
+        newest = all_gather_object(found, self._mesh)[0]
         self._complete_version = newest[0] if newest else None
         if newest is None:
             self._version, self._report = 0, None

@@ -20,7 +20,7 @@ from infra.weights.endpoint import WeightSyncEndpoint
 from infra.workers.samples import Sample, first_failure, to_columns, to_shard
 from infra.workers.sampling import Sampler
 from rl_core.columns.codec import value_dtypes
-from rl_core.rollout.evaluation import HeldOutSample, report_source
+from rl_core.rollout.evaluation import HeldOutSample, summarize_source
 from rl_core.rollout.seeding import derive_seed
 from schemas.batch import ChunkKey
 from schemas.config.rollout import EvalConfig, RolloutConfig
@@ -181,7 +181,7 @@ class RolloutWorker(ChunkWriter):
         of_source: dict[str, list[Sequence[HeldOutSample]]] = {}
         for prompt, drawn in zip(prompts, samples, strict=True):
             of_source.setdefault(prompt.data_source, []).append(drawn)
-        total = report_source("all", samples, n, threshold)
+        total = summarize_source("all", samples, n, threshold)
         assert total.mean_at_n is not None  # some reward succeeded, as was checked
         assert total.reward is not None
         return EvalReport(
@@ -192,7 +192,7 @@ class RolloutWorker(ChunkWriter):
             reward=total.reward,
             num_failed=total.num_failed,
             seconds=time.perf_counter() - started,
-            sources=tuple(report_source(name, drawn, n, threshold) for name, drawn in of_source.items()),
+            sources=tuple(summarize_source(name, drawn, n, threshold) for name, drawn in of_source.items()),
         )
 
     def _sample_held_out(self, prompts: Sequence[PromptRow], n: int) -> list[list[HeldOutSample]]:

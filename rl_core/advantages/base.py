@@ -1,6 +1,5 @@
-"""What every advantage estimator takes. N rows, G groups; a group holds the rows that answer one prompt."""
+"""The inputs of advantage estimators. N rows, G groups; a group is the rows of one prompt."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Checked rows of one step; the rows of a group need not be adjacent."""
+    """Validated rows of one step; the rows of a group need not be adjacent."""
 
     rewards: Floats  # [N], finite
     group: Ints  # [N], 0 .. G - 1
@@ -20,14 +19,16 @@ class AdvantageInputs:
     loss_tokens: Ints  # [N], response tokens that are trained
 
     @classmethod
-    def of(cls, rewards: Floats, group_ids: Ints, *, response_lengths: Ints, loss_tokens: Ints) -> "AdvantageInputs":
-        """Check the rows, and number their groups.
+    def from_rows(
+        cls, rewards: Floats, group_ids: Ints, *, response_lengths: Ints, loss_tokens: Ints
+    ) -> "AdvantageInputs":
+        """Validate the rows and number their groups.
 
         Args:
             rewards: [N] finite.
             group_ids: [N] any integers.
             response_lengths: [N] tokens.
-            loss_tokens: [N] of these, the trained ones.
+            loss_tokens: [N] trained response tokens.
 
         Raises:
             ValueError: The arrays differ in length, a reward isn't finite, or counts are impossible.
@@ -42,34 +43,36 @@ class AdvantageInputs:
                 f" {scores.shape}, {ids.shape}, {lengths.shape} and {trained.shape}"
             )
         if len(wrong := np.flatnonzero(~np.isfinite(scores))):
-            raise ValueError(f"row {wrong[0]} has reward {scores[wrong[0]]}; leave out rows whose reward failed")
+            raise ValueError(
+                f"row {wrong[0]} has reward {scores[wrong[0]]}, expected a finite one; drop rows whose reward failed"
+            )
         if len(wrong := np.flatnonzero((trained < 0) | (trained > lengths))):
             row = int(wrong[0])
-            raise ValueError(f"row {row} has {trained[row]} loss tokens among {lengths[row]} response tokens")
+            raise ValueError(
+                f"row {row} has {trained[row]} loss tokens, expected from 0 to its {lengths[row]} response tokens"
+            )
         return cls(scores, np.unique(ids, return_inverse=True)[1].astype(np.int64), lengths, trained)
 
     @property
     def group_sizes(self) -> Ints:
-        """[G] rows of each group."""
+        """[G] number of rows in each group."""
         return np.bincount(self.group)
 
     @property
-    def centred(self) -> Floats:
-        """[N] rewards less their group's mean."""
+    def centered(self) -> Floats:
+        """[N] rewards minus the mean of their group."""
         return self.rewards - (np.bincount(self.group, weights=self.rewards) / self.group_sizes)[self.group]
 
     @property
     def zero_variance(self) -> NDArray[np.bool_]:
-        """[N] whether all rewards of the row's group are equal, as those of one row are.
+        """[N] whether all rewards of the row's group are equal; true for a group of one row.
 
-        The mean of n equal floats isn't always that float: a variance of 0 wouldn't do as the test.
+        It compares the extremes, because the mean of n equal floats isn't always that float, so that their computed
+        variance may not be 0.
         """
         num_groups = len(self.group_sizes)
         lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
         np.minimum.at(lowest, self.group, self.rewards)
         np.maximum.at(highest, self.group, self.rewards)
-        flat: NDArray[np.bool_] = (lowest == highest)[self.group]
-        return flat
-
-
-AdvantageEstimator = Callable[..., Floats]  # (AdvantageInputs, its config) -> [N]
+        is_equal: NDArray[np.bool_] = (lowest == highest)[self.group]
+        return is_equal

@@ -1,50 +1,70 @@
-"""Advantage estimators: a new one is a config variant, a module and a line in `_ESTIMATORS`."""
+"""The registry of advantage estimators: a new one is a config class, a module and a line in `ESTIMATORS`."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.advantages.base import AdvantageEstimator, AdvantageInputs, Floats, Ints
+from rl_core.advantages.base import AdvantageInputs, Floats, Ints
 from rl_core.advantages.dr_grpo import dr_grpo_advantages
 from rl_core.advantages.grpo import grpo_advantages
 from rl_core.advantages.opo import opo_advantages
 from rl_core.advantages.reinforce_plus_plus import reinforce_plus_plus_baseline_advantages
 from rl_core.advantages.rloo import rloo_advantages
-from schemas.config.advantage import AdvantageConfig
+from rl_core.registry import Registry, entry
+from schemas.config.advantage import (
+    AdvantageConfig,
+    DrGrpoAdvantage,
+    GrpoAdvantage,
+    OpoAdvantage,
+    ReinforcePlusPlusAdvantage,
+    RlooAdvantage,
+)
 
-__all__ = ["compute_advantages"]
+__all__ = ["ESTIMATORS", "compute_advantages"]
 
-_ESTIMATORS: dict[str, AdvantageEstimator] = {
-    "grpo": grpo_advantages,
-    "dr_grpo": dr_grpo_advantages,
-    "rloo": rloo_advantages,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline_advantages,
-    "opo": opo_advantages,
-}
+ESTIMATORS: Registry[[AdvantageInputs], Floats] = Registry(
+    "rl_core.advantages.estimators.ESTIMATORS",
+    AdvantageConfig,
+    entry(GrpoAdvantage, grpo_advantages),
+    entry(DrGrpoAdvantage, dr_grpo_advantages),
+    entry(RlooAdvantage, rloo_advantages),
+    entry(ReinforcePlusPlusAdvantage, reinforce_plus_plus_baseline_advantages),
+    entry(OpoAdvantage, opo_advantages),
+)
+"""Advantage estimators: (config, inputs of N rows) -> [N] float64.
+
+An estimator need not handle zero-variance groups: `compute_advantages` sets their advantages to 0 afterwards. It must
+only return some number for them without an error.
+"""
 
 
 def compute_advantages(
     rewards: Floats, group_ids: Ints, config: AdvantageConfig, *, response_lengths: Ints, loss_tokens: Ints
 ) -> NDArray[np.float32]:
-    """The advantage of each of N rows, by the config's `kind`.
+    """Compute the advantage of each of N rows with the estimator of the config's `kind`.
 
-    A group of one row, or of equal rewards, says nothing about which response is better: whatever the
-    estimator, its advantages are exactly 0.
+    A zero-variance group (equal rewards, or one row) doesn't say which response is better: whatever the estimator
+    returns, its advantages are exactly 0.
 
     Args:
-        rewards: [N] finite rewards; leave out the rows whose reward failed.
-        group_ids: [N] which rows answer the same prompt; the rows of a group need not be adjacent.
-        config: Which estimator, with its parameters.
+        rewards: [N] finite; drop the rows whose reward failed.
+        group_ids: [N] the same number for all rows of a prompt; they need not be adjacent.
+        config: The estimator and its parameters.
         response_lengths: [N] tokens.
-        loss_tokens: [N] response tokens that are trained.
+        loss_tokens: [N] trained response tokens.
 
     Returns:
         [N] float32.
 
     Raises:
         ValueError: The arrays differ in length, a reward isn't finite, or counts are impossible.
+
+    Example:
+        >>> rewards, groups, tokens = np.array([1.0, 0.0, 1.0, 1.0]), np.array([0, 0, 1, 1]), np.array([5, 9, 4, 4])
+        >>> compute_advantages(rewards, groups, DrGrpoAdvantage(), response_lengths=tokens, loss_tokens=tokens).tolist()
+        [0.5, -0.5, 0.0, 0.0]
     """
-    inputs = AdvantageInputs.of(rewards, group_ids, response_lengths=response_lengths, loss_tokens=loss_tokens)
+    inputs = AdvantageInputs.from_rows(rewards, group_ids, response_lengths=response_lengths, loss_tokens=loss_tokens)
     if not len(inputs.rewards):
         return np.empty(0, dtype=np.float32)
-    advantages = _ESTIMATORS[config.kind](inputs, config)
+    advantages = ESTIMATORS(config, inputs)
     return np.where(inputs.zero_variance, 0.0, advantages).astype(np.float32)

@@ -1,4 +1,4 @@
-"""OPO's advantages: the baseline that minimises the gradient's variance."""
+"""OPO advantages: the baseline that minimizes the variance of the gradient."""
 
 import numpy as np
 
@@ -6,18 +6,18 @@ from rl_core.advantages.base import AdvantageInputs, Floats
 from schemas.config.advantage import OpoAdvantage
 
 
-def opo_advantages(inputs: AdvantageInputs, config: OpoAdvantage) -> Floats:
-    """Reward - the group's mean reward weighed by response length.
+def opo_advantages(config: OpoAdvantage, inputs: AdvantageInputs) -> Floats:
+    """Compute reward - length-weighted mean reward of the group.
 
-    Hao et al. 2025, arXiv:2505.23585, section 3.2: the squared norm of a response's gradient is taken to grow
-    with its length.
+    Hao et al. 2025, arXiv:2505.23585, section 3.2: the squared gradient norm of a response is assumed to be
+    proportional to its length.
 
     Args:
-        inputs: The step's rows.
         config: Has no parameters.
+        inputs: The step's rows.
 
     Returns:
-        [N] float64. A group without any response token has the plain mean as baseline; it trains nothing.
+        [N] float64. A group without any response token, which trains nothing, has the plain mean as its baseline.
     """
     lengths = np.bincount(inputs.group, weights=inputs.response_lengths)
     weights = np.where(lengths[inputs.group] > 0, inputs.response_lengths, 1)

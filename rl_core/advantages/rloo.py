@@ -1,4 +1,4 @@
-"""RLOO's advantages: each row against the others of its group."""
+"""RLOO advantages: each row's reward against a leave-one-out baseline."""
 
 import numpy as np
 
@@ -6,18 +6,18 @@ from rl_core.advantages.base import AdvantageInputs, Floats
 from schemas.config.advantage import RlooAdvantage
 
 
-def rloo_advantages(inputs: AdvantageInputs, config: RlooAdvantage) -> Floats:
-    """Reward - mean reward of the group's other rows (Ahmadian et al. 2024, arXiv:2402.14740, equation 8).
+def rloo_advantages(config: RlooAdvantage, inputs: AdvantageInputs) -> Floats:
+    """Compute reward - mean reward of the group's other rows (Ahmadian et al. 2024, arXiv:2402.14740, equation 8).
 
-    That is n / (n - 1) times (reward - group mean), with n rows in the group.
+    It equals n / (n - 1) times (reward - group mean), with n rows in the group.
 
     Args:
-        inputs: The step's rows.
         config: Has no parameters.
+        inputs: The step's rows.
 
     Returns:
         [N] float64.
     """
     sizes = inputs.group_sizes
-    advantages: Floats = inputs.centred * (sizes / np.maximum(sizes - 1, 1))[inputs.group]
+    advantages: Floats = inputs.centered * (sizes / np.maximum(sizes - 1, 1))[inputs.group]
     return advantages

@@ -1,4 +1,4 @@
-"""What is taken off rewards, and left out of training, before advantages are computed. N rows."""
+"""Reward penalties and row masks that apply before advantages are computed. N rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +15,11 @@ from schemas.metrics import Mean, Metrics
 
 @dataclass(frozen=True)
 class ShapedRows:
-    """What advantages and the plan are made of."""
+    """The inputs of the advantages and the plan."""
 
     rewards: Floats  # [N]
-    loss_tokens: Ints  # [N], response tokens that are trained
-    metrics: Metrics = field(default_factory=dict)  # of what was applied
+    loss_tokens: Ints  # [N], trained response tokens
+    metrics: Metrics = field(default_factory=dict)  # of the penalties and masks that were applied
 
 
 def shape_rows(
@@ -33,29 +33,29 @@ def shape_rows(
     kl: KlConfig,
     max_response_tokens: int,
 ) -> ShapedRows:
-    """Apply what the config asks for: the overlong penalty, the KL in the reward, and the overlong mask.
+    """Apply the configured overlong penalty, KL in the reward, and overlong mask.
 
-    A masked row keeps its place in its group's baseline, but has no loss token left: the plan leaves it out, and it
-    counts in no denominator.
+    A masked row still counts in its group's baseline, but has no loss tokens, so that the plan skips it and no
+    denominator includes it.
 
     Args:
-        rewards: [N] as the reward function gave them.
+        rewards: [N] from the reward function.
         response_lengths: [N] tokens.
-        loss_tokens: [N] response tokens that may be trained.
-        is_truncated: [N] whether the response was cut off by the limit.
-        row_kl: [N] the KL of each row to the reference, summed over its trained tokens, in nats; needed where
-            the KL is in the reward.
+        loss_tokens: [N] trained response tokens before masking.
+        is_truncated: [N] whether the response was cut off by the token limit.
+        row_kl: [N] the KL of each row to the reference, summed over its trained tokens, in nats; required if the KL
+            is in the reward.
         overlong: Penalty and mask.
-        kl: Coefficient, and whether it is in the reward.
-        max_response_tokens: The limit.
+        kl: Coefficient, and whether the KL is in the reward.
+        max_response_tokens: The token limit.
 
     Returns:
-        The rows' new rewards and loss tokens. Metrics where they apply: `reward/shaped`, `overlong/penalty` and
-        `reward/kl` (nats, without the coefficient) are means over the rows, `overlong/masked` is their fraction.
+        The new rewards and loss tokens, and the metrics of what applies: `reward/shaped`, `overlong/penalty` and
+        `reward/kl` (nats, without the coefficient) are means over the rows, `overlong/masked` is a fraction of them.
 
     Raises:
         NonFiniteError: A row's KL isn't finite.
-        ValueError: The penalty's buffer is longer than a response may be, or `row_kl` is missing.
+        ValueError: The penalty's buffer is longer than the token limit, or `row_kl` is missing.
     """
     shaped, trained = np.asarray(rewards, dtype=np.float64), np.asarray(loss_tokens, dtype=np.int64)
     metrics: Metrics = {}
@@ -76,26 +76,26 @@ def shape_rows(
 
 
 def overlong_penalties(response_lengths: Ints, config: OverlongConfig, *, max_response_tokens: int) -> Floats:
-    """DAPO's soft overlong punishment, as a positive number to take off each reward.
+    """Compute DAPO's soft overlong punishment as a positive number to subtract from each reward.
 
-    0 up to `buffer_tokens` below the limit, then growing linearly to `penalty` at the limit (Yu et al. 2025,
+    It is 0 up to `buffer_tokens` below the limit, then grows linearly to `penalty` at the limit (Yu et al. 2025,
     arXiv:2503.14476, equation 13).
 
     Args:
         response_lengths: [N] tokens.
         config: `buffer_tokens`, not 0, and `penalty`.
-        max_response_tokens: The limit.
+        max_response_tokens: The token limit.
 
     Returns:
         [N] float64, from 0 to `penalty`.
 
     Raises:
-        ValueError: The buffer is longer than a response may be.
+        ValueError: The buffer is longer than the token limit.
     """
     if config.buffer_tokens > max_response_tokens:
         raise ValueError(
             f"overlong.buffer_tokens = {config.buffer_tokens} is more than rollout.max_response_tokens ="
-            f" {max_response_tokens}; give a shorter buffer"
+            f" {max_response_tokens}; lower it"
         )
     excess = np.asarray(response_lengths, dtype=np.float64) - (max_response_tokens - config.buffer_tokens)
     penalties: Floats = config.penalty * np.clip(excess / config.buffer_tokens, 0.0, 1.0)

@@ -1,6 +1,6 @@
-"""The advantages of one step and the plan of its updates, from per-row scalars and lengths alone. N rows, n live ones.
+"""The advantages of one step and the plan of its updates, from per-row scalars and lengths alone.
 
-This runs on the driver, which reads no column.
+N rows, n with a reward. This runs on the driver, which reads no columns.
 """
 
 from collections.abc import Sequence
@@ -22,28 +22,28 @@ from schemas.rollout import RolloutHandle
 
 @dataclass(frozen=True, eq=False)
 class StepAdvantages:
-    """What the advantage stage stores and reports."""
+    """The result of the advantage stage."""
 
-    rows: list[int]  # [n], the rows of the rollout whose reward did not fail, ascending
+    rows: list[int]  # [n], the rollout's rows whose reward did not fail, ascending
     advantages: NDArray[np.float32]  # [n]
     plan: StepPlan  # over the n rows
     metrics: Metrics
 
 
-def compute_step(
+def prepare_updates(
     config: RunConfig, step: int, rollout: RolloutHandle, row_kl: Sequence[float] | None = None
 ) -> StepAdvantages:
-    """Leave out the rows whose reward failed; compute the advantages of the others and plan their updates.
+    """Drop the rows whose reward failed, compute the advantages of the others and plan their updates.
 
-    The advantages of a zero-variance group are 0, but its rows are trained on: the KL term and the entropy bonus still
-    act, and the step's denominators don't depend on rewards.
+    The advantages of a zero-variance group are 0, but its rows are still trained on: the KL term and the entropy bonus
+    apply to them, and the denominators don't depend on rewards.
 
     Args:
-        config: The run.
+        config: The run's config.
         step: The step; it seeds the plan.
         rollout: The step's rows.
-        row_kl: [N] each row's KL to the reference, summed over its trained tokens, in nats; only where the KL is part
-            of the reward.
+        row_kl: [N] each row's KL to the reference, summed over its trained tokens, in nats; only if the KL is part of
+            the reward.
 
     Raises:
         NonFiniteError: A row's KL isn't finite.
@@ -52,8 +52,8 @@ def compute_step(
     """
     live = [row for row, reward in enumerate(rollout.rewards) if reward is not None]
     if not live:
-        failure = next((shard.failure for shard in rollout.shards if shard.failure), "no text")
-        raise RewardFailureError(f"all {rollout.num_rows} rewards of step {step} failed; the first: {failure}")
+        failure = next((shard.failure for shard in rollout.shards if shard.failure), "no message")
+        raise RewardFailureError(f"all {rollout.num_rows} rewards of step {step} failed; the first failure: {failure}")
     rewards = np.array([rollout.rewards[row] for row in live], dtype=np.float64)
     groups, lengths = np.array(rollout.group_ids)[live], np.array(rollout.response_lengths)[live]
     shaped = _shape(config, rollout, live, rewards, row_kl)
@@ -79,7 +79,7 @@ def compute_step(
 def _shape(
     config: RunConfig, rollout: RolloutHandle, live: list[int], rewards: Floats, row_kl: Sequence[float] | None
 ) -> ShapedRows:
-    assert row_kl is None or len(row_kl) == rollout.num_rows, "row_kl is not of the rollout's rows"
+    assert row_kl is None or len(row_kl) == rollout.num_rows, "row_kl must have one value per row of the rollout"
     finished = np.array([reason for shard in rollout.shards for reason in shard.finish_reasons])
     return shape_rows(
         rewards,

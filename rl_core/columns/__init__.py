@@ -1,1 +1,1 @@
-"""Arrow columns: building and inspecting them, their schema, and how a chunk of them is encoded."""
+"""Arrow columns: `jagged` builds and inspects them, `codec` validates and encodes them, `gather` reads row ranges."""

@@ -1,7 +1,7 @@
-"""The bytes of one stored chunk, an Arrow IPC file of one record batch, and the schema that it must keep.
+"""The encoding of one chunk, an Arrow IPC file of one record batch, and its validation against the catalog.
 
-The same bytes lie in memory, in Ray's object store and on disk, where any Arrow tool opens them. Nothing here
-pickles, and decoding never trusts its input: any process may have written the bytes.
+The bytes are the same in memory, in Ray's object store and on disk, where any Arrow tool can open them. Nothing here
+pickles, and decoding never trusts its input, since any process may have written the bytes.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,37 +17,37 @@ from schemas.errors import ColumnError, ColumnNotFoundError, StoreError
 
 
 def encoded_bytes(columns: pa.RecordBatch) -> int:
-    """How many bytes `write` writes."""
+    """Return the number of bytes that `write` writes."""
     counter = pa.MockOutputStream()
     write(columns, counter)
     return int(counter.size())
 
 
 def write(columns: pa.RecordBatch, sink: pa.NativeFile) -> None:
-    """Write a record batch as an Arrow IPC file; a sliced batch takes only its own rows' bytes."""
+    """Write a record batch as an Arrow IPC file; a slice takes only the bytes of its own rows."""
     plain = columns.replace_schema_metadata(None)
     with pa.ipc.new_file(sink, plain.schema) as writer:
         writer.write_batch(plain)
 
 
 def encode(columns: pa.RecordBatch) -> pa.Buffer:
-    """The bytes that `write` writes."""
+    """Return the bytes that `write` writes."""
     sink = pa.BufferOutputStream()
     write(columns, sink)
     return sink.getvalue()
 
 
 def decode(data: pa.Buffer | bytes, names: Collection[str] | None = None) -> pa.RecordBatch:
-    """Decode what `encode` wrote, without copying: the columns are views of `data`.
+    """Decode the output of `encode` without copying: the columns are views of `data`.
 
     Args:
         data: The stored bytes.
-        names: The columns to decode, in the order of the stored ones; None decodes all. What is not named is
-            neither read nor checked.
+        names: The columns to decode; they are returned in stored order. None decodes all. Other columns are neither
+            read nor checked.
 
     Raises:
-        StoreError: The bytes are not one whole record batch, or a row leads out of them.
-        ColumnNotFoundError: They hold no column of a name.
+        StoreError: The bytes are not exactly one record batch, or the offsets of a row point outside them.
+        ColumnNotFoundError: A named column is missing.
     """
     buffer = pa.py_buffer(data)
     try:
@@ -61,12 +61,12 @@ def _decode(buffer: pa.Buffer, names: Collection[str] | None) -> pa.RecordBatch:
         if file.num_record_batches != 1:
             raise StoreError(f"{buffer.size} stored bytes hold {file.num_record_batches} record batches, expected 1")
         columns = file.get_batch(0)
-    if names is not None:  # not through Arrow's own choice of fields, which copies them
-        there = columns.schema.names
-        missing = [name for name in names if name not in there]
+    if names is not None:  # not by Arrow's `included_fields`, which copies
+        stored = columns.schema.names
+        missing = [name for name in names if name not in stored]
         if missing:
-            raise ColumnNotFoundError(f"there is no column {missing[0]!r}; there are {', '.join(there)}")
-        columns = columns.select([name for name in there if name in names])
+            raise ColumnNotFoundError(f"no column {missing[0]!r} in the chunk; it has {', '.join(stored)}")
+        columns = columns.select([name for name in stored if name in names])
     for name, column in zip(columns.schema.names, columns.columns, strict=True):
         column.validate()
         _check_offsets(name, column)
@@ -74,7 +74,7 @@ def _decode(buffer: pa.Buffer, names: Collection[str] | None) -> pa.RecordBatch:
 
 
 def _check_offsets(name: str, column: pa.Array) -> None:
-    """See that no row reaches out of its column's memory. Text was checked when it was put, so it is not read here."""
+    """Check that no row points outside its column's memory. Strings were checked when put, and are not read here."""
     if pa.types.is_large_list(column.type):
         bounds, num_values = column.offsets.to_numpy(), len(column.values)
     elif pa.types.is_string(column.type) and len(column):
@@ -84,14 +84,14 @@ def _check_offsets(name: str, column: pa.Array) -> None:
     else:
         return
     if bounds[0] < 0 or bounds[-1] > num_values or (np.diff(bounds) < 0).any():
-        raise ValueError(f"the row offsets of column {name!r} lead out of its {num_values} values")
+        raise ValueError(f"row offsets of column {name!r} point outside its {num_values} values")
 
 
 def arrow_type(name: str, dtype: str) -> pa.DataType:
-    """The exact Arrow type of column `name` with value type `dtype`: a large_list of it on a jagged axis.
+    """Return the Arrow type of column `name` with value type `dtype`: `dtype`, or on a jagged axis a large_list of it.
 
     Raises:
-        ColumnError: The catalogue has no such column, or not with this dtype.
+        ColumnError: The catalog has no such column, or not with this dtype.
     """
     spec = column_spec(name)
     if dtype not in spec.dtypes:
@@ -101,7 +101,7 @@ def arrow_type(name: str, dtype: str) -> pa.DataType:
 
 
 def value_dtypes(columns: pa.RecordBatch) -> dict[str, str]:
-    """The dtypes of a valid record batch by column name, as handles state them."""
+    """Return the dtypes of a valid record batch by column name, in the notation of handles."""
     return {
         field.name: str(field.type.value_type if pa.types.is_large_list(field.type) else field.type)
         for field in columns.schema
@@ -109,16 +109,16 @@ def value_dtypes(columns: pa.RecordBatch) -> dict[str, str]:
 
 
 def validate(columns: pa.RecordBatch, lengths: Mapping[Axis, npt.NDArray[Any]] | None = None) -> None:
-    """Check that a record batch of N rows is as the catalogue declares: nothing is converted to fit.
+    """Check that a record batch of N rows matches the catalog; nothing is converted.
 
     Args:
-        columns: The columns to be stored.
-        lengths: The row lengths, [N], that an axis must have, where they are known. In any case, the columns
-            of one axis must agree with each other.
+        columns: The columns to store.
+        lengths: The expected row lengths, [N], of each axis for which they are known. In any case, all columns of an
+            axis must have the same row lengths.
 
     Raises:
-        ColumnError: An undeclared or repeated column, another dtype or axis than declared, a null where none
-            may be, row lengths that disagree, or a malformed array.
+        ColumnError: An undeclared or repeated column, another dtype or axis than declared, a null in a column that
+            isn't nullable, row lengths that disagree, or a malformed array.
     """
     known = dict(lengths or {})
     names = columns.schema.names
@@ -138,7 +138,7 @@ def check_row_lengths(name: str, column: pa.LargeListArray, expected: npt.NDArra
     """Check that a jagged column of N rows has the `expected` lengths, [N].
 
     Raises:
-        ColumnError: It has other rows; the message names the first one.
+        ColumnError: The lengths differ; the message names the first such row.
     """
     actual = row_lengths(column)
     if actual.size != expected.size:
@@ -148,7 +148,7 @@ def check_row_lengths(name: str, column: pa.LargeListArray, expected: npt.NDArra
         row = int(different[0])
         raise ColumnError(
             f"column {name!r} has {actual[row]} values in row {row}, expected {expected[row]} "
-            f"as on its axis; {different.size} of {actual.size} rows differ"
+            f"like the other columns of its axis; {different.size} of {actual.size} rows differ"
         )
 
 

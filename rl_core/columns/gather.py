@@ -1,6 +1,6 @@
-"""Reading row ranges of columns out of several chunks, in one pass.
+"""Gathering row ranges of columns from several chunks in one pass.
 
-P pieces, each a range of rows of one chunk, none empty. The pieces' values are copied once, and no others.
+P pieces, each a range of rows of one chunk, none empty. Only the values of the pieces are copied, once.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ Ints = npt.NDArray[np.int64]
 
 
 class Gather:
-    """The rows of all pieces, one after the other, of one column at a time.
+    """A gather of the rows of all pieces, in order, one column at a time.
 
     Args:
-        chunk: Which chunk each piece is of, shape [P], P at least 1.
+        chunk: The chunk of each piece, shape [P], P at least 1.
         start: The piece's first row within its chunk, shape [P].
-        stop: The row after its last one, shape [P].
+        stop: The row after the piece's last one, shape [P].
     """
 
     def __init__(self, chunk: Ints, start: Ints, stop: Ints) -> None:
-        self.chunks, self._chunk = np.unique(chunk, return_inverse=True)  # those that are touched, in order
+        self.chunks, self._chunk = np.unique(chunk, return_inverse=True)  # the chunks with pieces, ascending
         self._start, self._stop = start, stop
         self._layouts: list[_Layout] = []
 
     def column(self, arrays: Sequence[pa.Array]) -> pa.Array:
-        """One column's rows: a view of an array's memory where there is one piece, else a copy.
+        """Return the rows of one column: for a single piece a view of its memory, else a copy.
 
         Args:
-            arrays: The column's arrays in `chunks`, of one type.
+            arrays: The column's array in each of `chunks`, all of one type.
         """
         counts = self._stop - self._start
         if self._chunk.size <= len(arrays):
@@ -49,7 +49,7 @@ class Gather:
         return jagged(_concatenate(pieces, int(layout.lengths.sum())), layout.lengths)
 
     def _layout(self, arrays: Sequence[pa.LargeListArray]) -> "_Layout":
-        """Where the pieces' values lie; the columns of one axis share it."""
+        """Locate the values of the pieces; columns with equal offsets, as on one axis, share the result."""
         starts = [offsets(array) for array in arrays]
         for layout in self._layouts:
             if all(map(np.array_equal, layout.starts, starts)):
@@ -71,25 +71,25 @@ class Gather:
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    starts: list[Ints]  # the offsets of each chunk's rows
-    extents: list[tuple[int, int]]  # the values of each chunk that its pieces lie in
+    starts: list[Ints]  # row offsets of each chunk
+    extents: list[tuple[int, int]]  # the value range of each chunk that covers all of its pieces
     pieces: list[tuple[int, slice]]  # chunk, and values within its extent
-    lengths: Ints  # of the rows asked for
+    lengths: Ints  # of the requested rows
 
 
 def ranges(starts: Ints, counts: Ints) -> Ints:
-    """The concatenated integers of the half-open ranges [start, start + count)."""
+    """Concatenate the integers of the half-open ranges [start, start + count)."""
     stops = np.cumsum(counts)
     return np.repeat(starts - (stops - counts), counts) + np.arange(counts.sum())
 
 
 def _bounds(arrays: Sequence[pa.Array]) -> Ints:
-    """The number of rows before each array."""
+    """Count the rows before each array, and in total."""
     return np.cumsum([0, *map(len, arrays)], dtype=np.int64)
 
 
 def _concatenate(pieces: list[npt.NDArray[np.generic]], num_values: int) -> npt.NDArray[np.generic]:
-    """As NumPy's, into memory of Arrow's pool: that comes back warm, where a fresh page costs more than its copy."""
+    """Concatenate into memory of Arrow's pool: it reuses warm pages, where a fresh page costs more than the copy."""
     dtype = pieces[0].dtype
     return np.concatenate(pieces, out=np.frombuffer(pa.allocate_buffer(num_values * dtype.itemsize), dtype))
 

@@ -1,7 +1,7 @@
-"""Jagged Arrow columns: flat values plus row offsets, whatever the lengths are.
+"""Jagged Arrow columns: flat values plus row offsets.
 
-N rows, V values over all rows. A token column is a `pa.LargeListArray` without nulls; a row column is a flat
-Arrow array of N values. Uniform lengths change nothing: layout never depends on the data.
+N rows, V values over all rows. A token column is a `pa.LargeListArray` without nulls; a row column is a flat Arrow
+array of N values. The layout never depends on the data: rows of equal length are stored in the same way.
 """
 
 from __future__ import annotations
@@ -25,15 +25,22 @@ def jagged(values: Array | Sequence[Array], lengths: Array | None = None) -> pa.
     """Build a jagged column.
 
     Args:
-        values: All values, flat, shape [V], with `lengths`; or, without, one 1-D array per row, of one dtype.
-            Flat values are not copied (bool is, into bits), so don't write to them afterwards.
-        lengths: Values per row, non-negative integers, shape [N].
+        values: With `lengths`, all values, flat, shape [V]; without, one 1-D array per row, all of one dtype. Flat
+            values are not copied (except bool, into bits), so don't write to them afterwards.
+        lengths: The number of values in each row, non-negative integers, shape [N].
 
     Returns:
-        A column of N rows with `values`' dtype.
+        A column of N rows with the dtype of `values`.
 
     Raises:
-        ValueError: Shapes, dtypes or lengths don't fit together.
+        ValueError: Shapes, dtypes or lengths are inconsistent.
+
+    Example:
+        >>> column = jagged(np.array([5, 6, 7], dtype=np.uint16), np.array([2, 0, 1]))
+        >>> column.to_pylist()
+        [[5, 6], [], [7]]
+        >>> row_lengths(column).tolist(), flat_values(column[1:]).tolist()
+        ([2, 0, 1], [7])
     """
     flat, counts = _from_rows(values, lengths) if not isinstance(values, np.ndarray) else (values, lengths)
     if counts is None:
@@ -52,7 +59,7 @@ def jagged(values: Array | Sequence[Array], lengths: Array | None = None) -> pa.
 
 def _from_rows(rows: Sequence[Array], lengths: Array | None) -> tuple[Array, Array]:
     if lengths is not None:
-        raise ValueError("lengths go with flat values; a list of arrays already says how long its rows are")
+        raise ValueError("lengths go with flat values; the lengths of a list of arrays are already known")
     if not rows:
         raise ValueError("an empty list of rows has no dtype: pass np.empty(0, dtype) and empty lengths")
     dtype = rows[0].dtype
@@ -63,7 +70,7 @@ def _from_rows(rows: Sequence[Array], lengths: Array | None) -> tuple[Array, Arr
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest dtype of a token column that holds every id below `vocab_size`: uint16 or int32.
+    """Return the narrowest dtype of a token column that holds every id below `vocab_size`: uint16 or int32.
 
     Raises:
         ValueError: The size is not in 1 to 2**31.
@@ -74,12 +81,12 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def is_jagged(column: pa.Array) -> bool:
-    """Whether the column has one list per row."""
+    """Return whether the column has one list per row."""
     return bool(pa.types.is_large_list(column.type))
 
 
 def offsets(column: pa.LargeListArray) -> npt.NDArray[np.int64]:
-    """Where each row's values start in `flat_values(column)`, shape [N + 1], from 0 to V.
+    """Return the start of each row's values in `flat_values(column)`, shape [N + 1], from 0 to V.
 
     Raises:
         ColumnError: The column is not jagged.
@@ -91,7 +98,7 @@ def offsets(column: pa.LargeListArray) -> npt.NDArray[np.int64]:
 
 
 def row_lengths(column: pa.LargeListArray) -> npt.NDArray[np.int64]:
-    """Values per row, shape [N].
+    """Return the number of values in each row, shape [N].
 
     Raises:
         ColumnError: The column is not jagged.
@@ -100,13 +107,13 @@ def row_lengths(column: pa.LargeListArray) -> npt.NDArray[np.int64]:
 
 
 def flat_values(column: pa.Array) -> Array:
-    """The values of a jagged column's rows, shape [V], or of a row column, shape [N].
+    """Return the values of a jagged column, shape [V], or of a row column, shape [N].
 
-    A read-only view of the column where Arrow can give one. Bool is unpacked into one byte each, text becomes
-    an object array, and a null float is NaN in a copy.
+    The result is a read-only view of the column if Arrow can make one. Bool is unpacked into one byte each, strings
+    become an object array, and a float column with nulls is copied, with NaN for null.
 
     Raises:
-        ColumnError: Nulls in a column that is not float or text.
+        ColumnError: Nulls in a column that is neither float nor string.
     """
     values = _values(column)
     if values.null_count and not (pa.types.is_floating(values.type) or pa.types.is_string(values.type)):
@@ -116,19 +123,19 @@ def flat_values(column: pa.Array) -> Array:
 
 
 def as_tensor(column: pa.Array) -> torch.Tensor:
-    """`flat_values(column)` as a CPU tensor.
+    """Return `flat_values(column)` as a CPU tensor.
 
-    int32 and float32 are views of the column's memory, which may be shared with other processes: never write
-    to them, copy first. These are converted, so copied: uint16 ids to int32, bool, and nulls to NaN.
+    int32 and float32 tensors are views of the column's memory, which may be shared with other processes: copy them
+    before writing. uint16 ids (as int32), bool, and columns with nulls (as NaN) are copied.
 
     Raises:
-        ColumnError: A text column.
+        ColumnError: A string column.
     """
-    import torch  # not above: a store's registry process never needs it, and importing it takes seconds
+    import torch  # takes seconds, and processes that only store columns never need it
 
     values = _values(column)
     if pa.types.is_string(values.type):
-        raise ColumnError("a text column can't be a tensor")
+        raise ColumnError("a string column can't be a tensor; read it with flat_values")
     if values.type in (pa.int32(), pa.float32()) and not values.null_count:
         view: torch.Tensor = torch.utils.dlpack.from_dlpack(values)
         return view

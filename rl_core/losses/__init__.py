@@ -1,23 +1,31 @@
-"""Policy losses: a new one is a config variant, a module and a line in `_SURROGATES`."""
+"""Policy losses: `policy_loss` of `LossInputs`; a new one is a config class, a module and a line in `SURROGATES`."""
 
 from torch import Tensor
 
 from rl_core.losses.aggregate import aggregate, denominator
-from rl_core.losses.base import LossInputs, PolicySurrogate, log_ratio
+from rl_core.losses.base import LossInputs, Surrogate, log_ratio
 from rl_core.losses.cispo import cispo_loss
 from rl_core.losses.clipped import clipped_loss
 from rl_core.losses.correction import correction_weights
 from rl_core.losses.gspo import gspo_loss
 from rl_core.losses.kl import kl_estimate
 from rl_core.losses.report import nan_unless_finite, report
+from rl_core.registry import Registry, entry
 from schemas.config.correction import CorrectionConfig
 from schemas.config.kl import KlConfig
-from schemas.config.loss import LossConfig
+from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, LossConfig
 from schemas.metrics import Metrics
 
-__all__ = ["LossInputs", "policy_loss"]
+__all__ = ["SURROGATES", "LossInputs", "policy_loss"]
 
-_SURROGATES: dict[str, PolicySurrogate] = {"clipped": clipped_loss, "gspo": gspo_loss, "cispo": cispo_loss}
+SURROGATES: Registry[[LossInputs], Surrogate] = Registry(
+    "rl_core.losses.SURROGATES",
+    LossConfig,
+    entry(ClippedLoss, clipped_loss),
+    entry(GspoLoss, gspo_loss),
+    entry(CispoLoss, cispo_loss),
+)
+"""Policy terms: (config, inputs of the T trained tokens) -> surrogate of T tokens."""
 
 
 def policy_loss(
@@ -30,44 +38,59 @@ def policy_loss(
     num_loss_tokens: int,
     num_live_sequences: int,
 ) -> tuple[Tensor, Metrics]:
-    """The micro-batch's share of the update's loss, and its metrics.
+    """Compute a micro-batch's part of the update's loss, and its metrics.
 
     Per trained token: the policy term of the loss's `kind` times the correction's weight, plus `kl.coef` times the
-    KL estimate (unless it is in the reward), less `entropy_coef` times the entropy.
+    KL estimate (unless it is in the reward), minus `entropy_coef` times the entropy.
 
     Args:
-        inputs: The micro-batch's tokens; none trained is legal and gives a zero with a graph.
-        loss: Which policy term, its aggregation, and the entropy bonus.
+        inputs: The micro-batch's tokens; without a trained token, the loss is a zero with a graph.
+        loss: The policy term, its aggregation, and the entropy bonus.
         kl: The KL term.
-        correction: What is done about an engine whose log-probs differ.
-        norm_tokens: The constant of `seq_mean_token_sum_norm`: `loss.norm_tokens`, or where that is None the
-            longest response that may be, in tokens.
-        num_loss_tokens: Loss tokens of the whole update, over all ranks; the plan has it.
-        num_live_sequences: Sequences with a loss token of the whole update, over all ranks; the plan has it.
+        correction: The importance correction of the mismatch between the engine's log-probs and the trainer's.
+        norm_tokens: The constant of `seq_mean_token_sum_norm`: `loss.norm_tokens`, or if that is None the maximum
+            response length, in tokens.
+        num_loss_tokens: Loss tokens of the whole update, over all ranks; from the plan.
+        num_live_sequences: Sequences of the whole update with a loss token, over all ranks; from the plan.
 
     Returns:
-        A scalar with gradient, and metrics that merge exactly; the shares of all micro-batches on all ranks add up
-        to the update's loss. NaN where any trained token has a log-prob or an advantage that isn't finite, also one
+        A scalar with gradient, and metrics that merge exactly; the losses of all micro-batches on all ranks add up to
+        the update's loss. It is NaN if any trained token has a log-prob or an advantage that isn't finite, even one
         that is only reported.
 
     Raises:
         ValueError: The KL term, the entropy bonus or the correction needs a column that the inputs lack.
+
+    Example:
+        >>> import torch
+        >>> from schemas.config.correction import NoCorrection
+        >>> inputs = LossInputs.from_rows(
+        ...     policy_logprobs=torch.tensor([-1.0, -1.0, -2.0], requires_grad=True),
+        ...     behavior_logprobs=torch.tensor([-1.0, -1.0, -2.0]),
+        ...     advantages=torch.tensor([1.0, -0.5]),
+        ...     loss_mask=torch.tensor([True, True, True]),
+        ...     response_lengths=torch.tensor([2, 1]),
+        ... )
+        >>> counts = {"norm_tokens": 1, "num_loss_tokens": 3, "num_live_sequences": 2}
+        >>> loss, metrics = policy_loss(inputs, ClippedLoss(), KlConfig(), NoCorrection(), **counts)
+        >>> loss.item(), metrics["ratio"].value
+        (-0.5, 1.0)
     """
-    trained = inputs.trained()
-    surrogate = _SURROGATES[loss.kind](trained, loss)
+    trained = inputs.select_trained()
+    surrogate = SURROGATES(loss, trained)
     weights, token_metrics = correction_weights(trained, correction)
     token_losses = surrogate.losses if weights is None else surrogate.losses * weights
     penalties, penalty_metrics = _penalties(trained, loss, kl)
     token_metrics |= {"approx_kl": kl_estimate("k3", log_ratio(trained)), **penalty_metrics}
     loss_sum = aggregate(token_losses + penalties, trained, loss.aggregation) + nan_unless_finite(trained)
-    whole = denominator(loss.aggregation, norm_tokens, num_loss_tokens, num_live_sequences)
-    num_own_sequences = int((trained.loss_tokens_per_sequence > 0).sum())
-    own = denominator(loss.aggregation, norm_tokens, len(token_losses), num_own_sequences)
-    return loss_sum / whole, report(trained, surrogate, token_metrics, loss_sum, own)
+    update_denominator = denominator(loss.aggregation, norm_tokens, num_loss_tokens, num_live_sequences)
+    num_sequences = int((trained.loss_tokens_per_sequence > 0).sum())
+    own_denominator = denominator(loss.aggregation, norm_tokens, len(token_losses), num_sequences)
+    return loss_sum / update_denominator, report(trained, surrogate, token_metrics, loss_sum, own_denominator)
 
 
 def _penalties(trained: LossInputs, loss: LossConfig, kl: KlConfig) -> tuple[Tensor | float, dict[str, Tensor]]:
-    """What is added to the policy term of each trained token, and the KL and entropy to report."""
+    """Compute the terms to add to each trained token's policy term, and the KL and entropy to report."""
     penalties: Tensor | float = 0.0
     metrics: dict[str, Tensor] = {}
     if trained.reference_logprobs is not None:
@@ -76,12 +99,12 @@ def _penalties(trained: LossInputs, loss: LossConfig, kl: KlConfig) -> tuple[Ten
         metrics["entropy"] = trained.entropy
     if kl.coef and not kl.in_reward:
         if "kl" not in metrics:
-            raise ValueError(f"kl.coef is {kl.coef}, but there are no reference_logprobs; set it to 0 or add them")
+            raise ValueError(f"kl.coef is {kl.coef}, but the inputs lack reference_logprobs; add them or set it to 0")
         penalties = penalties + kl.coef * metrics["kl"]
     if loss.entropy_coef:
         if "entropy" not in metrics:
             raise ValueError(
-                f"loss.entropy_coef is {loss.entropy_coef}, but there is no entropy; set it to 0 or add it"
+                f"loss.entropy_coef is {loss.entropy_coef}, but the inputs lack entropy; add it or set it to 0"
             )
         penalties = penalties - loss.entropy_coef * metrics["entropy"]
     return penalties, metrics

@@ -1,13 +1,12 @@
-"""What every policy loss takes and gives. T response tokens of one micro-batch, S sequences."""
+"""The inputs and outputs of policy losses. T response tokens of one micro-batch, S sequences."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Nats. The exp of much more overflows, and then the clipped branch's zero gradient turns into NaN.
+# Nats. The exp of a much larger number overflows, and then the zero gradient of the clipped branch becomes NaN.
 MAX_LOG_RATIO = 20.0
 
 
@@ -18,12 +17,12 @@ class LossInputs:
     policy_logprobs: Tensor  # [T] float32, with gradient
     behavior_logprobs: Tensor  # [T] float32
     advantages: Tensor  # [T] float32
-    loss_mask: Tensor  # [T] bool, what is trained
-    sequence_index: Tensor  # [T] int64, which sequence a token belongs to
+    loss_mask: Tensor  # [T] bool, the trained tokens
+    sequence_index: Tensor  # [T] int64, the sequence of each token
     loss_tokens_per_sequence: Tensor  # [S] int64, true values of loss_mask
     sampler_logprobs: Tensor | None = None  # [T] float32
     reference_logprobs: Tensor | None = None  # [T] float32
-    entropy: Tensor | None = None  # [T] float32, with gradient where there is an entropy bonus
+    entropy: Tensor | None = None  # [T] float32, with gradient for an entropy bonus
 
     @classmethod
     def from_rows(
@@ -38,20 +37,20 @@ class LossInputs:
         reference_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
     ) -> "LossInputs":
-        """Spread per-sequence advantages over the tokens of S sequences.
+        """Create inputs for S sequences; each sequence's advantage applies to all of its tokens.
 
         Args:
             policy_logprobs: [T] float32, with gradient.
             behavior_logprobs: [T] float32.
             advantages: [S] float32.
             loss_mask: [T] bool.
-            response_lengths: [S] integer, tokens; they add up to T.
+            response_lengths: [S] integer, tokens, with sum T.
             sampler_logprobs: [T] float32; None: the mismatch is neither reported nor corrected.
             reference_logprobs: [T] float32; None: no KL term.
             entropy: [T] float32, of the distributions that predict the tokens; None: no entropy bonus.
 
         Raises:
-            ValueError: A token column doesn't hold as many values as the lengths say.
+            ValueError: The number of values in a token column isn't the sum of the lengths.
         """
         lengths = response_lengths.to(device=policy_logprobs.device, dtype=torch.int64)
         columns = {
@@ -81,11 +80,11 @@ class LossInputs:
             entropy=entropy,
         )
 
-    def trained(self) -> "LossInputs":
-        """Only the tokens that are trained.
+    def select_trained(self) -> "LossInputs":
+        """Return the inputs of the trained tokens only.
 
-        Selecting, rather than multiplying by the mask, keeps a non-finite value of an untrained token out of
-        the gradient.
+        Selecting them, instead of multiplying by the mask, keeps non-finite values of untrained tokens out of the
+        gradient.
         """
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         del columns["loss_tokens_per_sequence"]
@@ -95,34 +94,31 @@ class LossInputs:
         return replace(self, **selected)
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
-        """[S] sums of [T] values over each sequence's tokens."""
+        """Sum [T] values over the tokens of each sequence: [S]."""
         return values.new_zeros(len(self.loss_tokens_per_sequence)).index_add(0, self.sequence_index, values)
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The policy term of T trained tokens: what is minimised instead of minus the expected reward."""
+    """The policy term of T trained tokens, minimized as a surrogate for the negative expected reward."""
 
     losses: Tensor  # [T], with gradient
-    ratio: Tensor  # [T], policy over behavior as this loss clips it
-    clipped: dict[str, Tensor]  # [T] bool, which tokens each side of the clipping is in effect for
-
-
-PolicySurrogate = Callable[..., Surrogate]  # (trained LossInputs, its config)
+    ratio: Tensor  # [T], policy over behavior probability, as clipped by this loss
+    clipped: dict[str, Tensor]  # [T] bool by side of the clip range: the tokens that it clips
 
 
 def log_ratio(trained: LossInputs) -> Tensor:
-    """[T] log of policy over behavior probability, held below overflow; NaN stays NaN."""
+    """Return the log of policy over behavior probability, [T], clamped below overflow; NaN stays NaN."""
     return (trained.policy_logprobs - trained.behavior_logprobs).clamp(max=MAX_LOG_RATIO)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Surrogate:
-    """PPO's pessimistic surrogate, max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), elementwise.
+    """Compute PPO's pessimistic surrogate, max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), elementwise.
 
     Schulman et al. 2017, arXiv:1707.06347, equation 7; the two-sided range is DAPO's (arXiv:2503.14476).
     """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    in_effect = clipped > plain
-    sides = {"low": in_effect & (advantages < 0), "high": in_effect & (advantages > 0)}
+    is_clipped = clipped > plain
+    sides = {"low": is_clipped & (advantages < 0), "high": is_clipped & (advantages > 0)}
     return Surrogate(losses=torch.maximum(plain, clipped), ratio=ratio, clipped=sides)

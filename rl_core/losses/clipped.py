@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate, as GRPO, Dr. GRPO and DAPO use it."""
+"""PPO's clipped surrogate, used by GRPO, Dr. GRPO and DAPO."""
 
 import torch
 
@@ -6,18 +6,18 @@ from rl_core.losses.base import LossInputs, Surrogate, clipped_surrogate, log_ra
 from schemas.config.loss import ClippedLoss
 
 
-def clipped_loss(trained: LossInputs, config: ClippedLoss) -> Surrogate:
-    """Per token, max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(policy - behavior).
+def clipped_loss(config: ClippedLoss, trained: LossInputs) -> Surrogate:
+    """Compute max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) per token, with r = exp(policy - behavior).
 
-    With `dual_clip` c, that of a negative A is at most -A c (Ye et al. 2020, arXiv:1912.09729, equation 5): an
-    r far above 1 would otherwise push as hard as it is large.
+    With `dual_clip` c, the loss of a negative A is at most -A c (Ye et al. 2020, arXiv:1912.09729, equation 5);
+    otherwise its gradient would grow with r without bound.
 
     Args:
-        trained: The trained tokens.
         config: Clip range and dual clip.
+        trained: The trained tokens.
 
     Returns:
-        The surrogate; with dual clip, `clipped` has a third side `dual`.
+        The surrogate; with dual clip, `clipped` has a third entry, `dual`.
     """
     advantages = trained.advantages
     surrogate = clipped_surrogate(log_ratio(trained).exp(), advantages, config.clip_low, config.clip_high)

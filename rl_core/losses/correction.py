@@ -1,51 +1,51 @@
 """Importance weights for an engine whose log-probs differ from the trainer's. T trained tokens.
 
-w = exp(behavior - sampler log-prob): the tokens were drawn by the sampler, but the loss is about what the trainer
-would have drawn with the same weights.
+w = exp(behavior - sampler log-prob): the tokens were sampled by the engine, but the loss is an expectation over samples
+from the trainer with the same weights.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rl_core.losses.base import MAX_LOG_RATIO, LossInputs
+from rl_core.registry import Registry, entry
 from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
 
-# The weights that are used, and the share of tokens that is told apart, by its metric's name.
-Weighted = tuple[Tensor | None, dict[str, Tensor]]
+Correction = tuple[Tensor | None, dict[str, Tensor]]
+"""[T] weights, or None for no correction, and [T] values of metrics by name."""
 
 
-def correction_weights(trained: LossInputs, config: CorrectionConfig) -> Weighted:
-    """What the policy term of each token is multiplied by.
+def correction_weights(trained: LossInputs, config: CorrectionConfig) -> Correction:
+    """Compute the factor of each token's policy term.
 
     Args:
-        trained: The trained tokens, with their sampler log-probs unless the config's kind is `none`.
-        config: Which correction, with its bounds.
+        trained: The trained tokens, with sampler log-probs unless the config's kind is `none`.
+        config: The correction and its bounds.
 
     Returns:
-        [T] weights without gradient, or None for no correction; and [T] per-token metrics by name:
-        `mismatch/weight` (w, of the token, or of the sequence where the config says so), and with a correction
-        `correction/weight` (as used) and `correction/truncated` or `correction/masked` (which tokens).
+        [T] weights without gradient, or None for no correction; and [T] per-token metrics by name: `mismatch/weight`
+        (w of the token or the sequence, by the config's level), and with a correction `correction/weight` (the weight
+        used) and `correction/truncated` or `correction/masked` (the affected tokens).
 
     Raises:
-        ValueError: A correction is asked for, but there are no sampler log-probs.
+        ValueError: The correction needs sampler log-probs that the inputs lack.
     """
     if trained.sampler_logprobs is None:
         if config.kind == "none":
             return None, {}
         raise ValueError(
-            f'correction.kind is "{config.kind}", but there are no sampler_logprobs; set it to "none" or add them'
+            f'correction.kind is "{config.kind}", but the inputs lack sampler_logprobs; add them or set it to "none"'
         )
-    return _CORRECTIONS[config.kind](trained, config)
+    return CORRECTIONS(config, trained)
 
 
-def _none(trained: LossInputs, config: NoCorrection) -> Weighted:
+def _none(_: NoCorrection, trained: LossInputs) -> Correction:
     return None, {"mismatch/weight": _importance(trained, "token")}
 
 
-def _truncated(trained: LossInputs, config: TruncatedCorrection) -> Weighted:
+def _truncated(config: TruncatedCorrection, trained: LossInputs) -> Correction:
     importance = _importance(trained, config.level)
     weights = importance.clamp(max=config.cap)
     return weights, {
@@ -55,20 +55,27 @@ def _truncated(trained: LossInputs, config: TruncatedCorrection) -> Weighted:
     }
 
 
-def _masked(trained: LossInputs, config: MaskedCorrection) -> Weighted:
+def _masked(config: MaskedCorrection, trained: LossInputs) -> Correction:
     importance = _importance(trained, config.level)
-    # What is outside is asked for, not what is inside: a NaN is neither, and must not be left out.
+    # Testing for outside instead of inside keeps NaN, which is neither, from being masked.
     outside = (importance < config.low) | (importance > config.high)
     weights = torch.where(outside, 0.0, importance)
     return weights, {"mismatch/weight": importance, "correction/weight": weights, "correction/masked": outside}
 
 
-_CORRECTIONS: dict[str, Callable[..., Weighted]] = {"none": _none, "truncated": _truncated, "masked": _masked}
+CORRECTIONS: Registry[[LossInputs], Correction] = Registry(
+    "rl_core.losses.correction.CORRECTIONS",
+    CorrectionConfig,
+    entry(NoCorrection, _none),
+    entry(TruncatedCorrection, _truncated),
+    entry(MaskedCorrection, _masked),
+)
+"""Corrections: (config, inputs of the T trained tokens with sampler log-probs) -> weights and metrics."""
 
 
 @torch.no_grad()
 def _importance(trained: LossInputs, level: Literal["token", "sequence"]) -> Tensor:
-    """[T] w of the token, or the product of its sequence's, held below overflow; NaN stays NaN."""
+    """Return w of each token, or the product over its sequence, [T], clamped below overflow; NaN stays NaN."""
     assert trained.sampler_logprobs is not None
     log_weights = trained.behavior_logprobs - trained.sampler_logprobs
     if level == "sequence":

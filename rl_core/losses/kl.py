@@ -20,25 +20,24 @@ def _k2(x: Tensor) -> Tensor:
 
 
 def _k3(x: Tensor) -> Tensor:
-    held = x.clamp(max=MAX_LOG_RATIO)
-    return torch.expm1(held) - held
+    clamped = x.clamp(max=MAX_LOG_RATIO)
+    return torch.expm1(clamped) - clamped
 
 
 _ESTIMATORS: dict[KlEstimator, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3}
 
 
 def kl_estimate(estimator: KlEstimator, x: Tensor) -> Tensor:
-    """Per token: k1 = -x, k2 = x^2 / 2 or k3 = e^x - x - 1.
+    """Compute k1 = -x, k2 = x^2 / 2 or k3 = e^x - x - 1 per token.
 
-    For tokens sampled from the policy, k1 and k3 have the KL(policy, reference) as their mean, and k2 nearly so;
-    k2 and k3 are never negative. As a loss term only the gradient counts, and that with respect to the policy's
-    log-prob is 1 for k1 (its mean is 0: no pull towards the reference), -x for k2 (in the mean, the gradient of
-    KL(policy, reference) of the next token) and 1 - e^x for k3 (that of KL(reference, policy)); see
-    arXiv:2506.09477.
+    Over tokens sampled from the policy, the mean of k1 and k3 is KL(policy, reference), and that of k2 nearly so; k2
+    and k3 are never negative. As a loss term only the gradient matters. With respect to the policy's log-prob it is 1
+    for k1 (with mean 0: no pull towards the reference), -x for k2 (in the mean, the gradient of KL(policy, reference)
+    of the next token) and 1 - e^x for k3 (in the mean, the gradient of KL(reference, policy)); see arXiv:2506.09477.
 
     Args:
-        estimator: Which one.
-        x: Reference less policy log-prob, nats; any shape. k3 holds it at 20 at most, NaN stays NaN.
+        estimator: The estimator.
+        x: Reference minus policy log-prob, nats; any shape. k3 clamps it to at most 20; NaN stays NaN.
 
     Returns:
         Nats, in the shape of `x`.
@@ -53,14 +52,14 @@ def row_kl(
     loss_mask: NDArray[np.bool_],
     response_lengths: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """Each row's KL, for the KL in the reward: the estimates summed over its trained tokens.
+    """Sum the KL estimates over each row's trained tokens, for the KL in the reward.
 
     Args:
-        estimator: Which one.
+        estimator: The estimator.
         policy_logprobs: [T] nats, of the weights that sampled (the column `behavior_logprobs`).
         reference_logprobs: [T] nats.
-        loss_mask: [T] what is trained.
-        response_lengths: [N] tokens; they add up to T.
+        loss_mask: [T] the trained tokens.
+        response_lengths: [N] tokens, with sum T.
 
     Returns:
         [N] nats; 0 for a row without a trained token.

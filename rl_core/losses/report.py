@@ -1,4 +1,4 @@
-"""A loss's metrics: sums over trained tokens, so that those of any split merge to the same. T trained tokens."""
+"""The metrics of a loss: sums over trained tokens, which merge to the same values for any split. T trained tokens."""
 
 import torch
 from torch import Tensor
@@ -11,19 +11,19 @@ from schemas.metrics import Max, Mean, Metrics
 def report(
     trained: LossInputs, surrogate: Surrogate, token_metrics: dict[str, Tensor], loss_sum: Tensor, loss_weight: float
 ) -> Metrics:
-    """The metrics of one micro-batch, with one copy from the device.
+    """Compute the metrics of one micro-batch, with a single copy from the device.
 
     Args:
         trained: The trained tokens.
         surrogate: Their policy term.
-        token_metrics: [T] further values by name.
-        loss_sum: The unnormalised loss, a scalar.
-        loss_weight: What it would be divided by if this micro-batch were the whole update.
+        token_metrics: [T] additional values by name.
+        loss_sum: The unnormalized loss, a scalar.
+        loss_weight: The denominator of the loss if this micro-batch were the whole update.
 
     Returns:
-        `loss`; means over the trained tokens of `ratio`, `clip_fraction` and its sides (`/low`, `/high`, `/dual`),
-        of the absolute difference of behavior and sampler log-prob (`mismatch/mean`), and of `token_metrics`; and,
-        unless nothing is trained, `ratio_max` and `mismatch/max`.
+        `loss`; means over the trained tokens of `ratio`, `clip_fraction` and its sides (`/low`, `/high`, `/dual`), the
+        absolute difference of behavior and sampler log-prob (`mismatch/mean`), and `token_metrics`; and, if there is
+        a trained token, `ratio_max` and `mismatch/max`.
     """
     values = {"ratio": surrogate.ratio, **_clip_fractions(surrogate), **token_metrics}
     largest = {"ratio_max": surrogate.ratio}
@@ -44,10 +44,10 @@ def report(
 
 @torch.no_grad()
 def nan_unless_finite(trained: LossInputs) -> Tensor:
-    """A scalar that is 0, or NaN if any trained token has a log-prob or an advantage that isn't finite.
+    """Return a scalar 0, or NaN if any trained token has a log-prob or an advantage that isn't finite.
 
-    What holds an overflow down, truncates or leaves out would otherwise hide an infinite value, and what is only
-    reported would not reach the loss at all.
+    Otherwise clamping, truncation or masking could hide an infinite value, and a column that is only reported would not
+    reach the loss at all.
     """
     columns = (
         trained.policy_logprobs,
@@ -61,6 +61,6 @@ def nan_unless_finite(trained: LossInputs) -> Tensor:
 
 
 def _clip_fractions(surrogate: Surrogate) -> dict[str, Tensor]:
-    """Which tokens are clipped by the range, and by each side; dual clip is told apart."""
+    """Mark the tokens that the clip range clips, and those of each side; the dual clip is separate."""
     sides = {f"clip_fraction/{side}": tokens for side, tokens in surrogate.clipped.items()}
     return {"clip_fraction": surrogate.clipped["low"] | surrogate.clipped["high"], **sides}

@@ -1,4 +1,4 @@
-"""What becomes of every field of a padded batch when its padding is taken off."""
+"""A report of the disposition of every field of a padded batch when its padding is removed."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ Disposition = Literal["jagged", "row", "derived", "scalar", "assumed", "dense"]
 
 @dataclass(frozen=True)
 class FieldCoverage:
-    """What became of one field; `assumed` is a loss mask that the batch lacks and that was filled in."""
+    """The disposition of one field; `assumed` is a loss mask that the batch lacks and that was filled in."""
 
     name: str
     disposition: Disposition
     column: str
     shape: tuple[int, ...]
     dtype: str
-    padded_bytes: int | None  # None: neither numbers nor text, so not known
+    padded_bytes: int | None  # None: unknown, for neither numbers nor strings
     stored_bytes: int
 
     @classmethod
     def of(
         cls, name: str, value: Any, disposition: Disposition, column: str = "", stored_bytes: int = 0
     ) -> FieldCoverage:
-        """The entry of a field with this padded value."""
+        """Create the entry of a field with this padded value."""
         if isinstance(value, torch.Tensor | np.ndarray) and getattr(value.dtype, "kind", "f") in "biufc":
             return cls(name, disposition, column, tuple(value.shape), dtype_name(value), value.nbytes, stored_bytes)
-        texts = listed(value)
-        if not are_texts(texts):
-            return cls(name, disposition, column, (len(texts),), type(value).__name__, None, stored_bytes)
-        num_bytes = sum(len(text.encode()) for text in texts)
-        return cls(name, disposition, column, (len(texts),), "text", num_bytes, stored_bytes)
+        items = as_list(value)
+        if not are_strings(items):
+            return cls(name, disposition, column, (len(items),), type(value).__name__, None, stored_bytes)
+        num_bytes = sum(len(item.encode()) for item in items)
+        return cls(name, disposition, column, (len(items),), "text", num_bytes, stored_bytes)
 
     def __str__(self) -> str:
         size = "an unknown number of" if self.padded_bytes is None else self.padded_bytes
@@ -51,7 +51,7 @@ class FieldCoverage:
 
 @dataclass(frozen=True)
 class CoverageReport:
-    """What became of every field of a padded batch."""
+    """The disposition of every field of a padded batch."""
 
     fields: tuple[FieldCoverage, ...]
 
@@ -64,7 +64,7 @@ class CoverageReport:
         runs: Mapping[Axis, RunLengths],
         columns: pa.RecordBatch,
     ) -> CoverageReport:
-        """The report of a batch's padded `values`, whose stored `fields` became `columns` and masks `runs`."""
+        """Create the report of a batch's padded `values`, whose stored `fields` became `columns` and masks `runs`."""
         entries = []
         for name, value in values.items():
             if name in fields:
@@ -97,12 +97,12 @@ class CoverageReport:
 
     @property
     def stored_bytes(self) -> int:
-        """The size of the columns and of the masks' run lengths; dense fields are not in it."""
+        """The size of the columns and the masks' run lengths, without dense fields."""
         return sum(entry.stored_bytes for entry in self.fields)
 
     @property
     def ratio(self) -> float:
-        """How many times smaller the batch is, with its dense fields as large as before."""
+        """The factor by which the batch is smaller, with its dense fields at full size."""
         remaining = self.stored_bytes + sum(entry.padded_bytes or 0 for entry in self.dense)
         return self.padded_bytes / remaining if remaining else 1.0
 
@@ -122,8 +122,8 @@ class CoverageReport:
         return "\n".join([*table, f"{self.ratio:.1f} times smaller, {len(self.dense)} fields stay dense"])
 
 
-def refuse_dense(values: Mapping[str, Any], layout: PaddedLayout) -> None:
-    """Refuse fields that the layout does not know.
+def reject_dense(values: Mapping[str, Any], layout: PaddedLayout) -> None:
+    """Reject fields that the layout does not know.
 
     Raises:
         ColumnError: There is one; the message shows the shape, dtype and size of each.
@@ -131,23 +131,23 @@ def refuse_dense(values: Mapping[str, Any], layout: PaddedLayout) -> None:
     if values:
         dense = "; ".join(str(FieldCoverage.of(name, value, "dense")) for name, value in values.items())
         raise ColumnError(
-            f"{len(values)} fields would stay dense, for the {layout.name} layout does not know them: {dense}. Leave "
-            "them out, declare those of shape [B] in row_scalars, or pass strict=False and keep them yourself"
+            f"{len(values)} fields would stay dense, because the {layout.name} layout does not know them: {dense}. "
+            "Drop them, declare those of shape [B] in row_scalars, or pass strict=False and keep them yourself"
         )
 
 
-def listed(value: Any) -> list[Any]:
-    """The rows of a field that is not an array of numbers; a single value is one row."""
+def as_list(value: Any) -> list[Any]:
+    """Return the rows of a field that is not an array of numbers; a single value is one row."""
     if isinstance(value, str) or not hasattr(value, "__len__"):
         return [value]
-    return list(value.tolist() if hasattr(value, "tolist") else value)  # a TensorDict's text has tolist, too
+    return list(value.tolist() if hasattr(value, "tolist") else value)  # a TensorDict's strings have tolist, too
 
 
-def are_texts(values: list[Any]) -> bool:
-    """Whether each of the values is a text."""
+def are_strings(values: list[Any]) -> bool:
+    """Return whether all values are strings."""
     return all(isinstance(value, str) for value in values)
 
 
 def dtype_name(value: torch.Tensor | Array) -> str:
-    """The dtype's name, the same for a tensor and an array."""
+    """Return the name of the dtype, the same for a tensor and an array."""
     return str(value.dtype).removeprefix("torch.")

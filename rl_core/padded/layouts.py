@@ -1,43 +1,47 @@
-"""What the fields of other trainers' padded batches are, and the columns that they become.
+"""The fields of other trainers' padded batches, and the columns that they become.
 
 B rows, P prompt positions, R response positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from rl_core.columns.jagged import Array
 from rl_core.padded.nesting import Side
 from schemas.catalog import Axis, column_spec
 from schemas.errors import ColumnError
 
-Rule = Literal["tokens", "positions"]  # the ids side by side, or clip(cumsum(mask) - 1, 0)
+Rule = Literal["tokens", "positions"]  # prompt and response ids concatenated, or clip(cumsum(mask) - 1, 0)
 
 
 @dataclass(frozen=True)
 class PaddedField:
     """The column that a field becomes.
 
-    A field on the response axis whose column is a row column, as verl's advantages, repeats one value over the
-    trained tokens of a row: the value is stored once, and is 0 for a row without trained tokens.
+    A field on the response axis with a row column, such as verl's advantages, repeats one value over the trained tokens
+    of a row: the value is stored once, and is 0 for a row without trained tokens.
     """
 
     column: str
     axis: Axis  # the field is [B, P], [B, R], or [B] (`row`)
-    dtype: str  # the catalogue's, or `token`: the narrowest that holds the vocabulary
-    pad: int = 0  # on the way back, where nothing exists; a `token` field has the pad token there
+    dtype: str  # the catalog's, or `token`: the narrowest that holds the vocabulary
+    pad: int = 0  # the padding of the rebuilt field; a `token` field is padded with the pad token
 
 
 @dataclass(frozen=True)
 class PaddedLayout:
-    """What the fields of a trainer's padded batch are; a field that is not named here is unknown."""
+    """The fields of a trainer's padded batch; any other field is unknown."""
 
     name: str
-    fields: Mapping[str, PaddedField]  # what is stored
-    masks: Mapping[str, tuple[Axis, ...]]  # each says what exists on its axes, side by side; kept as run lengths
-    derived: Mapping[str, Rule] = field(default_factory=dict)  # [B, P + R], checked and then not stored
+    fields: Mapping[str, PaddedField]  # the stored fields
+    masks: Mapping[str, tuple[Axis, ...]]  # the existing tokens on its axes, concatenated; kept as run lengths
+    derived: Mapping[str, Rule] = field(default_factory=dict)  # [B, P + R], checked but not stored
     scalars: frozenset[str] = frozenset()  # one number for the whole batch
     sides: Mapping[Axis, Side] = field(default_factory=lambda: {"prompt": "left", "response": "right"})
 
@@ -48,19 +52,19 @@ class PaddedLayout:
 
     @property
     def loss_mask(self) -> str:
-        """The field that says which tokens are trained; a batch without it trains all that exist."""
+        """The field that marks the trained tokens; a batch without it trains all existing tokens."""
         return next(name for name, entry in self.fields.items() if entry.column == "loss_mask")
 
     def stored_fields(self, names: Collection[str], row_scalars: Mapping[str, str]) -> dict[str, PaddedField]:
-        """The stored fields of a batch with these field names.
+        """Return the stored fields of a batch with the given field names.
 
         Args:
             names: The fields of the batch.
-            row_scalars: The caller's fields of shape [B] and their row columns; one of them replaces the layout's
-                field of that name.
+            row_scalars: The caller's fields of shape [B] and their row columns; they replace fields of the layout with
+                the same name.
 
         Raises:
-            ColumnError: The batch lacks a field that it needs, or the fields' columns are not as they must be.
+            ColumnError: The batch lacks a required field, or a column is not a row column or has two fields.
         """
         rows = {}
         for name, column in row_scalars.items():
@@ -71,14 +75,14 @@ class PaddedLayout:
         require_names(names, [*self.ids.values(), *self.masks, *rows], f"the {self.name} batch lacks")
         fields = {name: entry for name, entry in {**self.fields, **rows}.items() if name in names}
         columns = [entry.column for entry in fields.values()]
-        if twice := sorted({column for column in columns if columns.count(column) > 1}):
-            raise ColumnError(f"more than one field becomes {', '.join(twice)}: declare only one")
+        if repeated := sorted({column for column in columns if columns.count(column) > 1}):
+            raise ColumnError(f"more than one field becomes {', '.join(repeated)}: declare only one")
         return fields
 
     def shapes(
         self, fields: Mapping[str, PaddedField], num_rows: int, widths: Mapping[Axis, int]
     ) -> dict[str, tuple[int, ...]]:
-        """The shape of every field that the layout knows, and of the stored `fields`; `widths` are P and R."""
+        """Return the shapes of all fields of the layout and of the stored `fields`; `widths` are P and R."""
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.scalars, ())
         shapes |= dict.fromkeys(self.derived, (num_rows, sum(widths.values())))
         shapes |= {name: (num_rows, sum(widths[axis] for axis in axes)) for name, axes in self.masks.items()}
@@ -86,7 +90,7 @@ class PaddedLayout:
         return shapes
 
 
-# `DataProto.batch` of verl 0.9, without what only its reward, metrics and critic read.
+# `DataProto.batch` of verl 0.9, without the fields that only its reward, metrics and critic read.
 VERL = PaddedLayout(
     name="verl",
     fields={
@@ -102,8 +106,8 @@ VERL = PaddedLayout(
     derived={"input_ids": "tokens", "position_ids": "positions"},
 )
 
-# What TRL's `GRPOTrainer._generate_and_score_completions` returns for text. With `mask_truncated_completions`, TRL
-# itself says of a truncated completion that none of it exists.
+# The result of TRL's `GRPOTrainer._generate_and_score_completions` for text. With `mask_truncated_completions`, TRL
+# itself masks truncated completions as if none of their tokens existed.
 TRL = PaddedLayout(
     name="TRL",
     fields={
@@ -120,11 +124,18 @@ TRL = PaddedLayout(
 )
 
 
-def require_names(present: Iterable[str], names: list[str], what: str) -> None:
-    """Refuse what lacks some of the `names`; `what` begins the message.
+def derive(rule: Rule, ids: Sequence[Array], exists: Mapping[Axis, npt.NDArray[np.bool_]]) -> Array:
+    """Rebuild a derived field, [B, P + R], from the ids and masks of the prompt and response axes."""
+    if rule == "tokens":
+        return np.concatenate(ids, axis=1)
+    return np.clip(np.cumsum(np.concatenate(list(exists.values()), axis=1), axis=1) - 1, 0, None)
+
+
+def require_names(present: Iterable[str], names: list[str], prefix: str) -> None:
+    """Check that all `names` are present.
 
     Raises:
-        ColumnError: A name is not among those present.
+        ColumnError: A name is missing; the message begins with `prefix`.
     """
     if missing := [name for name in names if name not in set(present)]:
-        raise ColumnError(f"{what} {', '.join(missing)}, expected {', '.join(names)}")
+        raise ColumnError(f"{prefix} {', '.join(missing)}, expected {', '.join(names)}")

@@ -1,7 +1,7 @@
-"""Padded fields to jagged columns and back: masks as run lengths, values without their padding.
+"""Conversion of padded fields to jagged columns and back: masks become run lengths, values lose their padding.
 
-B rows of padded width S, V values over all rows, K runs. A mask says which values exist, and nothing else; which
-of them are trained is a bool column of its own, `loss_mask`.
+B rows of padded width S, V values over all rows, K runs. A mask marks the existing values only; the trained ones among
+them are marked by a separate bool column, `loss_mask`.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 Side = Literal["left", "right"]
 
-VALUE_DTYPES = ("bool", "uint16", "int32", "float32")  # of the catalogue's jagged columns
+VALUE_DTYPES = ("bool", "uint16", "int32", "float32")  # of the catalog's jagged columns
 
 
 @dataclass(frozen=True, eq=False)
 class RunLengths:
     """A bool mask [B, S] as its runs of true values, row by row; every array has the narrowest dtype that holds S.
 
-    Every mask has exactly one such form, whether it is padded on the left or right, has holes, is empty or full.
+    Every mask has exactly one such encoding, whether padded on the left or right, with holes, empty or full.
     """
 
     width: int  # S
-    num_runs: Array  # [B], the runs of each row
-    starts: Array  # [K], a run's first position in its row
-    stops: Array  # [K], the position after a run's last
+    num_runs: Array  # [B], number of runs of each row
+    starts: Array  # [K], first position of each run in its row
+    stops: Array  # [K], position after the last one of each run
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor | Array) -> RunLengths:
         """Encode a mask, [B, S] bool or 0/1 integers.
 
         Raises:
-            ColumnError: It has another shape or dtype, or other values.
+            ColumnError: The mask has another shape or dtype, or other values.
         """
         exists = as_mask(mask)
         num_rows, width = exists.shape
@@ -52,11 +52,11 @@ class RunLengths:
 
     @classmethod
     def from_lengths(cls, lengths: Array, width: int, side: Side = "right") -> RunLengths:
-        """The mask of rows of the given `lengths`, [B] integers, that are padded to `width` on one `side`.
+        """Create the mask of rows of the given `lengths`, [B] integers, padded to `width` on one `side`.
 
         Raises:
             ColumnError: A row is longer than the width; the message names the first.
-            ValueError: The width is negative, or there is no such side.
+            ValueError: The width is negative, or the side is neither "left" nor "right".
         """
         if width < 0 or side not in ("left", "right"):
             raise ValueError(f"width is {width} and side {side!r}, expected a width from 0 and 'left' or 'right'")
@@ -65,7 +65,7 @@ class RunLengths:
             row = int(too_long[0])
             raise ColumnError(
                 f"row {row} has {lengths[row]} values, more than the width {width}; {too_long.size} of "
-                f"{lengths.size} rows are too long, the longest has {lengths.max()}: state a larger width"
+                f"{lengths.size} rows are too long, the longest has {lengths.max()}: pass a larger width"
             )
         sizes = lengths[lengths > 0]
         starts = width - sizes if side == "left" else np.zeros_like(sizes)
@@ -88,7 +88,7 @@ class RunLengths:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """The true values of each row, [B]."""
+        """The number of true values in each row, [B]."""
         totals = np.zeros(self.starts.size + 1, dtype=np.int64)
         np.cumsum(self._sizes(), out=totals[1:])
         bounds = np.zeros(self.num_rows + 1, dtype=np.int64)
@@ -96,14 +96,14 @@ class RunLengths:
         return np.diff(totals[bounds])
 
     def positions(self) -> npt.NDArray[np.int64]:
-        """Where the true values are in the flattened mask, [V], ascending."""
+        """Return the positions of true values in the flattened mask, [V], ascending."""
         sizes = self._sizes()
         firsts = np.repeat(np.arange(self.num_rows) * self.width, self.num_runs) + self.starts
         before = np.cumsum(sizes) - sizes
         return np.repeat(firsts - before, sizes) + np.arange(sizes.sum())
 
     def to_mask(self) -> npt.NDArray[np.bool_]:
-        """The mask again, [B, S]."""
+        """Decode the mask, [B, S]."""
         mask = np.zeros((self.num_rows, self.width), dtype=np.bool_)
         mask.reshape(-1)[self.positions()] = True
         return mask
@@ -115,22 +115,22 @@ class RunLengths:
 def from_padded(
     values: torch.Tensor | Array, mask: torch.Tensor | Array, *, dtype: npt.DTypeLike | None = None
 ) -> pa.LargeListArray:
-    """Keep exactly the values that exist: nothing is said of those where the mask is false.
+    """Convert a padded field to a jagged column of the values whose mask is true.
 
     Args:
-        values: [B, S], of one of `VALUE_DTYPES`, or of any dtype with `dtype`.
-        mask: Which values exist, [B, S] bool or 0/1 integers; holes are legal.
-        dtype: One of `VALUE_DTYPES`, which must hold every value that exists exactly: int64 ids need it.
+        values: [B, S], of one of `VALUE_DTYPES`, or with `dtype` of any dtype.
+        mask: The existing values, [B, S] bool or 0/1 integers; holes are allowed.
+        dtype: One of `VALUE_DTYPES`, which must hold every existing value exactly; required for int64 ids.
 
     Returns:
-        A column of B rows, with a row's values in their order.
+        A column of B rows, with each row's values in order.
 
     Raises:
-        ColumnError: Shapes disagree, the dtype is not a catalogue column's, or a value does not fit it.
+        ColumnError: Shapes disagree, the dtype is not one of `VALUE_DTYPES`, or a value does not fit it.
     """
     exists, padded = as_mask(mask), host_array(values)
     if padded.shape != exists.shape:
-        raise ColumnError(f"values have shape {list(padded.shape)}, expected {list(exists.shape)} as their mask")
+        raise ColumnError(f"values have shape {list(padded.shape)}, expected {list(exists.shape)} like their mask")
     target = padded.dtype if dtype is None else np.dtype(dtype)
     if target.name not in VALUE_DTYPES:
         raise ColumnError(f"jagged values can't be {target}, expected {', '.join(VALUE_DTYPES)}: pass one as dtype")
@@ -138,26 +138,26 @@ def from_padded(
 
 
 def to_padded(column: pa.LargeListArray, *, width: int, pad: float, side: Side = "right") -> torch.Tensor:
-    """Pad a jagged column of B rows to a stated width, whatever its longest row is.
+    """Pad a jagged column of B rows to the given width, even if its longest row is shorter.
 
     Args:
         column: A jagged column.
         width: S.
-        pad: The value where nothing exists.
-        side: Where the padding goes.
+        pad: The value of the padding.
+        side: The side of the padding.
 
     Returns:
         [B, S] on the CPU, in the dtype of `as_tensor(column)`: uint16 ids become int32.
 
     Raises:
         ColumnError: A row is longer than the width, or the column is not jagged.
-        ValueError: The width is negative, there is no such side, or the dtype can't hold the pad value.
+        ValueError: The width is negative, the side is neither "left" nor "right", or the dtype can't hold `pad`.
     """
     return to_padded_at(column, RunLengths.from_lengths(row_lengths(column), width, side), pad)
 
 
 def to_padded_at(column: pa.LargeListArray, runs: RunLengths, pad: float) -> torch.Tensor:
-    """Put a jagged column's values back where the mask was true, holes included.
+    """Pad a jagged column of B rows by a mask, which may have holes.
 
     Args:
         column: A jagged column of B rows.
@@ -168,18 +168,18 @@ def to_padded_at(column: pa.LargeListArray, runs: RunLengths, pad: float) -> tor
         [B, S] on the CPU, in the dtype of `as_tensor(column)`.
 
     Raises:
-        ColumnError: The rows are not as long as the mask says, or the column is not jagged.
+        ColumnError: The row lengths are not those of the mask, or the column is not jagged.
         ValueError: The dtype can't hold the pad value.
     """
-    import torch  # not above, for the reason that `jagged.as_tensor` gives
+    import torch  # see `jagged.as_tensor`
 
     actual, expected = row_lengths(column), runs.lengths
     if actual.size != expected.size:
-        raise ColumnError(f"the column has {actual.size} rows, expected {expected.size} as its mask")
+        raise ColumnError(f"the column has {actual.size} rows, expected {expected.size} like its mask")
     different = np.flatnonzero(actual != expected)
     if different.size:
         row = int(different[0])
-        raise ColumnError(f"row {row} has {actual[row]} values, expected {expected[row]} as its mask has")
+        raise ColumnError(f"row {row} has {actual[row]} values, expected {expected[row]} by its mask")
     values = as_tensor(column)
     if not values.is_floating_point() and int(torch.tensor(pad).to(values.dtype)) != pad:
         raise ValueError(f"a {column.type.value_type} column can't be padded with {pad}")
@@ -189,10 +189,10 @@ def to_padded_at(column: pa.LargeListArray, runs: RunLengths, pad: float) -> tor
 
 
 def as_mask(mask: torch.Tensor | Array) -> npt.NDArray[np.bool_]:
-    """A mask as bool, [B, S], from bool or 0/1 integers.
+    """Convert a mask of bool or 0/1 integers to bool, [B, S].
 
     Raises:
-        ColumnError: It has another shape or dtype, or other values.
+        ColumnError: The mask has another shape or dtype, or other values.
     """
     array = host_array(mask)
     if array.ndim != 2 or array.dtype.kind not in "biu":
@@ -204,7 +204,7 @@ def as_mask(mask: torch.Tensor | Array) -> npt.NDArray[np.bool_]:
 
 
 def host_array(values: torch.Tensor | Array) -> Array:
-    """A tensor as a numpy array, sharing its memory where it can; bfloat16, which numpy lacks, becomes float32.
+    """Convert a tensor to a numpy array, without a copy if possible; bfloat16, which numpy lacks, becomes float32.
 
     Raises:
         ColumnError: A nested tensor, which has no padding to remove.
@@ -214,14 +214,14 @@ def host_array(values: torch.Tensor | Array) -> Array:
     import torch
 
     if values.is_nested:
-        raise ColumnError("the tensor is nested already, expected a padded one")
+        raise ColumnError("the tensor is already nested, expected a padded one")
     dense = values.detach().cpu()
     array: Array = (dense.float() if dense.dtype == torch.bfloat16 else dense).numpy()
     return array
 
 
 def cast_exactly(values: Array, dtype: npt.DTypeLike) -> Array:
-    """Convert values to a dtype that holds each of them exactly.
+    """Convert values to a dtype that must hold each of them exactly.
 
     Raises:
         ColumnError: It doesn't; the message shows the first value that would change.

@@ -1,4 +1,4 @@
-"""Which rows make up each update, rank and micro-batch: decided on the driver, from lengths alone."""
+"""Assignment of rows to updates, ranks and micro-batches from lengths alone: `plan_step`, `plan_forward`, `pack`."""
 
 from rl_core.planning.balance import imbalance
 from rl_core.planning.pack import pack

@@ -1,4 +1,4 @@
-"""Bins of rows under a hard token budget: what one packed forward holds.
+"""Packing of rows into bins under a hard token budget; a bin is one packed forward.
 
 N rows in a batch, n rows to pack, R ranks. A bin is an ascending array of row indices.
 """
@@ -17,7 +17,7 @@ Lengths = NDArray[np.int64]
 
 
 def check_budget(rows: Rows, lengths: Lengths, token_budget: int) -> None:
-    """See that each of the rows fits into a bin of its own.
+    """Check that each of the rows fits into a bin of its own.
 
     Raises:
         PlanError: One row alone is longer than the budget.
@@ -34,15 +34,15 @@ def check_budget(rows: Rows, lengths: Lengths, token_budget: int) -> None:
 
 
 def pack(rows: Rows, lengths: Lengths, token_budget: int) -> list[Rows]:
-    """Pack rows into few bins: longest first, each into the fullest bin that has room (best fit decreasing).
+    """Pack rows into few bins: longest first, each into the fullest bin that it fits in (best fit decreasing).
 
     Args:
         rows: [n] indices of the rows to pack.
         lengths: [N] prompt + response tokens of every row of the batch.
-        token_budget: The most tokens that a bin may hold.
+        token_budget: The maximum number of tokens in a bin.
 
     Returns:
-        Bins that hold every row exactly once; none is empty, none exceeds the budget.
+        Bins that together hold every row exactly once; none is empty, none exceeds the budget.
 
     Raises:
         PlanError: One row alone is longer than the budget.
@@ -50,63 +50,64 @@ def pack(rows: Rows, lengths: Lengths, token_budget: int) -> list[Rows]:
     check_budget(rows, lengths, token_budget)
     longest_first = _longest_first(rows, lengths)
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, bin), ascending
+    free: list[tuple[int, int]] = []  # (free tokens, bin), ascending
     for row, num_tokens in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
-        fit = bisect_left(rooms, (num_tokens, 0))
-        if fit < len(rooms):
-            room, index = rooms.pop(fit)
+        fit = bisect_left(free, (num_tokens, 0))
+        if fit < len(free):
+            num_free, index = free.pop(fit)
         else:
-            room, index = token_budget, len(bins)
+            num_free, index = token_budget, len(bins)
             bins.append([])
         bins[index].append(row)
-        insort(rooms, (room - num_tokens, index))
+        insort(free, (num_free - num_tokens, index))
     return _ascending(bins)
 
 
 def pack_ranks(ranks: Sequence[Rows], lengths: Lengths, token_budget: int) -> list[list[Rows]]:
-    """Pack every rank's rows into the same number of bins: even ones, and as few as possible.
+    """Pack every rank's rows into the same number of balanced bins, as few as possible.
 
-    It is as many as the tokens of the fullest rank need, where the rows of all ranks fit into so few; else as many as
-    `pack` needs for those that don't. Rows that can't be spread over so many evenly stay packed, their bins split.
+    The number is what the tokens of the fullest rank need, if the rows of all ranks fit into that many bins; otherwise
+    what `pack` needs for the ranks that don't fit. Rows that can't be packed evenly into that many bins stay packed,
+    with some bins split.
 
     Args:
         ranks: R arrays of row indices.
         lengths: [N] tokens of every row of the batch.
-        token_budget: The most tokens that a bin may hold.
+        token_budget: The maximum number of tokens in a bin.
 
     Returns:
-        For each rank equally many bins, at least one; a rank has empty ones only where it has fewer rows than bins.
+        The same number of bins for each rank, at least one; a rank has empty bins only if it has fewer rows than bins.
 
     Raises:
         PlanError: One row alone is longer than the budget.
     """
     fewest = max(1, *(-(-int(lengths[rows].sum()) // token_budget) for rows in ranks))
-    packed = [spread(rows, lengths, token_budget, fewest) or pack(rows, lengths, token_budget) for rows in ranks]
+    packed = [pack_evenly(rows, lengths, token_budget, fewest) or pack(rows, lengths, token_budget) for rows in ranks]
     num_bins = max(map(len, packed))
     if num_bins == fewest:
         return packed
     return [
-        spread(rows, lengths, token_budget, num_bins) or split_bins(bins, lengths, num_bins)
+        pack_evenly(rows, lengths, token_budget, num_bins) or split_bins(bins, lengths, num_bins)
         for rows, bins in zip(ranks, packed, strict=True)
     ]
 
 
-def spread(rows: Rows, lengths: Lengths, token_budget: int, num_bins: int) -> list[Rows] | None:
-    """Spread rows over bins of about as many tokens: longest first, each into the emptiest bin.
+def pack_evenly(rows: Rows, lengths: Lengths, token_budget: int, num_bins: int) -> list[Rows] | None:
+    """Pack rows into a given number of bins with about equal tokens: longest first, each into the emptiest bin.
 
-    Even bins line up with those of other ranks, whose collectives wait for each other, and have the lowest peak.
+    Even bins keep the ranks in step, whose collectives wait for each other, and have the lowest peak memory.
 
     Args:
         rows: [n] indices of the rows to pack.
         lengths: [N] tokens of every row of the batch.
-        token_budget: The most tokens that a bin may hold.
+        token_budget: The maximum number of tokens in a bin.
         num_bins: At least 1.
 
     Returns:
-        `num_bins` bins, some of them empty only if there are fewer rows; None if a row finds no room.
+        `num_bins` bins, some of them empty only if there are fewer rows; None if a row doesn't fit.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    # On equal tokens the bin of fewer rows is first, so that rows of no tokens can't leave one empty.
+    # Among bins of equal tokens, the one with the fewest rows comes first: rows of zero tokens leave no bin empty.
     heap = [(0, 0, index) for index in range(num_bins)]
     longest_first = _longest_first(rows, lengths)
     for row, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
@@ -119,15 +120,15 @@ def spread(rows: Rows, lengths: Lengths, token_budget: int, num_bins: int) -> li
 
 
 def split_bins(bins: Sequence[Rows], lengths: Lengths, num_bins: int) -> list[Rows]:
-    """Split bins in two, the fullest first, until there are `num_bins`; then add empty ones.
+    """Split bins in two, the fullest first, until there are `num_bins`; if no bin can be split, add empty ones.
 
-    A part holds no more tokens than its whole, so the budget still holds; packing again into more bins would
-    not promise that.
+    A part has no more tokens than the whole, so the budget still holds; packing again into more bins would not
+    guarantee that.
 
     Args:
         bins: At most `num_bins` bins.
         lengths: [N] tokens of every row of the batch.
-        num_bins: How many bins to return.
+        num_bins: The number of bins to return.
 
     Returns:
         `num_bins` bins with the same rows; some are empty if there are fewer rows than bins.
@@ -144,9 +145,9 @@ def split_bins(bins: Sequence[Rows], lengths: Lengths, num_bins: int) -> list[Ro
 
 
 def _halve(rows: Rows, lengths: Lengths) -> list[Rows]:
-    """Two parts of about as many tokens; none is empty if there are two rows."""
-    parts = spread(rows, lengths, int(lengths[rows].sum()), 2)
-    assert parts is not None, "each part has room for the whole"
+    """Split rows into two parts of about equal tokens; none is empty if there are at least two rows."""
+    parts = pack_evenly(rows, lengths, int(lengths[rows].sum()), 2)
+    assert parts is not None, "the budget holds all rows, so each part has space"
     return parts
 
 

@@ -1,7 +1,7 @@
 """The plan of a step: update membership, then ranks and micro-batches, from lengths alone.
 
-N rows, R ranks. It runs once, on the driver; every worker takes its rows from the result, so no counts are
-exchanged at run time and no rank can wait for a micro-batch that another doesn't have.
+N rows, R ranks. Planning runs once, on the driver. Every worker takes its rows from the plan, so that ranks exchange no
+counts at run time, and no rank waits for a micro-batch that another one doesn't have.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.planning.balance import Costs, balance, rank_work, row_costs
+from rl_core.planning.balance import Costs, balance, rank_costs, row_costs
 from rl_core.planning.pack import Rows, check_budget, pack_ranks
-from rl_core.views.integers import IntsLike, integers
+from rl_core.views.integers import IntsLike, as_int64
 from schemas.errors import PlanError
 from schemas.plan import ForwardPlan, MicroBatch, RankPlan, StepPlan, UpdatePlan
 
@@ -30,46 +30,47 @@ def plan_step(
 ) -> StepPlan:
     """Plan all updates of one step.
 
-    Rows without a loss token are left out and counted. The others are shuffled by the seed and dealt to the
-    updates in equal shares, whatever the ranks and the budget; where there are fewer rows than updates, the
-    plan has fewer updates. Micro-batches of a rank are even, and come costliest first: those of one number are
-    alike on all ranks, and the peak of memory comes first.
+    Rows without a loss token are skipped and counted. The others are shuffled by the seed and split evenly among the
+    updates, independently of the ranks and the budget; with fewer rows than updates, the plan has fewer updates. The
+    micro-batches of a rank are balanced and sorted by descending cost: the i-th ones cost about the same on all ranks,
+    and peak memory is reached first.
 
     Args:
         prompt_lengths: [N] tokens.
         response_lengths: [N] tokens.
-        loss_tokens: [N] response tokens that are trained.
+        loss_tokens: [N] trained response tokens.
         num_updates: Optimizer steps.
         num_ranks: Policy ranks.
-        token_budget: The most prompt + response tokens of one micro-batch.
-        seed: Of the shuffle.
+        token_budget: The maximum number of prompt + response tokens in a micro-batch.
+        seed: Seed of the shuffle.
 
     Returns:
-        The plan; in each update all ranks have equally many micro-batches, empty ones (dummies) last.
+        The plan; in each update all ranks have the same number of micro-batches, empty ones (dummies) last.
 
     Raises:
-        PlanError: No row has a loss token, a row that has some is longer than the budget, the arrays differ in
+        PlanError: No row has a loss token, a row with loss tokens is longer than the budget, the arrays differ in
             length or hold impossible counts, or a number isn't positive.
         TypeError: Counts that are not integers.
+
+    Example:
+        >>> options = {"num_updates": 1, "num_ranks": 2, "token_budget": 20, "seed": 0}
+        >>> plan = plan_step([4, 4, 4, 4], [9, 5, 5, 1], [9, 5, 5, 1], **options)
+        >>> [[micro.rows for micro in rank] for rank in plan.updates[0].ranks]
+        [[(0, 3)], [(1, 2)]]
     """
-    prompts, responses, trained = (integers(counts) for counts in (prompt_lengths, response_lengths, loss_tokens))
+    prompts, responses, trained = (as_int64(counts) for counts in (prompt_lengths, response_lengths, loss_tokens))
     _check_numbers(num_updates=num_updates, num_ranks=num_ranks, token_budget=token_budget)
     _check_counts(prompts, responses, trained)
     lengths = prompts + responses
-    live = np.flatnonzero(trained)
-    if not len(live):
-        raise PlanError(
-            f"nothing to train on: none of the step's {len(lengths)} rows has a loss token; look at the"
-            " rewards and the responses of this step"
-        )
+    live = _live_rows(trained)
     check_budget(live, lengths, token_budget)
     costs = row_costs(lengths)
     shuffled = np.random.Generator(np.random.PCG64(seed)).permutation(live)
     updates = []
-    for share in np.array_split(shuffled, min(num_updates, len(live))):
-        ranks = _plan_ranks(np.sort(share), lengths, costs, num_ranks, token_budget)
-        num_loss_tokens = int(trained[share].sum())
-        updates.append(UpdatePlan(**dict(ranks), num_loss_tokens=num_loss_tokens, num_live_sequences=len(share)))
+    for rows in np.array_split(shuffled, min(num_updates, len(live))):
+        ranks = _plan_ranks(np.sort(rows), lengths, costs, num_ranks, token_budget)
+        num_loss_tokens = int(trained[rows].sum())
+        updates.append(UpdatePlan(**dict(ranks), num_loss_tokens=num_loss_tokens, num_live_sequences=len(rows)))
     return StepPlan(
         updates=tuple(updates),
         token_budget=token_budget,
@@ -82,23 +83,23 @@ def plan_step(
 def plan_forward(
     prompt_lengths: IntsLike, response_lengths: IntsLike, *, num_ranks: int, token_budget: int
 ) -> ForwardPlan:
-    """Plan one pass over all rows that trains nothing, as for log-probs: no shuffle, no denominators.
+    """Plan one forward pass over all rows, such as for log-probs: without a shuffle or denominators.
 
     Args:
         prompt_lengths: [N] tokens.
-        response_lengths: [N] tokens; a row without any takes part too.
-        num_ranks: Ranks that run equally many forwards: sharded weights are gathered by collectives.
-        token_budget: The most prompt + response tokens of one micro-batch.
+        response_lengths: [N] tokens; rows with 0 are included.
+        num_ranks: Ranks, which run the same number of forwards: sharded weights are gathered by collectives.
+        token_budget: The maximum number of prompt + response tokens in a micro-batch.
 
     Returns:
-        The plan; all ranks have equally many micro-batches, empty ones (dummies) last.
+        The plan; all ranks have the same number of micro-batches, empty ones (dummies) last.
 
     Raises:
         PlanError: No row has a response token, a row is longer than the budget, the arrays differ in length or
             hold impossible counts, or a number isn't positive.
         TypeError: Counts that are not integers.
     """
-    prompts, responses = integers(prompt_lengths), integers(response_lengths)
+    prompts, responses = as_int64(prompt_lengths), as_int64(response_lengths)
     _check_numbers(num_ranks=num_ranks, token_budget=token_budget)
     _check_counts(prompts, responses)
     if not responses.any():
@@ -110,17 +111,28 @@ def plan_forward(
     return ForwardPlan(**dict(ranks), token_budget=token_budget)
 
 
+def _live_rows(trained: Counts) -> Rows:
+    """Return the rows with a loss token, at least one."""
+    live = np.flatnonzero(trained)
+    if not len(live):
+        raise PlanError(
+            f"nothing to train on: none of the step's {len(trained)} rows has a loss token; inspect the rewards and"
+            " responses of this step"
+        )
+    return live
+
+
 def _plan_ranks(rows: Rows, lengths: Counts, costs: Costs, num_ranks: int, token_budget: int) -> RankPlan:
-    """Balance rows over the ranks, and pack those of each rank into as many micro-batches."""
+    """Balance rows over the ranks, and pack every rank's rows into the same number of micro-batches."""
     ranks = [rows[members] for members in balance(costs[rows], num_ranks)]
     return RankPlan(
         ranks=tuple(_micro_batches(bins, lengths, costs) for bins in pack_ranks(ranks, lengths, token_budget)),
-        rank_costs=tuple(rank_work(costs, ranks).tolist()),
+        rank_costs=tuple(rank_costs(costs, ranks).tolist()),
     )
 
 
 def _micro_batches(bins: Sequence[Rows], lengths: Counts, costs: Costs) -> tuple[MicroBatch, ...]:
-    """Costliest first, not longest: ranks wait for each other's micro-batch of the same number, attention included."""
+    """Sort by cost, not by length: ranks wait for each other's i-th micro-batch, the work of attention included."""
     ordered = sorted(bins, key=lambda rows: (not len(rows), -costs[rows].sum(), rows.tolist()))
     return tuple(MicroBatch(rows=tuple(rows.tolist()), num_tokens=int(lengths[rows].sum())) for rows in ordered)
 
@@ -135,7 +147,7 @@ def _check_counts(prompts: Counts, responses: Counts, trained: Counts | None = N
     if not len(prompts) == len(responses) == len(trained):
         raise PlanError(
             f"there are {len(prompts)} prompt lengths, {len(responses)} response lengths and {len(trained)} counts of"
-            " loss tokens; each needs one per row"
+            " loss tokens; expected one of each per row"
         )
     wrong = np.flatnonzero((prompts < 0) | (responses < 0) | (trained < 0) | (trained > responses))
     if len(wrong):

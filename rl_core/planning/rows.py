@@ -1,4 +1,4 @@
-"""Which rows a rank reads."""
+"""The rows that a rank reads."""
 
 from collections.abc import Sequence
 
@@ -9,5 +9,5 @@ from schemas.plan import MicroBatch
 
 
 def rank_rows(micros: Sequence[MicroBatch]) -> NDArray[np.int64]:
-    """The rows of some micro-batches, ascending."""
+    """Return all rows of the micro-batches, ascending."""
     return np.unique(np.fromiter((row for micro in micros for row in micro.rows), dtype=np.int64))

@@ -1,9 +1,8 @@
-"""Rewards: a new built-in is a config variant, a module and a line in `_LOADERS`."""
+"""Rewards: `load_reward`, `score_one`, `score_all`; a new one is a config class, a module and a line in `LOADERS`."""
 
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
+from rl_core.registry import Registry, entry
 from rl_core.rewards.base import (
     RewardFunction,
     RewardItem,
@@ -19,26 +18,45 @@ from rl_core.rewards.length import load_length
 from rl_core.rewards.math import require_math_verify, score_math
 from rl_core.rewards.numeric import load_numeric
 from rl_core.rewards.reasoning_gym import require_reasoning_gym, score_full_marks, score_reasoning_gym
-from schemas.config.reward import FunctionReward, MathReward, ReasoningGymReward, RewardConfig, WeightedReward
+from schemas.config.reward import (
+    ExactReward,
+    FormatReward,
+    FunctionReward,
+    LengthReward,
+    MathReward,
+    NumericReward,
+    ReasoningGymReward,
+    RewardConfig,
+    WeightedReward,
+)
 from schemas.errors import RewardImportError
 
-__all__ = ["RewardFunction", "RewardItem", "RewardOutcome", "is_concurrent", "load_reward", "score_all", "score_one"]
+__all__ = [
+    "LOADERS",
+    "RewardFunction",
+    "RewardItem",
+    "RewardOutcome",
+    "is_concurrent",
+    "load_reward",
+    "score_all",
+    "score_one",
+]
 
 
 def load_reward(config: RewardConfig) -> RewardFunction:
     """Return the reward function of the config's `kind`.
 
     Raises:
-        RewardImportError: Its module can't be imported, has no such function, or lacks a package.
+        RewardImportError: Its module can't be imported or has no such function, or a required package is missing.
     """
-    return _LOADERS[config.kind](config)
+    return LOADERS(config)
 
 
 def _load_function(config: FunctionReward) -> RewardFunction:
     module_name, _, name = config.path.partition(":")
     try:
         module = import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except Exception as error:  # importing a user's module may raise anything
         raise RewardImportError(
             f"reward.path {config.path!r}: importing {module_name!r} raised {type(error).__name__}: {error}; "
             "is the module's folder the current one, or on PYTHONPATH?"
@@ -51,6 +69,10 @@ def _load_function(config: FunctionReward) -> RewardFunction:
             "define `def score(prompt, completion, answer, info) -> float` there and name it after the colon"
         )
     return function  # type: ignore[no-any-return]
+
+
+def _load_exact(_: ExactReward) -> RewardFunction:
+    return score_exact
 
 
 def _load_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
@@ -67,13 +89,16 @@ def _load_weighted(config: WeightedReward) -> RewardFunction:
     return WeightedSum({name: (part.weight, load_reward(part.reward)) for name, part in config.parts.items()})
 
 
-_LOADERS: dict[str, Callable[[Any], RewardFunction]] = {
-    "function": _load_function,
-    "exact": lambda _: score_exact,
-    "reasoning_gym": _load_reasoning_gym,
-    "numeric": load_numeric,
-    "math": _load_math,
-    "format": load_format,
-    "length": load_length,
-    "weighted": _load_weighted,
-}
+LOADERS: Registry[[], RewardFunction] = Registry(
+    "rl_core.rewards.LOADERS",
+    RewardConfig,
+    entry(FunctionReward, _load_function),
+    entry(ExactReward, _load_exact),
+    entry(ReasoningGymReward, _load_reasoning_gym),
+    entry(NumericReward, load_numeric),
+    entry(MathReward, _load_math),
+    entry(FormatReward, load_format),
+    entry(LengthReward, load_length),
+    entry(WeightedReward, _load_weighted),
+)
+"""Loaders of reward functions: (config) -> function."""

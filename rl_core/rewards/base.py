@@ -1,4 +1,4 @@
-"""What a reward function is, and how a failing one is recorded instead of counted as 0."""
+"""Reward functions, and the scoring of responses with failures recorded instead of counted as 0."""
 
 import asyncio
 import math
@@ -9,12 +9,12 @@ from numbers import Real
 from typing import Any
 
 Score = float | Mapping[str, float]
-"""A number, or a dict that holds it as `reward` beside its parts."""
+"""A number, or a dict with the number as `reward` in addition to named parts."""
 
 RewardFunction = Callable[[str, str, str, dict[str, Any]], Score | Awaitable[Score]]
 """`score(prompt, completion, answer, info)`, plain or async."""
 
-MAX_FAILURE_CHARACTERS = 1000  # of a failure's text: it is logged, and travels to the driver
+MAX_FAILURE_CHARACTERS = 1000  # of a failure's message, which is logged and sent to the driver
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RewardItem:
 
 @dataclass(frozen=True)
 class RewardOutcome:
-    """A reward with its parts, or why there is none."""
+    """A reward with its parts, or the failure."""
 
     reward: float | None
     parts: dict[str, float] = field(default_factory=dict)
@@ -37,14 +37,14 @@ class RewardOutcome:
 
     @classmethod
     def timed_out(cls, timeout_seconds: float) -> "RewardOutcome":
-        """The outcome of a function that gave no answer in time."""
+        """Create the outcome of a function that didn't return in time."""
         return cls(reward=None, failure=f"TimeoutError: no answer within {timeout_seconds:g} s")
 
 
 class WeightedSum:
-    """The weighted sum of named reward functions, as a reward function.
+    """The weighted sum of named reward functions, itself a reward function.
 
-    Its parts are theirs, under their names, and the parts of part `a` as `a_<part>`.
+    Its parts are the unweighted rewards of the functions, by name; the parts of function `a` are added as `a_<part>`.
 
     Args:
         parts: Weight and function by name.
@@ -58,7 +58,7 @@ class WeightedSum:
         """Return the sum as `reward`, and its parts.
 
         Raises:
-            RuntimeError: A part failed: there is no sum.
+            RuntimeError: A part failed, so that the sum is unknown.
         """
         item, total = RewardItem(prompt, completion, answer, info), 0.0
         scores: dict[str, float] = {}
@@ -69,23 +69,33 @@ class WeightedSum:
             total += weight * outcome.reward
             for key, value in {name: outcome.reward, **{f"{name}_{k}": v for k, v in outcome.parts.items()}}.items():
                 if key in scores:
-                    raise RuntimeError(f"there are two parts {key!r}: rename one of them")
+                    raise RuntimeError(f"two parts are named {key!r}: rename one of them")
                 scores[key] = value
         return {"reward": total, **scores}
 
 
 def is_concurrent(function: RewardFunction) -> bool:
-    """Whether calls may overlap: the function is declared async, or has a part that is."""
+    """Return whether calls may overlap, because the function or one of its parts is async."""
     if isinstance(function, WeightedSum):
         return function.is_concurrent
     return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def score_all(function: RewardFunction, items: Sequence[RewardItem]) -> list[RewardOutcome]:
-    """Score all items and return their outcomes in order; those of an async function run concurrently.
+    """Score all items and return their outcomes in order; an async function is called concurrently.
 
-    A failure is an exception, or anything but a finite number or a dict of them with a `reward`. It becomes
-    an outcome without a reward, and doesn't touch the other items.
+    An exception, or a result other than a finite number or a dict of finite numbers with a `reward`, is a failure: it
+    becomes an outcome without a reward, and doesn't affect other items.
+
+    Example:
+        >>> def score(prompt, completion, answer, info):
+        ...     return {"reward": float(int(completion) == int(answer)), "brevity": 1 / len(completion)}
+        >>> items = [RewardItem("2 + 2 =", completion, "4", {}) for completion in ("4", "four")]
+        >>> first, second = score_all(score, items)
+        >>> first.reward, first.parts
+        (1.0, {'brevity': 1.0})
+        >>> second.reward, second.failure
+        (None, "ValueError: invalid literal for int() with base 10: 'four'")
     """
     return asyncio.run(_score_concurrently(function, items))
 
@@ -96,7 +106,7 @@ async def score_one(function: RewardFunction, item: RewardItem, timeout_seconds:
     Args:
         function: The reward function.
         item: Its arguments.
-        timeout_seconds: How long it may wait for something. One that computes can't be interrupted from here.
+        timeout_seconds: The time limit of an async function; one that computes without awaiting can't be interrupted.
     """
     try:
         async with asyncio.timeout(timeout_seconds) as limit:
@@ -104,7 +114,7 @@ async def score_one(function: RewardFunction, item: RewardItem, timeout_seconds:
             if isawaitable(score):
                 score = await score
         return _outcome(score)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything; it is recorded
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
         if limit.expired():
             assert timeout_seconds is not None
             return RewardOutcome.timed_out(timeout_seconds)
@@ -135,6 +145,6 @@ def _number(what: str, value: object) -> float:
 def _describe(error: BaseException) -> str:
     try:
         text = f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - the error is a user's, and so is its __str__
-        text = f"{type(error).__name__}, whose text can't be made"
+    except Exception:  # noqa: BLE001 - the __str__ of a user's exception may raise anything
+        text = f"{type(error).__name__}, whose message can't be formatted"
     return text.encode(errors="replace").decode()[:MAX_FAILURE_CHARACTERS]

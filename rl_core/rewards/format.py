@@ -1,4 +1,4 @@
-"""The response must keep a format."""
+"""Match of the response with a format."""
 
 import re
 from typing import Any
@@ -8,9 +8,9 @@ from schemas.config.reward import FormatReward
 
 
 def load_format(config: FormatReward) -> RewardFunction:
-    """Return a function that gives 1 where the whole response matches `pattern`, else 0; or the mean over `parts`.
+    """Return a function that returns 1 if the whole response matches `pattern`, else 0; or the mean over `parts`.
 
-    Each of `parts` is 1 where its pattern is found in the response, else 0. "." matches line breaks too.
+    Each of `parts` is 1 if its pattern is found in the response, else 0. "." matches line breaks too.
     """
     if config.pattern is not None:
         return _whole(re.compile(config.pattern, re.DOTALL))

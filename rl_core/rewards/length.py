@@ -1,4 +1,4 @@
-"""Longer responses, up to a target."""
+"""A reward for longer responses, up to a target."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from schemas.config.reward import LengthReward
 
 
 def load_length(config: LengthReward) -> RewardFunction:
-    """Return a function that gives min(1, length / target); the length is in characters or in words."""
+    """Return a function that returns min(1, length / target); the length is in characters or words."""
 
     def score_length(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:
         length = len(completion.split()) if config.unit == "words" else len(completion)

@@ -21,19 +21,20 @@ def require_math_verify() -> None:
 
 
 def score_math(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:
-    """Return 1 where the response's final expression equals the answer, else 0.
+    """Return 1 if the response's final expression equals the answer, else 0.
 
-    math-verify looks for the expression: a boxed one, what follows "the answer is", the last one. Its own time limits
-    are off: they turn a slow comparison into a wrong response, where `reward.timeout_seconds` records a failure.
+    math-verify finds the expression: a boxed one, the one after "the answer is", or the last one. Its own time limits
+    are disabled: they would count a slow comparison as a wrong response, where `reward.timeout_seconds` records a
+    failure.
 
     Args:
         prompt: Not used.
         completion: The response.
-        answer: An expression, in LaTeX with or without its dollars, or plain.
+        answer: An expression, plain or in LaTeX with or without dollar signs.
         info: Not used.
 
     Raises:
-        ValueError: No expression is found in the answer.
+        ValueError: The answer has no expression.
     """
     from math_verify import verify
 

@@ -30,13 +30,13 @@ def score_reasoning_gym(prompt: str, completion: str, answer: str, info: dict[st
 
     Args:
         prompt: The question, unless `info` holds a `question`.
-        completion: The response; surrounding white space doesn't count.
+        completion: The response; surrounding white space is ignored.
         answer: The entry's answer.
-        info: Must hold `data_source`, a task's name (a prefix up to "/" doesn't count), and `metadata`,
-            that of reasoning-gym's entry, as an object or as its JSON.
+        info: Must hold `data_source`, a task's name (a prefix up to "/" is ignored), and `metadata`, the metadata of
+            reasoning-gym's entry as an object or JSON.
 
     Raises:
-        KeyError: `info` holds no `metadata`.
+        KeyError: `info` has no `metadata`.
         ValueError: reasoning-gym has no such task.
     """
     metadata = info["metadata"]
@@ -49,7 +49,7 @@ def score_reasoning_gym(prompt: str, completion: str, answer: str, info: dict[st
 
 
 def score_full_marks(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:
-    """Return 1 where `score_reasoning_gym` gives its full score, else 0."""
+    """Return 1 if `score_reasoning_gym` returns the full score, else 0."""
     return float(score_reasoning_gym(prompt, completion, answer, info) == 1.0)
 
 

@@ -1,0 +1,1 @@
+"""Rollout logic without an engine: `dynamic_sampling`, held-out metrics (`evaluation`) and seeds (`seeding`)."""

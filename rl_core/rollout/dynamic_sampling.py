@@ -1,39 +1,39 @@
-"""Dynamic sampling: zero-variance groups are replaced by further prompts, in rounds.
+"""Dynamic sampling: zero-variance groups are replaced by groups of further prompts, in rounds.
 
 A group is the samples of one prompt, identified by its number within the step. It has zero variance if all of its
-rewards are equal, failed ones aside: its advantages are then 0, whatever the estimator. DAPO, Yu et al. 2025,
+rewards, except failed ones, are equal: its advantages are then 0 with every estimator. DAPO, Yu et al. 2025,
 arXiv:2503.14476, section 3.2.
 """
 
 from collections.abc import Sequence
 
 from schemas.config.rollout import RolloutConfig
-from schemas.metrics import Max, Mean, Metrics, Sum
+from schemas.metrics import Mean, Metrics, Single, Sum
 from schemas.rollout import RolloutShard
 
 Rounds = Sequence[Sequence[RolloutShard]]
 
 
-def cut_shards(config: RolloutConfig, groups: Sequence[int], first_shard: int = 0) -> dict[int, tuple[int, ...]]:
-    """Cut groups into the batches that are generated together: a function of the config, not of who generates them.
+def shard_groups(config: RolloutConfig, groups: Sequence[int], first_shard: int = 0) -> dict[int, tuple[int, ...]]:
+    """Split groups into shards that are generated in one batch; the split doesn't depend on the worker assignment.
 
     Returns:
-        The groups of each batch, by the batch's number within the step.
+        The groups of each shard, by the shard's number within the step.
     """
     size = config.prompts_per_batch
     return {first_shard + at // size: tuple(groups[at : at + size]) for at in range(0, len(groups), size)}
 
 
 def next_groups(config: RolloutConfig, has_variance: Sequence[bool], num_rounds: int) -> range:
-    """Return the groups that the next round generates; none if the step is complete.
+    """Return the groups to generate in the next round; none if the step is complete.
 
-    The first round generates the step's own groups. Dynamic sampling then replaces the zero-variance ones, in rounds
-    no larger than the first: as many as it takes if further groups have variance as often as those so far.
+    The first round generates the step's own `num_prompts` groups. Dynamic sampling then replaces zero-variance groups,
+    in rounds no larger than the first: as many groups as needed if they have variance as often as those so far.
 
     Args:
-        config: Its `dynamic_sampling` is None for a single round.
-        has_variance: For each group generated so far, by number: whether it has variance.
-        num_rounds: Rounds so far.
+        config: A single round if `dynamic_sampling` is None.
+        has_variance: Whether each group generated so far has variance, by group number.
+        num_rounds: The number of rounds so far.
     """
     num_groups, num_useful = len(has_variance), sum(has_variance)
     if not num_rounds:
@@ -54,7 +54,7 @@ def kept_groups(config: RolloutConfig, has_variance: Sequence[bool]) -> list[int
 
 
 def find_variance(rounds: Rounds) -> list[bool]:
-    """Return for each group of the rounds, by number, whether it has variance."""
+    """Return whether each group of the rounds has variance, by group number."""
     rewards: dict[int, set[float]] = {}
     for shard in (shard for shards in rounds for shard in shards):
         for group, reward in zip(shard.group_ids, shard.rewards, strict=True):
@@ -63,18 +63,18 @@ def find_variance(rounds: Rounds) -> list[bool]:
 
 
 def keep_rows(config: RolloutConfig, rounds: Rounds) -> tuple[RolloutShard, ...]:
-    """Return the batches of all rounds with the rows of kept groups only; a batch may be left without rows."""
+    """Return the shards of all rounds with only the rows of kept groups; a shard may be left without rows."""
     kept = set(kept_groups(config, find_variance(rounds)))
     return tuple(shard.keep(kept) for shards in rounds for shard in shards)
 
 
 def count_generated(rounds: Rounds, config: RolloutConfig) -> Metrics:
-    """Return the metrics of all that was generated for a step, dropped groups included."""
+    """Return the metrics over all groups generated for a step, including dropped ones."""
     shards, has_variance = [shard for shards in rounds for shard in shards], find_variance(rounds)
     scored = [reward for shard in shards for reward in shard.rewards]
     rewards = [reward for reward in scored if reward is not None]
     return {
-        "rollout/rounds": Max(value=len(rounds)),
+        "rollout/rounds": Single(value=len(rounds)),
         "rollout/groups_generated": Sum(value=len(has_variance)),
         "rollout/groups_dropped": Sum(value=len(has_variance) - len(kept_groups(config, has_variance))),
         "rollout/zero_variance": Mean(total=has_variance.count(False), weight=len(has_variance)),
@@ -89,13 +89,13 @@ def short_batch_warning(config: RolloutConfig, step: int, rounds: Rounds) -> str
     has_variance, wanted = find_variance(rounds), config.num_prompts
     if config.dynamic_sampling is None or sum(has_variance) >= wanted:
         return None
-    rounds_text = f"after {len(rounds)} rounds (rollout.dynamic_sampling.max_rounds)"
+    after = f"after {len(rounds)} rounds (rollout.dynamic_sampling.max_rounds)"
     if not any(has_variance):
         return (
-            f"step {step}: all {len(has_variance)} groups have zero variance, {rounds_text}; it keeps its first "
+            f"step {step}: all {len(has_variance)} groups have zero variance {after}; the step keeps its first "
             f"{wanted}, whose advantages are 0"
         )
     return (
-        f"step {step}: only {sum(has_variance)} of {len(has_variance)} groups have two different rewards, "
-        f"{rounds_text}; it keeps these instead of {wanted}"
+        f"step {step}: only {sum(has_variance)} of {len(has_variance)} groups have different rewards {after}; the step "
+        f"keeps these instead of {wanted}"
     )

@@ -1,7 +1,7 @@
 """mean@n, best@n and maj@n of held-out samples.
 
 P prompts, m samples of a prompt whose reward is known. A sample whose reward failed is None and counts neither as
-right nor as wrong, and a prompt without any known one is left out. A figure over no prompt is None.
+correct nor as wrong; a prompt without known samples is ignored. A metric over no prompts is None.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ BOXED = "\\boxed{"
 
 @dataclass(frozen=True)
 class HeldOutSample:
-    """One response to a held-out prompt, scored."""
+    """One scored response to a held-out prompt."""
 
     text: str
     reward: float | None  # None: it failed
     num_tokens: int
-    truncated: bool  # it reached the most tokens
+    truncated: bool  # the response reached the token limit
 
 
-def report_source(
+def summarize_source(
     data_source: str, samples: Sequence[Sequence[HeldOutSample]], n: int, threshold: float
 ) -> SourceReport:
-    """Put a data source's figures together.
+    """Compute the held-out metrics of one data source.
 
     Args:
-        data_source: Its name.
+        data_source: Name of the source.
         samples: P >= 1 prompts, n samples of each.
-        n: How many samples each prompt has.
+        n: The number of samples per prompt.
         threshold: A reward of at least this counts as correct.
     """
     flat = [sample for prompt in samples for sample in prompt]
@@ -43,7 +43,7 @@ def report_source(
         num_prompts=len(samples),
         mean_at_n=mean_at_n(correct),
         best_at_n=best_at_n(correct, n),
-        maj_at_n=maj_at_n([[voted_answer(sample.text) for sample in prompt] for prompt in samples], correct),
+        maj_at_n=maj_at_n([[extract_answer(sample.text) for sample in prompt] for prompt in samples], correct),
         reward=mean_at_n(rewards),
         num_failed=sum(sample.reward is None for sample in flat),
         response_tokens=fmean(sample.num_tokens for sample in flat),
@@ -52,7 +52,7 @@ def report_source(
 
 
 def mean_at_n(scores: Sequence[Sequence[float | None]]) -> float | None:
-    """The mean over prompts of each prompt's mean over its known samples.
+    """Return the mean over prompts of the mean over each prompt's known samples.
 
     Args:
         scores: P sequences of samples: rewards, or whether they are correct.
@@ -62,29 +62,29 @@ def mean_at_n(scores: Sequence[Sequence[float | None]]) -> float | None:
 
 
 def best_at_n(correct: Sequence[Sequence[bool | None]], n: int) -> float | None:
-    """The chance that one of n samples is correct, averaged over prompts.
+    """Estimate the probability that at least one of n samples is correct, averaged over prompts.
 
-    Where a prompt has m <= n known samples, it is 1 if any of them is correct, else 0: of n drawn samples, none failed,
-    best@n itself; failed ones make it a lower bound. Where it has m > n, of which c are correct, it is the unbiased
-    estimate 1 - C(m - c, n) / C(m, n) of Chen et al. 2021, arXiv:2107.03374.
+    A prompt with m <= n known samples counts 1 if any of them is correct, else 0, which is a lower bound if some of
+    its n samples failed. A prompt with m > n known samples, of which c are correct, counts as the unbiased estimate
+    1 - C(m - c, n) / C(m, n) of Chen et al. 2021, arXiv:2107.03374.
 
     Args:
         correct: P sequences of samples.
-        n: How many samples are given a chance, at least 1.
+        n: The number of attempts, at least 1.
     """
     known = [[sample for sample in samples if sample is not None] for samples in correct]
     return _mean([_best_of(sum(samples), len(samples), n) for samples in known if samples])
 
 
 def maj_at_n(answers: Sequence[Sequence[str]], correct: Sequence[Sequence[bool | None]]) -> float | None:
-    """The share of prompts whose majority answer is correct; Wang et al. 2022, arXiv:2203.11171.
+    """Return the fraction of prompts whose majority answer is correct; Wang et al. 2022, arXiv:2203.11171.
 
-    Each known sample votes for its answer. The answer with the most votes wins, of equals the one that was given first;
-    it is correct if the first sample that gives it is.
+    Each known sample votes for its answer. The answer with the most votes wins, in a tie the one that occurs first; it
+    is correct if the first sample with this answer is.
 
     Args:
-        answers: P sequences of samples' answers, see `voted_answer`.
-        correct: The same samples, whether they are correct.
+        answers: P sequences of the samples' answers, see `extract_answer`.
+        correct: Whether the same samples are correct.
     """
     winners = []
     for given, known in zip(answers, correct, strict=True):
@@ -97,8 +97,8 @@ def maj_at_n(answers: Sequence[Sequence[str]], correct: Sequence[Sequence[bool |
     return _mean(winners)
 
 
-def voted_answer(response: str) -> str:
-    """What a response votes for: the content of its last complete `\\boxed{}`, else all of it, without outer space."""
+def extract_answer(response: str) -> str:
+    """Return the content of the last complete `\\boxed{}`, else the whole response, without surrounding white space."""
     start = response.rfind(BOXED)
     while start >= 0:
         content = _braced(response, start + len(BOXED))
@@ -109,7 +109,7 @@ def voted_answer(response: str) -> str:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """The text from `start` to the brace that closes the one before it; None if none does. `\\{` is no brace."""
+    """Return the text from `start` to the brace that closes the one before it, or None. `\\{` doesn't count."""
     depth, at = 1, start
     while at < len(text):
         if text[at] == "\\":

@@ -1,4 +1,4 @@
-"""Randomness that depends on nothing but a seed and a position: counter-based, so no row disturbs another."""
+"""Counter-based random numbers: a function of seed and position only, so that rows don't affect each other."""
 
 import hashlib
 
@@ -10,15 +10,15 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return an unsigned 64-bit seed that is a function of `parts`, in order; other parts, another seed."""
+    """Hash `parts`, in order, to an unsigned 64-bit seed."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(seeds: np.ndarray, num_positions: int) -> np.ndarray:
-    """Return one uniform in [0, 1) per seed and position: splitmix64 at counter `position`.
+    """Return one uniform number in [0, 1) per seed and position: SplitMix64 at counter `position`.
 
-    SplitMix64 is Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". The 52 high
-    bits are used, so that u * total < total holds for every positive double `total`, rounding included.
+    SplitMix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators". Only the 52 high bits are
+    used, so that u * total < total holds for every positive double `total`, also after rounding.
 
     Args:
         seeds: uint64 [N].

@@ -1,4 +1,4 @@
-"""Packed replay: exact log-probs of jagged rows, with no padding and no logits kept."""
+"""Packed scoring: `packed_scores` computes exact log-probs of jagged rows without padding or stored logits."""
 
 from rl_core.scoring.attention import PACKED_ATTENTION, register, use_packed_attention, use_padded_attention
 from rl_core.scoring.forward import PackedRow, pack_row

@@ -1,7 +1,7 @@
-"""Causal attention inside explicit sequence boundaries, as an attention function of transformers.
+"""Causal attention within explicit sequence boundaries, as an attention function for transformers.
 
-H query heads, K key and value heads, T tokens of one packed row, D head size, S sequences. Work is sum(len^2)
-over the sequences; no mask of the whole row is ever built.
+H query heads, K key and value heads, T tokens of one packed row, D head size, S sequences. Work is sum(len^2) over the
+sequences; no mask over the whole row is built.
 """
 
 from itertools import groupby, pairwise
@@ -16,16 +16,16 @@ from transformers import AttentionInterface, PreTrainedModel
 from schemas.errors import ScoringError
 
 PACKED_ATTENTION = "sluice_packed"
-# What the kernels below would have to reproduce, by the names under which transformers passes it.
+# Options that the kernels below don't implement, by transformers' names.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 _FLASH_HEAD_SIZES = range(8, 257, 8)
 
 
 def register() -> None:
-    """Make `sluice_packed` known to transformers, in this process.
+    """Register `sluice_packed` with transformers, in this process.
 
-    No mask function is registered with it, and that is the point: transformers then builds no mask, and
-    boundaries come from `cu_seqlens` alone, never from guesses about position ids.
+    Deliberately, no mask function is registered with it: transformers then builds no mask, and boundaries come from
+    `cu_seqlens` alone, never from guesses based on position ids.
     """
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
@@ -34,7 +34,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     """Register the attention function and switch a model to it.
 
     Raises:
-        ScoringError: The model's class has its attention built in and can't be switched.
+        ScoringError: The model's class has a built-in attention that can't be switched.
     """
     register()
     model.set_attn_implementation(PACKED_ATTENTION)
@@ -42,33 +42,33 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def require_packed_attention(model: PreTrainedModel) -> None:
-    """Refuse a model whose attention doesn't see the boundaries of a packed row.
+    """Check that a model uses packed attention, which respects the boundaries of a packed row.
 
     Raises:
-        ScoringError: The model's attention implementation is another one.
+        ScoringError: The model uses another attention implementation.
     """
     if (actual := model.config._attn_implementation) != PACKED_ATTENTION:
         raise ScoringError(
-            f"{type(model).__name__} attends with {actual!r}, which lets packed sequences see each other;"
+            f"{type(model).__name__} uses attention {actual!r}, which lets packed sequences attend to each other;"
             f" call rl_core.scoring.use_packed_attention(model) to use {PACKED_ATTENTION!r}"
         )
 
 
 def use_padded_attention(model: PreTrainedModel) -> None:
-    """Switch a model to torch's SDPA as transformers calls it, for padded replay."""
+    """Switch a model to transformers' SDPA attention, for padded scoring."""
     model.set_attn_implementation("sdpa")
 
 
 def require_padded_attention(model: PreTrainedModel) -> None:
-    """Refuse a model whose attention takes packed rows only.
+    """Check that a model doesn't use packed attention, which takes packed rows only.
 
     Raises:
-        ScoringError: The model's attention implementation is the packed one.
+        ScoringError: The model uses packed attention.
     """
     if model.config._attn_implementation == PACKED_ATTENTION:
         raise ScoringError(
-            f"{type(model).__name__} attends with {PACKED_ATTENTION!r}, which knows no padding; call"
-            " rl_core.scoring.use_padded_attention(model) for padded replay"
+            f"{type(model).__name__} uses attention {PACKED_ATTENTION!r}, which ignores padding; call"
+            " rl_core.scoring.use_padded_attention(model) for padded scoring"
         )
 
 
@@ -88,8 +88,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attend causally within each sequence of one packed row.
 
-    CUDA tensors that the flash kernel serves (half precision, head sizes of multiples of 8 up to 256) take
-    torch's varlen attention; all others take SDPA, sequence by sequence.
+    CUDA tensors that the flash kernel supports (half precision, head sizes up to 256 in multiples of 8) use torch's
+    varlen attention; all others use SDPA, sequence by sequence.
 
     Args:
         module: The attention layer.
@@ -99,16 +99,16 @@ def packed_attention(
         attention_mask: Must be None.
         cu_seqlens: [S + 1] int32 boundaries, from 0 to T; passed by the caller of the model.
         max_seqlen: Tokens of the longest sequence.
-        scaling: Factor of the scores; None is D ** -0.5.
-        dropout: Must be 0: a replayed log-prob is a function of weights and tokens.
-        sliding_window: A token sees itself and the window - 1 tokens before it; None is all before it.
-        **kwargs: Whatever else the model passes.
+        scaling: Factor of the attention scores; None: D ** -0.5.
+        dropout: Must be 0: a log-prob must be a function of weights and tokens.
+        sliding_window: A token attends to itself and the window - 1 tokens before it; None: to all tokens before it.
+        **kwargs: Further options of the model.
 
     Returns:
         [1, T, H, D], and None for the attention weights.
 
     Raises:
-        ScoringError: No boundaries, more than one row, a mask, dropout, or another kind of attention.
+        ScoringError: No boundaries, more than one row, a mask, dropout, or an unsupported kind of attention.
     """
     _check_request(module, query, attention_mask, cu_seqlens, dropout, kwargs)
     assert cu_seqlens is not None
@@ -128,8 +128,8 @@ def _varlen_flash(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """One kernel over all sequences: takes [1, H, T, D], returns [1, T, H, D]."""
-    # The kernel wants [T, H, D]. Its window counts the tokens before the token itself; -1 is all of them.
+    """Run one kernel over all sequences: [1, H, T, D] in, [1, T, H, D] out."""
+    # The kernel takes [T, H, D]. Its window counts only the tokens before the token itself; -1: all of them.
     output = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -154,13 +154,13 @@ def _sequence_sdpa(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """One SDPA call per run of neighbours of equal length: takes [1, H, T, D], returns [1, T, H, D]."""
+    """Run SDPA once per run of consecutive sequences of equal length: [1, H, T, D] in, [1, T, H, D] out."""
     if query.is_cuda and query.shape[1] != key.shape[1]:
-        # What CUDA runs here is float32, for which SDPA's own grouped heads take the slow kernel; the CPU's is fast.
+        # On CUDA this is float32, for which SDPA's grouped heads use the slow kernel; on a CPU they are fast.
         num_repeats = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(num_repeats, dim=1) for states in (key, value))
     runs = [(length, len(list(run))) for length, run in groupby(b - a for a, b in pairwise(cu_seqlens.tolist()))]
-    # `split`, not slices: the gradient of a slice is as long as the row, and there would be S of them.
+    # `split` instead of slices, because the gradient of each slice would be as long as the row.
     tokens = [length * count for length, count in runs]
     parts = (torch.split(states[0].transpose(0, 1), tokens) for states in (query, key, value))
     outputs = []
@@ -196,10 +196,10 @@ def _check_request(
     if query.shape[0] != 1:
         raise ScoringError(f"{layer} got {query.shape[0]} rows; a packed forward has one row of all sequences")
     if attention_mask is not None:
-        raise ScoringError(f"{layer} got an attention mask; boundaries come from cu_seqlens alone")
+        raise ScoringError(f"{layer} got an attention mask, expected None; boundaries come from cu_seqlens alone")
     if dropout:
         raise ScoringError(f"{layer} has attention dropout {dropout}; set attention_dropout to 0 in the model's config")
     if unsupported := [name for name in _UNSUPPORTED if options.get(name) is not None]:
         raise ScoringError(f"{layer} needs {', '.join(unsupported)}, which packed attention doesn't support")
     if options.get("is_causal") is False or not getattr(module, "is_causal", True):
-        raise ScoringError(f"{layer} isn't causal; packed replay is for causal language models")
+        raise ScoringError(f"{layer} isn't causal; packed scoring supports causal language models only")

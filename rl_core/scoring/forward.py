@@ -1,4 +1,4 @@
-"""One row of concatenated real tokens, and where in it the response tokens are predicted.
+"""Packed rows of concatenated sequences, and the model's hidden states for them, packed or padded.
 
 S sequences of n_p prompt and n_r response tokens, T = sum(n_p + n_r) tokens, R = sum(n_r) response tokens.
 """
@@ -17,22 +17,22 @@ from schemas.errors import ScoringError
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """Prompt then response of each sequence, one after the other; no padding.
+    """The prompt and response of each sequence, concatenated without padding.
 
-    A row without sequences (a dummy micro-batch) holds one filler token with boundaries around it, because
-    models can't run on no token at all; nothing reads its hidden state.
+    A row without sequences (a dummy micro-batch) has a single filler token with boundaries around it, because models
+    can't run without tokens; its hidden state is unused.
     """
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, from 0 in each sequence
     cu_seqlens: Tensor  # [S + 1] int32, boundaries from 0 to T
-    predict_index: Tensor  # [R] int64, the position whose hidden state predicts each response token
+    predict_index: Tensor  # [R] int64, the position whose hidden state predicts the response token
     targets: Tensor  # [R] int64, the response tokens
     response_lengths: Tensor  # [S] int64
     max_seqlen: int  # tokens of the longest sequence
 
     def to(self, device: torch.device | str) -> "PackedRow":
-        """The same row with its tensors on `device`."""
+        """Return the row with its tensors on `device`."""
         return PackedRow(
             input_ids=self.input_ids.to(device),
             position_ids=self.position_ids.to(device),
@@ -50,20 +50,28 @@ def pack_row(
     response_ids: Tensor,
     response_lengths: Tensor | NDArray[np.int64],
 ) -> PackedRow:
-    """Lay sequences out as one packed row.
+    """Pack sequences into one row.
 
     Args:
-        prompt_ids: [sum(n_p)] integer, the prompts one after the other.
+        prompt_ids: [sum(n_p)] integer, the concatenated prompts.
         prompt_lengths: [S] tokens, at least 1 each.
-        response_ids: [R] integer, the responses one after the other.
-        response_lengths: [S] tokens; 0 is legal, and so is S = 0 (a dummy micro-batch).
+        response_ids: [R] integer, the concatenated responses.
+        response_lengths: [S] tokens; 0 is allowed, and so is S = 0 (a dummy micro-batch).
 
     Returns:
         The row, on the device of `prompt_ids`.
 
     Raises:
-        ScoringError: A prompt is empty: nothing would predict the response's first token.
-        ValueError: The lengths don't add up to the numbers of tokens, or differ in number.
+        ScoringError: A prompt is empty, so that nothing predicts the first token of the response.
+        ValueError: The lengths don't add up to the number of ids, or the numbers of lengths differ.
+
+    Example:
+        >>> prompts, responses = torch.tensor([10, 11, 20]), torch.tensor([12, 21, 22])
+        >>> row = pack_row(prompts, torch.tensor([2, 1]), responses, torch.tensor([1, 2]))
+        >>> row.input_ids.tolist(), row.position_ids.tolist(), row.cu_seqlens.tolist()
+        ([10, 11, 12, 20, 21, 22], [0, 1, 2, 0, 1, 2], [0, 3, 6])
+        >>> row.predict_index.tolist(), row.targets.tolist()
+        ([1, 3, 4], [12, 21, 22])
     """
     device = prompt_ids.device
     prompts, responses = _lengths(prompt_lengths, device), _lengths(response_lengths, device)
@@ -74,15 +82,15 @@ def pack_row(
     ends = lengths.cumsum(0)
     starts = ends - lengths
     num_tokens = len(prompt_ids) + len(response_ids)
-    prompt_index = _spread(starts, prompts)
-    response_index = _spread(starts + prompts, responses)
+    prompt_index = _concatenate_ranges(starts, prompts)
+    response_index = _concatenate_ranges(starts + prompts, responses)
     input_ids = torch.empty(num_tokens, dtype=torch.int64, device=device)
     targets = response_ids.to(device=device, dtype=torch.int64)
     input_ids[prompt_index] = prompt_ids.to(torch.int64)
     input_ids[response_index] = targets
     return PackedRow(
         input_ids=input_ids,
-        position_ids=_spread(torch.zeros_like(starts), lengths),
+        position_ids=_concatenate_ranges(torch.zeros_like(starts), lengths),
         cu_seqlens=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
         predict_index=response_index - 1,
         targets=targets,
@@ -118,16 +126,16 @@ def packed_hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
 
 
 def padded_hidden_states(model: PreTrainedModel, row: PackedRow, width: int = 0) -> tuple[Tensor, Tensor]:
-    """Run the model without its LM head on the same sequences as a right-padded batch with a mask.
+    """Run the model without its LM head on the same sequences, as a right-padded batch with a mask.
 
     Args:
-        model: A causal language model with an attention of its own, not the packed one.
+        model: A causal language model that doesn't use packed attention.
         row: The row, on the model's device.
         width: Pad to at least this many tokens; 0 pads to the longest sequence.
 
     Returns:
-        [S * L, hidden] hidden states after the final norm, in the model's dtype, L the padded length, and [T] int64,
-        where among them each token of the row is.
+        [S * L, hidden] hidden states after the final norm, in the model's dtype, with padded length L; and [T] int64,
+        the index of each token of the row among them.
 
     Raises:
         ScoringError: The model uses packed attention, or a sequence is longer than its positions.
@@ -157,8 +165,8 @@ def _check_positions(model: PreTrainedModel, row: PackedRow) -> None:
         lengths = row.cu_seqlens.diff()
         raise ScoringError(
             f"sequence {int(lengths.argmax())} of the packed row has {row.max_seqlen} tokens, but"
-            f" {type(model).__name__} has only {limit} positions (max_position_embeddings); limit the tokens of"
-            " prompts and responses to that, or use a model with more positions"
+            f" {type(model).__name__} has only {limit} positions (max_position_embeddings); limit prompts and responses"
+            " to that many tokens, or use a model with more positions"
         )
 
 
@@ -181,7 +189,7 @@ def _lengths(lengths: Tensor | NDArray[np.int64], device: torch.device) -> Tenso
     return torch.tensor(lengths, dtype=torch.int64, device=device)
 
 
-def _spread(starts: Tensor, lengths: Tensor) -> Tensor:
+def _concatenate_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """Concatenate the ranges [start, start + length) of all sequences."""
     shift = starts - (lengths.cumsum(0) - lengths)
     return torch.arange(int(lengths.sum()), device=starts.device) + shift.repeat_interleave(lengths)

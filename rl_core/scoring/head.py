@@ -1,11 +1,11 @@
-"""The scoring head: log-probs, entropy and the likeliest tokens at chosen positions, never keeping logits.
+"""The scoring head: log-probs, entropy and the most likely tokens at selected positions, without keeping logits.
 
-R scored positions, H hidden size, V vocabulary entries, C positions per chunk, K likeliest tokens. Only [C, V] logits
-exist at once, in the forward and in the backward, which computes them again: autograd would keep all [R, V] of them.
+R scored positions, H hidden size, V vocabulary entries, C positions per chunk, K most likely tokens. Only [C, V] logits
+exist at once, in the forward and in the backward, which recomputes them; autograd would keep all [R, V] of them.
 
-Precision: the operands of the matmul are in the dtype that the model computes in (autocast's, else the weight's);
-products are summed, kept and normalised in float32. Logits rounded to bfloat16 would be off by up to 2^-8 of their
-size, and with them every ratio of two policies; a float32 sum costs nothing (cf. arXiv:2506.13585 on heads in float32).
+Precision: the operands of the matmul are in the model's compute dtype (autocast's, else the weight's); products are
+summed, kept and normalized in float32. Logits rounded to bfloat16 would be off by up to 2^-8 of their size, and with
+them every ratio of two policies; float32 accumulation costs nothing (cf. arXiv:2506.13585 on heads in float32).
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from schemas.errors import ScoringError
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What to compute and how."""
+    """Options of the scoring head."""
 
     temperature: float
     softcap: float | None  # logits become softcap * tanh(logits / softcap)
@@ -33,7 +33,7 @@ class HeadOptions:
 
 
 def lm_head(model: PreTrainedModel) -> nn.Linear:
-    """The model's LM head.
+    """Return the model's LM head.
 
     Raises:
         ScoringError: It isn't a linear layer.
@@ -41,7 +41,7 @@ def lm_head(model: PreTrainedModel) -> nn.Linear:
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, nn.Linear):
         raise ScoringError(
-            f"{type(model).__name__} has a {type(head).__name__} as LM head; packed replay needs an nn.Linear"
+            f"{type(model).__name__} has a {type(head).__name__} as its LM head; scoring needs an nn.Linear"
         )
     return head
 
@@ -52,15 +52,15 @@ def score_targets(
     """Score one target per hidden state.
 
     Args:
-        states: [R, H] hidden states, those that predict the targets.
+        states: [R, H] hidden states that predict the targets.
         head: The LM head.
         targets: [R] int64 token ids.
         options: What to compute.
 
     Returns:
-        Log-probs [R] and entropy [R] (empty where not asked for) in nats, the K largest log-probs [R, K] in
-        descending order, and their token ids [R, K] int64. Floats are float32, or float64 for a float64 model. All
-        floats carry gradients, the entropy only where `has_entropy_grad`.
+        Log-probs [R] and entropy [R] (empty unless requested) in nats, the K largest log-probs [R, K] in descending
+        order, and their token ids [R, K] int64. Floats are float32, or float64 for a float64 model. All floats have
+        gradients, the entropy only with `has_entropy_grad`.
     """
     device = states.device.type
     is_autocast = torch.is_autocast_enabled(device)
@@ -72,7 +72,7 @@ def score_targets(
 
 
 class _Score(torch.autograd.Function):
-    """Autograd for the whole head: one [V, H] gradient buffer, and logits computed again chunk by chunk."""
+    """The head's autograd function: one [V, H] gradient buffer, and logits that are recomputed chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -118,7 +118,7 @@ class _Score(torch.autograd.Function):
                     projection.add_matmul(grad_weight, grad_logits.t(), chunk)
                 if grad_bias is not None:
                     grad_bias += grad_logits.sum(0)
-                del logits, slope, grad_logits  # they would live on beside the next chunk's
+                del logits, slope, grad_logits  # else they would coexist with those of the next chunk
         return (
             torch.cat(grad_states) if needs_states else None,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -130,7 +130,7 @@ class _Score(torch.autograd.Function):
 
 
 class _Projection:
-    """The linear layer and what follows it up to the logits, in stated precisions."""
+    """The linear layer, softcap and temperature, with explicit precisions."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, operand_dtype: torch.dtype, options: HeadOptions) -> None:
         self._operand_dtype, self._dtype = operand_dtype, torch.promote_types(operand_dtype, torch.float32)
@@ -139,7 +139,7 @@ class _Projection:
         self._bias = None if bias is None else bias.to(self._dtype)
 
     def logits(self, states: Tensor) -> Tensor:
-        """[C, V] logits, softcapped and over the temperature, of [C, H] states."""
+        """Compute [C, V] logits, softcapped and divided by the temperature, from [C, H] states."""
         logits = self.matmul(states, self.weight.t())
         if self._bias is not None:
             logits += self._bias
@@ -148,14 +148,14 @@ class _Projection:
         return logits if self._options.temperature == 1 else logits.div_(self._options.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """The derivative of the logits by the output of the linear layer; [C, V] where they are softcapped."""
+        """Compute the derivative of the logits with respect to the linear layer's output; [C, V] if softcapped."""
         temperature, softcap = self._options.temperature, self._options.softcap
         if softcap is None:
             return 1 / temperature
         return (1 - (logits * (temperature / softcap)).square_()).div_(temperature)
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
-        """The product of two operands, summed and kept in float32 or better."""
+        """Multiply two operands, accumulating in float32 or better."""
         left, right = self._operand(left), self._operand(right)
         return left @ right if left.dtype == self._dtype else torch.mm(left, right, out_dtype=self._dtype)
 
@@ -168,18 +168,18 @@ class _Projection:
             total += torch.mm(left, right, out_dtype=self._dtype)
 
     def _operand(self, tensor: Tensor) -> Tensor:
-        """Round to the operands' dtype; the CPU has no kernel that sums in another one, so there it is widened."""
+        """Round to the operands' dtype; on a CPU, where no kernel accumulates in a wider dtype, widen it again."""
         rounded = tensor.to(self._operand_dtype)
         return rounded if rounded.is_cuda else rounded.to(self._dtype)
 
 
 def _score_chunk(options: HeadOptions, logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    """Log-probs, normalizers and entropy [C], likeliest log-probs and ids [C, K] of [C, V] logits, which it uses up."""
+    """Compute log-probs, normalizers and entropy [C], top log-probs and ids [C, K] of [C, V] logits, in place."""
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
     top, top_ids = logits.topk(options.top_k)
     largest = logits.amax(-1)
     logits.sub_(largest[:, None])
-    # One exponential per logit, in place unless the entropy needs both.
+    # One exponential per logit, in place unless the entropy needs the logits too.
     weights = logits.exp() if options.has_entropy else logits.exp_()
     total = weights.sum(-1)
     entropy = logits.new_empty(len(logits), 0)
@@ -200,9 +200,9 @@ def _grad_chunk(
     grad_entropy: Tensor,
     grad_top: Tensor,
 ) -> Tensor:
-    """The gradient by [C, V] logits, which it uses up.
+    """Compute the gradient with respect to [C, V] logits, in place.
 
-    With p the distribution and H its entropy: d log p_i / d z_v = [i = v] - p_v and d H / d z_v = -p_v (log p_v + H).
+    With the distribution p and its entropy H: d log p_i / d z_v = [i = v] - p_v and d H / d z_v = -p_v (log p_v + H).
     """
     logprobs = logits.sub_(normalizer[:, None])
     total = (grad_logprobs + grad_top.sum(-1))[:, None]
@@ -216,5 +216,5 @@ def _grad_chunk(
 
 
 def _chunks(options: HeadOptions, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """The tensors' chunks of C along their first axis, side by side."""
+    """Iterate over the chunks of C of all tensors along their first axis."""
     return zip(*(torch.split(tensor, options.chunk_tokens) for tensor in tensors), strict=True)

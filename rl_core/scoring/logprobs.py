@@ -1,6 +1,6 @@
-"""Log-probs of the response tokens of a packed row, without ever keeping logits, and the same by a padded forward.
+"""Log-probs of the response tokens of a packed row by a packed or a padded forward, without keeping logits.
 
-T tokens, R response tokens, V vocabulary entries, C tokens per chunk, K likeliest tokens. Only the R predicting
+T tokens, R response tokens, V vocabulary entries, C tokens per chunk, K most likely tokens. Only the R predicting
 positions pass through the LM head, C at a time.
 """
 
@@ -18,11 +18,11 @@ EntropyMode = Literal[False, "no_grad", "grad"]
 class TokenScores(NamedTuple):
     """Scores of R response tokens, in the order of the row's `targets`; nats, float32 (float64 for a float64 model).
 
-    A named tuple, because FSDP finds the tensors that need a gradient in those, and in no class of its users.
+    This is a named tuple because FSDP doesn't find tensors that need a gradient in other user-defined classes.
     """
 
     logprobs: Tensor  # [R], with gradient
-    entropy: Tensor | None  # [R], of the predicting distributions; with gradient if asked for
+    entropy: Tensor | None  # [R], of the predicting distributions; with gradient if requested
     top_logprobs: Tensor | None  # [R, K], in descending order, with gradient
     top_ids: Tensor | None  # [R, K] int64, the tokens of `top_logprobs`
 
@@ -38,20 +38,20 @@ def packed_scores(
 ) -> TokenScores:
     """Score every response token under the model at a temperature.
 
-    Under `torch.autocast` the decoder computes in its dtype; scores stay float32 (`rl_core.scoring.head` says how).
+    Under `torch.autocast` the decoder computes in its dtype; scores stay float32 (see `rl_core.scoring.head`).
 
     Args:
         model: A causal language model that uses packed attention.
-        row: The packed row, on the model's device. Without response tokens the result is empty but still has
-            a graph, so that its backward takes part in collectives and gives zero gradients.
-        temperature: Positive; the logits are divided by it, as the sampler does.
-        chunk_tokens: C, how many tokens' logits exist at once.
-        entropy: Whether to compute the entropy of each predicting distribution, to log it or to train on it.
+        row: The packed row, on the model's device. Without response tokens the result is empty but still has a graph,
+            so that its backward takes part in collectives and gives zero gradients.
+        temperature: Positive; divides the logits, as in the sampler.
+        chunk_tokens: C, the number of tokens whose logits exist at once.
+        entropy: Whether to compute the entropy of each predicting distribution, to report it or to train on it.
             "no_grad" adds one pass over the logits to the forward and nothing to the backward.
-        top_k: K, how many of the likeliest tokens to return; 0 for none.
+        top_k: K, the number of most likely tokens to return; 0 for none.
 
     Returns:
-        The scores. What wasn't asked for is None.
+        The scores. Those that weren't requested are None.
 
     Raises:
         ScoringError: The model's attention or LM head isn't supported, or a sequence is longer than its positions.
@@ -71,13 +71,13 @@ def padded_scores(
     entropy: EntropyMode = False,
     top_k: int = 0,
 ) -> TokenScores:
-    """What `packed_scores` returns, by a right-padded forward with a mask through the model's own attention.
+    """Compute the result of `packed_scores` by a right-padded forward with a mask and the model's own attention.
 
-    The oracle and the kill switch of packed replay: it computes S * max(len) positions for sum(len) tokens.
+    It is the oracle and the fallback for packed scoring, and computes S * max(len) positions for sum(len) tokens.
 
     Args:
         model: A causal language model that doesn't use packed attention.
-        row: As for `packed_scores`, and so are all others.
+        row: Like all further arguments, as for `packed_scores`.
         temperature: Positive.
         chunk_tokens: C.
         entropy: Whether to compute the entropy.
@@ -97,12 +97,12 @@ def padded_scores(
 
 
 def packed_logprobs(model: PreTrainedModel, row: PackedRow, *, temperature: float, chunk_tokens: int) -> Tensor:
-    """The log-probs of `packed_scores` alone: [R], with gradient."""
+    """Return only the log-probs of `packed_scores`: [R], with gradient."""
     return packed_scores(model, row, temperature=temperature, chunk_tokens=chunk_tokens).logprobs
 
 
 def score_hidden_states(model: PreTrainedModel, states: Tensor, targets: Tensor, options: HeadOptions) -> TokenScores:
-    """Score targets [R] from the hidden states [R, hidden] that predict them, however those were computed.
+    """Score targets [R] from the hidden states [R, hidden] that predict them.
 
     Raises:
         ScoringError: The model's LM head isn't supported.

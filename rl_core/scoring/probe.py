@@ -1,4 +1,4 @@
-"""The start-up check that packed sequences neither see each other nor differ from the model's own forward."""
+"""The start-up check that packed sequences are isolated and score as in the model's own forward."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,26 +17,25 @@ Sequences = Sequence[tuple[Tensor, Tensor]]  # prompt and response ids of each
 _LENGTHS = ((3, 5), (1, 6), (4, 2))  # prompt and response tokens of the probe's sequences
 _CHUNK_TOKENS = 8
 _HALF = (torch.bfloat16, torch.float16)
-# Limits in nats. A changed row has the shape of the original one, so kernels round alike and next to nothing
-# may move; a sequence alone has another shape, which half precision rounds differently, by percents of a nat.
+# Limits in nats. A changed row has the same shape as the original, so that kernels round in the same way and log-probs
+# hardly move; a sequence alone has another shape, which half precision rounds differently, by up to some 0.1 nats.
 _MAX_MOVEMENT, _MAX_DIFFERENCE = 1e-5, 1e-3
 _MAX_MOVEMENT_HALF, _MAX_DIFFERENCE_HALF = 1e-3, 0.3
 
 
 @torch.no_grad()
 def leak_probe(model: PreTrainedModel) -> None:
-    """Refuse a model for which packed replay isn't exact.
+    """Check that packed scoring is exact for a model.
 
-    Three short random sequences are packed. Changing one must not move the log-probs of the others, and each
-    must have the log-probs that the model's own forward gives it alone. The model and the global random state
-    stay as they are. Limits are wider for a model, or under an autocast, of half precision: probe in the one that
-    the run computes in.
+    It packs three short random sequences. Changing one must not move the log-probs of the others, and the log-probs of
+    each must equal those of the model's own forward of this sequence alone. The model and the global random state are
+    unchanged. Limits are wider for half precision, by the model's dtype or autocast: probe in the run's compute dtype.
 
     Args:
         model: A causal language model that uses packed attention.
 
     Raises:
-        ScoringError: A sequence moved with another, or packed and alone differ. Don't train.
+        ScoringError: Log-probs moved with another sequence, or differ from those of the sequence alone. Don't train.
     """
     sequences, vocab_size = _random_sequences(model)
     is_half = model.dtype in _HALF or (
@@ -52,7 +51,7 @@ def leak_probe(model: PreTrainedModel) -> None:
 
 
 def _random_sequences(model: PreTrainedModel) -> tuple[Sequences, int]:
-    """The probe's sequences, the same every time, and the size of the vocabulary."""
+    """Return the probe's sequences, which are always the same, and the vocabulary size."""
     vocab_size: int = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(vocab_size, (size,), generator=generator) for pair in _LENGTHS for size in pair]
@@ -61,7 +60,7 @@ def _random_sequences(model: PreTrainedModel) -> tuple[Sequences, int]:
 
 
 def _score_packed(model: PreTrainedModel, sequences: Sequences) -> tuple[Tensor, ...]:
-    """Log-probs of each sequence's response, all packed in one row."""
+    """Compute the log-probs of each sequence's response, all packed into one row."""
     prompts, responses = zip(*sequences, strict=True)
     prompt_lengths, response_lengths = (torch.tensor([len(ids) for ids in parts]) for parts in (prompts, responses))
     row = pack_row(torch.cat(prompts), prompt_lengths, torch.cat(responses), response_lengths)
@@ -70,7 +69,7 @@ def _score_packed(model: PreTrainedModel, sequences: Sequences) -> tuple[Tensor,
 
 
 def _score_alone(model: PreTrainedModel, sequences: Sequences) -> list[Tensor]:
-    """Log-probs of each sequence's response by the model's own forward, LM head included."""
+    """Compute the log-probs of each sequence's response by the model's own forward, including its LM head."""
     logprobs = []
     with _own_attention(model):
         for prompt, response in sequences:
@@ -83,7 +82,7 @@ def _score_alone(model: PreTrainedModel, sequences: Sequences) -> list[Tensor]:
 
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model attend as transformers wrote it, and switch back."""
+    """Use transformers' eager attention for the duration."""
     model.set_attn_implementation("eager")
     try:
         yield
@@ -95,7 +94,7 @@ def _check_isolation(packed: Sequence[Tensor], moved: Sequence[Tensor], changed:
     for index, (before, after) in enumerate(zip(packed, moved, strict=True)):
         if index != changed and not (movement := _distance(before, after)) <= limit:
             raise ScoringError(
-                f"packed sequences see each other: changing sequence {changed} moved log-probs of sequence"
+                f"packed sequences attend to each other: changing sequence {changed} moved log-probs of sequence"
                 f" {index} by {movement:.3g} nats (limit {limit:g}); this model can't be trained packed"
             )
 
@@ -104,11 +103,11 @@ def _check_agreement(packed: Sequence[Tensor], alone: Sequence[Tensor], limit: f
     for index, (ours, own) in enumerate(zip(packed, alone, strict=True)):
         if not (difference := _distance(ours, own)) <= limit:
             raise ScoringError(
-                f"packed replay of sequence {index} differs from the model's own forward by {difference:.3g}"
-                f" nats (limit {limit:g}): its attention, positions or LM head do what packed replay doesn't"
+                f"packed scoring of sequence {index} differs from the model's own forward by {difference:.3g} nats"
+                f" (limit {limit:g}): packed scoring doesn't support its attention, positions or LM head"
             )
 
 
 def _distance(first: Tensor, second: Tensor) -> float:
-    """The largest difference; NaN, which passes no limit, where either isn't a number."""
+    """Return the largest absolute difference; NaN, which passes no limit, if either has one."""
     return float((first - second).abs().max())

@@ -1,4 +1,4 @@
-"""Training: one optimizer step from planned micro-batches of jagged rows, on one rank or sharded over several."""
+"""Training on one rank or sharded over several: `Trainer` updates from planned micro-batches, `score_rows` scores."""
 
 from rl_core.training.rows import RankRows, score_rows
 from rl_core.training.scoring_module import ScoringModule

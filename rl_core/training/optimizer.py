@@ -1,4 +1,4 @@
-"""AdamW over the trainable parameters, and the gradient's true global norm."""
+"""AdamW over the trainable parameters, and gradient clipping by the global norm over all ranks."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from schemas.config.optim import OptimConfig
 
 
 def make_optimizer(module: nn.Module, config: OptimConfig) -> AdamW:
-    """AdamW with the config's constants; one fused kernel on CUDA."""
+    """Create AdamW with the config's constants; on CUDA, the fused kernel."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return AdamW(
         parameters,
@@ -23,6 +23,6 @@ def make_optimizer(module: nn.Module, config: OptimConfig) -> AdamW:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale all gradients, over all ranks, so that their norm is at most `max_norm`; returns the norm before."""
+    """Clip the gradients' global norm, over all ranks, to `max_norm`; return the norm before clipping."""
     norm: Tensor = nn.utils.clip_grad_norm_(parameters, max_norm)
     return full_tensor(norm).item()

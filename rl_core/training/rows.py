@@ -1,4 +1,4 @@
-"""The rows of a step that one rank replays."""
+"""The rows of a step that one rank reads, and their log-probs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,32 +21,35 @@ class RankRows:
     """The rows of a step that one rank reads.
 
     Attributes:
-        rows: [n] their numbers in the step's batch, ascending.
-        columns: Their columns, n rows in that order.
+        rows: [n] row numbers in the step's batch, ascending.
+        columns: The columns of these n rows, in the same order.
     """
 
     rows: NDArray[np.int64]
     columns: pa.RecordBatch
 
     def take(self, rows: Sequence[int] | NDArray[np.int64]) -> pa.RecordBatch:
-        """The named rows of the batch, in the order given."""
+        """Return the given rows of the batch, in the given order."""
         return self.columns.take(pa.array(np.searchsorted(self.rows, np.asarray(rows, dtype=np.int64))))
 
 
 def packed_row(columns: pa.RecordBatch) -> PackedRow:
-    """One packed row of all real tokens of `columns`, which hold `TOKEN_COLUMNS`."""
+    """Pack the tokens of all rows of `columns`, which hold `TOKEN_COLUMNS`."""
     prompts, responses = (columns[name] for name in TOKEN_COLUMNS)
     return pack_row(as_tensor(prompts), row_lengths(prompts), as_tensor(responses), row_lengths(responses))
 
 
 @torch.no_grad()
 def score_rows(module: ScoringModule, rows: RankRows, micros: Sequence[MicroBatch]) -> NDArray[np.float32]:
-    """Log-probs of the rows' responses: [R] float32, nats, in the order in which they stand in `rows`.
+    """Compute the log-probs of the rows' responses.
 
     Args:
         module: The model.
         rows: The rows, with `TOKEN_COLUMNS`.
-        micros: What is packed together; a dummy only serves the other ranks.
+        micros: The micro-batches; a dummy only takes part in the other ranks' collectives.
+
+    Returns:
+        [R] float32, nats, in the order of `rows`.
     """
     device = next(module.parameters()).device
     lengths = row_lengths(rows.columns["response_ids"])

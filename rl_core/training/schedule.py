@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the update's number, so that resuming needs no scheduler state."""
+"""The learning rate as a pure function of the update number, so that resuming needs no scheduler state."""
 
 import math
 
@@ -6,9 +6,9 @@ from schemas.config.optim import OptimConfig
 
 
 def learning_rate(config: OptimConfig, update: int, num_steps: int) -> float:
-    """The learning rate of update number `update` (from 0) of a run of `num_steps` steps.
+    """Return the learning rate of update number `update` (from 0) of a run of `num_steps` steps.
 
-    Linear warm-up over `warmup_updates`, then constant, or a half cosine down to 0 at the run's end.
+    It warms up linearly over `warmup_updates`, then is constant, or decays by a half cosine to 0 at the end of the run.
     """
     if update < config.warmup_updates:
         return config.lr * (update + 1) / (config.warmup_updates + 1)

@@ -1,4 +1,4 @@
-"""Replay as a module, so that what wraps modules (FSDP) sees every use of the model's parameters."""
+"""Scoring as a module, so that wrappers of modules (FSDP) see every use of the model's parameters."""
 
 from typing import Literal
 
@@ -23,10 +23,10 @@ class ScoringModule(nn.Module):
     """Log-probs and entropies of a row's responses under a model.
 
     Args:
-        model: A causal language model; its attention is switched to what `packing` needs.
-        compute: Its compute dtype.
-        packing: Packed or padded, and how many tokens' logits exist at once.
-        temperature: The sampler's.
+        model: A causal language model; its attention is switched to the one that `packing` needs.
+        compute: Sets the compute dtype.
+        packing: Packed or padded, and the number of tokens whose logits exist at once.
+        temperature: The sampler's temperature.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class ScoringModule(nn.Module):
             self._scores = padded_scores
 
     def forward(self, row: PackedRow, entropy: Literal[False, "no_grad", "grad"] = False) -> TokenScores:
-        """Replay one row.
+        """Score one packed row.
 
         Args:
             row: On the model's device; R response tokens.
             entropy: Whether to compute entropies, and whether they have a gradient.
 
         Returns:
-            [R] float32 log-probs, and entropies if asked for, in nats.
+            [R] float32 log-probs, and entropies if requested, in nats.
         """
         with self._compute():
             return self._scores(
@@ -59,10 +59,10 @@ class ScoringModule(nn.Module):
             )
 
     def probe(self) -> None:
-        """See that packed sequences don't leak into each other, in the dtype that will be computed in.
+        """Check, in the compute dtype of the run, that packed sequences don't leak into each other.
 
         Raises:
-            ScoringError: They do, or packed replay isn't what the model computes by itself.
+            ScoringError: They do, or packed log-probs differ from those of the model's own forward.
         """
         if self._scores is packed_scores:
             with self._compute():

@@ -1,4 +1,4 @@
-"""FSDP2: each rank holds a part of every parameter; gradients are sums over the ranks, never means."""
+"""FSDP2: each rank holds a shard of every parameter; gradients are summed over the ranks, never averaged."""
 
 from typing import TypeVar
 
@@ -15,23 +15,24 @@ Value = TypeVar("Value")
 
 
 def shard(module: nn.Module, model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Shard `module` in place: every decoder layer of `model` by itself, then what is left.
+    """Shard `module` in place: each decoder layer of `model` as a unit, then the remaining parameters.
 
-    A loss is a rank's share of a sum that was divided by the update's own denominators, so that gradients add up
-    over the ranks and are not averaged.
+    Every rank's loss is already divided by the denominators of the whole update, so gradients are summed over the
+    ranks, not averaged.
 
     Args:
-        module: The root, whose `forward` is called; it holds the model.
-        model: The model in it.
+        module: The root module, whose `forward` is called; it contains the model.
+        model: The model inside it.
         mesh: One dimension, the data-parallel ranks.
 
     Raises:
-        ModelError: The model doesn't say which modules its layers are.
+        ModelError: The model doesn't declare its layer classes.
     """
     layers = [part for part in model.modules() if type(part).__name__ in _layer_classes(model)]
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} names no layers to shard by (`_no_split_modules`); use one policy rank"
+            f"{type(model).__name__} declares no layers to shard (`_no_split_modules` is empty); set"
+            " runtime.num_policy_ranks = 1"
         )
     for part in (*layers, module):
         fully_shard(part, mesh=mesh)
@@ -42,22 +43,22 @@ def shard(module: nn.Module, model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor of a sharded one: a collective. A plain one is returned as it is."""
+    """Gather a sharded tensor from all ranks (a collective); return a plain tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or a plain one as it is."""
+    """Return this rank's shard of a sharded tensor; return a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gather(value: Value, mesh: DeviceMesh | None) -> list[Value]:
-    """Every rank's small value, on every rank: a collective."""
+def all_gather_object(value: Value, mesh: DeviceMesh | None) -> list[Value]:
+    """Return the values of all ranks, on every rank (a collective); values should be small, as they are pickled."""
     if mesh is None:
         return [value]
     values: list[Value | None] = [None] * mesh.size()
     dist.all_gather_object(values, value, group=mesh.get_group())
-    return values  # type: ignore[return-value]  # every rank has filled in its own
+    return values  # type: ignore[return-value]  # the collective has filled all entries
 
 
 def _layer_classes(model: PreTrainedModel) -> set[str]:

@@ -1,7 +1,7 @@
 """One rank's part of an update: planned micro-batches in, an optimizer step out.
 
-All ranks have equally many micro-batches: where weights are sharded, each forward and backward is a collective, and a
-rank without rows takes part with a dummy.
+All ranks have the same number of micro-batches: with sharded weights, each forward and backward is a collective, in
+which a rank without rows takes part with a dummy.
 """
 
 import math
@@ -17,7 +17,7 @@ from rl_core.training.optimizer import clip_gradients, make_optimizer
 from rl_core.training.rows import TOKEN_COLUMNS, RankRows, packed_row
 from rl_core.training.schedule import learning_rate
 from rl_core.training.scoring_module import ScoringModule
-from rl_core.training.sharding import gather
+from rl_core.training.sharding import all_gather_object
 from schemas.config.run import RunConfig
 from schemas.errors import NonFiniteError
 from schemas.metrics import Mean, Metrics, merge_metrics
@@ -27,7 +27,7 @@ _LOSS_COLUMNS = ("loss_mask", "sampler_logprobs", "behavior_logprobs", "advantag
 
 
 def training_columns(config: RunConfig) -> tuple[str, ...]:
-    """The columns that an update reads."""
+    """Return the names of the columns that an update reads."""
     columns = (*TOKEN_COLUMNS, *_LOSS_COLUMNS)
     return (*columns, "reference_logprobs") if config.kl.coef and not config.kl.in_reward else columns
 
@@ -36,9 +36,9 @@ class Trainer:
     """One rank's weights and optimizer.
 
     Args:
-        module: The model, sharded where there are several ranks.
-        config: The run's.
-        mesh: The ranks; None is this one alone.
+        module: The model, sharded if there are several ranks.
+        config: The run's config.
+        mesh: The ranks; None: this rank only.
     """
 
     def __init__(self, module: ScoringModule, config: RunConfig, mesh: DeviceMesh | None = None) -> None:
@@ -48,11 +48,11 @@ class Trainer:
         self._device = next(module.parameters()).device
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The trainable parameters by the model's own names; tied ones once."""
+        """Return the trainable parameters by the model's own names; tied parameters once."""
         return {name: weight for name, weight in self.module.model.named_parameters() if weight.requires_grad}
 
     def update(self, rows: RankRows, update: UpdatePlan, rank: int = 0) -> Metrics:
-        """One optimizer step over all ranks' micro-batches.
+        """Run one optimizer step over the micro-batches of all ranks.
 
         Args:
             rows: At least this rank's rows of the update, with `training_columns`.
@@ -60,10 +60,10 @@ class Trainer:
             rank: This rank.
 
         Returns:
-            This rank's share of the metrics; what all ranks know alike is in that of rank 0.
+            This rank's part of the metrics; metrics that are equal on all ranks are reported by rank 0 alone.
 
         Raises:
-            NonFiniteError: On every rank, naming the rows of all ranks that are to blame. The weights are as before.
+            NonFiniteError: On every rank, naming the offending rows of all ranks. The weights are unchanged.
         """
         lr = learning_rate(self._config.optim, self.num_updates, self._config.steps)
         for group in self.optimizer.param_groups:
@@ -84,12 +84,12 @@ class Trainer:
             self._require_finite("gradient", self._without_finite_gradient(rows, update, rank))
         self.optimizer.step()
         self.num_updates += 1
-        if rank == 0:
+        if rank == 0:  # as means, they are averaged over the updates of a step
             parts.append({"grad_norm": Mean(total=norm, weight=1), "learning_rate": Mean(total=lr, weight=1)})
         return merge_metrics(parts)
 
     def _planned(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches to run; dummies only serve the other ranks."""
+        """Drop dummies if there are no other ranks, whose collectives they take part in."""
         return [micro for micro in micros if micro.rows or self._mesh is not None]
 
     def _inputs(self, rows: RankRows, micro: MicroBatch) -> LossInputs:
@@ -120,7 +120,7 @@ class Trainer:
         )
 
     def _without_finite_gradient(self, rows: RankRows, update: UpdatePlan, rank: int) -> dict[int, tuple[str, ...]]:
-        """The rows of the micro-batches whose gradient alone is not finite; all ranks go through theirs in step."""
+        """Return the rows of micro-batches whose own gradient is not finite; all ranks run theirs in step."""
         found: dict[int, tuple[str, ...]] = {}
         for micro in self._planned(update.ranks[rank]):
             self.optimizer.zero_grad(set_to_none=True)
@@ -130,12 +130,12 @@ class Trainer:
         return found
 
     def _require_finite(self, what: str, offending: dict[int, tuple[str, ...]]) -> None:
-        """Stop all ranks if any of them found rows to blame.
+        """Stop all ranks if any of them found offending rows.
 
         Raises:
             NonFiniteError: One did.
         """
-        found = {row: names for each in gather(offending, self._mesh) for row, names in each.items()}
+        found = {row: names for each in all_gather_object(offending, self._mesh) for row, names in each.items()}
         if not found:
             return
         self.optimizer.zero_grad(set_to_none=True)
@@ -149,8 +149,8 @@ class Trainer:
 
 
 def _non_finite(inputs: LossInputs, micro: MicroBatch) -> dict[int, tuple[str, ...]]:
-    """The rows with a non-finite value on a trained token, and in which inputs; all rows if there is none."""
-    trained = inputs.trained()
+    """Return the rows that have a non-finite input on a trained token, and the inputs' names; all rows if none has."""
+    trained = inputs.select_trained()
     found: dict[int, tuple[str, ...]] = {}
     for name in ("policy_logprobs", "behavior_logprobs", "sampler_logprobs", "reference_logprobs", "advantages"):
         values: Tensor | None = getattr(trained, name)

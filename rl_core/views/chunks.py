@@ -1,4 +1,4 @@
-"""The chunks that a handle names: those of several batches joined, and those that no row is in left out."""
+"""Operations on the chunks of a handle: concatenating batches, and dropping unused chunks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from schemas.errors import ColumnError
 
 
 def new_group(dtypes: Mapping[str, str], chunks: Sequence[ChunkRef], segments: Segments) -> ColumnGroup:
-    """Columns of these dtypes, whose rows are `segments` of what the chunks hold.
+    """Create a column group whose rows are `segments` of the concatenated chunks.
 
     Raises:
         ColumnError: An undeclared column or dtype, or a repeated chunk.
@@ -20,29 +20,29 @@ def new_group(dtypes: Mapping[str, str], chunks: Sequence[ChunkRef], segments: S
     for name, dtype in dtypes.items():
         arrow_type(name, dtype)
     if len({chunk.key for chunk in chunks}) != len(chunks):
-        raise ColumnError(f"a chunk is named twice: {', '.join(chunk.key for chunk in chunks)}")
+        raise ColumnError(f"a chunk is listed twice: {', '.join(chunk.key for chunk in chunks)}")
     return ColumnGroup(dtypes=dict(dtypes), chunks=tuple(chunks), segments=segments)
 
 
 def concat(batches: Sequence[BatchHandle]) -> BatchHandle:
-    """The rows of several batches of one step, one after the other; a chunk they share is named once.
+    """Concatenate the rows of several batches of one step; a chunk that they share is listed once.
 
     Raises:
         ValueError: No batches, or batches of different runs, steps or policy versions.
         ColumnError: Columns or dtypes differ.
     """
     if not batches:
-        raise ValueError("there are no batches to concatenate: an empty batch needs its columns' dtypes")
+        raise ValueError("no batches to concatenate: the columns and dtypes of the result would be unknown")
     first = batches[0]
     for batch in batches[1:]:
         _check_same_kind(first, batch)
     # Columns that share a group in every batch share one in the result.
-    together: dict[tuple[int, ...], list[str]] = {}
+    grouped: dict[tuple[int, ...], list[str]] = {}
     for name in first.columns:
-        together.setdefault(tuple(_group_of(batch, name) for batch in batches), []).append(name)
+        grouped.setdefault(tuple(_group_of(batch, name) for batch in batches), []).append(name)
     groups = [
         _concat_groups([batch.groups[at] for batch, at in zip(batches, positions, strict=True)], names)
-        for positions, names in together.items()
+        for positions, names in grouped.items()
     ]
     return first.replace(
         num_rows=sum(batch.num_rows for batch in batches),
@@ -53,7 +53,7 @@ def concat(batches: Sequence[BatchHandle]) -> BatchHandle:
 
 
 def prune(batch: BatchHandle) -> BatchHandle:
-    """The same rows without the chunks that none of them is in: what is left to name, fetch and keep in memory."""
+    """Drop the chunks without rows of the batch, so that they needn't be listed, fetched or kept in memory."""
     return batch.replace(groups=tuple(_prune_group(group) for group in batch.groups))
 
 
@@ -83,9 +83,9 @@ def _concat_groups(groups: Sequence[ColumnGroup], names: Sequence[str]) -> Colum
 
 
 def _moved_ranges(group: ColumnGroup, firsts: Ints) -> tuple[Ints, Ints]:
-    """Starts and counts of the group's ranges, numbered so that its chunk i begins at row `firsts[i]`."""
+    """Return starts and counts of the group's ranges, renumbered so that its chunk i begins at row `firsts[i]`."""
     shifts = firsts - chunk_bounds(group.chunks)[:-1]
-    if (shifts == shifts[:1]).all():  # chunks that stay side by side need no look at where each range lies
+    if (shifts == shifts[:1]).all():  # all chunks move by the same distance, so ranges needn't be split by chunk
         return decode_ints(group.segments.starts) + shifts[:1].sum(), decode_ints(group.segments.counts)
     plan = read_plan(group)
     return plan.start + firsts[plan.chunk], plan.stop - plan.start

@@ -1,4 +1,4 @@
-"""Integers inside handles, encoded in as few bytes as their range needs."""
+"""Integers in handles, encoded in as few bytes as their range needs."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -20,7 +20,7 @@ _DTYPES: tuple[Literal["u1", "u2", "u3", "u4", "u5", "u6", "u7", "u8"], ...] = (
 
 
 def encode_ints(ints: IntsLike, base: int = 0) -> EncodedInts:
-    """Pack `base` plus each of `ints`, shape [n], in as many bytes each as their range needs; none if all are equal.
+    """Encode `base` plus each of `ints`, shape [n], in as few bytes as their range needs; in none if all are equal.
 
     Raises:
         ValueError: A negative or too large value, or another shape.
@@ -29,7 +29,7 @@ def encode_ints(ints: IntsLike, base: int = 0) -> EncodedInts:
     values = _checked(ints)
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
     if low < 0:
-        raise ValueError(f"can't pack {low}: packed integers are non-negative")
+        raise ValueError(f"can't encode {low}, expected non-negative integers")
     if low == high:
         return EncodedInts(size=values.size, base=base + low if values.size else 0, dtype="u1", data=b"")
     words = np.dtype(narrow_dtype(high - low)).newbyteorder("<")
@@ -38,27 +38,27 @@ def encode_ints(ints: IntsLike, base: int = 0) -> EncodedInts:
     return EncodedInts(size=values.size, base=base + low, dtype=dtype, data=data)
 
 
-def decode_ints(packed: EncodedInts) -> Ints:
-    """The integers that were packed, int64, shape [packed.size]."""
-    values = offsets(packed).astype(np.int64)
-    values += packed.base
+def decode_ints(encoded: EncodedInts) -> Ints:
+    """Decode to int64, shape [encoded.size]."""
+    values = offsets(encoded).astype(np.int64)
+    values += encoded.base
     return values
 
 
-def offsets(packed: EncodedInts) -> AnyInts:
-    """What each packed integer adds to `packed.base`, shape [packed.size], in a narrow unsigned dtype."""
-    if not packed.data:
-        return np.zeros(packed.size, dtype=np.uint8)
-    return np.frombuffer(packed.data, dtype=f"<u{packed.word_bytes}")
+def offsets(encoded: EncodedInts) -> AnyInts:
+    """Return each integer's offset from `encoded.base`, shape [encoded.size], in a narrow unsigned dtype."""
+    if not encoded.data:
+        return np.zeros(encoded.size, dtype=np.uint8)
+    return np.frombuffer(encoded.data, dtype=f"<u{encoded.word_bytes}")
 
 
-def total(packed: EncodedInts) -> int:
-    """The sum of the integers that were packed."""
-    return packed.size * packed.base + (int(offsets(packed).sum(dtype=np.int64)) if packed.data else 0)
+def total(encoded: EncodedInts) -> int:
+    """Sum the encoded integers."""
+    return encoded.size * encoded.base + (int(offsets(encoded).sum(dtype=np.int64)) if encoded.data else 0)
 
 
-def integers(values: IntsLike) -> Ints:
-    """`values`, shape [n], as int64.
+def as_int64(values: IntsLike) -> Ints:
+    """Convert `values`, shape [n], to int64.
 
     Raises:
         ValueError: Another shape, or a value that does not fit.
@@ -68,12 +68,12 @@ def integers(values: IntsLike) -> Ints:
 
 
 def narrow_dtype(limit: int) -> type[np.integer[Any]]:
-    """The narrowest of numpy's unsigned dtypes, or int64, that holds 0 to `limit`."""
+    """Return numpy's narrowest unsigned dtype of up to 32 bits that holds 0 to `limit`, else int64."""
     return next((dtype for dtype in (np.uint8, np.uint16, np.uint32) if limit <= np.iinfo(dtype).max), np.int64)
 
 
 def take(values: AnyInts, index: AnyInts) -> AnyInts:
-    """`values[index]`, read-only, for an index that was checked: a wrong one reads memory that is not the array's."""
+    """Return `values[index]`, read-only; the index must be in range, as an invalid one reads foreign memory."""
     taken: AnyInts = pc.take(pa.array(values), pa.array(index), boundscheck=False).to_numpy()
     return taken
 

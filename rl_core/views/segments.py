@@ -1,4 +1,4 @@
-"""The row ranges of a column group, and which rows of its chunks they are."""
+"""The row ranges of a column group, and their mapping to rows of its chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from schemas.batch import ChunkRef, ColumnGroup, EncodedInts, Segments
 
 @dataclass(frozen=True, eq=False)
 class ReadPlan:
-    """What to read of a group: P pieces of its chunks, none empty, in the group's row order. [P] int64 each."""
+    """The reads that give a group's rows: P pieces of its chunks, none empty, in row order. [P] int64 each."""
 
-    chunk: Ints  # the piece's chunk, by its place in the group
-    start: Ints  # the piece's rows, half-open, counted in that chunk
-    stop: Ints
+    chunk: Ints  # index of the piece's chunk in the group
+    start: Ints  # the piece's first row, counted in that chunk
+    stop: Ints  # the row after its last one
 
 
 def pick(segments: Segments, indices: Sequence[AnyInts]) -> list[Segments]:
-    """For each checked index: the segments of these of the rows that `segments` cover, in the order asked."""
-    dtype = narrow_dtype(_limit(segments.starts) + _limit(segments.counts))  # holds where every range stops
-    if segments.starts.size == 1:  # one range counts on from its start; no array of its rows is needed
+    """Select from the rows that `segments` cover, once by each index, in its order; indices must be in range."""
+    dtype = narrow_dtype(_limit(segments.starts) + _limit(segments.counts))  # holds the end of every range
+    if segments.starts.size == 1:  # the rows of one range are its start plus the index
         start = segments.starts.base
         return [coalesce(np.add(index, start, dtype=dtype, casting="unsafe")) for index in indices]
     if segments.counts.base == 1 and not segments.counts.data:
@@ -34,7 +34,7 @@ def pick(segments: Segments, indices: Sequence[AnyInts]) -> list[Segments]:
 
 
 def coalesce(rows: AnyInts) -> Segments:
-    """The ranges that cover `rows` in order; their dtype holds one more than the highest row."""
+    """Return the ranges that cover `rows` in order; the dtype of `rows` must hold one more than the highest row."""
     breaks = np.diff(rows) != 1
     if _stand_alone(int(np.count_nonzero(breaks)) + 1, rows.size):
         return _single_rows(rows)
@@ -43,7 +43,7 @@ def coalesce(rows: AnyInts) -> Segments:
 
 
 def merge(starts: Ints, counts: Ints) -> Segments:
-    """The ranges that cover the ranges [start, start + count) in order; empty ones are dropped."""
+    """Merge adjacent ranges [start, start + count), in order, and drop empty ones."""
     if not counts.all():
         starts, counts = starts[counts > 0], counts[counts > 0]
     opens = np.ones(starts.size, dtype=np.bool_)
@@ -56,13 +56,13 @@ def merge(starts: Ints, counts: Ints) -> Segments:
 
 
 def read_plan(group: ColumnGroup) -> ReadPlan:
-    """Which rows of which chunks to read; a range that crosses into another chunk is cut there.
+    """Map a group's segments to row ranges of its chunks; a range that spans several chunks is split.
 
     Raises:
-        ValueError: The segments name rows that the chunks don't have.
+        ValueError: The segments have rows that the chunks don't have.
     """
     bounds = chunk_bounds(group.chunks)
-    sizes = np.diff(bounds, append=bounds[-1])  # what lies past the last chunk is in one of no rows
+    sizes = np.diff(bounds, append=bounds[-1])  # rows past the last chunk count as a chunk of no rows
     starts, counts = decode_ints(group.segments.starts), decode_ints(group.segments.counts)
     chunk = np.searchsorted(bounds, starts, side="right") - 1
     begin = starts - bounds[chunk]
@@ -82,17 +82,17 @@ def read_plan(group: ColumnGroup) -> ReadPlan:
 
 
 def chunk_bounds(chunks: Sequence[ChunkRef]) -> Ints:
-    """Where each chunk starts in the concatenation, and where the last one ends: [number of chunks + 1]."""
+    """Return the start of each chunk in the concatenation, and the end of the last one: [number of chunks + 1]."""
     return np.cumsum([0, *(chunk.num_rows for chunk in chunks)], dtype=np.int64)
 
 
-def _limit(packed: EncodedInts) -> int:
-    """No packed integer is above this."""
-    return packed.base + (256**packed.item_bytes - 1 if packed.data else 0)
+def _limit(encoded: EncodedInts) -> int:
+    """Return an upper bound of the encoded integers."""
+    return encoded.base + (256**encoded.item_bytes - 1 if encoded.data else 0)
 
 
 def _stand_alone(num_ranges: int, num_rows: int) -> bool:
-    """Whether to store rows one by one: shuffled rows with a few neighbours among them have the longer counts."""
+    """Return whether to store rows one by one: the few neighbors in a shuffled batch would cost a count per range."""
     return 64 * num_ranges > 63 * num_rows
 
 
@@ -101,7 +101,7 @@ def _single_rows(rows: AnyInts) -> Segments:
 
 
 def _ranges(starts: Ints, counts: Ints, dtype: type[np.integer[Any]] = np.int64) -> Any:
-    """The concatenated integers of the half-open ranges [start, start + count)."""
+    """Concatenate the integers of the half-open ranges [start, start + count)."""
     stops = np.cumsum(counts)
-    # The difference may be negative: an unsigned dtype wraps around, and back in the sum.
+    # The difference may be negative: an unsigned dtype wraps around, and back again in the sum.
     return np.repeat((starts - (stops - counts)).astype(dtype), counts) + np.arange(counts.sum(), dtype=dtype)

@@ -1,4 +1,4 @@
-"""The selection algebra: each function returns a new handle and rewrites its row ranges."""
+"""Selection of rows: each function returns a new handle with rewritten row ranges."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_core.views.chunks import new_group
-from rl_core.views.integers import Ints, IntsLike, encode_ints, integers, narrow_dtype, offsets, take, total
+from rl_core.views.integers import Ints, IntsLike, as_int64, encode_ints, narrow_dtype, offsets, take, total
 from rl_core.views.segments import coalesce, merge, pick
 from schemas.batch import BatchHandle, ChunkRef, Segments
 from schemas.errors import ColumnError
@@ -21,15 +21,15 @@ def new_batch(
     prompt_lengths: IntsLike,
     response_lengths: IntsLike,
 ) -> BatchHandle:
-    """The batch of all rows of `chunks`, in order; its N rows have these lengths in tokens, [N] each.
+    """Create the batch of all N rows of `chunks`, in order; lengths are in tokens, [N] each.
 
     Raises:
-        ColumnError: An undeclared column or dtype, a repeated chunk, or not one length per row of the chunks.
+        ColumnError: An undeclared column or dtype, a repeated chunk, or a number of lengths other than N.
     """
     num_rows = _total_rows(chunks)
     for axis, lengths in (("prompt", prompt_lengths), ("response", response_lengths)):
         if len(lengths) != num_rows:
-            raise ColumnError(f"there are {len(lengths)} {axis} lengths for chunks of {num_rows} rows")
+            raise ColumnError(f"got {len(lengths)} {axis} lengths for chunks of {num_rows} rows, expected one per row")
     return BatchHandle(
         run_id=run_id,
         step=step,
@@ -42,17 +42,17 @@ def new_batch(
 
 
 def select(batch: BatchHandle, rows: IntsLike) -> BatchHandle:
-    """The batch's `rows`, in the order asked; a row may be asked for more than once.
+    """Select rows in the given order; a row may be repeated.
 
     Raises:
         IndexError: A row is negative or not below `batch.num_rows`.
-        TypeError: Rows that are not integers; a mask goes to `filter_rows`.
+        TypeError: Rows that are not integers; use `filter_rows` for a mask.
     """
     return _views(batch, [_row_index(batch, rows)])[0]
 
 
 def slice_rows(batch: BatchHandle, start: int, stop: int) -> BatchHandle:
-    """Rows start to stop, half-open.
+    """Select the rows from `start` up to, but excluding, `stop`.
 
     Raises:
         IndexError: Not 0 <= start <= stop <= `batch.num_rows`.
@@ -63,7 +63,7 @@ def slice_rows(batch: BatchHandle, start: int, stop: int) -> BatchHandle:
 
 
 def permute(batch: BatchHandle, order: IntsLike) -> BatchHandle:
-    """All rows in another order: row i of the result is row `order[i]`; `order` has shape [N].
+    """Reorder all rows: row i of the result is row `order[i]`; `order` has shape [N].
 
     Raises:
         IndexError: A row is negative or not below `batch.num_rows`.
@@ -82,22 +82,22 @@ def permute(batch: BatchHandle, order: IntsLike) -> BatchHandle:
 
 
 def repeat(batch: BatchHandle, counts: int | IntsLike) -> BatchHandle:
-    """Each row as many times in a row as its count says, in order; `counts` has shape [N], or is one for all.
+    """Repeat each row in place by its count; `counts` has shape [N], or is one number for all rows.
 
     Raises:
         ValueError: A negative count, or not one per row.
         TypeError: Counts that are not integers (bool included).
     """
-    times = integers(np.full(batch.num_rows, counts) if np.ndim(counts) == 0 else np.asarray(counts))
+    times = as_int64(np.full(batch.num_rows, counts) if np.ndim(counts) == 0 else np.asarray(counts))
     if times.size != batch.num_rows:
-        raise ValueError(f"there are {times.size} counts for a batch of {batch.num_rows} rows, expected one per row")
+        raise ValueError(f"got {times.size} counts for a batch of {batch.num_rows} rows, expected one per row")
     if (times < 0).any():
         raise ValueError(f"row {np.argmax(times < 0)} can't be repeated {times[times < 0][0]} times")
     return _views(batch, [np.repeat(np.arange(batch.num_rows), times)])[0]
 
 
 def filter_rows(batch: BatchHandle, keep: npt.NDArray[np.bool_]) -> BatchHandle:
-    """The rows whose entry in `keep`, bool [N], is true, in order: `filter_rows(batch, rewards > 0)`.
+    """Select the rows whose entry in `keep`, bool [N], is true, in order: `filter_rows(batch, rewards > 0)`.
 
     Raises:
         TypeError: `keep` is not an array of bool.
@@ -105,21 +105,23 @@ def filter_rows(batch: BatchHandle, keep: npt.NDArray[np.bool_]) -> BatchHandle:
     """
     if not isinstance(keep, np.ndarray) or keep.dtype != np.bool_:
         kind = keep.dtype if isinstance(keep, np.ndarray) else type(keep).__name__
-        raise TypeError(f"rows are kept by an array of bool, got {kind}; use select for row numbers")
+        raise TypeError(f"expected an array of bool, got {kind}; use select for row numbers")
     if keep.shape != (batch.num_rows,):
         raise ValueError(f"expected one bool for each of the {batch.num_rows} rows, got shape {keep.shape}")
     return _views(batch, [np.flatnonzero(keep)])[0]
 
 
 def split(batch: BatchHandle, counts: IntsLike) -> list[BatchHandle]:
-    """Consecutive parts of `counts[i]` rows each.
+    """Split into consecutive parts of `counts[i]` rows each.
 
     Raises:
         ValueError: A negative count, or counts that don't add up to the batch's rows.
     """
-    sizes = integers(counts)
+    sizes = as_int64(counts)
     if (sizes < 0).any() or sizes.sum() != batch.num_rows:
-        raise ValueError(f"counts {sizes.tolist()} don't split a batch of {batch.num_rows} rows")
+        raise ValueError(
+            f"counts {sizes.tolist()} don't split a batch of {batch.num_rows} rows; they must add up to its rows"
+        )
     return _views(batch, np.split(np.arange(batch.num_rows), np.cumsum(sizes)[:-1]) if sizes.size else [])
 
 
@@ -129,24 +131,24 @@ def with_column(
     """Add columns whose chunks hold the batch's rows in any order.
 
     Args:
-        batch: The batch of N rows that the columns extend.
+        batch: The batch of N rows to extend.
         names_dtypes: The new columns' dtypes by name.
-        chunks: What the producers put; their rows are numbered one chunk after the other.
-        rows: Which batch row each of these N rows belongs to.
+        chunks: The chunks with the new columns; their rows are numbered over the concatenation of the chunks.
+        rows: For each of these N rows, the row of the batch that it belongs to.
 
     Raises:
-        ColumnError: A column is there already or undeclared, or the chunks don't hold every row exactly once.
+        ColumnError: A column is already in the batch or undeclared, or the chunks don't hold every row exactly once.
     """
     present = sorted(set(names_dtypes) & set(batch.columns))
     if present:
-        raise ColumnError(f"column {present[0]!r} is already in the batch: a column is produced once a step")
-    index, num_stored = integers(rows), _total_rows(chunks)
+        raise ColumnError(f"column {present[0]!r} is already in the batch: a column is produced once per step")
+    index, num_stored = as_int64(rows), _total_rows(chunks)
     if index.size != num_stored:
-        raise ColumnError(f"there are {index.size} row numbers for chunks of {num_stored} rows")
+        raise ColumnError(f"got {index.size} row numbers for chunks of {num_stored} rows, expected one per row")
     outside = index[(index < 0) | (index >= batch.num_rows)]
     if outside.size:
         raise ColumnError(
-            f"columns {', '.join(names_dtypes)} name row {outside[0]} of a batch of {batch.num_rows} rows"
+            f"columns {', '.join(names_dtypes)} have row {outside[0]}, which is not in a batch of {batch.num_rows} rows"
         )
     order = np.full(batch.num_rows, -1, dtype=np.int64)
     order[index] = np.arange(num_stored)
@@ -160,10 +162,10 @@ def with_column(
 
 
 def _views(batch: BatchHandle, indices: Sequence[Ints]) -> list[BatchHandle]:
-    """One view for each checked index; what the views share is unpacked once, and equal segments are picked from once.
+    """Create one view per index, which must be in range; shared arrays and equal segments are decoded only once.
 
     Raises:
-        ValueError: The lengths or a group's segments are not of `batch.num_rows` rows.
+        ValueError: The lengths or a group's segments don't have `batch.num_rows` rows.
     """
     distinct: list[Segments] = []
     for group in batch.groups:
@@ -173,7 +175,10 @@ def _views(batch: BatchHandle, indices: Sequence[Ints]) -> list[BatchHandle]:
     prompts, responses = batch.prompt_lengths, batch.response_lengths
     sizes = {prompts.size, responses.size, *(total(segments.counts) for segments in distinct)}
     if sizes - {batch.num_rows}:
-        raise ValueError(f"a batch of {batch.num_rows} rows has lengths and segments of {sorted(sizes)} rows")
+        raise ValueError(
+            f"the batch handle is inconsistent: it has {batch.num_rows} rows, but lengths and segments of"
+            f" {sorted(sizes)} rows"
+        )
     narrow = [index.astype(narrow_dtype(batch.num_rows)) for index in indices]
     picked = [pick(segments, narrow) for segments in distinct]
     prompt_offsets, response_offsets = offsets(prompts), offsets(responses)
@@ -191,7 +196,7 @@ def _views(batch: BatchHandle, indices: Sequence[Ints]) -> list[BatchHandle]:
 
 
 def _row_index(batch: BatchHandle, rows: IntsLike) -> Ints:
-    index = integers(rows)
+    index = as_int64(rows)
     if index.size and index.view(np.uint64).max() >= batch.num_rows:  # a negative row looks like a very large one
         outside = index[(index < 0) | (index >= batch.num_rows)]
         raise IndexError(f"row {outside[0]} is not in a batch of {batch.num_rows} rows; rows count from 0")
@@ -199,7 +204,7 @@ def _row_index(batch: BatchHandle, rows: IntsLike) -> Ints:
 
 
 def _miscounted(index: Ints, num_rows: int) -> tuple[int, int]:
-    """The first row that is not in `index` exactly once, and how often it is."""
+    """Return the first row that is not in `index` exactly once, and how often it occurs."""
     times = np.bincount(index, minlength=num_rows)
     row = int(np.argmax(times != 1))
     return row, int(times[row])

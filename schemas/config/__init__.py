@@ -1,1 +1,1 @@
-"""Run configuration: frozen pydantic models; a union's member is chosen by its `kind`."""
+"""Run configuration: frozen pydantic models; the `kind` of a section selects one of several classes."""

@@ -1,14 +1,21 @@
-"""When the policy is saved, where, and what is kept."""
+"""Checkpoints of the policy."""
 
 from pydantic import PositiveInt
 
-from schemas.base import Frozen
+from schemas.base import FrozenConfig
 
 
-class CheckpointConfig(Frozen):
-    """Checkpoints; the newest complete one is where a run goes on after its policy workers were lost."""
+class CheckpointConfig(FrozenConfig):
+    """Checkpoints; a run resumes from the newest complete one after its policy workers were lost."""
 
     every_steps: PositiveInt = 1
+    """Steps between two checkpoints."""
+
     keep_last: PositiveInt = 2
-    keep_best: bool = True  # also keep the one with the best held-out accuracy
-    url: str | None = None  # any fsspec URL, e.g. s3://bucket/prefix; None: the run directory's `policy/`
+    """Number of newest checkpoints to keep."""
+
+    keep_best: bool = True
+    """Also keep the checkpoint with the best held-out accuracy."""
+
+    url: str | None = None
+    """Any fsspec URL for the checkpoints, e.g. `s3://bucket/prefix`; None: `policy/` in the run directory."""

@@ -4,38 +4,50 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from schemas.base import Frozen
+from schemas.base import FrozenConfig
 from schemas.config.kinds import default_kind
 
 
-class NoCorrection(Frozen):
-    """The mismatch is logged only."""
+class NoCorrection(FrozenConfig):
+    """No correction; the mismatch is only reported."""
 
     kind: Literal["none"] = "none"
+    """Disables the correction; the default without the section."""
 
 
-class TruncatedCorrection(Frozen):
-    """Weigh tokens by min(exp(behavior - sampler log-prob), cap): truncated importance sampling.
+class TruncatedCorrection(FrozenConfig):
+    """Truncated importance sampling: weight tokens by min(exp(behavior - sampler log-prob), cap).
 
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
     """
 
     kind: Literal["truncated"] = "truncated"
-    level: Literal["token", "sequence"] = "token"  # sequence: the product over its trained tokens
+    """Selects truncated importance sampling; the default within the section."""
+
+    level: Literal["token", "sequence"] = "token"
+    """Weight of each token (`token`), or the product over its sequence's trained tokens (`sequence`)."""
+
     cap: PositiveFloat = 2.0
+    """Upper bound of the weights."""
 
 
-class MaskedCorrection(Frozen):
-    """Weigh tokens by exp(behavior - sampler log-prob), and leave out those whose weight is outside a band.
+class MaskedCorrection(FrozenConfig):
+    """Masked importance sampling: weight tokens by exp(behavior - sampler log-prob), and mask out-of-bounds weights.
 
-    Masked importance sampling; at the level of tokens it is IcePop, whose band is the default (Ling Team 2025,
-    arXiv:2510.18855).
+    At the token level it is IcePop, whose bounds are the defaults (Ling Team 2025, arXiv:2510.18855).
     """
 
     kind: Literal["masked"] = "masked"
+    """Selects masked importance sampling."""
+
     level: Literal["token", "sequence"] = "token"
+    """Weight of each token (`token`), or the product over its sequence's trained tokens (`sequence`)."""
+
     low: PositiveFloat = 0.5
+    """Tokens with a smaller weight are masked: their policy term is 0."""
+
     high: PositiveFloat = 5.0
+    """Tokens with a larger weight are masked: their policy term is 0."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "MaskedCorrection":

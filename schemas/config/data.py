@@ -1,48 +1,62 @@
-"""Where the prompts come from."""
+"""The prompts to train and evaluate on."""
 
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from schemas.base import Frozen
+from schemas.base import FrozenConfig
 
 
-class PromptSource(Frozen):
+class PromptSource(FrozenConfig):
     """One of several weighted sources of prompts."""
 
     path: str
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0  # only the ratios of all weights count
+    """Path of the prompts: Parquet, JSONL, or a folder of Hugging Face datasets' `save_to_disk`."""
+
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Relative frequency of the source's prompts; only the ratios of all weights matter."""
 
 
-class DataConfig(Frozen):
+class DataConfig(FrozenConfig):
     """Prompts (Parquet, JSONL, or a folder of Hugging Face datasets' `save_to_disk`) with the columns `data_source`,
     `prompt` (chat list), `reward_model.ground_truth` and, optionally, `extra_info`.
 
-    What is trained on is either `train_path` or `sources`; an empty value of the other is as if it weren't there.
+    Exactly one of `train_path` and `sources` must be set; an empty value counts as not set.
     """
 
     train_path: Annotated[str | None, BeforeValidator(lambda path: path or None)] = None
+    """Path of the training prompts; None: `sources` are used."""
+
     sources: tuple[PromptSource, ...] = ()
+    """Several weighted sources of training prompts; empty: `train_path` is used."""
+
     eval_path: str | None = None
+    """Path of the held-out prompts; None: no evaluation."""
+
     max_prompt_tokens: PositiveInt = 1024
-    overlong: Literal["error", "drop"] = "error"  # what to do with a longer prompt; drops are counted
+    """Longest prompt in tokens, chat template included."""
+
+    overlong: Literal["error", "drop"] = "error"
+    """A longer prompt is an error, or is dropped and counted."""
+
     shuffle: bool = True
+    """Shuffle the prompts in every epoch, by the run's seed."""
 
     @model_validator(mode="after")
     def _one_or_several(self) -> "DataConfig":
         if self.train_path is None and not self.sources:
             raise ValueError(
-                "nothing to train on; set data.train_path to one file, or give several as [[data.sources]] with a path "
-                "and a weight each"
+                "nothing to train on; set data.train_path to one file, or several [[data.sources]] with a path and a "
+                "weight each"
             )
         if self.train_path is not None and self.sources:
             raise ValueError(
-                "data.train_path and data.sources are both set; leave one out (data.train_path= and data.sources=[] "
-                "clear them on the command line)"
+                "data.train_path and data.sources are both set; leave one out (on the command line, data.train_path= "
+                "or data.sources=[] clears it)"
             )
         return self
 
     @property
     def train_sources(self) -> tuple[PromptSource, ...]:
-        """What is trained on, one file or several, with weights."""
+        """The sources of training prompts, one or several."""
         return self.sources if self.train_path is None else (PromptSource(path=self.train_path),)

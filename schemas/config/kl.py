@@ -1,17 +1,22 @@
-"""How the policy is held to the reference."""
+"""The KL term between the policy and the reference."""
 
 from typing import Literal
 
 from pydantic import NonNegativeFloat
 
-from schemas.base import Frozen
+from schemas.base import FrozenConfig
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
-class KlConfig(Frozen):
-    """The KL term; x = reference log-prob - log-prob of a token, in nats."""
+class KlConfig(FrozenConfig):
+    """The KL term; below, x = reference log-prob - policy log-prob of a token, in nats."""
 
-    coef: NonNegativeFloat = 0.0  # 0: no reference model is loaded
-    estimator: KlEstimator = "k3"  # -x, x^2 / 2, e^x - x - 1; k1 is for the reward, as a loss it pulls nowhere
-    in_reward: bool = False  # taken off the row's reward, summed over its trained tokens, instead of added to the loss
+    coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL term; 0: no KL term, and no reference model is loaded."""
+
+    estimator: KlEstimator = "k3"
+    """k1 = -x (for the reward; as a loss its mean gradient is 0), k2 = x^2 / 2 or k3 = e^x - x - 1."""
+
+    in_reward: bool = False
+    """Subtract the KL, summed over a row's trained tokens, from its reward, instead of adding it to the loss."""

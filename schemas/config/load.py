@@ -1,4 +1,4 @@
-"""Reading a run's configuration: a TOML file, then `section.key=value` overrides; every refusal names the place."""
+"""Reading a run's config: a TOML file, then `section.key=value` overrides; every error names the key."""
 
 import difflib
 import tomllib
@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from schemas.config.kinds import kind_of
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 
@@ -21,7 +22,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         overrides: `section.key=value`; the value is read as TOML, else as a string.
 
     Raises:
-        ConfigError: The file or an override can't be read, or a key or value is not allowed.
+        ConfigError: The file or an override can't be read, or a key or value is invalid.
+
+    Example:
+        >>> from tempfile import NamedTemporaryFile
+        >>> with NamedTemporaryFile("w", suffix=".toml") as file:
+        ...     _ = file.write('steps=9\\nmodel.path="tiny"\\ndata.train_path="train.jsonl"\\nreward.kind="exact"')
+        ...     file.flush()
+        ...     config = load_config(Path(file.name), ["optim.lr=1e-4", "advantage.kind=rloo"])
+        >>> config.steps, config.optim.lr, config.advantage.kind, config.loss.kind
+        (9, 0.0001, 'rloo', 'clipped')
     """
     try:
         tree = tomllib.loads(path.read_text())
@@ -33,16 +43,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def override_config(config: RunConfig, overrides: Sequence[str], name: str) -> RunConfig:
-    """Apply `section.key=value` overrides to a config; `name` is what messages call it.
+    """Apply `section.key=value` overrides to a config; `name` names it in error messages.
 
     Raises:
-        ConfigError: An override can't be read, or a key or value is not allowed.
+        ConfigError: An override can't be read, or a key or value is invalid.
     """
     return _validated(config.model_dump(mode="json"), overrides, name)
 
 
 def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
-    """The keys, as a user writes them, that have different values in two configs."""
+    """Return the dotted keys that have different values in two configs, sorted."""
     return sorted(_changed(before.model_dump(mode="json"), after.model_dump(mode="json"), ""))
 
 
@@ -93,7 +103,7 @@ def _explain(detail: ErrorDetails) -> str:
         return f"unknown key {_dotted(place)}; {hint}allowed here: {', '.join(allowed)}"
     if detail["type"] == "missing":
         return f"missing key {_dotted(place)}"
-    if detail["type"] == "value_error":  # raised by a config's own check, which names what it is about
+    if detail["type"] == "value_error":  # raised by a config's own validator, whose message names the keys
         message = str(detail["ctx"]["error"])
         if not isinstance(detail["input"], dict):
             return f"{_dotted(place)} = {detail['input']!r}: {message}"
@@ -102,15 +112,15 @@ def _explain(detail: ErrorDetails) -> str:
 
 
 def _fields_at(place: Sequence[str]) -> list[str]:
-    """The keys that a section may hold."""
+    """Return the keys that a section may have."""
     return sorted({name for model in _models_at(place) for name in model.model_fields})
 
 
 def _models_at(place: Sequence[str]) -> list[type[BaseModel]]:
-    """The models that may stand at a place; pydantic's location names a union's member by its `kind`."""
+    """Return the possible models at a place; in pydantic's locations a member of a union appears by its `kind`."""
     models: list[type[BaseModel]] = [RunConfig]
     for part in place:
-        if part.isdigit():  # an entry of a list has its list's models
+        if part.isdigit():  # an entry of a list has the models of the list
             continue
         by_kind = [model for model in models if _kind(model) == part]
         if by_kind:
@@ -127,7 +137,7 @@ def _models_at(place: Sequence[str]) -> list[type[BaseModel]]:
 
 
 def _dotted(place: Sequence[str]) -> str:
-    """The place as a user writes it: without the union tags that pydantic adds."""
+    """Format the place as a dotted key, without the union tags that pydantic adds."""
     return ".".join(part for index, part in enumerate(place) if not _is_tag(place[:index], part)) or "the file"
 
 
@@ -136,5 +146,4 @@ def _is_tag(parent: Sequence[str], part: str) -> bool:
 
 
 def _kind(model: type[BaseModel]) -> str | None:
-    field = model.model_fields.get("kind")
-    return field.default if field else None
+    return kind_of(model) if "kind" in model.model_fields else None

@@ -1,10 +1,10 @@
-"""How samples are generated, and by which engine."""
+"""Rollout engines, sampling, and held-out evaluation."""
 
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from schemas.base import Frozen
+from schemas.base import FrozenConfig
 from schemas.config.kinds import default_kind
 
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -14,8 +14,8 @@ MinP = Annotated[float, Field(ge=0, lt=1)]
 def _stop_string(value: object) -> object:
     if not isinstance(value, str) or not value:
         raise ValueError(
-            f"{value!r} is no stop string: each must be a text of at least one character; tokens are stopped at by "
-            "their numbers, in stop_token_ids"
+            f"{value!r} is not a stop string, expected a string of at least one character; use stop_token_ids for "
+            "token ids"
         )
     return value
 
@@ -29,31 +29,55 @@ def _temperature(value: object) -> object:
 StopString = Annotated[str, BeforeValidator(_stop_string)]
 
 
-class DynamicSampling(Frozen):
-    """DAPO's dynamic sampling: groups of equal rewards teach nothing and are replaced by those of further prompts."""
+class DynamicSampling(FrozenConfig):
+    """DAPO's dynamic sampling: zero-variance groups are replaced by groups of further prompts."""
 
-    max_rounds: PositiveInt = 4  # of generation in one step; after the last one, the step has the groups that it has
+    max_rounds: PositiveInt = 4
+    """Maximum rounds of generation in a step; after the last one, the step trains on the groups that it has."""
 
 
-class EngineRollout(Frozen):
-    """What every engine is told."""
+class EngineRollout(FrozenConfig):
+    """Settings of every engine."""
 
-    num_prompts: PositiveInt = 16  # prompts per step
+    num_prompts: PositiveInt = 16
+    """Prompts per step."""
+
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """Samples per prompt, the size of a group."""
+
     max_response_tokens: PositiveInt = 256
+    """Longest response in tokens; longer ones are truncated."""
+
     temperature: Annotated[PositiveFloat, BeforeValidator(_temperature)] = 1.0
+    """Sampling temperature."""
+
     top_p: Probability = 1.0
-    top_k: NonNegativeInt = 0  # 0: no limit
-    min_p: MinP = 0.0  # tokens less likely than this share of the likeliest one's probability are not drawn
-    stop: tuple[StopString, ...] = ()  # a response ends with the token that completes one of these texts
-    stop_token_ids: tuple[NonNegativeInt, ...] = ()  # beside the model's own end-of-sequence tokens
+    """Nucleus sampling: sample from the most likely tokens with this total probability; 1: no limit."""
+
+    top_k: NonNegativeInt = 0
+    """Sample from this many most likely tokens; 0: no limit."""
+
+    min_p: MinP = 0.0
+    """Don't sample tokens less likely than this fraction of the most likely token's probability; 0: no limit."""
+
+    stop: tuple[StopString, ...] = ()
+    """Strings that end a response: its last token is the one that completes one of them."""
+
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """Token ids that end a response, in addition to the model's own end-of-sequence tokens."""
+
     num_workers: PositiveInt = 1
-    batch_prompts: PositiveInt | None = None  # generated together by one worker; None: num_prompts over num_workers
+    """Number of rollout workers, each with its own engine."""
+
+    batch_prompts: PositiveInt | None = None
+    """Prompts that one worker generates together; None: `num_prompts` / `num_workers`, rounded up."""
+
     dynamic_sampling: DynamicSampling | None = None
+    """Dynamic sampling; None: zero-variance groups are kept, with advantages of 0."""
 
     @property
     def prompts_per_batch(self) -> int:
-        """How many prompts are generated together: the work that is dealt to whichever worker is free."""
+        """Prompts that are generated together: the unit of work that is dispatched to a free worker."""
         return self.batch_prompts or -(-self.num_prompts // self.num_workers)
 
 
@@ -61,18 +85,32 @@ class TransformersRollout(EngineRollout):
     """The embedded engine: batched decoding of the transformers model with a KV cache."""
 
     kind: Literal["transformers"] = "transformers"
-    max_cache_bytes: PositiveInt = 2**32  # of the KV cache; more prompts than fit are decoded one batch after another
+    """Selects the embedded engine, the default."""
+
+    max_cache_bytes: PositiveInt = 2**32
+    """Maximum bytes of the KV cache; prompts that don't fit are decoded in further batches."""
 
 
 class VllmRollout(EngineRollout):
-    """vLLM, in the rollout worker's own process; extra `cpu` or `cuda`."""
+    """vLLM, in the rollout worker's own process (extra `cpu` or `cuda`)."""
 
     kind: Literal["vllm"] = "vllm"
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights, activations and KV cache
-    max_num_seqs: PositiveInt = 256  # decoded at the same time
-    cache_bytes: PositiveInt = 2**30  # of the KV cache, on a CPU
-    gpu_memory_utilization: Probability = 0.4  # share of the GPU's memory for weights and KV cache
-    enforce_eager: bool = True  # on a GPU, false captures CUDA graphs: a slower start, faster decoding
+    """Selects vLLM."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of weights, activations and KV cache."""
+
+    max_num_seqs: PositiveInt = 256
+    """Maximum number of sequences that are decoded at the same time."""
+
+    cache_bytes: PositiveInt = 2**30
+    """Bytes of the KV cache on a CPU."""
+
+    gpu_memory_utilization: Probability = 0.4
+    """Fraction of the GPU's memory for weights and KV cache."""
+
+    enforce_eager: bool = True
+    """On a GPU, don't capture CUDA graphs; false: a slower start, faster decoding."""
 
 
 RolloutConfig = Annotated[
@@ -80,24 +118,41 @@ RolloutConfig = Annotated[
 ]
 
 
-class EvalConfig(Frozen):
-    """Held-out evaluation: before training, after it, and every `every_steps` steps; sampled in its own way."""
+class EvalConfig(FrozenConfig):
+    """Held-out evaluation before and after training and every `every_steps` steps, with its own sampling settings."""
 
-    every_steps: NonNegativeInt = 0  # 0: only before and after
-    num_prompts: PositiveInt = 256  # at most; the first ones of the file
-    samples_per_prompt: PositiveInt = 1  # the n of mean@n, best@n and maj@n
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0  # 0: greedy
+    every_steps: NonNegativeInt = 0
+    """Steps between two evaluations during training; 0: only before and after."""
+
+    num_prompts: PositiveInt = 256
+    """Maximum number of held-out prompts, from the start of the file."""
+
+    samples_per_prompt: PositiveInt = 1
+    """Samples per prompt, the n of mean@n, best@n and maj@n."""
+
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Sampling temperature; 0: greedy."""
+
     top_p: Probability = 1.0
-    top_k: NonNegativeInt = 0  # 0: no limit
+    """Nucleus sampling: sample from the most likely tokens with this total probability; 1: no limit."""
+
+    top_k: NonNegativeInt = 0
+    """Sample from this many most likely tokens; 0: no limit."""
+
     min_p: MinP = 0.0
-    max_response_tokens: PositiveInt | None = None  # None: the rollout's
-    accuracy_threshold: float = 0.99  # a reward of at least this counts as correct
+    """Don't sample tokens less likely than this fraction of the most likely token's probability; 0: no limit."""
+
+    max_response_tokens: PositiveInt | None = None
+    """Longest response in tokens; None: `rollout.max_response_tokens`."""
+
+    accuracy_threshold: float = 0.99
+    """A sample is correct if its reward is at least this."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> "EvalConfig":
         if self.samples_per_prompt > 1 and self.temperature == 0:
             raise ValueError(
-                f"eval.samples_per_prompt = {self.samples_per_prompt} with eval.temperature = 0 would draw the same "
+                f"eval.samples_per_prompt = {self.samples_per_prompt} with eval.temperature = 0 would sample the same "
                 "greedy response each time; set eval.temperature above 0, e.g. 1.0, or eval.samples_per_prompt = 1"
             )
         return self

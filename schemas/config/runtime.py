@@ -1,26 +1,53 @@
-"""Where and how a run executes."""
+"""Services, processes, devices and retries of a run."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from schemas.base import Frozen
+from schemas.base import FrozenConfig
 
 
-class RuntimeConfig(Frozen):
-    """Services, threads, checkpoints and retries."""
+class RuntimeConfig(FrozenConfig):
+    """Services, processes, devices and retries."""
 
     runs_dir: str = "runs"
-    services_dir: str = ".sluice"  # state of the local services, where Sluice starts them
-    ray_address: str | None = None  # None: a local Ray that Sluice starts
-    prefect_api_url: str | None = None  # None: PREFECT_API_URL, else a local server that Sluice starts
-    num_policy_ranks: PositiveInt = 1  # data-parallel processes that hold the policy, sharded
-    num_reference_ranks: PositiveInt = 1  # the same of the reference, where there is one
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where the Ray cluster has the GPUs for all workers
-    gpus_per_worker: Annotated[float, Field(gt=0, le=1)] = 1.0  # less than 1: workers share GPUs
-    weight_transport: Literal["auto", "object_store", "broadcast"] = "auto"  # auto: broadcast between GPUs of their own
-    collective_timeout_seconds: PositiveFloat = 600  # a rank that waits so long for the others gives up
-    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0  # 1: step k+1 is sampled by version k while step k is trained
-    num_threads: NonNegativeInt = 0  # torch threads of each worker; 0: the machine's cores
-    max_restarts: NonNegativeInt = 3  # times that a run may recover from dead workers
-    tensorboard: bool = False  # also write TensorBoard event files (extra `tensorboard`)
+    """Folder of the run directories."""
+
+    services_dir: str = ".sluice"
+    """Folder for the state of the local services that Sluice starts."""
+
+    ray_address: str | None = None
+    """Address of a Ray cluster; None: Sluice starts a local one."""
+
+    prefect_api_url: str | None = None
+    """URL of a Prefect API; None: `PREFECT_API_URL`, else Sluice starts a local server."""
+
+    num_policy_ranks: PositiveInt = 1
+    """Data-parallel processes of the policy, which is sharded over them."""
+
+    num_reference_ranks: PositiveInt = 1
+    """Data-parallel processes of the reference, if it has its own workers."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the workers; auto: CUDA if the Ray cluster has enough GPUs for all workers."""
+
+    gpus_per_worker: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """GPUs reserved for each worker; workers share GPUs if less than 1."""
+
+    weight_transport: Literal["auto", "object_store", "broadcast"] = "auto"
+    """Transport of new weights to the rollout workers; auto: broadcast if every worker has its own GPU."""
+
+    collective_timeout_seconds: PositiveFloat = 600
+    """Seconds that a rank waits for the others in a collective before it fails."""
+
+    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    """0: on-policy; 1: one step off-policy, step k + 1 is sampled by version k while step k is trained."""
+
+    num_threads: NonNegativeInt = 0
+    """Torch threads of each worker; 0: one per core of the machine."""
+
+    max_restarts: NonNegativeInt = 3
+    """Number of times that a run may recover from lost workers."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard event files (extra `tensorboard`)."""

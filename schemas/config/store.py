@@ -1,49 +1,64 @@
-"""Where columns live, how much of them, and for how long."""
+"""The column store: backend, capacity and retention."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from schemas.base import Frozen
+from schemas.base import FrozenConfig
 from schemas.config.kinds import default_kind
 
 
-class _Limits(Frozen):
-    capacity_bytes: PositiveInt = 2**30  # of all leased steps together
-    put_timeout_seconds: NonNegativeFloat = 60  # a put waits so long for other steps' bytes to be cleared
-    lease_seconds: PositiveFloat = 3600  # a step that nobody renews, reads or writes for so long is freed
+class _Limits(FrozenConfig):
+    capacity_bytes: PositiveInt = 2**30
+    """Capacity in bytes, for all leased steps together."""
+
+    put_timeout_seconds: NonNegativeFloat = 60
+    """Seconds that a put waits at full capacity for other steps to be cleared."""
+
+    lease_seconds: PositiveFloat = 3600
+    """A step is freed after this many seconds in which no client renews, reads or writes it."""
 
 
 class RayStore(_Limits):
     """Ray's object store: as fast as memory, and lost with the Ray cluster."""
 
     kind: Literal["ray"] = "ray"
+    """Selects Ray's object store alone."""
+
     keep_steps: Literal[0] = 0
+    """Always 0: finished steps are not kept."""
 
     @property
     def is_durable(self) -> bool:
+        """Whether columns outlive the Ray cluster."""
         return False
 
 
 class _Durable(_Limits):
-    url: str | None = None  # any fsspec URL, e.g. s3://bucket/prefix; None: the run directory's `columns/`
-    keep_steps: NonNegativeInt = 1  # so many finished steps stay readable, for people
+    url: str | None = None
+    """Any fsspec URL for the columns, e.g. `s3://bucket/prefix`; None: `columns/` in the run directory."""
+
+    keep_steps: NonNegativeInt = 1
+    """Number of finished steps that stay readable, e.g. for `sluice inspect`; 0: none."""
 
     @property
     def is_durable(self) -> bool:
+        """Whether columns outlive the Ray cluster."""
         return True
 
 
 class FsspecStore(_Durable):
-    """Arrow IPC files under a URL that every worker reaches."""
+    """Arrow IPC files under a URL that every worker can reach."""
 
     kind: Literal["fsspec"] = "fsspec"
+    """Selects files alone."""
 
 
 class TieredStore(_Durable):
-    """Ray's object store in front, files behind: reads are fast, and columns outlive the Ray cluster."""
+    """Ray's object store in front of files: reads are fast, and columns outlive the Ray cluster."""
 
     kind: Literal["tiered"] = "tiered"
+    """Selects Ray's object store in front of files, the default."""
 
 
 StoreConfig = Annotated[

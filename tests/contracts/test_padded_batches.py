@@ -8,7 +8,7 @@ import pytest
 from infra.stores.base import ColumnStore
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import row_lengths
-from rl_core.padded.convert import nest, unnest
+from rl_core.padded import nest, unnest
 from rl_core.padded.layouts import TRL, VERL, PaddedLayout
 from rl_core.views import new_batch
 from tests.contracts.backends import key

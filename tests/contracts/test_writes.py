@@ -33,7 +33,7 @@ def works_in_threads(store: ColumnStore) -> bool:
     return not isinstance(store.front if isinstance(store, TieredColumnStore) else store, MemoryStore)
 
 
-def test_a_column_that_is_not_as_declared_is_refused(store: ColumnStore, step: int) -> None:
+def test_a_column_that_is_not_as_declared_is_rejected(store: ColumnStore, step: int) -> None:
     wide = pa.record_batch({"sampler_logprobs": jagged(np.zeros(2), np.array([2]))})
     ragged = pa.record_batch(
         {
@@ -132,7 +132,7 @@ def test_a_key_that_leads_elsewhere_is_refused(store: ColumnStore, step: int, te
     batch = put_batch(store, step, [rollout_columns([1])])
     group = batch.groups[0]
     forged = group.replace(chunks=(group.chunks[0].replace(key=text),))
-    with pytest.raises(InvalidKeyError, match="is not a chunk's key"):
+    with pytest.raises(InvalidKeyError, match="is not a chunk key"):
         store.read(batch.replace(groups=(forged,)), ["reward"])
 
 

@@ -88,7 +88,7 @@ def test_people_see_plans_columns_bytes_and_warnings(sluice: Command) -> None:
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[0].startswith("one step: 16 rows, 144 prompt tokens (at most 9), ")
     assert "updates: token budget 8,192, seed 0, 0 rows skipped" in lines
-    assert "update ranks micro-batches rows tokens fill dummies spread loss tokens sequences" in lines
+    assert "update ranks micro-batches rows tokens fill dummies imbalance loss tokens sequences" in lines
     assert sum(line.split()[1:4] == ["3", "1", "2"] for line in lines) == 8  # three ranks, one micro-batch, two rows
     assert "prompt_ids prompt uint16 144 424" in lines
     assert "store.capacity_bytes 1,073,741,824 1,024.0" in lines

@@ -1,4 +1,4 @@
-"""Advantages by hand."""
+"""Advantages, computed by hand."""
 
 from itertools import pairwise
 
@@ -16,9 +16,11 @@ from schemas.config.advantage import (
     ReinforcePlusPlusAdvantage,
     RlooAdvantage,
 )
+from schemas.config.kinds import configs_of, kinds_of
 
-ALL = [GrpoAdvantage(), DrGrpoAdvantage(), RlooAdvantage(), ReinforcePlusPlusAdvantage(), OpoAdvantage()]
-every_estimator = pytest.mark.parametrize("config", ALL, ids=lambda config: config.kind)
+every_estimator = pytest.mark.parametrize(
+    "config", [config() for config in configs_of(AdvantageConfig)], ids=kinds_of(AdvantageConfig)
+)
 
 # Group 7: 1, 0, 0, 1 has mean 0.5 and sample variance 1/3. Group 2: 2, 4 has mean 3 and variance 2.
 REWARDS = [1.0, 2.0, 0.0, 0.0, 4.0, 1.0]
@@ -54,18 +56,18 @@ def test_epsilon_is_added_to_the_standard_deviation() -> None:
     np.testing.assert_allclose(advantages, [-1 / (np.sqrt(2) + 1), 1 / (np.sqrt(2) + 1)], rtol=1e-6)
 
 
-def test_dr_grpo_is_the_centred_reward() -> None:
+def test_dr_grpo_is_the_centered_reward() -> None:
     assert advantages_of(DrGrpoAdvantage(), REWARDS, GROUPS).tolist() == [0.5, -1.0, -0.5, -0.5, 1.0, 0.5]
 
 
-def test_rloo_compares_with_the_others() -> None:
-    # Of 1, 0, 0, 1, the others of a 1 have mean 1/3, those of a 0 have 2/3. Of 2, 4 they are each other.
+def test_rloo_has_a_leave_one_out_baseline() -> None:
+    # In 1, 0, 0, 1, the others of a 1 have mean 1/3, those of a 0 have 2/3. In 2, 4 the only other one is the mean.
     expected = [2 / 3, -2.0, -2 / 3, -2 / 3, 2.0, 2 / 3]
     np.testing.assert_allclose(advantages_of(RlooAdvantage(), REWARDS, GROUPS), expected, rtol=1e-6)
 
 
 def test_reinforce_plus_plus_whitens_over_tokens() -> None:
-    # Centred: 0.5, -0.5 and 1, -1, with 3, 1, 1 and 1 trained tokens: a mean of (1.5 - 0.5 + 1 - 1) / 6 = 1/6, squares
+    # Centered: 0.5, -0.5 and 1, -1, with 3, 1, 1 and 1 trained tokens: a mean of (1.5 - 0.5 + 1 - 1) / 6 = 1/6, squares
     # that add up to 3/4 + 1/4 + 1 + 1 = 3, so a sample variance of (3 - 6/36) / 5 = 17/30.
     rewards, groups, tokens = [1.0, 0.0, 3.0, 1.0], [0, 0, 1, 1], [3, 1, 1, 1]
     config = ReinforcePlusPlusAdvantage(epsilon=1e-8)
@@ -74,22 +76,22 @@ def test_reinforce_plus_plus_whitens_over_tokens() -> None:
     np.testing.assert_allclose(
         advantages_of(config, rewards, groups, loss_tokens=tokens, lengths=[9] * 4), expected, 1e-6
     )
-    # A weight is a number of tokens: the same as if the tokens were rows.
+    # The weights are numbers of tokens: the result is the same as if each token were a row.
     per_token = np.repeat([0.5, -0.5, 1.0, -1.0], tokens)
     assert per_token.std(ddof=1) == pytest.approx(std)
 
 
-def test_flat_groups_are_whitened_with_but_stay_zero() -> None:
+def test_zero_variance_groups_count_in_whitening_but_stay_zero() -> None:
     # Token values 1, -1, 0, 0: mean 0, sample variance 2/3.
     advantages = advantages_of(ReinforcePlusPlusAdvantage(), [3.0, 1.0, 5.0, 5.0], [0, 0, 1, 1])
     np.testing.assert_allclose(advantages, [np.sqrt(1.5), -np.sqrt(1.5), 0.0, 0.0], rtol=1e-6)
     assert advantages[2:].tolist() == [0.0, 0.0]
-    # Here the mean over the tokens is not 0, but (3 - 1) / 6; the flat group's advantages are.
+    # Here the mean over the tokens is not 0, but (3 - 1) / 6; the zero-variance group's advantages are.
     uneven = advantages_of(ReinforcePlusPlusAdvantage(), [3.0, 1.0, 5.0, 5.0], [0, 0, 1, 1], [3, 1, 1, 1])
     assert uneven[2:].tolist() == [0.0, 0.0]
 
 
-def test_reinforce_plus_plus_without_anything_to_whiten() -> None:
+def test_reinforce_plus_plus_without_trained_tokens_or_variance() -> None:
     config = ReinforcePlusPlusAdvantage()
     assert advantages_of(config, [1.0, 0.0], [0, 0], [2, 2], loss_tokens=[0, 0]).tolist() == [0.0, 0.0]
     assert advantages_of(config, [1.0, 0.0], [0, 0], [2, 2], loss_tokens=[2, 0]).tolist() == [0.0, 0.0]
@@ -122,7 +124,7 @@ def test_singletons_and_equal_rewards_have_no_advantage(config: AdvantageConfig)
     rows=st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3), st.integers(1, 9)), min_size=1),
     seed=st.integers(0, 2**16),
 )
-def test_advantages_follow_their_rows_and_rank_by_reward(
+def test_advantages_are_permuted_with_rows_and_ordered_by_reward(
     config: AdvantageConfig, rows: list[tuple[float, int, int]], seed: int
 ) -> None:
     rewards, groups, lengths = map(list, zip(*rows, strict=True))
@@ -141,7 +143,7 @@ def test_no_rows(config: AdvantageConfig) -> None:
     assert advantages_of(config, [], []).shape == (0,)
 
 
-def test_failed_rewards_are_refused() -> None:
+def test_failed_rewards_are_rejected() -> None:
     with pytest.raises(ValueError, match="row 1 has reward nan"):
         advantages_of(GrpoAdvantage(), [1.0, np.nan], [0, 0])
 
@@ -149,5 +151,5 @@ def test_failed_rewards_are_refused() -> None:
 def test_rows_must_agree() -> None:
     with pytest.raises(ValueError, match="1-D of one length"):
         advantages_of(GrpoAdvantage(), [1.0] * 3, [0, 0])
-    with pytest.raises(ValueError, match="row 1 has 3 loss tokens among 2 response tokens"):
+    with pytest.raises(ValueError, match="row 1 has 3 loss tokens, expected from 0 to its 2 response tokens"):
         advantages_of(GrpoAdvantage(), [1.0, 0.0], [0, 0], [2, 2], loss_tokens=[2, 3])

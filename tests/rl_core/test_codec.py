@@ -1,3 +1,5 @@
+"""The encoding of chunks, and their validation against the catalog."""
+
 import pickle
 from collections.abc import Sequence
 
@@ -27,7 +29,7 @@ def batch(lengths: Sequence[int] = (2, 0, 3)) -> pa.RecordBatch:
 
 
 @given(st.lists(st.integers(0, 4)), st.data())
-def test_any_slice_of_a_batch_comes_back_equal(lengths: list[int], data: st.DataObject) -> None:
+def test_any_slice_of_a_batch_survives_a_round_trip(lengths: list[int], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(lengths)))
     stop = data.draw(st.integers(start, len(lengths)))
     part = batch(lengths).slice(start, stop - start)
@@ -43,7 +45,7 @@ def test_decoding_maps_the_buffer() -> None:
     assert data.address <= address < data.address + data.size
 
 
-def test_a_slice_is_encoded_without_the_rest() -> None:
+def test_a_slice_is_encoded_without_other_rows() -> None:
     whole = batch([1000, 1])
     assert encode(whole.slice(1)).size < encode(whole).size / 4
 
@@ -54,14 +56,14 @@ def test_encoding_holds_no_pickle_and_no_foreign_metadata() -> None:
     assert b"pandas" not in data
 
 
-def test_every_truncation_is_refused() -> None:
+def test_every_truncation_is_rejected() -> None:
     data = encode(batch()).to_pybytes()
     for size in range(len(data)):
         with pytest.raises(StoreError):
             decode(data[:size])
 
 
-def test_foreign_bytes_are_refused() -> None:
+def test_foreign_bytes_are_rejected() -> None:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch().schema) as writer:
         writer.write_batch(batch())
@@ -83,30 +85,30 @@ def test_damaged_bytes_raise_or_decode_to_a_batch_within_its_memory(data: st.Dat
     expected = batch().schema
     for field, column in zip(decoded.schema, decoded.columns, strict=True):
         if field not in expected:
-            continue  # a store refuses another name or type
+            continue  # a store rejects other names and types
         if pa.types.is_string(column.type):
-            column = column.cast(pa.binary())  # whether it is UTF-8 is for those to say who check its sum
+            column = column.cast(pa.binary())  # checksums, not decoding, detect invalid UTF-8
         column.validate(full=True)
 
 
-def test_offsets_out_of_bounds_are_refused() -> None:
+def test_offsets_out_of_bounds_are_rejected() -> None:
     data = bytearray(encode(pa.record_batch({"prompt_ids": jagged(np.arange(7, dtype=np.int32), np.array([3, 4]))})))
     at = bytes(data).index(np.array([0, 3, 7], dtype="<i8").tobytes())
     data[at + 8 : at + 16] = np.array([10**9], dtype="<i8").tobytes()
-    with pytest.raises(StoreError, match=r"damaged.*'prompt_ids' lead out of its 7 values"):
+    with pytest.raises(StoreError, match=r"damaged.*'prompt_ids' point outside its 7 values"):
         decode(bytes(data))
 
 
-def test_text_offsets_out_of_bounds_are_refused() -> None:
+def test_string_offsets_out_of_bounds_are_rejected() -> None:
     data = bytearray(encode(pa.record_batch({"answer": pa.array(["abc", "defg"])})))
     at = bytes(data).index(np.array([0, 3, 7], dtype="<i4").tobytes())
     for wrong in (10**6, 2**31 - 1, -1):
         data[at + 4 : at + 8] = np.array([wrong], dtype="<i4").tobytes()
-        with pytest.raises(StoreError, match="'answer' lead out of its"):
+        with pytest.raises(StoreError, match="'answer' point outside its"):
             decode(bytes(data))
 
 
-def test_dtypes_are_stated_as_handles_state_them() -> None:
+def test_value_dtypes_have_the_notation_of_handles() -> None:
     assert value_dtypes(batch()) == {
         "response_ids": "uint16",
         "loss_mask": "bool",
@@ -130,7 +132,7 @@ NULL_INSIDE = pa.array([[1.0], [None, 2.0]], pa.large_list(pa.float32()))
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"colour": pa.array([1])}, "'colour' is not in the catalogue"),
+        ({"color": pa.array([1])}, "'color' is not in the catalog"),
         ({"advantages": pa.array([1.0])}, "'advantages' is double, expected float"),
         (
             {"behavior_logprobs": floats("float64")},
@@ -148,12 +150,12 @@ NULL_INSIDE = pa.array([[1.0], [None, 2.0]], pa.large_list(pa.float32()))
         ),
     ],
 )
-def test_a_column_that_is_not_as_declared_is_refused(columns: dict[str, pa.Array], message: str) -> None:
+def test_a_column_that_is_not_as_declared_is_rejected(columns: dict[str, pa.Array], message: str) -> None:
     with pytest.raises(ColumnError, match=message):
         validate(pa.record_batch(columns))
 
 
-def test_columns_must_be_there_and_be_named_once() -> None:
+def test_a_batch_has_columns_with_distinct_names() -> None:
     with pytest.raises(ColumnError, match="no columns"):
         validate(pa.record_batch([], names=[]))
     reward = pa.array([1.0], pa.float32())
@@ -161,7 +163,7 @@ def test_columns_must_be_there_and_be_named_once() -> None:
         validate(pa.RecordBatch.from_arrays([reward, reward], names=["reward", "reward"]))
 
 
-def test_row_lengths_are_those_of_the_batch_where_it_is_known() -> None:
+def test_row_lengths_must_equal_known_ones() -> None:
     columns = pa.record_batch({"behavior_logprobs": floats("float32", (2, 1))})
     validate(columns, {"response": np.array([2, 1])})
     with pytest.raises(ColumnError, match="has 1 values in row 1, expected 3"):

@@ -1,3 +1,5 @@
+"""Jagged columns: building them, and their values, offsets, lengths and tensors."""
+
 from itertools import pairwise
 
 import numpy as np
@@ -68,7 +70,7 @@ def test_tensors_share_the_columns_memory(dtype: str) -> None:
     assert as_tensor(stored.slice(2)).data_ptr() == stored.values.buffers()[1].address + 3 * 4
 
 
-def test_views_refuse_writes_and_copies_do_not_reach_the_column() -> None:
+def test_views_are_read_only_and_copies_do_not_change_the_column() -> None:
     ids = column("uint16")
     with pytest.raises(ValueError, match="read-only"):
         flat_values(ids)[0] = 9
@@ -76,7 +78,7 @@ def test_views_refuse_writes_and_copies_do_not_reach_the_column() -> None:
     assert ids.to_pylist() == ROWS
 
 
-def test_a_null_float_is_nan_and_other_nulls_are_refused() -> None:
+def test_a_null_float_is_nan_and_other_nulls_are_rejected() -> None:
     values = as_tensor(pa.array([1.5, None], pa.float32()))
     assert values[0] == 1.5
     assert values[1].isnan()
@@ -84,9 +86,9 @@ def test_a_null_float_is_nan_and_other_nulls_are_refused() -> None:
         flat_values(pa.array([1, None], pa.int32()))
 
 
-def test_text_has_values_but_no_tensor() -> None:
+def test_strings_have_values_but_no_tensor() -> None:
     assert flat_values(pa.array(["a", "é"])).tolist() == ["a", "é"]
-    with pytest.raises(ColumnError, match="text"):
+    with pytest.raises(ColumnError, match="a string column"):
         as_tensor(pa.array(["a"]))
 
 
@@ -103,13 +105,13 @@ def test_a_row_column_has_no_offsets() -> None:
         (np.zeros(3), [1.0, 2.0], "integers"),
         (np.zeros((2, 2)), [2, 2], "1-D"),
         (np.zeros(3), None, "need the lengths"),
-        ([np.zeros(3)], [3], "already says"),
+        ([np.zeros(3)], [3], "already known"),
         ([], None, "no dtype"),
         ([np.zeros(1, np.int32), np.zeros(1, np.int64)], None, "row 1 is int64"),
         ([np.zeros((1, 1))], None, "row 0"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(values: object, lengths: object, message: str) -> None:
+def test_inconsistent_values_and_lengths_are_rejected(values: object, lengths: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         jagged(values, None if lengths is None else np.array(lengths))  # type: ignore[arg-type]
 
@@ -123,7 +125,7 @@ def test_token_dtype_is_the_narrowest_that_holds_every_id() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 65535), max_size=5), min_size=1), st.data())
-def test_any_rows_come_back_from_any_slice(rows: list[list[int]], data: st.DataObject) -> None:
+def test_any_slice_returns_its_rows(rows: list[list[int]], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(rows)))
     stop = data.draw(st.integers(start, len(rows)))
     part = jagged([np.array(row, dtype=np.uint16) for row in rows]).slice(start, stop - start)

@@ -1,3 +1,5 @@
+"""Masks as run lengths, and padded values as jagged columns and back."""
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -38,7 +40,7 @@ def test_runs_take_the_narrowest_integers_that_hold_the_width(width: int, dtype:
 
 
 @given(masks)
-def test_any_mask_comes_back(mask: np.ndarray) -> None:
+def test_any_mask_survives_a_round_trip(mask: np.ndarray) -> None:
     for given_mask in (mask, np.asfortranarray(mask), torch.from_numpy(mask), torch.from_numpy(mask).long()):
         runs = RunLengths.from_mask(given_mask)
         assert np.array_equal(runs.to_mask(), mask)
@@ -65,7 +67,7 @@ def test_runs_of_lengths_are_those_of_the_padded_mask(side: str) -> None:
         (torch.ones(1, 2), r"float32\[1, 2\]"),
     ],
 )
-def test_what_is_not_a_mask_is_refused(mask: np.ndarray | torch.Tensor, message: str) -> None:
+def test_other_arrays_are_rejected_as_masks(mask: np.ndarray | torch.Tensor, message: str) -> None:
     for function in (as_mask, RunLengths.from_mask, lambda m: from_padded(np.zeros((1, 2), bool), m)):
         with pytest.raises(ColumnError, match=message):
             function(mask)
@@ -78,7 +80,7 @@ def padded_values(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["bool", "uint16", "int32", "float32"])
 @pytest.mark.parametrize("as_torch", [False, True])
-def test_every_dtype_keeps_exactly_what_exists(dtype: str, as_torch: bool) -> None:
+def test_every_dtype_keeps_exactly_the_existing_values(dtype: str, as_torch: bool) -> None:
     values = padded_values(dtype, MASK.shape)
     column = from_padded(torch.from_numpy(values) if as_torch else values, MASK)
     assert column.type == pa.large_list(pa.from_numpy_dtype(dtype))
@@ -88,7 +90,7 @@ def test_every_dtype_keeps_exactly_what_exists(dtype: str, as_torch: bool) -> No
     assert back.numpy().tolist() == np.where(MASK, values, 1).tolist()
 
 
-def test_a_hole_moves_no_value() -> None:
+def test_values_around_a_hole_keep_their_positions() -> None:
     column = from_padded(np.array([[5, 6, 7, 8]], np.int32), np.array([[1, 0, 1, 0]]))
     assert column.to_pylist() == [[5, 7]]
     runs = RunLengths.from_mask(np.array([[1, 0, 1, 0]]))
@@ -102,7 +104,7 @@ def test_bool_is_stored_in_bits() -> None:
 
 
 @given(masks, st.sampled_from(["bool", "uint16", "int32", "float32"]), st.data())
-def test_any_values_come_back_where_they_exist(mask: np.ndarray, dtype: str, data: st.DataObject) -> None:
+def test_any_existing_values_survive_a_round_trip(mask: np.ndarray, dtype: str, data: st.DataObject) -> None:
     values = data.draw(hnp.arrays(dtype, mask.shape))
     column = from_padded(values, mask)
     assert row_lengths(column).tolist() == mask.sum(axis=1).tolist()
@@ -111,7 +113,7 @@ def test_any_values_come_back_where_they_exist(mask: np.ndarray, dtype: str, dat
 
 
 @given(st.lists(st.integers(0, 6)), st.integers(0, 3), st.sampled_from(["left", "right"]), st.data())
-def test_a_padded_row_comes_back_from_either_side(
+def test_rows_padded_on_either_side_survive_a_round_trip(
     lengths: list[int], spare: int, side: str, data: st.DataObject
 ) -> None:
     counts = np.array(lengths, dtype=np.int64)
@@ -125,7 +127,7 @@ def test_a_padded_row_comes_back_from_either_side(
     assert (from_its_side >= 0).int().diff(dim=1).le(0).all()
 
 
-def test_padding_never_follows_the_longest_row() -> None:
+def test_the_padded_width_does_not_depend_on_the_longest_row() -> None:
     column = jagged(np.array([1, 2, 3], np.uint16), np.array([1, 2]))
     padded = to_padded(column, width=4, pad=70000, side="left")
     assert padded.dtype == torch.int32
@@ -140,7 +142,7 @@ def test_a_row_longer_than_the_width_is_named() -> None:
         to_padded(column, width=2, pad=0)
 
 
-def test_rows_that_are_not_the_masks_are_named() -> None:
+def test_rows_that_disagree_with_the_mask_are_named() -> None:
     column, runs = jagged(np.zeros(3, np.float32), np.array([1, 2])), RunLengths.from_mask(np.ones((2, 2), bool))
     with pytest.raises(ColumnError, match="row 0 has 1 values, expected 2"):
         to_padded_at(column, runs, pad=0)
@@ -153,13 +155,13 @@ def test_rows_that_are_not_the_masks_are_named() -> None:
 @pytest.mark.parametrize(
     ("dtype", "pad"), [("int32", 0.5), ("int32", float("nan")), ("uint16", 2**40), ("bool", 2), ("bool", -1)]
 )
-def test_a_pad_that_the_dtype_lacks_is_refused(dtype: str, pad: float) -> None:
+def test_a_pad_that_the_dtype_can_not_hold_is_rejected(dtype: str, pad: float) -> None:
     with pytest.raises(ValueError, match=f"can't be padded with {pad}"):
         to_padded(jagged(np.zeros(1, dtype), np.array([1])), width=2, pad=pad)
     assert to_padded(jagged(np.zeros(1, "float32"), np.array([1])), width=2, pad=float("nan")).isnan().sum() == 1
 
 
-def test_a_width_and_a_side_must_be_there() -> None:
+def test_invalid_widths_and_sides_are_rejected() -> None:
     column = jagged(np.zeros(0, np.int32), np.zeros(0, np.int64))
     with pytest.raises(ValueError, match="width is -1"):
         to_padded(column, width=-1, pad=0)
@@ -171,7 +173,7 @@ IDS = np.array([[-100, 3, 70000], [2, -100, 65535]])
 EXISTS = np.array([[0, 1, 0], [1, 0, 1]], bool)
 
 
-def test_wide_ids_need_a_narrow_dtype_that_holds_those_that_exist() -> None:
+def test_wide_ids_need_a_narrow_dtype_that_holds_the_existing_ones() -> None:
     with pytest.raises(ColumnError, match="can't be int64, expected bool, uint16, int32, float32: pass one as dtype"):
         from_padded(torch.from_numpy(IDS), EXISTS)
     column = from_padded(torch.from_numpy(IDS), EXISTS, dtype=np.uint16)
@@ -209,7 +211,7 @@ def test_values_have_the_shape_of_their_mask() -> None:
         (np.bool_(True), "float32", True),
     ],
 )
-def test_a_value_is_kept_exactly_or_refused(value: np.generic, dtype: str, fits: bool) -> None:
+def test_a_value_is_kept_exactly_or_rejected(value: np.generic, dtype: str, fits: bool) -> None:
     values = np.array([value])
     if fits:
         cast = cast_exactly(values, dtype)
@@ -226,7 +228,7 @@ def test_bfloat16_becomes_float32() -> None:
     assert flat_values(column).tolist() == values[0].float().tolist()
 
 
-def test_a_nested_tensor_is_refused() -> None:
+def test_a_nested_tensor_is_rejected() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
-    with pytest.raises(ColumnError, match="nested already"):
+    with pytest.raises(ColumnError, match="already nested"):
         from_padded(nested, np.ones((2, 2), bool))

@@ -1,4 +1,4 @@
-"""Planning: every row once, a hard budget, equal counts, even ranks, membership by seed alone, exact denominators."""
+"""Plans: every row once, a hard budget, equal counts, balanced ranks, membership by seed alone, exact denominators."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from benchmarks.planning import SHAPES
-from rl_core.planning import imbalance, pack, plan_forward, plan_step
-from rl_core.planning.balance import balance, rank_work, row_costs
-from rl_core.planning.pack import pack_ranks, split_bins, spread
+from rl_core.planning import pack, plan_forward, plan_step
 from schemas.errors import PlanError
 from schemas.plan import ForwardPlan, MicroBatch, RankPlan, StepPlan
 
 Row = tuple[int, int, int]  # prompt, response and loss tokens
-
 ROWS = st.lists(
     st.tuples(st.integers(1, 20), st.integers(0, 40)).flatmap(
         lambda lengths: st.tuples(*map(st.just, lengths), st.integers(0, lengths[1]))
@@ -36,13 +33,13 @@ def plan_rows(rows: list[Row], **options: int) -> StepPlan:
 
 
 def cost(rows: list[Row], members: tuple[int, ...] | list[int]) -> float:
-    """Linear work of all tokens, and attention over each sequence: 2^-14 of a token's work for a pair."""
+    """Compute the linear cost of all tokens plus attention within each sequence: 2^-14 of a token's cost per pair."""
     lengths = [rows[row][0] + rows[row][1] for row in members]
     return sum(lengths) + sum(length**2 for length in lengths) / 2**14
 
 
 def check_ranks(plan: RankPlan, rows: list[Row], num_ranks: int, budget: int) -> None:
-    """What holds for every pass over rows: of an update, or of scoring."""
+    """Check the invariants of every pass over rows, in an update or for scoring."""
     assert len(plan.ranks) == len(plan.rank_costs) == num_ranks
     assert {len(rank) for rank in plan.ranks} == {plan.num_micros}
     for rank, rank_cost in zip(plan.ranks, plan.rank_costs, strict=True):
@@ -55,9 +52,9 @@ def check_ranks(plan: RankPlan, rows: list[Row], num_ranks: int, budget: int) ->
             assert micro.num_tokens == sum(rows[row][0] + rows[row][1] for row in micro.rows)
             assert micro.num_tokens <= budget
             assert list(micro.rows) == sorted(micro.rows)
-    identity = [cost(rows, share.tolist()) for share in np.array_split(np.array(sorted(plan.rows)), num_ranks)]
-    assert max(plan.rank_costs) <= max(identity)
-    assert max(plan.rank_costs) - min(plan.rank_costs) <= max(identity) - min(identity)
+    blocks = [cost(rows, block.tolist()) for block in np.array_split(np.array(sorted(plan.rows)), num_ranks)]
+    assert max(plan.rank_costs) <= max(blocks)
+    assert max(plan.rank_costs) - min(plan.rank_costs) <= max(blocks) - min(blocks)
 
 
 @settings(deadline=None)
@@ -122,121 +119,11 @@ def test_membership_is_the_seeds_permutation() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("num_rows", "most"), [(512, 0.005), (8192, 0.0006)])
-def test_ranks_are_even(shape: str, num_rows: int, most: float) -> None:
+def test_ranks_are_balanced(shape: str, num_rows: int, most: float) -> None:
     for seed in range(3):
         lengths = SHAPES[shape](np.random.default_rng(seed), num_rows)
         plan = plan_forward(np.ones_like(lengths), lengths - 1, num_ranks=16, token_budget=16_384)
         assert plan.imbalance <= most
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.integers(1, 6))
-def test_balance_is_never_worse_than_the_order_given(costs: list[float], num_ranks: int) -> None:
-    array = np.array(costs)
-    ranks = balance(array, num_ranks)
-    assert sorted(np.concatenate(ranks).tolist()) == list(range(len(costs)))
-    ours = rank_work(array, ranks)
-    identity = rank_work(array, np.array_split(np.arange(len(costs)), num_ranks))
-    assert np.ptp(ours) <= np.ptp(identity)
-    assert ours.max() <= identity.max()
-
-
-def test_balance_keeps_the_order_given_if_nothing_is_better() -> None:
-    # Longest first ends at 7 and 5; the order given is even, 6 and 6, and so is what exchanges make of the other.
-    assert [rows.tolist() for rows in balance(np.array([2.0, 2.0, 2.0, 3.0, 3.0]), 2)] == [[0, 1, 2], [3, 4]]
-    assert [rows.tolist() for rows in balance(np.ones(6), 3)] == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_balance_exchanges_rows_where_longest_first_is_uneven() -> None:
-    # Longest first: 0, 1, 4 cost 3 + 2 + 2, and 3, 2 cost 3 + 2. Half of the gap is 1: row 0 goes for row 2.
-    assert [rows.tolist() for rows in balance(np.array([3.0, 2.0, 2.0, 3.0, 2.0]), 2)] == [[1, 2, 4], [0, 3]]
-
-
-def test_balance_evens_out_a_skewed_order() -> None:
-    # The order given puts 9 + 8 on one rank and 1 + 2 on the other.
-    ranks = balance(np.array([9.0, 8.0, 1.0, 2.0]), 2)
-    assert sorted(rank_work(np.array([9.0, 8.0, 1.0, 2.0]), ranks)) == [10.0, 10.0]
-
-
-def test_row_costs_count_attention_and_prompts() -> None:
-    assert row_costs(np.array([10, 100]), quadratic=0.01).tolist() == [11.0, 200.0]
-    assert row_costs(np.array([2**14])).tolist() == [2.0**15]
-
-
-def test_imbalance_is_spread_over_mean() -> None:
-    assert imbalance(np.array([3.0, 1.0, 2.0])) == 1.0
-    assert imbalance(np.zeros(2)) == 0.0
-    micro = MicroBatch(rows=(), num_tokens=0)
-    assert RankPlan(ranks=((micro,),) * 3, rank_costs=(3.0, 1.0, 2.0)).imbalance == 1.0
-    assert RankPlan(ranks=((micro,),) * 2, rank_costs=(0.0, 0.0)).imbalance == 0.0
-
-
-def test_pack_is_best_fit_longest_first() -> None:
-    lengths = np.array([4, 7, 1, 2, 4, 2])
-    # 7 leaves 3 in the first bin; 4 and 4 leave 2 in the second, which 2 fills; 2 and 1 fill the first.
-    assert [rows.tolist() for rows in pack(np.arange(6), lengths, 10)] == [[1, 2, 5], [0, 3, 4]]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 50), max_size=60), st.integers(50, 90))
-def test_pack_needs_few_bins(lengths: list[int], budget: int) -> None:
-    bins = pack(np.arange(len(lengths)), np.array(lengths, dtype=np.int64), budget)
-    tokens = [sum(lengths[row] for row in rows) for rows in bins]
-    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
-    assert all(len(rows) for rows in bins)
-    assert max(tokens, default=0) <= budget
-    # No two bins could be one, as the first row of the later one would have gone into the other.
-    assert all(tokens[at] + tokens[other] > budget for other in range(len(bins)) for at in range(other))
-
-
-def test_spread_makes_even_bins_or_none() -> None:
-    # 5 and 4 open a bin each; 3 goes to the 4, and 2 to the 5.
-    bins = spread(np.arange(4), np.array([2, 3, 4, 5]), 10, 2)
-    assert bins is not None
-    assert [rows.tolist() for rows in bins] == [[0, 3], [1, 2]]
-    # 5 + 4 and 5 + 3 leave no room for another 3.
-    assert spread(np.arange(5), np.array([5, 5, 4, 3, 3]), 10, 2) is None
-
-
-def test_as_few_micro_batches_as_the_tokens_allow() -> None:
-    lengths = np.array([5, 5, 4, 3, 3])
-    # Twenty tokens fit into two bins of ten, though not evenly: 5 + 5, and 4 + 3 + 3.
-    assert [rows.tolist() for rows in pack_ranks([np.arange(5)], lengths, 10)[0]] == [[0, 1], [2, 3, 4]]
-    # A rank of 6 + 6 needs two bins of ten; the other has its six tokens in two bins, too.
-    ranks = pack_ranks([np.array([0, 1]), np.array([2, 3])], np.array([6, 6, 3, 3]), 10)
-    assert [[rows.tolist() for rows in bins] for bins in ranks] == [[[0], [1]], [[2], [3]]]
-
-
-def test_a_rank_that_can_not_be_spread_has_its_bins_split() -> None:
-    # These fit into eight bins of 29, yet not evenly into nine; the other rank needs nine.
-    rows = [20, 18, 18, 16, 15, 15, 14, 14, 13, 13, 11, 11, 10, 10, 9, 7, 7, 6, 5]
-    lengths, uneven = np.array([*rows, *[20] * 9]), np.arange(len(rows))
-    assert len(pack(uneven, lengths, 29)) == 8
-    assert spread(uneven, lengths, 29, 9) is None
-    bins, others = pack_ranks([uneven, np.arange(len(rows), len(lengths))], lengths, 29)
-    assert len(bins) == len(others) == 9
-    assert sorted(np.concatenate(bins).tolist()) == uneven.tolist()
-    assert all(0 < lengths[part].sum() <= 29 for part in bins)
-
-
-def test_split_bins_splits_the_fullest_then_adds_dummies() -> None:
-    lengths = np.array([4, 3, 2, 1, 1])
-    # [0, 1, 2] holds 9 tokens: 4 goes to one part, 3 and 2 to the other; [3, 4] holds only 2.
-    bins = split_bins([np.array([3, 4]), np.array([0, 1, 2])], lengths, 3)
-    assert [rows.tolist() for rows in bins] == [[3, 4], [0], [1, 2]]
-    assert sorted(rows.tolist() for rows in split_bins(bins, lengths, 6)) == [[], [0], [1], [2], [3], [4]]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(50, 90), st.integers(0, 40))
-def test_split_bins_keep_rows_and_budget(lengths: list[int], budget: int, more: int) -> None:
-    array = np.array(lengths, dtype=np.int64)
-    whole = pack(np.arange(len(lengths)), array, budget)
-    parts = split_bins(whole, array, len(whole) + more)
-    assert len(parts) == len(whole) + more
-    assert sorted(row for rows in parts for row in rows) == list(range(len(lengths)))
-    assert max(int(array[rows].sum()) for rows in parts) <= budget
-    assert sum(not len(rows) for rows in parts) == max(0, len(parts) - len(lengths))
 
 
 def test_micro_batches_line_up_by_cost() -> None:
@@ -287,7 +174,7 @@ def test_nothing_to_train_on_or_to_score() -> None:
 
 
 @pytest.mark.parametrize("row", [(-1, 2, 1), (1, 2, 3), (1, 2, -1), (5, -2, 0), (5, -2, -3)])
-def test_impossible_counts_are_refused(row: Row) -> None:
+def test_impossible_counts_are_rejected(row: Row) -> None:
     with pytest.raises(PlanError, match=f"row 1 has {row[0]} prompt, {row[1]} response and {row[2]} loss tokens"):
         plan_rows([(1, 2, 1), row], token_budget=10)
     if min(row[:2]) < 0:
@@ -296,12 +183,12 @@ def test_impossible_counts_are_refused(row: Row) -> None:
 
 
 @pytest.mark.parametrize("name", ["num_ranks", "num_updates", "token_budget"])
-def test_numbers_below_one_are_refused(name: str) -> None:
+def test_numbers_below_one_are_rejected(name: str) -> None:
     with pytest.raises(PlanError, match=f"{name} 0.*each must be at least 1"):
         plan_rows([(1, 2, 1)], **{"token_budget": 10, name: 0})
 
 
-def test_arrays_of_other_shapes_or_dtypes_are_refused() -> None:
+def test_arrays_of_other_shapes_or_dtypes_are_rejected() -> None:
     options = {"num_ranks": 1, "token_budget": 8}
     with pytest.raises(PlanError, match="2 prompt lengths, 3 response lengths and 1 counts"):
         plan_step([1, 1], [1, 1, 1], [1], num_updates=1, seed=0, **options)
@@ -314,12 +201,12 @@ def test_arrays_of_other_shapes_or_dtypes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("counts", "num_costs", "message"),
     [
-        ((2, 1), 2, r"\[1, 2\] micro-batches; all need equally many"),
+        ((2, 1), 2, r"\[1, 2\] micro-batches; all need the same number"),
         ((0, 0), 2, "at least one"),
         ((1, 1), 1, "1 costs"),
     ],
 )
-def test_ranks_that_would_wait_for_each_other_are_no_plan(
+def test_ranks_with_different_numbers_of_micro_batches_are_rejected(
     counts: tuple[int, ...], num_costs: int, message: str
 ) -> None:
     micro = MicroBatch(rows=(0,), num_tokens=1)
@@ -329,23 +216,22 @@ def test_ranks_that_would_wait_for_each_other_are_no_plan(
 
 STEP = """\
 token budget 10, seed 0, 1 rows skipped
-update  ranks  micro-batches  rows  tokens   fill  dummies   spread  loss tokens  sequences
-     0      2              2     3      30  75.0%        1  66.667%           27          3"""
-
+update  ranks  micro-batches  rows  tokens   fill  dummies  imbalance  loss tokens  sequences
+     0      2              2     3      30  75.0%        1    66.667%           27          3"""
 FORWARD = """\
 token budget 1,000
-ranks  micro-batches  rows  tokens    fill  dummies  spread
-    2              1     4   2,000  100.0%        0  0.000%"""
+ranks  micro-batches  rows  tokens    fill  dummies  imbalance
+    2              1     4   2,000  100.0%        0     0.000%"""
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        # Three rows of ten tokens fill three of four micro-batches, two on one rank: (2 - 1) / 1.5 of a row's cost.
+        # Three rows of ten tokens fill three of four micro-batches, two on one rank: imbalance (2 - 1) / 1.5.
         (lambda: plan_rows([(1, 9, 9)] * 3 + [(1, 1, 0)], num_ranks=2, token_budget=10), STEP),
         (lambda: plan_forward([1] * 4, [499] * 4, num_ranks=2, token_budget=1000), FORWARD),
     ],
     ids=["step", "forward"],
 )
-def test_a_plan_is_a_table_for_people(make: Callable[[], StepPlan | ForwardPlan], text: str) -> None:
+def test_a_plan_prints_as_a_table(make: Callable[[], StepPlan | ForwardPlan], text: str) -> None:
     assert str(make()) == text

@@ -1,4 +1,4 @@
-"""The scoring head: entropy, likeliest tokens, precision and memory, and its gradients; and all of it under FSDP."""
+"""The scoring head: entropy, most likely tokens, precision and memory, and its gradients; and all of it under FSDP."""
 
 import copy
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def score(model: PreTrainedModel, *, entropy: EntropyMode = False, top_k: int = 
 
 
 def plain(model: PreTrainedModel) -> Tensor:
-    """The log-probs of all tokens, [R, vocabulary], by forwards of each sequence alone."""
+    """Compute the log-probs of all tokens, [R, vocabulary], by forwards of each sequence alone."""
     use_padded_attention(model)
     return torch.cat([plain_log_softmax(model, *sequence, TEMPERATURE) for sequence in BATCH.sequences])
 
@@ -50,7 +50,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).double().norm() / theirs.double().norm())
 
 
-def test_entropy_and_likeliest_tokens_equal_a_plain_forward() -> None:
+def test_entropy_and_top_tokens_equal_a_plain_forward() -> None:
     model = tiny_qwen3()
     scores = score(model, entropy="grad", top_k=TOP_K)
     assert scores.entropy is not None
@@ -71,13 +71,13 @@ def test_entropy_and_likeliest_tokens_equal_a_plain_forward() -> None:
     assert relative_error(ours, theirs) < 1e-5
 
 
-def test_the_padded_twin_returns_the_same_scores() -> None:
+def test_padded_scores_equal_packed_scores() -> None:
     model = tiny_qwen3()
     ours = score(model, entropy="no_grad", top_k=TOP_K)
     use_padded_attention(model)
-    twins = padded_scores(model, BATCH.row, temperature=TEMPERATURE, chunk_tokens=9, entropy="no_grad", top_k=TOP_K)
+    padded = padded_scores(model, BATCH.row, temperature=TEMPERATURE, chunk_tokens=9, entropy="no_grad", top_k=TOP_K)
     for name, value in ours._asdict().items():
-        torch.testing.assert_close(value, getattr(twins, name), rtol=0, atol=1e-5)
+        torch.testing.assert_close(value, getattr(padded, name), rtol=0, atol=1e-5)
 
 
 def test_entropy_by_hand() -> None:
@@ -95,7 +95,7 @@ def test_entropy_by_hand() -> None:
         assert top_ids.tolist() == [[0, 1]]
 
 
-def test_logged_entropy_adds_nothing_to_the_backward() -> None:
+def test_reported_entropy_adds_nothing_to_the_backward() -> None:
     model = tiny_qwen3()
     expected = gradient(model, score(model).logprobs.sum())
     scores = score(model, entropy="no_grad")
@@ -104,7 +104,7 @@ def test_logged_entropy_adds_nothing_to_the_backward() -> None:
     assert torch.equal(gradient(model, scores.logprobs.sum()), expected)
 
 
-def test_what_is_not_asked_for_is_none() -> None:
+def test_scores_that_are_not_requested_are_none() -> None:
     assert score(tiny_qwen3())[1:] == (None, None, None)
 
 
@@ -143,7 +143,7 @@ def test_no_logits_are_kept_for_the_backward(entropy: EntropyMode) -> None:
 
 
 def test_scores_are_float32_under_autocast() -> None:
-    """Errors are of bfloat16 activations (8 bits: 2^-8 relative) in two layers, not of rounded logits."""
+    """The tolerances allow for bfloat16 activations (8 bits: 2^-8 relative) in two layers, not for rounded logits."""
     model = tiny_qwen3()
     exact = score(model, entropy="grad", top_k=TOP_K)
     assert exact.entropy is not None
@@ -151,14 +151,14 @@ def test_scores_are_float32_under_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         scores = score(model, entropy="grad", top_k=TOP_K)
         use_padded_attention(model)
-        twins = padded_scores(model, BATCH.row, temperature=TEMPERATURE, chunk_tokens=4)
+        padded = padded_scores(model, BATCH.row, temperature=TEMPERATURE, chunk_tokens=4)
     assert scores.entropy is not None
     assert scores.top_logprobs is not None
     assert scores.logprobs.dtype == scores.entropy.dtype == scores.top_logprobs.dtype == torch.float32
     torch.testing.assert_close(scores.logprobs, exact.logprobs, rtol=0, atol=0.08)
     assert (scores.logprobs - exact.logprobs).abs().mean() < 0.03
     torch.testing.assert_close(scores.entropy, exact.entropy, rtol=0, atol=0.06)
-    torch.testing.assert_close(scores.logprobs, twins.logprobs, rtol=0, atol=0.08)
+    torch.testing.assert_close(scores.logprobs, padded.logprobs, rtol=0, atol=0.08)
     assert relative_error(gradient(model, (scores.logprobs + scores.entropy).sum()), expected) < 0.05
 
 
@@ -177,7 +177,7 @@ def test_the_head_rounds_operands_and_not_logits() -> None:
 
 
 class Scorer(nn.Module):
-    """What a sharded trainer wraps: the forward is the scoring."""
+    """A module like the one that a sharded trainer wraps: its forward scores."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -222,19 +222,19 @@ def test_sharded_parameters(tied: bool, checkpointing: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_the_head_on_cuda_equals_its_cpu_twin() -> None:
+def test_the_head_on_cuda_equals_the_cpu_path() -> None:
     """bfloat16 operands and float32 sums on both; gradients are rounded to bfloat16 operands too."""
     torch.manual_seed(0)
     head, states, targets = nn.Linear(64, 50), torch.randn(9, 64), torch.arange(9)
     options = HeadOptions(0.7, None, 4, top_k=2, has_entropy=True, has_entropy_grad=True)
     results = []
     for device in ("cpu", "cuda"):
-        twin = copy.deepcopy(head).to(device)
+        device_head = copy.deepcopy(head).to(device)
         leaf = states.detach().to(device, copy=True).requires_grad_()
         with torch.autocast(device, dtype=torch.bfloat16):
-            logprobs, entropy, top, _ = score_targets(leaf, twin, targets.to(device), options)
+            logprobs, entropy, top, _ = score_targets(leaf, device_head, targets.to(device), options)
         (logprobs.sum() + entropy.square().sum() + top.exp().sum()).backward()
-        gradients = (leaf.grad, twin.weight.grad, twin.bias.grad)
+        gradients = (leaf.grad, device_head.weight.grad, device_head.bias.grad)
         results.append([tensor.detach().cpu() for tensor in (logprobs, entropy, top, *gradients)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Reward shaping by hand."""
+"""Reward shaping, computed by hand."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ REWARDS = np.array([1.0, 0.0, 1.0, 0.0])
 def shaped(
     row_kl: list[float] | None = None, overlong: dict[str, float | bool] | None = None, **kl: float | bool
 ) -> ShapedRows:
-    """Four rows of at most ten tokens, of which the last was cut off; 1 token of each isn't trained."""
+    """Shape four rows of at most ten tokens, the last of them truncated; one token of each isn't trained."""
     return shape_rows(
         REWARDS,
         response_lengths=LENGTHS,
@@ -47,7 +47,7 @@ def test_the_overlong_penalty_grows_over_the_buffer() -> None:
     assert rows.metrics["reward/shaped"] == Mean(total=-2.5, weight=4)
 
 
-def test_a_buffer_longer_than_responses_is_refused() -> None:
+def test_a_buffer_longer_than_responses_is_rejected() -> None:
     with pytest.raises(
         ValueError, match=r"overlong\.buffer_tokens = 11 is more than rollout\.max_response_tokens = 10"
     ):
@@ -60,11 +60,11 @@ def test_kl_in_the_reward() -> None:
     assert rows.rewards.tolist() == [1.0, -1.0, 1.5, -5.0]
     assert rows.metrics["reward/kl"] == Mean(total=11.0, weight=4)
     assert rows.metrics["reward/shaped"] == Mean(total=-3.5, weight=4)
-    # Without a coefficient there is no reference, hence nothing to ask for.
+    # Without a coefficient there is no reference model, and no KL is required.
     assert shaped(None, in_reward=True).metrics == {}
 
 
-def test_kl_in_the_reward_needs_finite_numbers_of_all_rows() -> None:
+def test_kl_in_the_reward_must_be_finite_for_all_rows() -> None:
     for row_kl in (None, [0.0]):
         with pytest.raises(ValueError, match=r"kl\.in_reward needs the KL of all 4 rows"):
             shaped(row_kl, coef=0.5, in_reward=True)
@@ -73,7 +73,7 @@ def test_kl_in_the_reward_needs_finite_numbers_of_all_rows() -> None:
     assert caught.value.rows == (2,)
 
 
-def test_masked_rows_keep_their_place_in_the_baseline() -> None:
+def test_masked_rows_still_count_in_the_baseline() -> None:
     rows = shaped(overlong={"mask_truncated": True})
     assert rows.loss_tokens.tolist() == [3, 7, 8, 0]
     assert rows.rewards.tolist() == REWARDS.tolist()

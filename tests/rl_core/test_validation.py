@@ -1,3 +1,5 @@
+"""Held-out metrics, computed by hand."""
+
 from itertools import combinations
 from statistics import fmean
 
@@ -5,29 +7,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.rollout.evaluation import HeldOutSample, best_at_n, maj_at_n, mean_at_n, report_source, voted_answer
+from rl_core.rollout.evaluation import HeldOutSample, best_at_n, extract_answer, maj_at_n, mean_at_n, summarize_source
 
 
-def test_means_are_of_prompts_and_leave_failures_out() -> None:
+def test_means_are_over_prompts_and_ignore_failures() -> None:
     assert mean_at_n([[1.0, 0.0], [1.0, None], [None, None]]) == pytest.approx((0.5 + 1.0) / 2)
     assert mean_at_n([[True, False, False, False], [False] * 4]) == pytest.approx(1 / 8)
     assert mean_at_n([[None], []]) is None
 
 
-def test_best_of_as_many_as_were_drawn() -> None:
+def test_best_of_all_samples() -> None:
     correct = [[True, False, False], [False, False, False], [None, True, None], [None, None, None]]
     assert best_at_n(correct, 3) == pytest.approx(2 / 3)
     assert best_at_n([[None]], 1) is None
 
 
-def test_best_of_fewer_than_were_drawn_by_hand() -> None:
+def test_best_of_fewer_than_all_samples_by_hand() -> None:
     # One of four is correct; three of the six pairs hold it.
     assert best_at_n([[True, False, False, False]], 2) == pytest.approx(1 / 2)
     assert best_at_n([[True, False, None, False, False], [True, False]], 2) == pytest.approx((1 / 2 + 1) / 2)
 
 
 @given(correct=st.lists(st.booleans(), min_size=1, max_size=8), n=st.integers(1, 8))
-def test_best_is_the_mean_over_all_choices(correct: list[bool], n: int) -> None:
+def test_best_is_the_mean_over_all_subsets(correct: list[bool], n: int) -> None:
     choices = [any(chosen) for chosen in combinations(correct, min(n, len(correct)))]
     assert best_at_n([correct], n) == pytest.approx(fmean(choices))
     assert best_at_n([correct], 1) == pytest.approx(mean_at_n([correct]))
@@ -36,11 +38,11 @@ def test_best_is_the_mean_over_all_choices(correct: list[bool], n: int) -> None:
 def test_majorities_by_hand() -> None:
     answers = [["4", "5", "5"], ["4", "5", "4"], ["5", "4", "6"], ["4", "5", "5"]]
     correct = [[True, False, False], [True, False, True], [False, True, False], [True, None, False]]
-    # 5 wins, wrong; 4 wins, right; a tie goes to 5, wrong; one 5 failed, a tie that goes to 4, right.
+    # 5 wins, wrong; 4 wins, correct; a tie goes to 5, wrong; one 5 failed, so that a tie goes to 4, correct.
     assert maj_at_n(answers, correct) == pytest.approx(2 / 4)
     assert maj_at_n([*answers, ["4"]], [*correct, [None]]) == pytest.approx(2 / 4)
     assert maj_at_n([["4"]], [[None]]) is None
-    assert maj_at_n([["4", "4"]], [[False, True]]) == 0  # as its first sample
+    assert maj_at_n([["4", "4"]], [[False, True]]) == 0  # its first sample decides
 
 
 @pytest.mark.parametrize(
@@ -60,13 +62,13 @@ def test_majorities_by_hand() -> None:
         ("", ""),
     ],
 )
-def test_what_a_response_votes_for(response: str, answer: str) -> None:
-    assert voted_answer(response) == answer
+def test_the_answer_of_a_response(response: str, answer: str) -> None:
+    assert extract_answer(response) == answer
 
 
 @given(st.text(alphabet="\\boxed{}a ", max_size=40))
-def test_any_text_votes(response: str) -> None:
-    answer = voted_answer(response)
+def test_any_response_has_an_answer(response: str) -> None:
+    answer = extract_answer(response)
     assert answer == answer.strip()
     assert answer in response
 
@@ -75,7 +77,7 @@ def test_a_source_by_hand() -> None:
     def sample(text: str, reward: float | None, num_tokens: int, truncated: bool = False) -> HeldOutSample:
         return HeldOutSample(text, reward, num_tokens, truncated)
 
-    report = report_source(
+    report = summarize_source(
         "math",
         [
             [sample("a", 1.0, 2), sample("b", 0.5, 4), sample(" b", 0.5, 6, True)],
@@ -87,13 +89,13 @@ def test_a_source_by_hand() -> None:
     assert (report.data_source, report.num_prompts, report.num_failed) == ("math", 2, 1)
     assert report.mean_at_n == pytest.approx((1 / 3 + 1 / 2) / 2)
     assert report.best_at_n == 1
-    assert report.maj_at_n == pytest.approx(1 / 2)  # b, wrong, and d, right as its first
+    assert report.maj_at_n == pytest.approx(1 / 2)  # b, wrong, and d, correct like its first sample
     assert report.reward == pytest.approx((2 / 3 + 0.45) / 2)
     assert report.response_tokens == pytest.approx(24 / 6)
     assert report.truncated == pytest.approx(2 / 6)
 
 
 def test_a_source_whose_rewards_all_failed() -> None:
-    report = report_source("math", [[HeldOutSample("a", None, 1, False)]], n=1, threshold=1.0)
+    report = summarize_source("math", [[HeldOutSample("a", None, 1, False)]], n=1, threshold=1.0)
     assert (report.mean_at_n, report.best_at_n, report.maj_at_n, report.reward) == (None, None, None, None)
     assert report.num_failed == 1

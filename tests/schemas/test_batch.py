@@ -1,3 +1,5 @@
+"""Chunk keys, catalog entries, encoded integers and segments."""
+
 import pytest
 from pydantic import ValidationError
 
@@ -7,7 +9,7 @@ from schemas.errors import ColumnError
 
 
 @pytest.mark.parametrize("name", ["../escape", "a/b", "", ".hidden", "a b", "a\n"])
-def test_a_key_part_that_could_leave_the_run_is_refused(name: str) -> None:
+def test_an_unsafe_key_part_is_rejected(name: str) -> None:
     with pytest.raises(ValidationError, match="not a safe name"):
         ChunkKey(run_id=name, step=0, stage="rollout")
     with pytest.raises(ValidationError, match="not a safe name"):
@@ -18,15 +20,15 @@ def test_a_key_is_deterministic() -> None:
     assert str(ChunkKey(run_id="run-1", step=7, stage="rollout", shard=2)) == "run-1/7/rollout/2/0"
 
 
-def test_reward_parts_share_the_reward_column_s_entry() -> None:
+def test_reward_parts_share_the_entry_of_reward() -> None:
     assert column_spec("reward_format").dtypes == CATALOG["reward"].dtypes
-    with pytest.raises(ColumnError, match="'rewards' is not in the catalogue"):
+    with pytest.raises(ColumnError, match="'rewards' is not in the catalog"):
         column_spec("rewards")
     with pytest.raises(ColumnError):
         column_spec("reward_")
 
 
-def test_packed_integers_are_narrower_as_text_than_in_memory() -> None:
+def test_encoded_integers_are_narrower_in_json_than_in_memory() -> None:
     packed = EncodedInts.model_validate_json('{"size": 3, "base": 7, "dtype": "u3", "data": "AQAAAgAAAwAB"}')
     assert packed.data == bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 1, 0])
     assert packed.model_dump() == {"size": 3, "base": 7, "dtype": "u3", "data": "AQAAAgAAAwAB"}
@@ -48,18 +50,18 @@ def test_packed_integers_are_narrower_as_text_than_in_memory() -> None:
         (None, "valid bytes"),
     ],
 )
-def test_malformed_packed_integers_are_refused(data: object, message: str) -> None:
+def test_malformed_encoded_integers_are_rejected(data: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EncodedInts(size=3, base=0, dtype="u3", data=data)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("change", [{"base": -1}, {"base": 2**63}, {"size": -1}, {"dtype": "u9"}, {"dtype": "i4"}])
-def test_packed_integers_are_non_negative_and_fit_in_int64(change: dict[str, object]) -> None:
+def test_encoded_integers_are_non_negative_and_fit_in_int64(change: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=next(iter(change))):
         EncodedInts.model_validate({"size": 0, "base": 0, "dtype": "u1", "data": "", **change})
 
 
-def test_segments_have_a_count_for_each_start() -> None:
+def test_segments_have_one_count_per_start() -> None:
     one, two = (EncodedInts(size=size, base=1, dtype="u1", data=b"") for size in (1, 2))
     with pytest.raises(ValueError, match="1 starts and 2 counts"):
         Segments(starts=one, counts=two)

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from rl_core.rollout.dynamic_sampling import (
     count_generated,
-    cut_shards,
     find_variance,
     keep_rows,
     kept_groups,
     next_groups,
+    shard_groups,
 )
 from schemas.config.rollout import DynamicSampling, TransformersRollout
 from schemas.metrics import values
@@ -37,7 +37,7 @@ def rounds_of(config: TransformersRollout, rewards: Sequence[tuple[float | None,
     """What the workers report round by round, where group g has `rewards[g]`, and the prompt's length says g."""
     rounds: list[list[RolloutShard]] = []
     while groups := next_groups(config, find_variance(rounds), len(rounds)):
-        shards = cut_shards(config, groups, sum(map(len, rounds)))
+        shards = shard_groups(config, groups, sum(map(len, rounds)))
         rounds.append([shard_of(shard, shard % config.num_workers, own, rewards) for shard, own in shards.items()])
     return rounds
 

@@ -79,7 +79,7 @@ def test_json_holds_the_same_for_machines(inspect: Command) -> None:
         "dtype": "float",
         "unit": "reward",
         "error": None,
-        "figures": {
+        "stats": {
             "num_rows": 5,
             "num_values": 5,
             "num_bytes": 20,
@@ -90,14 +90,14 @@ def test_json_holds_the_same_for_machines(inspect: Command) -> None:
             "maximum": 0.5,
         },
     }
-    assert columns["prompt_ids"]["figures"]["num_values"] == 19 + 19 + 20 + 20 + 20
+    assert columns["prompt_ids"]["stats"]["num_values"] == 19 + 19 + 20 + 20 + 20
     # Responses of 4, 3, 5, 4 and 12 tokens, at 1, 2, 4, 5 and 6 eighths each.
-    assert columns["sampler_logprobs"]["figures"]["num_values"] == 28
-    assert columns["sampler_logprobs"]["figures"]["mean"] == -(4 * 1 + 3 * 2 + 5 * 4 + 4 * 5 + 12 * 6) / 8 / 28
-    assert columns["behavior_logprobs"]["figures"]["maximum"] == -1 / 8 - 1 / 4
-    assert columns["reward_letters"]["figures"]["num_nulls"] == 1
-    assert columns["reward_letters"]["figures"]["mean"] == (1 + 0.5 + 1 + 0.75) / 4
-    assert columns["prompt_text"]["figures"]["mean"] is None
+    assert columns["sampler_logprobs"]["stats"]["num_values"] == 28
+    assert columns["sampler_logprobs"]["stats"]["mean"] == -(4 * 1 + 3 * 2 + 5 * 4 + 4 * 5 + 12 * 6) / 8 / 28
+    assert columns["behavior_logprobs"]["stats"]["maximum"] == -1 / 8 - 1 / 4
+    assert columns["reward_letters"]["stats"]["num_nulls"] == 1
+    assert columns["reward_letters"]["stats"]["mean"] == (1 + 0.5 + 1 + 0.75) / 4
+    assert columns["prompt_text"]["stats"]["mean"] is None
     chunks = summary.pop("chunks")
     assert [(chunk["key"], chunk["num_rows"], chunk["in_batch"]) for chunk in chunks] == [
         ("demo/3/rollout/0/0", 3, True),
@@ -142,7 +142,7 @@ def test_a_step_whose_put_has_only_begun(inspect: Command, run: RunDirectory) ->
     summary = parsed(inspect("demo", "--json"))
     assert (summary["step"], summary["steps"], summary["has_batch"]) == (4, [2, 3, 4], False)
     assert (summary["num_rows"], summary["num_rows_put"]) == (6, 6)
-    figures = {column["name"]: column["figures"] for column in summary["columns"]}
+    figures = {column["name"]: column["stats"] for column in summary["columns"]}
     assert figures["reward"]["num_nulls"] == 1
     assert figures["reward"]["mean"] == (1 + 0.5 + 1 + 0.5 + 0) / 5
     assert summary["samples"][1]["response_text"] == "t\x1b[31mc"
