@@ -1,4 +1,4 @@
-"""What the Prefect UI shows of a run: its progress, now and then a table of samples, and one of each evaluation."""
+"""A run's artifacts in the Prefect UI: its progress, tables of samples, and a table of each evaluation."""
 
 import re
 from uuid import UUID
@@ -17,13 +17,13 @@ MAX_SAMPLES = 16
 
 
 async def create_progress(run: RunHandle, percent: float) -> UUID:
-    """Make the run's progress artifact; returns its id for `update_progress`."""
+    """Create the run's progress artifact; return its id for `update_progress`."""
     return await acreate_progress_artifact(percent, key=_key(run, "progress"), description=f"steps of {run.run_id}")
 
 
-async def update_progress(artifact: UUID, percent: float, line: str) -> None:
-    """Move the progress artifact on and show the last step's line under it."""
-    await aupdate_progress_artifact(artifact, percent, description=line)
+async def update_progress(artifact: UUID, percent: float, description: str) -> None:
+    """Advance the progress artifact, with Markdown about the last step under it."""
+    await aupdate_progress_artifact(artifact, percent, description=description)
 
 
 async def show_samples(run: RunHandle, rollout: RolloutHandle) -> None:

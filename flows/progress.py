@@ -1,28 +1,37 @@
-"""Steps and evaluations as lines of text."""
+"""Steps and evaluations as text; the metric catalog says which metrics each place shows."""
 
+from collections.abc import Mapping
+
+from schemas.metric_catalog import View, metrics_of
 from schemas.step import EvalReport, SourceReport, StepReport
 
 
+def metric_values(metrics: Mapping[str, float], view: View) -> dict[str, str]:
+    """Return the metrics of a view that a step has, as text, in the catalog's order."""
+    return {spec.name: spec.show(metrics[spec.name]) for spec in metrics_of(view) if spec.name in metrics}
+
+
 def progress_line(report: StepReport, num_steps: int) -> str:
-    """One step in one line: reward, response tokens, KL, tokens per second, seconds per phase."""
-    metrics = report.metrics
+    """Return one step in one line: the terminal's metrics, tokens per second, and seconds per phase."""
+    shown = "  ".join(f"{name} {value}" for name, value in metric_values(report.metrics, "terminal").items())
     phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in report.seconds_by_phase.items())
-    kl = metrics.get("kl", metrics.get("reward/kl"))
-    shown_kl = "" if kl is None else f"kl {kl:.4f}  "
-    return (
-        f"step {report.step + 1:>3}/{num_steps}  reward {metrics['reward']:.3f}  "
-        f"response {metrics['response/tokens']:.1f} tok  {shown_kl}"
-        f"{metrics['tokens'] / report.seconds:,.0f} tok/s  {report.seconds:.2f} s: {phases}"
-    )
+    speed = f"{report.metrics['tokens'] / report.seconds:,.0f} tok/s"
+    return f"step {report.step + 1:>3}/{num_steps}  {shown}  {speed}  {report.seconds:.2f} s: {phases}"
+
+
+def progress_table(report: StepReport) -> str:
+    """Return the UI's metrics of one step as a Markdown table."""
+    rows = [f"| {name} | {value} |" for name, value in metric_values(report.metrics, "ui").items()]
+    return "\n".join(["| metric | value |", "|---|---|", *rows])
 
 
 def eval_lines(report: EvalReport) -> list[str]:
-    """One line per data source of an evaluation; none where they would say what its accuracy says."""
+    """Return one line per data source of an evaluation; none if they would only repeat its accuracy."""
     return [f"  {name}: {value}" for name, value in source_rows(report)]
 
 
 def source_rows(report: EvalReport) -> list[tuple[str, str]]:
-    """Name and figures of each data source, where there are several or several samples of a prompt."""
+    """Return name and figures of each data source, if there are several sources, or several samples of a prompt."""
     if len(report.sources) < 2 and report.samples_per_prompt == 1:
         return []
     return [(source.data_source, _source_figures(source, report.samples_per_prompt)) for source in report.sources]

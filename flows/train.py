@@ -9,7 +9,7 @@ from prefect.utilities.urls import url_for
 
 from flows.artifacts import create_progress, show_evaluation, update_progress
 from flows.connection import connect
-from flows.progress import eval_lines, progress_line
+from flows.progress import eval_lines, progress_line, progress_table
 from flows.recovery import open_run, reconcile
 from flows.step import run_step
 from infra.monitors.tensorboard import TensorBoardMonitor
@@ -85,7 +85,8 @@ async def _training_loop(run: RunHandle, directory: RunDirectory) -> RunHandle:
                 policy = policy.replace(version=report.policy_version)
                 line = progress_line(report, run.config.steps)
                 logger.info(line)
-                await update_progress(progress, 100 * policy.step / run.config.steps, line)
+                description = f"{line}\n\n{progress_table(report)}"
+                await update_progress(progress, 100 * policy.step / run.config.steps, description)
                 if tensorboard:
                     tensorboard.write(report)
                 if policy.step % run.config.checkpoint.every_steps == 0:

@@ -27,11 +27,22 @@ class MetricSpec(Frozen):
     unit: str  # empty: none, as for a fraction
     meaning: str
     views: tuple[View, ...] = ()
+    format: str = ".4g"  # of its value, as Python's format specification
+
+    def show(self, value: float) -> str:
+        """Return a value as text."""
+        return format(value, self.format)
 
 
-def _catalog(*rows: tuple[str, Stage, Reduction, str, str, tuple[View, ...]]) -> dict[str, MetricSpec]:
+Row = (
+    tuple[str, Stage, Reduction, str, str, tuple[View, ...]]
+    | tuple[str, Stage, Reduction, str, str, tuple[View, ...], str]
+)
+
+
+def _catalog(*rows: Row) -> dict[str, MetricSpec]:
     fields = tuple(MetricSpec.model_fields)
-    return {row[0]: MetricSpec.model_validate(dict(zip(fields, row, strict=True))) for row in rows}
+    return {row[0]: MetricSpec.model_validate(dict(zip(fields, row, strict=False))) for row in rows}
 
 
 _EVERYWHERE: tuple[View, ...] = ("terminal", "report", "ui")
@@ -40,7 +51,8 @@ _PAGES: tuple[View, ...] = ("report", "ui")
 # fmt: off
 METRICS: dict[str, MetricSpec] = _catalog(
     # Rewards and advantages.
-    ("reward", "advantage", "mean", "reward", "Reward from the reward function, without failed ones.", _EVERYWHERE),
+    ("reward", "advantage", "mean", "reward", "Reward from the reward function, without failed ones.", _EVERYWHERE,
+     ".3f"),
     ("reward_<part>", "rollout", "mean", "reward", "One part of the reward, over the rows that have it.", ()),
     ("reward/failed", "advantage", "sum", "row", "Rows whose reward failed, which are not trained on.", ("ui",)),
     ("reward/shaped", "advantage", "mean", "reward", "Reward minus the overlong penalty and the KL.", _PAGES),
@@ -49,9 +61,9 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("groups/zero_variance", "advantage", "mean", "",
      "Fraction of groups whose rewards, after shaping, are all equal, so that their advantages are 0.", _PAGES),
     # Responses.
-    ("response/tokens", "advantage", "mean", "token", "Response length.", _EVERYWHERE),
+    ("response/tokens", "advantage", "mean", "token", "Response length.", _EVERYWHERE, ".1f"),
     ("response/truncated", "advantage", "mean", "", "Fraction of responses cut off by the token limit.", _PAGES),
-    ("tokens", "advantage", "sum", "token", "Prompt and response tokens of the step.", ("terminal", "ui")),
+    ("tokens", "advantage", "sum", "token", "Prompt and response tokens of the step.", ("terminal", "ui"), ",.0f"),
     ("rows/skipped", "advantage", "sum", "row", "Rows without a loss token, which the plan skips.", ()),
     # Rollout.
     ("rollout/staleness", "rollout", "mean", "version",
@@ -68,9 +80,9 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("rollout/tokens", "rollout", "sum", "token", "Response tokens generated, dropped groups included.", ()),
     # Loss, and distance from the reference and the behavior policy.
     ("loss", "update", "mean", "", "Loss, aggregated as configured.", ()),
-    ("kl", "update", "mean", "nat", "KL estimate from the reference, over tokens.", _EVERYWHERE),
+    ("kl", "update", "mean", "nat", "KL estimate from the reference, over tokens.", _EVERYWHERE, ".4f"),
     ("reward/kl", "advantage", "mean", "nat",
-     "KL from the reference per row, summed over its trained tokens, if it is part of the reward.", _EVERYWHERE),
+     "KL from the reference per row, summed over its trained tokens, if it is part of the reward.", _EVERYWHERE, ".4f"),
     ("entropy", "update", "mean", "nat", "Entropy of the policy's next-token distribution, over tokens.", _PAGES),
     ("approx_kl", "update", "mean", "nat",
      "k3 estimate of the KL from the behavior policy, over tokens; about 0 in an on-policy first update.", ()),

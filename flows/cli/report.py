@@ -6,11 +6,11 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from flows.progress import source_rows
+from flows.progress import metric_values, source_rows
 from infra.storage.runs import RunDirectory, write_atomic
+from schemas.metric_catalog import metrics_of
 from schemas.step import RunSummary, StepReport
 
-CURVES = ("reward", "response/tokens", "kl", "grad_norm", "mismatch/max")
 WIDTH, HEIGHT, MARGIN = 640, 160, 44
 
 STYLE = """
@@ -29,7 +29,7 @@ line { stroke: #d0d7de }
 
 
 def render_summary(summary: RunSummary, path: Path) -> Table:
-    """The end of a run, as a table for the terminal."""
+    """Return a finished run's summary as a table."""
     table = Table(title=f"run {summary.run_id}", show_header=False, title_justify="left")
     for name, value in _summary_rows(summary):
         table.add_row(name, value)
@@ -38,13 +38,15 @@ def render_summary(summary: RunSummary, path: Path) -> Table:
 
 
 def render_table(directory: RunDirectory, every: int = 10) -> Table:
-    """The run so far: every tenth step and the last, as a table for the terminal."""
+    """Return every tenth step and the last, and the evaluations, as a table; the metric catalog names the columns."""
     steps = directory.metrics.steps()
-    columns = ("reward", "response/tokens", "kl", "tokens")
-    table = Table("step", *columns, "seconds", title=f"run {directory.run_id}", title_justify="left")
+    columns = [spec for spec in metrics_of("terminal") if any(spec.name in report.metrics for report in steps)]
+    names = [spec.name for spec in columns]
+    table = Table("step", *names, "seconds", title=f"run {directory.run_id}", title_justify="left")
     for report in steps:
         if report.step % every == 0 or report is steps[-1]:
-            cells = [f"{report.metrics[name]:.4g}" if name in report.metrics else "-" for name in columns]
+            shown = metric_values(report.metrics, "terminal")
+            cells = [shown.get(name, "-") for name in names]
             table.add_row(str(report.step + 1), *cells, f"{report.seconds:.2f}")
     for evaluation in directory.metrics.evals():
         table.add_section()
@@ -55,7 +57,7 @@ def render_table(directory: RunDirectory, every: int = 10) -> Table:
 
 
 def write_html(directory: RunDirectory) -> Path:
-    """Write `report.html`: the figures, and a curve for each main metric. No script, no network."""
+    """Write `report.html`: the summary, and a curve for each metric of the catalog's report view; no script, no network."""
     steps = directory.metrics.steps()
     summary = directory.summary()
     rows = _summary_rows(summary) if summary else [("steps", f"{len(steps)} (not finished)")]
@@ -63,14 +65,15 @@ def write_html(directory: RunDirectory) -> Path:
         name = f"held-out accuracy, version {report.policy_version}"
         rows.append((name, f"{report.accuracy:.3f} of {report.num_prompts}"))
         rows += [(f"{name}, {source}", value) for source, value in source_rows(report)]
+    curves = [spec.name for spec in metrics_of("report") if all(spec.name in step.metrics for step in steps)]
     cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
-    curves = "".join(_curve(steps, name) for name in CURVES if all(name in step.metrics for step in steps))
+    drawn = "".join(_curve(steps, name) for name in curves)
     path = directory.path / "report.html"
     title = html.escape(directory.run_id)
     write_atomic(
         path,
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"<h1>{title}</h1><table>{cells}</table>{curves}</html>",
+        f"<h1>{title}</h1><table>{cells}</table>{drawn}</html>",
     )
     return path
 

@@ -17,6 +17,7 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.storage.runs import RunDirectory
+from schemas.metric_catalog import metric_spec, metrics_of
 from schemas.step import RunSummary, StoredBatch
 from tests.services import Workplace
 
@@ -80,6 +81,13 @@ def test_the_summary_and_the_metrics(directory: RunDirectory) -> None:
     assert summary["reward_first"] == pytest.approx(sum(step.metrics["reward"] for step in steps) / STEPS)
     assert [report.policy_version for report in directory.metrics.evals()] == [0, STEPS]
     assert any((directory.path / "tensorboard").iterdir())
+
+
+def test_every_metric_is_in_the_catalog(workplace: Workplace, directory: RunDirectory) -> None:
+    for report in directory.metrics.steps():
+        for name in report.metrics:
+            metric_spec(name)
+        assert {spec.name for spec in metrics_of("terminal")} - report.metrics.keys() == {"reward/kl"}
 
 
 def test_a_reward_that_raises_is_counted_and_masked(directory: RunDirectory) -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from schemas.metric_catalog import metric_spec
 from schemas.rollout import RolloutHandle
 from tests.services import Run, Workplace
 
@@ -38,6 +39,8 @@ def metrics(workplace: Workplace) -> list[dict[str, float]]:
 
 def test_zero_variance_groups_are_replaced(metrics: list[dict[str, float]]) -> None:
     for step in metrics:
+        for name in step:
+            metric_spec(name)  # it is in the catalog
         assert step["rollout/rounds"] > 1
         assert step["rollout/groups_generated"] == step["rollout/groups_dropped"] + NUM_PROMPTS
         assert step["groups/zero_variance"] == 0
