@@ -57,7 +57,7 @@ def render_table(directory: RunDirectory, every: int = 10) -> Table:
 
 
 def write_html(directory: RunDirectory) -> Path:
-    """Write `report.html`: the summary, and a curve for each metric of the catalog's report view; no script, no network."""
+    """Write `report.html`: summary, and curves of the catalog's report view; no script, no network."""
     steps = directory.metrics.steps()
     summary = directory.summary()
     rows = _summary_rows(summary) if summary else [("steps", f"{len(steps)} (not finished)")]
