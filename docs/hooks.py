@@ -1,0 +1,225 @@
+"""Pages of the site that are generated from the code: configuration, commands, metrics and columns.
+
+MkDocs calls `on_files` before it reads the pages; see https://www.mkdocs.org/user-guide/configuration/#hooks.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from inspect import cleandoc
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from flows.cli.commands import app
+from schemas.catalog import CATALOG
+from schemas.config.kinds import kind_of
+from schemas.config.run import RunConfig
+from schemas.metric_catalog import METRICS
+
+MAX_TYPE_CHARACTERS = 60
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    pages: dict[str, Callable[[], str]] = {
+        "reference/configuration.md": configuration_page,
+        "reference/commands.md": commands_page,
+        "reference/metrics.md": metrics_page,
+        "reference/columns.md": columns_page,
+    }
+    for name, make in pages.items():
+        files.append(File.generated(config, name, content=make()))
+    return files
+
+
+def configuration_page() -> str:
+    """Return every key of a run's configuration with its type, default and meaning."""
+    lines = [
+        "# Configuration",
+        "",
+        "Every key of a run's TOML file, as `sluice train` reads it. `section.key=value` on the command line wins over "
+        "the file. Unknown keys and values that are not allowed are rejected before anything starts. This page is "
+        "generated from `schemas/config`.",
+        "",
+        "## The run",
+        "",
+        *_table(RunConfig, sections=False),
+    ]
+    for name, field in RunConfig.model_fields.items():
+        if members := _models(field.annotation):
+            lines += ["", f"## `[{name}]`", "", *_section(name, members)]
+    return "\n".join(lines) + "\n"
+
+
+def commands_page() -> str:
+    """Return the help of every command."""
+    group = typer.main.get_command(app)
+    context = typer.Context(group, info_name="sluice")
+    lines = [
+        "# Command line",
+        "",
+        "As `sluice COMMAND --help` prints it. Exit codes: 0 done; 1 the run stopped, and the line "
+        "that resumes it was printed; 2 something to fix, in one line that says where and how.",
+        "",
+    ]
+    for name in group.list_commands(context):  # type: ignore[attr-defined]
+        command = group.get_command(context, name)  # type: ignore[attr-defined]
+        lines += [f"## `sluice {name}`", "", cleandoc(command.help or ""), "", *_parameters(command), ""]
+    return "\n".join(lines)
+
+
+def metrics_page() -> str:
+    """Return the metric catalog."""
+    lines = [
+        "# Metrics",
+        "",
+        "What `metrics.jsonl` holds of every step, and what the terminal, the report and the Prefect UI show of it. "
+        "This page is generated from `schemas/metric_catalog.py`.",
+        "",
+        "| metric | unit | reduction | stage | meaning | shown in |",
+        "|---|---|---|---|---|---|",
+    ]
+    for spec in METRICS.values():
+        shown = ", ".join(spec.views)
+        lines.append(
+            f"| `{spec.name}` | {spec.unit} | {spec.reduction} | {spec.stage} | {_cell(spec.meaning)} | {shown} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def columns_page() -> str:
+    """Return the column catalog."""
+    lines = [
+        "# Columns",
+        "",
+        "The only columns there are. `row` columns have one value per sample; `prompt` and `response` columns are "
+        "jagged: one list per sample. `reward_<part>` columns are like `reward`. This page is generated from "
+        "`schemas/catalog.py`.",
+        "",
+        "| column | axis | dtype | unit | produced by | null allowed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for spec in CATALOG.values():
+        nullable = "yes" if spec.nullable else ""
+        dtypes = " or ".join(spec.dtypes)
+        lines.append(f"| `{spec.name}` | {spec.axis} | {dtypes} | {spec.unit} | {spec.producer} | {nullable} |")
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, members: list[type[BaseModel]]) -> Iterator[str]:
+    """Yield a section; one that has kinds gets a part for each kind."""
+    if len(members) == 1:
+        yield cleandoc(members[0].__doc__ or "")
+        yield ""
+        yield from _table(members[0], place=name)
+        return
+    kinds = ", ".join(f"`{kind_of(member)}`" for member in members)
+    yield f"`{name}.kind` is one of {kinds}."
+    for member in members:
+        yield ""
+        yield f'### `{name}.kind = "{kind_of(member)}"`'
+        yield ""
+        yield cleandoc(member.__doc__ or "")
+        yield ""
+        yield from _table(member, place=name)
+
+
+def _table(model: type[BaseModel], place: str = "", sections: bool = True) -> Iterator[str]:
+    rows = list(_rows(model, place, sections))
+    if not rows:
+        yield "It has no other keys."
+        return
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    yield from rows
+
+
+def _rows(model: type[BaseModel], place: str, sections: bool) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if name == "kind":
+            continue
+        nested = _models(field.annotation)
+        if nested and not sections:
+            continue
+        key = f"{place}.{name}" if place else name
+        meaning = _cell(field.description or "")
+        yield f"| `{key}` | {_cell(_type(field))} | {_cell(_default(field))} | {meaning} |"
+        if len(nested) == 1:
+            yield from _rows(nested[0], key, sections)
+
+
+def _models(annotation: object) -> list[type[BaseModel]]:
+    """Return the config classes that a field may hold."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _models(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [model for member in get_args(annotation) for model in _models(member)]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return []
+
+
+def _type(field: FieldInfo) -> str:
+    text = _name(field.annotation)
+    limits = [
+        f"{sign} {value}"
+        for limit in field.metadata
+        for name, sign in {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}.items()
+        if (value := getattr(limit, name, None)) is not None
+    ]
+    return ", ".join([text, *limits])
+
+
+def _name(annotation: object) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _name(arguments[0])
+    if origin is Literal:
+        return " or ".join(f"`{value!r}`" for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_name(argument) for argument in arguments)
+    if origin in (tuple, list):
+        return f"list of {_name(arguments[0])}"
+    if origin is dict:
+        return f"table of {_name(arguments[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    names: dict[Any, str] = {type(None): "none", str: "string", int: "integer", float: "number", bool: "true or false"}
+    return names.get(annotation, str(getattr(annotation, "__name__", annotation)))[:MAX_TYPE_CHARACTERS]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        value = field.default_factory()  # type: ignore[call-arg]
+        return "" if isinstance(value, BaseModel) else f"`{value!r}`"
+    if field.default is PydanticUndefined:
+        return "required"
+    return "none" if field.default is None else f"`{field.default!r}`"
+
+
+def _parameters(command: Any) -> Iterator[str]:
+    rows = []
+    for parameter in command.params:
+        if parameter.name == "help" or getattr(parameter, "hidden", False):
+            continue
+        is_option = parameter.param_type_name == "option"
+        shown = parameter.opts[0] if is_option else parameter.metavar or (parameter.name or "").upper()
+        rows.append(f"| `{shown}` | {_cell(getattr(parameter, 'help', '') or '')} |")
+    if rows:
+        yield "| argument | meaning |"
+        yield "|---|---|"
+        yield from rows
+
+
+def _cell(text: str) -> str:
+    """Return text as it may stand in a Markdown table."""
+    parts = " ".join(text.split()).replace("|", "\\|").split("`")
+    return "`".join(part if index % 2 else part.replace("<", "&lt;") for index, part in enumerate(parts))
