@@ -16,7 +16,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from transformers import PreTrainedModel
 
 from infra.datasets import PromptRow, load_train_prompts
-from infra.models.load import load_tokenizer, model_shapes, num_embeddings
+from infra.models.load import build_meta_model, load_tokenizer, num_embeddings
 from infra.models.lora import add_adapter
 from rl_core.columns.codec import arrow_type, encoded_bytes
 from rl_core.columns.jagged import token_dtype
@@ -225,7 +225,7 @@ def rank_bytes(config: RunConfig) -> RankBytes:
     Raises:
         UserError: The model's config is not that of a causal language model, or its adapter can't be made.
     """
-    model = model_shapes(config.model)
+    model = build_meta_model(config.model)
     reference = _shard_bytes(model, config.runtime.num_reference_ranks) if config.needs_reference_worker else 0
     if config.model.lora is not None:
         add_adapter(model, config.model.lora)

@@ -24,7 +24,7 @@ class FileEntry(Frozen):
 class Manifest(Frozen):
     """A complete checkpoint."""
 
-    version: NonNegativeInt  # policy version, and so the number of steps done: the data cursor
+    version: NonNegativeInt  # policy version, and so the number of completed steps: the data cursor
     num_updates: NonNegativeInt  # optimizer steps so far
     report: UpdateReport | None  # of the step that led to this version; None for the starting weights
     num_ranks: PositiveInt  # that wrote it; any number may read it

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import CheckpointStore
-from infra.models.load import empty_model, load_model
+from infra.models.load import build_model, load_model
 from infra.models.lora import add_adapter, merge_adapter
 from schemas.config.model import ModelConfig
 
@@ -25,7 +25,7 @@ def load_checkpoint_model(store: CheckpointStore, version: int) -> PreTrainedMod
     adapter = store.read_manifest(version).adapter
     if adapter is None:
         with store.assets(version) as assets:
-            model = empty_model(assets)
+            model = build_model(assets)
     else:
         model = load_model(ModelConfig(path=adapter.base_model))
         add_adapter(model, adapter.lora)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from infra.checkpoints.manifest import FileEntry
-from infra.checkpoints.shards import DTYPES, OFFSETS, SUFFIX, done, read_spans, split_by_bytes
+from infra.checkpoints.shards import DTYPES, OFFSETS, SUFFIX, completed_future, read_spans, split_by_bytes
 from infra.storage.folder import Folder
 from schemas.errors import CheckpointError
 
@@ -110,7 +110,7 @@ class ShardReader(StorageReader):
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(self._stored[item.storage_index].part(item, rows))
                     planner.commit_tensor(item, target)
-        return done(None)
+        return completed_future(None)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:

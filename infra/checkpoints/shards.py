@@ -95,7 +95,7 @@ def split_by_bytes(items: Iterable[Item], num_bytes: Callable[[Item], int], limi
         yield run
 
 
-def done(value: Any) -> Future[Any]:
+def completed_future(value: Any) -> Future[Any]:
     """A future that has its value."""
     future: Future[Any] = Future()
     future.set_result(value)

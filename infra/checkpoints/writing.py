@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from infra.checkpoints.manifest import FileEntry
-from infra.checkpoints.shards import SUFFIX, done, encode_shard, file_entry, split_by_bytes
+from infra.checkpoints.shards import SUFFIX, completed_future, encode_shard, file_entry, split_by_bytes
 from infra.storage.folder import Folder
 
 FILE_BYTES = 2**30  # a rank's tensors are split into files of about this size: one is in memory while it is written
@@ -71,7 +71,7 @@ class ShardWriter(StorageWriter):
         for number, items in enumerate(split_by_bytes(plan.items, _item_bytes, FILE_BYTES)):
             file = f"rank-{plan.storage_data:05d}-{number:05d}{SUFFIX}"
             results += self._write(file, items, planner)
-        return done(results)
+        return completed_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files: dict[str, FileEntry] = dict(result.storage_data for of_rank in results for result in of_rank)

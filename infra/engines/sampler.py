@@ -6,7 +6,9 @@ from infra.engines.base import Sampling
 from schemas.errors import NonFiniteError
 
 
-def draw(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row by inverting its cumulative distribution at the row's uniform.
 
     Tokens are left out in vLLM's order: temperature, min-p (Nguyen et al. 2024, arXiv:2407.01082), top-k, top-p;

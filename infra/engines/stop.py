@@ -9,7 +9,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are no c
 _MAX_INCOMPLETE = 3  # bytes of a character, of at most four, whose last one is still to come
 
 
-class StopTexts:
+class StopStrings:
     """Looks for stop texts in N responses that grow by one token at a time.
 
     Responses are decoded without special tokens, as vLLM does by default. Of each, only a window of the last

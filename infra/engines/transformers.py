@@ -14,8 +14,8 @@ from infra.engines.attention import use_decode_attention
 from infra.engines.base import Generation, GenerationRequest, Sampling
 from infra.engines.cache import cache_bytes_per_token, decoding_cache
 from infra.engines.layout import use_decode_layout
-from infra.engines.sampler import draw
-from infra.engines.stop import StopTexts
+from infra.engines.sampler import sample_tokens
+from infra.engines.stop import StopStrings
 from infra.models.load import check_weights
 from rl_core.rollout.seeding import uniforms
 from schemas.rollout import FinishReason
@@ -132,7 +132,7 @@ class _Decode:
         seeds = np.array([seed for request in requests for seed in request.seeds], dtype=np.uint64)
         self.noise = torch.from_numpy(uniforms(seeds, sampling.max_response_tokens))
         self.stop_ids = np.array(sampling.stop_token_ids, dtype=np.int64)
-        self.stop_texts = StopTexts(tokenizer, sampling.stop, num_rows) if tokenizer and sampling.stop else None
+        self.stop_texts = StopStrings(tokenizer, sampling.stop, num_rows) if tokenizer and sampling.stop else None
         self.cache = decoding_cache(model.config)
         self.num_tokens = 0  # of the response of each live row
         self.live = np.arange(num_rows)
@@ -146,7 +146,7 @@ class _Decode:
         """Append a token to every live row; return those that it has finished."""
         logits = self._prefill() if self.num_tokens == 0 else self._advance()
         noise = self.noise[self.live, self.num_tokens].to(logits.device)
-        self.drawn, logprobs = draw(logits, noise, self.sampling)
+        self.drawn, logprobs = sample_tokens(logits, noise, self.sampling)
         self.token_ids[self.live, self.num_tokens] = self.drawn.cpu().numpy()
         self.logprobs[self.live, self.num_tokens] = logprobs.cpu().numpy()
         self.num_tokens += 1

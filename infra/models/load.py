@@ -106,7 +106,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def empty_model(folder: Path) -> PreTrainedModel:
+def build_model(folder: Path) -> PreTrainedModel:
     """Build the model that a folder's config describes, in float32, in eval mode and without dropout.
 
     Its weights are random: they are to be overwritten. Its config and generation config are those of the folder.
@@ -118,7 +118,7 @@ def empty_model(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def model_shapes(config: ModelConfig) -> PreTrainedModel:
+def build_meta_model(config: ModelConfig) -> PreTrainedModel:
     """The model in float32 without its weights: its parameters have shapes, and no memory.
 
     Raises:
@@ -126,7 +126,7 @@ def model_shapes(config: ModelConfig) -> PreTrainedModel:
     """
     try:
         with torch.device("meta"):
-            return empty_model(Path(config.path))
+            return build_model(Path(config.path))
     except ValueError as error:
         raise ModelError(f"model.path {config.path}: not a causal language model: {_one_line(error)}") from error
 
@@ -162,7 +162,7 @@ def save_assets(config: ModelConfig, folder: Path) -> None:
     AutoTokenizer.from_pretrained(config.path).save_pretrained(folder)
 
 
-def adapter_of(config: ModelConfig) -> Adapter | None:
+def describe_adapter(config: ModelConfig) -> Adapter | None:
     """What a checkpoint of this model's adapter says of its base; None where all weights are trained."""
     if config.lora is None:
         return None

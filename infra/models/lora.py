@@ -64,12 +64,12 @@ def require_peft() -> None:
         raise ConfigError("model.lora needs peft, which is not installed: pip install 'sluice-rl[lora]'") from None
 
 
-def is_adapted(model: nn.Module) -> bool:
+def has_adapter(model: nn.Module) -> bool:
     """Whether the model has adapters."""
     return bool(_layers(model))
 
 
-def trainable(model: nn.Module) -> list[str]:
+def trainable_names(model: nn.Module) -> list[str]:
     """The names of the parameters that train."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 

@@ -8,7 +8,7 @@ from typing import Self
 from rl_core.rewards import RewardItem, RewardOutcome
 
 
-class Scoring(ABC):
+class RewardBatch(ABC):
     """One batch: items go in as they come to be, outcomes come out at the end.
 
     As a context manager it is closed on leaving, which drops a batch that isn't finished.
@@ -45,7 +45,7 @@ class Scoring(ABC):
         self.close()
 
 
-class Scorer(ABC):
+class RewardScorer(ABC):
     """Scores responses until it is closed."""
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Scorer(ABC):
         """
 
     @abstractmethod
-    def open(self) -> Scoring:
+    def open_batch(self) -> RewardBatch:
         """Begin a batch; the one before must be finished or closed."""
 
     @abstractmethod
@@ -68,10 +68,10 @@ class Scorer(ABC):
         """Return the items' outcomes, in order.
 
         Raises:
-            RewardImportError: As `Scoring.add` does.
+            RewardImportError: As `RewardBatch.add` does.
         """
-        with self.open() as scoring:
+        with self.open_batch() as batch:
             for number, item in enumerate(items):
-                scoring.add(number, item)
-            outcomes = scoring.finish()
+                batch.add(number, item)
+            outcomes = batch.finish()
         return [outcomes[number] for number in range(len(items))]

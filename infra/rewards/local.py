@@ -1,12 +1,12 @@
-"""Scoring in the process that generates."""
+"""Rewards computed in the process that generates."""
 
 import asyncio
 
-from infra.rewards.base import Scorer, Scoring
+from infra.rewards.base import RewardBatch, RewardScorer
 from rl_core.rewards import RewardFunction, RewardItem, RewardOutcome, is_concurrent, score_all, score_one
 
 
-class LocalScorer(Scorer):
+class LocalRewardScorer(RewardScorer):
     """Scores in this process: nothing stops a reward function that hangs or crashes.
 
     Args:
@@ -19,15 +19,15 @@ class LocalScorer(Scorer):
     def wait_until_ready(self) -> None:
         """Return at once."""
 
-    def open(self) -> Scoring:
+    def open_batch(self) -> RewardBatch:
         """Begin a batch."""
-        return LocalScoring(self._function)
+        return LocalRewardBatch(self._function)
 
     def close(self) -> None:
         """Do nothing."""
 
 
-class LocalScoring(Scoring):
+class LocalRewardBatch(RewardBatch):
     """A batch that is scored here, item by item; calls that may overlap are all made at the end.
 
     Args:

@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from infra.rewards.base import Scorer, Scoring
-from infra.rewards.pool_scoring import PoolScoring
+from infra.rewards.base import RewardBatch, RewardScorer
+from infra.rewards.pool_batch import PoolRewardBatch
 from infra.rewards.process import RewardProcess
-from infra.rewards.work import Work
+from infra.rewards.queue import RewardQueue
 from rl_core.rewards import RewardOutcome
 from schemas.config.reward import IsolatedReward
 from schemas.errors import RewardImportError
@@ -27,7 +27,7 @@ POLL_SECONDS = 1.0  # between looks at whether a silent process is still there
 GRACE_SECONDS = 1.0  # for concurrent calls, which are first ended from within
 
 
-class RewardPool(Scorer):
+class RewardPool(RewardScorer):
     """The reward processes of one rollout worker.
 
     Args:
@@ -38,7 +38,7 @@ class RewardPool(Scorer):
         self._config = config
         self._processes: list[RewardProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._scoring: PoolScoring | None = None
+        self._batch: PoolRewardBatch | None = None
         weakref.finalize(self, _close_all, self._processes)  # with the pool, or at the latest with this process
 
     def start(self) -> None:
@@ -52,11 +52,11 @@ class RewardPool(Scorer):
         Raises:
             RewardImportError: One can't, or ended while it did.
         """
-        assert self._scoring is None, "a batch at work waits by itself"
+        assert self._batch is None, "a batch at work waits by itself"
         while any(process.concurrent is None for process in self._processes):
             self._wait()
 
-    def open(self) -> Scoring:
+    def open_batch(self) -> RewardBatch:
         """Begin a batch; the one before must be finished or closed.
 
         An item that has no answer within `timeout_seconds`, counted from when its process was last heard from, or whose
@@ -64,15 +64,15 @@ class RewardPool(Scorer):
         concurrent calls in a process that stops answering, each is made again on its own.
         """
         assert self._processes, "the pool isn't started, or is closed"
-        assert self._scoring is None, "a pool scores one batch at a time: finish or close the one before"
-        self._scoring = PoolScoring(self._serve, self._release)
-        self._scoring.start()
-        return self._scoring
+        assert self._batch is None, "a pool scores one batch at a time: finish or close the one before"
+        self._batch = PoolRewardBatch(self._serve, self._release)
+        self._batch.start()
+        return self._batch
 
     def close(self) -> None:
         """Drop the batch at work, and end all processes."""
-        if self._scoring is not None:
-            self._scoring.close()
+        if self._batch is not None:
+            self._batch.close()
         self._selector.close()
         _close_all(self._processes)
 
@@ -81,7 +81,7 @@ class RewardPool(Scorer):
         """The processes' ids."""
         return [process.pid for process in self._processes]
 
-    def _serve(self, work: Work) -> None:
+    def _serve(self, work: RewardQueue) -> None:
         """Have the processes score a batch until it is over."""
         self._selector.register(work, selectors.EVENT_READ)
         try:
@@ -95,12 +95,12 @@ class RewardPool(Scorer):
 
     def _release(self) -> None:
         """Replace the processes that are still at an item of a batch that was dropped."""
-        self._scoring = None
+        self._batch = None
         for process in [process for process in self._processes if process.outstanding]:
             self._remove(process)
             self._add_process()
 
-    def _hand_out(self, work: Work) -> None:
+    def _hand_out(self, work: RewardQueue) -> None:
         """Give the processes what they can take, the least busy one first."""
         least_busy_first = sorted(self._processes, key=lambda process: len(process.outstanding))
         takers = [process for process in least_busy_first if work.may_take(process) and not process.has_died()]
@@ -117,7 +117,7 @@ class RewardPool(Scorer):
         self._processes.remove(process)
         process.close()
 
-    def _wait(self, work: Work | None = None) -> None:
+    def _wait(self, work: RewardQueue | None = None) -> None:
         """Wait until something happens or a process is overdue; take its answers, and replace those that are lost."""
         now = time.monotonic()
         ready = {key.fileobj for key, _ in self._selector.select(self._seconds_to_wait(now))}
@@ -152,7 +152,7 @@ class RewardPool(Scorer):
             return "late"
         return None
 
-    def _take(self, process: RewardProcess, answers: Iterable[dict[str, Any]], work: Work | None) -> None:
+    def _take(self, process: RewardProcess, answers: Iterable[dict[str, Any]], work: RewardQueue | None) -> None:
         for answer in answers:
             if "error" in answer:
                 raise RewardImportError(answer["error"])
@@ -162,7 +162,7 @@ class RewardPool(Scorer):
             assert work is not None, "an answer to nothing that was asked"
             work.settle(answer["item"], RewardOutcome(answer["reward"], answer["parts"], answer["failure"]))
 
-    def _replace(self, process: RewardProcess, reason: str, work: Work | None) -> None:
+    def _replace(self, process: RewardProcess, reason: str, work: RewardQueue | None) -> None:
         how = process.kill()
         answers = process.receive()  # what it said before it was ended
         self._take(process, answers, work)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from infra.engines.base import RolloutEngine
-from infra.weights.layout import verify, views
+from infra.weights.layout import tensor_views, verify_buffer
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle
 
 ObjectRefs = Sequence[Any]  # Ray's references to both of what `WeightsSender.send` returned
@@ -28,7 +28,7 @@ class WeightsSender(Protocol):
 
         Args:
             version: The policy version that they are, the live one or any other.
-            specs: What the whole tensors are like, in order; `layout.specs_of` says it of a mapping.
+            specs: What the whole tensors are like, in order; `layout.tensor_specs` says it of a mapping.
             tensors: By name, in the same order, whole, on any device. Each is taken when the one before is written,
                 so that sharded ones can be gathered one at a time.
             owner: The `object_store.address()` of the method's caller.
@@ -70,9 +70,9 @@ def load_verified(engine: RolloutEngine, handle: WeightsHandle, buffer: Tensor, 
     Raises:
         WeightsError: It isn't, or doesn't fit the model.
     """
-    verify(handle, buffer)
+    verify_buffer(handle, buffer)
     verified = time.perf_counter()
-    engine.load_weights(views(buffer, handle.tensors), handle.version)
+    engine.load_weights(tensor_views(buffer, handle.tensors), handle.version)
     return LoadedWeights(
         version=handle.version,
         num_bytes=handle.num_bytes,

@@ -23,7 +23,7 @@ from infra.engines.base import RolloutEngine
 from infra.ray.rendezvous import Rendezvous, listen_on
 from infra.weights.base import ObjectRefs, load_verified
 from infra.weights.checksum import Checksum
-from infra.weights.layout import as_tensor, describe, flat_bytes, join_gather, placed, require_version
+from infra.weights.layout import buffer_as_tensor, check_version, flat_bytes, join_gather, make_handle, pair_with_slots
 from schemas.errors import WorkerLostError
 from schemas.step import ProcessGroupHandle
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle
@@ -145,7 +145,7 @@ class BroadcastSender:
     ) -> tuple[bytes, SentWeights]:
         """See `WeightsSender.send`."""
         started, left = time.perf_counter(), iter(tensors)
-        handle = describe(self._run_id, version, specs, "")
+        handle = make_handle(self._run_id, version, specs, "")
         try:
             with self.group.ending_on_error():
                 checksum = self._send(handle, left)
@@ -157,14 +157,14 @@ class BroadcastSender:
     def _send(self, handle: WeightsHandle, tensors: Iterable[tuple[str, Tensor]]) -> str:
         """Broadcast it all; returns the checksum."""
         device, total = self.group.device, Checksum()
-        head = as_tensor(handle.model_dump_json().encode())
+        head = buffer_as_tensor(handle.model_dump_json().encode())
         self.group.broadcast(torch.tensor([head.numel(), self._bucket_bytes], device=device))
         self.group.broadcast(head.to(device))
         bucket = torch.empty(min(self._bucket_bytes, handle.num_bytes), dtype=torch.uint8, device=device)
         for part in _fill(bucket, handle.tensors, tensors):
             total.update(part)
             self.group.broadcast(part)
-        self.group.broadcast(as_tensor(total.hexdigest().encode()).to(device))
+        self.group.broadcast(buffer_as_tensor(total.hexdigest().encode()).to(device))
         return total.hexdigest()
 
 
@@ -184,7 +184,7 @@ class BroadcastReceiver:
         started = time.perf_counter()
         with self.group.ending_on_error():
             handle, buffer = self._receive()
-        require_version(handle, self._run_id, version)
+        check_version(handle, self._run_id, version)
         return load_verified(engine, handle, buffer, started)
 
     def _receive(self) -> tuple[WeightsHandle, Tensor]:
@@ -226,7 +226,7 @@ def _parts(
 ) -> Iterator[Tensor]:
     """The bytes of each tensor, and the zeros between them."""
     end = 0
-    for slot, tensor in placed(specs, tensors):
+    for slot, tensor in pair_with_slots(specs, tensors):
         yield torch.zeros(slot.offset - end, dtype=torch.uint8, device=device)
         yield tensor.contiguous().view(-1).view(torch.uint8)
         end = slot.offset + slot.num_bytes

@@ -34,7 +34,7 @@ class Slot:
         return _dtype(self.spec)
 
 
-def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+def tensor_specs(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     """What tensors are like; of sharded ones, what the whole ones are like. Moves nothing."""
     return tuple(
         TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
@@ -42,7 +42,7 @@ def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     )
 
 
-def slots(specs: Sequence[TensorSpec]) -> list[Slot]:
+def assign_slots(specs: Sequence[TensorSpec]) -> list[Slot]:
     """Where each tensor lies.
 
     Raises:
@@ -60,18 +60,20 @@ def slots(specs: Sequence[TensorSpec]) -> list[Slot]:
 
 def flat_bytes(specs: Sequence[TensorSpec]) -> int:
     """The size of the buffer, a multiple of 64 bytes and at least that."""
-    return max(ALIGNMENT, sum(_padded(slot.num_bytes) for slot in slots(specs)))
+    return max(ALIGNMENT, sum(_padded(slot.num_bytes) for slot in assign_slots(specs)))
 
 
-def placed(specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Slot, Tensor]]:
+def pair_with_slots(
+    specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[Slot, Tensor]]:
     """Yield each tensor with its place.
 
     Raises:
         WeightsError: What comes isn't what `specs` says.
     """
-    places = iter(slots(specs))
+    places = iter(assign_slots(specs))
     for name, tensor in tensors:
-        slot, given = next(places, None), specs_of({name: tensor})[0]
+        slot, given = next(places, None), tensor_specs({name: tensor})[0]
         if slot is None or slot.spec != given:
             expected = "no more tensors" if slot is None else slot.spec
             raise WeightsError(f"the tensors to publish are not as announced: {given} came, expected {expected}")
@@ -85,7 +87,7 @@ def join_gather(tensors: Iterable[tuple[str, Tensor]]) -> None:
     deque(tensors, maxlen=0)
 
 
-def write(target: Tensor, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_tensors(target: Tensor, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write tensors into a flat buffer, one by one.
 
     Args:
@@ -97,29 +99,29 @@ def write(target: Tensor, specs: Sequence[TensorSpec], tensors: Iterable[tuple[s
         WeightsError: What comes isn't what `specs` says.
     """
     end = 0
-    for slot, tensor in placed(specs, tensors):
+    for slot, tensor in pair_with_slots(specs, tensors):
         target[end : slot.offset] = 0
         end = slot.offset + slot.num_bytes
         target[slot.offset : end].view(slot.dtype).view(slot.spec.shape).copy_(tensor)
     target[end:] = 0
 
 
-def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+def tensor_views(buffer: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
     """The tensors in a flat buffer, uint8 [flat_bytes(specs)], by name: views of its memory, on its device."""
     return {
         slot.spec.name: buffer[slot.offset : slot.offset + slot.num_bytes].view(slot.dtype).view(slot.spec.shape)
-        for slot in slots(specs)
+        for slot in assign_slots(specs)
     }
 
 
-def describe(run_id: str, version: int, specs: Sequence[TensorSpec], checksum: str) -> WeightsHandle:
+def make_handle(run_id: str, version: int, specs: Sequence[TensorSpec], checksum: str) -> WeightsHandle:
     """The handle of a buffer."""
     return WeightsHandle(
         run_id=run_id, version=version, tensors=tuple(specs), num_bytes=flat_bytes(specs), checksum=checksum
     )
 
 
-def verify(handle: WeightsHandle, buffer: Tensor) -> None:
+def verify_buffer(handle: WeightsHandle, buffer: Tensor) -> None:
     """See that a buffer, uint8 [n], is what its handle says.
 
     Raises:
@@ -138,7 +140,7 @@ def verify(handle: WeightsHandle, buffer: Tensor) -> None:
         )
 
 
-def require_version(handle: WeightsHandle, run_id: str, version: int) -> None:
+def check_version(handle: WeightsHandle, run_id: str, version: int) -> None:
     """See that a handle is that of the asked version.
 
     Raises:
@@ -151,7 +153,7 @@ def require_version(handle: WeightsHandle, run_id: str, version: int) -> None:
         )
 
 
-def as_tensor(memory: Any) -> Tensor:
+def buffer_as_tensor(memory: Any) -> Tensor:
     """uint8 [n] over any object with a buffer, n >= 1, without a copy. Nobody may write to it if that is read-only."""
     with warnings.catch_warnings():  # torch has no read-only tensors, and says so each time
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)

@@ -16,7 +16,7 @@ from infra.engines.base import RolloutEngine
 from infra.ray import object_store
 from infra.weights.base import ObjectRefs, load_verified
 from infra.weights.checksum import checksum
-from infra.weights.layout import as_tensor, describe, flat_bytes, join_gather, require_version, write
+from infra.weights.layout import buffer_as_tensor, check_version, flat_bytes, join_gather, make_handle, write_tensors
 from schemas.errors import ChunkNotFoundError, PipelineError, WeightsError, WorkerLostError
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec
 
@@ -38,9 +38,9 @@ class ObjectStoreSender:
         started, left = time.perf_counter(), iter(tensors)
 
         def fill(memory: memoryview) -> SentWeights:
-            buffer = as_tensor(memory)
-            write(buffer, specs, left)
-            handle = describe(self._run_id, version, specs, checksum(buffer))
+            buffer = buffer_as_tensor(memory)
+            write_tensors(buffer, specs, left)
+            handle = make_handle(self._run_id, version, specs, checksum(buffer))
             return SentWeights(handle=handle, seconds=time.perf_counter() - started)
 
         try:
@@ -68,12 +68,12 @@ class ObjectStoreReceiver:
         """See `WeightsReceiver.load`."""
         data, sent = refs
         handle, started = self._wait_for(sent, version).handle, time.perf_counter()
-        require_version(handle, self._run_id, version)
+        check_version(handle, self._run_id, version)
         try:
             mapped = object_store.view(data, self._timeout)
         except ChunkNotFoundError as error:
             raise WeightsError(f"the weights of version {version} are gone; publish them again: {error}") from None
-        return load_verified(engine, handle, as_tensor(mapped), started)
+        return load_verified(engine, handle, buffer_as_tensor(mapped), started)
 
     def _wait_for(self, sent: Any, version: int) -> SentWeights:
         """What the sender says of what it sent."""

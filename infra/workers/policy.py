@@ -14,10 +14,10 @@ from torch import Tensor
 from infra.checkpoints.retention import best_version
 from infra.checkpoints.state import copy_trained, policy_tensors, restore_policy, swapped_weights
 from infra.checkpoints.store import PendingCheckpoint, open_checkpoints
-from infra.models.load import adapter_of, save_assets
+from infra.models.load import describe_adapter, save_assets
 from infra.models.lora import adapter_disabled, merged_weights
 from infra.weights.endpoint import WeightSyncEndpoint
-from infra.weights.layout import join_gather, specs_of
+from infra.weights.layout import join_gather, tensor_specs
 from infra.workers.scoring import ScoringWorker
 from rl_core.planning.rows import rank_rows
 from rl_core.training import RankRows, Trainer, training_columns
@@ -124,7 +124,7 @@ class PolicyWorker(ScoringWorker):
         with self._collective(), self.weights(version) as weights:
             tensors = ((name, full_tensor(tensor)) for name, tensor in weights.items())
             if self._rank == 0:
-                return self._weight_sync.sender(transport).send(version, specs_of(weights), tensors, owner)
+                return self._weight_sync.sender(transport).send(version, tensor_specs(weights), tensors, owner)
             join_gather(tensors)
         return b"", None
 
@@ -171,7 +171,7 @@ class PolicyWorker(ScoringWorker):
                 policy_tensors(self._module.model, self._trainer.optimizer, self._previous),
                 num_updates=self._trainer.num_updates,
                 report=self._report,
-                adapter=adapter_of(self._config.model),
+                adapter=describe_adapter(self._config.model),
                 write_assets=partial(save_assets, self._config.model),
                 process_group=self._saving,
             )

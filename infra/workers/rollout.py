@@ -11,14 +11,14 @@ from infra.engines.base import Sampling
 from infra.engines.open import open_engine
 from infra.models.load import load_tokenizer, max_positions, num_embeddings, stop_token_ids
 from infra.ray.device import choose_device, set_threads
-from infra.rewards import open_scorer
+from infra.rewards.open import open_reward_scorer
 from infra.stores.base import ColumnStore
 from infra.stores.chunk_writer import ChunkWriter
 from infra.stores.open import open_store
 from infra.weights.base import ObjectRefs
 from infra.weights.endpoint import WeightSyncEndpoint
-from infra.workers.samples import Sample, first_failure, to_columns, to_shard
-from infra.workers.sampling import Sampler
+from infra.workers.samples import Sample, first_failure, make_shard, to_columns
+from infra.workers.sampling import ResponseSampler
 from rl_core.columns.codec import value_dtypes
 from rl_core.rollout.evaluation import HeldOutSample, report_source
 from rl_core.rollout.seeding import derive_seed
@@ -68,7 +68,7 @@ class RolloutWorker(ChunkWriter):
         config = self._config
         set_threads(config.runtime.num_threads)
         self._columns = self._store or open_store(self._run)
-        self._scorer = scorer = open_scorer(config.reward)
+        self._scorer = scorer = open_reward_scorer(config.reward)
         tokenizer = load_tokenizer(config.model)
         self._prompts = load_train_prompts(config.data, tokenizer)
         self._eval_prompts = (
@@ -80,7 +80,7 @@ class RolloutWorker(ChunkWriter):
         self.engine = open_engine(config, tokenizer)
         timeout = config.runtime.collective_timeout_seconds
         self._weight_sync = WeightSyncEndpoint(self._run.run_id, choose_device(), timeout)
-        self._sampler = Sampler(self.engine, scorer, tokenizer)
+        self._sampler = ResponseSampler(self.engine, scorer, tokenizer)
         scorer.wait_until_ready()
         self._started = True
 
@@ -131,9 +131,9 @@ class RolloutWorker(ChunkWriter):
         samples, seconds = self._sample(step, groups)
         self._held = {key: held for key, held in self._held.items() if key[0] >= step}
         self._held[step, shard] = _PendingShard(policy_version, samples)
-        return to_shard(shard, self._number, groups, samples, seconds)
+        return make_shard(shard, self._number, groups, samples, seconds)
 
-    def holds(self, step: int, policy_version: int, shard: int) -> bool:
+    def has_shard(self, step: int, policy_version: int, shard: int) -> bool:
         """Whether it has the rows of a shard; it lets go of them when they are put."""
         held = self._held.get((step, shard))
         return held is not None and held.policy_version == policy_version

@@ -56,7 +56,7 @@ def to_columns(
     )
 
 
-def to_shard(
+def make_shard(
     shard: int, worker: int, groups: Sequence[int], samples: Sequence[Sample], seconds: dict[str, float]
 ) -> RolloutShard:
     """Return the scalars and a few texts of `samples`, those of `groups`, that a worker holds; none is dropped yet."""

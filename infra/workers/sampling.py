@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptRow
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
-from infra.rewards import Scorer
+from infra.rewards import RewardScorer
 from rl_core.rewards import RewardItem, RewardOutcome
 
 
@@ -21,7 +21,7 @@ class ScoredResponse:
     outcome: RewardOutcome
 
 
-class Sampler:
+class ResponseSampler:
     """What draws and scores responses.
 
     Args:
@@ -30,7 +30,7 @@ class Sampler:
         tokenizer: That of the engine's model.
     """
 
-    def __init__(self, engine: RolloutEngine, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, engine: RolloutEngine, scorer: RewardScorer, tokenizer: PreTrainedTokenizerBase) -> None:
         self._engine, self._scorer, self._tokenizer = engine, scorer, tokenizer
 
     def sample(
@@ -50,13 +50,13 @@ class Sampler:
         prompt_of = [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
         drawn: dict[int, tuple[Generation, str]] = {}
         started = time.perf_counter()
-        with self._scorer.open() as scoring:
+        with self._scorer.open_batch() as batch:
             for number, generation in self._engine.generate(requests, sampling):
                 text = str(self._tokenizer.decode(generation.token_ids, skip_special_tokens=True))
                 prompt = prompt_of[number]
-                scoring.add(number, RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info))
+                batch.add(number, RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info))
                 drawn[number] = generation, text
             generated = time.perf_counter()
-            outcomes = scoring.finish()
+            outcomes = batch.finish()
         seconds = {"generate": generated - started, "reward": time.perf_counter() - generated}
         return [ScoredResponse(*drawn[number], outcomes[number]) for number in range(len(prompt_of))], seconds

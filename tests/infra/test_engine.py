@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
-from infra.engines.sampler import draw
-from infra.engines.stop import StopTexts
+from infra.engines.sampler import sample_tokens
+from infra.engines.stop import StopStrings
 from infra.engines.transformers import TransformersEngine
 from infra.models.load import load_model
 from infra.models.tiny import END, make_tokenizer
@@ -236,7 +236,7 @@ PROBS = torch.tensor([0.1, 0.4, 0.3, 0.2])
 def drawn(sampling: Sampling, num_draws: int = 1000) -> np.ndarray:
     """How often each of four tokens is drawn at evenly spread uniforms, in thousandths."""
     spread = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
-    tokens, _ = draw(PROBS.log().expand(num_draws, 4), spread, sampling)
+    tokens, _ = sample_tokens(PROBS.log().expand(num_draws, 4), spread, sampling)
     return np.bincount(tokens.numpy(), minlength=4)
 
 
@@ -268,7 +268,9 @@ def test_draw_by_hand(sampling: Sampling, expected: list[int]) -> None:
 
 @pytest.mark.parametrize("truncation", [{"top_k": 2}, {"top_p": 0.65}, {"min_p": 0.6}])
 def test_logprobs_are_those_before_truncation(truncation: dict[str, float]) -> None:
-    tokens, logprobs = draw(PROBS.log()[None], torch.tensor([0.9], dtype=torch.float64), Sampling(1, **truncation))
+    tokens, logprobs = sample_tokens(
+        PROBS.log()[None], torch.tensor([0.9], dtype=torch.float64), Sampling(1, **truncation)
+    )
     assert tokens.tolist() == [2]
     torch.testing.assert_close(logprobs, PROBS[2:3].log())
 
@@ -277,7 +279,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).expand(2, 3)
     extremes = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
     for sampling in (Sampling(1), Sampling(1, top_p=0.9), Sampling(1, top_k=2), Sampling(1, min_p=0.1)):
-        assert draw(logits, extremes, sampling)[0].tolist() == [1, 1]
+        assert sample_tokens(logits, extremes, sampling)[0].tolist() == [1, 1]
 
 
 def test_uniforms_are_a_function_of_seed_and_position() -> None:
@@ -344,7 +346,7 @@ def test_rows_end_with_their_first_stop_text(folder: Path) -> None:
 
 def found_at(responses: Sequence[Sequence[int]], stop: Sequence[str]) -> list[int | None]:
     """How many tokens of each response it takes to complete a stop text, all responses growing side by side."""
-    texts = StopTexts(make_tokenizer(), stop, len(responses))
+    texts = StopStrings(make_tokenizer(), stop, len(responses))
     token_ids = np.zeros((len(responses), max(map(len, responses))), dtype=np.int32)
     for row, response in enumerate(responses):
         token_ids[row, : len(response)] = response
@@ -370,7 +372,7 @@ def test_stop_texts_by_hand() -> None:
 
 
 def test_stop_texts_decode_only_a_window() -> None:
-    texts = StopTexts(make_tokenizer(), ["Question:"], 1)
+    texts = StopStrings(make_tokenizer(), ["Question:"], 1)
     response = np.array([make_tokenizer().encode("é🎉x" * 100)])
     for count in range(1, response.shape[1] + 1):
         assert not texts.find(np.array([0]), response, count).any()

@@ -19,7 +19,7 @@ from infra.checkpoints.retention import best_version
 from infra.checkpoints.shards import file_entry
 from infra.checkpoints.state import policy_tensors
 from infra.checkpoints.store import open_checkpoints
-from infra.models.load import adapter_of, load_model, load_policy, save_assets
+from infra.models.load import describe_adapter, load_model, load_policy, save_assets
 from infra.models.lora import merged_weights
 from infra.storage.runs import RunDirectory
 from infra.stores.memory import MemoryStore
@@ -78,7 +78,7 @@ def save_version(run: RunDirectory, version: int) -> PreTrainedModel:
         policy_tensors(model, optimizer),
         num_updates=version,
         report=None,
-        adapter=adapter_of(config.model),
+        adapter=describe_adapter(config.model),
         write_assets=partial(save_assets, config.model),
     ).wait()
     return model

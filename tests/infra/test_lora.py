@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore
-from infra.models.lora import adapter_disabled, add_adapter, is_adapted, merge_adapter, merged_weights, trainable
+from infra.models.lora import adapter_disabled, add_adapter, has_adapter, merge_adapter, merged_weights, trainable_names
 from rl_core.scoring import leak_probe, pack_row, packed_logprobs, use_packed_attention
 from schemas.config.model import LoraConfig
 from schemas.errors import ConfigError
@@ -55,11 +55,11 @@ def test_a_new_adapter_changes_nothing_and_alone_trains(base: PreTrainedModel) -
     model, count = copy.deepcopy(base), sum(p.numel() for p in base.parameters())
     add_adapter(model, CONFIG)
     assert type(model) is type(base)
-    assert is_adapted(model)
+    assert has_adapter(model)
     leak_probe_on(model)
     assert torch.equal(logprobs(model), logprobs(base))
     # Seven linear layers in each of two decoder layers: A is [3, in], B is [out, 3].
-    names = trainable(model)
+    names = trainable_names(model)
     assert len(names) == 2 * 7 * 2
     assert all(".lora_A.default.weight" in name or ".lora_B.default.weight" in name for name in names)
     sizes = {"q": 32 + 32, "k": 32 + 16, "v": 32 + 16, "o": 32 + 32, "gate": 32 + 48, "up": 32 + 48, "down": 48 + 32}
@@ -88,12 +88,12 @@ def test_its_start_is_a_function_of_the_seed(base: PreTrainedModel) -> None:
 
 
 def test_without_its_adapter_it_is_the_base_bit_for_bit(base: PreTrainedModel, adapted: PreTrainedModel) -> None:
-    trained, names = logprobs(adapted), trainable(adapted)
+    trained, names = logprobs(adapted), trainable_names(adapted)
     assert (trained - logprobs(base)).abs().max() > 0.1
     with adapter_disabled(adapted):
         assert torch.equal(logprobs(adapted), logprobs(base))
     assert torch.equal(logprobs(adapted), trained)
-    assert trainable(adapted) == names
+    assert trainable_names(adapted) == names
 
 
 def test_merged_weights_are_those_of_peft(base: PreTrainedModel, adapted: PreTrainedModel) -> None:
@@ -129,7 +129,7 @@ def test_merged_it_computes_what_the_adapter_does(
 ) -> None:
     expected = logprobs(adapted)
     merged = merge(base, adapted)
-    assert not is_adapted(merged)
+    assert not has_adapter(merged)
     torch.testing.assert_close(logprobs(merged), expected, rtol=0, atol=MERGED_TOLERANCE)
 
 
@@ -143,12 +143,12 @@ def test_a_model_without_adapter_passes_through(base: PreTrainedModel) -> None:
     assert all(weights[name].data_ptr() == parameters[name].data_ptr() for name in weights)
     merge_adapter(base)
     assert torch.equal(logprobs(base), expected)
-    assert trainable(base) == list(parameters)
+    assert trainable_names(base) == list(parameters)
 
 
 def test_only_the_named_layers_are_adapted(base: PreTrainedModel) -> None:
     add_adapter(base, CONFIG.replace(target_modules=("v_proj", "layers.1.mlp.up_proj")))
-    layers = {name.partition(".lora_")[0] for name in trainable(base)}
+    layers = {name.partition(".lora_")[0] for name in trainable_names(base)}
     assert layers == {
         "model.layers.0.self_attn.v_proj",
         "model.layers.1.self_attn.v_proj",
@@ -170,7 +170,7 @@ def test_other_layers_are_refused_with_those_there_are(base: PreTrainedModel, ta
         add_adapter(base, CONFIG.replace(target_modules=("q_proj", target)))
     assert reason in str(caught.value)
     assert "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in str(caught.value)
-    assert not is_adapted(base)
+    assert not has_adapter(base)
 
 
 def test_without_peft_the_extra_is_named(base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_a_checkpoint_holds_the_adapter_alone(base: PreTrainedModel, tmp_path: P
     store = CheckpointStore(str(tmp_path))
     store.save(1, policy_tensors(model, optimizer), num_updates=3, report=None).wait()
     assert {name for name in store.tensor_names(1) if name.startswith("model/")} == {
-        f"model/{name}" for name in trainable(model)
+        f"model/{name}" for name in trainable_names(model)
     }
     add_adapter(again, CONFIG, seed=2)
     restored = torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=0.05)

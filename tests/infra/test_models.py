@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.models.load import adapter_of, load_model, load_policy, load_tokenizer, save_assets, stop_token_ids
-from infra.models.lora import trainable
+from infra.models.load import describe_adapter, load_model, load_policy, load_tokenizer, save_assets, stop_token_ids
+from infra.models.lora import trainable_names
 from rl_core.scoring import pack_row, packed_logprobs, use_packed_attention
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import ModelError
@@ -79,13 +79,13 @@ def test_gradient_checkpointing_gives_the_same_numbers(tiny: Path, lora: LoraCon
 
 def test_a_policy_has_the_adapter_that_its_config_asks_for(tiny: Path) -> None:
     config = config_of(tiny)
-    assert trainable(load_policy(config)) == [name for name, _ in load_model(config).named_parameters()]
+    assert trainable_names(load_policy(config)) == [name for name, _ in load_model(config).named_parameters()]
     adapted = config.replace(lora=LoraConfig(rank=2, target_modules=("q_proj",)))
-    assert {name.partition(".lora_")[0] for name in trainable(load_policy(adapted))} == {
+    assert {name.partition(".lora_")[0] for name in trainable_names(load_policy(adapted))} == {
         f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)
     }
-    assert adapter_of(config) is None
-    adapter = adapter_of(adapted)
+    assert describe_adapter(config) is None
+    adapter = describe_adapter(adapted)
     assert adapter is not None
     assert (adapter.base_model, adapter.lora) == (str(tiny.resolve()), adapted.lora)
 

@@ -18,7 +18,7 @@ from infra.ray.group import WorkerGroup
 from infra.ray.object_store import address, view
 from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
-from infra.weights.layout import as_tensor, verify, views
+from infra.weights.layout import buffer_as_tensor, tensor_views, verify_buffer
 from infra.workers.launch import check_resources, get_group, kill_workers
 from infra.workers.policy import PolicyWorker
 from rl_core.columns.jagged import jagged
@@ -158,9 +158,9 @@ async def weights(group: "WorkerGroup | Alone", version: int) -> dict[str, torch
     (data, sent), others = group.call_with_refs("send_weights", version, "object_store", address())
     handle = (await resolve(sent, "send_weights")).handle
     await others
-    buffer = as_tensor(view(data))
-    verify(handle, buffer)
-    return {name: tensor.clone() for name, tensor in views(buffer, handle.tensors).items()}
+    buffer = buffer_as_tensor(view(data))
+    verify_buffer(handle, buffer)
+    return {name: tensor.clone() for name, tensor in tensor_views(buffer, handle.tensors).items()}
 
 
 def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:

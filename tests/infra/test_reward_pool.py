@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.rewards import Scorer, open_scorer
-from infra.rewards.local import LocalScorer
+from infra.rewards import RewardScorer
+from infra.rewards.local import LocalRewardScorer
+from infra.rewards.open import open_reward_scorer
 from infra.rewards.pool import RewardPool
 from rl_core.rewards import RewardItem, RewardOutcome
 from schemas.config.reward import ExactReward, FormatReward, FunctionReward, WeightedReward
@@ -93,7 +94,7 @@ def open_pool() -> Iterator[Open]:
 
     def open_one(name: str = "score", **changes: object) -> RewardPool:
         fields = {"path": f"pool_rewards:{name}", "num_processes": 1, "timeout_seconds": 1.0}
-        pools.append(open_scorer(FunctionReward.model_validate(fields | changes)))
+        pools.append(open_reward_scorer(FunctionReward.model_validate(fields | changes)))
         return pools[-1]
 
     yield open_one
@@ -105,11 +106,11 @@ def items(*completions: str) -> list[RewardItem]:
     return [RewardItem("?", completion, "!", {"index": index}) for index, completion in enumerate(completions)]
 
 
-def rewards(scorer: Scorer, *completions: str) -> list[float | None]:
+def rewards(scorer: RewardScorer, *completions: str) -> list[float | None]:
     return [outcome.reward for outcome in scorer.score(items(*completions))]
 
 
-def failures(scorer: Scorer, *completions: str) -> list[str | None]:
+def failures(scorer: RewardScorer, *completions: str) -> list[str | None]:
     return [outcome.failure for outcome in scorer.score(items(*completions))]
 
 
@@ -213,7 +214,7 @@ def test_close_ends_all_processes(open_pool: Open) -> None:
 
 
 def test_a_forgotten_pool_ends_its_processes() -> None:
-    pool = open_scorer(FunctionReward(path="pool_rewards:score", num_processes=1))
+    pool = open_reward_scorer(FunctionReward(path="pool_rewards:score", num_processes=1))
     assert isinstance(pool, RewardPool)
     assert rewards(pool, "1") == [1]
     pids = pool.pids
@@ -226,11 +227,11 @@ def test_a_forgotten_pool_ends_its_processes() -> None:
 def test_the_processes_end_with_their_parent(calls: Path, how: str, completion: str) -> None:
     program = f"""
 import os, sys, threading
-from infra.rewards import open_scorer
+from infra.rewards.open import open_reward_scorer
 from rl_core.rewards import RewardItem
 from schemas.config.reward import FunctionReward
 
-pool = open_scorer(FunctionReward(path="pool_rewards:score", num_processes=1, timeout_seconds=600))
+pool = open_reward_scorer(FunctionReward(path="pool_rewards:score", num_processes=1, timeout_seconds=600))
 pool.wait_until_ready()
 if {completion!r} == "1":
     pool.score([RewardItem("", "1", "", {{}})])
@@ -266,7 +267,7 @@ def test_a_reward_that_cannot_be_loaded_says_so(open_pool: Open, tmp_path: Path)
 
 
 def test_a_regular_expression_may_not_stop_the_run() -> None:
-    scorer = open_scorer(FormatReward(pattern="(a+)+", num_processes=1, timeout_seconds=0.5))
+    scorer = open_reward_scorer(FormatReward(pattern="(a+)+", num_processes=1, timeout_seconds=0.5))
     try:
         outcomes = scorer.score(items("aaa", "a" * 60 + "b", "b"))
     finally:
@@ -277,8 +278,8 @@ def test_a_regular_expression_may_not_stop_the_run() -> None:
 def test_quick_rewards_start_no_process() -> None:
     quick = WeightedReward.model_validate({"parts": {"exact": {"reward": {"kind": "exact"}}}})
     for config in (ExactReward(), quick):
-        scorer = open_scorer(config)
-        assert isinstance(scorer, LocalScorer)
+        scorer = open_reward_scorer(config)
+        assert isinstance(scorer, LocalRewardScorer)
         scorer.wait_until_ready()
         assert rewards(scorer, "!", "?") == [1, 0]
         scorer.close()
@@ -292,12 +293,12 @@ def test_any_reward_can_be_scored_here(open_pool: Open) -> None:
 def test_items_are_scored_while_others_are_still_to_come(open_pool: Open, calls: Path) -> None:
     for name in ("score", "wait"):
         pool = open_pool(name, num_processes=2, timeout_seconds=60)
-        with pool.open() as scoring:
+        with pool.open_batch() as batch:
             for number, completion in ((7, "70"), (3, "30")):  # in any order
-                scoring.add(number, *items(completion))
+                batch.add(number, *items(completion))
                 wait_until(lambda line=f"{completion}\n": calls.exists() and line in calls.read_text())
-            scoring.add(0, *items("5"))
-            found = scoring.finish()
+            batch.add(0, *items("5"))
+            found = batch.finish()
         assert {number: outcome.reward for number, outcome in found.items()} == {7: 70, 3: 30, 0: 5}
         calls.unlink()
 
@@ -305,11 +306,11 @@ def test_items_are_scored_while_others_are_still_to_come(open_pool: Open, calls:
 def test_a_stuck_reward_is_ended_while_others_are_still_to_come(open_pool: Open) -> None:
     pool = open_pool()
     pids = pool.pids
-    with pool.open() as scoring:
-        scoring.add(0, *items("hang"))
+    with pool.open_batch() as batch:
+        batch.add(0, *items("hang"))
         wait_until(lambda: pool.pids not in (pids, []))
-        scoring.add(1, *items("1"))
-        found = scoring.finish()
+        batch.add(1, *items("1"))
+        found = batch.finish()
     late = RewardOutcome(None, failure="TimeoutError: no answer within 1 s")
     assert found == {0: late, 1: RewardOutcome(1.0)}
 
@@ -318,11 +319,11 @@ def test_a_stuck_reward_is_ended_while_others_are_still_to_come(open_pool: Open)
 def test_what_goes_wrong_costs_its_row_only_where_rows_come_one_by_one(open_pool: Open, name: str) -> None:
     completions = ["0", "nan", "text", "raise no such luck", "leave", "5", "hang", "7"]
     pool = open_pool(name, num_processes=2)
-    with pool.open() as scoring:
+    with pool.open_batch() as batch:
         for number, item in enumerate(items(*completions)):
-            scoring.add(number, item)
+            batch.add(number, item)
             time.sleep(0.01)
-        found = scoring.finish()
+        found = batch.finish()
     assert [found[number].reward for number in range(8)] == [0, None, None, None, None, 5, None, 7]
     kinds = [(found[number].failure or "").partition(":")[0] for number in (1, 2, 3, 4, 6)]
     assert kinds == ["ValueError", "TypeError", "RuntimeError", "RewardProcessError", "TimeoutError"]
@@ -332,11 +333,11 @@ def test_an_answer_in_time_counts_however_late_it_is_read(open_pool: Open) -> No
     pool = open_pool()
     pids = pool.pids
     pool.wait_until_ready()
-    with pool.open() as scoring:
+    with pool.open_batch() as batch:
         for number, item in enumerate(items("0", "1", "2")):
-            scoring.add(number, item)
+            batch.add(number, item)
         ctypes.PyDLL(None).usleep(1_500_000)  # holds the interpreter: nothing else runs in this process
-        found = scoring.finish()
+        found = batch.finish()
     assert [found[number].reward for number in range(3)] == [0, 1, 2]
     assert pool.pids == pids
 
@@ -346,9 +347,9 @@ def test_an_abandoned_batch_leaves_nothing_behind(open_pool: Open, calls: Path, 
     pool = open_pool(name, timeout_seconds=60)
 
     def generate() -> None:
-        with pool.open() as scoring:
+        with pool.open_batch() as batch:
             for number, item in enumerate(items(*[completion] * 40)):
-                scoring.add(number, item)
+                batch.add(number, item)
             wait_until(lambda: calls.exists() and calls.read_text() != "")
             raise RuntimeError("no memory")
 
@@ -362,36 +363,36 @@ def test_an_abandoned_batch_leaves_nothing_behind(open_pool: Open, calls: Path, 
 
 def test_closing_a_pool_drops_its_batch(open_pool: Open) -> None:
     pool = open_pool(timeout_seconds=60)
-    pool.open().add(0, *items("hang"))
+    pool.open_batch().add(0, *items("hang"))
     pool.close()
     assert pool.pids == []
 
 
 def test_a_process_that_cannot_load_the_reward_stops_the_batch(open_pool: Open) -> None:
-    with open_pool("none").open() as scoring:
-        scoring.add(0, *items("1"))
+    with open_pool("none").open_batch() as batch:
+        batch.add(0, *items("1"))
         with pytest.raises(RewardImportError, match="has no such function 'none'"):
-            scoring.finish()
+            batch.finish()
 
 
 def test_one_batch_at_a_time(open_pool: Open) -> None:
     pool = open_pool()
-    with pool.open() as scoring:
+    with pool.open_batch() as batch:
         with pytest.raises(AssertionError, match="one batch at a time"):
-            pool.open()
-        assert scoring.finish() == {}
+            pool.open_batch()
+        assert batch.finish() == {}
         with pytest.raises(AssertionError, match="finished or closed"):
-            scoring.add(0, *items("1"))
+            batch.add(0, *items("1"))
 
 
 @pytest.mark.parametrize("name", ["score", "wait"])
 def test_a_batch_is_scored_here_too(open_pool: Open, name: str) -> None:
-    with open_pool(name, num_processes=0, timeout_seconds=None).open() as scoring:
+    with open_pool(name, num_processes=0, timeout_seconds=None).open_batch() as batch:
         for number, item in enumerate(items("1", "nan", "raise no such luck")):
-            scoring.add(2 - number, item)
+            batch.add(2 - number, item)
         with pytest.raises(AssertionError, match="item 2 was added before"):
-            scoring.add(2, *items("1"))
-        found = scoring.finish()
+            batch.add(2, *items("1"))
+        found = batch.finish()
     assert [found[number].reward for number in range(3)] == [None, None, 1]
     assert found[0].failure == "RuntimeError: no such luck"
 

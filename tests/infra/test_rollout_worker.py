@@ -195,12 +195,12 @@ def test_another_worker_puts_the_same_rows(folder: Path) -> None:
     store = open_store()
     first = worker_of(run_of(folder), store=store)
     shard = first.generate(1, 0, 2, GROUPS)
-    assert first.holds(1, 0, 2)
-    assert not first.holds(1, 1, 2)  # another version would have sampled others
-    assert not first.holds(1, 0, 0)
+    assert first.has_shard(1, 0, 2)
+    assert not first.has_shard(1, 1, 2)  # another version would have sampled others
+    assert not first.has_shard(1, 0, 0)
     chunk = put(first, shard, 1).chunk
     for worker in (worker_of(run_of(folder), 1, store), first):
-        assert not worker.holds(1, 0, 2)  # never had them, or let go of them
+        assert not worker.has_shard(1, 0, 2)  # never had them, or let go of them
         again = worker.generate(1, 0, 2, GROUPS)
         assert again.replace(seconds=shard.seconds, worker=0) == shard
         assert put(worker, again, 1).chunk == chunk  # other content under one key is refused
@@ -247,8 +247,8 @@ def test_a_worker_lets_go_of_what_earlier_steps_dropped(folder: Path) -> None:
     worker = worker_of(run_of(folder))
     worker.generate(0, 0, 0, GROUPS)
     worker.generate(1, 0, 0, GROUPS)
-    assert not worker.holds(0, 0, 0)
-    assert worker.holds(1, 0, 0)
+    assert not worker.has_shard(0, 0, 0)
+    assert worker.has_shard(1, 0, 0)
 
 
 def test_all_workers_chunks_have_the_same_reward_parts(folder: Path) -> None:
@@ -297,9 +297,9 @@ def test_only_the_held_version_is_served(folder: Path, tmp_path: Path) -> None:
             call()
     worker.engine.load_weights(dict(other.named_parameters()), 1)
     assert worker.version() == 1
-    assert worker.holds(0, 0, 0)  # what version 0 sampled stays until it is put
+    assert worker.has_shard(0, 0, 0)  # what version 0 sampled stays until it is put
     assert worker.generate(0, 1, 0, GROUPS).samples != before.samples
-    assert worker.holds(0, 1, 0)
+    assert worker.has_shard(0, 1, 0)
 
 
 def test_failed_rewards_are_null_and_counted(folder: Path) -> None:

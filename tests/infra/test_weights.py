@@ -17,7 +17,16 @@ from infra.ray import object_store
 from infra.weights.broadcast import BroadcastReceiver, BroadcastSender, WeightGroup, open_rendezvous
 from infra.weights.checksum import _sums, checksum
 from infra.weights.endpoint import gpu_of
-from infra.weights.layout import as_tensor, describe, flat_bytes, slots, specs_of, verify, views, write
+from infra.weights.layout import (
+    assign_slots,
+    buffer_as_tensor,
+    flat_bytes,
+    make_handle,
+    tensor_specs,
+    tensor_views,
+    verify_buffer,
+    write_tensors,
+)
 from infra.weights.object_store import ObjectStoreReceiver, ObjectStoreSender
 from infra.weights.transport import choose_transport
 from schemas.errors import ConfigError, WeightsError, WorkerLostError
@@ -47,9 +56,9 @@ def tensors(version: int = 0, words: int = 9) -> dict[str, torch.Tensor]:
 
 def flat(state: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A buffer whose memory held something else before."""
-    specs = specs_of(state)
+    specs = tensor_specs(state)
     buffer = torch.full((flat_bytes(specs),), 255, dtype=torch.uint8)
-    write(buffer, specs, state.items())
+    write_tensors(buffer, specs, state.items())
     return buffer
 
 
@@ -61,38 +70,38 @@ def same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) 
 
 def test_layout_is_aligned_zero_padded_and_read_back_without_a_copy() -> None:
     state = tensors()
-    placed = slots(specs_of(state))
+    placed = assign_slots(tensor_specs(state))
     # 60, 14, 0, 8, 48, 3 and 36 bytes, each begun at the next multiple of 64
     assert [slot.offset for slot in placed] == [0, 64, 128, 128, 192, 256, 320]
-    assert flat_bytes(specs_of(state)) == 384
+    assert flat_bytes(tensor_specs(state)) == 384
     buffer = flat(state)
-    assert same(views(buffer, specs_of(state)), state)
+    assert same(tensor_views(buffer, tensor_specs(state)), state)
     used = np.zeros(384, dtype=bool)
     for slot in placed:
         used[slot.offset : slot.offset + slot.num_bytes] = True
     assert not buffer.numpy()[~used].any()
-    assert views(buffer, specs_of(state))["embed"].data_ptr() == buffer.data_ptr()
+    assert tensor_views(buffer, tensor_specs(state))["embed"].data_ptr() == buffer.data_ptr()
     assert buffer[:60].view(torch.float32).tolist() == state["embed"].flatten().tolist()
 
 
 def test_an_empty_set_of_weights_has_a_buffer() -> None:
     assert flat_bytes(()) == 64
     assert not flat({"none": torch.empty(0)}).any()
-    assert views(flat({}), ()) == {}
+    assert tensor_views(flat({}), ()) == {}
 
 
 def test_what_comes_is_what_was_announced() -> None:
     state = tensors()
-    specs = specs_of(state)
+    specs = tensor_specs(state)
     buffer = torch.zeros(flat_bytes(specs), dtype=torch.uint8)
     with pytest.raises(WeightsError, match="'head' did not come"):
-        write(buffer, specs, list(state.items())[:-1])
+        write_tensors(buffer, specs, list(state.items())[:-1])
     with pytest.raises(WeightsError, match=r"'norm'.*came, expected name='embed'"):
-        write(buffer, specs, list(state.items())[1:])
+        write_tensors(buffer, specs, list(state.items())[1:])
     with pytest.raises(WeightsError, match=r"'more'.*expected no more tensors"):
-        write(buffer, specs, [*state.items(), ("more", torch.zeros(1))])
+        write_tensors(buffer, specs, [*state.items(), ("more", torch.zeros(1))])
     with pytest.raises(WeightsError, match=r"dtype='float64'.*expected.*dtype='float32'"):
-        write(buffer, specs, {**state, "embed": state["embed"].double()}.items())
+        write_tensors(buffer, specs, {**state, "embed": state["embed"].double()}.items())
     with pytest.raises(WeightsError, match="'embed' is there twice"):
         flat_bytes((*specs, specs[0]))
     with pytest.raises(WeightsError, match="'float5', which torch doesn't have"):
@@ -150,26 +159,26 @@ def test_checksum_sees_signs_that_have_changed_places() -> None:
 def test_a_damaged_or_cut_buffer_is_refused() -> None:
     state = tensors()
     buffer = flat(state)
-    handle = describe(RUN, 4, specs_of(state), checksum(buffer))
-    verify(handle, buffer)
+    handle = make_handle(RUN, 4, tensor_specs(state), checksum(buffer))
+    verify_buffer(handle, buffer)
     with pytest.raises(WeightsError, match="version 4 of run weights came as 320 bytes, expected 384"):
-        verify(handle, buffer[:320])
+        verify_buffer(handle, buffer[:320])
     with pytest.raises(WeightsError, match="320 bytes, expected 320, and their tensors take 384"):
-        verify(handle.replace(num_bytes=320), buffer[:320])
+        verify_buffer(handle.replace(num_bytes=320), buffer[:320])
     buffer[100] ^= 1
     with pytest.raises(WeightsError, match=r"arrived damaged.*publish them again"):
-        verify(handle, buffer)
+        verify_buffer(handle, buffer)
 
 
 def test_read_only_memory_is_viewed_without_a_copy_or_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     memory = np.arange(64, dtype=np.uint8)
     memory.flags.writeable = False
-    assert as_tensor(memory).data_ptr() == memory.ctypes.data
+    assert buffer_as_tensor(memory).data_ptr() == memory.ctypes.data
     assert not recwarn.list
 
 
 def test_a_handle_is_small_json_and_a_transfer_is_of_the_slowest() -> None:
-    handle = describe(RUN, 1, specs_of(tensors()), "ab")
+    handle = make_handle(RUN, 1, tensor_specs(tensors()), "ab")
     assert WeightsHandle.model_validate_json(handle.model_dump_json()) == handle
     loads = [
         LoadedWeights(version=1, num_bytes=384, read_seconds=read, load_seconds=load) for read, load in ((2, 1), (1, 3))
@@ -197,7 +206,7 @@ class Policy:
 
     def send(self, version: int, owner: bytes, words: int = LARGE) -> tuple[bytes, SentWeights]:
         state = tensors(version, words)
-        return ObjectStoreSender(RUN).send(version, specs_of(state), state.items(), owner)
+        return ObjectStoreSender(RUN).send(version, tensor_specs(state), state.items(), owner)
 
     def send_damaged(self, version: int, owner: bytes) -> tuple[bytes, SentWeights]:
         data, sent = self.send(version, owner, words=9)
@@ -205,7 +214,7 @@ class Policy:
 
     def send_fewer(self, version: int, owner: bytes) -> tuple[bytes, SentWeights]:
         state = tensors(version, LARGE)
-        return ObjectStoreSender(RUN).send(version, specs_of(state), list(state.items())[:3], owner)
+        return ObjectStoreSender(RUN).send(version, tensor_specs(state), list(state.items())[:3], owner)
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -223,7 +232,7 @@ class Policy:
         state = tensors(version, words)
         self._taken: list[str] = []
         coming = ((name, self._take(name, tensor)) for name, tensor in list(state.items())[:num_tensors])
-        return BroadcastSender(RUN, self._group, bucket_bytes).send(version, specs_of(state), coming, b"")
+        return BroadcastSender(RUN, self._group, bucket_bytes).send(version, tensor_specs(state), coming, b"")
 
     def taken(self) -> list[str]:
         return self._taken
@@ -287,7 +296,7 @@ def test_two_receivers_load_what_was_sent(policy: Any, rollouts: list[Any], word
     loaded = ray.get([rollout.load.remote(3, refs) for rollout in rollouts])
     assert ray.get([rollout.holds.remote(3, words) for rollout in rollouts]) == [True, True]
     sent = ray.get(refs[1])
-    assert sent.handle.num_bytes == flat_bytes(specs_of(tensors(3, words))) == loaded[0].num_bytes
+    assert sent.handle.num_bytes == flat_bytes(tensor_specs(tensors(3, words))) == loaded[0].num_bytes
     assert WeightsTransfer.of("object_store", sent, loaded).num_receivers == 2
 
 
@@ -347,7 +356,7 @@ def test_a_broadcast_in_buckets_of_any_size_arrives_whole(policy: Any, rollouts:
         loaded = ray.get([rollout.receive.remote(version) for rollout in rollouts])
         assert ray.get([rollout.holds.remote(version, words) for rollout in rollouts]) == [True, True]
         state = tensors(version, words)
-        expected = describe(RUN, version, specs_of(state), checksum(flat(state)))
+        expected = make_handle(RUN, version, tensor_specs(state), checksum(flat(state)))
         assert ray.get(sent[1]).handle == expected
         assert WeightsTransfer.of("broadcast", ray.get(sent[1]), loaded).num_bytes == expected.num_bytes
     # A version that isn't the asked one is refused, and the group goes on.

@@ -13,7 +13,7 @@ from infra.engines.base import GenerationRequest, Sampling, generate_all
 from infra.engines.vllm.engine import VllmEngine, no_compiling
 from infra.engines.vllm.package import require_vllm
 from infra.engines.vllm.sizes import BLOCK_TOKENS
-from infra.models.load import model_shapes
+from infra.models.load import build_meta_model
 from infra.ray.rendezvous import interface_variables
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
@@ -39,7 +39,7 @@ def open_vllm(model: ModelConfig, rollout: VllmRollout, max_model_len: int) -> V
     """
     require_vllm()
     _set_environment()
-    shapes = model_shapes(model)
+    shapes = build_meta_model(model)
     try:
         with _undoing_process_changes(), no_compiling(rollout.enforce_eager):
             # For vLLM's own group alone: weights may be broadcast to this process from another node.

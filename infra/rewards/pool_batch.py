@@ -3,12 +3,12 @@
 import threading
 from collections.abc import Callable
 
-from infra.rewards.base import Scoring
-from infra.rewards.work import Work
+from infra.rewards.base import RewardBatch
+from infra.rewards.queue import RewardQueue
 from rl_core.rewards import RewardItem, RewardOutcome
 
 
-class PoolScoring(Scoring):
+class PoolRewardBatch(RewardBatch):
     """One batch of a pool, and the thread that serves its processes until the batch is done.
 
     Without a thread, a process that has answered would wait for work, and one that is stuck would go on, until the
@@ -19,10 +19,10 @@ class PoolScoring(Scoring):
         release: Makes the pool ready for another batch.
     """
 
-    def __init__(self, serve: Callable[[Work], None], release: Callable[[], None]) -> None:
+    def __init__(self, serve: Callable[[RewardQueue], None], release: Callable[[], None]) -> None:
         self._serve = serve
         self._release = release
-        self._work = Work()
+        self._work = RewardQueue()
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
         self._error: BaseException | None = None
         self._closed = False

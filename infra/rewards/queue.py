@@ -13,7 +13,7 @@ CHUNKS_PER_PROCESS = 4  # to even out rewards that take longer than others
 MAX_CHUNK_ITEMS = 16
 
 
-class Work:
+class RewardQueue:
     """One batch, between the thread that adds its items and the one that serves the processes.
 
     `add`, `end` and `abandon` are called by the former, all else by the latter; `outcomes` is for the former once the
