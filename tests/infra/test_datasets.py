@@ -45,7 +45,7 @@ def test_several_messages_and_answers_that_are_not_text(tmp_path: Path) -> None:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no such file"):
+    with pytest.raises(DataError, match="no such file"):
         load(tmp_path / "none.parquet")
 
 
@@ -78,7 +78,7 @@ def test_a_line_that_is_not_json(tmp_path: Path) -> None:
 def test_a_parquet_file_without_a_column(tmp_path: Path) -> None:
     path = make_tiny_data(tmp_path / "rows.parquet", 2)
     pq.write_table(pq.read_table(path).drop_columns(["reward_model"]), path)
-    with pytest.raises(DataError, match="no column 'reward_model'; it has data_source, prompt, extra_info"):
+    with pytest.raises(DataError, match="no column 'reward_model'; it has data_source, prompt, extra_info but needs"):
         load(path)
 
 
@@ -92,7 +92,7 @@ def test_a_parquet_file_without_a_column(tmp_path: Path) -> None:
         ({"prompt": [{"role": "user"}]}, "prompt[0] is {'role': 'user'}"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            "expected text under role and content",
+            "expected strings for role and content",
         ),
         ({"data_source": 3}, "data_source is 3"),
         ({"reward_model": {"style": "rule"}}, "reward_model.ground_truth is missing or null"),
@@ -236,14 +236,14 @@ def test_a_folder_with_splits(tmp_path: Path) -> None:
         write_folder(tmp_path / "rows" / split, [[tiny_row(number)]], _split=split)
     (tmp_path / "rows" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert load(tmp_path / "rows" / "test")[0].answer == "2"
-    with pytest.raises(DataError, match=f"name one of them: {tmp_path}/rows/train, {tmp_path}/rows/test"):
+    with pytest.raises(DataError, match=f"give one of them: {tmp_path}/rows/train, {tmp_path}/rows/test"):
         load(tmp_path / "rows")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        ("state.json", None, "is a folder without state.json or dataset_dict.json"),
+        ("state.json", None, "has neither state.json nor dataset_dict.json"),
         ("state.json", "{", "state.json can't be read as JSON"),
         ("state.json", "[]", "state.json: expected a JSON object, found list"),
         ("state.json", '{"_data_files": null}', "state.json: _data_files is None"),

@@ -159,10 +159,10 @@ def test_only_the_named_layers_are_adapted(base: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
-        ("c_attn", "'c_attn' is no linear layer of Qwen3ForCausalLM"),
-        ("norm", "'norm' is no linear layer of"),
+        ("c_attn", "'c_attn' is not a linear layer of Qwen3ForCausalLM"),
+        ("norm", "'norm' is not a linear layer of"),
         ("lm_head", "'lm_head' is the LM head of"),
-        ("_proj", "'_proj' is no"),
+        ("_proj", "'_proj' is not a"),
     ],
 )
 def test_other_layers_are_refused_with_those_there_are(base: PreTrainedModel, target: str, reason: str) -> None:

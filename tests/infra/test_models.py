@@ -109,7 +109,7 @@ def test_assets_are_the_models_own_files_without_its_weights(folder: Path, tmp_p
 
 def test_a_missing_folder_is_named() -> None:
     for load in (load_tokenizer, load_model):
-        with pytest.raises(ModelError, match="/no/such/folder: there is no such folder"):
+        with pytest.raises(ModelError, match="/no/such/folder: no such folder"):
             load(ModelConfig(path="/no/such/folder"))
 
 
@@ -120,7 +120,7 @@ def test_a_file_is_not_a_folder(folder: Path) -> None:
 
 def test_a_folder_without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"there is no config\.json"):
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
         load_model(config_of(folder))
 
 
