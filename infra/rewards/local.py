@@ -7,7 +7,7 @@ from rl_core.rewards import RewardFunction, RewardItem, RewardOutcome, is_concur
 
 
 class LocalRewardScorer(RewardScorer):
-    """Scores in this process: nothing stops a reward function that hangs or crashes.
+    """Computes rewards in this process: nothing stops a reward function that hangs or crashes.
 
     Args:
         function: The reward function.
@@ -28,7 +28,7 @@ class LocalRewardScorer(RewardScorer):
 
 
 class LocalRewardBatch(RewardBatch):
-    """A batch that is scored here, item by item; calls that may overlap are all made at the end.
+    """A batch that is scored in this process item by item, or at the end if calls may overlap.
 
     Args:
         function: The reward function.
@@ -42,7 +42,7 @@ class LocalRewardBatch(RewardBatch):
         self._outcomes: dict[int, RewardOutcome] = {}
 
     def add(self, number: int, item: RewardItem) -> None:
-        """Score `item`, or keep it for the end where calls may overlap."""
+        """Score `item`, or keep it for the end if calls may overlap."""
         assert number not in (self._waiting if self._concurrent else self._outcomes), f"item {number} was added before"
         if self._concurrent:
             self._waiting[number] = item
@@ -50,11 +50,11 @@ class LocalRewardBatch(RewardBatch):
             self._outcomes[number] = self._runner.run(score_one(self._function, item))
 
     def finish(self) -> dict[int, RewardOutcome]:
-        """Make the calls that may overlap; return all outcomes by number."""
+        """Make the calls that may overlap, and return all outcomes by number."""
         self.close()
         outcomes = score_all(self._function, list(self._waiting.values()))
         return self._outcomes | dict(zip(self._waiting, outcomes, strict=True))
 
     def close(self) -> None:
-        """Make no further call."""
+        """Make no further calls."""
         self._runner.close()

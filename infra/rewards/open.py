@@ -1,4 +1,4 @@
-"""Where a run's responses are scored."""
+"""Open the reward scorer of a config."""
 
 from infra.rewards.base import RewardScorer
 from infra.rewards.local import LocalRewardScorer
@@ -8,10 +8,10 @@ from schemas.config.reward import IsolatedReward, RewardConfig
 
 
 def open_reward_scorer(config: RewardConfig) -> RewardScorer:
-    """Return the scorer of this config; processes load the reward function while the caller does something else.
+    """Return the config's scorer; its processes, if any, load the reward function in the background.
 
     Raises:
-        RewardImportError: The reward function can't be loaded here.
+        RewardImportError: The reward function can't be loaded in this process.
     """
     if not (isinstance(config, IsolatedReward) and config.needs_processes):
         return LocalRewardScorer(load_reward(config))
