@@ -30,7 +30,8 @@ import torch
 from safetensors.torch import load, save
 
 from infra.ray import object_store
-from infra.weights.broadcast import BroadcastReceiver, BroadcastSender, WeightGroup, open_rendezvous
+from infra.weights.broadcast import BroadcastReceiver, BroadcastSender
+from infra.weights.group import WeightGroup, open_rendezvous
 from infra.weights.layout import tensor_specs
 from infra.weights.object_store import ObjectStoreReceiver, ObjectStoreSender
 from schemas.step import ProcessGroupHandle

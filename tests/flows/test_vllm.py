@@ -27,7 +27,7 @@ def test_a_run_whose_vllm_worker_is_lost(workplace: Workplace) -> None:
     assert workplace.kill_worker("RolloutWorker")  # its successor starts with version 0, and is sent version 1
     out, err = driver.communicate(timeout=200)
     assert driver.returncode == 0, out + err
-    assert "weights travel by object_store" in out
+    assert "weight transport: object_store" in out
     steps = workplace.metrics(run_id)
     assert len(steps) == STEPS
     for step in steps:  # sampler and trainer agree, whatever version sampled

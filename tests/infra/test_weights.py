@@ -14,9 +14,10 @@ import torch
 from ray._private.internal_api import node_stats
 
 from infra.ray import object_store
-from infra.weights.broadcast import BroadcastReceiver, BroadcastSender, WeightGroup, open_rendezvous
+from infra.weights.broadcast import BroadcastReceiver, BroadcastSender
 from infra.weights.checksum import _sums, checksum
 from infra.weights.endpoint import gpu_of
+from infra.weights.group import WeightGroup, open_rendezvous
 from infra.weights.layout import (
     assign_slots,
     buffer_as_tensor,
@@ -94,15 +95,15 @@ def test_what_comes_is_what_was_announced() -> None:
     state = tensors()
     specs = tensor_specs(state)
     buffer = torch.zeros(flat_bytes(specs), dtype=torch.uint8)
-    with pytest.raises(WeightsError, match="'head' did not come"):
+    with pytest.raises(WeightsError, match="'head' is missing"):
         write_tensors(buffer, specs, list(state.items())[:-1])
-    with pytest.raises(WeightsError, match=r"'norm'.*came, expected name='embed'"):
+    with pytest.raises(WeightsError, match=r"got name='norm'.*, expected name='embed'"):
         write_tensors(buffer, specs, list(state.items())[1:])
     with pytest.raises(WeightsError, match=r"'more'.*expected no more tensors"):
         write_tensors(buffer, specs, [*state.items(), ("more", torch.zeros(1))])
     with pytest.raises(WeightsError, match=r"dtype='float64'.*expected.*dtype='float32'"):
         write_tensors(buffer, specs, {**state, "embed": state["embed"].double()}.items())
-    with pytest.raises(WeightsError, match="'embed' is there twice"):
+    with pytest.raises(WeightsError, match="'embed' is duplicated"):
         flat_bytes((*specs, specs[0]))
     with pytest.raises(WeightsError, match="'float5', which torch doesn't have"):
         flat_bytes((TensorSpec(name="a", dtype="float5", shape=()),))
@@ -161,7 +162,7 @@ def test_a_damaged_or_cut_buffer_is_refused() -> None:
     buffer = flat(state)
     handle = make_handle(RUN, 4, tensor_specs(state), checksum(buffer))
     verify_buffer(handle, buffer)
-    with pytest.raises(WeightsError, match="version 4 of run weights came as 320 bytes, expected 384"):
+    with pytest.raises(WeightsError, match="version 4 of run weights arrived as 320 bytes, expected 384"):
         verify_buffer(handle, buffer[:320])
     with pytest.raises(WeightsError, match="320 bytes, expected 320, and their tensors take 384"):
         verify_buffer(handle.replace(num_bytes=320), buffer[:320])
@@ -316,7 +317,7 @@ def test_twenty_versions_leave_nothing_in_the_object_store(policy: Any, rollouts
 def test_wrong_versions_runs_and_damaged_buffers_are_refused(policy: Any, rollouts: list[Any]) -> None:
     good = promise(policy, "send", 5, object_store.address())
     ray.get(rollouts[0].load.remote(5, good))
-    with pytest.raises(WeightsError, match="version 5 of run weights came, expected version 6"):
+    with pytest.raises(WeightsError, match="version 5 of run weights, expected version 6"):
         ray.get(rollouts[0].load.remote(6, good))
     with pytest.raises(WeightsError, match="expected version 5 of run other"):
         ray.get(rollouts[0].load.remote(5, good, "other"))
@@ -332,7 +333,7 @@ def test_a_failed_send_is_told_to_the_receivers_and_leaves_no_memory_taken(polic
     before, fallback = store_stats().object_store_bytes_primary_copy, store_stats().object_store_bytes_fallback
     for version in range(1, 25):  # together more than the object store holds
         refs = promise(policy, "send_fewer", version, object_store.address())
-        with pytest.raises(WeightsError, match="'scale' did not come"):
+        with pytest.raises(WeightsError, match="'scale' is missing"):
             ray.get(rollouts[0].load.remote(version, refs))
     assert store_stats().object_store_bytes_primary_copy <= before
     assert store_stats().object_store_bytes_fallback == fallback
@@ -362,7 +363,7 @@ def test_a_broadcast_in_buckets_of_any_size_arrives_whole(policy: Any, rollouts:
     # A version that isn't the asked one is refused, and the group goes on.
     promise(policy, "broadcast", 50, 64)
     loads = [rollouts[0].receive.remote(51), rollouts[1].receive.remote(50)]
-    with pytest.raises(WeightsError, match="version 50 of run weights came, expected version 51"):
+    with pytest.raises(WeightsError, match="version 50 of run weights, expected version 51"):
         ray.get(loads[0])
     assert ray.get(loads[1]).version == 50
     promise(policy, "broadcast", 51, 64)
@@ -377,9 +378,9 @@ def test_a_sender_that_fails_leaves_nobody_waiting(policy: Any, rollouts: list[A
     for load in [rollout.receive.remote(60) for rollout in rollouts]:
         with pytest.raises(WorkerLostError, match="lost the others"):
             ray.get(load)
-    with pytest.raises(WeightsError, match="'scale' did not come"):
+    with pytest.raises(WeightsError, match="'scale' is missing"):
         ray.get(sent[1])
-    with pytest.raises(WorkerLostError, match="has ended; gather it anew"):
+    with pytest.raises(WorkerLostError, match="has left the weight group; form a new one"):
         ray.get(promise(policy, "broadcast", 60, 64)[1])
 
 
@@ -388,9 +389,9 @@ def test_a_killed_receiver_ends_the_group_and_another_is_gathered(policy: Any, r
     gather(policy, rollouts, timeout_seconds=3)
     rollouts[1].die.remote()
     sent = promise(policy, "broadcast", 70, 2**20, LARGE)
-    with pytest.raises(WorkerLostError, match="member 1 of the weights group lost the others"):
+    with pytest.raises(WorkerLostError, match="member 1 of the weight group lost the others"):
         ray.get(rollouts[0].receive.remote(70))
-    with pytest.raises(WorkerLostError, match="member 0 of the weights group lost the others"):
+    with pytest.raises(WorkerLostError, match="member 0 of the weight group lost the others"):
         ray.get(sent[1])
     assert ray.get(policy.taken.remote()) == list(tensors())  # so the policy's other ranks weren't left waiting
     gather(policy, rollouts[:1])
@@ -402,7 +403,7 @@ def test_a_killed_receiver_ends_the_group_and_another_is_gathered(policy: Any, r
 @pytest.mark.slow
 def test_members_that_do_not_come_are_lost(policy: Any) -> None:
     group = ray.get(policy.open_rendezvous.remote(1))
-    with pytest.raises(WorkerLostError, match="member 0 of 2 found no weights group"):
+    with pytest.raises(WorkerLostError, match="member 0 of 2 could not join the weight group"):
         ray.get(policy.join.remote(group, 0.5))
 
 
