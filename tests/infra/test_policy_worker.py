@@ -203,7 +203,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer_steps(run: RunHand
     batch, plan = make_step(run, store, worker, poison=True)
     with pytest.raises(NonFiniteError, match=r"loss of update \d is not finite: rows \[3\] .*whose advantages are"):
         worker.update(batch, plan, 0)
-    with pytest.raises(VersionError, match="holds no whole version"):
+    with pytest.raises(VersionError, match="holds no complete version"):
         parameters(worker, 0)
     assert worker.start().version == 0
     after = parameters(worker, 0)

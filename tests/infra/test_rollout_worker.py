@@ -452,8 +452,8 @@ def test_a_put_needs_the_lease_and_keeps_the_rows_when_refused(folder: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"model": {"path": "/no/such/model"}}, ModelError, "there is no such folder"),
-        ({"data": {"train_path": "/no/such/data.parquet"}}, DataError, "there is no such file"),
+        ({"model": {"path": "/no/such/model"}}, ModelError, "no such folder"),
+        ({"data": {"train_path": "/no/such/data.parquet"}}, DataError, "no such file"),
         ({"reward": "none"}, RewardImportError, "no such function"),
         ({"rollout": {"max_response_tokens": 505}}, ConfigError, "more than the 512 positions"),
         (
