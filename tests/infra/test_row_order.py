@@ -12,7 +12,6 @@ from infra.datasets import PromptDataset
 from rl_core.rollout.seeding import derive_seed
 from tests.infra.dataset_rows import dataset_of
 
-
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
