@@ -1,3 +1,5 @@
+"""LoRA adapters: what trains, what is computed with and without them, and merging."""
+
 import copy
 import sys
 from collections.abc import Callable
@@ -44,14 +46,14 @@ def base(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @pytest.fixture
 def adapted(base: PreTrainedModel) -> PreTrainedModel:
-    """The base with an adapter that has been trained."""
+    """The base with a trained adapter."""
     model = copy.deepcopy(base)
     add_adapter(model, CONFIG)
     train(model)
     return model
 
 
-def test_a_new_adapter_changes_nothing_and_alone_trains(base: PreTrainedModel) -> None:
+def test_a_new_adapter_changes_nothing_and_only_it_trains(base: PreTrainedModel) -> None:
     model, count = copy.deepcopy(base), sum(p.numel() for p in base.parameters())
     add_adapter(model, CONFIG)
     assert type(model) is type(base)
@@ -73,21 +75,21 @@ def leak_probe_on(model: PreTrainedModel) -> None:
     leak_probe(model)
 
 
-def test_its_start_is_a_function_of_the_seed(base: PreTrainedModel) -> None:
-    def start(seed: int) -> Tensor:
+def test_initial_weights_are_a_function_of_the_seed(base: PreTrainedModel) -> None:
+    def initial_weights(seed: int) -> Tensor:
         model = copy.deepcopy(base)
         torch.rand(1)  # the global state must not matter
         add_adapter(model, CONFIG, seed)
         return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
 
-    assert torch.equal(start(1), start(1))
-    assert not torch.equal(start(1), start(2))
+    assert torch.equal(initial_weights(1), initial_weights(1))
+    assert not torch.equal(initial_weights(1), initial_weights(2))
     before = torch.get_rng_state()
     add_adapter(copy.deepcopy(base), CONFIG)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_without_its_adapter_it_is_the_base_bit_for_bit(base: PreTrainedModel, adapted: PreTrainedModel) -> None:
+def test_with_the_adapter_disabled_it_is_the_base_bit_for_bit(base: PreTrainedModel, adapted: PreTrainedModel) -> None:
     trained, names = logprobs(adapted), trainable_names(adapted)
     assert (trained - logprobs(base)).abs().max() > 0.1
     with adapter_disabled(adapted):
@@ -96,7 +98,7 @@ def test_without_its_adapter_it_is_the_base_bit_for_bit(base: PreTrainedModel, a
     assert trainable_names(adapted) == names
 
 
-def test_merged_weights_are_those_of_peft(base: PreTrainedModel, adapted: PreTrainedModel) -> None:
+def test_merged_weights_equal_those_of_peft(base: PreTrainedModel, adapted: PreTrainedModel) -> None:
     before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
     merged = merged_weights(adapted)
     assert merged.keys() == dict(base.named_parameters()).keys()
@@ -124,7 +126,7 @@ def merge_in_place(base: PreTrainedModel, adapted: PreTrainedModel) -> PreTraine
 
 
 @pytest.mark.parametrize("merge", [load_merged, merge_in_place])
-def test_merged_it_computes_what_the_adapter_does(
+def test_the_merged_model_computes_what_the_adapted_one_does(
     base: PreTrainedModel, adapted: PreTrainedModel, merge: Callable[..., PreTrainedModel]
 ) -> None:
     expected = logprobs(adapted)
@@ -133,7 +135,7 @@ def test_merged_it_computes_what_the_adapter_does(
     torch.testing.assert_close(logprobs(merged), expected, rtol=0, atol=MERGED_TOLERANCE)
 
 
-def test_a_model_without_adapter_passes_through(base: PreTrainedModel) -> None:
+def test_a_model_without_adapter_is_unchanged(base: PreTrainedModel) -> None:
     expected = logprobs(base)
     with adapter_disabled(base):
         assert torch.equal(logprobs(base), expected)
@@ -165,7 +167,7 @@ def test_only_the_named_layers_are_adapted(base: PreTrainedModel) -> None:
         ("_proj", "'_proj' is not a"),
     ],
 )
-def test_other_layers_are_refused_with_those_there_are(base: PreTrainedModel, target: str, reason: str) -> None:
+def test_other_layers_are_rejected_with_the_possible_ones(base: PreTrainedModel, target: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         add_adapter(base, CONFIG.replace(target_modules=("q_proj", target)))
     assert reason in str(caught.value)
@@ -179,7 +181,7 @@ def test_without_peft_the_extra_is_named(base: PreTrainedModel, monkeypatch: pyt
         add_adapter(base, CONFIG)
 
 
-def test_a_checkpoint_holds_the_adapter_alone(base: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_only_the_adapter(base: PreTrainedModel, tmp_path: Path) -> None:
     model, again = copy.deepcopy(base), copy.deepcopy(base)
     add_adapter(model, CONFIG, seed=1)
     optimizer = train(model)
