@@ -34,7 +34,7 @@ class WeightsSender(Protocol):
             owner: The `object_store.address()` of the method's caller.
 
         Raises:
-            WeightsError: There is no space for them, or they don't match `specs`.
+            WeightsError: No space is left for them, or they don't match `specs`.
             WorkerLostError: A receiver is gone, or did not join in time.
         """
         ...

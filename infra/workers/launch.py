@@ -49,7 +49,7 @@ def rollout_pool(run: RunHandle) -> WorkerPool:
 
 
 def find_worker(run_id: str, role: Role, number: int = 0) -> Any | None:
-    """Return a worker's handle, or None if there is no such worker."""
+    """Return a worker's handle, or None if it doesn't exist."""
     return find_actor(worker_name(run_id, role, number))
 
 

@@ -118,7 +118,7 @@ class PolicyWorker(ScoringWorker):
 
         Raises:
             VersionError: The worker holds another version.
-            WeightsError: There is no space for them.
+            WeightsError: No space is left for them.
         """
         with self._collective(), self.weights(version) as weights:
             tensors = ((name, full_tensor(tensor)) for name, tensor in weights.items())

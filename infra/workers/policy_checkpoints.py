@@ -42,7 +42,7 @@ class PolicyCheckpoints:
         self._complete_version: int | None = None  # of the newest complete checkpoint that this rank knows of
 
     def find_newest(self) -> tuple[int, Manifest] | None:
-        """Return the newest complete checkpoint's version and manifest, as rank 0 finds it; None if there is none."""
+        """Return the newest complete checkpoint's version and manifest, as found by rank 0; None if none exists."""
         found = self.store.newest() if self._rank == 0 else None
         newest = gather(found, self._mesh)[0]
         self._complete_version = newest[0] if newest else None

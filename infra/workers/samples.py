@@ -59,7 +59,7 @@ def to_columns(
 def make_shard(
     shard: int, worker: int, groups: Sequence[int], samples: Sequence[Sample], seconds: dict[str, float]
 ) -> RolloutShard:
-    """Return the scalars and a few texts of a worker's `samples`, all those of `groups`."""
+    """Return the scalars of a worker's `samples`, all those of `groups`, and the text of a few of them."""
     outcomes = [sample.response.outcome for sample in samples]
     response_lengths = tuple(len(sample.response.generation.token_ids) for sample in samples)
     first_of_group = {sample.group_id: sample for sample in reversed(samples)}
@@ -81,7 +81,7 @@ def make_shard(
 
 
 def first_failure(outcomes: Sequence[RewardOutcome]) -> str | None:
-    """Return the text of the first reward failure, or None if no reward failed."""
+    """Return the first reward failure's message, or None if no reward failed."""
     return next((outcome.failure for outcome in outcomes if outcome.failure is not None), None)
 
 

@@ -41,7 +41,7 @@ def test_failed_rewards_are_not_counted(folder: Path) -> None:
 
 
 def test_an_evaluation_samples_with_its_own_settings(folder: Path, tmp_path: Path) -> None:
-    """The figures equal those of samples that a bare engine gives with the evaluation's own settings."""
+    """Compare the figures with those of samples that a bare engine gives with the evaluation's own settings."""
     names = ("even", "odd", "even", "odd")
     rows = [tiny_row(index, data_source=name) for index, name in enumerate(names)]
     write_rows(tmp_path / "two.jsonl", rows)

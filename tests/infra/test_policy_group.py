@@ -17,28 +17,22 @@ import torch
 from infra.ray.actors import resolve
 from infra.ray.group import WorkerGroup
 from infra.ray.object_store import address, view
-from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
 from infra.weights.layout import buffer_as_tensor, tensor_views, verify_buffer
-from infra.workers.launch import check_resources, get_group, kill_workers
+from infra.workers.launch import check_resources, get_group
 from infra.workers.policy import PolicyWorker
-from rl_core.columns.jagged import jagged
-from rl_core.planning import plan_forward, plan_step
+from rl_core.planning import plan_forward
 from rl_core.planning.rows import rank_rows
-from rl_core.views import decode_ints, new_batch, with_column
-from schemas.batch import BatchHandle, ChunkKey
-from schemas.config.run import RunConfig
+from rl_core.views import decode_ints, with_column
+from schemas.batch import BatchHandle
 from schemas.errors import ConfigError, NonFiniteError, WorkerLostError
-from schemas.plan import StepPlan
 from schemas.step import RunHandle, UpdateReport
+from tests.infra.policy_runs import Runs, plan_of, put_rows, with_advantages
 from tests.tiny import make_tiny_data, make_tiny_model
 
 pytestmark = pytest.mark.slow
 
 STEPS, SAVED = 5, 3
-NUM_ROWS = 12
-COLLECTIVE_TIMEOUT_SECONDS = 20  # one rank may load its model this much later than the other
-TOKENS = {"prompt_ids": "uint16", "response_ids": "uint16", "loss_mask": "bool", "sampler_logprobs": "float"}
 
 
 @pytest.fixture(scope="module")
@@ -50,87 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, ray_cluster: None) -> Iterator["Runs"]:
+def runs(folder: Path, ray_cluster: None) -> Iterator[Runs]:
     runs = Runs(folder)
     yield runs
     runs.kill_workers()
-
-
-class Runs:
-    """Runs in one folder, whose workers are killed at the end of the module."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._made = folder, []
-
-    def make(self, run_id: str, num_ranks: int, **sections: Any) -> RunHandle:
-        config = RunConfig.model_validate(
-            {
-                "steps": STEPS,
-                "model": {"path": str(self._folder / "model")},
-                "data": {"train_path": str(self._folder / "train.parquet")},
-                "reward": {"kind": "exact"},
-                "rollout": {"max_response_tokens": 9},
-                "optim": {"lr": 1e-3, "updates_per_step": 2},
-                "packing": {"token_budget": 24},
-                "store": {"kind": "fsspec"},
-                "runtime": {
-                    "runs_dir": str(self._folder / "runs"),
-                    "num_threads": 1,
-                    "num_policy_ranks": num_ranks,
-                    "collective_timeout_seconds": COLLECTIVE_TIMEOUT_SECONDS,
-                },
-                **sections,
-            }
-        )
-        path = self._folder / "runs" / run_id
-        directory = RunDirectory(path) if path.exists() else RunDirectory.create(config, run_id)
-        run = RunHandle(run_id=run_id, directory=str(directory.path), config=config, store_incarnation="g")
-        self._made.append(run)
-        return run
-
-    def kill_workers(self) -> None:
-        for run in self._made:
-            kill_workers(run.run_id, run.config)
-
-
-def put_rows(run: RunHandle, step: int) -> BatchHandle:
-    """Put made-up rows of one step, the same for every run."""
-    generator = np.random.default_rng(step)
-    prompts, responses = generator.integers(1, 5, NUM_ROWS), generator.integers(1, 9, NUM_ROWS)
-    store = open_store(run)
-    store.open_lease(step)
-    columns = pa.record_batch(
-        {
-            "prompt_ids": jagged(generator.integers(0, 90, prompts.sum()).astype(np.uint16), prompts),
-            "response_ids": jagged(generator.integers(0, 90, responses.sum()).astype(np.uint16), responses),
-            "loss_mask": jagged(np.ones(responses.sum(), dtype=bool), responses),
-            "sampler_logprobs": jagged(-generator.random(responses.sum()).astype(np.float32), responses),
-        }
-    )
-    chunk = store.put(ChunkKey(run_id=run.run_id, step=step, stage="rollout"), columns)
-    return new_batch(run.run_id, step, step, [chunk], TOKENS, prompts, responses)
-
-
-def plan_of(run: RunHandle, batch: BatchHandle) -> StepPlan:
-    prompts, responses = decode_ints(batch.prompt_lengths), decode_ints(batch.response_lengths)
-    return plan_step(
-        prompts,
-        responses,
-        responses,
-        num_updates=2,
-        num_ranks=run.config.runtime.num_policy_ranks,
-        token_budget=run.config.packing.token_budget,
-        seed=batch.step,
-    )
-
-
-def with_advantages(run: RunHandle, batch: BatchHandle, poisoned: int | None = None) -> BatchHandle:
-    values = np.random.default_rng(100 + batch.step).standard_normal(NUM_ROWS).astype(np.float32)
-    if poisoned is not None:
-        values[poisoned] = np.nan
-    key = ChunkKey(run_id=run.run_id, step=batch.step, stage="advantage")
-    chunk = open_store(run).put(key, pa.record_batch({"advantages": pa.array(values)}), batch)
-    return with_column(batch, {"advantages": "float"}, [chunk], range(NUM_ROWS))
 
 
 async def scored(run: RunHandle, group: "WorkerGroup | Alone", step: int) -> BatchHandle:
@@ -208,7 +125,7 @@ class Trained:
 @pytest.fixture(scope="module")
 def alone(runs: Runs) -> Trained:
     """A run of one rank."""
-    return asyncio.run(_train_alone(runs.make("alone", 1)))
+    return asyncio.run(_train_alone(runs.make("alone", 1, STEPS)))
 
 
 async def _train_alone(run: RunHandle) -> Trained:
@@ -227,7 +144,7 @@ def pair(runs: Runs) -> Trained:
         reports = await train(run, two, range(STEPS))
         return Trained(run, reports, await weights(two, STEPS))
 
-    return asyncio.run(train_pair(runs.make("pair", 2)))
+    return asyncio.run(train_pair(runs.make("pair", 2, STEPS)))
 
 
 async def trained_group(run: RunHandle) -> WorkerGroup:
@@ -279,13 +196,13 @@ def test_a_non_finite_loss_on_one_rank_stops_both_before_either_steps(pair: Trai
 
 
 def test_one_rank_resumes_from_a_checkpoint_of_two(runs: Runs, alone: Trained, pair: Trained) -> None:
-    resumed = runs.make("pair", 1)
+    resumed = runs.make("pair", 1, STEPS)
     assert Alone(resumed).ranks[0].handle().version == SAVED
     assert distance(alone.weights, asyncio.run(_train_alone(resumed)).weights) < 1e-6
 
 
 def test_two_ranks_resume_from_a_checkpoint_of_one_and_a_stopped_rank_is_lost(runs: Runs, alone: Trained) -> None:
-    resumed = runs.make("alone", 2)
+    resumed = runs.make("alone", 2, STEPS)
 
     async def resume_and_stop() -> None:
         two = await get_group(resumed, "policy")
@@ -301,4 +218,4 @@ def test_two_ranks_resume_from_a_checkpoint_of_one_and_a_stopped_rank_is_lost(ru
 
 def test_more_ranks_than_cores_are_rejected(runs: Runs) -> None:
     with pytest.raises(ConfigError, match=r"runtime\.num_policy_ranks = 64, but the Ray cluster has 2 cores"):
-        check_resources(runs.make("many", 64).config)
+        check_resources(runs.make("many", 64, STEPS).config)
