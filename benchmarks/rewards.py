@@ -16,7 +16,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from infra.rewards import Scorer, open_scorer
+from infra.rewards import RewardScorer
+from infra.rewards.open import open_reward_scorer
 from rl_core.rewards import RewardItem
 from schemas.config.reward import FunctionReward
 
@@ -63,9 +64,9 @@ def main() -> None:
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     """Return the median seconds after the last arrival, of each way."""
     config = FunctionReward(path=f"benchmarks.rewards:{name}", num_processes=arguments.processes)
-    ways: dict[str, Callable[[Scorer, int, float], float]] = {"streamed": streamed, "at_the_end": at_the_end}
+    ways: dict[str, Callable[[RewardScorer, int, float], float]] = {"streamed": streamed, "at_the_end": at_the_end}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    scorer = open_scorer(config)
+    scorer = open_reward_scorer(config)
     try:
         scorer.wait_until_ready()
         for _ in range(arguments.repeats + 1):
@@ -76,20 +77,20 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     return {way: round(median(values[1:]), 4) for way, values in seconds.items()}
 
 
-def streamed(scorer: Scorer, num_items: int, arrival_seconds: float) -> float:
+def streamed(scorer: RewardScorer, num_items: int, arrival_seconds: float) -> float:
     """Hand over each item when it arrives; return the seconds from the last one to all outcomes."""
     started = time.monotonic()
-    with scorer.open() as scoring:
+    with scorer.open_batch() as batch:
         for number in range(num_items):
             wait_until(started + arrival_seconds * (number + 1) / num_items)
-            scoring.add(number, item(number))
+            batch.add(number, item(number))
         last = time.monotonic()
-        outcomes = scoring.finish()
+        outcomes = batch.finish()
     assert len(outcomes) == num_items
     return time.monotonic() - last
 
 
-def at_the_end(scorer: Scorer, num_items: int, arrival_seconds: float) -> float:
+def at_the_end(scorer: RewardScorer, num_items: int, arrival_seconds: float) -> float:
     """Hand over all items when the last one has arrived; return the seconds from then to all outcomes."""
     time.sleep(arrival_seconds)
     last = time.monotonic()

@@ -30,8 +30,9 @@ import torch
 from safetensors.torch import load, save
 
 from infra.ray import object_store
-from infra.weights.broadcast import BroadcastReceiver, BroadcastSender, WeightGroup, open_rendezvous
-from infra.weights.layout import specs_of
+from infra.weights.broadcast import BroadcastReceiver, BroadcastSender
+from infra.weights.group import WeightGroup, open_rendezvous
+from infra.weights.layout import tensor_specs
 from infra.weights.object_store import ObjectStoreReceiver, ObjectStoreSender
 from schemas.step import ProcessGroupHandle
 from schemas.weights import LoadedWeights, SentWeights, WeightsTransfer
@@ -74,7 +75,7 @@ class Member:
 
     def send(self, version: int, owner: bytes, by_group: bool) -> tuple[bytes, SentWeights]:
         sender: Any = BroadcastSender(RUN, self._group) if by_group else ObjectStoreSender(RUN)
-        return sender.send(version, specs_of(self._state), self._state.items(), owner)
+        return sender.send(version, tensor_specs(self._state), self._state.items(), owner)
 
     def load(self, version: int, refs: list[Any], by_group: bool) -> LoadedWeights:
         receiver: Any = BroadcastReceiver(RUN, self._group) if by_group else ObjectStoreReceiver(RUN, TIMEOUT)

@@ -71,7 +71,7 @@ async def _training_loop(run: RunHandle, directory: RunDirectory) -> RunHandle:
     await start_all_workers(run)
     policy = await reconcile(run, directory)
     progress = await create_progress(run, 100 * policy.step / run.config.steps)
-    tensorboard = TensorBoardMonitor(directory.path) if run.config.runtime.tensorboard else None
+    tensorboard = TensorBoardMonitor(directory.path / "tensorboard") if run.config.runtime.tensorboard else None
     step_flow = run_step.with_options(result_storage=directory.ledger)
     restarts = 0
     try:
@@ -88,7 +88,7 @@ async def _training_loop(run: RunHandle, directory: RunDirectory) -> RunHandle:
                 description = f"{line}\n\n{progress_table(report)}"
                 await update_progress(progress, 100 * policy.step / run.config.steps, description)
                 if tensorboard:
-                    tensorboard.write(report)
+                    tensorboard.log_step(report)
                 if policy.step % run.config.checkpoint.every_steps == 0:
                     await save_checkpoint(run, policy)
             except (WorkerLostError, VersionError, ChunkNotFoundError, ChunkCorruptedError) as error:
@@ -118,7 +118,7 @@ async def _evaluate(
     metrics.append_eval(report)
     await show_evaluation(run, report)
     if tensorboard:
-        tensorboard.write_eval(report)
+        tensorboard.log_evaluation(report)
     first = f"held-out accuracy after {policy.step} steps: {report.accuracy:.3f} ({report.num_prompts} prompts)"
     for line in (first, *eval_lines(report)):
         get_run_logger().info(line)

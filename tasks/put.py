@@ -40,6 +40,6 @@ async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHand
 async def _put(
     run: RunHandle, policy: PolicyHandle, rollout: RolloutHandle, shard: RolloutShard, worker: Any
 ) -> PutResult:
-    if not await call(worker, "holds", rollout.step, rollout.policy_version, shard.shard):
+    if not await call(worker, "has_shard", rollout.step, rollout.policy_version, shard.shard):
         await generate_shard(run, policy, shard.shard, shard.groups, worker)
     return await call(worker, "put", rollout.step, shard.shard, shard.kept, rollout.reward_parts)

@@ -8,7 +8,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from transformers import PreTrainedModel
 
 from flows.cli.simulate import ColumnBytes, LengthShape, column_bytes, column_dtypes, simulate_step
-from infra.models.load import model_shapes, num_embeddings
+from infra.models.load import build_meta_model, num_embeddings
 from infra.models.lora import add_adapter
 from rl_core.columns.codec import arrow_type, encoded_bytes
 from rl_core.planning import plan_forward, plan_step
@@ -117,7 +117,7 @@ def rank_bytes(config: RunConfig) -> RankBytes:
     Raises:
         UserError: The model's config is not that of a causal language model, or its adapter can't be made.
     """
-    model = model_shapes(config.model)
+    model = build_meta_model(config.model)
     reference = _shard_bytes(model, config.runtime.num_reference_ranks) if config.needs_reference_worker else 0
     if config.model.lora is not None:
         add_adapter(model, config.model.lora)

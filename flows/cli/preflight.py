@@ -10,7 +10,7 @@ from infra.datasets import load_prompts, load_train_prompts
 from infra.datasets.limits import check_prompts
 from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence
-from infra.models.load import load_tokenizer, max_positions, model_shapes
+from infra.models.load import build_meta_model, load_tokenizer, max_positions
 from infra.models.lora import add_adapter, require_peft
 from infra.monitors.tensorboard import TensorBoardMonitor
 from infra.storage.runs import RunDirectory
@@ -54,7 +54,7 @@ def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:
     checkpoints = open_checkpoints(directory, config.checkpoint)
     if not (versions := checkpoints.complete_versions()):
         return
-    model = model_shapes(config.model)
+    model = build_meta_model(config.model)
     if config.model.lora is not None:
         add_adapter(model, config.model.lora)
     try:

@@ -1,10 +1,10 @@
-"""The files of a run's checkpoints: which there are, whether they are whole, and how one is made complete.
+"""The files of a run's checkpoints: list, verify, commit and remove them.
 
     step-000012/rank-00000-00000.safetensors   the part of each tensor that rank 0 held
-    step-000012/hf/config.json, ...            what a Hugging Face folder has beside its weights
-    step-000012/manifest.json                  last: what has none is not a checkpoint
+    step-000012/hf/config.json, ...            the files of a Hugging Face folder other than the weights
+    step-000012/manifest.json                  written last: a folder without it is not a checkpoint
 
-Only names that are in a manifest are ever read.
+Only names that a manifest lists are ever read.
 """
 
 import logging
@@ -27,7 +27,7 @@ from schemas.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_CHECK_BYTES, _CHECK_SPANS = 2**23, 8  # a file is checked in pieces of this size, so many in one request
+_CHECK_BYTES, _CHECK_SPANS = 2**23, 8  # files are checked in spans of this size, this many per request
 
 
 class CheckpointFiles:
@@ -35,7 +35,7 @@ class CheckpointFiles:
 
     Args:
         url: Any fsspec URL or a local path; all ranks must reach it.
-        storage_options: What fsspec passes to the file system.
+        storage_options: Options that fsspec passes to the file system.
     """
 
     def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
@@ -47,18 +47,18 @@ class CheckpointFiles:
         return self._url
 
     def path(self, version: int) -> str:
-        """The path or URL of a version's checkpoint, whether it is there or not."""
+        """Return the path or URL of a version's checkpoint, whether or not it exists."""
         return f"{self._url}/{step_name(version)}"
 
     def complete_versions(self) -> list[int]:
-        """The versions that have a manifest, oldest first; their files may be damaged."""
+        """Return the versions that have a manifest, oldest first; their files may be damaged."""
         found = (re.fullmatch(rf"step-(\d+)/{MANIFEST}", name) for name in self._folder.sizes())
         return sorted(int(match.group(1)) for match in found if match)
 
     def newest(self) -> tuple[int, Manifest] | None:
-        """The newest checkpoint whose files are as its manifest says; None if there is none. Reads all of its bytes.
+        """Return the newest checkpoint whose files match its manifest; None if none does. Reads all of its bytes.
 
-        Unfinished and damaged ones are skipped with a warning that says what is wrong with them.
+        Unfinished and damaged checkpoints are skipped, with a warning that says what is wrong with them.
         """
         for version in reversed(self._versions()):
             try:
@@ -68,10 +68,10 @@ class CheckpointFiles:
         return None
 
     def read_manifest(self, version: int) -> Manifest:
-        """A checkpoint's manifest.
+        """Return a checkpoint's manifest.
 
         Raises:
-            CheckpointError: There is none: the checkpoint was never finished; or it is damaged.
+            CheckpointError: The manifest is missing, because the checkpoint was never finished, or is damaged.
         """
         path = f"{self.path(version)}/{MANIFEST}"
         if (data := self._folder.read(f"{step_name(version)}/{MANIFEST}")) is None:
@@ -82,7 +82,7 @@ class CheckpointFiles:
             raise CheckpointError(f"{path} is not a manifest: {error}") from None
 
     def verify(self, version: int) -> Manifest:
-        """Check every file of a checkpoint against its manifest.
+        """Check every file of a checkpoint against its manifest, and return the manifest.
 
         Raises:
             CheckpointError: The manifest is missing or unreadable, or a file is missing or differs.
@@ -101,10 +101,10 @@ class CheckpointFiles:
 
     @contextmanager
     def assets(self, version: int) -> Iterator[Path]:
-        """A local folder with a copy of the checkpoint's config and tokenizer files, as long as it is needed.
+        """Hold a temporary local folder with a copy of the checkpoint's config and tokenizer files.
 
         Raises:
-            CheckpointError: The checkpoint has none, or one is damaged.
+            CheckpointError: The checkpoint has no such files, or one is damaged.
         """
         entries = {
             name: entry for name, entry in self.read_manifest(version).files.items() if name.startswith(f"{ASSETS}/")
@@ -134,27 +134,27 @@ class CheckpointFiles:
         return entries
 
     def _commit(self, manifest: Manifest) -> None:
-        """All files are safe on disk: make the checkpoint complete."""
+        """Make the checkpoint complete by writing its manifest, once all of its files are durable."""
         try:
             self._check_sizes(manifest.version, manifest.files)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; all ranks must write to one folder") from None
+            raise CheckpointError(f"{error}; all ranks must write to the same folder") from None
         self._folder.write(f"{step_name(manifest.version)}/{MANIFEST}", manifest.model_dump_json(indent=2).encode())
         self._sync_root()
 
     def _clear(self, version: int) -> None:
-        """Make room for a version. Newer ones, of a history that the run went back behind, would hide it."""
-        for there in self._versions():
-            if there >= version:
-                self._remove(there)
+        """Remove this version and newer ones: after a rollback, newer checkpoints would take precedence over it."""
+        for existing in self._versions():
+            if existing >= version:
+                self._remove(existing)
 
     def _remove(self, version: int) -> None:
-        """Remove a checkpoint, if it is there; it stops being one first."""
+        """Remove a checkpoint if it exists; its manifest goes first."""
         self._folder.remove(f"{step_name(version)}/{MANIFEST}")
         self._folder.remove_folder(step_name(version))
 
     def _versions(self) -> list[int]:
-        """All versions of which there is anything, oldest first."""
+        """Return all versions that have any files, oldest first."""
         try:
             names = [str(path).rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False)]
         except FileNotFoundError:
@@ -180,7 +180,7 @@ class CheckpointFiles:
         return str(checksum.hexdigest())
 
     def _sync_root(self) -> None:
-        """Make a new checkpoint's folder survive the loss of the machine."""
+        """Sync the local root folder, so that a new checkpoint's folder survives a crash of the machine."""
         if isinstance(self._fs, LocalFileSystem):
             root = os.open(self._root, os.O_RDONLY)
             try:
@@ -190,5 +190,5 @@ class CheckpointFiles:
 
 
 def step_name(version: int) -> str:
-    """The folder of a version's checkpoint."""
+    """Return the folder name of a version's checkpoint."""
     return f"step-{version:06d}"

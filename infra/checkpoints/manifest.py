@@ -1,4 +1,4 @@
-"""What a complete checkpoint says of itself; it is written last."""
+"""The manifest of a complete checkpoint, written last."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ from schemas.step import UpdateReport
 MANIFEST = "manifest.json"
 ASSETS = "hf"  # the folder of config.json, generation_config.json and the tokenizer's files
 
-FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")]  # of a file within the checkpoint's folder
+FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")]  # relative to the checkpoint's folder
 
 
 class FileEntry(Frozen):
@@ -24,9 +24,9 @@ class FileEntry(Frozen):
 class Manifest(Frozen):
     """A complete checkpoint."""
 
-    version: NonNegativeInt  # policy version, and so the number of steps done: the data cursor
+    version: NonNegativeInt  # policy version = number of completed steps; also the data cursor
     num_updates: NonNegativeInt  # optimizer steps so far
-    report: UpdateReport | None  # of the step that led to this version; None for the starting weights
-    num_ranks: PositiveInt  # that wrote it; any number may read it
-    adapter: Adapter | None  # None: all weights are here
+    report: UpdateReport | None  # of the step that produced this version; None for the starting weights
+    num_ranks: PositiveInt  # that wrote it; any number can read it
+    adapter: Adapter | None  # None: the checkpoint holds all weights
     files: dict[FileName, FileEntry]

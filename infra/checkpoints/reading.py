@@ -1,4 +1,4 @@
-"""Loading by torch.distributed.checkpoint: each rank reads the rows that it holds, whatever ranks wrote them."""
+"""Load through torch.distributed.checkpoint: each rank reads the rows that it holds, whichever ranks wrote them."""
 
 import json
 import math
@@ -20,25 +20,25 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from infra.checkpoints.manifest import FileEntry
-from infra.checkpoints.shards import DTYPES, OFFSETS, SUFFIX, done, read_spans, split_by_bytes
+from infra.checkpoints.shards import DTYPES, OFFSETS, SUFFIX, completed_future, read_spans, split_by_bytes
 from infra.storage.folder import Folder
 from schemas.errors import CheckpointError
 
-READ_BYTES = 2**28  # what is fetched at once
+READ_BYTES = 2**28  # fetched at once
 _HEADER_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where one part of a tensor lies."""
+    """The location of one part of a tensor."""
 
     file: str
-    start: int  # byte in the file
+    start: int  # byte offset in the file
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def span(self, item: ReadItem) -> tuple[int, int]:
-        """The bytes of the rows that an item needs."""
+        """Return the byte range of the rows that an item needs."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         if not self.shape:
             return self.start, self.start + row_bytes
@@ -46,7 +46,7 @@ class _Stored:
         return start, start + item.lengths[0] * row_bytes
 
     def part(self, item: ReadItem, rows: bytes | memoryview) -> Tensor:
-        """What an item needs, out of its rows."""
+        """Return the slice that an item needs, given its rows."""
         tensor = torch.frombuffer(bytearray(rows), dtype=self.dtype).view((*item.lengths[:1], *self.shape[1:]))
         for dim in range(1, len(self.shape)):
             tensor = tensor.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
@@ -57,9 +57,9 @@ class ShardReader(StorageReader):
     """Reads this process's part of the tensors, whatever the number of ranks that wrote them.
 
     Args:
-        folder: Where checkpoints lie.
-        name: The checkpoint's folder in it.
-        files: Its files, by its manifest.
+        folder: The folder of all checkpoints.
+        name: The checkpoint's subfolder.
+        files: The checkpoint's files, from its manifest.
     """
 
     def __init__(self, folder: Folder, name: str, files: dict[str, FileEntry]) -> None:
@@ -67,13 +67,13 @@ class ShardReader(StorageReader):
         self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """A reader is made for one checkpoint."""
+        """Do nothing: a reader is made for one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What tensors there are, from the files' headers, which are read once.
+        """Return the tensors' metadata from the files' headers, which are read once.
 
         Raises:
-            CheckpointError: A file is missing, cut off, or no safetensors file.
+            CheckpointError: A file is missing, truncated, or not a safetensors file.
         """
         if self._metadata is None:
             self._metadata = self._read_headers()
@@ -87,7 +87,7 @@ class ShardReader(StorageReader):
         chunks: dict[str, list[tuple[MetadataIndex, _Stored]]] = {}
         for index, part in stored.items():
             chunks.setdefault(index.fqn, []).append((index, part))
-        return Metadata({name: _whole(parts) for name, parts in chunks.items()}, storage_data=stored)
+        return Metadata({name: _tensor_metadata(parts) for name, parts in chunks.items()}, storage_data=stored)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._stored: dict[MetadataIndex, _Stored] = metadata.storage_data
@@ -110,11 +110,11 @@ class ShardReader(StorageReader):
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(self._stored[item.storage_index].part(item, rows))
                     planner.commit_tensor(item, target)
-        return done(None)
+        return completed_future(None)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        return False  # never chosen by an id
+        return False  # never selected by id
 
     def _span_bytes(self, item: ReadItem) -> int:
         start, stop = self._stored[item.storage_index].span(item)
@@ -130,7 +130,7 @@ class ShardReader(StorageReader):
             raise CheckpointError(f"{self._folder}/{path} is not a shard of a checkpoint: {error!r}") from None
 
     def _header(self, path: str) -> tuple[dict[str, Any], int]:
-        """A file's header, and where its data starts."""
+        """Return a file's header, and the byte offset of its data."""
         [head] = read_spans(self._folder, path, [(0, _HEADER_LENGTH_BYTES)])
         stop = _HEADER_LENGTH_BYTES + int(struct.unpack("<Q", head)[0])
         [text] = read_spans(self._folder, path, [(_HEADER_LENGTH_BYTES, stop)])
@@ -147,9 +147,9 @@ def _decode_header(file: str, header: dict[str, Any], data_start: int) -> dict[M
     }
 
 
-def _whole(parts: list[tuple[MetadataIndex, _Stored]]) -> TensorStorageMetadata:
-    """A tensor's size is how far its parts reach."""
+def _tensor_metadata(parts: list[tuple[MetadataIndex, _Stored]]) -> TensorStorageMetadata:
+    """Return the metadata of a whole tensor, whose size is the farthest extent of its parts."""
     chunks = [ChunkStorageMetadata(torch.Size(index.offset or ()), torch.Size(part.shape)) for index, part in parts]
     ends = [[start + length for start, length in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
-    size = torch.Size([max(reach) for reach in zip(*ends, strict=True)])
+    size = torch.Size([max(stops) for stops in zip(*ends, strict=True)])
     return TensorStorageMetadata(TensorProperties(dtype=parts[0][1].dtype), size, chunks)

@@ -1,4 +1,4 @@
-"""Which checkpoint is the best one."""
+"""Which checkpoint to keep as the best."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from schemas.step import EvalReport
 
 
 def best_version(evals: Sequence[EvalReport], versions: Sequence[int]) -> int | None:
-    """Return the version with the highest held-out accuracy of those that were evaluated; the newest of equals."""
+    """Return the evaluated version with the highest held-out accuracy, the newest on a tie; None if none was."""
     measured = [report for report in evals if report.policy_version in versions]
     best = max(measured, key=lambda report: (report.accuracy, report.policy_version), default=None)
     return None if best is None else best.policy_version

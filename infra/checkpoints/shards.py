@@ -1,7 +1,7 @@
-"""One rank's parts of tensors as a safetensors file, with where each part lies in its tensor.
+"""One rank's parts of tensors as a safetensors file, including each part's offsets within its tensor.
 
-The header notes that as torch's own `HuggingFaceStorageWriter` does. Equal tensors give equal bytes, which the
-safetensors library, with its random order of the header's metadata, doesn't promise.
+The header records the offsets as torch's `HuggingFaceStorageWriter` does. Equal tensors give equal bytes, which the
+safetensors library doesn't guarantee, because it writes the header's metadata in random order.
 """
 
 import json
@@ -39,13 +39,13 @@ Item = TypeVar("Item")
 
 
 def encode_shard(tensors: dict[str, Tensor], offsets: dict[str, Sequence[int]]) -> pa.Buffer:
-    """One safetensors file: equal tensors give equal bytes.
+    """Encode a safetensors file; equal tensors give equal bytes.
 
     Args:
-        tensors: Parts of tensors, on the CPU.
-        offsets: Where in its tensor each part starts.
+        tensors: Parts of tensors, on the CPU, by name.
+        offsets: The start of each part within its tensor, by name.
     """
-    # The widest first, so that all stay aligned.
+    # Widest dtypes first, so that all tensors stay aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     sharding = {name: {"saved_offsets": list(offsets[name])} for name in names}
     header: dict[str, Any] = {
@@ -64,16 +64,16 @@ def encode_shard(tensors: dict[str, Tensor], offsets: dict[str, Sequence[int]]) 
     text += b" " * (-len(text) % 8)
     head = torch.frombuffer(bytearray(struct.pack("<Q", len(text)) + text), dtype=torch.uint8)
     parts = [tensors[name].contiguous().reshape(-1).view(torch.uint8) for name in names]
-    return pa.py_buffer(torch.cat([head, *parts]).numpy())  # torch copies without holding up other threads
+    return pa.py_buffer(torch.cat([head, *parts]).numpy())  # torch copies without blocking other threads
 
 
 def file_entry(data: bytes | pa.Buffer) -> FileEntry:
-    """What the manifest says of a file with this content."""
+    """Return the manifest entry of a file with this content."""
     return FileEntry(num_bytes=len(data), checksum=xxhash.xxh3_64_hexdigest(data))
 
 
 def read_spans(folder: Folder, path: str, spans: list[tuple[int, int]]) -> Sequence[bytes | memoryview]:
-    """Byte ranges of a file: mapped where it is local, else in one request."""
+    """Read byte ranges of a file: memory-mapped if it is local, else in one request."""
     mapped = folder.map(path)
     if mapped is None:
         return folder.read_ranges(path, spans)
@@ -81,22 +81,22 @@ def read_spans(folder: Folder, path: str, spans: list[tuple[int, int]]) -> Seque
 
 
 def split_by_bytes(items: Iterable[Item], num_bytes: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
-    """Runs of items of at most `limit` bytes together; a larger item is alone."""
-    run: list[Item] = []
+    """Yield consecutive items in batches of at most `limit` bytes; a larger item is a batch of its own."""
+    batch: list[Item] = []
     total = 0
     for item in items:
         size = num_bytes(item)
-        if run and total + size > limit:
-            yield run
-            run, total = [], 0
-        run.append(item)
+        if batch and total + size > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
         total += size
-    if run:
-        yield run
+    if batch:
+        yield batch
 
 
-def done(value: Any) -> Future[Any]:
-    """A future that has its value."""
+def completed_future(value: Any) -> Future[Any]:
+    """Return a future that is already completed with `value`."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future

@@ -1,4 +1,4 @@
-"""What of a policy is saved: its weights, its optimizer's state and torch's random state, by name."""
+"""The state of a policy that a checkpoint saves: weights, optimizer state and torch's random state, by name."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from infra.checkpoints.store import CheckpointStore
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng/torch"
-PREVIOUS = "previous"  # the trained weights of the version before, where it samples the next step
+PREVIOUS = "previous"  # the previous version's trained weights, if that version may sample the next step
 
 
 def copy_trained(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the weights that are trained, by name, sharded as they are."""
+    """Return copies of the trained weights, by name, with their sharding."""
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 @contextmanager
 def swapped_weights(model: nn.Module, trained: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let the model hold other values of the weights that are trained, and its own again afterwards."""
+    """Swap other values of the trained weights into the model for the duration, then restore its own."""
     own = copy_trained(model)
     _put_trained(model, trained)
     try:
@@ -29,9 +29,9 @@ def swapped_weights(model: nn.Module, trained: Mapping[str, Tensor]) -> Iterator
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that a checkpoint holds, as `model/<name>`: only those that are trained, if some are frozen.
+    """Return the weights that a checkpoint holds, as `model/<name>`: only the trained ones if some are frozen.
 
-    Tied weights are there once. A buffer that the model saves (a router's bias, for example) counts as a weight.
+    Tied weights appear once. A buffer that the model saves (e.g. a router's bias) counts as a weight.
     """
     parameters = dict(model.named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -44,12 +44,12 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def policy_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, previous: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """All that a checkpoint of a policy holds.
+    """Return all tensors that a checkpoint of a policy holds, by name.
 
     Args:
-        model: With its current weights.
-        optimizer: Over them.
-        previous: The trained weights of the version before, see `copy_trained`; None: they are not saved.
+        model: The model with its current weights.
+        optimizer: The optimizer of these weights.
+        previous: The previous version's trained weights, see `copy_trained`; None if they are not saved.
     """
     return {
         **model_tensors(model),
@@ -66,17 +66,17 @@ def restore_policy(
     optimizer: torch.optim.Optimizer,
     previous: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Put a checkpoint's weights, optimizer state and torch's random state back, bit for bit.
+    """Restore a checkpoint's weights, optimizer state and torch's random state, bit for bit.
 
     Args:
-        store: Where the checkpoint is.
-        version: Which one.
-        model: Built, adapted and sharded as when it was saved, but for the number of ranks.
-        optimizer: New, over the model's parameters.
-        previous: Where the trained weights of the version before go, by name; None: they are not needed.
+        store: The run's checkpoints.
+        version: The version to restore.
+        model: The model, built, adapted and sharded as when it was saved, except for the number of ranks.
+        optimizer: A new optimizer of the model's parameters.
+        previous: Tensors that receive the previous version's trained weights, by name; None if they are not needed.
 
     Raises:
-        CheckpointError: The checkpoint is not there, or is not of such a model and optimizer.
+        CheckpointError: The checkpoint is missing, or doesn't match the model and optimizer.
     """
     names = store.tensor_names(version)
     if any(name.startswith(f"{OPTIMIZER}/") for name in names):
@@ -102,7 +102,7 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer make its state: one step of zero gradients at rate zero, which leaves the weights."""
+    """Make the optimizer allocate its state: a step with zero gradients and learning rates, which keeps the weights."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

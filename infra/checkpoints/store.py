@@ -1,4 +1,4 @@
-"""A run's checkpoints: saved in the background by all ranks together, loaded by any number of ranks, dropped."""
+"""A run's checkpoints: saved in the background by all ranks together, loaded by any number of ranks, pruned."""
 
 import math
 import warnings
@@ -26,9 +26,9 @@ from schemas.config.checkpoint import CheckpointConfig
 from schemas.errors import CheckpointError, StoreError
 from schemas.step import UpdateReport
 
-_MAX_NAMED = 5  # tensors in one message
+_MAX_NAMED = 5  # tensors listed in one message
 
-# One process without torch.distributed is a way to run, not a mistake.
+# Running in one process without torch.distributed is supported.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -37,30 +37,30 @@ class PendingCheckpoint:
 
     def __init__(self, version: int, written: Future[str]) -> None:
         self.version, self._written = version, written
-        self.is_reported = False  # whether somebody has had its outcome
+        self.is_reported = False  # whether `wait` has been called
 
     @property
     def is_done(self) -> bool:
-        """Whether it is complete, or has failed."""
+        """Whether the checkpoint is complete or has failed."""
         return self._written.done()
 
     def wait(self) -> str:
         """Return the checkpoint's path or URL once it is complete, on all ranks.
 
         Raises:
-            CheckpointError: It could not be written; the former one is still the newest.
-            RuntimeError: Another rank is gone; as torch.distributed says it.
+            CheckpointError: It could not be written; the previous checkpoint is still the newest.
+            RuntimeError: Another rank is gone, as reported by torch.distributed.
         """
         self.is_reported = True
         return self._written.result()
 
 
 class CheckpointStore(CheckpointFiles):
-    """The checkpoints under one URL. One process, or one group of ranks, writes; any number read.
+    """The checkpoints under one URL. One process, or one group of ranks, writes; any number of processes read.
 
     Args:
         url: Any fsspec URL or a local path; all ranks must reach it.
-        storage_options: What fsspec passes to the file system.
+        storage_options: Options that fsspec passes to the file system.
     """
 
     def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
@@ -81,25 +81,25 @@ class CheckpointStore(CheckpointFiles):
     ) -> PendingCheckpoint:
         """Copy the tensors, and write the checkpoint of `version` in the background.
 
-        A former save that is still being written is waited for. Checkpoints of this and of newer versions are
-        dropped: the run went back behind them.
+        Waits for a previous save that is still running. Checkpoints of this and newer versions are removed: the run
+        has been rolled back behind them.
 
         Args:
-            version: Policy version.
-            tensors: By name; each rank gives the same names. A plain tensor is the same on all ranks, and is written
-                by one of them; of a DTensor each rank writes its part. They may change when this returns.
-            num_updates: Optimizer steps so far.
-            report: Of the step that led to this version.
-            adapter: What the weights are an adapter of; None for whole weights.
-            write_assets: Writes config and tokenizer files into a folder; called by rank 0, in the background.
-            process_group: The ranks that save together: a gloo group that nothing else uses while a save is under way.
-                None for a single process.
+            version: The policy version.
+            tensors: Tensors by name, with the same names on every rank. A plain tensor is the same on all ranks and is
+                written by one of them; of a DTensor, each rank writes its part. They may change once this returns.
+            num_updates: The number of optimizer steps so far.
+            report: The report of the step that produced this version.
+            adapter: The base that the weights are an adapter of; None for full weights.
+            write_assets: Writes config and tokenizer files to a folder; called by rank 0, in the background.
+            process_group: The ranks that save together: a gloo group that nothing else uses during a save. None for a
+                single process.
 
         Raises:
-            CheckpointError: The former save failed, and nobody has waited for it.
+            CheckpointError: The previous save failed, and its failure has not been raised yet.
         """
-        self._settle()
-        names = sorted(tensors)  # the order in the files must not depend on the caller's
+        self._await_pending()
+        names = sorted(tensors)  # the order in the files must not depend on the caller
         live = {name: tensors[name].detach() for name in names}
         copies = {name: local_tensor(tensor).to("cpu", copy=True) for name, tensor in live.items()}
 
@@ -122,12 +122,13 @@ class CheckpointStore(CheckpointFiles):
     def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Read a checkpoint's values into tensors, in place, bit for bit.
 
-        Each rank calls this for itself, and reads only what it holds; there may be more or fewer than wrote it. What
-        the checkpoint holds beyond `tensors` is left. Files are not verified; `newest` and `verify` do that.
+        Each rank calls this on its own and reads only what it holds; there may be more or fewer ranks than wrote the
+        checkpoint. Tensors of the checkpoint that are not in `tensors` are ignored. Files are not verified; `newest`
+        and `verify` do that.
 
         Raises:
-            CheckpointError: The checkpoint or one of its files is missing, or it lacks a tensor, or has it in another
-                shape or dtype.
+            CheckpointError: The checkpoint or one of its files is missing, or a tensor is missing or has another shape
+                or dtype.
         """
         reader, metadata = self._reader(version)
         _check_tensors(self.path(version), metadata, tensors)
@@ -136,22 +137,22 @@ class CheckpointStore(CheckpointFiles):
                 {name: tensor.detach() for name, tensor in tensors.items()},
                 storage_reader=reader,
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                no_dist=True,  # ranks need nothing of one another
+                no_dist=True,  # ranks read independently
             )
         except CheckpointException as error:
             raise CheckpointError(f"{self.path(version)} can't be loaded: {_reasons(error)}") from error
 
     def check_tensors(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """See that a checkpoint has such tensors, on any device, `meta` included; no values are read.
+        """Check that a checkpoint has these tensors, which may be on any device, including `meta`; reads no values.
 
         Raises:
-            CheckpointError: The checkpoint or one of its files is missing, or it lacks a tensor, or has it in another
-                shape or dtype.
+            CheckpointError: The checkpoint or one of its files is missing, or a tensor is missing or has another shape
+                or dtype.
         """
         _check_tensors(self.path(version), self._reader(version)[1], tensors)
 
     def tensor_names(self, version: int) -> list[str]:
-        """The names of the tensors that a checkpoint holds.
+        """Return the names of a checkpoint's tensors.
 
         Raises:
             CheckpointError: The checkpoint or one of its files is missing.
@@ -159,25 +160,25 @@ class CheckpointStore(CheckpointFiles):
         return sorted(self._reader(version)[1].state_dict_metadata)
 
     def retain(self, keep_last: int, best: int | None = None) -> None:
-        """Drop all checkpoints but the newest ones and the best, and unfinished ones older than the newest.
+        """Remove all checkpoints but the newest ones and the best, and unfinished ones older than the newest.
 
-        A save that is under way is neither waited for nor counted. It is for the process that saves (rank 0) to call.
+        A save in progress is neither awaited nor counted. Only the process that saves (rank 0) may call this.
 
         Args:
-            keep_last: How many of the newest; at least 1.
-            best: A version to keep besides.
+            keep_last: The number of newest checkpoints to keep; at least 1.
+            best: A version to keep as well.
         """
         if keep_last < 1:
-            raise ValueError(f"keep_last is {keep_last}, expected at least 1: the newest checkpoint is never dropped")
-        under_way = self._pending.version if self._pending and not self._pending.is_done else math.inf
-        complete = [version for version in self.complete_versions() if version < under_way]
+            raise ValueError(f"keep_last is {keep_last}, expected at least 1: the newest checkpoint is always kept")
+        in_progress = self._pending.version if self._pending and not self._pending.is_done else math.inf
+        complete = [version for version in self.complete_versions() if version < in_progress]
         kept = {*complete[-keep_last:], best}
         for version in self._versions():
             if complete and version < complete[-1] and version not in kept:
                 self._remove(version)
 
-    def _settle(self) -> None:
-        """Wait for a save under way, and raise what nobody has heard of yet."""
+    def _await_pending(self) -> None:
+        """Wait for a save in progress, and raise its failure unless that has been raised already."""
         pending, self._pending = self._pending, None
         if pending is not None and not pending.is_reported:
             pending.wait()
@@ -209,7 +210,7 @@ class CheckpointStore(CheckpointFiles):
 
 
 def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> CheckpointStore:
-    """A run's checkpoints: under its name at `checkpoint.url`, else in its directory."""
+    """Return a run's checkpoints: under its run id at `checkpoint.url` if set, else in its directory."""
     return CheckpointStore(f"{config.url.rstrip('/')}/{directory.run_id}" if config.url else str(directory.checkpoints))
 
 
@@ -227,13 +228,13 @@ def _check_tensors(path: str, metadata: Metadata, tensors: Mapping[str, Tensor])
     if problems:
         more = f" and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
         raise CheckpointError(
-            f"{path} is not of this model and optimizer: {'; '.join(problems[:_MAX_NAMED])}{more}; "
-            "go on with the config that it was written under"
+            f"{path} doesn't match this model and optimizer: {'; '.join(problems[:_MAX_NAMED])}{more}; "
+            "resume with the config it was written under"
         )
 
 
 def _reasons(error: CheckpointException) -> str:
-    """What went wrong, by rank."""
+    """Return the failures of all ranks as one line."""
     reasons = {rank: failure[0] for rank, failure in error.failures.items()}
     return "; ".join(
         f"rank {rank}: {reason}" if isinstance(reason, CheckpointError | StoreError) else f"rank {rank}: {reason!r}"

@@ -1,4 +1,4 @@
-"""Saving by torch.distributed.checkpoint: each rank writes the parts of the tensors that it holds."""
+"""Save through torch.distributed.checkpoint: each rank writes the parts of the tensors that it holds."""
 
 import math
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from infra.checkpoints.manifest import FileEntry
-from infra.checkpoints.shards import SUFFIX, done, encode_shard, file_entry, split_by_bytes
+from infra.checkpoints.shards import SUFFIX, completed_future, encode_shard, file_entry, split_by_bytes
 from infra.storage.folder import Folder
 
-FILE_BYTES = 2**30  # a rank's tensors are split into files of about this size: one is in memory while it is written
+FILE_BYTES = 2**30  # approximate size of a rank's files, one of which is in memory while being written
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Plans by the live tensors' shapes and placements; writes the copies that were made of this rank's parts.
+    """Plans from the live tensors' shapes and placements, but writes the copies of this rank's parts.
 
     Args:
         copies: This rank's part of each tensor, on the CPU.
@@ -38,10 +38,10 @@ class ShardWriter(StorageWriter):
     """Writes each rank's part of the tensors.
 
     Args:
-        folder: Where checkpoints lie.
-        name: The checkpoint's folder in it.
-        clear: Called once, by rank 0, before anything is written.
-        commit: Called once, by rank 0, when all that was written is safe: with the files and the number of ranks.
+        folder: The folder of all checkpoints.
+        name: The checkpoint's subfolder.
+        clear: Called once, on rank 0, before anything is written.
+        commit: Called once, on rank 0, when all files are durable, with the files and the number of ranks.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class ShardWriter(StorageWriter):
         self._folder, self._name, self._clear, self._commit = folder, name, clear, commit
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """A writer is made for one checkpoint."""
+        """Do nothing: a writer is made for one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The planner says what to do."""
+        """Do nothing: the planner decides what is written."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -71,7 +71,7 @@ class ShardWriter(StorageWriter):
         for number, items in enumerate(split_by_bytes(plan.items, _item_bytes, FILE_BYTES)):
             file = f"rank-{plan.storage_data:05d}-{number:05d}{SUFFIX}"
             results += self._write(file, items, planner)
-        return done(results)
+        return completed_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files: dict[str, FileEntry] = dict(result.storage_data for of_rank in results for result in of_rank)
@@ -79,7 +79,7 @@ class ShardWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        return False  # never chosen by an id
+        return False  # never selected by id
 
     def _write(self, file: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         tensors = {item.index.fqn: cast(Tensor, planner.resolve_data(item)) for item in items}

@@ -1,4 +1,4 @@
-"""Reading prompt data: Parquet, JSONL, and the folders that Hugging Face datasets' `save_to_disk` writes."""
+"""Read prompt data: Parquet, JSONL, and the folders that `save_to_disk` of Hugging Face datasets writes."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,21 +17,21 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
     """Yield the rows at `path` as plain Python values.
 
     Args:
-        path: A `.parquet` file; a `.jsonl` or `.json` file with one object per line; or the folder of one dataset that
-            `save_to_disk` wrote, for a `DatasetDict` that of a split.
+        path: A `.parquet` file; a `.jsonl` or `.json` file with one object per line; or a folder that `save_to_disk`
+            wrote, of one dataset or of one split of a `DatasetDict`.
 
     Raises:
-        DataError: There is no such thing, it can't be read, or it lacks a column.
+        DataError: The path doesn't exist, can't be read, or lacks a column.
     """
     if Path(path).is_dir():
         return _read_folder(Path(path))
     if not Path(path).is_file():
-        raise DataError(f"{path}: there is no such file; check data.train_path, data.sources and data.eval_path")
+        raise DataError(f"{path}: no such file; check data.train_path, data.sources and data.eval_path")
     if Path(path).suffix in (".jsonl", ".json"):
         return _read_jsonl(path)
     if Path(path).suffix != ".parquet":
         raise DataError(
-            f"{path}: unknown kind of data file; give a .parquet or a .jsonl file, or a folder of save_to_disk"
+            f"{path}: unknown kind of data file; give a .parquet or .jsonl file, or a folder that save_to_disk wrote"
         )
     return _read_parquet(path)
 
@@ -46,7 +46,7 @@ def _read_parquet(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_jsonl(path: str) -> Iterator[dict[str, Any]]:
-    # Not pyarrow's reader: it wants one schema for all rows, fills gaps with nulls, and names no bad line.
+    # Not pyarrow's reader: it needs one schema for all rows, fills gaps with nulls, and doesn't name the bad line.
     try:
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -66,27 +66,27 @@ def _read_folder(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a dataset's shards, in the order of its `state.json`."""
     if (folder / "dataset_dict.json").is_file():
         splits = _read_json(folder / "dataset_dict.json").get("splits")
-        names = ", ".join(f"{folder}/{split}" for split in splits) if isinstance(splits, list) else "its folders"
-        raise DataError(f"{folder} holds the splits of a DatasetDict; name one of them: {names}")
+        names = ", ".join(f"{folder}/{split}" for split in splits) if isinstance(splits, list) else "its subfolders"
+        raise DataError(f"{folder} is a DatasetDict with several splits; give one of them: {names}")
     if not (folder / "state.json").is_file():
         raise DataError(
-            f"{folder} is a folder without state.json or dataset_dict.json; give one that save_to_disk of Hugging Face "
+            f"{folder} has neither state.json nor dataset_dict.json; give a folder that save_to_disk of Hugging Face "
             "datasets wrote, or a .parquet or .jsonl file"
         )
     shards = _shards(folder)
     for shard in shards:
         if not shard.is_file():
-            raise DataError(f"{shard}, which {folder}/state.json names, is not there; copy the whole folder")
+            raise DataError(f"{shard}, which {folder}/state.json lists, does not exist; copy the whole folder")
     return (row for shard in shards for row in _read_stream(shard))
 
 
 def _shards(folder: Path) -> Sequence[Path]:
     state = _read_json(folder / "state.json")
     files, indices = state.get("_data_files"), state.get("_indices_data_files")
-    if indices:  # early versions kept which rows were selected beside the shards
+    if indices:  # early versions stored the selected row numbers separately from the shards
         raise DataError(
-            f"{folder}/state.json names a selection of rows in _indices_data_files; load and save the dataset again "
-            "with a version of datasets that writes the selected rows themselves"
+            f"{folder}/state.json lists selected rows in _indices_data_files; load and save the dataset again with a "
+            "version of datasets that writes the selected rows themselves"
         )
     if not isinstance(files, list) or not all(isinstance(file, dict) and "filename" in file for file in files):
         raise DataError(f"{folder}/state.json: _data_files is {files!r:.80}; expected a list of {{'filename': ...}}")
@@ -94,7 +94,7 @@ def _shards(folder: Path) -> Sequence[Path]:
 
 
 def _read_stream(shard: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one Arrow IPC stream, a batch at a time from a memory map."""
+    """Yield the rows of one Arrow IPC stream, one batch at a time, from a memory map."""
     try:
         with pa.memory_map(str(shard)) as source, pa.ipc.open_stream(source) as stream:
             _require_columns(str(shard), stream.schema.names)
@@ -118,7 +118,7 @@ def _require_columns(path: str, names: Sequence[str]) -> None:
     missing = [name for name in REQUIRED_COLUMNS if name not in names]
     if missing:
         raise DataError(
-            f"{path}: no column {missing[0]!r}; it has {', '.join(names)}, and needs {', '.join(REQUIRED_COLUMNS)}"
+            f"{path}: no column {missing[0]!r}; it has {', '.join(names)} but needs {', '.join(REQUIRED_COLUMNS)}"
         )
 
 

@@ -1,25 +1,25 @@
-"""Whether the longest prompt and the longest response fit the model and a micro-batch."""
+"""The check that the longest prompt and response fit the model and a micro-batch."""
 
 from infra.datasets.prompts import PromptDataset
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 
-SHORTER = 'lower that, or data.max_prompt_tokens with data.overlong = "drop"'
+SHORTEN = 'lower that, or data.max_prompt_tokens with data.overlong = "drop"'
 
 
 def check_prompts(
     config: RunConfig, prompts: PromptDataset, held_out: PromptDataset | None, num_positions: int
 ) -> None:
-    """See that the longest prompt and the longest response fit the model and, in training, a micro-batch.
+    """Check that the longest prompt plus the longest response fit the model and, in training, a micro-batch.
 
     Args:
-        config: The run.
-        prompts: What is trained on.
-        held_out: What is evaluated on; nothing is packed there.
-        num_positions: The most tokens of a sequence that the model takes.
+        config: The run's configuration.
+        prompts: The training prompts.
+        held_out: The evaluation prompts; evaluation packs no micro-batches.
+        num_positions: The most tokens of a sequence that the model accepts.
 
     Raises:
-        ConfigError: They don't.
+        ConfigError: They don't fit.
     """
     if held_out is not None:
         limit = "rollout" if config.eval.max_response_tokens is None else "eval"
@@ -31,7 +31,7 @@ def check_prompts(
     if prompt + response > config.packing.token_budget:
         raise ConfigError(
             f"{_sizes(prompt, response, name)} more than packing.token_budget = {config.packing.token_budget}; "
-            f"raise it to at least {prompt + response}, or {SHORTER}"
+            f"raise it to at least {prompt + response}, or {SHORTEN}"
         )
 
 
@@ -39,7 +39,7 @@ def _check_positions(config: RunConfig, prompt: int, response: int, name: str, n
     if prompt + response > num_positions:
         raise ConfigError(
             f"{_sizes(prompt, response, name)} more than the {num_positions} positions of the model "
-            f"{config.model.path}; {SHORTER}"
+            f"{config.model.path}; {SHORTEN}"
         )
 
 

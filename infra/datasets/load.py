@@ -1,4 +1,4 @@
-"""From a file's rows to prompts: checked, under the chat template, and not too long."""
+"""Load prompts from a file's rows: check them, apply the chat template, and reject or drop those too long."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class _ParsedRow:
-    """A row that is well formed and not tokenized yet."""
+    """A well-formed row that is not tokenized yet."""
 
     messages: Messages
     answer: str
@@ -38,10 +38,10 @@ class _ParsedRow:
 
 
 def load_train_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-    """Read what a run trains on: `data.train_path`, or the weighted `data.sources`.
+    """Read a run's training prompts: `data.train_path`, or the weighted `data.sources`.
 
     Raises:
-        DataError: As `load_prompts` of any of them.
+        DataError: See `load_prompts`.
     """
     parts = [load_prompts(source.path, config, tokenizer) for source in config.train_sources]
     return PromptDataset.mix(parts, [source.weight for source in config.train_sources])
@@ -51,13 +51,13 @@ def load_prompts(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBa
     """Read one file or folder in verl's columns: `data_source`, `prompt`, `reward_model`, `extra_info`.
 
     Args:
-        path: What `infra.datasets.files.read_rows` reads: Parquet, JSONL, or a folder of `save_to_disk`.
-        config: How long prompts may be, and what happens to longer ones.
-        tokenizer: Its chat template makes the prompts.
+        path: A path that `infra.datasets.files.read_rows` accepts: Parquet, JSONL, or a folder of `save_to_disk`.
+        config: The most tokens of a prompt, and what happens to longer ones.
+        tokenizer: The tokenizer whose chat template formats the prompts.
 
     Raises:
-        DataError: The file is missing or unreadable, or a row is unusable; the message names file, row
-            (from 1) and column.
+        DataError: The file is missing or unreadable, or a row is unusable; the message names file, row (counted from 1)
+            and column.
     """
     parsed = [_parse_row(f"{path}, row {number}", row) for number, row in enumerate(read_rows(path), start=1)]
     if not parsed:
@@ -69,7 +69,7 @@ def load_prompts(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBa
         raise DataError(
             f"{path}, row {too_long[0]}: the prompt has {len(token_ids[too_long[0] - 1])} tokens, more than "
             f"data.max_prompt_tokens = {limit} ({len(too_long)} such rows); raise that, or set "
-            'data.overlong = "drop" to leave such rows out'
+            'data.overlong = "drop" to drop such rows'
         )
     if len(too_long) == len(parsed):
         raise DataError(
@@ -93,10 +93,10 @@ def _parse_row(place: str, row: dict[str, Any]) -> _ParsedRow:
     reward_model = row["reward_model"]
     answer = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if answer is None:
-        raise DataError(f"{place}: reward_model.ground_truth is missing or null; expected the answer as text")
+        raise DataError(f"{place}: reward_model.ground_truth is missing or null; expected the answer as a string")
     extra = row.get("extra_info") or {}
     if not isinstance(extra, dict):
-        raise DataError(f"{place}: extra_info is {type(extra).__name__}; expected an object or nothing")
+        raise DataError(f"{place}: extra_info is {type(extra).__name__}; expected an object, or null")
     return _ParsedRow(
         messages=_parse_messages(place, row["prompt"]),
         answer=answer if isinstance(answer, str) else json.dumps(answer, default=str),
@@ -115,21 +115,21 @@ def _parse_messages(place: str, prompt: Any) -> Messages:
             isinstance(message.get(key), str) for key in ("role", "content")
         )
         if not well_formed:
-            raise DataError(f"{place}: prompt[{index}] is {message!r:.80}; expected text under role and content")
+            raise DataError(f"{place}: prompt[{index}] is {message!r:.80}; expected strings for role and content")
     if not any(message["content"].strip() for message in prompt):
         raise DataError(f"{place}: the prompt is empty; give at least one message with content, or remove the row")
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
 
 def _tokenize(path: str, prompts: list[Messages], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the token ids of each prompt under the chat template, all tokenized in one call."""
+    """Return the token ids of each prompt under the chat template; tokenizes all prompts in one call."""
     texts: list[str] = []
     for number, messages in enumerate(prompts, start=1):
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             texts.append(str(text))
         except TemplateError as error:
-            raise DataError(f"{path}, row {number}: the model's chat template refuses the prompt: {error}") from error
+            raise DataError(f"{path}, row {number}: the model's chat template rejects the prompt: {error}") from error
     token_ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     for number, ids in enumerate(token_ids, start=1):
         if not ids:

@@ -1,6 +1,6 @@
-"""Which row each prompt of each step is: a function of config and step, so that a resumed run needs no cursor.
+"""The row of each prompt of each step: a function of config and step, so that a resumed run needs no cursor.
 
-K sources, one after the other in one numbering of rows; P prompts in a step.
+K sources, whose rows are numbered consecutively; P prompts per step.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,15 @@ from rl_core.rollout.seeding import derive_seed
 class RowOrder:
     """The order of the rows of K weighted sources.
 
-    Prompts are numbered over the whole run: prompt i of step k is number k P + i. Source 0 takes those numbers n at
-    which the count floor(n w_0) grows, w_0 being its weight over all weights; the next sources share what it leaves in
-    the same way. So a source's share of the first n prompts, for every n, and of any run of n prompts, is its weight to
-    within K / n, with no randomness. Within itself each source goes through epochs, each a permutation of all its rows.
+    Prompts are numbered over the whole run: prompt i of step k has number k P + i. Source 0 takes the numbers n at
+    which floor(n w_0) increases, where w_0 is its weight over the sum of all weights; each following source takes what
+    the sources before it leave, in the same way. So a source's fraction of the first n prompts, and of any n
+    consecutive prompts, equals its weight to within K / n, without randomness. Within each source, epochs follow one
+    another, each a permutation of all its rows.
 
     Attributes:
-        sizes: K, rows of each source, at least 1.
-        weights: K, positive; only their ratios count.
+        sizes: K, the number of rows of each source, at least 1.
+        weights: K, positive; only their ratios matter.
     """
 
     sizes: tuple[int, ...]
@@ -34,7 +35,7 @@ class RowOrder:
     def rows_for_step(self, step: int, num_prompts: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
         """Return the rows that `step` (from 0) takes: int64 [num_prompts]; see `PromptDataset.rows_for_step`."""
         numbers = np.arange(step * num_prompts, (step + 1) * num_prompts, dtype=np.int64)
-        return self._rows_at(numbers, seed, shuffle)
+        return self._rows_of_prompts(numbers, seed, shuffle)
 
     def rows_for_groups(
         self, step: int, groups: Sequence[int], num_prompts: int, seed: int, shuffle: bool
@@ -42,57 +43,57 @@ class RowOrder:
         """Return the row of each of the step's `groups`: int64 [G]; see `PromptDataset.rows_for_groups`."""
         wanted = np.asarray(groups, dtype=np.int64)
         if not shuffle:
-            return self._rows_at(step * num_prompts + wanted, seed, shuffle)
+            return self._rows_of_prompts(step * num_prompts + wanted, seed, shuffle)
         own = self.rows_for_step(step, num_prompts, seed, shuffle)
-        num_further = max(0, int(wanted.max(initial=-1)) + 1 - num_prompts)
-        return np.concatenate([own, self._further_rows(step, num_further, own, seed)])[wanted]
+        num_extra = max(0, int(wanted.max(initial=-1)) + 1 - num_prompts)
+        return np.concatenate([own, self._extra_rows(step, num_extra, own, seed)])[wanted]
 
-    def _rows_at(self, numbers: NDArray[np.int64], seed: int, shuffle: bool) -> NDArray[np.int64]:
-        sources, places = self._split(numbers)
+    def _rows_of_prompts(self, numbers: NDArray[np.int64], seed: int, shuffle: bool) -> NDArray[np.int64]:
+        """Return the rows of the prompts with these numbers."""
+        sources, positions = self._locate(numbers)
         rows = np.empty_like(numbers)
         for source, (start, size) in enumerate(zip(self._starts, self.sizes, strict=True)):
             mine = sources == source
-            order_of = (
+            order_of_epoch = (
                 partial(_epoch_order, size, _source_seed(seed, source)) if shuffle else partial(_file_order, size)
             )
-            rows[mine] = start + _take(places[mine], size, order_of)
+            rows[mine] = start + _index_epochs(positions[mine], size, order_of_epoch)
         return rows
 
-    def _further_rows(self, step: int, count: int, own: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """The rows of the first `count` groups after the step's own, whose rows are `own`: int64 [count].
+    def _extra_rows(self, step: int, count: int, own: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+        """Return the rows of the first `count` groups after the step's own, whose rows are `own`: int64 [count].
 
-        Sources go on alternating as they would in the next step; each starts with those of its rows that the step
-        doesn't have.
+        Sources alternate as they would in the next step; each source starts with rows that the step doesn't have.
         """
-        sources, _ = self._split(len(own) * (step + 1) + np.arange(count, dtype=np.int64))
+        sources, _ = self._locate(len(own) * (step + 1) + np.arange(count, dtype=np.int64))
         rows = np.empty_like(sources)
         for source, (start, size) in enumerate(zip(self._starts, self.sizes, strict=True)):
             mine = sources == source
             taken = np.isin(np.arange(start, start + size), own)
-            order_of = partial(_further_order, taken, _source_seed(seed, source), step)
-            rows[mine] = start + _take(np.arange(mine.sum()), size, order_of)
+            order_of_epoch = partial(_extra_order, taken, _source_seed(seed, source), step)
+            rows[mine] = start + _index_epochs(np.arange(mine.sum()), size, order_of_epoch)
         return rows
 
-    def _split(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The source of each prompt number, and how many smaller numbers have it: int64, both as `numbers`."""
-        placed = [self._place(int(number)) for number in numbers]
-        sources, places = np.array(placed, dtype=np.int64).reshape(-1, 2).T
-        return sources, places
+    def _locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return each prompt's source and its position among that source's prompts: int64, shaped as `numbers`."""
+        located = [self._locate_one(int(number)) for number in numbers]
+        sources, positions = np.array(located, dtype=np.int64).reshape(-1, 2).T
+        return sources, positions
 
-    def _place(self, number: int) -> tuple[int, int]:
-        for source, (part, whole) in enumerate(self._shares):
-            before = number * part // whole
-            if (number + 1) * part // whole > before:
+    def _locate_one(self, number: int) -> tuple[int, int]:
+        for source, (numerator, denominator) in enumerate(self._fractions):
+            before = number * numerator // denominator
+            if (number + 1) * numerator // denominator > before:
                 return source, before
             number -= before
-        raise AssertionError("the last source takes all that the others leave")
+        raise AssertionError("the last source takes everything that the others leave")
 
     @cached_property
-    def _shares(self) -> tuple[tuple[int, int], ...]:
-        """Each source's share of what the sources before it leave, as a ratio of integers; the last one's is 1."""
-        weights = [Fraction(str(weight)) for weight in self.weights]  # the decimal that was written: 0.1 is 1/10
-        shares = [weight / sum(weights[source:]) for source, weight in enumerate(weights)]
-        return tuple((share.numerator, share.denominator) for share in shares)
+    def _fractions(self) -> tuple[tuple[int, int], ...]:
+        """Each source's fraction of what the sources before it leave, as a ratio of integers; the last one's is 1."""
+        weights = [Fraction(str(weight)) for weight in self.weights]  # the decimal as written: 0.1 is 1/10
+        fractions = [weight / sum(weights[source:]) for source, weight in enumerate(weights)]
+        return tuple((fraction.numerator, fraction.denominator) for fraction in fractions)
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
@@ -100,12 +101,14 @@ class RowOrder:
         return tuple(int(start) for start in np.cumsum([0, *self.sizes[:-1]]))
 
 
-def _take(places: NDArray[np.int64], size: int, order_of: Callable[[int], NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The rows at `places` of the epochs of `size` rows that follow one another, `order_of` the epoch's number each."""
-    epochs, within = np.divmod(places, size)
-    rows = np.empty_like(places)
+def _index_epochs(
+    positions: NDArray[np.int64], size: int, order_of_epoch: Callable[[int], NDArray[np.int64]]
+) -> NDArray[np.int64]:
+    """Return the rows at `positions` of the concatenated epochs, of which number e is `order_of_epoch(e)` [size]."""
+    epochs, within = np.divmod(positions, size)
+    rows = np.empty_like(positions)
     for epoch in np.unique(epochs):
-        rows[epochs == epoch] = order_of(int(epoch))[within[epochs == epoch]]
+        rows[epochs == epoch] = order_of_epoch(int(epoch))[within[epochs == epoch]]
     return rows
 
 
@@ -117,12 +120,12 @@ def _epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size)
 
 
-def _further_order(taken: NDArray[np.bool_], seed: int, step: int, epoch: int) -> NDArray[np.int64]:
-    """A permutation with the rows that are `taken` last."""
+def _extra_order(taken: NDArray[np.bool_], seed: int, step: int, epoch: int) -> NDArray[np.int64]:
+    """Return a permutation in which the rows that are `taken` come last."""
     order = np.random.Generator(np.random.PCG64(derive_seed(seed, "further", step, epoch))).permutation(len(taken))
     return order[np.argsort(taken[order], kind="stable")]
 
 
 def _source_seed(seed: int, source: int) -> int:
-    """The seed of a source's permutations: the run's own for the first, so that one file alone has the run's order."""
+    """Return the seed of a source's permutations: the run's own for the first, so a single file has the run's order."""
     return derive_seed(seed, "source", source) if source else seed

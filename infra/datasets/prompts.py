@@ -1,4 +1,4 @@
-"""The prompts of a run: rows that are ready to generate from, and which of them a step takes."""
+"""The prompts of a run: rows ready to generate from, and which of them a step takes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from infra.datasets.order import RowOrder
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt, ready to generate from and to score against."""
+    """One prompt, ready to generate responses to and to compute rewards with."""
 
     prompt_ids: np.ndarray  # int32 [P], P >= 1: the chat template applied, with the generation prompt
     prompt_text: str  # the messages' contents, a blank line between them
@@ -22,10 +22,10 @@ class PromptRow:
 
 
 class PromptDataset:
-    """The usable rows of one prompt file, in the file's order, or of several weighted ones, one after the other.
+    """The usable rows of one prompt file, in the file's order, or of several weighted files, concatenated.
 
     Attributes:
-        num_dropped: Rows left out because their prompt is too long.
+        num_dropped: The number of rows dropped because their prompt is too long.
     """
 
     def __init__(self, rows: list[PromptRow], num_dropped: int = 0) -> None:
@@ -35,11 +35,13 @@ class PromptDataset:
 
     @classmethod
     def mix(cls, parts: Sequence["PromptDataset"], weights: Sequence[float]) -> "PromptDataset":
-        """Several files' rows, of which steps take shares by weight, see `infra.datasets.order.RowOrder`.
+        """Mix several files, from which steps take rows in proportion to the weights.
+
+        See `infra.datasets.order.RowOrder` for how.
 
         Args:
             parts: The files, each with at least one row.
-            weights: One positive number each; only their ratios count.
+            weights: One positive number per file; only their ratios matter.
         """
         mixed = cls([row for part in parts for row in part._rows], sum(part.num_dropped for part in parts))
         mixed._order = RowOrder(sizes=tuple(len(part) for part in parts), weights=tuple(weights))
@@ -53,16 +55,22 @@ class PromptDataset:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The length of the longest prompt."""
+        """The number of tokens of the longest prompt."""
         return max(len(row.prompt_ids) for row in self._rows)
 
     def rows_for_step(self, step: int, num_prompts: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
         """Return the row indices that `step` (from 0) takes: int64 [num_prompts].
 
-        Epochs, each a permutation of all rows seeded by (seed, epoch), follow one another without end; step k
-        takes the k-th window of `num_prompts`. A window may span epochs, so a file with fewer rows repeats
-        them. Of several files each has epochs of its own. Nothing but the arguments counts: a resumed run needs
+        Epochs follow one another without end, each a permutation of all rows seeded by (seed, epoch); step k takes
+        the k-th window of `num_prompts` rows. A window may span epochs, so a file with fewer rows repeats them. With
+        several files, each has its own epochs. The result depends on nothing but the arguments, so a resumed run needs
         no cursor.
+
+        >>> prompts = PromptDataset([PromptRow(np.array([1]), f"{n} + 1 =", f"{n + 1}", {}, "sums") for n in range(5)])
+        >>> prompts.rows_for_step(0, num_prompts=3, seed=0, shuffle=False)
+        array([0, 1, 2])
+        >>> prompts.rows_for_step(1, num_prompts=3, seed=0, shuffle=False)
+        array([3, 4, 0])
         """
         return self._order.rows_for_step(step, num_prompts, seed, shuffle)
 
@@ -71,10 +79,10 @@ class PromptDataset:
     ) -> NDArray[np.int64]:
         """Return the row index of each of the step's `groups`, which are numbered from 0: int64 [G].
 
-        The groups below `num_prompts` take the step's own rows, see `rows_for_step`; those from there on are
-        further ones, and move no cursor. Without shuffling they go on in the file. With it, they take
-        permutations of all rows, one after the other, seeded by (seed, step) and with the step's own rows last:
-        no row comes twice in a step while there are others. Of several files this holds for each; which one a
-        further group is of goes on from the step's last prompt.
+        Groups below `num_prompts` take the step's own rows, see `rows_for_step`. Groups from `num_prompts` on are extra
+        groups (of dynamic sampling), which don't change what later steps take. Without shuffling, they continue through
+        the file. With shuffling, they take successive permutations of all rows, seeded by (seed, step) and with the
+        step's own rows last, so that no row repeats within a step while unused rows are left. With several files, this
+        holds for each, and extra groups alternate between files as the next step's prompts would.
         """
         return self._order.rows_for_groups(step, groups, num_prompts, seed, shuffle)

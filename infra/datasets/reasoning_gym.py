@@ -24,29 +24,29 @@ def write_problems(
     exclude: Path | None = None,
     edit: Callable[[Row], Row] | None = None,
 ) -> int:
-    """Generate `size` problems of `task`, write them to `path` and return how many rows that gave.
+    """Generate `size` problems of `task`, write them to `path`, and return the number of rows written.
 
     Columns: `data_source` (the task), `prompt` (chat list), `reward_model.ground_truth`, and `extra_info` with the
     row's index and, as JSON, the metadata that the task's verifier needs.
 
     Args:
         path: The Parquet file.
-        task: A reasoning-gym task.
-        size: Problems to generate.
+        task: The name of a reasoning-gym task.
+        size: The number of problems to generate.
         seed: The task's seed.
         settings: The task's own settings.
-        exclude: A file of held-out problems; their prompts are left out of `path`, so that it has fewer rows.
-        edit: Changes each row before it is written.
+        exclude: A file of held-out problems; generated rows with one of their prompts are dropped.
+        edit: A function applied to each row before it is written.
 
     Raises:
         ConfigError: reasoning-gym is not installed, or doesn't know the task or a setting.
-        DataError: `exclude` can't be read, or leaves no rows.
+        DataError: `exclude` can't be read, or contains every generated problem.
     """
     held_out = _prompts(exclude) if exclude else set()
     entries = enumerate(_make_dataset(task, size, seed, settings))
     rows = [_row(task, index, entry) for index, entry in entries if entry["question"] not in held_out]
     if not rows:
-        raise DataError(f"{exclude} holds every one of the {size} problems; generate more, or with another seed")
+        raise DataError(f"{exclude} contains all {size} generated problems; generate more, or use another seed")
     if edit is not None:
         rows = [edit(row) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def _make_dataset(task: str, size: int, seed: int, settings: dict[str, Any]) -> 
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """Read `key=value` pairs; values are JSON, else strings.
+    """Parse `key=value` pairs; values that are not JSON are strings.
 
     Raises:
         ConfigError: A pair has no `=`.

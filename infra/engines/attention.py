@@ -1,7 +1,7 @@
 """Attention of one new token per row, without copies of the cache.
 
-With grouped-query attention, transformers' SDPA path copies all keys and values once per query head whenever
-there is a mask. For a single query position the query heads of a group can stand where positions stand.
+With grouped-query attention, transformers' SDPA path copies all keys and values once per query head whenever it gets a
+mask. With a single query position, the query heads of a group can take the place of query positions instead.
 N rows, K key heads, G query heads per key head, Q queries, T cached tokens, D dims.
 """
 
@@ -25,7 +25,7 @@ def decode_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers' SDPA does, grouped by key head where each row has one query.
+    """Attend as transformers' SDPA does, with query heads grouped by key head if each row has one query.
 
     Args:
         module: The attention layer.
@@ -33,10 +33,10 @@ def decode_attention(
         key: [N, K, T, D].
         value: [N, K, T, D].
         attention_mask: Boolean or additive [N or 1, 1, Q, T], or None.
-        **kwargs: What transformers passes on: `scaling`, `dropout`, `is_causal`, ...
+        **kwargs: Further arguments from transformers: `scaling`, `dropout`, `is_causal`, ...
 
     Returns:
-        [N, Q, K * G, D], and None for the weights.
+        [N, Q, K * G, D], and None in place of the attention weights.
     """
     num_rows, num_heads, num_queries, head_dim = query.shape
     shared_mask = attention_mask is None or attention_mask.shape[1] == 1
@@ -57,9 +57,9 @@ def decode_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Make the mask that transformers' SDPA path takes; see `sdpa_mask`, and its arguments.
+    """Return the mask for transformers' SDPA path; see `sdpa_mask` for the arguments.
 
-    A newest token sees all that came before, so its causal mask is the padding's, [N, T] seen as [N, 1, 1, T].
+    The newest token sees all tokens before it, so its causal mask is the padding mask, [N, T] viewed as [N, 1, 1, T].
     """
     sees_all = q_length == 1 and q_offset == kv_length - 1 and kv_offset == 0
     if sees_all and mask_function is causal_mask_function and attention_mask is not None:
@@ -68,7 +68,7 @@ def decode_mask(
 
 
 def use_decode_attention(model: PreTrainedModel) -> None:
-    """Make `model` decode with `decode_attention`, if SDPA is what it uses; others are left as they are."""
+    """Make `model` decode with `decode_attention` if it uses SDPA; leave other models unchanged."""
     if model.config._attn_implementation != "sdpa":
         return
     AttentionInterface.register(NAME, decode_attention)

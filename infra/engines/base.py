@@ -1,27 +1,32 @@
-"""What a rollout engine takes and gives back."""
+"""The protocol of rollout engines, and what they take and return. Imports no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 
 from schemas.rollout import FinishReason
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """How tokens are sampled.
+
+    >>> Sampling(max_response_tokens=256, temperature=0.0)  # greedy
+    Sampling(max_response_tokens=256, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, stop_token_ids=(), stop=())
 
     Attributes:
-        max_response_tokens: The most tokens of one response, its stop token included.
-        temperature: What logits are divided by; 0 takes the likeliest token.
-        top_p: Only the likeliest tokens that together reach this probability are drawn; 1 allows all.
-        top_k: Only the this many likeliest tokens are drawn; 0 allows all.
-        min_p: Only tokens of at least this share of the likeliest one's probability are drawn; 0 allows all.
-        stop_token_ids: A response ends with the first of these that it draws.
-        stop: A response ends with the token that completes the first of these texts in it.
+        max_response_tokens: The most tokens of one response, including its stop token.
+        temperature: The divisor of the logits; 0 takes the most likely token.
+        top_p: Sample only from the most likely tokens that together reach this probability; 1 allows all.
+        top_k: Sample only from this many most likely tokens; 0 allows all.
+        min_p: Sample only from tokens of at least this fraction of the most likely token's probability; 0 allows all.
+        stop_token_ids: A response ends with the first of these tokens that is sampled.
+        stop: A response ends with the token that completes the first of these strings in it.
     """
 
     max_response_tokens: int
@@ -35,14 +40,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt, and a seed for each of the samples wanted of it."""
+    """One prompt, and one seed per sample to generate.
+
+    >>> GenerationRequest(prompt_ids=np.array([5, 6, 7]), seeds=(1, 2)).num_samples
+    2
+    """
 
     prompt_ids: np.ndarray  # [P] integers, P >= 1
     seeds: tuple[int, ...]  # one unsigned 64-bit seed per sample
 
     @property
     def num_samples(self) -> int:
-        """How many responses are wanted."""
+        """The number of responses to generate."""
         return len(self.seeds)
 
 
@@ -50,7 +59,7 @@ class GenerationRequest:
 class Generation:
     """One response of R tokens, 1 <= R <= max_response_tokens."""
 
-    token_ids: np.ndarray  # int32 [R]; ends with what stopped it when finish_reason is "stop"
+    token_ids: np.ndarray  # int32 [R]; includes the token that stopped it if finish_reason is "stop"
     logprobs: np.ndarray  # float32 [R], nats: log-softmax(logits / temperature), before top-k, top-p and min-p
     finish_reason: FinishReason
 
@@ -61,26 +70,27 @@ class RolloutEngine(Protocol):
     version: int
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[tuple[int, Generation]]:
-        """Yield each sample when it is finished, with its number: request by request, in the order of their seeds.
+        """Yield each sample with its number as soon as it is finished.
 
-        A sample depends on its prompt, its seed, the weights and `sampling`, not on what it is batched with; its
-        last bits may. The same requests in another call are the same samples, bit for bit.
+        Samples are numbered request by request, in the order of their seeds. A sample depends on its prompt, its seed,
+        the weights and `sampling`, but not on the rest of its batch, up to the last bits. The same requests in another
+        call give the same samples, bit for bit.
         """
         ...
 
-    def load_weights(self, state: Mapping[str, torch.Tensor], version: int) -> None:
-        """Copy `state` into the engine's weights in place; from now on it generates as policy `version`.
+    def load_weights(self, state: "Mapping[str, torch.Tensor]", version: int) -> None:
+        """Copy `state` into the engine's weights in place; from then on it generates as policy `version`.
 
         Raises:
-            WeightsError: A name or shape isn't the model's, or a weight is missing; nothing has been copied.
+            WeightsError: A name or shape is not the model's, or a weight is missing; nothing has been copied.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the weights and the KV cache; it generates nothing any more."""
+        """Release the weights and the KV cache; the engine can't generate afterwards."""
         ...
 
 
 def generate_all(engine: RolloutEngine, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Generation]:
-    """Return the samples of all requests: request by request, in the order of each one's seeds."""
+    """Return the samples of all requests: request by request, in the order of each request's seeds."""
     return [generation for _, generation in sorted(engine.generate(requests, sampling), key=lambda item: item[0])]

@@ -1,7 +1,7 @@
-"""A key-value cache that grows without copying itself at every token, and whose rows can leave.
+"""A KV cache that grows without copying itself at every token, and from which rows can be removed.
 
-transformers' `DynamicLayer` concatenates, which copies all keys and values at every decoded token; on a CPU
-that is most of a small model's decoding time. `PreallocatedLayer` writes into buffers with room to spare.
+transformers' `DynamicLayer` concatenates, which copies all keys and values at every decoded token; on a CPU that is
+most of a small model's decoding time. `PreallocatedLayer` writes into preallocated buffers.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-_GROWTH_TOKENS = 64  # by how much a full buffer grows
+_GROWTH_TOKENS = 64  # a full buffer grows by this much
 
 
 class PreallocatedLayer(DynamicLayer):
@@ -19,7 +19,7 @@ class PreallocatedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the states of new tokens and return all keys and values; see `DynamicLayer.update`."""
+        """Append the states of new tokens, and return all keys and values; see `DynamicLayer.update`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self._key_buffer = key_states[:, :, :0]
@@ -38,7 +38,7 @@ class PreallocatedLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows at `indices`, in their order; one may be named several times."""
+        """Keep the rows at `indices`, in this order; an index may repeat."""
         length = self.get_seq_length()
         self._key_buffer = self._key_buffer[indices]
         self._value_buffer = self._value_buffer[indices]
@@ -52,14 +52,14 @@ def _grown(states: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def decoding_cache(config: PretrainedConfig) -> DynamicCache:
-    """Return an empty cache for a model of `config`; layers of other kinds stay transformers' own."""
+    """Return an empty cache for a model of `config`; layers other than full attention stay transformers' own."""
     cache = DynamicCache(config=config)
     cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 def cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Return what one token of one row takes in the cache of a model of `config`, all layers being full."""
+    """Return the cache bytes of one token of one row for a model of `config`, as if all layers were full attention."""
     text = config.get_text_config(decoder=True)
     num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -1,14 +1,14 @@
-"""How weights lie in memory while a model decodes."""
+"""The memory layout of weights while a model decodes."""
 
 import torch
 from transformers import PreTrainedModel
 
 
 def use_decode_layout(model: PreTrainedModel) -> None:
-    """Store the linear layers' weights column by column, in place; names, shapes and values stay what they are.
+    """Store the linear layers' weights column-major, in place; names, shapes and values don't change.
 
-    A few rows times a weight stored row by row, as `torch.nn.Linear` does, takes a CPU's matrix products up to five
-    times as long. Other devices don't mind, and an embedding reads whole rows, so a tied head stays as it is.
+    On a CPU, multiplying a few rows by a row-major weight, as `torch.nn.Linear` stores it, takes up to five times as
+    long. Other devices don't benefit, and an embedding reads whole rows, so a tied head is left unchanged.
     """
     if model.device.type != "cpu":
         return

@@ -1,7 +1,7 @@
 """The embedded engine: batched decoding of a transformers model with a KV cache.
 
-N rows (samples), L of them live, V tokens of vocabulary. Prompts are padded on the left and prefilled once
-each, then repeated per sample. Rows that have finished leave the batch.
+N rows (samples), L of them live, V tokens of vocabulary. Prompts are left-padded and prefilled once each, then repeated
+per sample. Finished rows are removed from the batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +14,13 @@ from infra.engines.attention import use_decode_attention
 from infra.engines.base import Generation, GenerationRequest, Sampling
 from infra.engines.cache import cache_bytes_per_token, decoding_cache
 from infra.engines.layout import use_decode_layout
-from infra.engines.sampler import draw
-from infra.engines.stop import StopTexts
+from infra.engines.sampler import sample_tokens
+from infra.engines.stop import StopStrings
 from infra.models.load import check_weights
 from rl_core.rollout.seeding import uniforms
 from schemas.rollout import FinishReason
 
-_LEAVE_FRACTION = 1 / 8  # finished rows leave once they are this part of the batch: copying the cache must pay
+_DROP_FRACTION = 1 / 8  # finished rows are removed once they are this fraction of the batch: it copies the cache
 
 
 class TransformersEngine:
@@ -40,10 +40,10 @@ class TransformersEngine:
         """Wrap `model`, whose weights are those of policy `version`.
 
         Args:
-            model: The model, in eval mode and on its device; its attention and its weights' layout are changed.
+            model: The model, in eval mode and on its device; its attention and its weights' memory layout are changed.
             version: The policy version of its weights.
-            max_cache_bytes: Requests are decoded in several batches where one's KV cache could exceed this.
-            tokenizer: The model's, needed for stop texts only.
+            max_cache_bytes: Requests are split into several batches if one batch's KV cache could exceed this.
+            tokenizer: The model's tokenizer; needed for stop strings only.
         """
         use_decode_attention(model)
         use_decode_layout(model)
@@ -53,14 +53,14 @@ class TransformersEngine:
         self.max_cache_bytes = max_cache_bytes
 
     def load_weights(self, state: Mapping[str, torch.Tensor], version: int) -> None:
-        """Copy `state` into the model's weights in place; from now on it generates as policy `version`.
+        """Copy `state` into the model's weights in place; from then on it generates as policy `version`.
 
         Args:
-            state: Tensors by the names of the model's state dict; of tied ones, one is enough.
+            state: Tensors by state-dict name; for tied weights, one name is enough.
             version: The policy version of `state`.
 
         Raises:
-            WeightsError: A name or shape isn't the model's, or a weight is missing; nothing has been copied.
+            WeightsError: A name or shape is not the model's, or a weight is missing; nothing has been copied.
         """
         check_weights(self.model, state, version)
         own = self.model.state_dict()
@@ -70,34 +70,34 @@ class TransformersEngine:
         self.version = version
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[tuple[int, Generation]]:
-        """Yield each sample when it is finished, with its number: request by request, in the order of their seeds.
+        """Yield each sample with its number as soon as it is finished; see `RolloutEngine.generate`.
 
-        Nothing is computed until the next sample is asked for. The KV cache lives as long as the iterator.
+        Nothing is computed until the next sample is requested. The KV cache lives as long as the iterator.
 
         Raises:
-            ValueError: A prompt is empty, or there are stop texts but no tokenizer.
-            NonFiniteError: The model's logits aren't finite.
+            ValueError: A prompt is empty, or `sampling` has stop strings but the engine has no tokenizer.
+            NonFiniteError: The model's logits are not finite.
         """
         for index, request in enumerate(requests):
             if len(request.prompt_ids) == 0:
                 raise ValueError(f"request {index} has an empty prompt; a model needs at least one token to continue")
         if sampling.stop and self.tokenizer is None:
-            raise ValueError(f"stop texts {sampling.stop} need a tokenizer; give TransformersEngine the model's")
+            raise ValueError(f"stop strings {sampling.stop} need a tokenizer; give TransformersEngine the model's")
         first = 0
         for batch in self._batches(requests, sampling):
             decode = _Decode(self.model, batch, sampling, self.tokenizer)
             while not decode.finished.all():
-                with torch.inference_mode():  # of this step only: a mode that outlived a yield would be the consumer's
+                with torch.inference_mode():  # for this step only: across a yield, it would apply to the consumer too
                     ended = decode.step()
                 yield from ((first + row, decode.generation(row)) for row in ended)
             first += len(decode.finished)
 
     def close(self) -> None:
-        """Let go of the model; it generates nothing any more."""
+        """Release the model; the engine can't generate afterwards."""
         del self.model
 
     def _batches(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[list[GenerationRequest]]:
-        """Cut `requests` into runs whose rows, all as long as the longest could get, fit the cache budget."""
+        """Split `requests` into batches whose rows, all as long as the longest could get, fit the cache budget."""
         token_bytes = cache_bytes_per_token(self.model.config, self.model.dtype)
         batch: list[GenerationRequest] = []
         num_rows, longest = 0, 0
@@ -115,7 +115,7 @@ class TransformersEngine:
 
 
 class _Decode:
-    """The state of one batch while it is decoded. `live` [L] are the rows still in the batch, ascending."""
+    """The state of one batch being decoded; `live` [L] are the rows still in the batch, ascending."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Decode:
         seeds = np.array([seed for request in requests for seed in request.seeds], dtype=np.uint64)
         self.noise = torch.from_numpy(uniforms(seeds, sampling.max_response_tokens))
         self.stop_ids = np.array(sampling.stop_token_ids, dtype=np.int64)
-        self.stop_texts = StopTexts(tokenizer, sampling.stop, num_rows) if tokenizer and sampling.stop else None
+        self.stop_strings = StopStrings(tokenizer, sampling.stop, num_rows) if tokenizer and sampling.stop else None
         self.cache = decoding_cache(model.config)
         self.num_tokens = 0  # of the response of each live row
         self.live = np.arange(num_rows)
@@ -143,11 +143,11 @@ class _Decode:
         self.logprobs = np.zeros((num_rows, sampling.max_response_tokens), dtype=np.float32)
 
     def step(self) -> list[int]:
-        """Append a token to every live row; return those that it has finished."""
+        """Append a token to every live row, and return the rows that it has finished."""
         logits = self._prefill() if self.num_tokens == 0 else self._advance()
         noise = self.noise[self.live, self.num_tokens].to(logits.device)
-        self.drawn, logprobs = draw(logits, noise, self.sampling)
-        self.token_ids[self.live, self.num_tokens] = self.drawn.cpu().numpy()
+        self.newest, logprobs = sample_tokens(logits, noise, self.sampling)
+        self.token_ids[self.live, self.num_tokens] = self.newest.cpu().numpy()
         self.logprobs[self.live, self.num_tokens] = logprobs.cpu().numpy()
         self.num_tokens += 1
         return self._finish()
@@ -162,11 +162,11 @@ class _Decode:
         )
 
     def _finish(self) -> list[int]:
-        """Note which unfinished rows end with their newest token, and return them."""
+        """Mark the unfinished rows that end with their newest token, and return them."""
         rows = self.live[~self.finished[self.live]]
         stops = np.isin(self.token_ids[rows, self.num_tokens - 1], self.stop_ids)
-        if self.stop_texts is not None:
-            stops |= self.stop_texts.find(rows, self.token_ids, self.num_tokens)
+        if self.stop_strings is not None:
+            stops |= self.stop_strings.find(rows, self.token_ids, self.num_tokens)
         for row in rows[stops]:
             self.reasons[row] = "stop"
         ended = rows if self.num_tokens == self.sampling.max_response_tokens else rows[stops]
@@ -175,14 +175,14 @@ class _Decode:
         return ended.tolist()
 
     def _prefill(self) -> torch.Tensor:
-        """Run each prompt once, then give every row its prompt's cache and logits [N, V]."""
+        """Run each prompt once, give every row its prompt's cache, and return every row's logits [N, V]."""
         device = self.model.device
         lengths = np.array([len(request.prompt_ids) for request in self.requests])
         self.width = width = int(lengths.max())
         input_ids = np.zeros((len(self.requests), width), dtype=np.int64)
         for row, request in enumerate(self.requests):
             input_ids[row, width - lengths[row] :] = request.prompt_ids
-        # False on the padding; as wide as a row may get.
+        # False on padding; as wide as a row may become.
         present = np.arange(width + self.sampling.max_response_tokens) >= (width - lengths)[:, None]
         position_ids = np.maximum(np.arange(width) - (width - lengths)[:, None], 0)
         self.is_padded = len(set(lengths)) > 1
@@ -195,14 +195,14 @@ class _Decode:
         return logits[rows]
 
     def _advance(self) -> torch.Tensor:
-        """Run the newest tokens and return the next logits [L, V]."""
+        """Run the newest tokens, and return the next logits [L, V]."""
         self._drop_finished()
-        logits = self._forward(self.drawn[:, None], self.next_positions)
+        logits = self._forward(self.newest[:, None], self.next_positions)
         self.next_positions = self.next_positions + 1
         return logits
 
     def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Run `input_ids` [L, T], the last ones of padded prompt and response, after what the cache holds."""
+        """Run `input_ids` [L, T], the last tokens of padded prompt and response, which follow the cached ones."""
         num_present = self.width + self.num_tokens
         output = self.model(
             input_ids=input_ids,
@@ -215,12 +215,12 @@ class _Decode:
         return output.logits[:, -1]
 
     def _drop_finished(self) -> None:
-        """Let finished rows leave once they are enough of the batch."""
-        staying = ~self.finished[self.live]
-        if (~staying).sum() < max(1, _LEAVE_FRACTION * len(self.live)):
+        """Remove finished rows once they are a large enough fraction of the batch."""
+        unfinished = ~self.finished[self.live]
+        if (~unfinished).sum() < max(1, _DROP_FRACTION * len(self.live)):
             return
-        kept = torch.from_numpy(np.flatnonzero(staying)).to(self.drawn.device)
+        kept = torch.from_numpy(np.flatnonzero(unfinished)).to(self.newest.device)
         self.cache.batch_select_indices(kept)
         self.present, self.next_positions = self.present[kept], self.next_positions[kept]
-        self.drawn = self.drawn[kept]
-        self.live = self.live[staying]
+        self.newest = self.newest[kept]
+        self.live = self.live[unfinished]

@@ -1,4 +1,4 @@
-"""Models and tokenizers from Hugging Face folders, checked before anything starts."""
+"""Load models and tokenizers from Hugging Face folders, and check them before anything starts."""
 
 import json
 from collections.abc import Mapping
@@ -26,11 +26,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer, fit to build prompts with and to end responses with.
+    """Load the model's tokenizer, and check that it can format prompts and end responses.
 
     Raises:
-        ModelError: The folder, its config or tokenizer files are missing or unreadable; there is no chat
-            template or end-of-sequence token; or there are more tokens than the model has embeddings.
+        ModelError: The folder, its config or tokenizer files are missing or unreadable; the tokenizer has no chat
+            template or end-of-sequence token, or more tokens than the model has embeddings.
     """
     _check_folder(config.path, TOKENIZER_FILES, "save the tokenizer there with `tokenizer.save_pretrained(folder)`")
     try:
@@ -40,19 +40,19 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise ModelError(f"model.path {config.path}: the tokenizer can't be loaded: {_one_line(error)}") from error
     if tokenizer.chat_template is None:
         raise ModelError(
-            f"model.path {config.path}: the tokenizer has no chat template; use that of an instruction-tuned "
-            "model, or write one into chat_template.jinja in that folder"
+            f"model.path {config.path}: the tokenizer has no chat template; use an instruction-tuned model's, "
+            "or write one to chat_template.jinja in that folder"
         )
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"model.path {config.path}: the tokenizer has no eos_token, so no response could end; set it in "
-            "tokenizer_config.json"
+            f"model.path {config.path}: the tokenizer has no eos_token, so responses could never end; set it "
+            "in tokenizer_config.json"
         )
     largest = max(tokenizer.get_vocab().values())
     if largest >= num_tokens:
         raise ModelError(
             f"model.path {config.path}: the tokenizer's largest token id is {largest}, but the model has "
-            f"embeddings for {num_tokens} tokens (0 to {num_tokens - 1}); they are not of one model"
+            f"embeddings for {num_tokens} tokens (0 to {num_tokens - 1}); use the tokenizer of this model"
         )
     return tokenizer
 
@@ -60,13 +60,13 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 def load_model(config: ModelConfig) -> PreTrainedModel:
     """Load the causal language model in float32 on the CPU, in eval mode and without dropout.
 
-    Dropout is taken out rather than switched off, so that train mode, which gradient checkpointing needs,
-    computes the same function.
+    Dropout is removed rather than switched off, so that train mode, which gradient checkpointing needs, computes the
+    same function.
 
     Raises:
-        ModelError: The folder, its config or weights are missing or unreadable, or don't fill the model.
+        ModelError: The folder, its config or weights are missing or unreadable, or don't cover the model.
     """
-    disable_progress_bar()  # its bars would break into our own progress lines
+    disable_progress_bar()  # its bars would interrupt our own progress lines
     _check_folder(config.path, ("config.json",), "save the model there with `model.save_pretrained(folder)`")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(config.path, dtype=torch.float32, output_loading_info=True)
@@ -77,21 +77,21 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     if missing_keys:
         raise ModelError(
             f"model.path {config.path}: {len(missing_keys)} of the model's weights are not in the folder and "
-            f"would be random, among them {missing_keys[0]}; is its config.json that of another model?"
+            f"would be random, e.g. {missing_keys[0]}; does its config.json belong to another model?"
         )
     _remove_dropout(model)
     return model.eval()
 
 
 def load_policy(config: ModelConfig, seed: int = 0) -> PreTrainedModel:
-    """Load the model to be trained: the starting weights in float32 on the CPU, adapters and checkpointing as set.
+    """Load the model to train: starting weights in float32 on the CPU, adapters and checkpointing as configured.
 
     Args:
         config: The model.
-        seed: Of the adapters' starting weights.
+        seed: The seed of the adapters' initial weights.
 
     Returns:
-        The model; in train mode where it checkpoints gradients, which computes the same function.
+        The model; in train mode if it uses gradient checkpointing, which computes the same function.
 
     Raises:
         ModelError: See `load_model`.
@@ -106,10 +106,10 @@ def load_policy(config: ModelConfig, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def empty_model(folder: Path) -> PreTrainedModel:
+def build_model(folder: Path) -> PreTrainedModel:
     """Build the model that a folder's config describes, in float32, in eval mode and without dropout.
 
-    Its weights are random: they are to be overwritten. Its config and generation config are those of the folder.
+    Its weights are random, to be overwritten. Its config and generation config are the folder's.
     """
     config = AutoConfig.from_pretrained(folder)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -118,29 +118,29 @@ def empty_model(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def model_shapes(config: ModelConfig) -> PreTrainedModel:
-    """The model in float32 without its weights: its parameters have shapes, and no memory.
+def build_meta_model(config: ModelConfig) -> PreTrainedModel:
+    """Build the model in float32 on the meta device: its parameters have shapes but no memory.
 
     Raises:
-        ModelError: The folder's config is not that of a causal language model.
+        ModelError: The folder's config does not describe a causal language model.
     """
     try:
         with torch.device("meta"):
-            return empty_model(Path(config.path))
+            return build_model(Path(config.path))
     except ValueError as error:
         raise ModelError(f"model.path {config.path}: not a causal language model: {_one_line(error)}") from error
 
 
 def check_weights(model: PreTrainedModel, state: Mapping[str, torch.Tensor], version: int) -> None:
-    """See that `state` is a whole set of the model's weights; of tied ones, one name is enough.
+    """Check that `state` is a complete set of the model's weights; for tied weights, one name is enough.
 
     Args:
-        model: The model, on any device, `meta` included.
-        state: Tensors by the names of the model's state dict.
+        model: The model, on any device, including `meta`.
+        state: Tensors by state-dict name.
         version: The policy version of `state`.
 
     Raises:
-        WeightsError: A name or shape isn't the model's, or a weight is missing.
+        WeightsError: A name or shape is not the model's, or a weight is missing.
     """
     own = model.state_dict(keep_vars=True)
     given = {id(own[name]) for name in state if name in own}
@@ -150,20 +150,20 @@ def check_weights(model: PreTrainedModel, state: Mapping[str, torch.Tensor], ver
     if unknown or missing or misshapen:
         raise WeightsError(
             f"weights of version {version} don't fit the model: unknown {unknown[:3]}, missing "
-            f"{missing[:3]}, of another shape {misshapen[:3]}; load those of the same architecture"
+            f"{missing[:3]}, of another shape {misshapen[:3]}; load weights of the same architecture"
         )
 
 
 def save_assets(config: ModelConfig, folder: Path) -> None:
-    """Write what a Hugging Face folder holds beside its weights: the model's own config and tokenizer files."""
+    """Write everything of a Hugging Face folder but the weights: the model's own config and tokenizer files."""
     AutoConfig.from_pretrained(config.path).save_pretrained(folder)
     if (generation := _generation_config(config.path)) is not None:
         generation.save_pretrained(folder)
     AutoTokenizer.from_pretrained(config.path).save_pretrained(folder)
 
 
-def adapter_of(config: ModelConfig) -> Adapter | None:
-    """What a checkpoint of this model's adapter says of its base; None where all weights are trained."""
+def describe_adapter(config: ModelConfig) -> Adapter | None:
+    """Return what a checkpoint of this model's adapter records about its base; None if all weights are trained."""
     if config.lora is None:
         return None
     is_folder = Path(config.path).is_dir()
@@ -180,44 +180,44 @@ def stop_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> t
 
 
 def num_embeddings(config: ModelConfig) -> int:
-    """How many tokens the model has embeddings for."""
+    """Return the number of tokens that the model has embeddings for."""
     return int(AutoConfig.from_pretrained(config.path).get_text_config().vocab_size)
 
 
 def max_positions(config: ModelConfig) -> int:
-    """How many tokens, prompt and response, a row may have under the model."""
+    """Return the most tokens, prompt plus response, that a row may have under the model."""
     return int(AutoConfig.from_pretrained(config.path).get_text_config().max_position_embeddings)
 
 
 def _check_folder(path: str, any_of: tuple[str, ...], fix: str) -> None:
-    """Say what is missing of a local folder; a path that isn't there may be a name on the hub."""
+    """Check the files of a local folder; a path that doesn't exist may be a model name on the hub."""
     folder = Path(path)
     if folder.is_file():
-        raise ModelError(f"model.path {path} is a file; give the Hugging Face folder that it is in")
+        raise ModelError(f"model.path {path} is a file; give the Hugging Face folder that contains it")
     if not folder.exists():
         if _on_hub(path):
             return
         raise ModelError(
-            f"model.path {path}: there is no such folder (and no such model on the Hugging Face hub, or no "
+            f"model.path {path}: no such folder (and no such model on the Hugging Face hub, or no "
             "network); give a Hugging Face model folder"
         )
     if not (folder / "config.json").exists():
-        raise ModelError(f"model.path {path}: there is no config.json; give a Hugging Face model folder")
+        raise ModelError(f"model.path {path}: config.json is missing; give a Hugging Face model folder")
     if not any((folder / name).exists() for name in any_of):
-        raise ModelError(f"model.path {path}: there is none of {', '.join(any_of)}; {fix}")
+        raise ModelError(f"model.path {path}: found none of {', '.join(any_of)}; {fix}")
 
 
 def _on_hub(name: str) -> bool:
-    """Whether the hub, or its local cache, has a model of this name; one quick question, without retries."""
+    """Return whether the hub or its local cache has a model of this name; asks once, without retries."""
     try:
         validate_repo_id(name)
         return bool(try_to_load_from_cache(name, "config.json")) or HfApi().model_info(name, timeout=10) is not None
-    except Exception:  # noqa: BLE001 - the HTTP client's errors share no base across versions; all mean "not there"
+    except Exception:  # noqa: BLE001 - the HTTP client's errors share no base across versions; all mean "not found"
         return False
 
 
 def _generation_config(path: str) -> GenerationConfig | None:
-    """The model's generation config; None where it has none of its own."""
+    """Return the model's own generation config; None if it has none."""
     try:
         return GenerationConfig.from_pretrained(path)
     except OSError:

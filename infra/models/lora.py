@@ -1,8 +1,8 @@
 """Low-rank adapters on a model's linear layers (arXiv:2106.09685), by peft: the adapters train, the base is frozen.
 
-The model keeps its class and its attention, so that packed replay and the engines see an ordinary causal language
+The model keeps its class and its attention, so that packed scoring and the engines see an ordinary causal language
 model. An adapted layer computes W x + (alpha / rank) B A x; its own weight is then named `<layer>.base_layer.weight`,
-the adapter's `<layer>.lora_A.default.weight` and `<layer>.lora_B.default.weight`.
+the adapter's weights `<layer>.lora_A.default.weight` and `<layer>.lora_B.default.weight`.
 """
 
 from collections.abc import Iterator
@@ -21,21 +21,21 @@ _ADAPTER = "default"
 
 
 class Adapter(Frozen):
-    """What the weights of an adapter-only checkpoint are added to."""
+    """The base model that an adapter-only checkpoint's weights are added to, and the adapter's settings."""
 
     base_model: str  # a Hugging Face folder, or a hub name
     lora: LoraConfig
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:
-    """Put adapters into a model, in place; from then on only they train.
+    """Add adapters to a model in place; from then on only they train.
 
-    A is random by the seed (uniform, as peft's Kaiming default), B zero: the model computes what it did before.
+    A is random (uniform, peft's Kaiming default), B is zero: the model computes what it did before.
 
     Args:
         model: A causal language model without adapters.
         config: Rank, scale and layers.
-        seed: Of A; the global random state stays as it is.
+        seed: The seed of A; the global random state is left unchanged.
 
     Raises:
         ConfigError: peft is not installed, or `target_modules` names no linear layer, or the LM head.
@@ -53,7 +53,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> No
 
 
 def require_peft() -> None:
-    """See that adapters can be made at all.
+    """Check that peft, which makes the adapters, is installed.
 
     Raises:
         ConfigError: peft is not installed.
@@ -64,19 +64,19 @@ def require_peft() -> None:
         raise ConfigError("model.lora needs peft, which is not installed: pip install 'sluice-rl[lora]'") from None
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Whether the model has adapters."""
+def has_adapter(model: nn.Module) -> bool:
+    """Return whether the model has adapters."""
     return bool(_layers(model))
 
 
-def trainable(model: nn.Module) -> list[str]:
-    """The names of the parameters that train."""
+def trainable_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that train."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 @contextmanager
 def adapter_disabled(model: nn.Module) -> Iterator[None]:
-    """Let the model compute as its base does, bit for bit; one without adapters is as it is."""
+    """Disable the adapters for the duration: the model computes as its base, bit for bit. No-op without adapters."""
     layers = list(_layers(model).values())
     for layer in layers:
         layer.enable_adapters(False)
@@ -89,11 +89,11 @@ def adapter_disabled(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The whole weights, W + (alpha / rank) B A where there is an adapter; the model stays as it is.
+    """Return the full weights, W + (alpha / rank) B A for adapted layers; the model is left unchanged.
 
     Returns:
-        By the base model's parameter names, tied ones once, in the parameters' dtypes and placements. Weights without
-        an adapter are the live ones, not copies.
+        Weights by the base model's parameter names, tied ones once, in the parameters' dtypes and placements. Weights
+        without an adapter are the live ones, not copies.
     """
     layers = _layers(model)
     weights = {}
@@ -111,7 +111,7 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def merge_adapter(model: PreTrainedModel) -> None:
-    """Add the adapters to the weights and take them out, in place: leaves an ordinary model."""
+    """Merge the adapters into the weights and remove them, in place: an ordinary model remains."""
     for name, layer in _layers(model).items():
         layer.merge()
         model.set_submodule(name, layer.get_base_layer())
@@ -120,12 +120,12 @@ def merge_adapter(model: PreTrainedModel) -> None:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """The adapted layers by name; found without peft, which a model without adapters doesn't need."""
+    """Return the adapted layers by name; doesn't import peft, which a model without adapters doesn't need."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
 
 
 def _target_layers(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
-    """The full names of the layers to adapt: those that end in a wanted name, or all but the head."""
+    """Return the full names of the layers to adapt: those that end in a wanted name, or all but the head."""
     head = model.get_output_embeddings()
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     body = [name for name, module in linear.items() if module is not head]
@@ -134,10 +134,10 @@ def _target_layers(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]
     for target in wanted:
         if not any(_is_named(name, target) for name in body):
             kinds = sorted({name.rsplit(".", 1)[-1] for name in body})
-            reason = "is the LM head" if any(_is_named(name, target) for name in linear) else "is no linear layer"
+            reason = "is the LM head" if any(_is_named(name, target) for name in linear) else "is not a linear layer"
             raise ConfigError(
                 f"model.lora.target_modules: {target!r} {reason} of {type(model).__name__}; "
-                f"those to choose from are {', '.join(kinds)}"
+                f"choose from {', '.join(kinds)}"
             )
     return [name for name in body if any(_is_named(name, target) for target in wanted)]
 

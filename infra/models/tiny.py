@@ -1,4 +1,4 @@
-"""A tiny Qwen3-architecture model with random weights, for the demo and the tests, as a Hugging Face folder."""
+"""A tiny Qwen3-architecture model with random weights, as a Hugging Face folder, for the demo and the tests."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of 260 tokens: any text round-trips, one token per UTF-8 byte."""
+    """Return a byte-level tokenizer of 260 tokens: any text round-trips, one token per UTF-8 byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -32,12 +32,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(folder: Path, *, seed: int = 0, **config: Any) -> Path:
-    """Write a model and its tokenizer to `folder` and return it; fp32, tied embeddings.
+    """Write a model (float32, tied embeddings) and its tokenizer to `folder`, and return the folder.
 
     Args:
-        folder: Where to write; made if it isn't there.
-        seed: Seed of the weights.
-        **config: Fields of `Qwen3Config`: sizes, at least.
+        folder: Where to write; created if missing.
+        seed: The seed of the weights.
+        **config: Fields of `Qwen3Config`; at least the sizes.
     """
     tokenizer = make_tokenizer()
     fields: dict[str, Any] = {

@@ -1,6 +1,9 @@
-"""Scoring responses while others are generated: in the rollout worker itself, or in processes that can be ended."""
+"""Reward scoring of responses while others are generated: in the rollout worker itself, or in processes it can kill.
 
-from infra.rewards.base import Scorer, Scoring
-from infra.rewards.scorer import open_scorer
+`infra.rewards.open.open_reward_scorer` opens the scorer of a config. It is not imported here, because a reward process
+(`infra.rewards.child`) imports this package too, and starts the faster the less that brings in.
+"""
 
-__all__ = ["Scorer", "Scoring", "open_scorer"]
+from infra.rewards.base import RewardBatch, RewardScorer
+
+__all__ = ["RewardBatch", "RewardScorer"]

@@ -1,4 +1,4 @@
-"""What scores a run's responses, and one batch of them that is being scored."""
+"""The interfaces of reward scoring: a scorer, and one batch of responses that it scores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -8,33 +8,33 @@ from typing import Self
 from rl_core.rewards import RewardItem, RewardOutcome
 
 
-class Scoring(ABC):
-    """One batch: items go in as they come to be, outcomes come out at the end.
+class RewardBatch(ABC):
+    """One batch: items are added as responses arrive, and all outcomes are returned at the end.
 
-    As a context manager it is closed on leaving, which drops a batch that isn't finished.
+    As a context manager, it closes on exit, which drops a batch that is not finished.
     """
 
     @abstractmethod
     def add(self, number: int, item: RewardItem) -> None:
-        """Have `item` scored; its outcome will be that of `number`, which is given once.
+        """Submit `item`; its outcome will be returned under `number`, which must be new.
 
         Raises:
-            RewardImportError: A process that replaces another can't load the reward function.
+            RewardImportError: A replacement process can't load the reward function.
         """
 
     @abstractmethod
     def finish(self) -> dict[int, RewardOutcome]:
-        """Wait for the rest; return every outcome by its item's number, and close.
+        """Wait for the remaining items, return every outcome by its item's number, and close.
 
         A failed reward is an outcome that says why.
 
         Raises:
-            RewardImportError: As `add` does.
+            RewardImportError: See `add`.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Drop what has no outcome yet; nothing of it reaches a later batch."""
+        """Drop all items without an outcome; none of them affects a later batch."""
 
     def __enter__(self) -> Self:
         return self
@@ -45,33 +45,33 @@ class Scoring(ABC):
         self.close()
 
 
-class Scorer(ABC):
-    """Scores responses until it is closed."""
+class RewardScorer(ABC):
+    """Computes the rewards of responses until it is closed."""
 
     @abstractmethod
     def wait_until_ready(self) -> None:
-        """Return once the reward function is loaded.
+        """Wait until the reward function is loaded.
 
         Raises:
             RewardImportError: It can't be loaded.
         """
 
     @abstractmethod
-    def open(self) -> Scoring:
-        """Begin a batch; the one before must be finished or closed."""
+    def open_batch(self) -> RewardBatch:
+        """Begin a batch; the previous one must be finished or closed."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what it has started."""
+        """Stop everything that the scorer has started."""
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardOutcome]:
         """Return the items' outcomes, in order.
 
         Raises:
-            RewardImportError: As `Scoring.add` does.
+            RewardImportError: See `RewardBatch.add`.
         """
-        with self.open() as scoring:
+        with self.open_batch() as batch:
             for number, item in enumerate(items):
-                scoring.add(number, item)
-            outcomes = scoring.finish()
+                batch.add(number, item)
+            outcomes = batch.finish()
         return [outcomes[number] for number in range(len(items))]

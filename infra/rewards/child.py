@@ -1,8 +1,8 @@
-"""The program of a reward process: loads one reward function and scores what its parent sends.
+"""The program of a reward process: loads one reward function and scores the items that its parent sends.
 
-Messages from the parent are pickled, after their length (`MESSAGE_BYTES`): the reward's config first, then lists of
-`(number, RewardItem)`. Answers are lines of JSON: `{"concurrent": bool}` or `{"error": str}` first, then one for each
-item, as soon as it is scored.
+Messages from the parent are pickled and preceded by their length (`MESSAGE_BYTES`): first the reward's config, then
+lists of `(number, RewardItem)`. Answers are lines of JSON: first `{"concurrent": bool}` or `{"error": str}`, then one
+line per item as soon as it is scored.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from rl_core.rewards import RewardFunction, RewardItem, RewardOutcome, is_concur
 from schemas.errors import RewardImportError
 
 LIFELINE = 0  # standard input: a pipe that the parent holds open and never writes to
-MESSAGE_BYTES = struct.Struct("!Q")  # how long the message is that follows
+MESSAGE_BYTES = struct.Struct("!Q")  # the length of the message that follows
 
 Chunk = Sequence[tuple[int, RewardItem]]
 
 
 def main(descriptor: int) -> None:
-    """Serve the parent at the other end of a socket until that closes."""
+    """Serve the parent at the other end of a socket until it closes."""
     end_with_parent()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
@@ -43,17 +43,17 @@ def main(descriptor: int) -> None:
         connection.sendall(_line(concurrent=is_concurrent(function)))
         with suppress(EOFError), asyncio.Runner() as runner:
             if is_concurrent(function):
-                runner.run(_score_as_they_come(connection, function, config.timeout_seconds))
+                runner.run(_score_concurrently(connection, function, config.timeout_seconds))
                 return
             while True:
                 runner.run(_score_in_order(connection, function, _read(messages), config.timeout_seconds))
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process and those that it started when the lifeline closes.
+    """Make the kernel kill this process and its children when the lifeline closes.
 
-    The kernel sends the signal to the whole process group, and its default action needs no Python: a reward function
-    that holds the interpreter is ended as well.
+    The kernel signals the whole process group, and the signal's default action needs no Python: even a reward function
+    that holds the interpreter is killed.
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
@@ -61,22 +61,22 @@ def end_with_parent() -> None:
     fcntl.fcntl(LIFELINE, fcntl.F_SETFL, fcntl.fcntl(LIFELINE, fcntl.F_GETFL) | os.O_ASYNC)
     lifeline = select.poll()
     lifeline.register(LIFELINE, 0)
-    if lifeline.poll(0):  # it had closed before
+    if lifeline.poll(0):  # it has closed already
         sys.exit(1)
 
 
 async def _score_in_order(
     connection: socket.socket, function: RewardFunction, chunk: Chunk, timeout_seconds: float | None
 ) -> None:
-    """Answer each item before the next is begun: the parent takes the first without an answer for the one at work."""
+    """Answer each item before the next begins: the parent takes the first unanswered item as the one being scored."""
     for number, item in chunk:
         connection.sendall(_answer(number, await score_one(function, item, timeout_seconds)))
 
 
-async def _score_as_they_come(
+async def _score_concurrently(
     connection: socket.socket, function: RewardFunction, timeout_seconds: float | None
 ) -> None:
-    """Begin with every item when it comes, whatever is still at work."""
+    """Begin every item as soon as it arrives, while others are still being scored."""
     reader, writer = await asyncio.open_connection(sock=connection)
 
     async def score(number: int, item: RewardItem) -> None:

@@ -1,13 +1,13 @@
-"""Scoring in the process that generates."""
+"""Rewards computed in the process that generates."""
 
 import asyncio
 
-from infra.rewards.base import Scorer, Scoring
+from infra.rewards.base import RewardBatch, RewardScorer
 from rl_core.rewards import RewardFunction, RewardItem, RewardOutcome, is_concurrent, score_all, score_one
 
 
-class LocalScorer(Scorer):
-    """Scores in this process: nothing stops a reward function that hangs or crashes.
+class LocalRewardScorer(RewardScorer):
+    """Computes rewards in this process: nothing stops a reward function that hangs or crashes.
 
     Args:
         function: The reward function.
@@ -19,16 +19,16 @@ class LocalScorer(Scorer):
     def wait_until_ready(self) -> None:
         """Return at once."""
 
-    def open(self) -> Scoring:
+    def open_batch(self) -> RewardBatch:
         """Begin a batch."""
-        return LocalScoring(self._function)
+        return LocalRewardBatch(self._function)
 
     def close(self) -> None:
         """Do nothing."""
 
 
-class LocalScoring(Scoring):
-    """A batch that is scored here, item by item; calls that may overlap are all made at the end.
+class LocalRewardBatch(RewardBatch):
+    """A batch that is scored in this process item by item, or at the end if calls may overlap.
 
     Args:
         function: The reward function.
@@ -42,7 +42,7 @@ class LocalScoring(Scoring):
         self._outcomes: dict[int, RewardOutcome] = {}
 
     def add(self, number: int, item: RewardItem) -> None:
-        """Score `item`, or keep it for the end where calls may overlap."""
+        """Score `item`, or keep it for the end if calls may overlap."""
         assert number not in (self._waiting if self._concurrent else self._outcomes), f"item {number} was added before"
         if self._concurrent:
             self._waiting[number] = item
@@ -50,11 +50,11 @@ class LocalScoring(Scoring):
             self._outcomes[number] = self._runner.run(score_one(self._function, item))
 
     def finish(self) -> dict[int, RewardOutcome]:
-        """Make the calls that may overlap; return all outcomes by number."""
+        """Make the calls that may overlap, and return all outcomes by number."""
         self.close()
         outcomes = score_all(self._function, list(self._waiting.values()))
         return self._outcomes | dict(zip(self._waiting, outcomes, strict=True))
 
     def close(self) -> None:
-        """Make no further call."""
+        """Make no further calls."""
         self._runner.close()

@@ -1,7 +1,7 @@
-"""Processes that score responses: a reward that hangs or crashes costs one row, not the run.
+"""A pool of processes that compute rewards: a reward that hangs or crashes costs one row, not the run.
 
-Pebble's ProcessPool, which also ends workers after a time limit, can leave a task waiting for ever when a limit expires
-while its worker takes the next task (github.com/noxdafox/pebble/issues/153), and runs no two async calls at once.
+Pebble's ProcessPool, which also kills workers after a time limit, can leave a task waiting forever if a limit expires
+while its worker takes the next task (github.com/noxdafox/pebble/issues/153), and can't run two async calls at once.
 """
 
 import logging
@@ -10,12 +10,12 @@ import selectors
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
-from infra.rewards.base import Scorer, Scoring
-from infra.rewards.pool_scoring import PoolScoring
+from infra.rewards.base import RewardBatch, RewardScorer
+from infra.rewards.pool_batch import PoolRewardBatch
 from infra.rewards.process import RewardProcess
-from infra.rewards.work import Work
+from infra.rewards.queue import RewardQueue
 from rl_core.rewards import RewardOutcome
 from schemas.config.reward import IsolatedReward
 from schemas.errors import RewardImportError
@@ -23,11 +23,13 @@ from schemas.errors import RewardImportError
 logger = logging.getLogger(__name__)
 
 READY_SECONDS = 300.0  # for importing the reward's module
-POLL_SECONDS = 1.0  # between looks at whether a silent process is still there
-GRACE_SECONDS = 1.0  # for concurrent calls, which are first ended from within
+POLL_SECONDS = 1.0  # between checks that a silent process is still alive
+GRACE_SECONDS = 1.0  # added to the limit of concurrent calls, which their process cancels by itself first
+
+Loss = Literal["ended", "late"]
 
 
-class RewardPool(Scorer):
+class RewardPool(RewardScorer):
     """The reward processes of one rollout worker.
 
     Args:
@@ -38,7 +40,7 @@ class RewardPool(Scorer):
         self._config = config
         self._processes: list[RewardProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._scoring: PoolScoring | None = None
+        self._batch: PoolRewardBatch | None = None
         weakref.finalize(self, _close_all, self._processes)  # with the pool, or at the latest with this process
 
     def start(self) -> None:
@@ -47,32 +49,32 @@ class RewardPool(Scorer):
             self._add_process()
 
     def wait_until_ready(self) -> None:
-        """Return once all processes have loaded the reward function.
+        """Wait until all processes have loaded the reward function.
 
         Raises:
-            RewardImportError: One can't, or ended while it did.
+            RewardImportError: A process can't load it, or ended while loading it.
         """
-        assert self._scoring is None, "a batch at work waits by itself"
+        assert self._batch is None, "an open batch does its own waiting"
         while any(process.concurrent is None for process in self._processes):
             self._wait()
 
-    def open(self) -> Scoring:
-        """Begin a batch; the one before must be finished or closed.
+    def open_batch(self) -> RewardBatch:
+        """Begin a batch; the previous one must be finished or closed.
 
-        An item that has no answer within `timeout_seconds`, counted from when its process was last heard from, or whose
-        process ends, is a failure; the process is replaced, and the other items are handed out again. Of several
-        concurrent calls in a process that stops answering, each is made again on its own.
+        An item fails if it has no answer within `timeout_seconds`, counted from when its process last responded, or if
+        its process ends. The process is then replaced, and its other items are dispatched again. If several calls
+        overlapped in a process that stops answering, each of them is retried on its own.
         """
         assert self._processes, "the pool isn't started, or is closed"
-        assert self._scoring is None, "a pool scores one batch at a time: finish or close the one before"
-        self._scoring = PoolScoring(self._serve, self._release)
-        self._scoring.start()
-        return self._scoring
+        assert self._batch is None, "a pool scores one batch at a time: finish or close the previous one"
+        self._batch = PoolRewardBatch(self._serve, self._release)
+        self._batch.start()
+        return self._batch
 
     def close(self) -> None:
-        """Drop the batch at work, and end all processes."""
-        if self._scoring is not None:
-            self._scoring.close()
+        """Drop the open batch, and kill all processes."""
+        if self._batch is not None:
+            self._batch.close()
         self._selector.close()
         _close_all(self._processes)
 
@@ -81,31 +83,31 @@ class RewardPool(Scorer):
         """The processes' ids."""
         return [process.pid for process in self._processes]
 
-    def _serve(self, work: Work) -> None:
+    def _serve(self, queue: RewardQueue) -> None:
         """Have the processes score a batch until it is over."""
-        self._selector.register(work, selectors.EVENT_READ)
+        self._selector.register(queue, selectors.EVENT_READ)
         try:
-            work.take_arrivals()
-            while not work.is_over:
-                self._hand_out(work)
-                self._wait(work)
-                work.take_arrivals()
+            queue.receive_arrivals()
+            while not queue.is_over:
+                self._dispatch(queue)
+                self._wait(queue)
+                queue.receive_arrivals()
         finally:
-            self._selector.unregister(work)
+            self._selector.unregister(queue)
 
     def _release(self) -> None:
-        """Replace the processes that are still at an item of a batch that was dropped."""
-        self._scoring = None
+        """Replace the processes that are still scoring an item of a dropped batch."""
+        self._batch = None
         for process in [process for process in self._processes if process.outstanding]:
             self._remove(process)
             self._add_process()
 
-    def _hand_out(self, work: Work) -> None:
-        """Give the processes what they can take, the least busy one first."""
+    def _dispatch(self, queue: RewardQueue) -> None:
+        """Send the processes what they can take, the least busy one first."""
         least_busy_first = sorted(self._processes, key=lambda process: len(process.outstanding))
-        takers = [process for process in least_busy_first if work.may_take(process) and not process.has_died()]
-        for num_left, process in zip(range(len(takers), 0, -1), takers, strict=True):
-            work.hand_out(process, num_left)
+        receivers = [p for p in least_busy_first if queue.can_dispatch_to(p) and not p.has_died()]
+        for num_left, process in zip(range(len(receivers), 0, -1), receivers, strict=True):
+            queue.dispatch(process, num_left)
 
     def _add_process(self) -> None:
         process = RewardProcess(self._config)
@@ -117,55 +119,55 @@ class RewardPool(Scorer):
         self._processes.remove(process)
         process.close()
 
-    def _wait(self, work: Work | None = None) -> None:
-        """Wait until something happens or a process is overdue; take its answers, and replace those that are lost."""
+    def _wait(self, queue: RewardQueue | None = None) -> None:
+        """Wait for an event or an expired limit; record the processes' answers, and replace those that are lost."""
         now = time.monotonic()
         ready = {key.fileobj for key, _ in self._selector.select(self._seconds_to_wait(now))}
         for process in list(self._processes):
             if process in ready:
-                self._take(process, process.receive(), work)
+                self._record(process, process.receive(), queue)
             reason = self._loss(process, process in ready, now)
             if reason is not None:
-                self._replace(process, reason, work)
+                self._replace(process, reason, queue)
 
     def _seconds_to_wait(self, now: float) -> float:
-        limits = [process.heard_at + self._limit(process) - now for process in self._processes]
+        limits = [process.last_active + self._limit(process) - now for process in self._processes]
         return max(0.0, min([POLL_SECONDS, *limits]))
 
     def _limit(self, process: RewardProcess) -> float:
-        """How many seconds a process may be silent."""
+        """Return for how many seconds the process may be silent."""
         if process.concurrent is None:
             return READY_SECONDS
         if not process.outstanding or self._config.timeout_seconds is None:
             return math.inf
         return self._config.timeout_seconds + (GRACE_SECONDS if process.concurrent else 0.0)
 
-    def _loss(self, process: RewardProcess, ready: bool, now: float) -> str | None:
-        """Why a process is lost, or None.
+    def _loss(self, process: RewardProcess, ready: bool, now: float) -> Loss | None:
+        """Return why a process is lost, or None.
 
-        It is late if it was so at `now`, before a look for answers that found none: however late this thread itself
-        is, what a process has answered counts.
+        A process is late only if it was late at `now`, before a check for answers that found none: however late this
+        thread itself runs, an answer that a process has sent counts.
         """
         if process.ended or (not ready and process.has_died()):
             return "ended"
-        if not ready and now > process.heard_at + self._limit(process):
+        if not ready and now > process.last_active + self._limit(process):
             return "late"
         return None
 
-    def _take(self, process: RewardProcess, answers: Iterable[dict[str, Any]], work: Work | None) -> None:
+    def _record(self, process: RewardProcess, answers: Iterable[dict[str, Any]], queue: RewardQueue | None) -> None:
         for answer in answers:
             if "error" in answer:
                 raise RewardImportError(answer["error"])
             if "concurrent" in answer:
                 process.concurrent = answer["concurrent"]
                 continue
-            assert work is not None, "an answer to nothing that was asked"
-            work.settle(answer["item"], RewardOutcome(answer["reward"], answer["parts"], answer["failure"]))
+            assert queue is not None, "an item was answered outside of a batch"
+            queue.record(answer["item"], RewardOutcome(answer["reward"], answer["parts"], answer["failure"]))
 
-    def _replace(self, process: RewardProcess, reason: str, work: Work | None) -> None:
+    def _replace(self, process: RewardProcess, reason: Loss, queue: RewardQueue | None) -> None:
         how = process.kill()
-        answers = process.receive()  # what it said before it was ended
-        self._take(process, answers, work)
+        answers = process.receive()  # those sent before it was killed
+        self._record(process, answers, queue)
         self._remove(process)
         if process.concurrent is None:
             what = f"ended with {how}" if reason == "ended" else f"took more than {READY_SECONDS:g} s"
@@ -178,8 +180,8 @@ class RewardPool(Scorer):
             else RewardOutcome.timed_out(limit)
         )
         logger.warning("reward process %d is replaced: %s", process.pid, outcome.failure)
-        if work is not None and process.outstanding:
-            work.lose(process, outcome, blame=reason == "ended" or not answers)
+        if queue is not None and process.outstanding:
+            queue.requeue(process, outcome, was_scoring=reason == "ended" or not answers)
         self._add_process()
 
 

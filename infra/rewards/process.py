@@ -1,4 +1,4 @@
-"""A reward process, seen from its parent."""
+"""A reward process, from its parent's side."""
 
 import json
 import os
@@ -16,17 +16,17 @@ from infra.rewards.child import MESSAGE_BYTES
 from rl_core.rewards import RewardItem
 from schemas.config.reward import IsolatedReward
 
-# Not multiprocessing's spawn: it would import the parent's __main__ again, which is Ray's worker, and with it Ray.
+# Not multiprocessing's spawn: it would import the parent's __main__, which is Ray's worker, and with it Ray.
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from infra.rewards.child import main; main(int(sys.argv[1]))"
 )
 RECEIVE_BYTES = 2**16
-SEND_SECONDS = 60.0  # a process that takes nothing for so long is lost
+SEND_SECONDS = 60.0  # a process that receives nothing for this long is killed
 
 
 class RewardProcess:
-    """One process that loads a reward function and scores what it is sent.
+    """One process that loads a reward function and scores the items that it is sent.
 
     Args:
         config: The reward.
@@ -39,15 +39,15 @@ class RewardProcess:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, str(theirs.fileno()), path],
-                stdin=subprocess.PIPE,  # the lifeline: closed by the kernel when this process ends, in whatever way
+                stdin=subprocess.PIPE,  # the lifeline: the kernel closes it when this process ends, however it ends
                 pass_fds=(theirs.fileno(),),
-                process_group=0,  # so that what it starts can be ended with it
+                process_group=0,  # so that its children can be killed with it
             )
         self._received = b""
         self.ended = False
-        self.concurrent: bool | None = None  # whether its items may overlap; None: it isn't ready yet
-        self.outstanding: list[int] = []  # the items that it was sent and hasn't answered, in order
-        self.heard_at = time.monotonic()  # when it last answered, or was sent something while it had nothing to do
+        self.concurrent: bool | None = None  # whether calls may overlap; None: not ready yet
+        self.outstanding: list[int] = []  # items sent but not answered, in order
+        self.last_active = time.monotonic()  # when it last answered, or was sent something while idle
         self._send(config)
 
     @property
@@ -55,18 +55,18 @@ class RewardProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """The descriptor to wait on for answers."""
+        """Return the descriptor that becomes readable when answers arrive."""
         return self._connection.fileno()
 
     def send(self, numbers: Sequence[int], items: Sequence[RewardItem]) -> None:
-        """Have it score `items`, and answer by their `numbers`."""
-        if not self.outstanding:  # else what it is at since then still counts
-            self.heard_at = time.monotonic()
+        """Send `items` to be scored and answered under their `numbers`."""
+        if not self.outstanding:  # else the time already spent on the current item counts
+            self.last_active = time.monotonic()
         self.outstanding.extend(numbers)
         self._send(list(zip(numbers, items, strict=True)))
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the answers that are there, without waiting; sets `ended` where there will be no more."""
+        """Return the answers received so far, without waiting; sets `ended` if no more will follow."""
         while not self.ended:
             try:
                 data = self._connection.recv(RECEIVE_BYTES)
@@ -78,7 +78,7 @@ class RewardProcess:
             self._received += data
         *lines, self._received = self._received.split(b"\n")
         if lines:
-            self.heard_at = time.monotonic()
+            self.last_active = time.monotonic()
         answers = [json.loads(line) for line in lines]
         for answer in answers:
             if "item" in answer:
@@ -86,21 +86,21 @@ class RewardProcess:
         return answers
 
     def has_died(self) -> bool:
-        """Whether the process is gone, though something that it started may still hold its socket."""
+        """Return whether the process has died; a child of it may still hold its socket open."""
         try:
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # where SIGCHLD is ignored, the kernel reaps it
+        except ChildProcessError:  # if SIGCHLD is ignored, the kernel reaps it
             return True
 
     def kill(self) -> str:
-        """End it and all that it has started; return how it had ended before, or does now."""
-        with suppress(ProcessLookupError):  # not reaped yet, its group's number is still its own
+        """Kill the process and its children; return how it ended, now or before."""
+        with suppress(ProcessLookupError):  # it is not reaped yet, so its group id can't have been reused
             os.killpg(self.pid, signal.SIGKILL)
         code = self._process.wait()
         return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
 
     def close(self) -> None:
-        """End it, and let go of its socket and its lifeline."""
+        """Kill the process, and close its socket and its lifeline."""
         if self._process.returncode is None:
             self.kill()
         self._connection.close()
@@ -113,7 +113,7 @@ class RewardProcess:
         try:
             self._connection.sendall(MESSAGE_BYTES.pack(len(data)) + data)
         except ConnectionError:
-            pass  # it has ended, and will be found to have
-        except TimeoutError:  # with half a message it is of no further use
+            pass  # it has ended, which the next check detects
+        except TimeoutError:  # after half a message it is unusable
             os.killpg(self.pid, signal.SIGKILL)
         self._connection.setblocking(False)

@@ -1,8 +1,8 @@
-"""The two ends of a publish, whatever the weights travel by.
+"""The interfaces of a weight transport: a sender in the policy's rank 0, and a receiver in each rollout worker.
 
-The policy's ranks are asked to send version k, and the rollout workers at the same time to load it; the workers are
-given Ray's promises of what the policy's first rank returns. Only the first rank has a sender: the others call
-`layout.join_gather` with the same tensors, if gathering these is a collective.
+The policy's ranks are called to send version k, and at the same time the rollout workers to load it; the workers are
+given the Ray object refs of what the policy's rank 0 returns. Only rank 0 has a sender: the others call
+`layout.join_gather` with the same tensors, in case gathering them is a collective.
 """
 
 import time
@@ -12,14 +12,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from infra.engines.base import RolloutEngine
-from infra.weights.layout import verify, views
+from infra.weights.layout import tensor_views, verify_buffer
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle
 
-ObjectRefs = Sequence[Any]  # Ray's references to both of what `WeightsSender.send` returned
+ObjectRefs = Sequence[Any]  # the Ray object refs of both values that `WeightsSender.send` returns
 
 
 class WeightsSender(Protocol):
-    """The end in the policy's first rank."""
+    """The sending side, in the policy's rank 0."""
 
     def send(
         self, version: int, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], owner: bytes
@@ -27,52 +27,52 @@ class WeightsSender(Protocol):
         """Send a version's tensors; called by an actor's method, which returns what this returns.
 
         Args:
-            version: The policy version that they are, the live one or any other.
-            specs: What the whole tensors are like, in order; `layout.specs_of` says it of a mapping.
-            tensors: By name, in the same order, whole, on any device. Each is taken when the one before is written,
-                so that sharded ones can be gathered one at a time.
+            version: The policy version of the tensors, the live one or any other.
+            specs: The specs of the whole tensors, in order; see `layout.tensor_specs`.
+            tensors: The whole tensors by name, in the same order, on any device. Each is taken once the previous one is
+                written, so that sharded tensors can be gathered one at a time.
             owner: The `object_store.address()` of the method's caller.
 
         Raises:
-            WeightsError: There is no room for them, or they are not what `specs` says.
-            WorkerLostError: A receiver is gone, or did not come in time.
+            WeightsError: No space is left for them, or they don't match `specs`.
+            WorkerLostError: A receiver is gone, or did not join in time.
         """
         ...
 
 
 class WeightsReceiver(Protocol):
-    """The end in a rollout worker."""
+    """The receiving side, in a rollout worker."""
 
     def load(self, engine: RolloutEngine, version: int, refs: ObjectRefs) -> LoadedWeights:
         """Receive a version, verify it, and only then load it into the engine.
 
         Args:
-            engine: It copies the tensors that it is given, which it must not write to.
-            version: The version that is to come.
-            refs: What the sending method returns.
+            engine: An engine that copies the tensors it is given and doesn't write to them.
+            version: The expected version.
+            refs: The object refs of what the sending method returns.
 
         Raises:
-            WeightsError: Another version came, or a damaged one, or it doesn't fit the model; the engine is as before.
-            WorkerLostError: The sender is gone, or did not come in time.
+            WeightsError: The weights are damaged, or of another version or model; the engine is unchanged.
+            WorkerLostError: The sender is gone, or did not send in time.
         """
         ...
 
 
 def load_verified(engine: RolloutEngine, handle: WeightsHandle, buffer: Tensor, started: float) -> LoadedWeights:
-    """Load a buffer, uint8 [n], into the engine if it is what its handle says.
+    """Load a buffer, uint8 [n], into the engine if it matches its handle.
 
     Args:
         engine: The engine.
-        handle: The buffer's.
-        buffer: On any device.
-        started: When receiving it began, by `time.perf_counter`.
+        handle: The buffer's handle.
+        buffer: The buffer, on any device.
+        started: The time at which receiving began, by `time.perf_counter`.
 
     Raises:
-        WeightsError: It isn't, or doesn't fit the model.
+        WeightsError: The buffer doesn't match its handle, or the weights don't fit the model.
     """
-    verify(handle, buffer)
+    verify_buffer(handle, buffer)
     verified = time.perf_counter()
-    engine.load_weights(views(buffer, handle.tensors), handle.version)
+    engine.load_weights(tensor_views(buffer, handle.tensors), handle.version)
     return LoadedWeights(
         version=handle.version,
         num_bytes=handle.num_bytes,

@@ -1,23 +1,24 @@
-"""A worker's end of publishes: by the object store, or in a group that broadcasts."""
+"""A worker's endpoint for publishing weights: through the object store, or by broadcast in a group."""
 
 import ray
 import torch
 
 from infra.engines.base import RolloutEngine
 from infra.weights.base import ObjectRefs, WeightsReceiver, WeightsSender
-from infra.weights.broadcast import BroadcastReceiver, BroadcastSender, WeightGroup, open_rendezvous
+from infra.weights.broadcast import BroadcastReceiver, BroadcastSender
+from infra.weights.group import WeightGroup, open_rendezvous
 from infra.weights.object_store import ObjectStoreReceiver, ObjectStoreSender
 from schemas.step import ProcessGroupHandle
 from schemas.weights import LoadedWeights, Transport, WeightGroupMember
 
 
 class WeightSyncEndpoint:
-    """What the policy's first rank sends with, and a rollout worker receives with.
+    """Sends weights from the policy's rank 0, or receives them in a rollout worker.
 
     Args:
         run_id: The run.
-        device: Where the worker computes.
-        timeout_seconds: How long it waits for the others.
+        device: The worker's device.
+        timeout_seconds: The longest wait for the other side.
     """
 
     def __init__(self, run_id: str, device: torch.device, timeout_seconds: float) -> None:
@@ -25,30 +26,30 @@ class WeightSyncEndpoint:
         self._group: WeightGroup | None = None
 
     def member(self) -> WeightGroupMember:
-        """Where it computes, and which group it is in."""
+        """Return the worker's GPU and the weight group that it is in."""
         return WeightGroupMember(gpu=gpu_of(self._device), group_id=self._group.group_id if self._group else "")
 
     def open_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:
-        """Host the gathering of a group, on this node's own address."""
-        self._meeting, handle = open_rendezvous(ray.util.get_node_ip_address(), num_receivers)
+        """Host the rendezvous of a new group, on this node's own address."""
+        self._rendezvous, handle = open_rendezvous(ray.util.get_node_ip_address(), num_receivers)
         return handle
 
-    def join(self, meeting: ProcessGroupHandle, rank: int) -> None:
-        """Join a group, and leave the one before.
+    def join(self, group: ProcessGroupHandle, rank: int) -> None:
+        """Join a group, and leave the previous one.
 
         Raises:
-            WorkerLostError: The other members did not come in time.
+            WorkerLostError: The other members did not join in time.
         """
         if self._group is not None:
-            self._group.end()
+            self._group.leave()
         host = ray.util.get_node_ip_address()
-        self._group = WeightGroup(meeting, rank, host, self._device, self._timeout)
+        self._group = WeightGroup(group, rank, host, self._device, self._timeout)
 
     def sender(self, transport: Transport) -> WeightsSender:
-        """What sends by this transport."""
+        """Return the sender of this transport."""
         if transport == "object_store":
             return ObjectStoreSender(self._run_id)
-        assert self._group is not None, "it has joined no group"
+        assert self._group is not None, "the worker has not joined a weight group"
         return BroadcastSender(self._run_id, self._group)
 
     def load(self, engine: RolloutEngine, version: int, refs: ObjectRefs, transport: Transport) -> LoadedWeights:
@@ -56,11 +57,11 @@ class WeightSyncEndpoint:
         if transport == "object_store":
             receiver: WeightsReceiver = ObjectStoreReceiver(self._run_id, self._timeout)
         else:
-            assert self._group is not None, "it has joined no group"
+            assert self._group is not None, "the worker has not joined a weight group"
             receiver = BroadcastReceiver(self._run_id, self._group)
         return receiver.load(engine, version, refs)
 
 
 def gpu_of(device: torch.device) -> str:
-    """The name of a GPU that no other has; empty for the CPU."""
+    """Return a GPU's unique name; empty for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

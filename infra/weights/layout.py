@@ -1,6 +1,6 @@
-"""A policy version's tensors as one flat buffer: in their given order, each at a multiple of 64 bytes, zeros between.
+"""A policy version's tensors as one flat buffer: in the given order, each at a multiple of 64 bytes, zeros between.
 
-Nothing here makes a second copy of the whole: tensors are written into the buffer one by one, and read as views.
+Nothing here makes a second copy of the whole: tensors are written to the buffer one by one, and read as views.
 """
 
 import math
@@ -22,7 +22,7 @@ ALIGNMENT = 64  # bytes
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies: `num_bytes` from `offset` on."""
+    """A tensor's place in the buffer: `num_bytes` from `offset` on."""
 
     spec: TensorSpec
     offset: int
@@ -34,22 +34,24 @@ class Slot:
         return _dtype(self.spec)
 
 
-def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    """What tensors are like; of sharded ones, what the whole ones are like. Moves nothing."""
+def tensor_specs(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    """Return the specs of tensors; for sharded ones, of the whole tensors. Moves no data."""
     return tuple(
         TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
         for name, tensor in tensors.items()
     )
 
 
-def slots(specs: Sequence[TensorSpec]) -> list[Slot]:
-    """Where each tensor lies.
+def assign_slots(specs: Sequence[TensorSpec]) -> list[Slot]:
+    """Return each tensor's slot.
 
     Raises:
-        WeightsError: A dtype isn't one of torch's, or a name is there twice.
+        WeightsError: A dtype is not one of torch's, or a name is duplicated.
     """
     if len(names := [spec.name for spec in specs]) != len(set(names)):
-        raise WeightsError(f"tensor {next(n for n in names if names.count(n) > 1)!r} is there twice; name it once")
+        raise WeightsError(
+            f"tensor {next(n for n in names if names.count(n) > 1)!r} is duplicated; each name must be unique"
+        )
     found, offset = [], 0
     for spec in specs:
         num_bytes = math.prod(spec.shape) * _dtype(spec).itemsize
@@ -59,76 +61,78 @@ def slots(specs: Sequence[TensorSpec]) -> list[Slot]:
 
 
 def flat_bytes(specs: Sequence[TensorSpec]) -> int:
-    """The size of the buffer, a multiple of 64 bytes and at least that."""
-    return max(ALIGNMENT, sum(_padded(slot.num_bytes) for slot in slots(specs)))
+    """Return the size of the buffer, a multiple of 64 bytes and at least 64."""
+    return max(ALIGNMENT, sum(_padded(slot.num_bytes) for slot in assign_slots(specs)))
 
 
-def placed(specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Slot, Tensor]]:
-    """Yield each tensor with its place.
+def pair_with_slots(
+    specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[Slot, Tensor]]:
+    """Yield each tensor with its slot.
 
     Raises:
-        WeightsError: What comes isn't what `specs` says.
+        WeightsError: The tensors don't match `specs`.
     """
-    places = iter(slots(specs))
+    slots = iter(assign_slots(specs))
     for name, tensor in tensors:
-        slot, given = next(places, None), specs_of({name: tensor})[0]
+        slot, given = next(slots, None), tensor_specs({name: tensor})[0]
         if slot is None or slot.spec != given:
             expected = "no more tensors" if slot is None else slot.spec
-            raise WeightsError(f"the tensors to publish are not as announced: {given} came, expected {expected}")
+            raise WeightsError(f"the tensors to publish don't match their specs: got {given}, expected {expected}")
         yield slot, tensor.detach()
-    if (missing := next(places, None)) is not None:
-        raise WeightsError(f"the tensors to publish are not as announced: {missing.spec.name!r} did not come")
+    if (missing := next(slots, None)) is not None:
+        raise WeightsError(f"the tensors to publish don't match their specs: {missing.spec.name!r} is missing")
 
 
 def join_gather(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Let all tensors come and keep none, for gathering them may be a collective: what the ranks do that don't send."""
+    """Take part in gathering all tensors, which may be a collective, and discard them: for ranks that don't send."""
     deque(tensors, maxlen=0)
 
 
-def write(target: Tensor, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors into a flat buffer, one by one.
+def write_tensors(target: Tensor, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors to a flat buffer, one by one.
 
     Args:
-        target: uint8 [flat_bytes(specs)], writable; what it held is overwritten.
-        specs: What the tensors are like, in order.
-        tensors: By name, in the same order, whole, on any device.
+        target: uint8 [flat_bytes(specs)], writable; all of it is overwritten.
+        specs: The tensors' specs, in order.
+        tensors: The whole tensors by name, in the same order, on any device.
 
     Raises:
-        WeightsError: What comes isn't what `specs` says.
+        WeightsError: The tensors don't match `specs`.
     """
     end = 0
-    for slot, tensor in placed(specs, tensors):
+    for slot, tensor in pair_with_slots(specs, tensors):
         target[end : slot.offset] = 0
         end = slot.offset + slot.num_bytes
         target[slot.offset : end].view(slot.dtype).view(slot.spec.shape).copy_(tensor)
     target[end:] = 0
 
 
-def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    """The tensors in a flat buffer, uint8 [flat_bytes(specs)], by name: views of its memory, on its device."""
+def tensor_views(buffer: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    """Return the tensors of a flat buffer, uint8 [flat_bytes(specs)], by name: views of its memory, on its device."""
     return {
         slot.spec.name: buffer[slot.offset : slot.offset + slot.num_bytes].view(slot.dtype).view(slot.spec.shape)
-        for slot in slots(specs)
+        for slot in assign_slots(specs)
     }
 
 
-def describe(run_id: str, version: int, specs: Sequence[TensorSpec], checksum: str) -> WeightsHandle:
-    """The handle of a buffer."""
+def make_handle(run_id: str, version: int, specs: Sequence[TensorSpec], checksum: str) -> WeightsHandle:
+    """Return the handle of a buffer."""
     return WeightsHandle(
         run_id=run_id, version=version, tensors=tuple(specs), num_bytes=flat_bytes(specs), checksum=checksum
     )
 
 
-def verify(handle: WeightsHandle, buffer: Tensor) -> None:
-    """See that a buffer, uint8 [n], is what its handle says.
+def verify_buffer(handle: WeightsHandle, buffer: Tensor) -> None:
+    """Check that a buffer, uint8 [n], matches its handle.
 
     Raises:
-        WeightsError: It isn't.
+        WeightsError: Its size or checksum differs.
     """
     what = f"the weights of version {handle.version} of run {handle.run_id}"
     if not handle.num_bytes == buffer.numel() == flat_bytes(handle.tensors):
         raise WeightsError(
-            f"{what} came as {buffer.numel()} bytes, expected {handle.num_bytes}, and their tensors take "
+            f"{what} arrived as {buffer.numel()} bytes, expected {handle.num_bytes}, and their tensors take "
             f"{flat_bytes(handle.tensors)}; nothing was loaded: publish them again"
         )
     if (found := checksum(buffer)) != handle.checksum:
@@ -138,22 +142,22 @@ def verify(handle: WeightsHandle, buffer: Tensor) -> None:
         )
 
 
-def require_version(handle: WeightsHandle, run_id: str, version: int) -> None:
-    """See that a handle is that of the asked version.
+def check_version(handle: WeightsHandle, run_id: str, version: int) -> None:
+    """Check that a handle is of the expected run and version.
 
     Raises:
-        WeightsError: It is of another run or version.
+        WeightsError: It is not.
     """
     if (handle.run_id, handle.version) != (run_id, version):
         raise WeightsError(
-            f"the weights of version {handle.version} of run {handle.run_id} came, expected version {version} of run "
-            f"{run_id}; nothing was loaded: publish that version"
+            f"received the weights of version {handle.version} of run {handle.run_id}, expected version {version} of "
+            f"run {run_id}; nothing was loaded: publish that version"
         )
 
 
-def as_tensor(memory: Any) -> Tensor:
-    """uint8 [n] over any object with a buffer, n >= 1, without a copy. Nobody may write to it if that is read-only."""
-    with warnings.catch_warnings():  # torch has no read-only tensors, and says so each time
+def buffer_as_tensor(memory: Any) -> Tensor:
+    """Return uint8 [n], n >= 1, over any object with a buffer, without a copy; don't write to read-only memory."""
+    with warnings.catch_warnings():  # torch has no read-only tensors, and warns each time
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         return torch.frombuffer(memoryview(memory), dtype=torch.uint8)
 
@@ -165,5 +169,7 @@ def _padded(num_bytes: int) -> int:
 def _dtype(spec: TensorSpec) -> torch.dtype:
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise WeightsError(f"tensor {spec.name!r} has the dtype {spec.dtype!r}, which torch doesn't have")
+        raise WeightsError(
+            f"tensor {spec.name!r} has the dtype {spec.dtype!r}, which torch doesn't have; use a torch dtype"
+        )
     return dtype

@@ -1,7 +1,7 @@
-"""Weights through Ray's object store: written there once, read once per node, mapped by every receiver on it.
+"""The object-store transport: weights are written to Ray's object store, copied once per node, and mapped there.
 
-The buffer is a return value of the sending task, so it belongs to the caller, who keeps it while the receivers load,
-and lets go of it afterwards: then Ray frees it.
+The buffer is a return value of the sending task, so its caller owns it. Ray frees it when the caller drops its ref,
+after the receivers have loaded.
 """
 
 import time
@@ -16,13 +16,13 @@ from infra.engines.base import RolloutEngine
 from infra.ray import object_store
 from infra.weights.base import ObjectRefs, load_verified
 from infra.weights.checksum import checksum
-from infra.weights.layout import as_tensor, describe, flat_bytes, join_gather, require_version, write
+from infra.weights.layout import buffer_as_tensor, check_version, flat_bytes, join_gather, make_handle, write_tensors
 from schemas.errors import ChunkNotFoundError, PipelineError, WeightsError, WorkerLostError
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec
 
 
 class ObjectStoreSender:
-    """See `WeightsSender`. The sending method has two return values (`num_returns=2`).
+    """A `WeightsSender` through the object store; the sending method has two return values (`num_returns=2`).
 
     Args:
         run_id: The run whose weights it sends.
@@ -34,49 +34,49 @@ class ObjectStoreSender:
     def send(
         self, version: int, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], owner: bytes
     ) -> tuple[bytes, SentWeights]:
-        """See `WeightsSender.send`."""
-        started, left = time.perf_counter(), iter(tensors)
+        """Write a version's tensors to the object store; see `WeightsSender.send`."""
+        started, remaining = time.perf_counter(), iter(tensors)
 
         def fill(memory: memoryview) -> SentWeights:
-            buffer = as_tensor(memory)
-            write(buffer, specs, left)
-            handle = describe(self._run_id, version, specs, checksum(buffer))
+            buffer = buffer_as_tensor(memory)
+            write_tensors(buffer, specs, remaining)
+            handle = make_handle(self._run_id, version, specs, checksum(buffer))
             return SentWeights(handle=handle, seconds=time.perf_counter() - started)
 
         try:
             return object_store.return_written(flat_bytes(specs), fill, owner)
         except (ObjectStoreFullError, OutOfDiskError) as error:
-            join_gather(left)  # the other ranks gather them all
+            join_gather(remaining)  # the other ranks gather all tensors
             raise WeightsError(
-                f"Ray's object store has no room for the {flat_bytes(specs)} bytes of version {version}'s weights; "
+                f"Ray's object store has no space for the {flat_bytes(specs)} bytes of version {version}'s weights; "
                 f"give Ray more memory, or lower store.capacity_bytes: {error}"
             ) from error
 
 
 class ObjectStoreReceiver:
-    """See `WeightsReceiver`.
+    """A `WeightsReceiver` through the object store.
 
     Args:
-        run_id: The run whose weights it takes.
-        timeout_seconds: How long it waits for the sender, and then for the buffer.
+        run_id: The run whose weights it accepts.
+        timeout_seconds: The longest wait for the sender, and then for the buffer.
     """
 
     def __init__(self, run_id: str, timeout_seconds: float) -> None:
         self._run_id, self._timeout = run_id, timeout_seconds
 
     def load(self, engine: RolloutEngine, version: int, refs: ObjectRefs) -> LoadedWeights:
-        """See `WeightsReceiver.load`."""
+        """Receive and load a version; see `WeightsReceiver.load`."""
         data, sent = refs
-        handle, started = self._wait_for(sent, version).handle, time.perf_counter()
-        require_version(handle, self._run_id, version)
+        handle, started = self._await_sent(sent, version).handle, time.perf_counter()
+        check_version(handle, self._run_id, version)
         try:
             mapped = object_store.view(data, self._timeout)
         except ChunkNotFoundError as error:
             raise WeightsError(f"the weights of version {version} are gone; publish them again: {error}") from None
-        return load_verified(engine, handle, as_tensor(mapped), started)
+        return load_verified(engine, handle, buffer_as_tensor(mapped), started)
 
-    def _wait_for(self, sent: Any, version: int) -> SentWeights:
-        """What the sender says of what it sent."""
+    def _await_sent(self, sent: Any, version: int) -> SentWeights:
+        """Wait for the sender's report."""
         try:
             return SentWeights.model_validate(ray.get(sent, timeout=self._timeout))
         except GetTimeoutError:

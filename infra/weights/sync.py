@@ -1,4 +1,4 @@
-"""Bringing rollout workers to a policy version: weights go from worker to worker, never through the driver."""
+"""Sync rollout workers to a policy version: weights go from worker to worker, never through the driver."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,20 +15,20 @@ from schemas.weights import Transport, WeightsTransfer
 async def sync_weights(
     config: RunConfig, version: int, workers: Sequence[Any], get_policy: Callable[[], Awaitable[WorkerGroup]]
 ) -> WeightsTransfer | None:
-    """Load a policy version into rollout workers, in place; workers that hold it already are left alone.
+    """Load a policy version into the rollout workers that don't hold it yet, in place.
 
     Args:
         config: The run's configuration.
         version: The policy version.
-        workers: Handles of rollout workers.
-        get_policy: Finds the policy's ranks; called only if there is something to send.
+        workers: The rollout workers' actor handles.
+        get_policy: Finds the policy's ranks; called only if a worker needs the version.
 
     Returns:
-        What was sent, as measured; None if all workers hold the version already.
+        The measured transfer; None if all workers hold the version already.
 
     Raises:
         VersionError: The policy holds neither that version nor the one after it.
-        WeightsError: What arrived is damaged, or doesn't fit the engine's model.
+        WeightsError: The weights arrived damaged, or don't fit the engine's model.
         WorkerLostError: A worker died.
     """
     held = await asyncio.gather(*(call(worker, "version") for worker in workers))
@@ -37,7 +37,7 @@ async def sync_weights(
         return None
     policy = await get_policy()
     transport = await _prepare_transport(config, policy, stale)
-    # The workers get object refs of what the policy's rank 0 returns: the driver only passes these on.
+    # The driver only passes on the object refs of what the policy's rank 0 returns.
     refs, other_ranks = policy.call_with_refs("send_weights", version, transport, address())
     loads = (call(worker, "load_weights", version, refs, transport) for worker in stale)
     loaded, *_ = await asyncio.gather(asyncio.gather(*loads), other_ranks)
@@ -45,9 +45,9 @@ async def sync_weights(
 
 
 async def _prepare_transport(config: RunConfig, policy: WorkerGroup, workers: Sequence[Any]) -> Transport:
-    """Choose how weights reach these workers; for a broadcast, form the weight group unless it exists.
+    """Choose the transport to these workers; for a broadcast, form the weight group unless it exists.
 
-    Weights are broadcast to all rollout workers or to none: a single stale one is served by the object store.
+    Weights are broadcast to all rollout workers or to none: a subset of them is served through the object store.
     """
     setting = config.runtime.weight_transport
     if setting == "object_store" or len(workers) < config.rollout.num_workers:

@@ -1,4 +1,4 @@
-"""The run's workers by role: which class, how many, on which share of a GPU, and how they are found or created."""
+"""The run's workers by role: class, number and GPU fraction; find, create and kill them."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -21,7 +21,7 @@ _CLASSES: dict[Role, type] = {"policy": PolicyWorker, "reference": ReferenceWork
 
 
 def worker_name(run_id: str, role: Role, number: int = 0) -> str:
-    """Return the name by which every process of the cluster finds a run's worker."""
+    """Return the name under which every process of the cluster finds a run's worker."""
     return f"{run_id}/{role}-{number}"
 
 
@@ -67,18 +67,18 @@ def rollout_pool(run: RunHandle) -> WorkerPool:
 
 
 def find_worker(run_id: str, role: Role, number: int = 0) -> Any | None:
-    """Return a worker's handle, or None if there is no such worker."""
+    """Return a worker's handle, or None if it doesn't exist."""
     return find_actor(worker_name(run_id, role, number))
 
 
 async def get_group(run: RunHandle, role: Role) -> WorkerGroup:
     """Find or create the ranks of the run's policy or reference, and have them join one process group.
 
-    If a rank of an earlier group is missing, the others can't go on without it: they are killed, and all are created
-    again. The policy then holds the newest checkpoint's version.
+    If a rank of an earlier group is missing, the others can't continue without it: they are killed, and all ranks are
+    created again. The policy then holds the newest checkpoint's version.
 
     Raises:
-        PipelineError: What a rank raised when it loaded its weights.
+        PipelineError: A rank's error in loading its weights.
     """
     numbers = range(num_workers(run.config)[role])
     group = WorkerGroup({worker_name(run.run_id, role, rank): _find_or_create(run, role, rank) for rank in numbers})
@@ -101,17 +101,17 @@ def find_group(run: RunHandle, role: Role) -> WorkerGroup | None:
 
 
 def kill_workers(run_id: str, config: RunConfig) -> None:
-    """Kill all workers of the run, and free their memory."""
+    """Kill all workers of the run, which frees their memory."""
     for role, count in num_workers(config).items():
         for number in range(count):
             kill_actor(worker_name(run_id, role, number))
 
 
 def check_resources(config: RunConfig) -> None:
-    """Check that the cluster has a GPU, or at least a core, for every rank.
+    """Check that the cluster has enough GPUs, or at least a core for every policy rank.
 
     Raises:
-        ConfigError: It has fewer.
+        ConfigError: It has too few.
     """
     import ray
 
@@ -130,7 +130,7 @@ def check_resources(config: RunConfig) -> None:
 
 
 def gpus_per_worker(config: RunConfig) -> float:
-    """Return the share of a GPU that each worker gets; 0 where the config or the cluster says so."""
+    """Return the fraction of a GPU that each worker gets; 0 if the config or the cluster's size implies the CPU."""
     import ray
 
     runtime = config.runtime
@@ -141,7 +141,7 @@ def gpus_per_worker(config: RunConfig) -> float:
 
 
 def _find_or_create(run: RunHandle, role: Role, number: int) -> Any:
-    """Return a worker that need not have started yet."""
+    """Return a worker's handle; the worker may not have started yet."""
     if (found := find_worker(run.run_id, role, number)) is not None:
         return found
     name, num_gpus = worker_name(run.run_id, role, number), gpus_per_worker(run.config)

@@ -1,8 +1,8 @@
-"""The policy worker: holds the live weights and the optimizer, and is the only one that changes them."""
+"""The policy worker: holds the live weights and the optimizer, and is the only worker that changes them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import reduce
 from operator import add
 
 import numpy as np
@@ -11,13 +11,12 @@ import ray
 import torch.distributed as dist
 from torch import Tensor
 
-from infra.checkpoints.retention import best_version
+from infra.checkpoints import open_checkpoints
 from infra.checkpoints.state import copy_trained, policy_tensors, restore_policy, swapped_weights
-from infra.checkpoints.store import PendingCheckpoint, open_checkpoints
-from infra.models.load import adapter_of, save_assets
 from infra.models.lora import adapter_disabled, merged_weights
 from infra.weights.endpoint import WeightSyncEndpoint
-from infra.weights.layout import join_gather, specs_of
+from infra.weights.layout import join_gather, tensor_specs
+from infra.workers.policy_checkpoints import PolicyCheckpoints
 from infra.workers.scoring import ScoringWorker
 from rl_core.planning.rows import rank_rows
 from rl_core.training import RankRows, Trainer, training_columns
@@ -32,193 +31,167 @@ from schemas.weights import SentWeights, Transport, WeightGroupMember
 
 
 class PolicyWorker(ScoringWorker):
-    """One rank of the policy. All ranks are called alike."""
+    """One rank of the policy. All ranks receive the same calls."""
 
     _version = 0
-    _complete_version: int | None = None  # of the newest complete checkpoint
     _report: UpdateReport | None = None
-    _pending: PendingCheckpoint | None = None
-    _previous: dict[str, Tensor] | None = None  # the trained weights of the version before, where they may be wanted
+    _previous: dict[str, Tensor] | None = None  # the previous version's trained weights, if it may still sample
 
     def start(self, group: ProcessGroupHandle | None = None) -> PolicyHandle:
-        """Load the newest checkpoint, else the starting weights. A worker that has weights keeps them.
+        """Load the newest checkpoint, or the starting weights if none exists. A worker that has weights keeps them.
 
         Args:
-            group: Where the ranks meet; None is one rank alone.
+            group: The ranks' process group; None for a single rank.
 
         Raises:
-            ScoringError: Packed sequences would see each other under this model.
-            WorkerLostError: The other ranks didn't come.
+            ScoringError: Packed sequences would attend to each other under this model.
+            WorkerLostError: The other ranks didn't join in time.
         """
         if self._incarnation:
             return self.handle()
         with self._collective():
             self._load(self._config.model, group, trains=True)
             self._trainer = Trainer(self._module, self._config, self._mesh)
+            store = open_checkpoints(self._directory, self._config.checkpoint)
+            saving = dist.new_group(backend="gloo") if self._mesh is not None else None
+            self._checkpoints = PolicyCheckpoints(self._config, store, self._rank, self._mesh, saving)
             self._restore()
-            self._saving = dist.new_group(backend="gloo") if self._mesh is not None else None
         timeout = self._config.runtime.collective_timeout_seconds
         self._weight_sync = WeightSyncEndpoint(self._run.run_id, self._module.model.device, timeout)
         self._incarnation = self._group_id
         return self.handle()
 
     def handle(self) -> PolicyHandle:
-        """The version it holds."""
+        """Return the handle of the version it holds."""
         return PolicyHandle(run_id=self._run.run_id, version=self._version, incarnation=self._incarnation)
 
     def score(self, batch: BatchHandle, plan: ForwardPlan, version: int) -> ScoreResult:
-        """Put `behavior_logprobs`: the trainer's own log-probs under the weights that sampled.
+        """Put `behavior_logprobs`: the trainer's own log-probs, before the step's update.
 
         Raises:
-            VersionError: It no longer holds `version`.
+            VersionError: The worker no longer holds `version`.
         """
-        self._require_version(version)
+        self._check_version(version)
         return self._score(batch, plan, "behavior_logprobs", "behavior")
 
     def score_reference(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
-        """Put `reference_logprobs`: those of the policy without its adapter."""
+        """Put `reference_logprobs`: the log-probs of the policy without its adapter."""
         with adapter_disabled(self._module.model):
             return self._score(batch, plan, "reference_logprobs", "reference", kl=self._config.kl.in_reward)
 
     def update(self, batch: BatchHandle, plan: StepPlan, version: int) -> UpdateReport:
-        """Apply the plan's updates to `version`, exactly once; asked again, answer with the recorded report.
+        """Apply the plan's updates to `version`, exactly once; a repeated call returns the recorded report.
 
         Raises:
-            VersionError: It holds neither `version` nor the one that this update leads to.
-            NonFiniteError: A loss or gradient is not finite. The weights are as before that optimizer step, the rows
-                to blame are written to the run's `non_finite/`, and the worker holds no version until it is started.
+            VersionError: The worker holds neither `version` nor the version that this update produces.
+            NonFiniteError: A loss or gradient is not finite. The weights are as before that optimizer step, the
+                offending rows are written to the run's `non_finite/`, and the worker holds no version until restarted.
         """
         if self._version == version + 1 and self._report is not None:
             return self._report
-        self._require_version(version)
+        self._check_version(version)
         rows = rank_rows([micro for update in plan.updates for micro in update.ranks[self._rank]])
         mine = RankRows(rows, self._store.read(select(batch, rows), training_columns(self._config)))
-        incarnation, self._incarnation = self._incarnation, ""  # not usable until all updates are in
+        incarnation, self._incarnation = self._incarnation, ""  # unusable until all updates are applied
         self._previous = copy_trained(self._module.model) if self._config.runtime.max_staleness else None
         try:
             with self._collective():
                 parts = [self._trainer.update(mine, update, self._rank) for update in plan.updates]
-                everyone = all_gather_object((merge_metrics(parts), self._store.take_traffic("update")), self._mesh)
+                gathered = all_gather_object((merge_metrics(parts), self._store.take_traffic("update")), self._mesh)
         except NonFiniteError as error:
-            raise self._with_saved_rows(error, mine, batch.step) from None
+            raise self._with_offending_rows(error, mine, batch.step) from None
         self._version, self._incarnation = version + 1, incarnation
-        metrics, traffic = zip(*everyone, strict=True)
+        metrics, traffic = zip(*gathered, strict=True)
         self._report = UpdateReport(policy=self.handle(), metrics=merge_metrics(metrics), traffic=reduce(add, traffic))
         return self._report
 
     @ray.method(num_returns=2)
     def send_weights(self, version: int, transport: Transport, owner: bytes) -> tuple[bytes, SentWeights | None]:
-        """Send the parameters of `version`, adapters merged: the first rank does, the others take part in gathering.
+        """Send the parameters of `version`, adapters merged: rank 0 sends, the other ranks take part in gathering.
 
-        Where steps may be sampled by the version before, that one is sent, too.
+        If the previous version may still sample, it can be sent as well.
 
         Args:
             version: The version.
-            transport: By which it travels.
+            transport: The transport to send by.
             owner: The `object_store.address()` of the caller.
 
         Raises:
-            VersionError: It holds another version.
-            WeightsError: There is no room for them.
+            VersionError: The worker holds another version.
+            WeightsError: No space is left for them.
         """
         with self._collective(), self.weights(version) as weights:
             tensors = ((name, full_tensor(tensor)) for name, tensor in weights.items())
             if self._rank == 0:
-                return self._weight_sync.sender(transport).send(version, specs_of(weights), tensors, owner)
+                return self._weight_sync.sender(transport).send(version, tensor_specs(weights), tensors, owner)
             join_gather(tensors)
         return b"", None
 
     @contextmanager
     def weights(self, version: int) -> Iterator[dict[str, Tensor]]:
-        """The parameters of `version`, adapters merged, sharded as they are: not copies, and only for the while.
+        """Hold the parameters of `version`, adapters merged, sharded: not copies, valid within the block only.
 
         Raises:
-            VersionError: It holds another version, and not that one as the one before.
+            VersionError: `version` is neither the current one nor the previous one if that was kept.
         """
         if self._previous is None or version != self._version - 1:
-            self._require_version(version)
+            self._check_version(version)
             yield merged_weights(self._module.model)
         else:
             with swapped_weights(self._module.model, self._previous):
                 yield merged_weights(self._module.model)
 
     def weight_group_member(self) -> WeightGroupMember:
-        """Where it computes, and in which group it broadcasts weights."""
+        """Return its GPU and the weight group that it is in."""
         return self._weight_sync.member()
 
     def open_weight_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:
-        """Host the gathering of a group that broadcasts weights."""
+        """Host the rendezvous of a new weight group."""
         return self._weight_sync.open_rendezvous(num_receivers)
 
-    def init_weight_group(self, meeting: ProcessGroupHandle, rank: int) -> None:
-        """Join such a group; the sender is its rank 0."""
-        self._weight_sync.join(meeting, rank)
+    def init_weight_group(self, group: ProcessGroupHandle, rank: int) -> None:
+        """Join a weight group; the sender has rank 0."""
+        self._weight_sync.join(group, rank)
 
     def save(self, version: int) -> None:
-        """Begin to write the checkpoint of `version`, unless it is there; the one before is complete then.
+        """Begin to write the checkpoint of `version` unless it exists; see `PolicyCheckpoints.save`.
 
         Raises:
-            VersionError: It holds another version.
-            CheckpointError: The one before, or this one, could not be written.
+            VersionError: The worker holds another version.
+            CheckpointError: The previous checkpoint, or this one, could not be written.
         """
-        self._require_version(version)
-        self.finish_saving()
-        if version == self._complete_version:
-            return
+        self._check_version(version)
         with self._collective():
-            self._pending = self._checkpoints.save(
-                version,
-                policy_tensors(self._module.model, self._trainer.optimizer, self._previous),
-                num_updates=self._trainer.num_updates,
-                report=self._report,
-                adapter=adapter_of(self._config.model),
-                write_assets=partial(save_assets, self._config.model),
-                process_group=self._saving,
-            )
+            tensors = policy_tensors(self._module.model, self._trainer.optimizer, self._previous)
+            self._checkpoints.save(version, tensors, num_updates=self._trainer.num_updates, report=self._report)
 
     def finish_saving(self) -> None:
-        """Wait until what `save` began is complete.
+        """Wait until the checkpoint that `save` began is complete.
 
         Raises:
             CheckpointError: It could not be written.
         """
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
         with self._collective():
-            pending.wait()
-        self._complete_version = pending.version
+            self._checkpoints.finish_saving()
 
     def retain(self, evals: Sequence[EvalReport]) -> int | None:
-        """Drop the checkpoints that the config doesn't keep; returns the newest complete version.
-
-        Args:
-            evals: Of all versions so far: the best one's checkpoint may be kept.
-        """
-        complete = self._checkpoints.complete_versions()
-        if not complete:
-            return None
-        config = self._config.checkpoint
-        self._checkpoints.retain(config.keep_last, best_version(evals, complete) if config.keep_best else None)
-        return complete[-1]
+        """Remove the checkpoints that the config doesn't keep; see `PolicyCheckpoints.retain`."""
+        return self._checkpoints.retain(evals)
 
     def _restore(self) -> None:
-        """Take the newest complete checkpoint's weights; all ranks take that of rank 0."""
-        self._checkpoints = open_checkpoints(self._directory, self._config.checkpoint)
-        found = self._checkpoints.newest() if self._rank == 0 else None
-        newest = all_gather_object(found, self._mesh)[0]
-        self._complete_version = newest[0] if newest else None
+        """Restore the newest complete checkpoint, if one exists."""
+        newest = self._checkpoints.find_newest()
         if newest is None:
             self._version, self._report = 0, None
             return
         self._version, manifest = newest
         model = self._module.model
         self._previous = copy_trained(model) if self._config.runtime.max_staleness and self._version else None
-        restore_policy(self._checkpoints, self._version, model, self._trainer.optimizer, self._previous)
+        restore_policy(self._checkpoints.store, self._version, model, self._trainer.optimizer, self._previous)
         self._trainer.num_updates, self._report = manifest.num_updates, manifest.report
 
-    def _with_saved_rows(self, error: NonFiniteError, rows: RankRows, step: int) -> NonFiniteError:
-        """Keep the columns of the rows to blame for people to look at, and say where they are."""
+    def _with_offending_rows(self, error: NonFiniteError, rows: RankRows, step: int) -> NonFiniteError:
+        """Write this rank's offending rows to the run directory, and return the error with the folder's path added."""
         if not error.rows:
             return error
         folder = self._directory.path / "non_finite"
@@ -229,8 +202,8 @@ class PolicyWorker(ScoringWorker):
                 writer.write(rows.take(mine))
         return NonFiniteError(f"{error}; their columns are in {folder}", error.rows)
 
-    def _require_version(self, version: int) -> None:
+    def _check_version(self, version: int) -> None:
         if not self._incarnation:
-            raise VersionError("the policy worker holds no whole version: an update failed in it; start it again")
+            raise VersionError("the policy worker holds no complete version: an update failed in it; restart it")
         if self._version != version:
             raise VersionError(f"the policy worker holds version {self._version}, not the expected {version}")

@@ -10,7 +10,7 @@ class ReferenceWorker(ScoringWorker):
     """One rank of the reference."""
 
     def start(self, group: ProcessGroupHandle | None = None) -> None:
-        """Load the starting weights, once."""
+        """Load the starting weights, once; see `PolicyWorker.start` for the arguments and errors."""
         if self._incarnation:
             return
         with self._collective():

@@ -1,35 +1,31 @@
-"""The rollout worker: generates, scores and stores what it is asked for of every step's samples."""
+"""The rollout worker: generates, scores and stores the groups of each step that it is assigned."""
 
-import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infra.datasets import PromptRow, load_prompts, load_train_prompts
+from infra.datasets import load_prompts, load_train_prompts
 from infra.datasets.limits import check_prompts
 from infra.engines.base import Sampling
 from infra.engines.open import open_engine
 from infra.models.load import load_tokenizer, max_positions, num_embeddings, stop_token_ids
 from infra.ray.device import choose_device, set_threads
-from infra.rewards import open_scorer
+from infra.rewards.open import open_reward_scorer
 from infra.stores.base import ColumnStore
 from infra.stores.chunk_writer import ChunkWriter
 from infra.stores.open import open_store
 from infra.weights.base import ObjectRefs
 from infra.weights.endpoint import WeightSyncEndpoint
-from infra.workers.samples import Sample, first_failure, to_columns, to_shard
-from infra.workers.sampling import Sampler
+from infra.workers.evaluation import Evaluator
+from infra.workers.samples import Sample, make_shard, to_columns
+from infra.workers.sampling import ResponseSampler
 from rl_core.columns.codec import value_dtypes
-from rl_core.rollout.evaluation import HeldOutSample, summarize_source
 from rl_core.rollout.seeding import derive_seed
 from schemas.batch import ChunkKey
 from schemas.config.rollout import EvalConfig, RolloutConfig
 from schemas.errors import ConfigError, VersionError
-from schemas.rollout import PutResult, RolloutShard, check_failures
+from schemas.rollout import PutResult, RolloutShard
 from schemas.step import EvalReport, ProcessGroupHandle, RunHandle
 from schemas.weights import LoadedWeights, Transport, WeightGroupMember
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,8 +39,9 @@ class _PendingShard:
 class RolloutWorker(ChunkWriter):
     """One of the run's `rollout.num_workers` rollout workers.
 
-    It generates the groups (a prompt's samples) that it is asked for by their numbers within the step. What they are
-    is a function of the config, the policy version, the step and the numbers, not of who generates them, nor when.
+    It generates groups (all samples of one prompt), which it is assigned by their numbers within the step. Their
+    samples are a function of the config, the policy version, the step and these numbers, not of which worker generates
+    them or when.
 
     Args:
         run: The run it belongs to.
@@ -55,37 +52,38 @@ class RolloutWorker(ChunkWriter):
     def __init__(self, run: RunHandle, number: int = 0, store: ColumnStore | None = None) -> None:
         self._run, self._config, self._number, self._store = run, run.config, number, store
         self._started = False
-        self._held: dict[tuple[int, int], _PendingShard] = {}  # by step and shard
+        self._pending: dict[tuple[int, int], _PendingShard] = {}  # by step and shard
 
     def start(self) -> None:
         """Load the starting weights (version 0), the prompts and the reward function, once.
 
         Raises:
-            UserError: The model, a data file or the reward function is not usable, or the model is too short.
+            UserError: The model, a data file or the reward function is not usable, or the model's context is too short.
         """
         if self._started:
             return
         config = self._config
         set_threads(config.runtime.num_threads)
         self._columns = self._store or open_store(self._run)
-        self._scorer = scorer = open_scorer(config.reward)
+        self._scorer = scorer = open_reward_scorer(config.reward)
         tokenizer = load_tokenizer(config.model)
         self._prompts = load_train_prompts(config.data, tokenizer)
-        self._eval_prompts = (
-            load_prompts(config.data.eval_path, config.data, tokenizer) if config.data.eval_path else None
-        )
-        check_prompts(config, self._prompts, self._eval_prompts, max_positions(config.model))
+        held_out = load_prompts(config.data.eval_path, config.data, tokenizer) if config.data.eval_path else None
+        check_prompts(config, self._prompts, held_out, max_positions(config.model))
         self._vocab_size = num_embeddings(config.model)
         self._stop_token_ids = stop_token_ids(config.model, tokenizer) + config.rollout.stop_token_ids
         self.engine = open_engine(config, tokenizer)
         timeout = config.runtime.collective_timeout_seconds
         self._weight_sync = WeightSyncEndpoint(self._run.run_id, choose_device(), timeout)
-        self._sampler = Sampler(self.engine, scorer, tokenizer)
+        self._sampler = ResponseSampler(self.engine, scorer, tokenizer)
+        limit = config.eval.max_response_tokens or config.rollout.max_response_tokens
+        sampling = self._sampling(config.eval, limit)
+        self._evaluator = Evaluator(config, held_out, self._sampler, sampling) if held_out is not None else None
         scorer.wait_until_ready()
         self._started = True
 
     def close(self) -> None:
-        """Let go of the weights, and end the reward's processes."""
+        """Release the weights, and kill the reward processes."""
         self.engine.close()
         self._scorer.close()
 
@@ -94,52 +92,52 @@ class RolloutWorker(ChunkWriter):
         return self.engine.version
 
     def load_weights(self, version: int, refs: ObjectRefs, transport: Transport) -> LoadedWeights:
-        """Take the weights of policy `version`; rows that it holds stay.
+        """Load the weights of policy `version`; pending rows are kept.
 
         Args:
             version: The version.
-            refs: Ray's references to what the policy's `send_weights` returns.
-            transport: By which they travel.
+            refs: The Ray object refs of what the policy's `send_weights` returns.
+            transport: The transport by which they are sent.
 
         Raises:
-            WeightsError: They are damaged, or of another version or model; the engine is as before.
+            WeightsError: They are damaged, or of another version or model; the engine is unchanged.
             WorkerLostError: The policy is gone.
         """
         return self._weight_sync.load(self.engine, version, refs, transport)
 
     def weight_group_member(self) -> WeightGroupMember:
-        """Where it computes, and in which group weights are broadcast to it."""
+        """Return its GPU and the weight group that it is in."""
         return self._weight_sync.member()
 
-    def init_weight_group(self, meeting: ProcessGroupHandle, rank: int) -> None:
-        """Join a group in which weights are broadcast; its rank is 1 or more."""
-        self._weight_sync.join(meeting, rank)
+    def init_weight_group(self, group: ProcessGroupHandle, rank: int) -> None:
+        """Join a weight group as rank 1 or higher."""
+        self._weight_sync.join(group, rank)
 
     def generate(self, step: int, policy_version: int, shard: int, groups: Sequence[int]) -> RolloutShard:
-        """Generate and score the samples of these groups of `step` together, and hold them for `put`.
+        """Generate and score the samples of these groups of `step` together, and keep them for `put`.
 
         Args:
             step: The step.
             policy_version: The version that samples.
             shard: The number of these groups' shard within the step.
-            groups: Numbers of groups within the step, ascending.
+            groups: The groups' numbers within the step, ascending.
 
         Raises:
-            VersionError: It doesn't hold `policy_version`.
+            VersionError: The worker doesn't hold `policy_version`.
         """
-        self._require_version(policy_version)
+        self._check_version(policy_version)
         samples, seconds = self._sample(step, groups)
-        self._held = {key: held for key, held in self._held.items() if key[0] >= step}
-        self._held[step, shard] = _PendingShard(policy_version, samples)
-        return to_shard(shard, self._number, groups, samples, seconds)
+        self._pending = {key: pending for key, pending in self._pending.items() if key[0] >= step}
+        self._pending[step, shard] = _PendingShard(policy_version, samples)
+        return make_shard(shard, self._number, groups, samples, seconds)
 
-    def holds(self, step: int, policy_version: int, shard: int) -> bool:
-        """Whether it has the rows of a shard; it lets go of them when they are put."""
-        held = self._held.get((step, shard))
-        return held is not None and held.policy_version == policy_version
+    def has_shard(self, step: int, policy_version: int, shard: int) -> bool:
+        """Return whether it has the rows of a shard, generated but not put yet."""
+        pending = self._pending.get((step, shard))
+        return pending is not None and pending.policy_version == policy_version
 
     def put(self, step: int, shard: int, kept: Sequence[int], reward_parts: Sequence[str]) -> PutResult:
-        """Store the samples of the kept groups of a shard that it holds as one chunk, and let go of the shard.
+        """Store the samples of a shard's kept groups as one chunk, and drop the shard from this worker.
 
         Args:
             step: The step.
@@ -148,82 +146,32 @@ class RolloutWorker(ChunkWriter):
             reward_parts: The reward parts of all the step's samples, so that all chunks have the same columns.
 
         Raises:
-            StoreError: The store refuses the chunk.
+            StoreError: The store rejects the chunk; the worker keeps the shard.
         """
-        held = self._held[step, shard]
-        samples = [sample for sample in held.samples if sample.group_id in kept]
-        columns = to_columns(samples, held.policy_version, self._vocab_size, reward_parts)
+        pending = self._pending[step, shard]
+        samples = [sample for sample in pending.samples if sample.group_id in kept]
+        columns = to_columns(samples, pending.policy_version, self._vocab_size, reward_parts)
         key = ChunkKey(run_id=self._run.run_id, step=step, stage="rollout", shard=shard)
         chunk = self._columns.put(key, columns)
         self._columns.flush()
-        del self._held[step, shard]
+        del self._pending[step, shard]
         return PutResult(chunk=chunk, dtypes=value_dtypes(columns), traffic=self._columns.take_traffic("put"))
 
     def evaluate(self, policy_version: int) -> EvalReport:
-        """Score `eval.samples_per_prompt` responses to each held-out prompt, sampled as `eval` says.
-
-        The samples of a prompt are a function of the config, the policy version and its row. Failed rewards count
-        neither as right nor as wrong.
+        """Evaluate the weights on the held-out prompts; see `Evaluator.evaluate`.
 
         Raises:
-            ConfigError: There is no `data.eval_path`.
-            VersionError: It doesn't hold `policy_version`.
+            ConfigError: `data.eval_path` is not set.
+            VersionError: The worker doesn't hold `policy_version`.
             RewardFailureError: More rewards failed than the config allows.
         """
-        if self._eval_prompts is None:
+        if self._evaluator is None:
             raise ConfigError("data.eval_path is not set; set it to a file of held-out prompts to evaluate on")
-        self._require_version(policy_version)
-        started = time.perf_counter()
-        config, count = self._config.eval, min(self._config.eval.num_prompts, len(self._eval_prompts))
-        n, threshold = config.samples_per_prompt, config.accuracy_threshold
-        prompts = [self._eval_prompts[row] for row in range(count)]
-        samples = self._sample_held_out(prompts, n)
-        of_source: dict[str, list[Sequence[HeldOutSample]]] = {}
-        for prompt, drawn in zip(prompts, samples, strict=True):
-            of_source.setdefault(prompt.data_source, []).append(drawn)
-        total = summarize_source("all", samples, n, threshold)
-        assert total.mean_at_n is not None  # some reward succeeded, as was checked
-        assert total.reward is not None
-        return EvalReport(
-            policy_version=policy_version,
-            num_prompts=len(prompts),
-            samples_per_prompt=n,
-            accuracy=total.mean_at_n,
-            reward=total.reward,
-            num_failed=total.num_failed,
-            seconds=time.perf_counter() - started,
-            sources=tuple(summarize_source(name, drawn, n, threshold) for name, drawn in of_source.items()),
-        )
-
-    def _sample_held_out(self, prompts: Sequence[PromptRow], n: int) -> list[list[HeldOutSample]]:
-        """Generate and score n samples of each prompt, by prompt."""
-        seeds = [
-            tuple(derive_seed(self._config.seed, "eval", row, sample) for sample in range(n))
-            for row in range(len(prompts))
-        ]
-        config = self._config.eval
-        limit = config.max_response_tokens or self._config.rollout.max_response_tokens
-        responses, _ = self._sampler.sample(prompts, seeds, self._sampling(config, limit))
-        outcomes = [response.outcome for response in responses]
-        check_failures(
-            [outcome.reward for outcome in outcomes],
-            first_failure(outcomes),
-            self._config.reward.max_failure_fraction,
-            "the evaluation",
-        )
-        samples = [
-            HeldOutSample(
-                response.text,
-                response.outcome.reward,
-                len(response.generation.token_ids),
-                response.generation.finish_reason == "length",
-            )
-            for response in responses
-        ]
-        return [samples[first : first + n] for first in range(0, len(samples), n)]
+        self._check_version(policy_version)
+        return self._evaluator.evaluate(policy_version)
 
     def _sample(self, step: int, groups: Sequence[int]) -> tuple[list[Sample], dict[str, float]]:
-        """Generate and score the samples of `groups`; also return the seconds that each part took."""
+        """Generate and score the samples of `groups`; also return the seconds of each part."""
         config, rollout = self._config, self._config.rollout
         rows = self._prompts.rows_for_groups(step, groups, rollout.num_prompts, config.seed, config.data.shuffle)
         prompts = [self._prompts[row] for row in rows]
@@ -249,7 +197,7 @@ class RolloutWorker(ChunkWriter):
             stop=self._config.rollout.stop,
         )
 
-    def _require_version(self, version: int) -> None:
+    def _check_version(self, version: int) -> None:
         if self.engine.version != version:
             raise VersionError(
                 f"rollout worker {self._number} holds policy version {self.engine.version}, not the expected "

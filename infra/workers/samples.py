@@ -1,4 +1,4 @@
-"""Generated and scored samples: as columns for the store, and as scalars for the driver. N samples."""
+"""Generated and scored samples, as columns for the store and as scalars for the driver. N samples."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from rl_core.rewards import RewardOutcome
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.rollout import RolloutShard, SampleText
 
-MAX_SAMPLE_TEXTS = 4  # per shard, each of another prompt
+MAX_SAMPLE_TEXTS = 4  # per shard, each of a different prompt
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def to_columns(
 ) -> pa.RecordBatch:
     """Flatten `samples` into one record batch of all rollout columns, N rows in order.
 
-    There is a `reward_<part>` column for each of `reward_parts`, null where a sample lacks it.
+    It has a `reward_<part>` column for each of `reward_parts`, null for samples without that part.
     """
     dtype = token_dtype(vocab_size)
     generations = [sample.response.generation for sample in samples]
@@ -56,10 +56,10 @@ def to_columns(
     )
 
 
-def to_shard(
+def make_shard(
     shard: int, worker: int, groups: Sequence[int], samples: Sequence[Sample], seconds: dict[str, float]
 ) -> RolloutShard:
-    """Return the scalars and a few texts of `samples`, those of `groups`, that a worker holds; none is dropped yet."""
+    """Return the scalars of a worker's `samples`, all those of `groups`, and the text of a few of them."""
     outcomes = [sample.response.outcome for sample in samples]
     response_lengths = tuple(len(sample.response.generation.token_ids) for sample in samples)
     first_of_group = {sample.group_id: sample for sample in reversed(samples)}
@@ -81,7 +81,7 @@ def to_shard(
 
 
 def first_failure(outcomes: Sequence[RewardOutcome]) -> str | None:
-    """Return the text of the first reward failure, or None if there is none."""
+    """Return the first reward failure's message, or None if no reward failed."""
     return next((outcome.failure for outcome in outcomes if outcome.failure is not None), None)
 
 

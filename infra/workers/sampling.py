@@ -1,4 +1,4 @@
-"""An engine and a reward: responses are scored while others are still being generated."""
+"""Sample responses and score them: rewards are computed while other responses are still being generated."""
 
 import time
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptRow
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
-from infra.rewards import Scorer
+from infra.rewards import RewardScorer
 from rl_core.rewards import RewardItem, RewardOutcome
 
 
@@ -21,42 +21,43 @@ class ScoredResponse:
     outcome: RewardOutcome
 
 
-class Sampler:
-    """What draws and scores responses.
+class ResponseSampler:
+    """Samples responses from an engine, and computes their rewards.
 
     Args:
         engine: The engine.
-        scorer: The reward.
-        tokenizer: That of the engine's model.
+        scorer: The reward scorer.
+        tokenizer: The tokenizer of the engine's model.
     """
 
-    def __init__(self, engine: RolloutEngine, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, engine: RolloutEngine, scorer: RewardScorer, tokenizer: PreTrainedTokenizerBase) -> None:
         self._engine, self._scorer, self._tokenizer = engine, scorer, tokenizer
 
     def sample(
         self, prompts: Sequence[PromptRow], seeds: Sequence[tuple[int, ...]], sampling: Sampling
     ) -> tuple[list[ScoredResponse], dict[str, float]]:
-        """Draw one response per prompt and seed, prompt by prompt.
+        """Sample one response per prompt and seed.
 
         Args:
             prompts: P prompts.
             seeds: P tuples, one seed per response.
-            sampling: How tokens are drawn.
+            sampling: How tokens are sampled.
 
         Returns:
-            The responses; and the seconds of `generate`, and of `reward`: what was still to be waited for afterwards.
+            The responses, prompt by prompt; and the seconds of `generate` and of `reward`, the wait for rewards after
+            the last response.
         """
         requests = [GenerationRequest(prompt.prompt_ids, own) for prompt, own in zip(prompts, seeds, strict=True)]
         prompt_of = [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
-        drawn: dict[int, tuple[Generation, str]] = {}
+        generated: dict[int, tuple[Generation, str]] = {}
         started = time.perf_counter()
-        with self._scorer.open() as scoring:
+        with self._scorer.open_batch() as batch:
             for number, generation in self._engine.generate(requests, sampling):
                 text = str(self._tokenizer.decode(generation.token_ids, skip_special_tokens=True))
                 prompt = prompt_of[number]
-                scoring.add(number, RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info))
-                drawn[number] = generation, text
-            generated = time.perf_counter()
-            outcomes = scoring.finish()
-        seconds = {"generate": generated - started, "reward": time.perf_counter() - generated}
-        return [ScoredResponse(*drawn[number], outcomes[number]) for number in range(len(prompt_of))], seconds
+                batch.add(number, RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info))
+                generated[number] = generation, text
+            all_generated = time.perf_counter()
+            outcomes = batch.finish()
+        seconds = {"generate": all_generated - started, "reward": time.perf_counter() - all_generated}
+        return [ScoredResponse(*generated[number], outcomes[number]) for number in range(len(prompt_of))], seconds

@@ -1,4 +1,4 @@
-"""What policy and reference workers share: a sharded model that scores its share of a batch's rows."""
+"""The base of policy and reference workers: a sharded model that scores its part of a batch's rows."""
 
 import uuid
 from collections.abc import Iterator
@@ -34,11 +34,11 @@ from schemas.step import ProcessGroupHandle, RunHandle, ScoreResult
 
 
 class ScoringWorker(ChunkWriter):
-    """One rank of a model that replays stored rows.
+    """One rank of a model that computes log-probs of stored rows.
 
     Args:
         run: The run it belongs to.
-        rank: Its number.
+        rank: Its rank.
         store: The column store; None connects to the run's.
     """
 
@@ -49,23 +49,23 @@ class ScoringWorker(ChunkWriter):
         self._mesh: DeviceMesh | None = None
 
     def incarnation(self) -> str:
-        """Which gathering of ranks it belongs to; empty before it has weights."""
+        """Return the id of the process group that it belongs to; empty before it has weights."""
         return self._incarnation
 
     def open_rendezvous(self, num_ranks: int) -> ProcessGroupHandle:
-        """Host the gathering of `num_ranks` ranks, on this node's own address."""
+        """Host the rendezvous of `num_ranks` ranks, on this node's own address."""
         host = ray.util.get_node_ip_address()
         self._rendezvous = Rendezvous(host, num_ranks)  # it must outlive the group
         return ProcessGroupHandle(group_id=uuid.uuid4().hex, host=host, port=self._rendezvous.port, num_ranks=num_ranks)
 
     def _load(self, model: ModelConfig, group: ProcessGroupHandle | None, *, trains: bool) -> None:
-        """Join the other ranks, and load and shard the model; None is a gathering of this rank alone."""
+        """Join the other ranks, and load and shard the model; with None as `group`, this rank is alone."""
         set_threads(self._config.runtime.num_threads)
         device = choose_device()
         torch.manual_seed(self._config.seed)
         self._store: ColumnStore = self._given_store or open_store(self._run)
         loaded = load_policy(model, self._config.seed) if trains else load_model(model).requires_grad_(False)
-        loaded.to(device)  # type: ignore[arg-type]  # its decorator hides that a device will do
+        loaded.to(device)  # type: ignore[arg-type]  # its decorator hides that a device is accepted
         module = ScoringModule(loaded, model, self._config.packing, self._config.rollout.temperature)
         module.probe()
         if group is not None and group.num_ranks > 1:
@@ -82,10 +82,10 @@ class ScoringWorker(ChunkWriter):
 
         Args:
             batch: The step's rows.
-            plan: Which of them each rank takes.
+            plan: The assignment of rows to ranks.
             column: The column's name.
             stage: The stage's name in the chunk's key.
-            kl: Whether to report each row's KL, by the config's estimator, of its behaviour to these log-probs.
+            kl: Whether to report each row's KL from its behavior log-probs to these, by the config's estimator.
         """
         micros, rows = plan.ranks[self._rank], rank_rows(plan.ranks[self._rank])
         if not len(rows) and self._mesh is None:
@@ -118,10 +118,10 @@ class ScoringWorker(ChunkWriter):
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """Around what all ranks do together.
+        """Turn torch.distributed's errors about other ranks into `WorkerLostError`.
 
         Raises:
-            WorkerLostError: Another rank is gone, or did not come in time.
+            WorkerLostError: Another rank is gone, or did not take part in time.
         """
         try:
             yield

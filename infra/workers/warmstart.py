@@ -1,4 +1,4 @@
-"""The warm-start worker: supervised training on answers, by the same packed replay that GRPO uses."""
+"""The warm-start worker: supervised training on answers, with the same packed forward that GRPO uses."""
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ LOGITS_CHUNK_TOKENS = 1024
 
 
 class WarmstartWorker:
-    """Holds the model while it is warm-started."""
+    """The worker that holds and trains the model during a warm start."""
 
     def __init__(self, config: WarmstartConfig) -> None:
         self._config = config
@@ -35,12 +35,12 @@ class WarmstartWorker:
         )
 
     def advance(self, num_steps: int) -> float:
-        """Take the next steps; returns their mean loss in nats per token."""
+        """Train for the next `num_steps` steps, and return their mean loss in nats per token."""
         losses = [self._train_step() for _ in range(num_steps)]
         return float(np.mean(losses))
 
     def save(self) -> str:
-        """Write the model folder; returns its path."""
+        """Write the model folder, and return its path."""
         self._model.save_pretrained(self._config.out_path)
         self._tokenizer.save_pretrained(self._config.out_path)
         return self._config.out_path
@@ -50,14 +50,11 @@ class WarmstartWorker:
         rows = self._rows.rows_for_step(self._step, config.num_rows, config.seed, config.data.shuffle)
         prompts = [self._rows[row].prompt_ids for row in rows]
         answers = [self._answer_ids(row) for row in rows]
-        packed = pack_row(
-            *(_flat(prompts)),
-            *(_flat(answers)),
-        )
+        packed = pack_row(*_flatten(prompts), *_flatten(answers))
         logprobs = packed_logprobs(self._model, packed, temperature=1.0, chunk_tokens=LOGITS_CHUNK_TOKENS)
         loss = -logprobs.mean()
         if not torch.isfinite(loss):
-            raise NonFiniteError(f"warm-start loss is {loss.item()} at step {self._step}; lower its learning rate")
+            raise NonFiniteError(f"warm-start loss is {loss.item()} at step {self._step}; lower the learning rate, lr")
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate()
         self._optimizer.zero_grad(set_to_none=True)
@@ -78,6 +75,6 @@ class WarmstartWorker:
         return np.array([*answer, self._tokenizer.eos_token_id], dtype=np.int64)
 
 
-def _flat(rows: list[np.ndarray]) -> tuple[torch.Tensor, np.ndarray]:
+def _flatten(rows: list[np.ndarray]) -> tuple[torch.Tensor, np.ndarray]:
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     return torch.from_numpy(np.concatenate(rows).astype(np.int64)), lengths

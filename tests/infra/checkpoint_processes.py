@@ -1,6 +1,6 @@
-"""What the checkpoint tests run in processes of their own: ranks that save and load together, and killed ones.
+"""Processes for the checkpoint tests: ranks that save and load together, and saves that are killed.
 
-`python -m tests.infra.checkpoint_processes FOLDER` does all of it and leaves the results in FOLDER.
+`python -m tests.infra.checkpoint_processes FOLDER` runs all of them and leaves the results in FOLDER.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch._dynamo  # the optimizer would import it, in every process
+import torch._dynamo  # otherwise the optimizer imports it, in every process
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore
 
 NUM_RANKS = 2
-POINTS = ("rank-00000-00000.safetensors", "hf/config.json", "manifest.json")  # where a save is killed
+POINTS = ("rank-00000-00000.safetensors", "hf/config.json", "manifest.json")  # files before which a save is killed
 WEIGHTS = {"model/a": torch.arange(6.0), "model/b": torch.ones(2, 2)}
 
 
 def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Layers of which no dimension divides by the ranks, and one with less rows than ranks."""
+    """Return a model with dimensions that the ranks don't divide and a layer with fewer rows than ranks."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1))
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -45,7 +45,7 @@ def save_assets(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """All in processes of their own: a fork must find no threads."""
+    """Run everything in forked processes; a fork requires that there are no threads."""
     run_forked([lambda: save_alone(folder / "by-one")])
     run_forked([lambda rank=rank: be_rank(rank, folder) for rank in range(NUM_RANKS)])
     run_forked([lambda point=point: save_until(folder / f"killed-at-{Path(point).name}", point) for point in POINTS])
@@ -60,7 +60,7 @@ def save_alone(folder: Path) -> None:
 
 
 def be_rank(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=NUM_RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS)
     shard_and_save(rank, folder)
     load_shards(rank, folder)
     lose_a_rank(rank, folder)
@@ -89,7 +89,7 @@ def load_shards(rank: int, folder: Path) -> None:
 
 
 def lose_a_rank(rank: int, folder: Path) -> None:
-    """Rank 1 is killed as it writes its part; rank 0 notes how it heard of that."""
+    """Kill rank 1 as it writes its part; rank 0 records the error that it gets."""
     model, optimizer = sharded_model()
     if rank == 1:
         kill_at("rank-00001-00000.safetensors")
@@ -102,7 +102,7 @@ def lose_a_rank(rank: int, folder: Path) -> None:
 
 
 def save_until(folder: Path, point: str) -> None:
-    """Save version 1, and be killed in version 2, just before a file appears."""
+    """Save version 1, and get killed while saving version 2, just before a file appears."""
     store = CheckpointStore(str(folder))
     store.save(1, WEIGHTS, num_updates=1, report=None, write_assets=save_assets).wait()
     kill_at(point)
@@ -111,7 +111,7 @@ def save_until(folder: Path, point: str) -> None:
 
 
 def kill_at(point: str) -> None:
-    """Let this process be killed (signal 9) when it is about to give a file its name."""
+    """Make this process kill itself (signal 9) when it is about to rename a file to `point`."""
     replace = os.replace
 
     def killing_replace(source: str, target: str) -> None:
@@ -138,14 +138,14 @@ def group() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo")
 
 
-def run_forked(works: list[Callable[[], None]]) -> None:
-    """Run each in a process of its own, at the same time."""
+def run_forked(functions: list[Callable[[], None]]) -> None:
+    """Run each function in a process of its own, all at the same time."""
     children = []
-    for work in works:
+    for function in functions:
         if not (child := os.fork()):
             try:
-                work()
-                os._exit(0)  # an orderly end would wait for the other rank
+                function()
+                os._exit(0)  # an orderly exit would wait for the other rank
             finally:
                 traceback.print_exc()
                 os._exit(1)

@@ -1,7 +1,5 @@
-import json
-import logging
-import subprocess
-import sys
+"""Checkpoints of one process: saved, loaded, described by a manifest, pruned, and on other file systems."""
+
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -25,42 +23,9 @@ from schemas.errors import CheckpointError
 from schemas.metrics import Mean
 from schemas.step import PolicyHandle, UpdateReport
 from schemas.store import StoreTraffic
-from tests.infra import checkpoint_processes
 from tests.infra.checkpoint_processes import make_model, save_assets, train
+from tests.infra.checkpoint_tensors import SHARD, assert_equal, load, newest_version, save, tensors_of
 from tests.s3 import s3_server
-
-SHARD = "rank-00000-00000.safetensors"
-
-
-def tensors_of(version: int) -> dict[str, torch.Tensor]:
-    return {
-        "model/a": torch.full((4, 3), float(version)),
-        "model/b": torch.arange(5).to(torch.bfloat16),
-        "optimizer/step/a": torch.tensor(float(version)),
-        "rng/torch": torch.arange(9, dtype=torch.uint8),
-    }
-
-
-def save(store: CheckpointStore, version: int, **options: Any) -> str:
-    return store.save(version, tensors_of(version), num_updates=version, report=None, **options).wait()
-
-
-def load(store: CheckpointStore, version: int) -> dict[str, torch.Tensor]:
-    into = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(version).items()}
-    store.load(version, into)
-    return into
-
-
-def newest_version(store: CheckpointStore) -> int | None:
-    found = store.newest()
-    return None if found is None else found[0]
-
-
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert tensor.dtype == actual[name].dtype, name
-        assert torch.equal(tensor, actual[name]), name
 
 
 @pytest.fixture
@@ -72,17 +37,6 @@ def store(tmp_path: Path) -> CheckpointStore:
 def s3_options() -> Iterator[dict[str, Any]]:
     with s3_server("runs") as options:
         yield options
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `checkpoint_processes` leaves: saves and loads of two ranks, and killed saves."""
-    folder = tmp_path_factory.mktemp("processes")
-    command = [sys.executable, "-m", "tests.infra.checkpoint_processes", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr, done.stderr
-    return folder
 
 
 def test_a_policy_comes_back_bit_for_bit(store: CheckpointStore) -> None:
@@ -114,7 +68,7 @@ def test_starting_weights_have_no_optimizer_state(store: CheckpointStore) -> Non
     assert not optimizer.state
 
 
-def test_a_checkpoint_of_another_model_is_refused(store: CheckpointStore) -> None:
+def test_a_checkpoint_of_another_model_is_rejected(store: CheckpointStore) -> None:
     save(store, 1)
     other = {
         "model/a": torch.ones(4, 4),
@@ -131,7 +85,7 @@ def test_a_checkpoint_of_another_model_is_refused(store: CheckpointStore) -> Non
     assert torch.equal(other["model/a"], torch.ones(4, 4))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
         st.from_regex(r"model/[a-z.]{1,8}", fullmatch=True),
@@ -177,13 +131,7 @@ def test_torch_and_safetensors_read_the_shards(store: CheckpointStore) -> None:
     assert_equal(loaded, tensors_of(1))
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle(processes: Path) -> None:
-    files = [file for file in processes.glob("by-*/step-000001/**/*") if file.is_file()]
-    assert {file.suffix for file in files} == {".json", ".safetensors"}
-    assert not [file for file in files if file.read_bytes().startswith((b"\x80", b"PK"))]  # a pickle, or torch.save's
-
-
-def test_the_manifest_says_what_the_run_needs(store: CheckpointStore) -> None:
+def test_the_manifest_records_what_a_resumed_run_needs(store: CheckpointStore) -> None:
     report = UpdateReport(
         policy=PolicyHandle(run_id="run", version=4, incarnation="x"),
         metrics={"loss": Mean(total=1.5, weight=3)},
@@ -202,17 +150,15 @@ def test_the_manifest_says_what_the_run_needs(store: CheckpointStore) -> None:
 
 
 def test_tensors_may_change_once_save_returns(store: CheckpointStore) -> None:
-    written = threading.Event()
-
-    def wait_to_be_changed(folder: Path) -> None:
-        assert written.wait(60)
-
+    changed = threading.Event()
     tensors = tensors_of(1)
-    pending = store.save(1, tensors, num_updates=1, report=None, write_assets=wait_to_be_changed)
-    for tensor in tensors.values():
-        tensor.zero_()
-    assert store.complete_versions() == []
-    written.set()
+    pending = store.save(1, tensors, num_updates=1, report=None, write_assets=lambda _: changed.wait())
+    try:
+        for tensor in tensors.values():
+            tensor.zero_()
+        assert store.complete_versions() == []
+    finally:
+        changed.set()
     pending.wait()
     assert_equal(load(store, 1), tensors_of(1))
 
@@ -221,7 +167,7 @@ def fail(folder: Path) -> None:
     raise OSError("disk full")
 
 
-def test_a_failed_save_says_why_and_leaves_the_former(store: CheckpointStore) -> None:
+def test_a_failed_save_says_why_and_leaves_the_previous_checkpoint(store: CheckpointStore) -> None:
     save(store, 1)
     pending = store.save(2, tensors_of(2), num_updates=2, report=None, write_assets=fail)
     with pytest.raises(CheckpointError, match=r"step-000002 can't be written: rank 0: OSError\('disk full'\)"):
@@ -231,91 +177,20 @@ def test_a_failed_save_says_why_and_leaves_the_former(store: CheckpointStore) ->
     assert newest_version(store) == 2
 
 
-def test_a_failure_that_nobody_waited_for_is_raised_by_the_next_save(store: CheckpointStore) -> None:
+def test_a_failure_without_a_waiter_is_raised_by_the_next_save(store: CheckpointStore) -> None:
     store.save(2, tensors_of(2), num_updates=2, report=None, write_assets=fail)
     with pytest.raises(CheckpointError, match="disk full"):
         save(store, 3)
     save(store, 3)
 
 
-def test_a_run_that_went_back_drops_the_newer_ones(store: CheckpointStore) -> None:
+def test_saving_an_older_version_removes_the_newer_ones(store: CheckpointStore) -> None:
     for version in (1, 2, 3, 2):
         save(store, version)
     assert store.complete_versions() == [1, 2]
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "no manifest", "broken manifest"])
-@pytest.mark.parametrize("name", [SHARD, "hf/config.json"])
-def test_a_damaged_one_is_skipped_with_a_warning_that_says_why(
-    store: CheckpointStore, damage: str, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(store, 1)
-    path = Path(save(store, 2, write_assets=save_assets))
-    file = path / ("manifest.json" if "manifest" in damage else name)
-    content = bytearray(file.read_bytes())
-    if damage == "flip":
-        content[len(content) // 2] ^= 1
-    if damage in ("remove", "no manifest"):
-        file.unlink()
-    else:
-        file.write_bytes(content if damage == "flip" else content[:-1])
-    with caplog.at_level(logging.WARNING):
-        assert newest_version(store) == 1
-    said = {"flip": "is damaged", "truncate": "bytes, expected", "remove": "is missing"}
-    assert f"{file} {said.get(damage, 'is missing: the checkpoint' if damage[0] == 'n' else 'is not a')}" in _tidy(
-        caplog.text
-    )
-    with pytest.raises(CheckpointError, match=r"step-000002/"):
-        store.verify(2)
-
-
-def _tidy(text: str) -> str:
-    """Without how many bytes a file has."""
-    return " ".join(word for word in text.split() if word not in ("has",) and not word.isdigit())
-
-
-def test_a_manifest_that_names_files_elsewhere_is_refused(store: CheckpointStore) -> None:
-    manifest = Path(save(store, 1), "manifest.json")
-    content = json.loads(manifest.read_text())
-    for name in ("../../secret", "/etc/passwd", "hf/.hidden"):
-        manifest.write_text(json.dumps(content | {"files": {name: {"num_bytes": 1, "checksum": ""}}}))
-        with pytest.raises(CheckpointError, match="is not a manifest"):
-            store.read_manifest(1)
-
-
-def test_a_shard_that_is_none_is_named(store: CheckpointStore) -> None:
-    shard = Path(save(store, 1), SHARD)
-    for content in (b"\xff" * shard.stat().st_size, b"\x02" + bytes(7) + b"{}" + bytes(shard.stat().st_size - 10)):
-        shard.write_bytes(content)
-        with pytest.raises(CheckpointError, match=f"{SHARD} is not a shard"):
-            store.tensor_names(1)
-
-
-def test_a_file_that_goes_while_it_is_read_is_named(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = Path(save(store, 1), SHARD)
-    monkeypatch.setattr(CheckpointStore, "_check_sizes", lambda *_: shard.unlink(missing_ok=True))  # as `retain` may
-    with pytest.raises(CheckpointError, match=f"{SHARD} can't be read"):
-        store.verify(1)
-
-
-def test_config_and_tokenizer_files_are_checked(store: CheckpointStore) -> None:
-    save(store, 1)
-    with pytest.raises(CheckpointError, match="written without config and tokenizer files"), store.assets(1):
-        pass
-    Path(save(store, 2, write_assets=save_assets), "hf/config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"hf/config\.json is missing or damaged"), store.assets(2):
-        pass
-
-
-def test_there_may_be_none(store: CheckpointStore) -> None:
-    assert store.newest() is None
-    assert store.complete_versions() == []
-    store.retain(1)
-    with pytest.raises(CheckpointError, match="never finished"):
-        store.read_manifest(1)
-
-
-def test_the_last_ones_and_the_best_are_kept(store: CheckpointStore) -> None:
+def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
     for version in range(1, 7):
         save(store, version)
     Path(store.path(3), "manifest.json").unlink()  # left by a kill
@@ -329,20 +204,22 @@ def test_the_last_ones_and_the_best_are_kept(store: CheckpointStore) -> None:
         store.retain(0)
 
 
-def test_a_save_under_way_is_left_alone(store: CheckpointStore) -> None:
+def test_a_save_in_progress_is_left_alone(store: CheckpointStore) -> None:
     save(store, 1)
-    Path(save(store, 5), SHARD).unlink()  # damaged, so that the run goes on from 1
-    may_end = threading.Event()
-    saved = store.save(2, tensors_of(2), num_updates=2, report=None, write_assets=lambda _: may_end.wait(60))
-    store.retain(1)
-    assert newest_version(store) == 1
-    may_end.set()
+    Path(save(store, 5), SHARD).unlink()  # damaged, so that the run resumes from 1
+    may_finish = threading.Event()
+    saved = store.save(2, tensors_of(2), num_updates=2, report=None, write_assets=lambda _: may_finish.wait())
+    try:
+        store.retain(1)
+        assert newest_version(store) == 1
+    finally:
+        may_finish.set()
     saved.wait()
     store.retain(1)
     assert store.complete_versions() == [2]
 
 
-def test_where_a_run_has_its_checkpoints(tmp_path: Path) -> None:
+def test_the_url_of_a_runs_checkpoints(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run-7")
     assert open_checkpoints(directory, CheckpointConfig()).path(12) == str(tmp_path / "run-7/policy/step-000012")
     elsewhere = open_checkpoints(directory, CheckpointConfig(url="memory://bucket/prefix/"))
@@ -371,42 +248,3 @@ def test_other_file_systems(kind: str, request: pytest.FixtureRequest, monkeypat
     store.retain(2)
     assert again.complete_versions() == [2, 3]
     assert not again._folder.sizes("step-000001")
-
-
-@pytest.mark.parametrize("point", checkpoint_processes.POINTS)
-def test_a_kill_leaves_the_former_the_newest(processes: Path, point: str, caplog: pytest.LogCaptureFixture) -> None:
-    store = CheckpointStore(str(processes / f"killed-at-{Path(point).name}"))
-    assert Path(store.path(2)).exists()
-    assert newest_version(store) == 1
-    assert "step-000002/manifest.json is missing: the checkpoint was never finished" in caplog.text
-    weights = {name: torch.zeros_like(value) for name, value in checkpoint_processes.WEIGHTS.items()}
-    store.load(1, weights)
-    assert_equal(weights, checkpoint_processes.WEIGHTS)
-    store.save(2, weights, num_updates=2, report=None).wait()
-    assert newest_version(store) == 2
-    assert not list(Path(store.path(2)).rglob(".*"))
-
-
-@pytest.mark.parametrize("source", ["by-one", "by-two"])
-def test_checkpoints_of_two_ranks_and_of_one_are_the_same(processes: Path, source: str) -> None:
-    store, folder = CheckpointStore(str(processes / source)), processes / source
-    expected = load_file(folder / "expected.safetensors")
-    assert store.verify(1).num_ranks == (1 if source == "by-one" else 2)
-    assert store.tensor_names(1) == sorted(expected)
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    store.load(1, loaded)
-    assert_equal(loaded, expected)
-    assert_equal(load_file(folder / "loaded-by-two.safetensors"), expected)
-
-
-def test_each_rank_writes_its_part_and_what_is_replicated_is_written_once(processes: Path) -> None:
-    first, second = (
-        load_file(processes / "by-two/step-000001" / f"rank-0000{rank}-00000.safetensors") for rank in (0, 1)
-    )
-    assert [len(part["model/0.weight"]) for part in (first, second)] == [3, 2]  # of 5 rows
-    assert ("rng/torch" in first) + ("rng/torch" in second) == 1
-
-
-def test_a_rank_that_dies_is_heard_of_and_leaves_the_former_the_newest(processes: Path) -> None:
-    assert (processes / "lost.txt").read_text()
-    assert newest_version(CheckpointStore(str(processes / "by-two"))) == 1

@@ -1,3 +1,5 @@
+"""Checkpoints exported as Hugging Face folders, and evaluated: the newest, a given or the best one."""
+
 import json
 import shutil
 from functools import partial
@@ -19,7 +21,7 @@ from infra.checkpoints.retention import best_version
 from infra.checkpoints.shards import file_entry
 from infra.checkpoints.state import policy_tensors
 from infra.checkpoints.store import open_checkpoints
-from infra.models.load import adapter_of, load_model, load_policy, save_assets
+from infra.models.load import describe_adapter, load_model, load_policy, save_assets
 from infra.models.lora import merged_weights
 from infra.storage.runs import RunDirectory
 from infra.stores.memory import MemoryStore
@@ -36,7 +38,7 @@ LORA = LoraConfig(rank=2, alpha=4)
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A model whose own dtype is bfloat16."""
+    """A model whose config has the dtype bfloat16."""
     folder = make_tiny_model(tmp_path / "base")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
@@ -65,7 +67,7 @@ def make_run(tmp_path: Path, model: ModelConfig) -> RunDirectory:
 
 
 def save_version(run: RunDirectory, version: int) -> PreTrainedModel:
-    """Train the starting weights a little, differently per version, and save them as that version."""
+    """Train the starting weights a little, differently for each version, and save them as that version."""
     config = run.config()
     model = load_policy(config.model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01 * version)
@@ -78,7 +80,7 @@ def save_version(run: RunDirectory, version: int) -> PreTrainedModel:
         policy_tensors(model, optimizer),
         num_updates=version,
         report=None,
-        adapter=adapter_of(config.model),
+        adapter=describe_adapter(config.model),
         write_assets=partial(save_assets, config.model),
     ).wait()
     return model
@@ -95,8 +97,8 @@ def evaluation(version: int, accuracy: float) -> EvalReport:
     )
 
 
-def test_a_checkpoint_of_another_model_is_refused_before_anything_starts(run: RunDirectory, base: Path) -> None:
-    check_checkpoint(run, run.config())  # there is none yet
+def test_a_checkpoint_of_another_model_is_rejected_before_anything_starts(run: RunDirectory, base: Path) -> None:
+    check_checkpoint(run, run.config())  # no checkpoint yet
     save_version(run, 1)
     check_checkpoint(run, run.config())
     shutil.rmtree(base)
@@ -107,10 +109,12 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_starts(run: Ru
         check_checkpoint(run, run.config())
 
 
-def test_the_newest_is_exported_with_config_and_tokenizer(run: RunDirectory, base: Path, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_exported_with_config_and_tokenizer(
+    run: RunDirectory, base: Path, tmp_path: Path
+) -> None:
     save_version(run, 1)
     trained = save_version(run, 2)
-    shutil.rmtree(base)  # an export of whole weights needs nothing else
+    shutil.rmtree(base)  # an export of full weights needs nothing else
     out = tmp_path / "deep" / "out"
     assert export_run(run, out, dtype="float32") == 2
     exported = AutoModelForCausalLM.from_pretrained(out)
@@ -125,7 +129,7 @@ def test_the_newest_is_exported_with_config_and_tokenizer(run: RunDirectory, bas
     assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
 
 
-def test_weights_have_the_base_models_dtype_names_and_tied_ones_once(
+def test_weights_have_the_base_models_dtype_and_names_with_tied_ones_once(
     run: RunDirectory, base: Path, tmp_path: Path
 ) -> None:
     trained = save_version(run, 1)
@@ -154,7 +158,7 @@ def test_an_adapter_is_merged_into_its_base(base: Path, tmp_path: Path, gradient
     assert not (tmp_path / "again").exists()
 
 
-def test_a_step_or_the_best_is_chosen(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_given_step_or_the_best_can_be_exported(run: RunDirectory, tmp_path: Path) -> None:
     for version in (1, 2, 3):
         save_version(run, version)
     for version, accuracy in ((0, 0.9), (1, 0.5), (2, 0.75), (3, 0.25)):
@@ -168,14 +172,14 @@ def test_a_step_or_the_best_is_chosen(run: RunDirectory, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_the_best_is_the_newest_of_equals_among_those_there_are() -> None:
+def test_the_best_is_the_newest_of_equals_among_existing_versions() -> None:
     evals = [evaluation(1, 0.5), evaluation(2, 0.5), evaluation(3, 0.75), evaluation(4, 0.25)]
     assert best_version(evals, [1, 2, 3, 4]) == 3
     assert best_version(evals, [1, 2, 4, 5]) == 2
     assert best_version(evals, [5]) is None
 
 
-def test_what_can_not_be_exported_is_said(run: RunDirectory, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_reported(run: RunDirectory, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="has no whole checkpoint"):
         export_run(run, tmp_path / "out")
     with pytest.raises(RunError, match=r"was evaluated; .*; those there are: none"):
@@ -197,7 +201,7 @@ def test_a_damaged_checkpoint_is_not_exported(run: RunDirectory, tmp_path: Path)
         export_run(run, tmp_path / "out", version=1)
 
 
-def test_weights_that_the_config_does_not_describe_are_refused(run: RunDirectory) -> None:
+def test_weights_that_the_config_does_not_describe_are_rejected(run: RunDirectory) -> None:
     save_version(run, 1)
     store = open_checkpoints(run, run.config().checkpoint)
     config = run.checkpoints / "step-000001/hf/config.json"
@@ -224,7 +228,7 @@ def test_the_command(run: RunDirectory, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapter"])
-def test_an_evaluation_is_of_the_newest_checkpoint(
+def test_an_evaluation_uses_the_newest_checkpoint(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraConfig | None
 ) -> None:
     (tmp_path / "text_reward.py").write_text(
@@ -242,4 +246,4 @@ def test_an_evaluation_is_of_the_newest_checkpoint(
     worker.start()
     assert worker.evaluate(0).reward != report.reward  # of the starting weights
     worker.engine.load_weights(merged_weights(trained), 3)
-    assert worker.evaluate(3).reward == report.reward  # of the published ones
+    assert worker.evaluate(3).reward == report.reward  # of the published weights

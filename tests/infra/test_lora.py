@@ -1,3 +1,5 @@
+"""LoRA adapters: what trains, what is computed with and without them, and merging."""
+
 import copy
 import sys
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from transformers import PreTrainedModel
 
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore
-from infra.models.lora import adapter_disabled, add_adapter, is_adapted, merge_adapter, merged_weights, trainable
+from infra.models.lora import adapter_disabled, add_adapter, has_adapter, merge_adapter, merged_weights, trainable_names
 from rl_core.scoring import leak_probe, pack_row, packed_logprobs, use_packed_attention
 from schemas.config.model import LoraConfig
 from schemas.errors import ConfigError
@@ -44,22 +46,22 @@ def base(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @pytest.fixture
 def adapted(base: PreTrainedModel) -> PreTrainedModel:
-    """The base with an adapter that has been trained."""
+    """The base with a trained adapter."""
     model = copy.deepcopy(base)
     add_adapter(model, CONFIG)
     train(model)
     return model
 
 
-def test_a_new_adapter_changes_nothing_and_alone_trains(base: PreTrainedModel) -> None:
+def test_a_new_adapter_changes_nothing_and_only_it_trains(base: PreTrainedModel) -> None:
     model, count = copy.deepcopy(base), sum(p.numel() for p in base.parameters())
     add_adapter(model, CONFIG)
     assert type(model) is type(base)
-    assert is_adapted(model)
+    assert has_adapter(model)
     leak_probe_on(model)
     assert torch.equal(logprobs(model), logprobs(base))
     # Seven linear layers in each of two decoder layers: A is [3, in], B is [out, 3].
-    names = trainable(model)
+    names = trainable_names(model)
     assert len(names) == 2 * 7 * 2
     assert all(".lora_A.default.weight" in name or ".lora_B.default.weight" in name for name in names)
     sizes = {"q": 32 + 32, "k": 32 + 16, "v": 32 + 16, "o": 32 + 32, "gate": 32 + 48, "up": 32 + 48, "down": 48 + 32}
@@ -73,30 +75,30 @@ def leak_probe_on(model: PreTrainedModel) -> None:
     leak_probe(model)
 
 
-def test_its_start_is_a_function_of_the_seed(base: PreTrainedModel) -> None:
-    def start(seed: int) -> Tensor:
+def test_initial_weights_are_a_function_of_the_seed(base: PreTrainedModel) -> None:
+    def initial_weights(seed: int) -> Tensor:
         model = copy.deepcopy(base)
         torch.rand(1)  # the global state must not matter
         add_adapter(model, CONFIG, seed)
         return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
 
-    assert torch.equal(start(1), start(1))
-    assert not torch.equal(start(1), start(2))
+    assert torch.equal(initial_weights(1), initial_weights(1))
+    assert not torch.equal(initial_weights(1), initial_weights(2))
     before = torch.get_rng_state()
     add_adapter(copy.deepcopy(base), CONFIG)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_without_its_adapter_it_is_the_base_bit_for_bit(base: PreTrainedModel, adapted: PreTrainedModel) -> None:
-    trained, names = logprobs(adapted), trainable(adapted)
+def test_with_the_adapter_disabled_it_is_the_base_bit_for_bit(base: PreTrainedModel, adapted: PreTrainedModel) -> None:
+    trained, names = logprobs(adapted), trainable_names(adapted)
     assert (trained - logprobs(base)).abs().max() > 0.1
     with adapter_disabled(adapted):
         assert torch.equal(logprobs(adapted), logprobs(base))
     assert torch.equal(logprobs(adapted), trained)
-    assert trainable(adapted) == names
+    assert trainable_names(adapted) == names
 
 
-def test_merged_weights_are_those_of_peft(base: PreTrainedModel, adapted: PreTrainedModel) -> None:
+def test_merged_weights_equal_those_of_peft(base: PreTrainedModel, adapted: PreTrainedModel) -> None:
     before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
     merged = merged_weights(adapted)
     assert merged.keys() == dict(base.named_parameters()).keys()
@@ -124,16 +126,16 @@ def merge_in_place(base: PreTrainedModel, adapted: PreTrainedModel) -> PreTraine
 
 
 @pytest.mark.parametrize("merge", [load_merged, merge_in_place])
-def test_merged_it_computes_what_the_adapter_does(
+def test_the_merged_model_computes_what_the_adapted_one_does(
     base: PreTrainedModel, adapted: PreTrainedModel, merge: Callable[..., PreTrainedModel]
 ) -> None:
     expected = logprobs(adapted)
     merged = merge(base, adapted)
-    assert not is_adapted(merged)
+    assert not has_adapter(merged)
     torch.testing.assert_close(logprobs(merged), expected, rtol=0, atol=MERGED_TOLERANCE)
 
 
-def test_a_model_without_adapter_passes_through(base: PreTrainedModel) -> None:
+def test_a_model_without_adapter_is_unchanged(base: PreTrainedModel) -> None:
     expected = logprobs(base)
     with adapter_disabled(base):
         assert torch.equal(logprobs(base), expected)
@@ -143,12 +145,12 @@ def test_a_model_without_adapter_passes_through(base: PreTrainedModel) -> None:
     assert all(weights[name].data_ptr() == parameters[name].data_ptr() for name in weights)
     merge_adapter(base)
     assert torch.equal(logprobs(base), expected)
-    assert trainable(base) == list(parameters)
+    assert trainable_names(base) == list(parameters)
 
 
 def test_only_the_named_layers_are_adapted(base: PreTrainedModel) -> None:
     add_adapter(base, CONFIG.replace(target_modules=("v_proj", "layers.1.mlp.up_proj")))
-    layers = {name.partition(".lora_")[0] for name in trainable(base)}
+    layers = {name.partition(".lora_")[0] for name in trainable_names(base)}
     assert layers == {
         "model.layers.0.self_attn.v_proj",
         "model.layers.1.self_attn.v_proj",
@@ -159,18 +161,18 @@ def test_only_the_named_layers_are_adapted(base: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
-        ("c_attn", "'c_attn' is no linear layer of Qwen3ForCausalLM"),
-        ("norm", "'norm' is no linear layer of"),
+        ("c_attn", "'c_attn' is not a linear layer of Qwen3ForCausalLM"),
+        ("norm", "'norm' is not a linear layer of"),
         ("lm_head", "'lm_head' is the LM head of"),
-        ("_proj", "'_proj' is no"),
+        ("_proj", "'_proj' is not a"),
     ],
 )
-def test_other_layers_are_refused_with_those_there_are(base: PreTrainedModel, target: str, reason: str) -> None:
+def test_other_layers_are_rejected_with_the_possible_ones(base: PreTrainedModel, target: str, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         add_adapter(base, CONFIG.replace(target_modules=("q_proj", target)))
     assert reason in str(caught.value)
     assert "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in str(caught.value)
-    assert not is_adapted(base)
+    assert not has_adapter(base)
 
 
 def test_without_peft_the_extra_is_named(base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,14 +181,14 @@ def test_without_peft_the_extra_is_named(base: PreTrainedModel, monkeypatch: pyt
         add_adapter(base, CONFIG)
 
 
-def test_a_checkpoint_holds_the_adapter_alone(base: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_only_the_adapter(base: PreTrainedModel, tmp_path: Path) -> None:
     model, again = copy.deepcopy(base), copy.deepcopy(base)
     add_adapter(model, CONFIG, seed=1)
     optimizer = train(model)
     store = CheckpointStore(str(tmp_path))
     store.save(1, policy_tensors(model, optimizer), num_updates=3, report=None).wait()
     assert {name for name in store.tensor_names(1) if name.startswith("model/")} == {
-        f"model/{name}" for name in trainable(model)
+        f"model/{name}" for name in trainable_names(model)
     }
     add_adapter(again, CONFIG, seed=2)
     restored = torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=0.05)

@@ -1,3 +1,5 @@
+"""Models and tokenizers from Hugging Face folders, and what is said about unusable ones."""
+
 import json
 import shutil
 from pathlib import Path
@@ -5,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.models.load import adapter_of, load_model, load_policy, load_tokenizer, save_assets, stop_token_ids
-from infra.models.lora import trainable
+from infra.models.load import describe_adapter, load_model, load_policy, load_tokenizer, save_assets, stop_token_ids
+from infra.models.lora import trainable_names
 from rl_core.scoring import pack_row, packed_logprobs, use_packed_attention
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import ModelError
@@ -39,7 +41,7 @@ def test_a_folder_loads_in_float32_and_eval_mode(tiny: Path) -> None:
     assert stop_token_ids(config_of(tiny), tokenizer) == (tokenizer.convert_tokens_to_ids(END),)
 
 
-def test_stop_tokens_are_those_of_tokenizer_and_generation_config(folder: Path) -> None:
+def test_stop_tokens_come_from_tokenizer_and_generation_config(folder: Path) -> None:
     tokenizer = load_tokenizer(config_of(folder))
     edit_json(folder / "generation_config.json", eos_token_id=[3, tokenizer.eos_token_id])
     assert stop_token_ids(config_of(folder), tokenizer) == (3, tokenizer.eos_token_id)
@@ -48,7 +50,7 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_config(folder: Path) 
     assert stop_token_ids(config_of(folder), tokenizer) == (5, tokenizer.eos_token_id)
 
 
-def test_dropout_is_gone_in_train_mode_too(folder: Path) -> None:
+def test_dropout_is_removed_in_train_mode_too(folder: Path) -> None:
     edit_json(folder / "config.json", attention_dropout=0.5)
     model = load_model(config_of(folder)).train()
     tokens = torch.arange(8)[None]
@@ -56,7 +58,7 @@ def test_dropout_is_gone_in_train_mode_too(folder: Path) -> None:
 
 
 def packed_gradients(config: ModelConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The log-probs of two sequences by packed replay, and the gradients of their sum."""
+    """Return the log-probs of two packed sequences, and the gradients of their sum."""
     model = load_policy(config, seed=3)
     use_packed_attention(model)
     row = pack_row(torch.arange(40, 45), torch.tensor([2, 3]), torch.arange(50, 57), torch.tensor([4, 3]))
@@ -77,20 +79,20 @@ def test_gradient_checkpointing_gives_the_same_numbers(tiny: Path, lora: LoraCon
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 
 
-def test_a_policy_has_the_adapter_that_its_config_asks_for(tiny: Path) -> None:
+def test_a_policy_has_the_adapter_of_its_config(tiny: Path) -> None:
     config = config_of(tiny)
-    assert trainable(load_policy(config)) == [name for name, _ in load_model(config).named_parameters()]
+    assert trainable_names(load_policy(config)) == [name for name, _ in load_model(config).named_parameters()]
     adapted = config.replace(lora=LoraConfig(rank=2, target_modules=("q_proj",)))
-    assert {name.partition(".lora_")[0] for name in trainable(load_policy(adapted))} == {
+    assert {name.partition(".lora_")[0] for name in trainable_names(load_policy(adapted))} == {
         f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)
     }
-    assert adapter_of(config) is None
-    adapter = adapter_of(adapted)
+    assert describe_adapter(config) is None
+    adapter = describe_adapter(adapted)
     assert adapter is not None
     assert (adapter.base_model, adapter.lora) == (str(tiny.resolve()), adapted.lora)
 
 
-def test_assets_are_the_models_own_files_without_its_weights(folder: Path, tmp_path: Path) -> None:
+def test_assets_are_the_models_own_files_except_its_weights(folder: Path, tmp_path: Path) -> None:
     edit_json(folder / "config.json", dtype="bfloat16")
     edit_json(folder / "generation_config.json", eos_token_id=[3, 258])
     save_assets(config_of(folder), tmp_path / "assets")
@@ -109,7 +111,7 @@ def test_assets_are_the_models_own_files_without_its_weights(folder: Path, tmp_p
 
 def test_a_missing_folder_is_named() -> None:
     for load in (load_tokenizer, load_model):
-        with pytest.raises(ModelError, match="/no/such/folder: there is no such folder"):
+        with pytest.raises(ModelError, match="/no/such/folder: no such folder"):
             load(ModelConfig(path="/no/such/folder"))
 
 
@@ -120,7 +122,7 @@ def test_a_file_is_not_a_folder(folder: Path) -> None:
 
 def test_a_folder_without_config(folder: Path) -> None:
     (folder / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"there is no config\.json"):
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
         load_model(config_of(folder))
 
 
@@ -154,7 +156,7 @@ def test_a_tokenizer_larger_than_the_embedding(tmp_path: Path) -> None:
         load_tokenizer(config_of(folder))
 
 
-def test_missing_weights_are_refused_and_not_made_up(folder: Path) -> None:
+def test_missing_weights_are_rejected_and_not_random(folder: Path) -> None:
     edit_json(folder / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3)
     with pytest.raises(ModelError, match=r"weights are not in the folder.*layers\.2"):
         load_model(config_of(folder))

@@ -1,9 +1,10 @@
-"""Policy ranks as Ray actors: two are as one, a lost one ends the group, another number goes on from a checkpoint."""
+"""Policy ranks as Ray actors: two train as one, a lost rank ends the group, any number resumes from a checkpoint."""
 
 import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,22 @@ import torch
 from infra.ray.actors import resolve
 from infra.ray.group import WorkerGroup
 from infra.ray.object_store import address, view
-from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
-from infra.weights.layout import as_tensor, verify, views
-from infra.workers.launch import check_resources, get_group, kill_workers
+from infra.weights.layout import buffer_as_tensor, tensor_views, verify_buffer
+from infra.workers.launch import check_resources, get_group
 from infra.workers.policy import PolicyWorker
-from rl_core.columns.jagged import jagged
-from rl_core.planning import plan_forward, plan_step
+from rl_core.planning import plan_forward
 from rl_core.planning.rows import rank_rows
-from rl_core.views import decode_ints, new_batch, with_column
-from schemas.batch import BatchHandle, ChunkKey
-from schemas.config.run import RunConfig
+from rl_core.views import decode_ints, with_column
+from schemas.batch import BatchHandle
 from schemas.errors import ConfigError, NonFiniteError, WorkerLostError
-from schemas.plan import StepPlan
 from schemas.step import RunHandle, UpdateReport
+from tests.infra.policy_runs import Runs, plan_of, put_rows, with_advantages
 from tests.tiny import make_tiny_data, make_tiny_model
 
 pytestmark = pytest.mark.slow
 
 STEPS, SAVED = 5, 3
-NUM_ROWS = 12
-TOKENS = {"prompt_ids": "uint16", "response_ids": "uint16", "loss_mask": "bool", "sampler_logprobs": "float"}
 
 
 @pytest.fixture(scope="module")
@@ -47,92 +43,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def runs(folder: Path, ray_cluster: None) -> Iterator["Runs"]:
+@pytest.fixture(scope="module")
+def runs(folder: Path, ray_cluster: None) -> Iterator[Runs]:
     runs = Runs(folder)
     yield runs
-    runs.end()
-
-
-class Runs:
-    """Runs of one folder, whose workers end with the test."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._made = folder, []
-
-    def make(self, run_id: str, num_ranks: int, **sections: Any) -> RunHandle:
-        config = RunConfig.model_validate(
-            {
-                "steps": STEPS,
-                "model": {"path": str(self._folder / "model")},
-                "data": {"train_path": str(self._folder / "train.parquet")},
-                "reward": {"kind": "exact"},
-                "rollout": {"max_response_tokens": 9},
-                "optim": {"lr": 1e-3, "updates_per_step": 2},
-                "packing": {"token_budget": 24},
-                "store": {"kind": "fsspec"},
-                "runtime": {
-                    "runs_dir": str(self._folder / "runs"),
-                    "num_threads": 1,
-                    "num_policy_ranks": num_ranks,
-                    "collective_timeout_seconds": 8,
-                },
-                **sections,
-            }
-        )
-        path = self._folder / "runs" / run_id
-        directory = RunDirectory(path) if path.exists() else RunDirectory.create(config, run_id)
-        run = RunHandle(run_id=run_id, directory=str(directory.path), config=config, store_incarnation="g")
-        self._made.append(run)
-        return run
-
-    def end(self) -> None:
-        for run in self._made:
-            kill_workers(run.run_id, run.config)
-
-
-def put_rows(run: RunHandle, step: int) -> BatchHandle:
-    """Rows of one step, made up; the same for every run."""
-    generator = np.random.default_rng(step)
-    prompts, responses = generator.integers(1, 5, NUM_ROWS), generator.integers(1, 9, NUM_ROWS)
-    store = open_store(run)
-    store.open_lease(step)
-    columns = pa.record_batch(
-        {
-            "prompt_ids": jagged(generator.integers(0, 90, prompts.sum()).astype(np.uint16), prompts),
-            "response_ids": jagged(generator.integers(0, 90, responses.sum()).astype(np.uint16), responses),
-            "loss_mask": jagged(np.ones(responses.sum(), dtype=bool), responses),
-            "sampler_logprobs": jagged(-generator.random(responses.sum()).astype(np.float32), responses),
-        }
-    )
-    chunk = store.put(ChunkKey(run_id=run.run_id, step=step, stage="rollout"), columns)
-    return new_batch(run.run_id, step, step, [chunk], TOKENS, prompts, responses)
-
-
-def plan_of(run: RunHandle, batch: BatchHandle) -> StepPlan:
-    prompts, responses = decode_ints(batch.prompt_lengths), decode_ints(batch.response_lengths)
-    return plan_step(
-        prompts,
-        responses,
-        responses,
-        num_updates=2,
-        num_ranks=run.config.runtime.num_policy_ranks,
-        token_budget=run.config.packing.token_budget,
-        seed=batch.step,
-    )
-
-
-def with_advantages(run: RunHandle, batch: BatchHandle, poisoned: int | None = None) -> BatchHandle:
-    values = np.random.default_rng(100 + batch.step).standard_normal(NUM_ROWS).astype(np.float32)
-    if poisoned is not None:
-        values[poisoned] = np.nan
-    key = ChunkKey(run_id=run.run_id, step=batch.step, stage="advantage")
-    chunk = open_store(run).put(key, pa.record_batch({"advantages": pa.array(values)}), batch)
-    return with_column(batch, {"advantages": "float"}, [chunk], range(NUM_ROWS))
+    runs.kill_workers()
 
 
 async def scored(run: RunHandle, group: "WorkerGroup | Alone", step: int) -> BatchHandle:
-    """A step's rows with the policy's own log-probs, which the ranks put."""
+    """Return a step's rows with the policy's own log-probs, which the ranks put."""
     batch = put_rows(run, step)
     plan = plan_forward(
         decode_ints(batch.prompt_lengths),
@@ -151,26 +70,26 @@ async def train_step(run: RunHandle, group: "WorkerGroup | Alone", step: int) ->
 
 
 async def weights(group: "WorkerGroup | Alone", version: int) -> dict[str, torch.Tensor]:
-    """The version's whole weights, as a rollout worker receives them."""
+    """Return the version's whole weights, as a rollout worker receives them."""
     if isinstance(group, Alone):
         with group.ranks[0].weights(version) as alone:
             return {name: tensor.clone() for name, tensor in alone.items()}
     (data, sent), others = group.call_with_refs("send_weights", version, "object_store", address())
     handle = (await resolve(sent, "send_weights")).handle
     await others
-    buffer = as_tensor(view(data))
-    verify(handle, buffer)
-    return {name: tensor.clone() for name, tensor in views(buffer, handle.tensors).items()}
+    buffer = buffer_as_tensor(view(data))
+    verify_buffer(handle, buffer)
+    return {name: tensor.clone() for name, tensor in tensor_views(buffer, handle.tensors).items()}
 
 
 def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    """The largest relative difference of a parameter's norm."""
+    """Return the largest norm of a parameter's difference, relative to the parameter's norm."""
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).norm() / first[name].norm()) for name in first)
 
 
 async def train(run: RunHandle, group: "WorkerGroup | Alone", steps: range) -> list[UpdateReport]:
-    """Train some steps; the checkpoint of the middle one is saved."""
+    """Train some steps, and save the checkpoint of version `SAVED`."""
     reports = []
     for step in steps:
         open_store(run).clear(step)
@@ -194,60 +113,109 @@ class Alone:
         return [getattr(self.ranks[0], method)(*args)]
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A run after all of its steps."""
+
+    run: RunHandle
+    reports: list[UpdateReport]
+    weights: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def alone(runs: Runs) -> Trained:
+    """A run of one rank."""
+    return asyncio.run(_train_alone(runs.make("alone", 1, STEPS)))
+
+
+async def _train_alone(run: RunHandle) -> Trained:
+    one = Alone(run)
+    version = one.ranks[0].handle().version
+    reports = await train(run, one, range(version, STEPS))
+    return Trained(run, reports, await weights(one, STEPS))
+
+
+@pytest.fixture(scope="module")
+def pair(runs: Runs) -> Trained:
+    """A run of two ranks, whose workers are left running."""
+
+    async def train_pair(run: RunHandle) -> Trained:
+        two = await get_group(run, "policy")
+        reports = await train(run, two, range(STEPS))
+        return Trained(run, reports, await weights(two, STEPS))
+
+    return asyncio.run(train_pair(runs.make("pair", 2, STEPS)))
+
+
+async def trained_group(run: RunHandle) -> WorkerGroup:
+    """Return a run's group after all steps; if an earlier test has killed it, it resumes from the checkpoint."""
+    group = await get_group(run, "policy")
+    version = (await group.call("handle"))[0].version
+    await train(run, group, range(version, STEPS))
+    return group
+
+
 def pids(group: WorkerGroup) -> list[int]:
     return [ray.get(rank.__ray_call__.remote(lambda worker: os.getpid())) for rank in group.ranks]
 
 
-def test_two_ranks_are_as_one_and_end_together(runs: Runs) -> None:
-    alone, pair, steps = runs.make("alone", 1), runs.make("pair", 2), range(STEPS)
+def test_two_ranks_train_as_one(alone: Trained, pair: Trained) -> None:
+    assert distance(alone.weights, pair.weights) < 1e-6
+    for mine, ours in zip(alone.reports, pair.reports, strict=True):
+        assert mine.metrics.keys() == ours.metrics.keys()
+        for name, metric in mine.metrics.items():
+            assert ours.metrics[name].value == pytest.approx(metric.value, rel=1e-4, abs=1e-6), name
 
-    async def scene() -> None:
-        one = Alone(alone)
-        expected_reports = await train(alone, one, steps)
-        expected = await weights(one, STEPS)
 
-        two = await get_group(pair, "policy")
-        reports = await train(pair, two, steps)
-        assert distance(expected, await weights(two, STEPS)) < 1e-6
-        for mine, ours in zip(expected_reports, reports, strict=True):
-            assert mine.metrics.keys() == ours.metrics.keys()
-            for name, metric in mine.metrics.items():
-                assert ours.metrics[name].value == pytest.approx(metric.value, rel=1e-4, abs=1e-6), name
-
-        # A loss that is not finite on one rank stops both before either steps.
-        batch = await scored(pair, two, STEPS)
-        plan = plan_of(pair, batch)
-        row = plan.updates[0].ranks[1][0].rows[0]
-        with pytest.raises(NonFiniteError, match=rf"rows \[{row}\] of .*whose advantages are not .* columns are in"):
-            await two.call("update", with_advantages(pair, batch, poisoned=row), plan, STEPS)
-        (saved,) = (Path(pair.directory) / "non_finite").glob(f"step-{STEPS:06d}-rank-1.arrow")
-        assert pa.ipc.open_file(saved).read_all().num_rows == 1
-
-        # Each goes on from the other's checkpoint, and a dead rank ends the group: it is gathered again from there.
-        assert distance(expected, await go_on(runs.make("pair", 1))) < 1e-6
-        resumed = runs.make("alone", 2)
-        two = await get_group(resumed, "policy")
-        assert (await two.call("handle"))[0].version == SAVED
+def test_a_dead_rank_ends_the_group_and_the_next_resumes_from_the_checkpoint(alone: Trained, pair: Trained) -> None:
+    async def lose_and_resume() -> dict[str, torch.Tensor]:
+        two = await trained_group(pair.run)
         os.kill(pids(two)[1], signal.SIGKILL)
         with pytest.raises(WorkerLostError):
-            await train(resumed, two, range(SAVED, STEPS))
-        two = await get_group(resumed, "policy")
-        await train(resumed, two, range(SAVED, STEPS))
-        assert distance(expected, await weights(two, STEPS)) < 1e-6
+            await train(pair.run, two, range(STEPS, STEPS + 1))
+        two = await get_group(pair.run, "policy")
+        assert (await two.call("handle"))[0].version == SAVED
+        await train(pair.run, two, range(SAVED, STEPS))
+        return await weights(two, STEPS)
 
+    assert distance(alone.weights, asyncio.run(lose_and_resume())) < 1e-6
+
+
+def test_a_non_finite_loss_on_one_rank_stops_both_before_either_steps(pair: Trained) -> None:
+    async def poison() -> None:
+        two = await trained_group(pair.run)
+        batch = await scored(pair.run, two, STEPS)
+        plan = plan_of(pair.run, batch)
+        row = plan.updates[0].ranks[1][0].rows[0]
+        with pytest.raises(NonFiniteError, match=rf"rows \[{row}\] of .*whose advantages are not .* columns are in"):
+            await two.call("update", with_advantages(pair.run, batch, poisoned=row), plan, STEPS)
+
+    asyncio.run(poison())
+    (saved,) = (Path(pair.run.directory) / "non_finite").glob(f"step-{STEPS:06d}-rank-1.arrow")
+    assert pa.ipc.open_file(saved).read_all().num_rows == 1
+
+
+def test_one_rank_resumes_from_a_checkpoint_of_two(runs: Runs, alone: Trained, pair: Trained) -> None:
+    resumed = runs.make("pair", 1, STEPS)
+    assert Alone(resumed).ranks[0].handle().version == SAVED
+    assert distance(alone.weights, asyncio.run(_train_alone(resumed)).weights) < 1e-6
+
+
+def test_two_ranks_resume_from_a_checkpoint_of_one_and_a_stopped_rank_is_lost(runs: Runs, alone: Trained) -> None:
+    resumed = runs.make("alone", 2, STEPS)
+
+    async def resume_and_stop() -> None:
+        two = await get_group(resumed, "policy")
+        assert (await two.call("handle"))[0].version == SAVED
+        await train(resumed, two, range(SAVED, STEPS))
+        assert distance(alone.weights, await weights(two, STEPS)) < 1e-6
         os.kill(pids(two)[1], signal.SIGSTOP)
         with pytest.raises(WorkerLostError, match="lost the other ranks"):
             await weights(two, STEPS)
 
-    async def go_on(run: RunHandle) -> dict[str, torch.Tensor]:
-        one = Alone(run)
-        assert one.ranks[0].handle().version == SAVED
-        await train(run, one, range(SAVED, STEPS))
-        return await weights(one, STEPS)
-
-    asyncio.run(scene())
+    asyncio.run(resume_and_stop())
 
 
-def test_more_ranks_than_cores_are_refused(runs: Runs) -> None:
+def test_more_ranks_than_cores_are_rejected(runs: Runs) -> None:
     with pytest.raises(ConfigError, match=r"runtime\.num_policy_ranks = 64, but the Ray cluster has 2 cores"):
-        check_resources(runs.make("many", 64).config)
+        check_resources(runs.make("many", 64, STEPS).config)

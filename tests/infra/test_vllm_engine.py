@@ -1,9 +1,9 @@
-"""The vLLM engine against the transformers model of the same weights: what it draws, its log-probs, its weights."""
+"""The vLLM engine against the transformers model of the same weights: its samples, log-probs and weights."""
 
 import copy
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
+from infra.engines.base import Sampling, generate_all
 from infra.engines.open import open_engine
 from infra.engines.vllm.engine import VllmEngine
 from infra.engines.vllm.start import open_vllm
@@ -24,6 +24,16 @@ from schemas.config.reward import ExactReward
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, NonFiniteError, WeightsError
+from tests.infra.engine_checks import (
+    UNFIT_WEIGHTS,
+    assert_degenerate_requests_work,
+    assert_identical,
+    assert_logprobs,
+    assert_stop_tokens_end_responses,
+    greedy,
+    plain_logprobs,
+    request,
+)
 from tests.tiny import make_tiny_model
 
 pytestmark = [
@@ -33,25 +43,27 @@ pytestmark = [
     ),
 ]
 
-PROMPTS = [[5, 6, 7], [200, 3, 100, 42, 17, 9, 30] * 10, [11]]  # the second fills two blocks of the KV cache
+PROMPTS = [[5, 6, 7], [200, 3, 100, 42, 17, 9, 30] * 10, [11]]  # the second one fills two blocks of the KV cache
 MAX_MODEL_LEN = 128
 ROLLOUT = VllmRollout(cache_bytes=2**22, max_response_tokens=50, stop=("never in any text",))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"), head_dim=32)  # the least of vLLM's CPU kernels
+    return make_tiny_model(
+        tmp_path_factory.mktemp("model"), head_dim=32
+    )  # the smallest that vLLM's CPU kernels support
 
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """The variables of this process before an engine is started in it."""
+    """The environment variables of this process before an engine is started in it."""
     return dict(os.environ)
 
 
 @pytest.fixture(scope="module")
 def started(folder: Path, environment: dict[str, str]) -> Iterator[VllmEngine]:
-    """One engine for all tests of this file: a start takes seconds."""
+    """One engine for all tests of this module: a start takes seconds."""
     config = RunConfig(
         steps=1,
         model=ModelConfig(path=str(folder)),
@@ -67,7 +79,7 @@ def started(folder: Path, environment: dict[str, str]) -> Iterator[VllmEngine]:
 
 @pytest.fixture
 def engine(started: VllmEngine, model: PreTrainedModel) -> VllmEngine:
-    """The engine, with the folder's weights, whatever the test before has loaded."""
+    """The engine with the folder's weights, whatever the previous test has loaded."""
     if started.version:
         started.load_weights(dict(model.named_parameters()), version=0)
     return started
@@ -78,36 +90,7 @@ def model(folder: Path) -> PreTrainedModel:
     return load_model(ModelConfig(path=str(folder)))
 
 
-def request(prompt: Sequence[int], *seeds: int) -> GenerationRequest:
-    return GenerationRequest(np.array(prompt), seeds)
-
-
-def plain_logprobs(
-    model: PreTrainedModel, prompt: Sequence[int], response: np.ndarray, temperature: float
-) -> np.ndarray:
-    """Log-probs of `response` by one forward over the unpadded sequence."""
-    tokens = torch.tensor([*prompt, *response.tolist()])
-    with torch.no_grad():
-        logits = model(tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    return (logits / temperature).log_softmax(-1).gather(-1, tokens[len(prompt) :, None])[:, 0].numpy()
-
-
-def assert_identical(ours: Sequence[Generation], theirs: Sequence[Generation]) -> None:
-    assert [g.token_ids.tolist() for g in ours] == [g.token_ids.tolist() for g in theirs]
-    assert [g.logprobs.tobytes() for g in ours] == [g.logprobs.tobytes() for g in theirs]
-    assert [g.finish_reason for g in ours] == [g.finish_reason for g in theirs]
-
-
-def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    output = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=count,
-        eos_token_id=None,
-    )  # fmt: skip
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
-
-
-def test_what_vllm_can_not_run_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_model_or_size_that_vllm_cannot_run_is_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"can't run the model .* in float32 with sequences of 128 tokens: .*cache"):
         open_vllm(ModelConfig(path=str(folder)), VllmRollout(cache_bytes=2**10), MAX_MODEL_LEN)
     odd = make_tiny_model(tmp_path, head_dim=8)
@@ -115,15 +98,15 @@ def test_what_vllm_can_not_run_is_refused(folder: Path, tmp_path: Path) -> None:
         open_vllm(ModelConfig(path=str(odd)), ROLLOUT, MAX_MODEL_LEN)
 
 
-def test_a_closed_engine_gives_back_its_memory_and_its_place(folder: Path, model: PreTrainedModel) -> None:
-    # Before the other tests' engine is started: there is room for one in a process.
+def test_a_closed_engine_frees_its_memory_for_another(folder: Path, model: PreTrainedModel) -> None:
+    # Runs before the other tests' engine is started: a process can have only one.
     torch.set_num_threads(2)
     large = open_vllm(ModelConfig(path=str(folder)), VllmRollout(cache_bytes=2**28, dtype="bfloat16"), MAX_MODEL_LEN)
     assert torch.get_num_threads() == 2
     large.load_weights(dict(model.named_parameters()), version=1)  # from float32
     (generation,) = generate_all(large, [request(PROMPTS[0], 1)], Sampling(30))
     expected = plain_logprobs(copy.deepcopy(model).to(torch.bfloat16), PROMPTS[0], generation.token_ids, 1)
-    np.testing.assert_allclose(generation.logprobs, expected, rtol=0, atol=0.3)  # of 8 bits
+    assert_logprobs(generation, expected, tolerance=0.3)  # a significand of 8 bits
     full = psutil.Process().memory_info().rss
     large.close()
     assert full - psutil.Process().memory_info().rss > 0.9 * 2**28
@@ -135,22 +118,19 @@ def test_greedy_equals_transformers_generate(engine: VllmEngine, model: PreTrain
         assert generation.token_ids.dtype == np.int32
         assert generation.token_ids.tolist() == greedy(model, prompt, 24)
         assert generation.finish_reason == "length"
-        np.testing.assert_allclose(
-            generation.logprobs, plain_logprobs(model, prompt, generation.token_ids, 1), atol=1e-5
-        )
+        assert_logprobs(generation, plain_logprobs(model, prompt, generation.token_ids, 1))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9, "top_k": 40}, {"min_p": 0.1}, {"top_k": 1}])
-def test_logprobs_are_those_before_anything_is_cut_off(
-    engine: VllmEngine, model: PreTrainedModel, temperature: float, cut: dict[str, float]
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.9, "top_k": 40}, {"min_p": 0.1}, {"top_k": 1}])
+def test_logprobs_are_those_before_truncation(
+    engine: VllmEngine, model: PreTrainedModel, temperature: float, truncation: dict[str, float]
 ) -> None:
-    sampling = Sampling(50, temperature, stop_token_ids=(5, 50, 150), **cut)  # type: ignore[arg-type]
+    sampling = Sampling(50, temperature, stop_token_ids=(5, 50, 150), **truncation)  # type: ignore[arg-type]
     generations = generate_all(engine, [request(prompt, 1, 2) for prompt in PROMPTS], sampling)
     for row, generation in enumerate(generations):
-        assert generation.logprobs.dtype == np.float32
         expected = plain_logprobs(model, PROMPTS[row // 2], generation.token_ids, temperature)
-        np.testing.assert_allclose(generation.logprobs, expected, rtol=0, atol=2e-5)
+        assert_logprobs(generation, expected, tolerance=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +156,7 @@ def test_samples_follow_the_probabilities(engine: VllmEngine, model: PreTrainedM
     assert np.abs(deviations).max() < 4.5  # a normal's 4.5 sigma: once in 150,000
 
 
-def test_the_same_call_again_is_the_same_bit_for_bit(engine: VllmEngine) -> None:
+def test_a_repeated_call_gives_the_same_samples_bit_for_bit(engine: VllmEngine) -> None:
     requests = [request(prompt, 1, 2**64 - 1, 2**63) for prompt in PROMPTS]
     sampling = Sampling(40, top_p=0.95, stop_token_ids=(5, 50))
     first = generate_all(engine, requests, sampling)
@@ -194,25 +174,25 @@ def test_a_sample_does_not_depend_on_its_batch(engine: VllmEngine) -> None:
         np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
 
 
-def test_more_samples_than_fit_are_generated_in_turn(engine: VllmEngine, model: PreTrainedModel) -> None:
-    # 300 rows of up to 120 tokens of 1,024 bytes: more than max_num_seqs, and 36 MB for a cache of 4 MiB.
+def test_more_samples_than_fit_are_generated_one_after_another(engine: VllmEngine, model: PreTrainedModel) -> None:
+    # 300 rows of up to 120 tokens of 1,024 bytes: more than max_num_seqs, and 36 MB in a cache of 4 MiB.
     generations = generate_all(engine, [request(PROMPTS[1], *range(300))], Sampling(50, stop_token_ids=(5, 50, 150)))
     assert len({generation.token_ids.tobytes() for generation in generations}) > 250  # some are short
     for generation in generations[::30]:
         expected = plain_logprobs(model, PROMPTS[1], generation.token_ids, 1)
-        np.testing.assert_allclose(generation.logprobs, expected, rtol=0, atol=2e-5)
+        assert_logprobs(generation, expected, tolerance=2e-5)
 
 
-def test_samples_come_when_they_are_finished(engine: VllmEngine) -> None:
+def test_samples_are_yielded_as_soon_as_they_finish(engine: VllmEngine) -> None:
     sampling = Sampling(50, temperature=1.5, stop_token_ids=tuple(range(0, 256, 16)))
     found = list(engine.generate([request(prompt, *range(8)) for prompt in PROMPTS], sampling))
     lengths = [len(generation.token_ids) for _, generation in found]
     assert sorted(number for number, _ in found) == list(range(24))
-    assert lengths == sorted(lengths)  # all start together: the shortest is the first
+    assert lengths == sorted(lengths)  # all start together, so the shortest comes first
     assert lengths[0] < lengths[-1]
 
 
-def test_a_call_that_nobody_listens_to_leaves_nothing(engine: VllmEngine) -> None:
+def test_an_abandoned_call_leaves_nothing_behind(engine: VllmEngine) -> None:
     requests, sampling = [request(prompt, 1, 2, 3) for prompt in PROMPTS], Sampling(40, stop_token_ids=(5, 50))
     whole = generate_all(engine, requests, sampling)
     abandoned = engine.generate(requests, sampling)
@@ -222,26 +202,18 @@ def test_a_call_that_nobody_listens_to_leaves_nothing(engine: VllmEngine) -> Non
     assert_identical(generate_all(engine, requests, sampling), whole)
 
 
-def test_stop_tokens_end_a_response(engine: VllmEngine) -> None:
-    free = generate_all(engine, [request(PROMPTS[0], *range(8))], Sampling(30))
-    stops = (int(free[0].token_ids[3]), int(free[1].token_ids[11]))
-    stopped = generate_all(engine, [request(PROMPTS[0], *range(8))], Sampling(30, stop_token_ids=stops))
-    for before, after in zip(free, stopped, strict=True):
-        hits = np.flatnonzero(np.isin(before.token_ids, stops))
-        length = hits[0] + 1 if len(hits) else 30
-        assert after.token_ids.tolist() == before.token_ids[:length].tolist()
-        assert after.finish_reason == ("stop" if len(hits) else "length")
-        assert len(after.logprobs) == length
+def test_responses_end_with_their_first_stop_token(engine: VllmEngine) -> None:
+    assert_stop_tokens_end_responses(engine, PROMPTS[0])
 
 
-def test_stop_texts_end_a_response_with_the_token_that_completes_them(engine: VllmEngine, folder: Path) -> None:
-    free = generate_all(engine, [request(PROMPTS[0], *range(16))], Sampling(60, top_k=0))
+def test_stop_strings_end_a_response_with_the_token_that_completes_them(engine: VllmEngine, folder: Path) -> None:
+    unstopped = generate_all(engine, [request(PROMPTS[0], *range(16))], Sampling(60, top_k=0))
     tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
-    texts = [[tokenizer.decode(g.token_ids[: n + 1], skip_special_tokens=True) for n in range(60)] for g in free]
+    texts = [[tokenizer.decode(g.token_ids[: n + 1], skip_special_tokens=True) for n in range(60)] for g in unstopped]
     stops = (texts[0][20].strip("\ufffd")[-2:], "A", "zz")
     stopped = generate_all(engine, [request(PROMPTS[0], *range(16))], Sampling(60, stop=stops))
     ended = 0
-    for before, after, prefixes in zip(free, stopped, texts, strict=True):
+    for before, after, prefixes in zip(unstopped, stopped, texts, strict=True):
         hits = [n for n, text in enumerate(prefixes) if any(stop in text for stop in stops)]
         assert after.token_ids.tolist() == before.token_ids[: hits[0] + 1 if hits else 60].tolist()
         assert after.finish_reason == ("stop" if hits else "length")
@@ -250,11 +222,7 @@ def test_stop_texts_end_a_response_with_the_token_that_completes_them(engine: Vl
 
 
 def test_degenerate_requests(engine: VllmEngine) -> None:
-    assert generate_all(engine, [], Sampling(4)) == []
-    assert generate_all(engine, [request(PROMPTS[0])], Sampling(4)) == []
-    assert [len(g.token_ids) for g in generate_all(engine, [request([9]), request([9], 1)], Sampling(1))] == [1]
-    with pytest.raises(ValueError, match="request 1 has an empty prompt"):
-        generate_all(engine, [request([9], 1), request([], 1)], Sampling(4))
+    assert_degenerate_requests_work(engine, PROMPTS[0])
     with pytest.raises(ValueError, match=r"request 0 has a prompt of 70 tokens.*prompts of at most 28"):
         generate_all(engine, [request(PROMPTS[1], 1)], Sampling(100))
 
@@ -270,17 +238,10 @@ def test_loaded_weights_are_those_of_a_fresh_engine(engine: VllmEngine, tmp_path
     assert before[0].token_ids.tolist() != after[0].token_ids.tolist()
     for row, generation in enumerate(after):
         expected = plain_logprobs(other, PROMPTS[row // 2], generation.token_ids, 0.7)
-        np.testing.assert_allclose(generation.logprobs, expected, rtol=0, atol=2e-5)
+        assert_logprobs(generation, expected, tolerance=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"model.norm.weight": None}, "missing ['model.norm.weight']"),
-        ({"extra": torch.zeros(1)}, "unknown ['extra']"),
-        ({"model.norm.weight": torch.zeros(1)}, "of another shape ['model.norm.weight']"),
-    ],
-)
+@UNFIT_WEIGHTS
 def test_weights_that_do_not_fit_change_nothing(
     engine: VllmEngine, model: PreTrainedModel, changes: dict[str, torch.Tensor | None], text: str
 ) -> None:
@@ -293,7 +254,7 @@ def test_weights_that_do_not_fit_change_nothing(
     assert_identical(generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12)), before)
 
 
-def test_weights_that_have_diverged_are_an_error(engine: VllmEngine, model: PreTrainedModel) -> None:
+def test_diverged_weights_raise(engine: VllmEngine, model: PreTrainedModel) -> None:
     engine.load_weights({n: torch.full_like(t, torch.nan) for n, t in model.named_parameters()}, version=1)
     with pytest.raises(NonFiniteError, match="diverged"):
         generate_all(engine, [request(PROMPTS[0], 1, 2)], Sampling(4))
@@ -306,9 +267,9 @@ def test_nothing_listens_beyond_this_machine(engine: VllmEngine) -> None:
     assert not [child for child in process.children() if "vllm" in " ".join(child.cmdline())]
 
 
-def test_the_process_stays_as_it_was(environment: dict[str, str], engine: VllmEngine) -> None:
+def test_the_process_settings_are_restored(environment: dict[str, str], engine: VllmEngine) -> None:
     assert "LD_PRELOAD" not in os.environ
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # weights may come by another interface
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # weights may arrive through another interface
         assert os.environ.get(name) == environment.get(name)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)

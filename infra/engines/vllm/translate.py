@@ -1,4 +1,4 @@
-"""Sampling settings to vLLM's, and its outputs to ours."""
+"""Translate sampling settings to vLLM's, and its outputs to ours."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from schemas.errors import NonFiniteError
 
 
 def vllm_params(sampling: Sampling, seed: int) -> Any:
-    """vLLM's parameters of one sample."""
+    """Return vLLM's parameters for one sample."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -22,8 +22,8 @@ def vllm_params(sampling: Sampling, seed: int) -> Any:
         max_tokens=sampling.max_response_tokens,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # the model's own is among the stop tokens
-        logprobs=0,  # of the sampled token
+        ignore_eos=True,  # the model's own is one of the stop tokens
+        logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -34,6 +34,6 @@ def generation(output: Any) -> Generation:
     """Translate a finished `CompletionOutput`."""
     logprobs = np.array(output.logprobs.logprobs, dtype=np.float32)
     if not np.isfinite(logprobs).all():
-        raise NonFiniteError("the model's logits are not finite; the weights it was given have diverged")
+        raise NonFiniteError("the model's logits are not finite; its weights have diverged")
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     return Generation(np.array(output.token_ids, dtype=np.int32), logprobs, output.finish_reason)

@@ -1,28 +1,28 @@
-"""A batch that reward processes score, while the caller does something else."""
+"""A batch that reward processes score while the caller does something else."""
 
 import threading
 from collections.abc import Callable
 
-from infra.rewards.base import Scoring
-from infra.rewards.work import Work
+from infra.rewards.base import RewardBatch
+from infra.rewards.queue import RewardQueue
 from rl_core.rewards import RewardItem, RewardOutcome
 
 
-class PoolScoring(Scoring):
-    """One batch of a pool, and the thread that serves its processes until the batch is done.
+class PoolRewardBatch(RewardBatch):
+    """One batch of a pool, and the thread that serves the pool's processes until the batch is done.
 
-    Without a thread, a process that has answered would wait for work, and one that is stuck would go on, until the
-    caller comes by with its next item.
+    Without the thread, a process that has answered would idle and a stuck one would keep running until the caller added
+    its next item.
 
     Args:
         serve: Serves the pool's processes until a batch is over.
         release: Makes the pool ready for another batch.
     """
 
-    def __init__(self, serve: Callable[[Work], None], release: Callable[[], None]) -> None:
+    def __init__(self, serve: Callable[[RewardQueue], None], release: Callable[[], None]) -> None:
         self._serve = serve
         self._release = release
-        self._work = Work()
+        self._queue = RewardQueue()
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
         self._error: BaseException | None = None
         self._closed = False
@@ -32,35 +32,35 @@ class PoolScoring(Scoring):
         self._thread.start()
 
     def add(self, number: int, item: RewardItem) -> None:
-        """Hand an item over; a process that can take it gets it at once."""
+        """Submit an item; it goes at once to a process that can take it."""
         assert not self._closed, "the batch is finished or closed"
         self._raise_error()
-        self._work.add(number, item)
+        self._queue.add(number, item)
 
     def finish(self) -> dict[int, RewardOutcome]:
-        """Wait for the rest; return every outcome by its item's number, and close."""
+        """Wait for the remaining items, return every outcome by its item's number, and close."""
         assert not self._closed, "the batch is finished or closed"
         try:
-            self._work.end()
+            self._queue.finish()
             self._thread.join()
             self._raise_error()
-            return self._work.outcomes
+            return self._queue.outcomes
         finally:
             self.close()
 
     def close(self) -> None:
-        """Drop what has no outcome yet, and replace the processes that are still at it."""
+        """Drop all items without an outcome, and replace the processes that are still scoring one."""
         if self._closed:
             return
         self._closed = True
-        self._work.abandon()
+        self._queue.abandon()
         self._thread.join()
-        self._work.close()
+        self._queue.close()
         self._release()
 
     def _run(self) -> None:
         try:
-            self._serve(self._work)
+            self._serve(self._queue)
         except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
             self._error = error
 

@@ -1,0 +1,135 @@
+"""The process group in which weights are broadcast: NCCL between GPUs, gloo between CPUs.
+
+It is separate from the process group in which the policy's ranks train.
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from infra.ray.rendezvous import Rendezvous, listen_on
+from schemas.errors import WorkerLostError
+from schemas.step import ProcessGroupHandle
+
+_POLL_SECONDS = 0.0005
+
+
+def open_rendezvous(host: str, num_receivers: int) -> tuple[Rendezvous, ProcessGroupHandle]:
+    """Host the rendezvous of a new group on the policy's rank 0, which must keep it as long as the group."""
+    num_ranks = 1 + num_receivers
+    rendezvous = Rendezvous(host, num_ranks)
+    return rendezvous, ProcessGroupHandle(
+        group_id=uuid.uuid4().hex, host=host, port=rendezvous.port, num_ranks=num_ranks
+    )
+
+
+class WeightGroup:
+    """One member's side of the group. After a failure, the members have to form a new group.
+
+    Attributes:
+        group_id: The group's id; empty once this member has left.
+        device: The device of broadcast tensors.
+    """
+
+    def __init__(
+        self, group: ProcessGroupHandle, rank: int, host: str, device: torch.device, timeout_seconds: float
+    ) -> None:
+        """Join the group, and wait for the other members.
+
+        Args:
+            group: The group to join.
+            rank: This member's rank; 0 is the sender.
+            host: This node's address; nothing listens on any other.
+            device: This member's own GPU, or the CPU; the same kind for all members.
+            timeout_seconds: The longest wait for the other members, now and in each broadcast.
+
+        Raises:
+            WorkerLostError: The other members did not join in time.
+        """
+        self.group_id, self.device = group.group_id, device
+        self._rank, self._timeout = rank, timeout_seconds
+        listen_on(host)
+        try:
+            self._backend = self._connect(group, host)
+        except (dist.DistError, RuntimeError) as error:
+            raise WorkerLostError(
+                f"member {rank} of {group.num_ranks} could not join the weight group: {error}"
+            ) from None
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copy the sender's tensor to the receivers' (contiguous, on the group's device); return when that is done.
+
+        Raises:
+            WorkerLostError: A member is gone, or did not take part in time; this member has left the group.
+        """
+        if not self.group_id:
+            raise WorkerLostError("this member has left the weight group; form a new one")
+        options = dist.BroadcastOptions()
+        options.rootRank, options.asyncOp = 0, True
+        try:
+            self._wait(self._backend.broadcast([tensor], options))
+        except (dist.DistError, RuntimeError) as error:
+            self.leave()
+            raise WorkerLostError(f"member {self._rank} of the weight group lost the others: {error}") from None
+
+    def leave(self) -> None:
+        """Leave the group; the other members' broadcasts then fail or time out."""
+        if self.group_id:
+            self.group_id = ""
+            self._backend.abort()
+            self._backend = None  # gloo closes its connections only now
+
+    @contextmanager
+    def leave_on_error(self) -> Iterator[None]:
+        """Leave the group if the block fails, so that the other members don't wait for this one."""
+        try:
+            yield
+        except BaseException:
+            self.leave()
+            raise
+
+    def _connect(self, group: ProcessGroupHandle, host: str) -> Any:
+        timeout = timedelta(seconds=self._timeout)
+        address = TCPStore(group.host, group.port, group.num_ranks, is_master=False, timeout=timeout)
+        store = PrefixStore(group.group_id, address)
+        store.set(f"member-{self._rank}", "")
+        store.wait([f"member-{rank}" for rank in range(group.num_ranks)], timeout)  # NCCL would wait forever
+        if self.device.type == "cuda":
+            return _open_nccl(store, self._rank, group.num_ranks, 2 * timeout)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        return dist.ProcessGroupGloo(store, self._rank, group.num_ranks, options)
+
+    def _wait(self, work: Any) -> None:
+        deadline = time.monotonic() + self._timeout
+        while not work.is_completed():  # not `wait`: with NCCL, that only enqueues on the CUDA stream
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"timed out after {self._timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+        work.wait()
+
+
+def _open_nccl(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any:
+    """Return a process group over NCCL whose watchdog doesn't kill this process if a member is lost."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"  # clean up only; read when the group is created
+    try:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

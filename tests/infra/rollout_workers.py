@@ -1,0 +1,118 @@
+"""Rollout workers as plain objects, on a store in memory."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from infra.stores.memory import MemoryStore
+from infra.workers.rollout import RolloutWorker
+from rl_core.views import new_batch
+from schemas.config.run import RunConfig
+from schemas.rollout import PutResult, RolloutShard
+from schemas.step import RunHandle
+from tests.tiny import make_tiny_data, make_tiny_model
+
+NUM_PROMPTS, NUM_SAMPLES = 5, 3
+GROUPS = range(NUM_PROMPTS)  # of a step's own prompts
+
+REWARDS = """
+def parts(prompt, completion, answer, info):
+    return {"reward": len(completion) / 10, "index": info["index"]}
+
+def fails_for_some(prompt, completion, answer, info):
+    if int(answer) % 2:
+        raise RuntimeError(f"no reward for {prompt}")
+    return 1.0
+
+def fails(prompt, completion, answer, info):
+    raise RuntimeError("no reward at all")
+
+def hangs_for_one(prompt, completion, answer, info):
+    while int(answer) == 1:
+        pass
+    return {"reward": 1.0, "length": len(completion)}
+
+def is_even(prompt, completion, answer, info):
+    return 1.0 - int(answer) % 2
+"""
+
+
+def make_folder(folder: Path) -> Path:
+    """Write a model, 7 training prompts, 4 held-out ones and the rewards, and return the folder."""
+    make_tiny_model(folder / "model")
+    make_tiny_data(folder / "train.parquet", 7)
+    make_tiny_data(folder / "eval.parquet", 4)
+    (folder / "rollout_rewards.py").write_text(REWARDS)
+    return folder
+
+
+def run_of(
+    folder: Path, *, reward: str = "parts", limits: dict | None = None, num_workers: int = 1, **changes: object
+) -> RunHandle:
+    fields = {
+        "steps": 3,
+        "model": {"path": str(folder / "model")},
+        "data": {"train_path": str(folder / "train.parquet"), "eval_path": str(folder / "eval.parquet")},
+        "reward": {
+            "kind": "function",
+            "path": f"rollout_rewards:{reward}",
+            "max_failure_fraction": 0.7,
+            **(limits or {"num_processes": 0, "timeout_seconds": None}),
+        },
+        "rollout": {
+            "num_prompts": NUM_PROMPTS,
+            "samples_per_prompt": NUM_SAMPLES,
+            "max_response_tokens": 8,
+            "num_workers": num_workers,
+        },
+        "runtime": {"num_threads": 1},
+    }
+    config = RunConfig.model_validate(fields | changes)
+    return RunHandle(run_id="run", directory=str(folder), config=config, store_incarnation="memory")
+
+
+def worker_of(run: RunHandle, shard: int = 0, store: MemoryStore | None = None) -> RolloutWorker:
+    worker = RolloutWorker(run, shard, store or open_store())
+    worker.start()
+    return worker
+
+
+def open_store() -> MemoryStore:
+    store = MemoryStore("run", 2**20)
+    for step in range(3):
+        store.open_lease(step)
+    return store
+
+
+def read(store: MemoryStore, shard: RolloutShard, result: PutResult, step: int = 0) -> pa.RecordBatch:
+    batch = new_batch(
+        run_id="run",
+        step=step,
+        policy_version=0,
+        chunks=[result.chunk],
+        dtypes=result.dtypes,
+        prompt_lengths=np.array(shard.prompt_lengths),
+        response_lengths=np.array(shard.response_lengths),
+    )
+    return store.read(batch, batch.columns)
+
+
+def put(worker: RolloutWorker, shard: RolloutShard, step: int = 0, parts: tuple[str, ...] | None = None) -> PutResult:
+    return worker.put(step, shard.shard, shard.kept, tuple(shard.parts) if parts is None else parts)
+
+
+def rows_of(store: MemoryStore, worker: RolloutWorker, shard: RolloutShard, step: int = 0) -> dict[str, dict]:
+    """Put a shard, and return its stored rows by sample."""
+    stored = read(store, shard, put(worker, shard, step), step)
+    return {row["sample_id"]: row for row in stored.to_pylist()}
+
+
+def assert_same_rows(found: dict[str, dict], expected: dict[str, dict]) -> None:
+    """Assert that rows are equal, up to the last bits of the log-probs: they depend on the batch."""
+    assert found.keys() == expected.keys()
+    for sample_id, row in expected.items():
+        logprobs = found[sample_id].pop("sampler_logprobs")
+        assert logprobs == pytest.approx(row.pop("sampler_logprobs"), abs=1e-5)
+        assert found[sample_id] == row
