@@ -163,7 +163,7 @@ class Workplace:
 
     def ledger(self, run_id: str, step: int) -> dict[str, int]:
         """A step's ledger entries, by name, and when each was written."""
-        folder = self._run(run_id).ledger / f"step-{step:06d}"
+        folder = self._run(run_id).ledger.path / f"step-{step:06d}"
         return {path.name: path.stat().st_mtime_ns for path in folder.glob("*") if path.exists()}
 
     def kill_worker(self, role: str, at_most: int | None = None) -> int:

@@ -7,7 +7,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from flows.progress import source_rows
-from infra.storage.runs import RunDirectory, write_atomic
+from infra.storage.atomic import write_atomic
+from infra.storage.runs import RunDirectory
 from schemas.step import RunSummary, StepReport
 
 CURVES = ("reward", "response/tokens", "kl", "grad_norm", "mismatch/max")

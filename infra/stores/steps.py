@@ -33,7 +33,7 @@ def open_step(run: RunHandle, step: int, log: Log = logger) -> None:
         store.verify(batch)
     except StoreError as error:
         log.warning("step %d is run from its start: %s", step, error)
-        RunDirectory.of(run).forget_step(step)
+        RunDirectory.of(run).ledger.drop_step(step)
         store.clear(step)
         store.open_lease(step)
 
@@ -70,8 +70,8 @@ def clear_step(run: RunHandle, step: int) -> int:
 
     The ledger's entries go first, so that none outlives its columns.
     """
-    RunDirectory.of(run).forget_step(step)
-    RunDirectory.of(run).forget_plan(step)
+    RunDirectory.of(run).ledger.drop_step(step)
+    RunDirectory.of(run).plans.drop(step)
     return open_store(run).clear(step)
 
 
@@ -81,8 +81,8 @@ def archive_step(run: RunHandle, step: int) -> None:
     A durable store keeps its columns, and the ledger its stages, until a checkpoint includes its update.
     """
     if not run.config.store.is_durable:
-        RunDirectory.of(run).forget_step(step)
-        RunDirectory.of(run).forget_plan(step)
+        RunDirectory.of(run).ledger.drop_step(step)
+        RunDirectory.of(run).plans.drop(step)
     open_store(run).archive(step)
 
 
@@ -92,9 +92,9 @@ def sweep_steps(run: RunHandle, first: int) -> None:
     The last `store.keep_steps` of them stay readable.
     """
     directory, store = RunDirectory.of(run), open_store(run)
-    for step in sorted({*directory.ledger_steps(), *store.steps()}):
+    for step in sorted({*directory.ledger.steps(), *store.steps()}):
         if step < first - run.config.store.keep_steps:
             clear_step(run, step)
         elif step < first:
-            directory.forget_step(step)
+            directory.ledger.drop_step(step)
             store.archive(step)

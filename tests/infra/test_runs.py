@@ -3,7 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.storage.runs import MetricsFile, RunDirectory
+from infra.storage.config_changes import check_changes
+from infra.storage.driver_lock import driver_lock
+from infra.storage.metrics_file import MetricsFile
+from infra.storage.runs import RunDirectory
 from schemas.config.correction import TruncatedCorrection
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
@@ -50,10 +53,12 @@ def test_what_is_trained_does_not_change_on_the_way(tmp_path: Path) -> None:
     begun = config(tmp_path)
     run = RunDirectory.create(begun, "run-1")
     moved = begun.replace(steps=5, runtime=begun.runtime.replace(num_threads=2, weight_transport="object_store"))
-    assert run.changes(moved) == ["runtime.num_threads", "runtime.weight_transport", "steps"]
+    assert check_changes(run, moved) == ["runtime.num_threads", "runtime.weight_transport", "steps"]
     correction, stale = TruncatedCorrection(), begun.runtime.replace(max_staleness=1)
-    with pytest.raises(RunError, match=r"another correction\.cap, .*runtime\.max_staleness: it would be another run"):
-        run.changes(begun.replace(correction=correction, runtime=stale))
+    with pytest.raises(
+        RunError, match=r"different correction\.cap, .*runtime\.max_staleness: that would be another run"
+    ):
+        check_changes(run, begun.replace(correction=correction, runtime=stale))
 
 
 def test_a_line_cut_short_by_a_kill_was_never_committed(tmp_path: Path) -> None:
@@ -88,7 +93,7 @@ def test_truncating_drops_what_will_be_run_again(tmp_path: Path) -> None:
 
 
 def _hold(path: Path, held: "multiprocessing.synchronize.Event") -> None:  # type: ignore[name-defined]
-    with RunDirectory(path).driver_lock():
+    with driver_lock(RunDirectory(path)):
         held.set()
         multiprocessing.Event().wait()
 
@@ -100,9 +105,9 @@ def test_one_driver_at_a_time_and_a_killed_one_lets_go(tmp_path: Path) -> None:
     holder = spawn.Process(target=_hold, args=(directory.path, held))
     holder.start()
     assert held.wait(60)
-    with pytest.raises(RunError, match="driven by another process"), directory.driver_lock():
+    with pytest.raises(RunError, match="driven by another process"), driver_lock(directory):
         pass
     holder.kill()
     holder.join()
-    with directory.driver_lock():
+    with driver_lock(directory):
         pass

@@ -79,7 +79,7 @@ def test_a_lost_rollout_worker_and_then_all_that_is_volatile(
 
 def rollout_of(workplace: Workplace, run_id: str) -> RolloutHandle:
     """What the ledger says of step 1's rollout."""
-    ledger = RunDirectory(workplace.folder / "runs" / run_id).ledger
+    ledger = RunDirectory(workplace.folder / "runs" / run_id).ledger.path
     entry = json.loads(next(ledger.glob("step-000001/rollout-*")).read_text())
     result = json.loads(entry["result"]) if isinstance(entry["result"], str) else entry["result"]
     return RolloutHandle.model_validate(result["data"])
