@@ -13,7 +13,8 @@ import ray
 from infra.ray import object_store
 from infra.stores import chunk_writer
 from infra.stores.base import ColumnStore
-from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore, _data_path
+from infra.stores.file_layout import data_path
+from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
 from infra.stores.memory import MemoryStore
 from infra.stores.ray import RayColumnStore
 from infra.stores.tiered import TieredColumnStore
@@ -65,10 +66,10 @@ class Backend:
             return RayColumnStore(run_id, capacity, **limits)
         if not self.kind.startswith("tiered"):
             return self._files(run_id, capacity, **limits)
-        behind = self._files(run_id, lease_seconds=NO_EXPIRY_SECONDS)
+        durable = self._files(run_id, lease_seconds=NO_EXPIRY_SECONDS)
         if self.kind == "tiered-memory":
-            return TieredColumnStore(MemoryStore(run_id, capacity, lease_seconds, behind.incarnation), behind)
-        return TieredColumnStore(RayColumnStore(run_id, capacity, incarnation=behind.incarnation, **limits), behind)
+            return TieredColumnStore(MemoryStore(run_id, capacity, lease_seconds, durable.incarnation), durable)
+        return TieredColumnStore(RayColumnStore(run_id, capacity, incarnation=durable.incarnation, **limits), durable)
 
     def _files(self, run_id: str, capacity: int = 2**40, **limits: float) -> FsspecColumnStore:
         options = None
@@ -113,22 +114,22 @@ def stored_bytes(store: ColumnStore, ref: ChunkRef) -> list[pa.Buffer]:
     if isinstance(store, RayColumnStore):
         return [object_store.view_at(store._locations([ref])[0])]
     if isinstance(store, MemoryStore):
-        return [store._registry.payloads([ref])[0]]
+        return [store._index.payloads([ref])[0]]
     if isinstance(store, FsspecColumnStore):
-        return [store._data(ref)]
+        return [store._load(ref)]
     assert isinstance(store, TieredColumnStore)
     store.flush()
-    return [*stored_bytes(store.front, ref), *stored_bytes(store.behind, ref)]
+    return [*stored_bytes(store.front, ref), *stored_bytes(store.durable, ref)]
 
 
 def data_file(store: ColumnStore, ref: ChunkRef) -> Path:
     """The local file that holds a chunk's bytes."""
-    files = store.behind if isinstance(store, TieredColumnStore) else store
+    files = store.durable if isinstance(store, TieredColumnStore) else store
     assert isinstance(files, FsspecColumnStore)
     chunk = ChunkKey.parse(ref.key)
-    record = files._record(chunk)
+    record = files._files.find(chunk)
     assert record is not None
-    return Path(files._folder._path(_data_path(chunk, record.checksum)))
+    return Path(files._folder._path(data_path(chunk, record.checksum)))
 
 
 @ray.remote(num_cpus=0)

@@ -60,7 +60,7 @@ def test_a_truncated_or_missing_file_is_found(store: FsspecColumnStore, batch: B
 def test_a_damaged_record_is_found(store: FsspecColumnStore, batch: BatchHandle, content: bytes) -> None:
     record = data_file(store, batch.chunks[0]).parent / "rollout-0-0.json"
     record.write_bytes(content)
-    with pytest.raises(ChunkCorruptedError, match=r"rollout-0-0\.json in .* is no ChunkRecord"):
+    with pytest.raises(ChunkCorruptedError, match=r"rollout-0-0\.json in .* is not a ChunkRecord"):
         store.read(batch, ["reward"])
 
 

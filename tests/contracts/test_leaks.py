@@ -37,11 +37,11 @@ class StageError(Exception):
 
 @pytest.mark.parametrize(("kind", "num_steps"), [("ray", 200), ("tiered", 45)])
 def test_usage_returns_to_zero_after_every_step(ray_cluster: None, tmp_path: Path, kind: str, num_steps: int) -> None:
-    behind = FsspecColumnStore(RUN, str(tmp_path / "columns"), lease_seconds=NO_EXPIRY_SECONDS)
+    durable = FsspecColumnStore(RUN, str(tmp_path / "columns"), lease_seconds=NO_EXPIRY_SECONDS)
     front = RayColumnStore(
-        RUN, 3 * CHUNK_BYTES, put_timeout_seconds=30, lease_seconds=LEASE_SECONDS, incarnation=behind.incarnation
+        RUN, 3 * CHUNK_BYTES, put_timeout_seconds=30, lease_seconds=LEASE_SECONDS, incarnation=durable.incarnation
     )
-    store: ColumnStore = TieredColumnStore(front, behind) if kind == "tiered" else front
+    store: ColumnStore = TieredColumnStore(front, durable) if kind == "tiered" else front
     random = np.random.default_rng(0)
     producer, happened = start_producer(), Counter[str]()
     try:

@@ -76,7 +76,7 @@ def test_replicas_leave_one_chunk_and_a_diverging_one_is_refused(store: RayColum
     puts = [sibling.put.remote(RUN, 1, LARGE).future() for sibling in siblings]
     assert len({put.result() for put in puts}) == 1
     assert store.usage().num_chunks == 1
-    with pytest.raises(DuplicateChunkError, match="'response_ids' differs first in row 0 of 3"):
+    with pytest.raises(DuplicateChunkError, match="'response_ids' first differs in row 0 of 3"):
         siblings[0].put.remote(RUN, 1, LARGE, 1).future().result()
 
 
@@ -96,13 +96,13 @@ def test_a_writer_that_dies_while_writing_frees_the_key_for_its_sibling(store: R
     assert store.read(batch, COLUMNS).equals(rollout_columns(LARGE))
 
 
-class StuckOffer(chunk_writer.Offer):
+class StuckWrite(chunk_writer.ChunkWrite):
     """Never comes to an end with writing."""
 
-    def readinto(self, target: memoryview) -> int:
+    def write_into(self, target: memoryview) -> int:
         StuckProducer.writing.set()
         time.sleep(600)
-        return super().readinto(target)
+        return super().write_into(target)
 
 
 class StuckProducer(chunk_writer.ChunkWriter):
@@ -111,7 +111,7 @@ class StuckProducer(chunk_writer.ChunkWriter):
     writing = threading.Event()
 
     def put(self, run_id: str, step: int, lengths: list[int]) -> None:
-        chunk_writer.Offer = StuckOffer  # type: ignore[misc]
+        chunk_writer.ChunkWrite = StuckWrite  # type: ignore[misc]
         store = RayColumnStore(run_id)
         store.put(key(store, step), rollout_columns(lengths))
 

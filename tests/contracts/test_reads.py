@@ -31,7 +31,7 @@ def test_a_read_returns_exactly_the_asked_columns_in_order(store: ColumnStore, s
 def test_a_read_names_its_columns(store: ColumnStore, step: int) -> None:
     batch = put_batch(store, step, [rollout_columns([1])])
     for names in ([], ["reward", "reward"]):
-        with pytest.raises(ValueError, match="names each column"):
+        with pytest.raises(ValueError, match="must name at least one column, and each only once"):
             store.read(batch, names)
 
 

@@ -89,7 +89,7 @@ def test_a_repeated_put_returns_the_same_reference(store: ColumnStore, step: int
 def test_a_second_writer_is_refused_and_changes_nothing(store: ColumnStore, step: int) -> None:
     columns = rollout_columns([2, 3])
     batch = put_batch(store, step, [columns])
-    with pytest.raises(DuplicateChunkError, match="already held with other content"):
+    with pytest.raises(DuplicateChunkError, match="already stored with other content"):
         store.put(key(store, step), rollout_columns([2, 3], seed=1))
     assert store.read(batch, COLUMNS).equals(columns)
 
@@ -144,7 +144,7 @@ def test_capacity_is_a_hard_limit_that_names_its_numbers(backend: Backend) -> No
     first = store.put(key(store, 1, 0), columns)
     store.put(key(store, 1, 1), columns)
     started = time.monotonic()
-    with pytest.raises(CapacityError, match=f"{size} bytes asked, {2 * size} held, limit {2 * size}"):
+    with pytest.raises(CapacityError, match=f"{size} bytes requested, {2 * size} held, limit {2 * size}"):
         store.put(key(store, 1, 2), columns)
     assert time.monotonic() - started < 30  # nothing that another step could free: it did not wait
     assert store.put(key(store, 1, 0), columns) == first  # held already: costs nothing
@@ -179,7 +179,7 @@ def test_a_put_that_waits_in_vain_is_refused(backend: Backend) -> None:
     for step in (1, 2):
         store.open_lease(step)
     store.put(key(store, 1), columns)
-    with pytest.raises(CapacityError, match=f"can't put {key(store, 2)}: {size} bytes asked, {size} held"):
+    with pytest.raises(CapacityError, match=f"can't put {key(store, 2)}: {size} bytes requested, {size} held"):
         store.put(key(store, 2), columns)
 
 

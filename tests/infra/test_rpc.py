@@ -7,7 +7,7 @@ from types import FrameType
 
 import pytest
 
-from infra.stores.channel import Endpoint, Requester, Server
+from infra.stores.rpc import Endpoint, RpcClient, RpcServer
 from schemas.errors import LeaseError, StoreError
 
 
@@ -16,7 +16,7 @@ class Books:
 
     def __init__(self) -> None:
         self.closed: list[int] = []
-        self.server = Server("127.0.0.1", {"echo": self.echo, "refuse": self.refuse, "fail": self.fail}, self.close)
+        self.server = RpcServer("127.0.0.1", {"echo": self.echo, "refuse": self.refuse, "fail": self.fail}, self.close)
 
     def echo(self, connection: int, value: object, seconds: float = 0, data: bytes = b"") -> list[object]:
         time.sleep(seconds)
@@ -38,33 +38,33 @@ def books() -> Books:
 
 
 def test_requests_are_answered_with_their_bytes(books: Books) -> None:
-    requester = Requester(books.server.endpoint)
-    first, value, num_bytes = requester.call("echo", {"a": [1, None]}, 0, data=bytes(5_000_000))
+    client = RpcClient(books.server.endpoint)
+    first, value, num_bytes = client.call("echo", {"a": [1, None]}, 0, data=bytes(5_000_000))
     assert (value, num_bytes) == ({"a": [1, None]}, 5_000_000)
-    assert Requester(books.server.endpoint).call("echo", 1)[0] != first
+    assert RpcClient(books.server.endpoint).call("echo", 1)[0] != first
 
 
 def test_errors_keep_their_types(books: Books) -> None:
-    requester = Requester(books.server.endpoint)
+    client = RpcClient(books.server.endpoint)
     with pytest.raises(LeaseError, match="step 7 has no lease"):
-        requester.call("refuse", 7)
+        client.call("refuse", 7)
     with pytest.raises(StoreError, match="fail failed: KeyError: 'a bug'"):
-        requester.call("fail")
+        client.call("fail")
     with pytest.raises(StoreError, match="nosuch"):
-        requester.call("nosuch")
-    assert requester.call("echo", 2)[1] == 2
+        client.call("nosuch")
+    assert client.call("echo", 2)[1] == 2
 
 
 def test_a_stranger_is_refused(books: Books) -> None:
     host, port, _ = books.server.endpoint
     with pytest.raises(Exception, match="digest"):
-        Requester(Endpoint(host, port, b"guessed"))
-    assert Requester(books.server.endpoint).call("echo", 3)[1] == 3
+        RpcClient(Endpoint(host, port, b"guessed"))
+    assert RpcClient(books.server.endpoint).call("echo", 3)[1] == 3
 
 
 def test_an_interrupted_requests_answer_is_not_taken_for_the_next_ones(books: Books) -> None:
-    requester = Requester(books.server.endpoint)
-    connection = requester.call("echo", 0)[0]
+    client = RpcClient(books.server.endpoint)
+    connection = client.call("echo", 0)[0]
 
     def interrupt(*_: int | FrameType | None) -> None:
         raise InterruptedByTest
@@ -73,10 +73,10 @@ def test_an_interrupted_requests_answer_is_not_taken_for_the_next_ones(books: Bo
     try:
         threading.Timer(0.2, signal.raise_signal, [signal.SIGUSR1]).start()
         with pytest.raises(InterruptedByTest):
-            requester.call("echo", "old", 1)
+            client.call("echo", "old", 1)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert requester.call("echo", "new")[1] == "new"
+    assert client.call("echo", "new")[1] == "new"
     deadline = time.monotonic() + 10
     while connection not in books.closed and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -88,11 +88,11 @@ class InterruptedByTest(BaseException):
 
 
 def test_threads_take_turns(books: Books) -> None:
-    requester = Requester(books.server.endpoint)
+    client = RpcClient(books.server.endpoint)
     answers: dict[int, object] = {}
 
     def ask(number: int) -> None:
-        answers[number] = requester.call("echo", number, 0.01)[1]
+        answers[number] = client.call("echo", number, 0.01)[1]
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     for thread in threads:
