@@ -1,6 +1,7 @@
-"""What the durable tier adds: columns outlive the front, and nothing is committed before it is durable."""
+"""The durable tier: columns outlive the front, and nothing is committed before it is durable."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,11 +25,11 @@ def durable(tmp_path: Path) -> FsspecColumnStore:
 
 
 def fresh(durable: FsspecColumnStore) -> TieredColumnStore:
-    """The store with an empty front, as after the loss of what was in memory."""
+    """Return the store with an empty front, as after the loss of everything in memory."""
     return TieredColumnStore(MemoryStore(RUN, CAPACITY, incarnation=durable.incarnation), durable)
 
 
-def test_what_the_front_lost_is_read_from_behind(durable: FsspecColumnStore) -> None:
+def test_chunks_that_the_front_lost_are_read_from_the_durable_store(durable: FsspecColumnStore) -> None:
     store = fresh(durable)
     store.open_lease(1)
     columns = [rollout_columns([2, 3]), rollout_columns([4], seed=1)]
@@ -38,8 +39,8 @@ def test_what_the_front_lost_is_read_from_behind(durable: FsspecColumnStore) -> 
     after = fresh(durable)
     assert after.read(batch, COLUMNS).equals(expected)
     after.open_lease(1)
-    assert after.put(key(after, 1), columns[0]) == batch.chunks[0]  # a retry after the loss: the same again
-    assert after.read(batch, COLUMNS).equals(expected)  # one chunk in front, one behind
+    assert after.put(key(after, 1), columns[0]) == batch.chunks[0]  # a retry after the loss produces the same
+    assert after.read(batch, COLUMNS).equals(expected)  # one chunk from the front, one from the durable store
 
 
 def test_flush_waits_until_the_bytes_are_durable(durable: FsspecColumnStore) -> None:
@@ -49,7 +50,7 @@ def test_flush_waits_until_the_bytes_are_durable(durable: FsspecColumnStore) -> 
     put_durable = durable._put
 
     def slow(chunk: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
-        may_write.wait(10)
+        may_write.wait()
         return put_durable(chunk, columns)
 
     durable._put = slow  # type: ignore[method-assign]
@@ -57,12 +58,18 @@ def test_flush_waits_until_the_bytes_are_durable(durable: FsspecColumnStore) -> 
     assert store.read(batch, COLUMNS).num_rows == 1
     with pytest.raises(ChunkNotFoundError):
         durable.verify(batch)
-    threading.Timer(0.2, may_write.set).start()
-    store.flush()
+    with ThreadPoolExecutor() as pool:
+        flush = pool.submit(store.flush)
+        try:
+            with pytest.raises(TimeoutError):
+                flush.result(timeout=0.2)
+        finally:
+            may_write.set()
+        flush.result()
     durable.verify(batch)
 
 
-def test_a_failed_write_behind_fails_the_flush_and_a_retry_mends_it(durable: FsspecColumnStore) -> None:
+def test_a_failed_durable_write_fails_the_flush_and_a_retry_succeeds(durable: FsspecColumnStore) -> None:
     store = fresh(durable)
     store.open_lease(1)
     put_durable = durable._put
@@ -80,7 +87,7 @@ def test_a_failed_write_behind_fails_the_flush_and_a_retry_mends_it(durable: Fss
     durable.verify(batch)
 
 
-def test_damage_behind_is_found_when_it_is_needed(durable: FsspecColumnStore) -> None:
+def test_damage_in_the_durable_store_is_found_when_its_bytes_are_needed(durable: FsspecColumnStore) -> None:
     store = fresh(durable)
     store.open_lease(1)
     batch = put_batch(store, 1, [rollout_columns([2])])
@@ -94,7 +101,7 @@ def test_damage_behind_is_found_when_it_is_needed(durable: FsspecColumnStore) ->
         fresh(durable).read(batch, COLUMNS)
 
 
-def test_stores_of_different_generations_are_not_paired(durable: FsspecColumnStore) -> None:
+def test_stores_of_different_incarnations_are_not_paired(durable: FsspecColumnStore) -> None:
     with pytest.raises(StoreError, match="don't belong together"):
         TieredColumnStore(MemoryStore(RUN, CAPACITY), durable)
 
@@ -103,7 +110,7 @@ def test_writes_for_an_abandoned_step_do_not_fail_the_next_one(durable: FsspecCo
     store = fresh(durable)
     store.open_lease(1)
     store.put(key(store, 1), rollout_columns([2]))
-    store.clear(1)  # its stage failed; the write may or may not have come first
+    store.clear(1)  # its stage failed; the durable write may or may not have been done before
     store.open_lease(2)
     batch = put_batch(store, 2, [rollout_columns([2])])
     store.flush()

@@ -1,53 +1,56 @@
-"""Requests between processes: typed errors, no stranger, and no answer taken for another."""
+"""Calls between processes: typed errors, authentication, and no response for the wrong call."""
 
 import signal
 import threading
-import time
 from types import FrameType
 
 import pytest
 
 from infra.stores.rpc import Endpoint, RpcClient, RpcServer
 from schemas.errors import LeaseError, StoreError
+from tests.waiting import wait_until
 
 
-class Books:
-    """What the server under test does."""
+class Service:
+    """The methods of the server under test."""
 
     def __init__(self) -> None:
         self.closed: list[int] = []
-        self.server = RpcServer("127.0.0.1", {"echo": self.echo, "refuse": self.refuse, "fail": self.fail}, self.close)
+        self.entered, self.may_return = threading.Event(), threading.Event()
+        handlers = {"echo": self.echo, "hold": self.hold, "reject": self.reject, "fail": self.fail}
+        self.server = RpcServer("127.0.0.1", handlers, self.closed.append)
 
-    def echo(self, connection: int, value: object, seconds: float = 0, data: bytes = b"") -> list[object]:
-        time.sleep(seconds)
+    def echo(self, connection: int, value: object, data: bytes = b"") -> list[object]:
         return [connection, value, len(data)]
 
-    def refuse(self, _: int, step: int) -> None:
+    def hold(self, _: int, value: object) -> object:
+        self.entered.set()
+        self.may_return.wait()
+        return value
+
+    def reject(self, _: int, step: int) -> None:
         raise LeaseError(f"step {step} has no lease")
 
     def fail(self, _: int) -> None:
         raise KeyError("a bug")
 
-    def close(self, connection: int) -> None:
-        self.closed.append(connection)
-
 
 @pytest.fixture(scope="module")
-def books() -> Books:
-    return Books()
+def service() -> Service:
+    return Service()
 
 
-def test_requests_are_answered_with_their_bytes(books: Books) -> None:
-    client = RpcClient(books.server.endpoint)
-    first, value, num_bytes = client.call("echo", {"a": [1, None]}, 0, data=bytes(5_000_000))
+def test_a_request_may_carry_bytes(service: Service) -> None:
+    client = RpcClient(service.server.endpoint)
+    first, value, num_bytes = client.call("echo", {"a": [1, None]}, data=bytes(5_000_000))
     assert (value, num_bytes) == ({"a": [1, None]}, 5_000_000)
-    assert RpcClient(books.server.endpoint).call("echo", 1)[0] != first
+    assert RpcClient(service.server.endpoint).call("echo", 1)[0] != first
 
 
-def test_errors_keep_their_types(books: Books) -> None:
-    client = RpcClient(books.server.endpoint)
+def test_errors_keep_their_types(service: Service) -> None:
+    client = RpcClient(service.server.endpoint)
     with pytest.raises(LeaseError, match="step 7 has no lease"):
-        client.call("refuse", 7)
+        client.call("reject", 7)
     with pytest.raises(StoreError, match="fail failed: KeyError: 'a bug'"):
         client.call("fail")
     with pytest.raises(StoreError, match="nosuch"):
@@ -55,48 +58,54 @@ def test_errors_keep_their_types(books: Books) -> None:
     assert client.call("echo", 2)[1] == 2
 
 
-def test_a_stranger_is_refused(books: Books) -> None:
-    host, port, _ = books.server.endpoint
+def test_a_client_without_the_secret_is_rejected(service: Service) -> None:
+    host, port, _ = service.server.endpoint
     with pytest.raises(Exception, match="digest"):
         RpcClient(Endpoint(host, port, b"guessed"))
-    assert RpcClient(books.server.endpoint).call("echo", 3)[1] == 3
+    assert RpcClient(service.server.endpoint).call("echo", 3)[1] == 3
 
 
-def test_an_interrupted_requests_answer_is_not_taken_for_the_next_ones(books: Books) -> None:
-    client = RpcClient(books.server.endpoint)
+def test_the_response_to_an_interrupted_call_is_not_returned_by_the_next_call(service: Service) -> None:
+    client = RpcClient(service.server.endpoint)
     connection = client.call("echo", 0)[0]
+    main_thread = threading.get_ident()
 
-    def interrupt(*_: int | FrameType | None) -> None:
+    def raise_error(*_: int | FrameType | None) -> None:
         raise InterruptedByTest
 
-    before = signal.signal(signal.SIGUSR1, interrupt)
+    def interrupt() -> None:
+        service.entered.wait()
+        signal.pthread_kill(main_thread, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, raise_error)
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
     try:
-        threading.Timer(0.2, signal.raise_signal, [signal.SIGUSR1]).start()
         with pytest.raises(InterruptedByTest):
-            client.call("echo", "old", 1)
+            client.call("hold", "old")
     finally:
+        interrupting.join()
         signal.signal(signal.SIGUSR1, before)
+        service.may_return.set()
     assert client.call("echo", "new")[1] == "new"
-    deadline = time.monotonic() + 10
-    while connection not in books.closed and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert connection in books.closed  # so that what it had begun is released
+    # So that the registry releases the puts that the connection has begun.
+    wait_until(lambda: connection in service.closed, "the end of the connection")
 
 
 class InterruptedByTest(BaseException):
-    """As a SIGTERM is raised by the command."""
+    """Raised by a signal's handler, as for a SIGTERM."""
 
 
-def test_threads_take_turns(books: Books) -> None:
-    client = RpcClient(books.server.endpoint)
-    answers: dict[int, object] = {}
+def test_calls_from_several_threads_get_their_own_results(service: Service) -> None:
+    client = RpcClient(service.server.endpoint)
+    results: dict[int, list[object]] = {}
 
-    def ask(number: int) -> None:
-        answers[number] = client.call("echo", number, 0.01)[1]
+    def call(number: int) -> None:
+        results[number] = [client.call("echo", (number, repeat))[1] for repeat in range(50)]
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert answers == {number: number for number in range(8)}
+    assert results == {number: [[number, repeat] for repeat in range(50)] for number in range(8)}

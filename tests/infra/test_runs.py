@@ -1,3 +1,5 @@
+"""The run directory: finding runs, config changes, metrics, and the driver's lock."""
+
 import multiprocessing
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from schemas.config.correction import TruncatedCorrection
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
 from schemas.step import EvalReport, StepReport
+from tests.waiting import DEADLINE_SECONDS
 
 
 def config(tmp_path: Path) -> RunConfig:
@@ -41,7 +44,7 @@ def test_a_run_is_found_by_id_and_by_directory(tmp_path: Path) -> None:
     assert RunDirectory.open(str(created.path)).config() == config(tmp_path)
 
 
-def test_a_run_is_not_made_twice_and_an_unknown_one_lists_the_known(tmp_path: Path) -> None:
+def test_a_run_is_created_once_and_the_error_for_an_unknown_run_lists_existing_ones(tmp_path: Path) -> None:
     RunDirectory.create(config(tmp_path), "run-1")
     with pytest.raises(RunError, match="sluice resume run-1"):
         RunDirectory.create(config(tmp_path), "run-1")
@@ -49,7 +52,7 @@ def test_a_run_is_not_made_twice_and_an_unknown_one_lists_the_known(tmp_path: Pa
         RunDirectory.open("run-2", str(tmp_path))
 
 
-def test_what_is_trained_does_not_change_on_the_way(tmp_path: Path) -> None:
+def test_a_resumed_run_can_not_change_what_it_trains(tmp_path: Path) -> None:
     begun = config(tmp_path)
     run = RunDirectory.create(begun, "run-1")
     moved = begun.replace(steps=5, runtime=begun.runtime.replace(num_threads=2, weight_transport="object_store"))
@@ -81,7 +84,7 @@ def test_appending_after_a_cut_line_keeps_both_lines_whole(tmp_path: Path) -> No
     assert metrics.steps() == [step(0), step(1)]
 
 
-def test_truncating_drops_what_will_be_run_again(tmp_path: Path) -> None:
+def test_truncating_drops_the_reports_of_steps_that_will_be_run_again(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.append_eval(evaluation(0))
     for number in range(3):
@@ -98,13 +101,13 @@ def _hold(path: Path, held: "multiprocessing.synchronize.Event") -> None:  # typ
         multiprocessing.Event().wait()
 
 
-def test_one_driver_at_a_time_and_a_killed_one_lets_go(tmp_path: Path) -> None:
+def test_one_driver_at_a_time_and_a_killed_one_releases_the_lock(tmp_path: Path) -> None:
     directory = RunDirectory.create(config(tmp_path), "run-1")
     spawn = multiprocessing.get_context("spawn")
     held = spawn.Event()
     holder = spawn.Process(target=_hold, args=(directory.path, held))
     holder.start()
-    assert held.wait(60)
+    assert held.wait(DEADLINE_SECONDS)
     with pytest.raises(RunError, match="driven by another process"), driver_lock(directory):
         pass
     holder.kill()

@@ -1,3 +1,5 @@
+"""The local Prefect server and Ray head: addresses, and how they are found again."""
+
 import sys
 from pathlib import Path
 
@@ -41,7 +43,7 @@ def test_running_services_are_found_again(services: LocalServices) -> None:
     assert prefect_answers(services.prefect_api_url)
 
 
-def test_a_service_that_died_or_whose_pid_was_reused_is_not_taken_for_running(tmp_path: Path) -> None:
+def test_a_service_that_died_or_whose_pid_was_reused_is_not_running(tmp_path: Path) -> None:
     services = LocalServices(tmp_path)
     me = psutil.Process()
     for started, running in ((me.create_time(), True), (me.create_time() - 100, False)):
@@ -51,7 +53,7 @@ def test_a_service_that_died_or_whose_pid_was_reused_is_not_taken_for_running(tm
     assert services.state("prefect") is None
 
 
-def test_a_service_that_can_not_start_says_where_its_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_fails_to_start_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     services = LocalServices(tmp_path)
     with pytest.raises(ServiceError, match=r"prefect service exited with 1.*prefect\.log"):
