@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.services.local import LocalServices, ServiceState, prefect_answers
+from infra.services.local import LocalServices, ServiceState, prefect_responds
 from schemas.errors import ServiceError
 from tests.services import Workplace
 
@@ -40,7 +40,7 @@ def test_running_services_are_found_again(services: LocalServices) -> None:
     services.start(prefect=True, ray=True)
     assert (services.state("prefect"), services.state("ray")) == before
     assert services.prefect_api_url is not None
-    assert prefect_answers(services.prefect_api_url)
+    assert prefect_responds(services.prefect_api_url)
 
 
 def test_a_service_that_died_or_whose_pid_was_reused_is_not_running(tmp_path: Path) -> None:
