@@ -32,7 +32,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: RunConfig, run_id: str) -> "RunDirectory":
-        """Make the directory and write `config.json`.
+        """Make the directory, with `config.json` and an empty ledger.
 
         Raises:
             RunError: The run exists already.
@@ -42,7 +42,8 @@ class RunDirectory:
             run.path.mkdir(parents=True)
         except FileExistsError:
             raise RunError(f"run {run_id!r} exists at {run.path}; resume it with: sluice resume {run_id}") from None
-        run.write_config(config)
+        run.ledger.create()
+        run.write_config(config)  # last: without it, the directory is not a run yet
         return run
 
     @classmethod
@@ -66,18 +67,22 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
+        """The run's id, which is the directory's name."""
         return self.path.name
 
     @property
     def ledger(self) -> Ledger:
+        """The committed results of stages."""
         return Ledger(self.path / "ledger")
 
     @property
     def plans(self) -> PlanFiles:
+        """The steps' plans."""
         return PlanFiles(self.path / "plans")
 
     @property
     def metrics(self) -> MetricsFile:
+        """The reports of finished steps and evaluations."""
         return MetricsFile(self.path / "metrics.jsonl")
 
     @property
