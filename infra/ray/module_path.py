@@ -1,7 +1,7 @@
-"""The module path of a run's processes: the working directory comes last, after Sluice's own packages.
+"""The module path of a run's processes: the working directory is last, after Sluice's own packages.
 
 A reward function may be next to the config, so the working directory is on `sys.path` in the driver, in Ray's workers
-and in their child processes. But a `tasks.py` or `schemas.py` in it must not replace a package of Sluice, nor any other
+and in their child processes. But a `tasks.py` or `schemas.py` in it must not shadow a package of Sluice, nor any other
 file a module of Python or of a dependency.
 """
 
@@ -19,8 +19,8 @@ INSTALLATION = str(Path(__file__).parents[2])  # the folder of Sluice's packages
 def append_working_directory(folder: str | None = None) -> None:
     """Move a folder to the end of `sys.path`, or append it.
 
-    The installation's own folder goes before it if it isn't on the path: the finder of an editable install is asked
-    only after everything on the path. In a checkout that is itself the working directory, the path stays as it is.
+    If Sluice's own folder isn't on the path, it is put before it: the finder of an editable install is consulted only
+    after the whole path. If the two are the same folder, as in a checkout, the path's order is left as it is.
 
     Args:
         folder: This process's working directory if not given.
@@ -33,7 +33,7 @@ def append_working_directory(folder: str | None = None) -> None:
 
 
 def worker_setup_hook() -> Callable[[], None]:
-    """Return a setup hook for Ray's workers that puts this process's working directory last on their path, too.
+    """Return a setup hook for Ray's workers, which keeps this process's working directory last on their path.
 
     Ray pickles the hook by value, so that it runs before a worker imports any module of Sluice.
     """
@@ -55,7 +55,7 @@ def keep_last(folder: str) -> None:
     """Move a folder to the end of `sys.path`, and keep it there.
 
     Ray puts the driver's working directory first on a worker's path when the worker starts its first task, which is
-    after the setup hook. So every import moves it back before it looks anything up.
+    after the setup hook. So every import first moves it back.
     """
     append_working_directory(folder)
     if os.path.realpath(folder) != INSTALLATION:
@@ -63,7 +63,7 @@ def keep_last(folder: str) -> None:
 
 
 class _KeepLast(MetaPathFinder):
-    """A finder that finds nothing, but is asked before the one that uses `sys.path`."""
+    """A finder that never finds anything, but is consulted before the one that searches `sys.path`."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

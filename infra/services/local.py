@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 PREFECT_PORT = 4200
-# -P: without the working directory on the module path, where any file might replace a module.
+# -P: without the working directory on the module path, where any file might shadow a module.
 RAY_COMMAND = (sys.executable, "-P", "-m", "ray.scripts.scripts")
 START_TIMEOUT_SECONDS = 120
 HEALTH_TIMEOUT_SECONDS = 5

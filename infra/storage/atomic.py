@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` with `text`: a reader sees, and a kill leaves, the old file or the new one, never a part."""
+    """Replace `path` with `text`: readers and kills see the old file or the new one, never a part of it."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w") as file:
         file.write(text)

@@ -101,7 +101,7 @@ class Ledger:
         return found < FORMAT
 
     def renew(self) -> None:
-        """Delete all entries, and give the ledger this version's format."""
+        """Delete all entries, and change the ledger to this version's format."""
         for step in self.steps():
             self.drop_step(step)
         self.path.mkdir(exist_ok=True)

@@ -166,7 +166,7 @@ class ColumnStore(ABC):
         """
 
     def take_traffic(self, stage: str) -> StoreTraffic:
-        """Return what this client moved since the last call, and add it to Ray's metrics under `stage`."""
+        """Return this client's traffic since the last call, and add it to Ray's metrics under `stage`."""
         traffic, self._traffic = self._traffic, StoreTraffic()
         record_traffic(self.run_id, stage, traffic)
         return traffic

@@ -67,7 +67,7 @@ class ChunkFiles:
         self._folder.create(record_path(key), record.model_dump_json().encode())
 
     def open(self, record: ChunkRecord, ref: ChunkRef) -> ChunkBlocks:
-        """Return a chunk's bytes, none of them loaded yet.
+        """Return a chunk's bytes, without loading any of them.
 
         Args:
             record: The chunk's record.

@@ -1,4 +1,4 @@
-"""Where `FsspecColumnStore` keeps what, and the JSON records among its files.
+"""The files of `FsspecColumnStore`, and how its JSON records are read.
 
     store.json                            the run, and the name of this incarnation of the store
     step-000007/_lease.json               until when puts are allowed; removed when the step is archived

@@ -175,7 +175,7 @@ class FsspecColumnStore(ColumnStore):
         return blocks.buffer
 
     def _open_chunk(self, ref: ChunkRef) -> ChunkBlocks:
-        """Return a chunk's bytes, none of them loaded yet."""
+        """Return a chunk's bytes, without loading any of them."""
         check_incarnation(ref, self.incarnation)
         key = self._key(ref)
         record = self._files.find(key)

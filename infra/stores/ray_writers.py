@@ -59,7 +59,7 @@ class WriterTasks:
         return chunk
 
     def discard(self, actor_id: str, task_id: str) -> None:
-        """Drop what the writer's task has written or failed to write, if this task is the waiting one."""
+        """Drop what the writer's task has written or failed to write, if this task is the one that was waiting."""
         with self._lock:
             waiting = self._waiting.get(actor_id)
             if waiting and waiting[0].task_id().hex() == task_id:

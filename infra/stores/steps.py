@@ -1,4 +1,4 @@
-"""A step's columns over its life: opened under a lease, extended by each stage, kept or cleared at its end."""
+"""A step's columns over their lifetime: opened under a lease, extended by each stage, kept or cleared at the end."""
 
 import asyncio
 import logging
@@ -62,7 +62,7 @@ async def renewed_lease(run: RunHandle, step: int, log: Log = logger) -> AsyncIt
 
 
 def publish_handle(store: ColumnStore, batch: BatchHandle, traffic: Sequence[StoreTraffic]) -> StoredBatch:
-    """Save a stage's batch as the step's newest handle; return it with the sum of what the stage moved."""
+    """Save a stage's batch as the step's newest handle; return it with the stage's total traffic."""
     store.save_batch(batch)
     return StoredBatch(batch=batch, traffic=reduce(add, traffic, StoreTraffic()))
 

@@ -27,7 +27,7 @@ LENGTHS = [3, 0, 150_000, 9]  # 1.1 MB per chunk: all steps together exceed the 
 CHUNK_BYTES = 1_100_000
 RUN = "leaks"
 LEASE_SECONDS = 60
-FAULTS = ("none", "error", "cancel", "second writer", "bad column", "no room", "lost file")
+FAULTS = ("none", "error", "cancel", "second writer", "bad column", "full store", "lost file")
 SLOW_FAULTS = {5: "crash", 10: "dead producer", 15: "crash", 20: "dead producer", 30: "crash", 40: "dead producer"}
 HARMLESS = ("none", "dead producer", "crash", "lost file")
 
@@ -103,7 +103,7 @@ def run_step(store: ColumnStore, producer: object, step: int, fault: str) -> Non
     behavior = store.put(key(store, step, stage="logprob"), scores, batch)
     if fault == "cancel":
         raise KeyboardInterrupt
-    if fault == "no room":
+    if fault == "full store":
         for shard in range(1, 4):
             store.put(key(store, step, shard), rollout_columns(LENGTHS, shard))
         raise AssertionError("every chunk fitted")

@@ -1,4 +1,4 @@
-"""What only the Ray backend guarantees: ownership across processes, and what happens when one of them dies."""
+"""The Ray backend: ownership across processes, and the death of each of them."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a read returns, and what it rejects."""
+"""Results and errors of reads."""
 
 import numpy as np
 import pyarrow as pa

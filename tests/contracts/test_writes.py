@@ -1,4 +1,4 @@
-"""What a put stores, and what it rejects."""
+"""Results and errors of puts."""
 
 import pickle
 import pickletools

@@ -122,12 +122,12 @@ def test_a_checkout_as_the_working_directory_stays_where_it_is(
     assert sys.path == after
 
 
-def test_files_next_to_the_config_replace_no_module_of_the_driver(folder: Path) -> None:
+def test_files_next_to_the_config_shadow_no_module_of_the_driver(folder: Path) -> None:
     check(run_driver(folder)["driver"], folder)
 
 
 @pytest.mark.slow
-def test_files_next_to_the_config_replace_no_module_of_a_worker(ray_cluster: None, folder: Path) -> None:
+def test_files_next_to_the_config_shadow_no_module_of_a_worker(ray_cluster: None, folder: Path) -> None:
     found = run_driver(folder, ray.get_runtime_context().gcs_address)
     assert set(found) == {"driver", "task", "actor", "detached actor"}
     for process in found.values():

@@ -1,4 +1,4 @@
-"""The configs of stores, and what they open."""
+"""Opening stores by their configs."""
 
 from typing import get_args
 
