@@ -43,9 +43,12 @@ def worker_setup_hook() -> Callable[[], None]:
         import sys
 
         sys.path.append(installation)  # for a checkout that isn't installed
-        from infra.ray.module_path import keep_last
-
-        sys.path.pop()
+        try:
+            from infra.ray.module_path import keep_last
+        except ImportError:
+            return  # Sluice isn't installed on this node; the worker's task raises the same, with its traceback
+        finally:
+            sys.path.pop()
         keep_last(folder)
 
     return set_module_path

@@ -12,7 +12,7 @@ import ray
 from infra.ray.module_path import INSTALLATION, append_working_directory
 
 PACKAGES = ("schemas", "rl_core", "infra", "tasks", "flows")
-HOSTILE = (*PACKAGES, "numpy", "random", "typing_extensions")
+HOSTILE = (*PACKAGES, "json", "numpy", "random", "typing_extensions")
 
 REWARD = """
 import my_words
