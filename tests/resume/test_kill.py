@@ -74,7 +74,7 @@ def test_a_lost_ray_and_checkpoints_that_are_rare(workplace: Workplace, expected
     assert f"3 of {STEPS} steps are done" in printed
     assert f"step   3/{STEPS}" in printed  # from the checkpoint of version 2, so that one is run again
     assert f"step   2/{STEPS}" not in printed
-    assert "step 3 is run from its start: chunk lost-ray/3/rollout/0/0: the checksum" in printed
+    assert "step 3 is run again from its start: chunk lost-ray/3/rollout/0/0: the checksum" in printed
     # Its columns survived Ray, so that step 2 was not sampled again: the ledger still told when it was.
     assert workplace.sampling_seconds(run_id)[2] == sampled[2]
     assert workplace.weights(run_id, STEPS) == expected
