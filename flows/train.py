@@ -13,7 +13,10 @@ from flows.progress import eval_lines, progress_line, progress_table
 from flows.recovery import open_run, reconcile
 from flows.step import run_step
 from infra.monitors.tensorboard import TensorBoardMonitor
-from infra.storage.runs import MetricsFile, RunDirectory, new_run_id
+from infra.storage.config_changes import change_config
+from infra.storage.driver_lock import driver_lock
+from infra.storage.metrics_file import MetricsFile
+from infra.storage.runs import RunDirectory, new_run_id
 from infra.stores.open import open_store, start_store
 from infra.workers.launch import check_resources, kill_workers
 from schemas.config.run import RunConfig
@@ -51,9 +54,9 @@ async def train(config: RunConfig, run_id: str | None = None, resume: bool = Fal
     check_resources(config)
     runs_dir = config.runtime.runs_dir
     directory = RunDirectory.open(run_id, runs_dir) if resume else RunDirectory.create(config, run_id)
-    with directory.driver_lock():
+    with driver_lock(directory):
         before = directory.config()
-        if directory.change_config(config):
+        if change_config(directory, config):
             kill_workers(run_id, before)  # they would go on with what they were started with
         run = open_run(directory, config)
         try:
@@ -72,7 +75,7 @@ async def _training_loop(run: RunHandle, directory: RunDirectory) -> RunHandle:
     policy = await reconcile(run, directory)
     progress = await create_progress(run, 100 * policy.step / run.config.steps)
     tensorboard = TensorBoardMonitor(directory.path / "tensorboard") if run.config.runtime.tensorboard else None
-    step_flow = run_step.with_options(result_storage=directory.ledger)
+    step_flow = run_step.with_options(result_storage=directory.ledger.path)
     restarts = 0
     try:
         while True:

@@ -1,6 +1,6 @@
-"""Ray, stores, engines, models, checkpoints and local services: everything below the tasks that touches the world."""
+"""Everything below the tasks that has side effects: Ray, stores, engines, models, checkpoints, local services."""
 
 import os
 
-# Ray 2.60 heads want a token, and a driver that is imported without this never sends one.
+# Ray 2.60 heads require a token, and a driver sends one only if this is set before Ray is imported.
 os.environ.setdefault("RAY_AUTH_MODE", "token")

@@ -42,5 +42,5 @@ async def compute_step_advantages(
     store.flush()
     trained = with_column(rows, {"advantages": "float"}, [chunk], range(rows.num_rows))
     stored = publish_handle(store, trained, [store.take_traffic("advantage")])
-    RunDirectory.of(run).save_plan(policy.step, result.plan)
+    RunDirectory.of(run).plans.save(policy.step, result.plan)
     return AdvantageHandle(batch=trained, plan=result.plan, metrics=result.metrics, traffic=stored.traffic)

@@ -4,7 +4,6 @@ The key is explicit. Prefect's default one holds the flow run's id, so that a re
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from prefect import task
@@ -13,6 +12,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.tasks import Task
 
+from infra.storage import ledger
 from infra.storage.runs import RunDirectory
 from schemas.errors import WorkerLostError
 from schemas.step import PolicyHandle, RunHandle
@@ -23,22 +23,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def stage_key(run: RunHandle, policy: PolicyHandle, stage: str) -> str:
-    """The ledger entry of one stage, relative to the ledger: step, stage, config and the store's incarnation.
-
-    A stage's output lies in the column store, so an entry of another store incarnation is never matched.
-    """
-    step = RunDirectory.ledger_step_name(policy.step)
-    return f"{step}/{stage}-{run.config.digest}-{run.store_incarnation}"
+def _stage_cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
+    return ledger.stage_key(parameters["run"], parameters["policy"], context.task.name)
 
 
-def _cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
-    return stage_key(parameters["run"], parameters["policy"], context.task.name)
-
-
-def update_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
-    """The key of the update: a worker that was restarted has lost it, and its incarnation differs."""
-    return f"{_cache_key(context, parameters)}-{parameters['policy'].incarnation}"
+def update_cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:
+    """Return the cache key of the update stage; see `ledger.update_key`."""
+    return ledger.update_key(parameters["run"], parameters["policy"], context.task.name)
 
 
 async def worker_was_lost(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
@@ -53,7 +44,7 @@ async def worker_was_lost(task: Task[..., Any], task_run: TaskRun, state: State[
 
 
 def stage(
-    name: str, *, key: Callable[[TaskRunContext, dict[str, Any]], str] = _cache_key
+    name: str, *, key: Callable[[TaskRunContext, dict[str, Any]], str] = _stage_cache_key
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
     """A task whose result is committed to the ledger; its parameters hold `run` and `policy`."""
     return task(
@@ -81,4 +72,4 @@ def operation(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
 
 def is_committed(run: RunHandle, policy: PolicyHandle, stage: str) -> bool:
     """Whether the ledger holds this stage's result."""
-    return (RunDirectory(Path(run.directory)).ledger / stage_key(run, policy, stage)).exists()
+    return RunDirectory.of(run).ledger.is_committed(ledger.stage_key(run, policy, stage))

@@ -2,10 +2,10 @@
 
 from infra.workers.launch import get_group
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, UpdateReport
-from tasks.stage import stage, update_key
+from tasks.stage import stage, update_cache_key
 
 
-@stage("update", key=update_key)
+@stage("update", key=update_cache_key)
 async def update_policy(run: RunHandle, policy: PolicyHandle, advantage: AdvantageHandle) -> UpdateReport:
     """Apply the planned updates to the policy's version, exactly once."""
     group = await get_group(run, "policy")

@@ -14,6 +14,7 @@ import psutil
 
 from infra.services.local import LocalServices
 from infra.storage.runs import RunDirectory
+from infra.storage.step_folders import step_folder
 from tests.progress import Progress, wait_until
 from tests.tiny import make_tiny_data, make_tiny_model
 
@@ -221,7 +222,7 @@ class Run(RunDirectory):
         return {path.name: path.stat().st_mtime_ns for path in self.step_ledger(step).glob("*") if path.exists()}
 
     def step_ledger(self, step: int) -> Path:
-        return self.ledger / self.ledger_step_name(step)
+        return self.ledger.path / step_folder(step)
 
     def weights(self, version: int) -> str:
         """Return the digest of a checkpoint's weights and optimizer state."""

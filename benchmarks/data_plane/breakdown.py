@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from infra.ray import object_store
-from infra.stores import base, chunk_writer
+from infra.stores import base, chunk_reads, chunk_writer
 from infra.stores import ray as ray_store
 
 Parts = dict[str, float]  # milliseconds
@@ -20,14 +20,14 @@ PUT_PARTS = {
     "validate": (base, "validate"),
     "size": (ray_store, "encoded_bytes"),
     "registry": (ray_store.RayColumnStore, "_call"),
-    "write": (chunk_writer.Offer, "hand_over"),  # an object in the store, and within it
-    "bytes": (chunk_writer.Offer, "readinto"),  # Arrow's copy of the columns
+    "write": (chunk_writer.ChunkWrite, "submit"),  # an object in the store, and within it
+    "bytes": (chunk_writer.ChunkWrite, "write_into"),  # Arrow's copy of the columns
 }
 READ_PARTS = {
     "registry": (ray_store.RayColumnStore, "_call"),
     "mapping": (object_store, "view_at"),
-    "decode": (base, "decode"),
-    "gather": (base.Gather, "column"),
+    "decode": (chunk_reads, "decode"),
+    "gather": (chunk_reads.Gather, "column"),
     "check_lengths": (base, "check_row_lengths"),
 }
 

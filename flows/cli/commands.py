@@ -114,13 +114,14 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     from flows.cli.preflight import check, check_checkpoint
     from flows.cli.run import run_training
     from flows.cli.session import prefect_session
+    from infra.storage.config_changes import check_changes
     from infra.storage.runs import RunDirectory
 
     directory = RunDirectory.open(run, runs_dir)
     config = override_config(directory.config(), overrides or [], directory.run_id)
     if Path(config.runtime.runs_dir).resolve() != directory.path.parent:  # found by its path, it may have been moved
         config = config.replace(runtime=config.runtime.replace(runs_dir=str(directory.path.parent)))
-    directory.changes(config)
+    check_changes(directory, config)
     done = len(directory.metrics.steps())
     if done >= config.steps and (directory.path / "summary.json").exists():
         console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")
@@ -242,7 +243,7 @@ def inspect(
     if as_json:
         typer.echo(summary.model_dump_json(indent=2))
     else:
-        print_step(console, summary, directory.plan(summary.step))
+        print_step(console, summary, directory.plans.load(summary.step))
     if failures:
         raise failures[0]
 

@@ -7,7 +7,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from flows.progress import metric_values, source_rows
-from infra.storage.runs import RunDirectory, write_atomic
+from infra.storage.atomic import write_atomic
+from infra.storage.runs import RunDirectory
 from schemas.metric_catalog import metrics_of
 from schemas.step import RunSummary, StepReport
 

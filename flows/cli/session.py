@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 
-from infra.services.local import LocalServices, prefect_answers
+from infra.services.local import LocalServices, prefect_responds
 from schemas.config.runtime import RuntimeConfig
 from schemas.errors import ServiceError
 
@@ -32,7 +32,7 @@ def prefect_session(runtime: RuntimeConfig, console: Console) -> Iterator[None]:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     api_url = runtime.prefect_api_url or PREFECT_API_URL.value()
-    if api_url is not None and not prefect_answers(api_url):
+    if api_url is not None and not prefect_responds(api_url):
         raise ServiceError(
             f"no Prefect API answers at {api_url}; check runtime.prefect_api_url and PREFECT_API_URL, or set neither "
             "to start a local server"

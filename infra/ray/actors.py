@@ -32,7 +32,7 @@ def create_actor(
         name: Unique in the cluster.
         actor_class: A plain class.
         *args: Its constructor's arguments.
-        num_gpus: GPUs, or a share of one, that Ray assigns to it.
+        num_gpus: GPUs, or a fraction of one, that Ray assigns to it.
         options: Further arguments of `ray.remote` for the class.
     """
     import ray
@@ -51,17 +51,17 @@ def create_actor(
 
 
 def start_actor(actor_class: type, *args: Any) -> Any:
-    """Start an actor without a name: it ends when its handle is dropped, or when its driver ends."""
+    """Start an actor without a name: it is killed when its handle is dropped, or when its driver exits."""
     import ray
 
     return ray.remote(actor_class).options(num_cpus=0, max_restarts=0).remote(*args)
 
 
 def kill_actor(name: str) -> None:
-    """Kill the named actor, if there is one, and wait until its name is free again.
+    """Kill the named actor, if it exists, and wait until its name is free again.
 
     Raises:
-        WorkerLostError: It did not end in time.
+        WorkerLostError: It did not exit in time.
     """
     import ray
 
@@ -71,14 +71,14 @@ def kill_actor(name: str) -> None:
             return
         ray.kill(actor)
         time.sleep(0.05)
-    raise WorkerLostError(f"worker {name} did not end within {KILL_TIMEOUT_SECONDS} s")
+    raise WorkerLostError(f"worker {name} did not exit within {KILL_TIMEOUT_SECONDS} s after it was killed")
 
 
 async def call(actor: Any, method: str, *args: Any) -> Any:
     """Call a method of an actor and await its result.
 
     Raises:
-        PipelineError: What the method raised, with its own type.
+        PipelineError: The method raised it.
         WorkerLostError: The actor died.
     """
     return await resolve(getattr(actor, method).remote(*args), method)

@@ -6,20 +6,21 @@ import signal
 import socket
 
 from infra.ray.actors import NAMESPACE
+from infra.ray.module_path import worker_setup_hook
 from schemas.errors import ServiceError
 
 CONNECT_TIMEOUT_SECONDS = 10
 
 
 def connect(address: str, *, local: bool) -> None:
-    """Connect this process to Ray, once.
+    """Connect this process to Ray, once. Workers find modules in its working directory, after all others.
 
     Args:
         address: `host:port` of the Ray head.
         local: Whether Sluice started that Ray, on loopback.
 
     Raises:
-        ServiceError: Nothing answers at `address`.
+        ServiceError: Nothing responds at `address`.
     """
     import ray
 
@@ -27,20 +28,20 @@ def connect(address: str, *, local: bool) -> None:
         return
     if local:
         _use_loopback_only()
-    _require_answer(address)
-    # Ray installs its own SIGTERM handler; Prefect's turns SIGTERM into a cancellation and must stay.
+    _check_reachable(address)
+    # Ray installs its own SIGTERM handler, but Prefect's must stay: it turns SIGTERM into a cancellation.
     handler = signal.getsignal(signal.SIGTERM)
-    environment = {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # the head may have been started with another
     try:
         ray.init(
             address=address,
             namespace=NAMESPACE,
-            runtime_env={"env_vars": environment},
+            runtime_env={"env_vars": environment, "worker_process_setup_hook": worker_setup_hook()},
             logging_level=logging.WARNING,
             log_to_driver=False,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ServiceError(f"no Ray answers at {address}: {str(error).splitlines()[0]}") from None
+        raise ServiceError(f"no Ray head responds at {address}: {str(error).splitlines()[0]}") from None
     finally:
         signal.signal(signal.SIGTERM, handler)
 
@@ -52,13 +53,13 @@ def _use_loopback_only() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False  # read from RAY_ENVIRONMENT, but only when Ray is imported
 
 
-def _require_answer(address: str) -> None:
-    # Ray itself would try for minutes, and then exit the process.
+def _check_reachable(address: str) -> None:
+    # Ray itself would retry for minutes, and then exit the process.
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_SECONDS).close()
     except (OSError, ValueError) as error:
         raise ServiceError(
-            f"no Ray answers at {address!r} ({error}); check runtime.ray_address (host:port), or leave it out to "
+            f"no Ray head responds at {address!r} ({error}); check runtime.ray_address (host:port), or leave it out to "
             "start a local one"
         ) from None

@@ -1,4 +1,4 @@
-"""Where a worker computes, by what it can see when it starts."""
+"""The device of a worker, chosen when it starts, and its number of threads."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_device() -> torch.device:
-    """CUDA where the process was given a GPU, else the CPU."""
+    """Return the process's CUDA device if it was assigned a GPU, else the CPU."""
     if not torch.cuda.is_available():
         logger.info("computing on the CPU, with %d threads", torch.get_num_threads())
         return torch.device("cpu")

@@ -24,13 +24,13 @@ class WorkerGroup:
         """Call a method of all ranks; return the results in rank order.
 
         A rank that fails leaves the others waiting for it, so all are then killed; the next look-up of the group
-        creates them again, from the newest checkpoint. A refused version is not a failure.
+        creates them again, from the newest checkpoint. A rejected version is not a failure.
 
         Raises:
-            PipelineError: What the first rank to fail raised.
-            WorkerLostError: A rank died, or lost the others, and no rank says why.
+            PipelineError: The first rank to fail raised it.
+            WorkerLostError: A rank died, or lost the others, and no rank reports why.
         """
-        # All calls are sent before anything else may run: a call in between would reach the ranks in different orders.
+        # All calls are sent before anything else can run: a call in between might reach the ranks in different orders.
         calls = [asyncio.ensure_future(resolve(ref, method)) for ref in self._send(method, *args)]
         try:
             return list(await asyncio.gather(*calls))
@@ -39,7 +39,7 @@ class WorkerGroup:
         except BaseException as error:
             await asyncio.wait(calls, timeout=GRACE_SECONDS)
             self.kill()
-            # A rank that stops with an error of its own takes the others with it: its error is the cause.
+            # A rank that fails with an error of its own makes the others fail too: its error is the cause.
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             causes = [outcome for outcome in outcomes if _is_cause(outcome)]
             if isinstance(error, WorkerLostError) and causes:
@@ -47,11 +47,11 @@ class WorkerGroup:
             raise
 
     def call_with_refs(self, method: str, *args: Any) -> tuple[list[Any], Awaitable[Any]]:
-        """Call a method of several return values on all ranks, without fetching rank 0's values into this process.
+        """Call a method with several return values on all ranks, without fetching rank 0's values into this process.
 
         Returns:
-            The object refs of rank 0's return values, to be passed on to other actors; and an awaitable that ends
-            when the other ranks' calls have ended.
+            The object refs of rank 0's return values, to be passed on to other actors; and an awaitable that is done
+            when the other ranks' calls are.
         """
         refs = self._send(method, *args)
         others = [resolve(ref, method) for of_rank in refs[1:] for ref in of_rank]

@@ -21,7 +21,7 @@ class WorkerPool:
     """Workers numbered from 0, of which any may run a job.
 
     Args:
-        num_workers: How many.
+        num_workers: Their number.
         get: Starts a worker, or finds it, and returns its handle once it is ready.
         is_alive: Whether a worker exists, started or not.
     """
@@ -34,9 +34,9 @@ class WorkerPool:
     ) -> list[Result]:
         """Run every job on one of the workers; return the results in the order of the jobs.
 
-        Jobs are handed out one at a time, so that a faster worker gets more. A job whose worker dies is run by
-        another one; the dead worker is created again, and joins when it is ready. So a job's result must not depend on
-        the worker that runs it.
+        Jobs are assigned one at a time, so that a faster worker gets more. A job whose worker dies is run by another
+        one; the dead worker is created again, and gets jobs when it is ready. So a job's result must not depend on the
+        worker that runs it.
 
         Args:
             jobs: By number.
@@ -45,7 +45,7 @@ class WorkerPool:
 
         Raises:
             WorkerLostError: Workers died more often than `MAX_LOSSES_PER_WORKER` times their number.
-            PipelineError: What a job raised; the others are cancelled.
+            PipelineError: A job raised it; the others are cancelled.
         """
         dispatch = _Dispatch(self, jobs, dict(owners or {}), log)
         try:

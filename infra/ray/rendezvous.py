@@ -15,11 +15,11 @@ from schemas.step import ProcessGroupHandle
 
 
 class Rendezvous:
-    """Where the ranks find each other; rank 0 hosts it.
+    """The store through which ranks find each other; rank 0 hosts it.
 
     Args:
-        host: This node's address: nothing listens on any other.
-        num_ranks: Ranks that will come.
+        host: This node's address, the only one that it listens on.
+        num_ranks: Ranks that will join.
     """
 
     def __init__(self, host: str, num_ranks: int) -> None:
@@ -31,10 +31,10 @@ class Rendezvous:
 
 
 def join(group: ProcessGroupHandle, rank: int, host: str, device: torch.device, timeout_seconds: float) -> DeviceMesh:
-    """Join the ranks; returns the mesh of all of them, one dimension.
+    """Join the process group of all ranks; return their one-dimensional device mesh.
 
     Raises:
-        WorkerLostError: The others did not come in time.
+        WorkerLostError: The other ranks did not join in time.
     """
     listen_on(host)
     timeout = timedelta(seconds=timeout_seconds)
@@ -43,23 +43,23 @@ def join(group: ProcessGroupHandle, rank: int, host: str, device: torch.device, 
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=group.num_ranks, timeout=timeout)
     except (dist.DistError, RuntimeError) as error:
-        raise WorkerLostError(f"rank {rank} of {group.num_ranks} found no group: {error}") from None
+        raise WorkerLostError(f"rank {rank} of {group.num_ranks} could not join its process group: {error}") from None
     return init_device_mesh(device.type, (group.num_ranks,))
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an error says that another rank is gone or hangs."""
+    """Return whether an error means that another rank is gone or hangs."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def listen_on(host: str) -> None:
-    """Keep gloo and NCCL to the network interface that has the node's address."""
+    """Restrict gloo and NCCL to the network interface with the node's address."""
     for variable, name in interface_variables(host).items():
         os.environ.setdefault(variable, name)
 
 
 def interface_variables(host: str) -> dict[str, str]:
-    """The environment variables that keep gloo and NCCL to the network interface that has this address, if one has."""
+    """Return the environment variables that restrict gloo and NCCL to the network interface with this address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}

@@ -38,7 +38,7 @@ class RewardProcess:
         path = json.dumps([folder or os.getcwd() for folder in sys.path])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), path],
+                [sys.executable, "-P", "-c", PROGRAM, str(theirs.fileno()), path],
                 stdin=subprocess.PIPE,  # the lifeline: the kernel closes it when this process ends, however it ends
                 pass_fds=(theirs.fileno(),),
                 process_group=0,  # so that its children can be killed with it

@@ -1,0 +1,5 @@
+"""The local services that a run needs: a Prefect server and a Ray head."""
+
+from infra.services.local import LocalServices, prefect_responds
+
+__all__ = ["LocalServices", "prefect_responds"]

@@ -1,7 +1,7 @@
 """Local services: a Prefect server (SQLite) and a Ray head, both on loopback, both outliving the driver.
 
-They are started when nothing is configured, found again by the next command through a small state file each, and
-stopped by `sluice down`. Columns and workers therefore survive a killed driver, and the Prefect UI stays up.
+They are started if no other ones are configured, found again by the next command through one small state file each, and
+stopped by `sluice down`. So columns and workers survive a killed driver, and the Prefect UI stays up.
 """
 
 import fcntl
@@ -26,17 +26,19 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 PREFECT_PORT = 4200
-RAY_COMMAND = (sys.executable, "-m", "ray.scripts.scripts")
+# -P: without the working directory on the module path, where any file might shadow a module.
+RAY_COMMAND = (sys.executable, "-P", "-m", "ray.scripts.scripts")
 START_TIMEOUT_SECONDS = 120
 HEALTH_TIMEOUT_SECONDS = 5
-END_TIMEOUT_SECONDS = 5  # then what is left is killed; nothing in a service is worth waiting for
+STOP_TIMEOUT_SECONDS = 5  # after which processes are killed; they have nothing to save
 
-# Ray binds every port to loopback only where it believes that clusters are off; both sides must agree.
+# Ray binds all its ports to loopback only if it considers clusters unsupported; the head and its clients must agree.
 RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 
-# Batching keeps SQLite's single writer from answering "database is locked" while a step's events arrive.
 PREFECT_ENVIRONMENT = {
+    "PYTHONSAFEPATH": "1",  # as `-P`, for the server's own child processes too
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    # Batched writes avoid "database is locked" while a step's events arrive: SQLite allows one writer at a time.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
@@ -46,10 +48,10 @@ PREFECT_ENVIRONMENT = {
 
 
 class ServiceState(Frozen):
-    """One running service: its process and where it listens."""
+    """A running service: its process and its port."""
 
     pid: int
-    started: float  # the process's creation time, so that a reused pid is not mistaken for it
+    started: float  # the process's creation time, which tells it from a later process with the same pid
     port: int
 
     @property
@@ -58,20 +60,20 @@ class ServiceState(Frozen):
 
 
 class LocalServices:
-    """The services whose state lies in one directory.
+    """The services whose state is in one directory.
 
     Args:
-        directory: Where state files, logs and Prefect's database are kept.
+        directory: The folder of the state files, the logs and Prefect's database.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.resolve()
 
     def start(self, *, prefect: bool, ray: bool) -> None:
-        """Start what is asked for and not running, side by side, and wait until it answers.
+        """Start the requested services that aren't running, in parallel, and wait until they respond.
 
         Raises:
-            ServiceError: A service does not answer in time; the message names its log.
+            ServiceError: A service does not respond in time; the message names its log.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._lock():
@@ -85,11 +87,11 @@ class LocalServices:
                     self._wait(name, process, port)
             except BaseException:
                 for _, process, _ in started:
-                    _end_process_tree(process.pid)
+                    _stop_process_tree(process.pid)
                 raise
 
     def state(self, name: str) -> ServiceState | None:
-        """The service `name` ("prefect" or "ray") if its process is alive, else None."""
+        """Return the state of the service `name` ("prefect" or "ray") if its process is alive, else None."""
         path = self._state_path(name)
         if not path.exists():
             return None
@@ -111,12 +113,12 @@ class LocalServices:
         return state.address if state else None
 
     def stop(self) -> list[str]:
-        """Stop every service started from this directory; returns the names of those that ran."""
+        """Stop every service started from this directory; return the names of those that were running."""
         stopped = []
         for name in ("prefect", "ray"):
             state = self.state(name)
             if state is not None:
-                _end_process_tree(state.pid)
+                _stop_process_tree(state.pid)
                 stopped.append(name)
             self._state_path(name).unlink(missing_ok=True)
         return stopped
@@ -129,11 +131,11 @@ class LocalServices:
         return "prefect", self._spawn("prefect", command, PREFECT_ENVIRONMENT | environment), port
 
     def _spawn_ray(self) -> tuple[str, subprocess.Popen[bytes], int]:
-        # A head wants a token but makes none; Ray's own command makes the user's, unless there is one.
+        # A head needs a token but doesn't make one; Ray's own command makes the user's token if it doesn't exist.
         generate = [*RAY_COMMAND, "get-auth-token", "--generate"]
         token = subprocess.run(generate, env={**os.environ, **RAY_ENVIRONMENT}, capture_output=True, check=False)
         if token.returncode:
-            raise ServiceError(f"Ray can't make its authentication token: {token.stderr.decode().strip()}")
+            raise ServiceError(f"Ray can't create its authentication token: {token.stderr.decode().strip()}")
         port = _free_port()
         command = [*RAY_COMMAND, "start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=false"]
         command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", f"--ray-client-server-port={_free_port()}"]
@@ -148,16 +150,16 @@ class LocalServices:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
-                start_new_session=True,  # a Ctrl-C or kill of the driver must not reach it
+                start_new_session=True,  # so that a Ctrl-C or kill of the driver doesn't reach it
             )
 
     def _wait(self, name: str, process: subprocess.Popen[bytes], port: int) -> None:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while not self._answers(name, port):
+        while not self._responds(name, port):
             if process.poll() is not None or time.monotonic() > deadline:
-                why = f"exited with {process.returncode}" if process.returncode is not None else "did not answer"
+                outcome = f"exited with {process.returncode}" if process.returncode is not None else "did not respond"
                 raise ServiceError(
-                    f"the local {name} service {why} within {START_TIMEOUT_SECONDS} s; see {self._log_path(name)}"
+                    f"the local {name} service {outcome} within {START_TIMEOUT_SECONDS} s; see {self._log_path(name)}"
                 )
             time.sleep(0.1)
         started = psutil.Process(process.pid).create_time()
@@ -165,10 +167,10 @@ class LocalServices:
         self._state_path(name).write_text(state.model_dump_json())
         logger.info("started %s at %s (pid %d)", name, state.address, state.pid)
 
-    def _answers(self, name: str, port: int) -> bool:
+    def _responds(self, name: str, port: int) -> bool:
         if name == "prefect":
-            return prefect_answers(f"http://{LOOPBACK}:{port}/api")
-        # The port opens before the node is registered; `ray start` says so when it is.
+            return prefect_responds(f"http://{LOOPBACK}:{port}/api")
+        # The port opens before the node is registered; `ray start` prints this line afterwards.
         return not _is_free(port) and b"Ray runtime started" in self._log_path("ray").read_bytes()
 
     @contextmanager
@@ -184,8 +186,8 @@ class LocalServices:
         return self.directory / f"{name}.log"
 
 
-def prefect_answers(api_url: str) -> bool:
-    """Whether a healthy Prefect server answers at `api_url`."""
+def prefect_responds(api_url: str) -> bool:
+    """Return whether a healthy Prefect server responds at `api_url`."""
     try:
         with urllib.request.urlopen(f"{api_url}/health", timeout=HEALTH_TIMEOUT_SECONDS) as response:
             return bool(json.load(response))
@@ -204,7 +206,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _end_process_tree(pid: int) -> None:
+def _stop_process_tree(pid: int) -> None:
     try:
         root = psutil.Process(pid)
     except psutil.NoSuchProcess:
@@ -213,7 +215,7 @@ def _end_process_tree(pid: int) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=END_TIMEOUT_SECONDS)
+    _, alive = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_SECONDS)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -1,13 +1,19 @@
-"""The books of one store: which chunks it holds, under which leases, in how many bytes."""
+"""The index of one store: the chunks that it holds, their leases, and the bytes that they take."""
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from infra.stores.chunk_errors import (
+    capacity_error,
+    check_incarnation,
+    chunk_not_found_error,
+    lease_expired_error,
+    no_lease_error,
+)
 from schemas.batch import ChunkKey, ChunkRef
-from schemas.errors import CapacityError, ChunkNotFoundError, LeaseError, LeaseExpiredError, StaleIncarnationError
 from schemas.store import StoreUsage
 
 Payload = TypeVar("Payload")
@@ -15,7 +21,7 @@ Payload = TypeVar("Payload")
 
 @dataclass(frozen=True)
 class Entry(Generic[Payload]):
-    """A held chunk, and where its bytes are."""
+    """A held chunk, and what its backend needs to find its bytes."""
 
     ref: ChunkRef
     step: int
@@ -23,21 +29,28 @@ class Entry(Generic[Payload]):
 
 
 class ChunkIndex(Generic[Payload]):
-    """One run's chunks, by key. What a payload is, its backend says. Not for several threads.
+    """One run's chunks by key. Each backend has its own payload type. Not thread-safe.
 
     Args:
-        capacity_bytes: The limit of all held chunks together.
-        lease_seconds: How long a lease lasts that nobody renews.
+        capacity_bytes: The limit on the bytes of all held chunks together.
+        lease_seconds: How long a lease lasts unless it is renewed.
         incarnation: The name of this incarnation of the store; None makes a new one.
+        clock: Returns the time in seconds.
     """
 
-    def __init__(self, capacity_bytes: int, lease_seconds: float, incarnation: str | None = None) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        lease_seconds: float,
+        incarnation: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.incarnation = incarnation or uuid.uuid4().hex
-        self._capacity_bytes, self._lease_seconds = capacity_bytes, lease_seconds
+        self._capacity_bytes, self._lease_seconds, self._clock = capacity_bytes, lease_seconds, clock
         self._entries: dict[str, Entry[Payload]] = {}
         self._deadlines: dict[int, float] = {}  # of the open leases, by step
         self._expired: set[int] = set()
-        self._reserved: dict[str, tuple[int, int]] = {}  # key -> step and bytes of a put that is under way
+        self._reserved: dict[str, tuple[int, int]] = {}  # key -> step and bytes of a put in progress
         self._batches: dict[int, str] = {}
         self._peak_bytes = 0
 
@@ -51,56 +64,56 @@ class ChunkIndex(Generic[Payload]):
         """Renew the lease of a key's step.
 
         Raises:
-            LeaseError: It is not open.
-            LeaseExpiredError: Nobody renewed it in time.
+            LeaseError: The lease is not open.
+            LeaseExpiredError: It was not renewed in time.
         """
         self.sweep()
         if key.step in self._expired:
-            raise expired_error(key, self._lease_seconds)
+            raise lease_expired_error(key, self._lease_seconds)
         if key.step not in self._deadlines:
-            raise lease_error(key)
+            raise no_lease_error(key)
         self._renew(key.step)
 
     def find(self, key: ChunkKey) -> Entry[Payload] | None:
-        """The chunk of this key, if it is held."""
+        """Return the chunk under this key; None if there is none."""
         return self._entries.get(str(key))
 
     def is_reserved(self, key: ChunkKey) -> bool:
-        """Whether a put of this key is under way."""
+        """Return whether a put of this key is in progress."""
         return str(key) in self._reserved
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether so many bytes more would fit."""
+    def fits(self, num_bytes: int) -> bool:
+        """Return whether a chunk of this size fits now."""
         return self._held_bytes() + num_bytes <= self._capacity_bytes
 
-    def may_get_room(self, step: int, num_bytes: int) -> bool:
-        """Whether so many bytes would fit once the steps before and after `step` are cleared."""
+    def fits_alone(self, step: int, num_bytes: int) -> bool:
+        """Return whether a chunk of this size would fit if all steps but `step` were cleared."""
         own = sum(entry.ref.num_bytes for entry in self._entries.values() if entry.step == step)
         own += sum(size for other, size in self._reserved.values() if other == step)
         return own + num_bytes <= self._capacity_bytes
 
     def reserve(self, key: ChunkKey, num_bytes: int) -> None:
-        """Take room for a chunk that is about to be written; `commit` or `release` must follow.
+        """Reserve capacity for a chunk that is about to be written; `commit` or `release` must follow.
 
         Raises:
             LeaseError: The step's lease is not open.
-            CapacityError: There is no room.
+            CapacityError: The chunk doesn't fit.
         """
         self.require_lease(key)
-        if not self.has_room(num_bytes):
+        if not self.fits(num_bytes):
             raise capacity_error(key, num_bytes, self._held_bytes(), self._capacity_bytes)
         self._reserved[str(key)] = (key.step, num_bytes)
         self._peak_bytes = max(self._peak_bytes, self._held_bytes())
 
     def release(self, key: ChunkKey) -> None:
-        """Give back what `reserve` took."""
+        """Release the capacity that was reserved for a key."""
         self._reserved.pop(str(key), None)
 
     def commit(self, key: ChunkKey, num_rows: int, num_bytes: int, payload: Payload) -> ChunkRef:
-        """Hold a chunk that has been written whole; from now on it is readable.
+        """Add a chunk that has been written completely, which makes it readable.
 
         Raises:
-            LeaseError: The step was cleared while it was written.
+            LeaseError: The step was cleared while the chunk was written.
         """
         self.release(key)
         self.require_lease(key)
@@ -109,7 +122,7 @@ class ChunkIndex(Generic[Payload]):
         return ref
 
     def payloads(self, refs: Sequence[ChunkRef]) -> list[Payload]:
-        """Where the chunks' bytes are, in order; renews their steps' leases.
+        """Return the chunks' payloads, in order, and renew their steps' leases.
 
         Raises:
             ChunkNotFoundError: A chunk was never put, or was cleared.
@@ -123,12 +136,12 @@ class ChunkIndex(Generic[Payload]):
 
     def delete(self, refs: Sequence[ChunkRef]) -> int:
         """See `ColumnStore.delete`."""
-        gone = [self._entries.pop(ref.key) for ref in refs if self._holds(ref)]
-        return sum(entry.ref.num_bytes for entry in gone)
+        deleted = [self._entries.pop(ref.key) for ref in refs if self._holds(ref)]
+        return sum(entry.ref.num_bytes for entry in deleted)
 
-    def drop(self, name: str | None) -> None:
-        """Forget a chunk that is lost."""
-        self._entries.pop(name or "", None)
+    def drop(self, name: str) -> None:
+        """Remove a chunk whose bytes are lost."""
+        self._entries.pop(name, None)
 
     def clear(self, step: int) -> int:
         """See `ColumnStore.clear`."""
@@ -137,14 +150,14 @@ class ChunkIndex(Generic[Payload]):
         return self._free(step)
 
     def sweep(self) -> list[int]:
-        """Free the steps whose leases have expired; returns them."""
-        now = time.monotonic()
-        over = [step for step, deadline in self._deadlines.items() if deadline < now]
-        for step in over:
+        """Free the steps whose leases have expired; return them."""
+        now = self._clock()
+        expired = [step for step, deadline in self._deadlines.items() if deadline < now]
+        for step in expired:
             del self._deadlines[step]
             self._expired.add(step)
             self._free(step)
-        return over
+        return expired
 
     def save_batch(self, step: int, batch: str) -> None:
         """See `ColumnStore.save_batch`; `batch` is JSON."""
@@ -161,7 +174,7 @@ class ChunkIndex(Generic[Payload]):
 
     def usage(self) -> StoreUsage:
         """See `ColumnStore.usage`."""
-        now = time.monotonic()
+        now = self._clock()
         live = {step for step, deadline in self._deadlines.items() if deadline >= now}
         entries = self._entries.values()
         return StoreUsage(
@@ -175,7 +188,7 @@ class ChunkIndex(Generic[Payload]):
         )
 
     def _renew(self, step: int) -> None:
-        self._deadlines[step] = time.monotonic() + self._lease_seconds
+        self._deadlines[step] = self._clock() + self._lease_seconds
 
     def _held_bytes(self) -> int:
         held = sum(entry.ref.num_bytes for entry in self._entries.values())
@@ -183,8 +196,8 @@ class ChunkIndex(Generic[Payload]):
 
     def _free(self, step: int) -> int:
         self._batches.pop(step, None)
-        gone = [name for name, entry in self._entries.items() if entry.step == step]
-        return sum(self._entries.pop(name).ref.num_bytes for name in gone)
+        names = [name for name, entry in self._entries.items() if entry.step == step]
+        return sum(self._entries.pop(name).ref.num_bytes for name in names)
 
     def _holds(self, ref: ChunkRef) -> bool:
         return ref.incarnation == self.incarnation and ref.key in self._entries
@@ -192,49 +205,5 @@ class ChunkIndex(Generic[Payload]):
     def _get(self, ref: ChunkRef) -> Entry[Payload]:
         check_incarnation(ref, self.incarnation)
         if ref.key not in self._entries:
-            why = "the lease of its step expired" if ChunkKey.parse(ref.key).step in self._expired else ""
-            raise chunk_not_found(ref, why)
+            raise chunk_not_found_error(ref, lease_expired=ChunkKey.parse(ref.key).step in self._expired)
         return self._entries[ref.key]
-
-
-def check_incarnation(ref: ChunkRef, incarnation: str) -> None:
-    """See that a reference is of this incarnation of the store.
-
-    Raises:
-        StaleIncarnationError: It is of another one.
-    """
-    if ref.incarnation != incarnation:
-        raise StaleIncarnationError(
-            f"chunk {ref.key} was put into store {ref.incarnation}, which is gone; this is {incarnation}: "
-            "run the stage that produces it again"
-        )
-
-
-def chunk_not_found(ref: ChunkRef, why: str = "") -> ChunkNotFoundError:
-    """The error of a chunk that is not there."""
-    return ChunkNotFoundError(
-        f"chunk {ref.key} is not in the store: {why or 'its step was cleared, or it was never put'}"
-    )
-
-
-def lease_error(key: ChunkKey) -> LeaseError:
-    """The error of a put without a lease."""
-    return LeaseError(
-        f"can't put {key}: step {key.step} has no open lease; open it first, or the step was cleared already"
-    )
-
-
-def expired_error(key: ChunkKey, lease_seconds: float) -> LeaseExpiredError:
-    """The error of a put under a lease that is over."""
-    return LeaseExpiredError(
-        f"can't put {key}: the lease of step {key.step} expired, as nobody renewed it for {lease_seconds:g} s, "
-        "and its chunks were freed; raise store.lease_seconds, or run the step again"
-    )
-
-
-def capacity_error(key: ChunkKey, asked: int, held: int, limit: int) -> CapacityError:
-    """The error of a put that would exceed the capacity."""
-    return CapacityError(
-        f"can't put {key}: {asked} bytes asked, {held} held, limit {limit}; "
-        "raise store.capacity_bytes or make the step smaller"
-    )

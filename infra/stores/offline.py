@@ -1,4 +1,4 @@
-"""A run's columns as people read them: from its files, without Ray, while it runs and afterwards.
+"""Reading a run's columns from its files, without Ray, while the run is in progress and afterwards.
 
 N rows of a step's batch.
 """
@@ -21,24 +21,24 @@ def read_step(
 ) -> pa.Table:
     """Read the rows of one step: exactly those of its newest batch, in their order.
 
-    Before the advantages are there, these are all rows of the rollout; then those whose reward did not fail.
+    Until the advantages are computed, these are all rows of the rollout; afterwards, those whose reward did not fail.
 
     Args:
         run: A run's directory, or its id.
-        step: Counted from 0; the newest that has a batch if not given.
-        columns: Names of the catalogue, in the order wanted; all that were produced if not given.
-        runs_dir: Where runs lie that are named by their id.
+        step: Counted from 0; the newest step with a batch if not given.
+        columns: Names from the catalog, in the order wanted; all that have been produced if not given.
+        runs_dir: The folder in which to look for a run id.
 
     Returns:
-        A table of N rows. A `row` column has one value each; a `prompt` or `response` column a `large_list` each, of
-        as many values as the sample has tokens there. Where nothing was selected, columns are views of the files.
+        A table of N rows. A `row` column has one value per row, a `prompt` or `response` column a `large_list` with
+        one value per token of the sample. If nothing was selected, columns are views of the files.
 
     Raises:
         RunError: There is no such run, it keeps no columns on disk, or the step has no batch.
-        ColumnNotFoundError: The step has no such column, or not yet.
-        ChunkNotFoundError: The step was cleared meanwhile.
+        ColumnNotFoundError: The step does not have such a column, or not yet.
+        ChunkNotFoundError: The step was cleared in the meantime.
         ChunkCorruptedError: A file is damaged.
-        ValueError: No column is named, or one twice.
+        ValueError: No column is named, or one is named twice.
     """
     directory = RunDirectory.open(str(run), runs_dir)
     store = open_run_columns(directory)
@@ -49,7 +49,7 @@ def read_step(
 
 
 def open_run_columns(directory: RunDirectory) -> FsspecColumnStore:
-    """A run's durable columns.
+    """Open a run's durable columns for reading.
 
     Raises:
         RunError: The run keeps none on disk, has none yet, or its `store.url` can't be reached.
@@ -61,7 +61,7 @@ def open_run_columns(directory: RunDirectory) -> FsspecColumnStore:
             'a run with store.kind = "tiered" keeps them'
         )
     if config.store.url is None and not directory.columns.is_dir():
-        raise RunError(f"run {directory.run_id} has no columns yet: {directory.columns} is made by its first step")
+        raise RunError(f"run {directory.run_id} has no columns yet: its first step creates {directory.columns}")
     try:
         return open_files(directory, config.store, read_only=True)
     except (StoreError, OSError, ImportError, ValueError) as error:  # ValueError: fsspec knows no such protocol
@@ -70,7 +70,7 @@ def open_run_columns(directory: RunDirectory) -> FsspecColumnStore:
 
 
 def find_step(directory: RunDirectory, store: FsspecColumnStore, step: int | None) -> int:
-    """The step itself or, for None, the newest one that has columns.
+    """Return the step itself or, for None, the newest one that has columns.
 
     Raises:
         RunError: It has none; the message lists the steps that have.
@@ -82,7 +82,7 @@ def find_step(directory: RunDirectory, store: FsspecColumnStore, step: int | Non
 
 
 def steps_with_columns(store: FsspecColumnStore) -> list[int]:
-    """The steps of which something is stored, in order. One that only holds a lease is none of them."""
+    """Return the steps that have a batch or a chunk, in order; one that only has a lease is not among them."""
     return [step for step in store.steps() if _has_columns(store, step)]
 
 
@@ -95,20 +95,20 @@ def _has_columns(store: FsspecColumnStore, step: int) -> bool:
     try:
         return store.load_batch(step) is not None or bool(store.records(step))
     except ChunkCorruptedError:
-        return True  # damaged, but there
+        return True  # they exist, though they are damaged
 
 
 def _no_columns_error(directory: RunDirectory, store: FsspecColumnStore, step: int | None) -> RunError:
     steps = steps_with_columns(store)
     if step is None or not steps:
         kept = directory.config().store.keep_steps
-        begun = f"; of step {steps[-1]} the first chunks are there, and its batch is not" if steps else ""
+        unfinished = f"; step {steps[-1]} has its first chunks, but no batch yet" if steps else ""
         return RunError(
-            f"run {directory.run_id} has no step with columns{begun}; store.keep_steps = {kept} finished steps keep "
-            "theirs"
+            f"run {directory.run_id} has no step with columns{unfinished}; the newest finished steps keep theirs: "
+            f"store.keep_steps = {kept}"
         )
     if step in steps:
-        return RunError(f"step {step} of run {directory.run_id} has chunks, but no batch before its put is done")
+        return RunError(f"step {step} of run {directory.run_id} has chunks, but no batch before its put stage is done")
     return RunError(
         f"step {step} of run {directory.run_id} has no columns; steps that have: {', '.join(map(str, steps))}"
     )

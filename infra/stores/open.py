@@ -1,9 +1,11 @@
-"""Which store a run's configuration means, and how its processes come by it."""
+"""The column store of a run, by its configuration."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, NO_LIMIT, FsspecColumnStore
-from infra.stores.ray import RayColumnStore
 from infra.stores.tiered import TieredColumnStore
 from schemas.config.run import RunConfig
 from schemas.config.store import FsspecStore, RayStore, StoreConfig, TieredStore
@@ -12,7 +14,7 @@ from schemas.step import RunHandle
 
 
 def open_store(run: RunHandle) -> ColumnStore:
-    """This process's client of the run's store.
+    """Return a client of the run's store for this process.
 
     Raises:
         WorkerLostError: The store's registry is gone.
@@ -21,23 +23,51 @@ def open_store(run: RunHandle) -> ColumnStore:
 
 
 def start_store(directory: RunDirectory, config: RunConfig) -> tuple[ColumnStore, bool]:
-    """The run's store, and whether it had to be started anew, so that what it held in Ray is lost."""
+    """Return the run's store, and whether it had to be started, so that what it held in Ray is lost."""
     try:
         return _open(directory, config.store, start=False), False
     except WorkerLostError:
         return _open(directory, config.store, start=True), True
 
 
-def _open(directory: RunDirectory, config: StoreConfig, start: bool) -> ColumnStore:
-    if isinstance(config, RayStore):
-        return _ray(directory.run_id, config, None, start)
-    behind = open_files(directory, config)
-    if isinstance(config, FsspecStore):
-        return behind
-    return TieredColumnStore(_ray(directory.run_id, config, behind.incarnation, start), behind)
+def open_files(
+    directory: RunDirectory, config: FsspecStore | TieredStore, *, read_only: bool = False
+) -> FsspecColumnStore:
+    """Return the run's durable columns, without Ray."""
+    # In a tiered store, the front enforces the limits, and a dead run's files are kept until it is resumed.
+    is_tiered = isinstance(config, TieredStore)
+    return FsspecColumnStore(
+        directory.run_id,
+        f"{config.url.rstrip('/')}/{directory.run_id}" if config.url else str(directory.columns),
+        NO_LIMIT if is_tiered else config.capacity_bytes,
+        put_timeout_seconds=config.put_timeout_seconds,
+        lease_seconds=NO_EXPIRY_SECONDS if is_tiered else config.lease_seconds,
+        read_only=read_only,
+    )
 
 
-def _ray(run_id: str, config: RayStore | TieredStore, incarnation: str | None, start: bool) -> RayColumnStore:
+def _open(directory: RunDirectory, config: StoreConfig, *, start: bool) -> ColumnStore:
+    return OPENERS[type(config)](directory, config, start)
+
+
+def _open_fsspec(directory: RunDirectory, config: FsspecStore, start: bool) -> ColumnStore:
+    return open_files(directory, config)
+
+
+def _open_ray(directory: RunDirectory, config: RayStore, start: bool) -> ColumnStore:
+    return _open_registry(directory.run_id, config, start)
+
+
+def _open_tiered(directory: RunDirectory, config: TieredStore, start: bool) -> ColumnStore:
+    durable = open_files(directory, config)
+    return TieredColumnStore(_open_registry(directory.run_id, config, start, durable.incarnation), durable)
+
+
+def _open_registry(
+    run_id: str, config: RayStore | TieredStore, start: bool, incarnation: str | None = None
+) -> ColumnStore:
+    from infra.stores.ray import RayColumnStore  # not at the top: a process that only reads files doesn't need Ray
+
     return RayColumnStore(
         run_id,
         config.capacity_bytes if start else None,
@@ -47,16 +77,8 @@ def _ray(run_id: str, config: RayStore | TieredStore, incarnation: str | None, s
     )
 
 
-def open_files(
-    directory: RunDirectory, config: FsspecStore | TieredStore, *, read_only: bool = False
-) -> FsspecColumnStore:
-    """The run's durable columns, without Ray."""
-    has_front = isinstance(config, TieredStore)  # it keeps the limits; a dead run's files wait for its resume
-    return FsspecColumnStore(
-        directory.run_id,
-        f"{config.url.rstrip('/')}/{directory.run_id}" if config.url else str(directory.columns),
-        NO_LIMIT if has_front else config.capacity_bytes,
-        put_timeout_seconds=config.put_timeout_seconds,
-        lease_seconds=NO_EXPIRY_SECONDS if has_front else config.lease_seconds,
-        read_only=read_only,
-    )
+OPENERS: Mapping[type[RayStore | FsspecStore | TieredStore], Callable[[RunDirectory, Any, bool], ColumnStore]] = {
+    RayStore: _open_ray,
+    FsspecStore: _open_fsspec,
+    TieredStore: _open_tiered,
+}

@@ -1,4 +1,4 @@
-"""The column store's figures as Prometheus metrics, which Ray's agent on each node serves."""
+"""The column store's Prometheus metrics, which Ray's agent on each node exports."""
 
 import sys
 from functools import cache
@@ -7,9 +7,9 @@ from typing import Any
 from schemas.store import StoreTraffic, StoreUsage
 
 
-def count_traffic(run_id: str, stage: str, traffic: StoreTraffic) -> None:
-    """Add what a stage moved to this process's counters."""
-    ray = sys.modules.get("ray")  # a process that reads files has no need to import it
+def record_traffic(run_id: str, stage: str, traffic: StoreTraffic) -> None:
+    """Add a stage's traffic to this process's counters, if the process is connected to Ray."""
+    ray = sys.modules.get("ray")  # a process that only reads files need not import it
     if ray is None or not ray.is_initialized() or traffic == StoreTraffic():
         return
     for name, value in traffic:
@@ -17,8 +17,8 @@ def count_traffic(run_id: str, stage: str, traffic: StoreTraffic) -> None:
             _counter(name).inc(value, tags={"run_id": run_id, "stage": stage})
 
 
-def show_usage(run_id: str, usage: StoreUsage) -> None:
-    """Set the registry's gauges."""
+def record_usage(run_id: str, usage: StoreUsage) -> None:
+    """Set the gauges of the registry's process."""
     for name in ("num_chunks", "num_rows", "num_bytes", "peak_bytes", "capacity_bytes", "leaked_bytes"):
         _gauge(name).set(getattr(usage, name), tags={"run_id": run_id})
     _gauge("open_leases").set(len(usage.open_leases), tags={"run_id": run_id})
@@ -39,17 +39,17 @@ def _gauge(name: str) -> Any:
 
 
 _DESCRIPTIONS = {
-    "num_puts": "Chunks put.",
+    "num_puts": "Number of chunks put.",
     "put_bytes": "Encoded bytes put.",
     "put_seconds": "Seconds spent in puts.",
-    "num_reads": "Reads.",
-    "read_bytes": "Bytes of the columns that reads returned.",
+    "num_reads": "Number of reads.",
+    "read_bytes": "Bytes of the columns returned by reads.",
     "read_seconds": "Seconds spent in reads.",
-    "num_chunks": "Chunks held.",
-    "num_rows": "Rows held.",
-    "num_bytes": "Bytes held.",
-    "peak_bytes": "The most bytes held at once.",
-    "capacity_bytes": "The limit of the bytes held.",
-    "leaked_bytes": "Bytes held under no open lease.",
-    "open_leases": "Steps with an open lease.",
+    "num_chunks": "Chunks held under leases.",
+    "num_rows": "Rows held under leases.",
+    "num_bytes": "Bytes held under leases.",
+    "peak_bytes": "Peak of the bytes held.",
+    "capacity_bytes": "Limit on the bytes held.",
+    "leaked_bytes": "Bytes held without an open lease.",
+    "open_leases": "Number of steps with an open lease.",
 }

@@ -1,4 +1,4 @@
-"""A step's columns over its life: opened under a lease, extended by each stage, kept or cleared at its end."""
+"""A step's columns over their lifetime: opened under a lease, extended by each stage, kept or cleared at the end."""
 
 import asyncio
 import logging
@@ -8,10 +8,12 @@ from functools import reduce
 from operator import add
 from typing import Any
 
+from infra.storage.ledger import FORMAT
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
-from infra.stores.open import open_store
+from infra.stores.open import open_store, start_store
 from schemas.batch import BatchHandle
+from schemas.config.run import RunConfig
 from schemas.errors import PipelineError, StoreError
 from schemas.step import RunHandle, StoredBatch
 from schemas.store import StoreTraffic
@@ -24,7 +26,7 @@ Log = logging.Logger | logging.LoggerAdapter[Any]
 
 
 def open_step(run: RunHandle, step: int, log: Log = logger) -> None:
-    """Open the step's lease. If the step was begun before and its columns are lost, its stages are dropped too."""
+    """Open the step's lease. If the step was started before and its columns are lost, drop its ledger entries too."""
     store = open_store(run)
     store.open_lease(step)
     if (batch := store.load_batch(step)) is None:
@@ -32,8 +34,8 @@ def open_step(run: RunHandle, step: int, log: Log = logger) -> None:
     try:
         store.verify(batch)
     except StoreError as error:
-        log.warning("step %d is run from its start: %s", step, error)
-        RunDirectory.of(run).forget_step(step)
+        log.warning("step %d is run again from its start: %s", step, error)
+        RunDirectory.of(run).ledger.drop_step(step)
         store.clear(step)
         store.open_lease(step)
 
@@ -47,7 +49,7 @@ async def renewed_lease(run: RunHandle, step: int, log: Log = logger) -> AsyncIt
             while True:
                 await asyncio.sleep(run.config.store.lease_seconds / RENEWALS_PER_LEASE)
                 open_store(run).open_lease(step)
-        except PipelineError as error:  # the stages meet the same error, and report it to those who can act
+        except PipelineError as error:  # the stages get the same error, and raise it
             log.warning("the lease of step %d is no longer renewed: %s", step, error)
 
     renewal = asyncio.create_task(renew_forever())
@@ -60,7 +62,7 @@ async def renewed_lease(run: RunHandle, step: int, log: Log = logger) -> AsyncIt
 
 
 def publish_handle(store: ColumnStore, batch: BatchHandle, traffic: Sequence[StoreTraffic]) -> StoredBatch:
-    """Save a stage's batch as the step's newest handle; return it with the sum of what the stage moved."""
+    """Save a stage's batch as the step's newest handle; return it with the stage's total traffic."""
     store.save_batch(batch)
     return StoredBatch(batch=batch, traffic=reduce(add, traffic, StoreTraffic()))
 
@@ -70,31 +72,69 @@ def clear_step(run: RunHandle, step: int) -> int:
 
     The ledger's entries go first, so that none outlives its columns.
     """
-    RunDirectory.of(run).forget_step(step)
-    RunDirectory.of(run).forget_plan(step)
+    RunDirectory.of(run).ledger.drop_step(step)
+    RunDirectory.of(run).plans.drop(step)
     return open_store(run).clear(step)
 
 
 def archive_step(run: RunHandle, step: int) -> None:
     """End a finished step's lease.
 
-    A durable store keeps its columns, and the ledger its stages, until a checkpoint includes its update.
+    A durable store keeps its columns, and the ledger its entries, until a checkpoint includes its update.
     """
     if not run.config.store.is_durable:
-        RunDirectory.of(run).forget_step(step)
-        RunDirectory.of(run).forget_plan(step)
+        RunDirectory.of(run).ledger.drop_step(step)
+        RunDirectory.of(run).plans.drop(step)
     open_store(run).archive(step)
 
 
+def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int, log: Log = logger) -> bool:
+    """If the run's ledger is of an older format, drop the steps from `first` on, so that they are run again.
+
+    Their columns, their plans and all of the ledger's entries are deleted; then the ledger has this version's format.
+    The column store is started again, as an older version may have left its registry behind. For the same reason the
+    run's workers must be killed before it is resumed; besides, they may be ahead of the checkpoint.
+
+    Args:
+        directory: The run, which no driver may be driving.
+        config: Its config.
+        first: The version of the newest complete checkpoint, which includes the steps before; 0 if there is none.
+        log: Where it is reported.
+
+    Returns:
+        Whether the ledger was of an older format.
+
+    Raises:
+        RunError: The ledger is of a newer format.
+    """
+    if not directory.ledger.is_outdated():
+        return False
+    log.warning(
+        "run %s has a ledger of format %d, this Sluice writes format %d: the steps after checkpoint %d are run again",
+        directory.run_id,
+        directory.ledger.format(),
+        FORMAT,
+        first,
+    )
+    start_store(directory, config)[0].close()
+    store, _ = start_store(directory, config)
+    for step in {*directory.ledger.steps(), *store.steps()}:
+        if step >= first:
+            directory.plans.drop(step)
+            store.clear(step)
+    directory.ledger.renew()
+    return True
+
+
 def sweep_steps(run: RunHandle, first: int) -> None:
-    """Clear what is left of the steps before `first`, the next step that may be run.
+    """Clear the steps before `first`, the first one that may still be run.
 
     The last `store.keep_steps` of them stay readable.
     """
     directory, store = RunDirectory.of(run), open_store(run)
-    for step in sorted({*directory.ledger_steps(), *store.steps()}):
+    for step in sorted({*directory.ledger.steps(), *store.steps()}):
         if step < first - run.config.store.keep_steps:
             clear_step(run, step)
         elif step < first:
-            directory.forget_step(step)
+            directory.ledger.drop_step(step)
             store.archive(step)

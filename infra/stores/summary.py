@@ -1,6 +1,6 @@
-"""Reading a step's columns once and summing them up, for people.
+"""Summaries of a step's columns, as `sluice inspect` shows them.
 
-N rows of a batch, S of them as samples.
+N rows of a batch, S of them shown as samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,44 +10,42 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from infra.stores.column_stats import length_histogram, summarize_values
 from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.offline import steps_with_columns
 from rl_core.columns.codec import value_dtypes
-from rl_core.columns.jagged import is_jagged, row_lengths
+from rl_core.columns.jagged import row_lengths
 from rl_core.views import decode_ints, new_batch
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef, ColumnGroup
 from schemas.catalog import REWARD_PART_PREFIX, column_spec
 from schemas.errors import ColumnError, StoreError
-from schemas.summary import ChunkSummary, ColumnStats, ColumnSummary, LengthHistogram, SampleRow, StepSummary
-
-NUM_BINS = 10
-LOG_BINS_FROM = 20  # lengths that differ by this factor are told apart better by bins of growing width
+from schemas.summary import ChunkSummary, ColumnSummary, SampleRow, StepSummary
 
 
 def summarize_step(store: FsspecColumnStore, step: int, num_samples: int) -> tuple[StepSummary, list[StoreError]]:
-    """Read a step once and sum it up, as far as it can be read.
+    """Read a step's columns once and summarize those that can be read.
 
     Args:
         store: The run's files.
-        step: One that has columns.
-        num_samples: S; fewer where the batch has fewer rows.
+        step: A step that has columns.
+        num_samples: S; all N rows if the batch has fewer.
 
     Returns:
-        The summary, and the errors of what can't be read.
+        The summary, and the errors of columns and chunks that can't be read.
 
     Raises:
-        ChunkCorruptedError: The note of the step's batch is damaged.
+        ChunkCorruptedError: The step's saved handle is damaged.
     """
     failures: list[StoreError] = []
-    noted = store.load_batch(step)
-    refs = _committed(store, step, failures)
-    batch = noted or _batch_of_chunks(store, step, refs, failures)
+    saved = store.load_batch(step)
+    refs = _committed_chunks(store, step, failures)
+    batch = saved or _batch_of_chunks(store, step, refs, failures)
     columns, samples = _summarize_rows(store, batch, num_samples, failures) if batch else ((), ())
     summary = StepSummary(
         run_id=store.run_id,
         step=step,
         steps=tuple(steps_with_columns(store)),
-        has_batch=noted is not None,
+        has_batch=saved is not None,
         policy_version=batch.policy_version if batch else None,
         num_rows=batch.num_rows if batch else 0,
         num_rows_put=sum(chunk.num_rows for group in batch.groups[:1] for chunk in group.chunks) if batch else 0,
@@ -61,64 +59,26 @@ def summarize_step(store: FsspecColumnStore, step: int, num_samples: int) -> tup
     return summary, failures
 
 
-def length_histogram(lengths: npt.NDArray[np.int64]) -> LengthHistogram | None:
-    """Count `lengths`, [N], in at most `NUM_BINS` bins, of equal width or, where they differ much, of growing width."""
-    if not lengths.size:
-        return None
-    low, stop = int(lengths.min()), int(lengths.max()) + 1
-    if stop > LOG_BINS_FROM * max(low, 1):
-        cuts = np.geomspace(low + 1, stop + 1, NUM_BINS + 1) - 1
-    else:
-        cuts = np.linspace(low, stop, NUM_BINS + 1)
-    edges = np.unique(np.rint(cuts).astype(np.int64))
-    counts, _ = np.histogram(lengths, edges)
-    return LengthHistogram(edges=tuple(edges.tolist()), num_rows=tuple(counts.tolist()))
-
-
-def summarize_values(column: pa.Array) -> ColumnStats:
-    """Figures of one column of N rows."""
-    values = column.flatten() if is_jagged(column) else column
-    counted = {
-        "num_rows": len(column),
-        "num_values": len(values),
-        "num_bytes": column.nbytes,
-        "num_nulls": values.null_count,
-    }
-    if pa.types.is_string(values.type):
-        return ColumnStats(**counted, num_nonfinite=0)
-    known = values.drop_null()
-    finite = known.filter(pc.is_finite(known)) if pa.types.is_floating(known.type) else known
-    counted["num_nonfinite"] = len(known) - len(finite)
-    if not len(finite):
-        return ColumnStats(**counted)
-    extremes = pc.min_max(finite)
-    return ColumnStats(
-        **counted,
-        minimum=extremes["min"].as_py(),
-        mean=pc.mean(finite).as_py(),
-        maximum=extremes["max"].as_py(),
-    )
-
-
-def _committed(store: FsspecColumnStore, step: int, failures: list[StoreError]) -> list[ChunkRef]:
-    """The step's committed chunks, in the order of their stages and shards."""
+def _committed_chunks(store: FsspecColumnStore, step: int, failures: list[StoreError]) -> list[ChunkRef]:
+    """Return the step's committed chunks, by stage and shard."""
     try:
         refs = [record.ref for record in store.records(step)]
     except StoreError as error:
         failures.append(error)
         return []
-    return sorted(refs, key=lambda ref: _place(ChunkKey.parse(ref.key)))
+    return sorted(refs, key=_sort_key)
 
 
-def _place(key: ChunkKey) -> tuple[str, int, int]:
+def _sort_key(ref: ChunkRef) -> tuple[str, int, int]:
+    key = ChunkKey.parse(ref.key)
     return key.stage, key.shard, key.attempt
 
 
 def _batch_of_chunks(
     store: FsspecColumnStore, step: int, refs: Sequence[ChunkRef], failures: list[StoreError]
 ) -> BatchHandle | None:
-    """A batch of the token chunks that are there, before the step's own one is noted."""
-    chunks: dict[tuple[str, int], tuple[ChunkRef, pa.RecordBatch]] = {}  # of each shard, its last attempt
+    """Return a batch of the token chunks so far, for a step whose handle isn't saved yet."""
+    chunks: dict[tuple[str, int], tuple[ChunkRef, pa.RecordBatch]] = {}  # the last attempt of each shard
     for ref in refs:
         try:
             columns = store.read_chunk(ref)
@@ -126,7 +86,7 @@ def _batch_of_chunks(
             failures.append(error)
             continue
         if {"prompt_ids", "response_ids"} <= set(columns.schema.names):
-            chunks[_place(ChunkKey.parse(ref.key))[:2]] = ref, columns
+            chunks[_sort_key(ref)[:2]] = ref, columns
     found = list(chunks.values())
     dtypes = value_dtypes(found[0][1]) if found else {}
     alike = [(ref, columns) for ref, columns in found if value_dtypes(columns) == dtypes]
@@ -143,8 +103,8 @@ def _batch_of_chunks(
 def _summarize_rows(
     store: FsspecColumnStore, batch: BatchHandle, num_samples: int, failures: list[StoreError]
 ) -> tuple[tuple[ColumnSummary, ...], tuple[SampleRow, ...]]:
-    """All columns of the batch, each read once, and its sample rows."""
-    rows = _spread(batch.num_rows, num_samples)
+    """Read each column of the batch once; return the columns' summaries and the sample rows."""
+    rows = _sample_rows(batch.num_rows, num_samples)
     columns: list[ColumnSummary] = []
     sampled: dict[str, pa.Array] = {}
     for at, group in enumerate(batch.groups):
@@ -166,7 +126,7 @@ def _summarize_rows(
 def _read_group(
     store: FsspecColumnStore, batch: BatchHandle, group: ColumnGroup
 ) -> Iterator[tuple[str, pa.Array | StoreError]]:
-    """The group's columns; where they can't be read together, each that can by itself, and of the others why not."""
+    """Yield the group's columns; if they can't be read together, read each alone, and yield its error if that fails."""
     try:
         together = store.read(batch, list(group.dtypes))
     except StoreError:
@@ -196,21 +156,21 @@ def _summarize_column(name: str, at: int, group: ColumnGroup, column: pa.Array |
 
 
 def _summarize_chunks(batch: BatchHandle | None, committed: Sequence[ChunkRef]) -> tuple[ChunkSummary, ...]:
-    mine = dict.fromkeys(batch.chunks if batch else ())
+    used = dict.fromkeys(batch.chunks if batch else ())
     return tuple(
-        ChunkSummary(key=ref.key, num_rows=ref.num_rows, num_bytes=ref.num_bytes, in_batch=ref in mine)
-        for ref in dict.fromkeys([*mine, *committed])
+        ChunkSummary(key=ref.key, num_rows=ref.num_rows, num_bytes=ref.num_bytes, in_batch=ref in used)
+        for ref in dict.fromkeys([*used, *committed])
     )
 
 
-def _spread(num_rows: int, num_samples: int) -> npt.NDArray[np.int64]:
-    """Row numbers, [S]: from the first on, at equal distances."""
+def _sample_rows(num_rows: int, num_samples: int) -> npt.NDArray[np.int64]:
+    """Return the samples' row numbers, [S]: equally spaced, from the first row on."""
     count = min(num_rows, num_samples)
     return np.arange(count, dtype=np.int64) * num_rows // max(count, 1)
 
 
 def _sample(at: int, row: int, lengths: tuple[int, int], sampled: dict[str, pa.Array]) -> SampleRow:
-    """Row `row` of the batch, which is number `at` of the sampled columns, [S] each."""
+    """Return row `row` of the batch, which is row `at` of the sampled columns, [S] each."""
     values = {name: column[at].as_py() for name, column in sampled.items() if column_spec(name).axis == "row"}
     return SampleRow(
         row=row,

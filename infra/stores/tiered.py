@@ -1,4 +1,4 @@
-"""Two stores as one: a fast one in front, where puts and reads happen, and a durable one behind it."""
+"""Two stores as one: a fast front store for puts and reads, and a durable store behind it."""
 
 import logging
 from collections.abc import Sequence
@@ -6,46 +6,47 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pyarrow as pa
 
-from infra.stores.base import ChunkRead, ColumnStore
+from infra.stores.base import ColumnStore
+from infra.stores.chunk_reads import ChunkRead
 from infra.stores.fsspec import FsspecColumnStore
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.errors import ChunkNotFoundError, StoreError
 from schemas.store import StoreUsage
 
-_WRITERS = 2
+_WRITE_THREADS = 2
 
 logger = logging.getLogger(__name__)
 
 
 class TieredColumnStore(ColumnStore):
-    """Puts return when the front holds the chunk; it is written behind meanwhile, until `flush` says it is there.
+    """A write-behind store: a put returns when the front holds the chunk; `flush` waits for the durable write.
 
-    A chunk that the front has lost is read from behind. Leases, capacity and the fence are the front's: what its sweep
-    frees stays readable from behind, until the step is cleared.
+    A chunk that the front has lost is read from the durable store. The front enforces leases, capacity and the
+    single-writer rule: chunks that its sweep frees stay readable from the durable store until the step is cleared.
 
     Args:
         front: The store that is read first. Its incarnation must be the durable one's, so that handles outlive it.
-        behind: The store that outlives it.
+        durable: The store that outlives the front.
     """
 
-    def __init__(self, front: ColumnStore, behind: FsspecColumnStore) -> None:
+    def __init__(self, front: ColumnStore, durable: FsspecColumnStore) -> None:
         super().__init__(front.run_id)
-        if front.incarnation != behind.incarnation:
+        if front.incarnation != durable.incarnation:
             raise StoreError(
                 f"the front store of run {front.run_id} is of incarnation {front.incarnation}, expected "
-                f"{behind.incarnation}, as the durable one: they don't belong together"
+                f"{durable.incarnation}, that of the durable store: they don't belong together"
             )
-        self.incarnation = behind.incarnation
-        self.front, self.behind = front, behind
-        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="write-behind")
+        self.incarnation = durable.incarnation
+        self.front, self.durable = front, durable
+        self._pool = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="write-behind")
         self._pending: list[tuple[ChunkKey, Future[ChunkRef]]] = []
 
     def open_lease(self, step: int) -> None:
-        self.behind.open_lease(step)
+        self.durable.open_lease(step)
         self.front.open_lease(step)
 
     def verify(self, batch: BatchHandle) -> None:
-        self.behind.verify(batch)
+        self.durable.verify(batch)
 
     def close(self) -> None:
         self.front.close()
@@ -62,26 +63,26 @@ class TieredColumnStore(ColumnStore):
 
     def delete(self, refs: Sequence[ChunkRef]) -> int:
         self.flush()
-        self.behind.delete(refs)
+        self.durable.delete(refs)
         return self.front.delete(refs)
 
     def clear(self, step: int) -> int:
         freed = self.front.clear(step)
-        behind = self.behind.clear(step)
-        return freed or behind
+        durable = self.durable.clear(step)
+        return freed or durable
 
     def archive(self, step: int) -> None:
         self.front.clear(step)
-        self.behind.archive(step)
+        self.durable.archive(step)
 
     def steps(self) -> list[int]:
-        return sorted({*self.front.steps(), *self.behind.steps()})
+        return sorted({*self.front.steps(), *self.durable.steps()})
 
     def save_batch(self, batch: BatchHandle) -> None:
-        self.behind.save_batch(batch)
+        self.durable.save_batch(batch)
 
     def load_batch(self, step: int) -> BatchHandle | None:
-        return self.behind.load_batch(step)
+        return self.durable.load_batch(step)
 
     def usage(self) -> StoreUsage:
         return self.front.usage()
@@ -89,15 +90,15 @@ class TieredColumnStore(ColumnStore):
     def _put(self, key: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
         ref = self.front._put(key, columns)
         self._drop_abandoned(key.step)
-        self._pending.append((key, self._pool.submit(self.behind._put, key, columns)))
+        self._pending.append((key, self._pool.submit(self.durable._put, key, columns)))
         return ref
 
     def _drop_abandoned(self, step: int) -> None:
-        """Forget what was put for other steps and never flushed: their stage failed, and they were cleared."""
-        for other, written in self._pending:
-            if other.step != step and written.done() and (error := written.exception()):
-                logger.info("chunk %s was abandoned before it was durable: %s", other, error)
-        self._pending = [(other, written) for other, written in self._pending if other.step == step]
+        """Drop pending writes of other steps: their stages failed without a flush, and the steps were cleared."""
+        for key, written in self._pending:
+            if key.step != step and written.done() and (error := written.exception()):
+                logger.info("chunk %s was abandoned before it was durable: %s", key, error)
+        self._pending = [(key, written) for key, written in self._pending if key.step == step]
 
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
         try:
@@ -109,6 +110,6 @@ class TieredColumnStore(ColumnStore):
         try:
             return self.front._fetch([read])[0]
         except ChunkNotFoundError as error:
-            found = self.behind._fetch([read])[0]
-            logger.info("read %s from the durable tier: %s", read.ref.key, error)
+            found = self.durable._fetch([read])[0]
+            logger.info("read chunk %s from the durable store: %s", read.ref.key, error)
             return found

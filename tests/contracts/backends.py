@@ -1,7 +1,8 @@
-"""The backends that the contract is held against, and the rows that its tests put into them."""
+"""The backends that the contract tests run on, and the rows that they put."""
 
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import ray
 from infra.ray import object_store
 from infra.stores import chunk_writer
 from infra.stores.base import ColumnStore
-from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore, _data_path
+from infra.stores.file_layout import data_path
+from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
 from infra.stores.memory import MemoryStore
 from infra.stores.ray import RayColumnStore
 from infra.stores.tiered import TieredColumnStore
@@ -21,36 +23,39 @@ from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import jagged, row_lengths
 from rl_core.views import new_batch
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
+from tests.contracts.clock import ManualClock
 
 COLUMNS = ("response_ids", "loss_mask", "sampler_logprobs", "reward", "response_text", "info")
 CAPACITY = 2**24
+NEVER_SECONDS = 3600  # a put timeout that no test waits for: one that did would run into pytest's
 
 _numbers = itertools.count()
 
 
 class Backend:
-    """Makes stores of one kind, each of a run of its own, and ends them."""
+    """Makes stores of one kind, each for a run of its own, and closes them. Their leases expire by `clock`."""
 
     def __init__(self, kind: str, folder: Path, s3_options: dict[str, Any] | None = None) -> None:
         self.kind, self._folder, self._s3_options = kind, folder, s3_options
+        self.clock = ManualClock(folder / "clock")
         self._made: list[ColumnStore] = []
 
     def make(
-        self, capacity_bytes: int = CAPACITY, *, lease_seconds: float = 3600, put_timeout_seconds: float = 5
+        self, capacity_bytes: int = CAPACITY, *, lease_seconds: float = 3600, put_timeout_seconds: float = NEVER_SECONDS
     ) -> ColumnStore:
         run_id = f"{self.kind}-{next(_numbers)}"
         store = self._make(run_id, capacity_bytes, lease_seconds, put_timeout_seconds)
         self._made.append(store)
         return store
 
-    def again(self, store: ColumnStore) -> ColumnStore:
-        """Another client of the same store, as another process makes it; the memory store has none but itself."""
+    def another_client(self, store: ColumnStore) -> ColumnStore:
+        """Return another client of the same store, as another process has; a memory store is its own only client."""
         if isinstance(store, RayColumnStore):
             return RayColumnStore(store.run_id)
         if isinstance(store, FsspecColumnStore):
             return self._files(store.run_id)
         if isinstance(store, TieredColumnStore):
-            return TieredColumnStore(self.again(store.front), self._files(store.run_id))
+            return TieredColumnStore(self.another_client(store.front), self._files(store.run_id))
         return store
 
     def close(self) -> None:
@@ -60,15 +65,19 @@ class Backend:
     def _make(self, run_id: str, capacity: int, lease_seconds: float, put_timeout: float) -> ColumnStore:
         limits = {"lease_seconds": lease_seconds, "put_timeout_seconds": put_timeout}
         if self.kind == "memory":
-            return MemoryStore(run_id, capacity, lease_seconds)
+            return self._memory(run_id, capacity, lease_seconds)
         if self.kind == "ray":
-            return RayColumnStore(run_id, capacity, **limits)
+            return RayColumnStore(run_id, capacity, clock=self.clock, **limits)
         if not self.kind.startswith("tiered"):
             return self._files(run_id, capacity, **limits)
-        behind = self._files(run_id, lease_seconds=NO_EXPIRY_SECONDS)
+        durable = self._files(run_id, lease_seconds=NO_EXPIRY_SECONDS)
         if self.kind == "tiered-memory":
-            return TieredColumnStore(MemoryStore(run_id, capacity, lease_seconds, behind.incarnation), behind)
-        return TieredColumnStore(RayColumnStore(run_id, capacity, incarnation=behind.incarnation, **limits), behind)
+            return TieredColumnStore(self._memory(run_id, capacity, lease_seconds, durable.incarnation), durable)
+        front = RayColumnStore(run_id, capacity, incarnation=durable.incarnation, clock=self.clock, **limits)
+        return TieredColumnStore(front, durable)
+
+    def _memory(self, run_id: str, capacity: int, lease_seconds: float, incarnation: str | None = None) -> MemoryStore:
+        return MemoryStore(run_id, capacity, lease_seconds, incarnation, clock=self.clock)
 
     def _files(self, run_id: str, capacity: int = 2**40, **limits: float) -> FsspecColumnStore:
         options = None
@@ -77,7 +86,7 @@ class Backend:
             url = f"memory://{run_id}"
         if self.kind == "s3":
             url, options = f"s3://columns/{run_id}", self._s3_options
-        return FsspecColumnStore(run_id, url, capacity, storage_options=options, **limits)
+        return FsspecColumnStore(run_id, url, capacity, storage_options=options, clock=self.clock, **limits)
 
 
 def key(store: ColumnStore, step: int, shard: int = 0, stage: str = "rollout") -> ChunkKey:
@@ -85,7 +94,7 @@ def key(store: ColumnStore, step: int, shard: int = 0, stage: str = "rollout") -
 
 
 def rollout_columns(lengths: Sequence[int], seed: int = 0) -> pa.RecordBatch:
-    """One row per length; the last reward is null, and text is neither ASCII nor empty everywhere."""
+    """Make one row per length. The last reward is null; some texts are empty, the others not ASCII."""
     counts, num_values = np.array(lengths, dtype=np.int64), sum(lengths)
     random = np.random.default_rng(seed)
     rewards = [*random.random(len(lengths)).astype(np.float32).tolist(), None][-len(lengths) :] if lengths else []
@@ -102,33 +111,33 @@ def rollout_columns(lengths: Sequence[int], seed: int = 0) -> pa.RecordBatch:
 
 
 def put_batch(store: ColumnStore, step: int, parts: Sequence[pa.RecordBatch]) -> BatchHandle:
-    """Put one chunk per part and return the batch of them all."""
+    """Put one chunk per part; return the batch of all of them."""
     refs = [store.put(key(store, step, shard), part) for shard, part in enumerate(parts)]
     lengths = np.concatenate([row_lengths(part.column("response_ids")) for part in parts])
     return new_batch(store.run_id, step, 0, refs, value_dtypes(parts[0]), np.ones_like(lengths), lengths)
 
 
 def stored_bytes(store: ColumnStore, ref: ChunkRef) -> list[pa.Buffer]:
-    """A chunk's bytes, in each place where the store holds them."""
+    """Return a chunk's bytes from each place where the store holds them."""
     if isinstance(store, RayColumnStore):
         return [object_store.view_at(store._locations([ref])[0])]
     if isinstance(store, MemoryStore):
-        return [store._registry.payloads([ref])[0]]
+        return [store._index.payloads([ref])[0]]
     if isinstance(store, FsspecColumnStore):
-        return [store._data(ref)]
+        return [store._load(ref)]
     assert isinstance(store, TieredColumnStore)
     store.flush()
-    return [*stored_bytes(store.front, ref), *stored_bytes(store.behind, ref)]
+    return [*stored_bytes(store.front, ref), *stored_bytes(store.durable, ref)]
 
 
 def data_file(store: ColumnStore, ref: ChunkRef) -> Path:
-    """The local file that holds a chunk's bytes."""
-    files = store.behind if isinstance(store, TieredColumnStore) else store
+    """Return the local file that holds a chunk's bytes."""
+    files = store.durable if isinstance(store, TieredColumnStore) else store
     assert isinstance(files, FsspecColumnStore)
     chunk = ChunkKey.parse(ref.key)
-    record = files._record(chunk)
+    record = files._files.find(chunk)
     assert record is not None
-    return Path(files._folder._path(_data_path(chunk, record.checksum)))
+    return Path(files._folder._path(data_path(chunk, record.checksum)))
 
 
 @ray.remote(num_cpus=0)
@@ -148,3 +157,7 @@ class Producer(chunk_writer.ChunkWriter):
 
 def start_producer() -> Any:
     return ray.remote(**chunk_writer.ACTOR_OPTIONS)(Producer).options(num_cpus=0).remote()
+
+
+for module in (__name__, ManualClock.__module__):  # Ray's workers can't import test modules
+    ray.cloudpickle.register_pickle_by_value(sys.modules[module])

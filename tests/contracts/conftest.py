@@ -1,21 +1,16 @@
-"""Every test of this folder that takes `store` or `backend` runs once per backend."""
+"""Every test in this folder that uses `store` or `backend` runs once per backend."""
 
 import itertools
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
-import ray
 
 from infra.stores.base import ColumnStore
 from schemas.errors import StoreError
-from tests.contracts import backends
 from tests.contracts.backends import Backend
 from tests.s3 import s3_server
-
-ray.cloudpickle.register_pickle_by_value(sys.modules[backends.__name__])  # workers can't import test modules
 
 KINDS = [
     "memory",
@@ -31,14 +26,14 @@ _steps = itertools.count(1)
 
 @pytest.fixture(scope="session")
 def s3_options() -> Iterator[dict[str, Any]]:
-    """A local S3 server with an empty bucket, and how fsspec reaches it."""
+    """Serve an empty S3 bucket; return the options with which fsspec reaches it."""
     with s3_server("columns") as options:
         yield options
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
-    """Makes empty stores of one kind."""
+    """Return a maker of empty stores of one kind."""
     if request.param in ("ray", "tiered"):
         request.getfixturevalue("ray_cluster")
     options = request.getfixturevalue("s3_options") if request.param == "s3" else None
@@ -49,13 +44,13 @@ def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def store(backend: Backend) -> ColumnStore:
-    """One store for all tests of a module."""
+    """Return one store for all tests of a module."""
     return backend.make()
 
 
 @pytest.fixture
 def step(store: ColumnStore) -> Iterator[int]:
-    """A step of its own, with its lease open; cleared afterwards."""
+    """Return a step that no other test uses, with its lease open; clear it afterwards."""
     number = next(_steps)
     store.open_lease(number)
     yield number

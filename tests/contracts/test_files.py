@@ -1,4 +1,4 @@
-"""What only files can suffer, and what other tools see in them."""
+"""Damage that only files can have, and what other tools see in them."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def batch(store: FsspecColumnStore) -> BatchHandle:
     return put_batch(store, 1, [rollout_columns([2, 30, 3])])
 
 
-def test_every_flipped_bit_is_found(store: FsspecColumnStore, batch: BatchHandle) -> None:
+def test_every_flipped_bit_is_detected(store: FsspecColumnStore, batch: BatchHandle) -> None:
     path = data_file(store, batch.chunks[0])
     data = path.read_bytes()
     for at in range(0, len(data), 7):
@@ -45,7 +45,7 @@ def test_every_flipped_bit_is_found(store: FsspecColumnStore, batch: BatchHandle
     assert store.read(batch, COLUMNS).num_rows == 3
 
 
-def test_a_truncated_or_missing_file_is_found(store: FsspecColumnStore, batch: BatchHandle) -> None:
+def test_a_truncated_or_missing_file_is_detected(store: FsspecColumnStore, batch: BatchHandle) -> None:
     path = data_file(store, batch.chunks[0])
     size = path.stat().st_size
     os.truncate(path, size - 1)
@@ -57,14 +57,14 @@ def test_a_truncated_or_missing_file_is_found(store: FsspecColumnStore, batch: B
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"ref": 1}', pickle.dumps({"ref": 1})])
-def test_a_damaged_record_is_found(store: FsspecColumnStore, batch: BatchHandle, content: bytes) -> None:
+def test_a_damaged_record_is_detected(store: FsspecColumnStore, batch: BatchHandle, content: bytes) -> None:
     record = data_file(store, batch.chunks[0]).parent / "rollout-0-0.json"
     record.write_bytes(content)
-    with pytest.raises(ChunkCorruptedError, match=r"rollout-0-0\.json in .* is no ChunkRecord"):
+    with pytest.raises(ChunkCorruptedError, match=r"rollout-0-0\.json in .* is not a ChunkRecord"):
         store.read(batch, ["reward"])
 
 
-def test_a_file_that_holds_a_pickle_is_refused(store: FsspecColumnStore, batch: BatchHandle) -> None:
+def test_a_file_that_holds_a_pickle_is_rejected(store: FsspecColumnStore, batch: BatchHandle) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return os.mkdir, (str(store._folder) + "/exploded",)
@@ -80,28 +80,28 @@ def test_a_file_that_holds_a_pickle_is_refused(store: FsspecColumnStore, batch: 
 def test_a_writer_that_dies_leaves_nothing_readable(store: FsspecColumnStore, batch: BatchHandle) -> None:
     record = data_file(store, batch.chunks[0]).parent / "rollout-0-0.json"
     committed = record.read_bytes()
-    record.unlink()  # killed before its record: the bytes are there, whole
+    record.unlink()  # killed before its record: the bytes are complete
     with pytest.raises(ChunkNotFoundError):
         store.read(batch, ["reward"])
     data_file_left = next(record.parent.glob("rollout-0-0.*.arrow"))
-    os.truncate(data_file_left, 10)  # killed while it wrote
+    os.truncate(data_file_left, 10)  # killed while it wrote the bytes
     assert store.put(key(store, 1), rollout_columns([2, 30, 3])) == batch.chunks[0]
     assert record.read_bytes() == committed
     assert store.read(batch, COLUMNS).equals(rollout_columns([2, 30, 3]))
 
 
-def test_a_second_client_is_of_the_same_generation(store: FsspecColumnStore, batch: BatchHandle) -> None:
+def test_a_second_client_has_the_same_incarnation(store: FsspecColumnStore, batch: BatchHandle) -> None:
     other = FsspecColumnStore(RUN, str(store._folder))
     assert other.incarnation == store.incarnation
     assert other.read(batch, COLUMNS).equals(rollout_columns([2, 30, 3]))
 
 
-def test_another_runs_folder_is_refused(store: FsspecColumnStore) -> None:
+def test_another_runs_folder_is_rejected(store: FsspecColumnStore) -> None:
     with pytest.raises(StoreError, match="holds the columns of run files, expected other"):
         FsspecColumnStore("other", str(store._folder))
 
 
-def test_a_link_that_leads_out_is_not_followed(store: FsspecColumnStore, tmp_path: Path) -> None:
+def test_a_symlink_out_of_the_folder_is_not_followed(store: FsspecColumnStore, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "columns" / "step-000002").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InvalidKeyError, match="leads out of"):
@@ -109,7 +109,7 @@ def test_a_link_that_leads_out_is_not_followed(store: FsspecColumnStore, tmp_pat
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_record_cannot_name_a_file(store: FsspecColumnStore, batch: BatchHandle, tmp_path: Path) -> None:
+def test_a_record_can_not_point_to_another_file(store: FsspecColumnStore, batch: BatchHandle, tmp_path: Path) -> None:
     (tmp_path / "secret.arrow").write_bytes(data_file(store, batch.chunks[0]).read_bytes())
     record = data_file(store, batch.chunks[0]).parent / "rollout-0-0.json"
     forged = json.loads(record.read_text())
@@ -118,7 +118,7 @@ def test_a_record_cannot_name_a_file(store: FsspecColumnStore, batch: BatchHandl
         store.read(batch, ["reward"])
 
 
-def test_a_read_over_a_wire_fetches_the_blocks_of_its_rows_only() -> None:
+def test_a_remote_read_fetches_only_the_blocks_of_its_rows() -> None:
     store = FsspecColumnStore(RUN, "memory://wire")
     store.open_lease(1)
     columns = rollout_columns([100_000] * 40)  # 8 MB of ids, 0.5 MB of masks, 16 MB of log-probs
@@ -138,7 +138,7 @@ def test_a_read_over_a_wire_fetches_the_blocks_of_its_rows_only() -> None:
     assert len(fetched) == len(set(fetched))
 
 
-def test_a_damaged_block_matters_to_those_who_read_it(store: FsspecColumnStore) -> None:
+def test_a_damaged_block_fails_only_the_reads_that_use_it(store: FsspecColumnStore) -> None:
     columns = rollout_columns([100_000] * 40)
     batch = put_batch(store, 1, [columns])
     path = data_file(store, batch.chunks[0])
@@ -152,7 +152,7 @@ def test_a_damaged_block_matters_to_those_who_read_it(store: FsspecColumnStore) 
         store.verify(batch)
 
 
-def test_a_reader_changes_nothing(store: FsspecColumnStore, batch: BatchHandle, tmp_path: Path) -> None:
+def test_a_read_only_client_changes_nothing(store: FsspecColumnStore, batch: BatchHandle, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "columns").rglob("*")}
     reader = FsspecColumnStore(RUN, str(store._folder), lease_seconds=0.001, read_only=True)
     assert reader.read(batch, COLUMNS).num_rows == 3

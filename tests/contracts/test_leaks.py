@@ -1,6 +1,5 @@
-"""Two hundred steps, of which many fail in one of the ways that steps fail: nothing of them is left."""
+"""Two hundred steps, many of which fail in one of the ways that steps fail: nothing of them is left behind."""
 
-import time
 from collections import Counter
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -18,15 +17,17 @@ from rl_core.columns.jagged import jagged, row_lengths
 from rl_core.views import new_batch, select, with_column
 from schemas.batch import BatchHandle
 from schemas.errors import CapacityError, ColumnError, DuplicateChunkError, StoreError
-from tests.contracts.backends import COLUMNS, data_file, key, rollout_columns, start_producer
+from tests.contracts.backends import COLUMNS, NEVER_SECONDS, data_file, key, rollout_columns, start_producer
+from tests.contracts.clock import ManualClock
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-LENGTHS = [3, 0, 150_000, 9]  # 1.2 MB a chunk: all steps together are more than the object store holds
+LENGTHS = [3, 0, 150_000, 9]  # 1.1 MB per chunk: all steps together exceed the object store
 CHUNK_BYTES = 1_100_000
 RUN = "leaks"
-LEASE_SECONDS = 6  # a new producer takes a few to start
-FAULTS = ("none", "error", "cancel", "second writer", "bad column", "no room", "lost file")
+LEASE_SECONDS = 60
+FAULTS = ("none", "error", "cancel", "second writer", "bad column", "full store", "lost file")
 SLOW_FAULTS = {5: "crash", 10: "dead producer", 15: "crash", 20: "dead producer", 30: "crash", 40: "dead producer"}
 HARMLESS = ("none", "dead producer", "crash", "lost file")
 
@@ -37,11 +38,17 @@ class StageError(Exception):
 
 @pytest.mark.parametrize(("kind", "num_steps"), [("ray", 200), ("tiered", 45)])
 def test_usage_returns_to_zero_after_every_step(ray_cluster: None, tmp_path: Path, kind: str, num_steps: int) -> None:
-    behind = FsspecColumnStore(RUN, str(tmp_path / "columns"), lease_seconds=NO_EXPIRY_SECONDS)
+    durable = FsspecColumnStore(RUN, str(tmp_path / "columns"), lease_seconds=NO_EXPIRY_SECONDS)
+    clock = ManualClock(tmp_path / "clock")
     front = RayColumnStore(
-        RUN, 3 * CHUNK_BYTES, put_timeout_seconds=30, lease_seconds=LEASE_SECONDS, incarnation=behind.incarnation
+        RUN,
+        3 * CHUNK_BYTES,
+        put_timeout_seconds=NEVER_SECONDS,
+        lease_seconds=LEASE_SECONDS,
+        incarnation=durable.incarnation,
+        clock=clock,
     )
-    store: ColumnStore = TieredColumnStore(front, behind) if kind == "tiered" else front
+    store: ColumnStore = TieredColumnStore(front, durable) if kind == "tiered" else front
     random = np.random.default_rng(0)
     producer, happened = start_producer(), Counter[str]()
     try:
@@ -53,18 +60,19 @@ def test_usage_returns_to_zero_after_every_step(ray_cluster: None, tmp_path: Pat
             with nullcontext() if fault in HARMLESS else pytest.raises((StageError, KeyboardInterrupt, CapacityError)):
                 run_step(store, producer, step, fault)
             happened[fault] += 1
-            if fault != "crash":  # else nobody clears: the next step's lease sweeps it, in time
+            if fault == "crash":  # nothing clears the step: its lease expires, and the next one's opening sweeps it
+                clock.advance(2 * LEASE_SECONDS)
+            else:
                 store.clear(step)
         assert set(happened) == {*FAULTS, *SLOW_FAULTS.values()}
         assert min(happened.values()) >= 3, happened
-        with suppress(StoreError):  # what was put for abandoned steps
+        with suppress(StoreError):  # chunks of abandoned steps
             store.flush()
         store.clear(num_steps - 1)
-        wait_for_the_sweep(front)
         usage = front.usage()
         assert (usage.num_bytes, usage.num_chunks, usage.leaked_bytes, usage.open_leases) == (0, 0, 0, ())
         assert usage.peak_bytes <= 3 * CHUNK_BYTES
-        assert not spilled_files()  # so Ray's object store never held more than a few steps
+        assert not spilled_files()  # so Ray's object store never held more than a few steps at once
         assert not list((tmp_path / "columns").rglob("*.arrow")) or kind == "tiered"
         for step in store.steps():
             store.clear(step)
@@ -74,7 +82,7 @@ def test_usage_returns_to_zero_after_every_step(ray_cluster: None, tmp_path: Pat
 
 
 def run_step(store: ColumnStore, producer: object, step: int, fault: str) -> None:
-    """Put, read, append, read: with one thing going wrong."""
+    """Put, read, append, read, with one thing going wrong."""
     store.open_lease(step)
     ref = producer.put.remote(RUN, step, LENGTHS, step).future().result()  # type: ignore[attr-defined]
     columns = rollout_columns(LENGTHS, step)
@@ -95,13 +103,13 @@ def run_step(store: ColumnStore, producer: object, step: int, fault: str) -> Non
     behavior = store.put(key(store, step, stage="logprob"), scores, batch)
     if fault == "cancel":
         raise KeyboardInterrupt
-    if fault == "no room":
+    if fault == "full store":
         for shard in range(1, 4):
             store.put(key(store, step, shard), rollout_columns(LENGTHS, shard))
-        raise AssertionError("all of it found room")
+        raise AssertionError("every chunk fitted")
     store.flush()
     if fault == "lost file" and isinstance(store, TieredColumnStore):
-        data_file(store, behavior).unlink()  # nobody needs it while the front has it
+        data_file(store, behavior).unlink()  # not needed while the front has the chunk
     check(store, with_column(batch, {"behavior_logprobs": "float"}, [behavior], range(3)), columns)
 
 
@@ -112,23 +120,13 @@ def check(store: ColumnStore, batch: BatchHandle, columns: pa.RecordBatch) -> No
         assert result.column(name).equals(columns.column(name).take(pa.array([3, 1, 2])))
 
 
-def wait_for_the_sweep(store: RayColumnStore) -> None:
-    deadline = time.monotonic() + 30
-    while store.usage().open_leases and time.monotonic() < deadline:
-        time.sleep(0.2)
-
-
 def spilled_files() -> list[Path]:
-    """What Ray had to move from its object store to disk."""
+    """Return the files to which Ray has moved objects out of its object store."""
     session = Path(ray._private.worker._global_node.get_session_dir_path())  # type: ignore[attr-defined]
     return [path for path in session.glob("ray_spilled_objects*/*") if path.is_file()]
 
 
-def test_spilled_files_are_seen(ray_cluster: None) -> None:
-    refs = [ray.put(np.zeros(60 * 2**20, np.uint8)) for _ in range(6)]  # more than the 256 MiB that there are
-    deadline = 200
-    while not spilled_files() and deadline:
-        time.sleep(0.1)
-        deadline -= 1
-    assert spilled_files()
+def test_spilled_files_are_detected(ray_cluster: None) -> None:
+    refs = [ray.put(np.zeros(60 * 2**20, np.uint8)) for _ in range(6)]  # more than its 256 MiB
+    wait_until(spilled_files, "a spilled file")
     del refs

@@ -1,6 +1,4 @@
-"""Leases, clearing, keeping, accounting, and what survives which loss."""
-
-import time
+"""Leases, clearing, archiving, accounting, and what survives which loss."""
 
 import pytest
 
@@ -10,7 +8,7 @@ from infra.stores.tiered import TieredColumnStore
 from schemas.errors import ChunkNotFoundError, LeaseError, LeaseExpiredError
 from tests.contracts.backends import CAPACITY, COLUMNS, Backend, key, put_batch, rollout_columns
 
-SHORT_SECONDS = 0.5
+LEASE_SECONDS = 10
 
 
 def test_clear_frees_its_step_only_and_once(store: ColumnStore, step: int) -> None:
@@ -35,7 +33,7 @@ def test_usage_counts_what_is_held(backend: Backend) -> None:
     assert usage.num_bytes == usage.peak_bytes == sum(ref.num_bytes for ref in refs)
     assert usage.open_leases == (3, 12)
     assert usage.leaked_bytes == 0
-    assert backend.again(store).usage().num_bytes == usage.num_bytes
+    assert backend.another_client(store).usage().num_bytes == usage.num_bytes
     assert store.steps() == [3, 12]
     store.flush()
     store.clear(3)
@@ -51,16 +49,16 @@ def test_opening_a_lease_again_drops_nothing(store: ColumnStore, step: int) -> N
     assert store.read(batch, ["response_ids"]).num_rows == 1
 
 
-def test_a_lease_that_nobody_renews_expires(backend: Backend) -> None:
-    store = backend.make(lease_seconds=SHORT_SECONDS)
+def test_a_lease_that_is_not_renewed_expires(backend: Backend) -> None:
+    store = backend.make(lease_seconds=LEASE_SECONDS)
     store.open_lease(1)
     batch = put_batch(store, 1, [rollout_columns([2])])
     store.flush()
-    time.sleep(2 * SHORT_SECONDS)
-    with pytest.raises(LeaseExpiredError, match=r"lease of step 1 expired.*for 0\.5 s.*store\.lease_seconds"):
+    backend.clock.advance(2 * LEASE_SECONDS)
+    with pytest.raises(LeaseExpiredError, match=r"lease of step 1 expired.*for 10 s.*store\.lease_seconds"):
         store.put(key(store, 1, 1), rollout_columns([2]))
     if isinstance(store, TieredColumnStore):
-        assert store.read(batch, COLUMNS).num_rows == 1  # a dead run's files wait for its resume
+        assert store.read(batch, COLUMNS).num_rows == 1  # a dead run's files are kept until it is resumed
     else:
         with pytest.raises(ChunkNotFoundError, match="the lease of its step expired"):
             store.read(batch, ["reward"])
@@ -71,22 +69,22 @@ def test_a_lease_that_nobody_renews_expires(backend: Backend) -> None:
 
 
 def test_work_on_a_step_renews_its_lease(backend: Backend) -> None:
-    store = backend.make(lease_seconds=3 * SHORT_SECONDS)
+    store = backend.make(lease_seconds=LEASE_SECONDS)
     store.open_lease(1)
     batch = put_batch(store, 1, [rollout_columns([2])])
     for _ in range(4):
-        time.sleep(SHORT_SECONDS)
+        backend.clock.advance(0.4 * LEASE_SECONDS)
         store.read(batch, ["reward"])
     assert store.usage().open_leases == (1,)
 
 
-def test_a_dead_runs_bytes_are_a_leak_until_they_are_swept(backend: Backend) -> None:
-    store = backend.make(lease_seconds=SHORT_SECONDS)
+def test_a_dead_runs_bytes_count_as_leaked_until_the_sweep(backend: Backend) -> None:
+    store = backend.make(lease_seconds=LEASE_SECONDS)
     store.open_lease(1)
     ref = store.put(key(store, 1), rollout_columns([2]))
     store.flush()
-    time.sleep(1.2 * SHORT_SECONDS)
-    assert store.usage().leaked_bytes in (ref.num_bytes, 0)  # Ray's registry may have swept by itself
+    backend.clock.advance(1.2 * LEASE_SECONDS)
+    assert store.usage().leaked_bytes in (ref.num_bytes, 0)  # Ray's registry also sweeps in the background
     store.open_lease(2)  # sweeps
     assert store.usage().num_bytes == store.usage().leaked_bytes == 0
     assert store.usage().open_leases == (2,)
@@ -97,13 +95,13 @@ def test_the_newest_handle_is_found_by_its_step(backend: Backend, store: ColumnS
     batch = put_batch(store, step, [rollout_columns([1])])
     store.save_batch(batch.replace(policy_version=7))
     store.save_batch(batch)
-    assert backend.again(store).load_batch(step) == batch
+    assert backend.another_client(store).load_batch(step) == batch
     store.flush()
     store.clear(step)
     assert store.load_batch(step) is None
 
 
-def test_verifying_a_batch_finds_what_is_lost(store: ColumnStore, step: int) -> None:
+def test_verify_finds_lost_chunks(store: ColumnStore, step: int) -> None:
     batch = put_batch(store, step, [rollout_columns([1]), rollout_columns([2])])
     store.flush()
     store.verify(batch)
@@ -112,7 +110,7 @@ def test_verifying_a_batch_finds_what_is_lost(store: ColumnStore, step: int) -> 
         store.verify(batch)
 
 
-def test_an_archived_step_takes_no_puts_and_no_room(store: ColumnStore, step: int) -> None:
+def test_an_archived_step_rejects_puts_and_uses_no_capacity(store: ColumnStore, step: int) -> None:
     batch = put_batch(store, step, [rollout_columns([2])])
     store.save_batch(batch)
     store.flush()
@@ -123,7 +121,7 @@ def test_an_archived_step_takes_no_puts_and_no_room(store: ColumnStore, step: in
     if isinstance(store, FsspecColumnStore | TieredColumnStore):
         assert store.read(batch, COLUMNS).equals(rollout_columns([2]))
         assert store.load_batch(step) == batch
-        store.open_lease(step)  # run again: what is there is not dropped
+        store.open_lease(step)  # the step is run again: its chunks are not dropped
         assert store.put(key(store, step), rollout_columns([2])) == batch.chunks[0]
     else:
         with pytest.raises(ChunkNotFoundError):

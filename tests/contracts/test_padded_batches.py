@@ -1,4 +1,4 @@
-"""A padded batch of another trainer goes through every backend and comes back."""
+"""A padded batch of another trainer survives the round trip through every backend."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from tests.rl_core.test_padded import as_tensordict, assert_same, trl_batch, ver
 
 
 @pytest.mark.parametrize(("make", "layout"), [(verl_batch, VERL), (trl_batch, TRL)])
-def test_a_padded_batch_is_put_jagged_and_comes_back(
+def test_a_padded_batch_is_stored_jagged_and_restored(
     store: ColumnStore, step: int, make: Callable[[], dict[str, Any]], layout: PaddedLayout
 ) -> None:
     nested = nest(as_tensordict(make()), layout, vocab_size=1000)

@@ -1,9 +1,9 @@
-"""What only the Ray backend promises: ownership across processes, and what happens when one of them dies."""
+"""The Ray backend: ownership across processes, and the death of each of them."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -22,20 +22,31 @@ from schemas.errors import (
     StaleIncarnationError,
     WorkerLostError,
 )
-from tests.contracts.backends import CAPACITY, COLUMNS, key, put_batch, read_elsewhere, rollout_columns, start_producer
+from tests.contracts.backends import (
+    CAPACITY,
+    COLUMNS,
+    NEVER_SECONDS,
+    key,
+    put_batch,
+    read_elsewhere,
+    rollout_columns,
+    start_producer,
+)
+from tests.contracts.clock import ManualClock
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 RUN = "ray-contract"
-SMALL, LARGE = [2, 0, 3], [2, 0, 400_000]  # sent within the call, and written by the producer
+SMALL, LARGE = [2, 0, 3], [2, 0, 400_000]  # sent to the registry, and written by the producer
 
 
 @pytest.fixture
 def store(ray_cluster: None) -> Iterator[RayColumnStore]:
-    made = RayColumnStore(RUN, CAPACITY, put_timeout_seconds=10)
+    made = RayColumnStore(RUN, CAPACITY, put_timeout_seconds=NEVER_SECONDS)
     made.open_lease(1)
     yield made
-    with suppress(WorkerLostError):  # the test ended it
+    with suppress(WorkerLostError):  # the test closed it
         RayColumnStore(RUN).close()
 
 
@@ -68,41 +79,41 @@ def test_cleared_chunks_leave_rays_object_store(store: RayColumnStore) -> None:
     assert object_store.view_at(location).size == ref.num_bytes
     store.clear(1)
     with pytest.raises(ChunkNotFoundError, match="it is lost"):
-        wait_until(lambda: object_store.view_at(location, timeout_seconds=1) is None)
+        wait_until(lambda: object_store.view_at(location, timeout_seconds=1) is None, "the loss of the object")
 
 
-def test_replicas_leave_one_chunk_and_a_diverging_one_is_refused(store: RayColumnStore) -> None:
+def test_replicas_leave_one_chunk_and_a_diverging_one_is_rejected(store: RayColumnStore) -> None:
     siblings = [start_producer() for _ in range(3)]
     puts = [sibling.put.remote(RUN, 1, LARGE).future() for sibling in siblings]
     assert len({put.result() for put in puts}) == 1
     assert store.usage().num_chunks == 1
-    with pytest.raises(DuplicateChunkError, match="'response_ids' differs first in row 0 of 3"):
+    with pytest.raises(DuplicateChunkError, match="'response_ids' first differs in row 0 of 3"):
         siblings[0].put.remote(RUN, 1, LARGE, 1).future().result()
 
 
 def test_a_writer_that_dies_while_writing_frees_the_key_for_its_sibling(store: RayColumnStore) -> None:
     dying, sibling = start_stuck_producer(), start_producer()
     stuck = dying.put.remote(RUN, 1, LARGE).future()
-    wait_until(lambda: ray.get(dying.is_writing.remote()))
+    wait_until(lambda: ray.get(dying.is_writing.remote()), "the write")
     waiting = sibling.put.remote(RUN, 1, LARGE).future()
-    time.sleep(0.3)
-    assert not waiting.done()  # one writer at a time
+    with pytest.raises(TimeoutError):
+        waiting.result(timeout=0.3)  # one writer at a time
     assert store.usage().num_chunks == 0  # nothing half-written is readable
     ray.kill(dying)
-    ref = waiting.result(timeout=60)
+    ref = waiting.result()
     with pytest.raises(ray.exceptions.RayActorError):
-        stuck.result(timeout=60)
+        stuck.result()
     batch = new_batch(RUN, 1, 0, [ref], value_dtypes(rollout_columns(LARGE)), [1, 1, 1], LARGE)
     assert store.read(batch, COLUMNS).equals(rollout_columns(LARGE))
 
 
-class StuckOffer(chunk_writer.Offer):
-    """Never comes to an end with writing."""
+class StuckWrite(chunk_writer.ChunkWrite):
+    """A write that never ends."""
 
-    def readinto(self, target: memoryview) -> int:
+    def write_into(self, target: memoryview) -> int:
         StuckProducer.writing.set()
-        time.sleep(600)
-        return super().readinto(target)
+        threading.Event().wait()
+        return super().write_into(target)
 
 
 class StuckProducer(chunk_writer.ChunkWriter):
@@ -111,7 +122,7 @@ class StuckProducer(chunk_writer.ChunkWriter):
     writing = threading.Event()
 
     def put(self, run_id: str, step: int, lengths: list[int]) -> None:
-        chunk_writer.Offer = StuckOffer  # type: ignore[misc]
+        chunk_writer.ChunkWrite = StuckWrite  # type: ignore[misc]
         store = RayColumnStore(run_id)
         store.put(key(store, step), rollout_columns(lengths))
 
@@ -125,20 +136,20 @@ def start_stuck_producer() -> ray.actor.ActorHandle:
     return ray.remote(concurrency_groups=groups)(StuckProducer).options(num_cpus=0).remote()
 
 
-def test_a_step_that_is_cleared_under_a_write_gets_no_chunk(store: RayColumnStore) -> None:
+def test_a_step_cleared_during_a_write_gets_no_chunk(store: RayColumnStore) -> None:
     dying = start_stuck_producer()
     stuck = dying.put.remote(RUN, 1, LARGE).future()
-    wait_until(lambda: ray.get(dying.is_writing.remote()))
+    wait_until(lambda: ray.get(dying.is_writing.remote()), "the write")
     assert store.clear(1) == 0
     ray.kill(dying)
     with pytest.raises(ray.exceptions.RayActorError):
-        stuck.result(timeout=60)
+        stuck.result()
     store.open_lease(1)
     assert store.usage().num_bytes == 0
     assert store.put(key(store, 1), rollout_columns(SMALL)).num_rows == 3
 
 
-def test_clients_share_one_registry_and_get_its_own_errors(store: RayColumnStore) -> None:
+def test_clients_share_one_registry_and_its_typed_errors(store: RayColumnStore) -> None:
     other = RayColumnStore(RUN)
     assert other.incarnation == store.incarnation
     store.put(key(store, 1), rollout_columns([2]))
@@ -148,7 +159,7 @@ def test_clients_share_one_registry_and_get_its_own_errors(store: RayColumnStore
     assert type(caught.value) is LeaseError
 
 
-def test_a_lost_registry_is_a_lost_worker_and_a_new_one_a_new_generation(store: RayColumnStore) -> None:
+def test_a_lost_registry_is_a_lost_worker_and_a_new_one_is_a_new_incarnation(store: RayColumnStore) -> None:
     batch = put_batch(store, 1, [rollout_columns([2])])
     store.close()
     with pytest.raises(WorkerLostError, match="ray-contract is gone"):
@@ -184,17 +195,23 @@ def test_a_pickle_under_a_chunks_name_is_not_loaded(
         store.read(batch, ["reward"])
 
 
-def test_a_large_chunk_of_a_process_that_is_no_writer_goes_through_the_registry(store: RayColumnStore) -> None:
+def test_a_large_chunk_from_a_process_that_is_not_a_writer_goes_through_the_registry(store: RayColumnStore) -> None:
     columns = rollout_columns(LARGE)  # this process is a driver
     batch = put_batch(store, 1, [columns])
     assert store.read(batch, COLUMNS).equals(columns)
 
 
-def wait_until(reached: object, timeout: float = 30) -> None:
-    deadline = time.monotonic() + timeout
-    while not reached():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "the awaited moment never came"
-        time.sleep(0.05)
+def test_the_registry_sweeps_without_a_client(ray_cluster: None, tmp_path: Path) -> None:
+    clock = ManualClock(tmp_path / "clock")
+    store = RayColumnStore("swept", CAPACITY, lease_seconds=10, clock=clock)
+    try:
+        store.open_lease(1)
+        store.put(key(store, 1), rollout_columns(SMALL))
+        clock.advance(11)
+        wait_until(lambda: store.usage().open_leases == (), "the sweep")  # asking for the usage doesn't sweep
+        assert store.usage().num_bytes == 0
+    finally:
+        store.close()
 
 
 def test_a_read_does_not_copy_what_the_producer_wrote(store: RayColumnStore) -> None:

@@ -1,4 +1,4 @@
-"""What a read returns, and what it refuses."""
+"""Results and errors of reads."""
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +31,7 @@ def test_a_read_returns_exactly_the_asked_columns_in_order(store: ColumnStore, s
 def test_a_read_names_its_columns(store: ColumnStore, step: int) -> None:
     batch = put_batch(store, step, [rollout_columns([1])])
     for names in ([], ["reward", "reward"]):
-        with pytest.raises(ValueError, match="names each column"):
+        with pytest.raises(ValueError, match="must name at least one column, and each only once"):
             store.read(batch, names)
 
 
@@ -52,7 +52,7 @@ def test_any_view_reads_like_fancy_indexing(store: ColumnStore, step: int) -> No
         (batch, range(17)),
         (permute(batch, order), order),
         (select(permute(batch, order), some), order[some]),
-        (slice_rows(batch, 5, 13), range(5, 13)),  # over the chunk without rows
+        (slice_rows(batch, 5, 13), range(5, 13)),  # across the chunk without rows
         (split(batch, [4, 13])[1], range(4, 17)),
         (repeat(batch, 2), np.repeat(np.arange(17), 2)),
         (filter_rows(permute(batch, order), order % 3 == 0), order[order % 3 == 0]),
@@ -99,7 +99,7 @@ def test_empty_rows_and_batches_without_rows_are_legal(store: ColumnStore, step:
 
 def test_a_range_of_one_chunk_is_read_without_a_copy(backend: Backend, store: ColumnStore, step: int) -> None:
     if backend.kind in ("s3", "fsspec-memory"):
-        pytest.skip("its bytes come over a wire")
+        pytest.skip("its bytes are remote")
     batch = put_batch(store, step, [rollout_columns([4, 250_000, 6])])
     store.flush()
     before = pa.total_allocated_bytes()
@@ -109,14 +109,14 @@ def test_a_range_of_one_chunk_is_read_without_a_copy(backend: Backend, store: Co
     assert np.array_equal(flat_values(part), flat_values(whole)[4:])
 
 
-def test_bytes_read_are_those_of_the_columns_returned(store: ColumnStore, step: int) -> None:
+def test_bytes_read_counts_the_columns_returned(store: ColumnStore, step: int) -> None:
     batch = put_batch(store, step, [rollout_columns([4, 5, 6]), rollout_columns([3])])
     before = store.bytes_read
     store.read(select(batch, [3, 1]), ["sampler_logprobs"])
-    assert store.bytes_read - before == (3 + 5) * 4 + 2 * 8  # values, and one offset a row
+    assert store.bytes_read - before == (3 + 5) * 4 + 2 * 8  # values, and one offset per row
 
 
-def test_what_a_read_returns_can_not_be_written(store: ColumnStore, step: int) -> None:
+def test_a_read_result_is_read_only(store: ColumnStore, step: int) -> None:
     columns = rollout_columns([2, 3])
     batch = put_batch(store, step, [columns])
     for view in (batch, select(batch, [1, 0])):
@@ -130,7 +130,7 @@ def test_what_a_read_returns_can_not_be_written(store: ColumnStore, step: int) -
     assert store.read(batch, COLUMNS).equals(columns)
 
 
-def test_the_producers_arrays_are_its_own_after_a_put(store: ColumnStore, step: int) -> None:
+def test_a_put_copies_the_producers_arrays(store: ColumnStore, step: int) -> None:
     values = np.array([1, 2, 3], dtype=np.uint16)
     columns = pa.record_batch({"response_ids": jagged(values, np.array([1, 2]))})
     batch = put_batch(store, step, [columns])
@@ -153,7 +153,7 @@ def test_a_read_after_clear_raises_and_earlier_results_stay_valid(store: ColumnS
     assert result.equals(columns)
 
 
-def test_a_handle_of_another_generation_is_never_served(store: ColumnStore, step: int) -> None:
+def test_a_handle_of_another_incarnation_is_never_served(store: ColumnStore, step: int) -> None:
     batch = put_batch(store, step, [rollout_columns([1])])
     group = batch.groups[0]
     stale = group.replace(chunks=(group.chunks[0].replace(incarnation="before"),))
@@ -161,7 +161,7 @@ def test_a_handle_of_another_generation_is_never_served(store: ColumnStore, step
         store.read(batch.replace(groups=(stale,)), ["reward"])
 
 
-def test_a_handle_that_misstates_its_chunks_is_refused(store: ColumnStore, step: int) -> None:
+def test_a_handle_that_misstates_its_chunks_is_rejected(store: ColumnStore, step: int) -> None:
     batch = put_batch(store, step, [rollout_columns([2, 3])])
     group = batch.groups[0]
     for changes, error in [
@@ -175,7 +175,7 @@ def test_a_handle_that_misstates_its_chunks_is_refused(store: ColumnStore, step:
             store.read(wrong, [wrong.columns[0]])
 
 
-def test_a_read_of_many_chunks_asks_for_each_once(store: ColumnStore, step: int) -> None:
+def test_a_read_of_many_chunks_fetches_each_once(store: ColumnStore, step: int) -> None:
     parts = [rollout_columns([3] * 20, seed) for seed in range(4)]
     batch = permute(put_batch(store, step, parts), np.random.default_rng(0).permutation(80))
     inner = store.front if isinstance(store, TieredColumnStore) else store

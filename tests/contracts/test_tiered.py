@@ -1,6 +1,7 @@
-"""What the durable tier adds: columns outlive the front, and nothing is committed before it is durable."""
+"""The durable tier: columns outlive the front, and nothing is committed before it is durable."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,69 +20,75 @@ RUN = "tiers"
 
 
 @pytest.fixture
-def behind(tmp_path: Path) -> FsspecColumnStore:
+def durable(tmp_path: Path) -> FsspecColumnStore:
     return FsspecColumnStore(RUN, str(tmp_path / "columns"), lease_seconds=NO_EXPIRY_SECONDS)
 
 
-def fresh(behind: FsspecColumnStore) -> TieredColumnStore:
-    """The store with an empty front, as after the loss of what was in memory."""
-    return TieredColumnStore(MemoryStore(RUN, CAPACITY, incarnation=behind.incarnation), behind)
+def fresh(durable: FsspecColumnStore) -> TieredColumnStore:
+    """Return the store with an empty front, as after the loss of everything in memory."""
+    return TieredColumnStore(MemoryStore(RUN, CAPACITY, incarnation=durable.incarnation), durable)
 
 
-def test_what_the_front_lost_is_read_from_behind(behind: FsspecColumnStore) -> None:
-    store = fresh(behind)
+def test_chunks_that_the_front_lost_are_read_from_the_durable_store(durable: FsspecColumnStore) -> None:
+    store = fresh(durable)
     store.open_lease(1)
     columns = [rollout_columns([2, 3]), rollout_columns([4], seed=1)]
     batch = permute(put_batch(store, 1, columns), [2, 0, 1])
     expected = store.read(batch, COLUMNS)
     store.flush()
-    after = fresh(behind)
+    after = fresh(durable)
     assert after.read(batch, COLUMNS).equals(expected)
     after.open_lease(1)
-    assert after.put(key(after, 1), columns[0]) == batch.chunks[0]  # a retry after the loss: the same again
-    assert after.read(batch, COLUMNS).equals(expected)  # one chunk in front, one behind
+    assert after.put(key(after, 1), columns[0]) == batch.chunks[0]  # a retry after the loss produces the same
+    assert after.read(batch, COLUMNS).equals(expected)  # one chunk from the front, one from the durable store
 
 
-def test_flush_waits_until_the_bytes_are_durable(behind: FsspecColumnStore) -> None:
-    store = fresh(behind)
+def test_flush_waits_until_the_bytes_are_durable(durable: FsspecColumnStore) -> None:
+    store = fresh(durable)
     store.open_lease(1)
     may_write = threading.Event()
-    put_behind = behind._put
+    put_durable = durable._put
 
     def slow(chunk: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
-        may_write.wait(10)
-        return put_behind(chunk, columns)
+        may_write.wait()
+        return put_durable(chunk, columns)
 
-    behind._put = slow  # type: ignore[method-assign]
+    durable._put = slow  # type: ignore[method-assign]
     batch = put_batch(store, 1, [rollout_columns([2])])  # returns at once
     assert store.read(batch, COLUMNS).num_rows == 1
     with pytest.raises(ChunkNotFoundError):
-        behind.verify(batch)
-    threading.Timer(0.2, may_write.set).start()
-    store.flush()
-    behind.verify(batch)
+        durable.verify(batch)
+    with ThreadPoolExecutor() as pool:
+        flush = pool.submit(store.flush)
+        try:
+            with pytest.raises(TimeoutError):
+                flush.result(timeout=0.2)
+        finally:
+            may_write.set()
+        flush.result()
+    durable.verify(batch)
 
 
-def test_a_failed_write_behind_fails_the_flush_and_a_retry_mends_it(behind: FsspecColumnStore) -> None:
-    store = fresh(behind)
+def test_a_failed_durable_write_fails_the_flush_and_a_retry_succeeds(durable: FsspecColumnStore) -> None:
+    store = fresh(durable)
     store.open_lease(1)
-    put_behind = behind._put
+    put_durable = durable._put
 
     def broken(chunk: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
         raise OSError("no space left on device")
 
-    behind._put = broken  # type: ignore[method-assign]
+    durable._put = broken  # type: ignore[method-assign]
     batch = put_batch(store, 1, [rollout_columns([2])])
     with pytest.raises(StoreError, match=r"tiers/1/rollout/0/0 .*not durable.*no space left on device"):
         store.flush()
-    behind._put = put_behind  # type: ignore[method-assign]
+    durable._put = put_durable  # type: ignore[method-assign]
     assert put_batch(store, 1, [rollout_columns([2])]) == batch
     store.flush()
-    behind.verify(batch)
+    durable.verify(batch)
 
 
-def test_damage_behind_is_found_when_it_is_needed(behind: FsspecColumnStore) -> None:
-    store = fresh(behind)
+def test_damage_in_the_durable_store_is_found_when_its_bytes_are_needed(durable: FsspecColumnStore) -> None:
+    store = fresh(durable)
     store.open_lease(1)
     batch = put_batch(store, 1, [rollout_columns([2])])
     store.flush()
@@ -91,36 +98,36 @@ def test_damage_behind_is_found_when_it_is_needed(behind: FsspecColumnStore) -> 
     with pytest.raises(ChunkCorruptedError, match="checksum"):
         store.verify(batch)
     with pytest.raises(ChunkCorruptedError, match="checksum"):
-        fresh(behind).read(batch, COLUMNS)
+        fresh(durable).read(batch, COLUMNS)
 
 
-def test_stores_of_different_generations_are_not_paired(behind: FsspecColumnStore) -> None:
+def test_stores_of_different_incarnations_are_not_paired(durable: FsspecColumnStore) -> None:
     with pytest.raises(StoreError, match="don't belong together"):
-        TieredColumnStore(MemoryStore(RUN, CAPACITY), behind)
+        TieredColumnStore(MemoryStore(RUN, CAPACITY), durable)
 
 
-def test_writes_for_an_abandoned_step_do_not_fail_the_next_one(behind: FsspecColumnStore) -> None:
-    store = fresh(behind)
+def test_writes_for_an_abandoned_step_do_not_fail_the_next_one(durable: FsspecColumnStore) -> None:
+    store = fresh(durable)
     store.open_lease(1)
     store.put(key(store, 1), rollout_columns([2]))
-    store.clear(1)  # its stage failed; the write may or may not have come first
+    store.clear(1)  # its stage failed; the durable write may or may not have been done before
     store.open_lease(2)
     batch = put_batch(store, 2, [rollout_columns([2])])
     store.flush()
-    behind.verify(batch)
-    assert behind.records(1) == []
+    durable.verify(batch)
+    assert durable.records(1) == []
 
 
 @pytest.mark.slow
-def test_columns_outlive_the_registry(ray_cluster: None, behind: FsspecColumnStore) -> None:
-    front = RayColumnStore(RUN, CAPACITY, incarnation=behind.incarnation)
-    store = TieredColumnStore(front, behind)
+def test_columns_outlive_the_registry(ray_cluster: None, durable: FsspecColumnStore) -> None:
+    front = RayColumnStore(RUN, CAPACITY, incarnation=durable.incarnation)
+    store = TieredColumnStore(front, durable)
     store.open_lease(1)
     batch = put_batch(store, 1, [rollout_columns([2, 3])])
     store.flush()
     front.close()
-    again = RayColumnStore(RUN, CAPACITY, incarnation=behind.incarnation)
+    again = RayColumnStore(RUN, CAPACITY, incarnation=durable.incarnation)
     try:
-        assert TieredColumnStore(again, behind).read(batch, COLUMNS).equals(rollout_columns([2, 3]))
+        assert TieredColumnStore(again, durable).read(batch, COLUMNS).equals(rollout_columns([2, 3]))
     finally:
         again.close()

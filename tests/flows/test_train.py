@@ -111,7 +111,7 @@ def test_a_reward_that_always_raises_stops_the_run_and_says_how_to_go_on(workpla
 
 def test_a_ray_that_does_not_answer_is_told_at_once(workplace: Workplace) -> None:
     printed = workplace.sluice("train", "tiny.toml", "runtime.ray_address=127.0.0.1:9", exit_code=2)
-    assert "no Ray answers at '127.0.0.1:9'" in printed
+    assert "no Ray head responds at '127.0.0.1:9'" in printed
     assert "Traceback" not in printed
 
 

@@ -1,4 +1,4 @@
-"""Guards the one place that uses Ray's private API against the pinned Ray."""
+"""The one module that uses Ray's private API, against the pinned Ray."""
 
 import pyarrow as pa
 import pytest
@@ -27,15 +27,17 @@ def test_two_views_are_one_memory_that_outlives_its_reference() -> None:
     assert first.address == second.address
     del ref, second
     for _ in range(20):
-        ray.put(b"y" * 20_000_000)  # more than the object store holds: what isn't pinned is evicted
+        ray.put(b"y" * 20_000_000)  # more than the object store holds: objects that aren't pinned are evicted
     assert first.equals(pa.py_buffer(b"x" * 1_000_000))
 
 
-def test_pickled_objects_and_absent_ones_are_refused() -> None:
+def test_pickled_and_missing_objects_are_rejected() -> None:
     with pytest.raises(ChunkNotFoundError, match="expected b'RAW'"):
         object_store.view(ray.put({"a": 1}))
+    never_ready = wait_forever.remote()
     with pytest.raises(ChunkNotFoundError, match=r"within 0\.1 s"):
-        object_store.view(never_ready.remote(), timeout_seconds=0.1)
+        object_store.view(never_ready, timeout_seconds=0.1)
+    ray.cancel(never_ready, force=True)
 
 
 @pytest.mark.parametrize("size", [1, 2**16, 90_000, 2**20 - 1, 2**20, 5_000_000])
@@ -47,7 +49,9 @@ def test_a_task_returns_what_it_wrote_at_any_size(size: int) -> None:
 
 def test_a_producers_chunks_of_any_size_are_what_it_wrote() -> None:
     store, producer = RayColumnStore("sizes", 2**24), start_producer()
-    for step, tokens in enumerate([4_000, 11_000, 15_000, 90_000]):  # around the size that Ray sends within a reply
+    for step, tokens in enumerate(
+        [4_000, 11_000, 15_000, 90_000]
+    ):  # around the size up to which Ray sends objects in the reply
         store.open_lease(step)
         ref = producer.put.remote("sizes", step, [tokens]).future().result()
         assert object_store.view_at(store._locations([ref])[0]).equals(encode(rollout_columns([tokens])))
@@ -69,8 +73,8 @@ def read(refs: list[ray.ObjectRef[bytes]]) -> bytes:
 
 
 @ray.remote(num_cpus=0)
-def never_ready() -> bytes:
-    import time
+def wait_forever() -> bytes:
+    import threading
 
-    time.sleep(5)
+    threading.Event().wait()
     return b""

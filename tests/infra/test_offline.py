@@ -1,4 +1,4 @@
-"""A step's columns read from the files of a small run."""
+"""Reading a step's columns from the files of a small run."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return make_small_run(tmp_path / "runs")
 
 
-def test_the_rows_are_the_batch_s_in_its_order(run: RunDirectory) -> None:
+def test_rows_are_those_of_the_batch_in_its_order(run: RunDirectory) -> None:
     table = read_step(run.path, 3)
     assert isinstance(table, pa.Table)
     assert table.column_names == [*DTYPES, "behavior_logprobs", "advantages"]
@@ -42,7 +42,7 @@ def test_all_columns_go_into_pandas_polars_and_duckdb(run: RunDirectory) -> None
     assert [dict(zip(table.column_names, row, strict=True)) for row in rows] == table.to_pylist()
 
 
-def test_columns_come_in_the_order_asked(run: RunDirectory) -> None:
+def test_columns_are_in_the_requested_order(run: RunDirectory) -> None:
     table = read_step(str(run.path), 2, ["reward", "group_id"])
     assert table.to_pydict() == {"reward": [1.0, 0.5, 1.0, 0.5, 0.0], "group_id": [0, 0, 1, 1, 1]}
 
@@ -52,7 +52,7 @@ def test_the_newest_step_that_has_a_batch(run: RunDirectory, tmp_path: Path) -> 
     store.open_lease(4)
     batch = put_rollout(store, 4)
     assert read_step("demo", runs_dir=str(tmp_path / "runs"))["policy_version"][0].as_py() == 3
-    with pytest.raises(RunError, match="step 4 of run demo has chunks, but no batch before its put is done"):
+    with pytest.raises(RunError, match="step 4 of run demo has chunks, but no batch before its put stage is done"):
         read_step(run.path, 4)
     store.save_batch(batch)
     table = read_step(run.path)
@@ -64,16 +64,16 @@ def test_the_newest_step_that_has_a_batch(run: RunDirectory, tmp_path: Path) -> 
         read_step(run.path)
     store.open_lease(5)
     put_rollout(store, 5)
-    with pytest.raises(RunError, match="of step 5 the first chunks are there, and its batch is not"):
+    with pytest.raises(RunError, match="step 5 has its first chunks, but no batch yet"):
         read_step(run.path)
 
 
-def test_what_is_not_there_is_refused(run: RunDirectory) -> None:
+def test_missing_columns_and_steps_are_rejected(run: RunDirectory) -> None:
     with pytest.raises(ColumnNotFoundError, match="reference_logprobs"):
         read_step(run.path, 3, ["reference_logprobs"])
     with pytest.raises(RunError, match="steps that have: 2, 3"):
         read_step(run.path, 4)
-    with pytest.raises(ValueError, match="names each column it wants once"):
+    with pytest.raises(ValueError, match="must name at least one column"):
         read_step(run.path, 3, [])
 
 

@@ -1,13 +1,19 @@
+"""The run directory: finding runs, config changes, metrics, and the driver's lock."""
+
 import multiprocessing
 from pathlib import Path
 
 import pytest
 
-from infra.storage.runs import MetricsFile, RunDirectory
+from infra.storage.config_changes import check_changes
+from infra.storage.driver_lock import driver_lock
+from infra.storage.metrics_file import MetricsFile
+from infra.storage.runs import RunDirectory
 from schemas.config.correction import TruncatedCorrection
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
 from schemas.step import EvalReport, StepReport
+from tests.waiting import DEADLINE_SECONDS
 
 
 def config(tmp_path: Path) -> RunConfig:
@@ -38,7 +44,7 @@ def test_a_run_is_found_by_id_and_by_directory(tmp_path: Path) -> None:
     assert RunDirectory.open(str(created.path)).config() == config(tmp_path)
 
 
-def test_a_run_is_not_made_twice_and_an_unknown_one_lists_the_known(tmp_path: Path) -> None:
+def test_a_run_is_created_once_and_the_error_for_an_unknown_run_lists_existing_ones(tmp_path: Path) -> None:
     RunDirectory.create(config(tmp_path), "run-1")
     with pytest.raises(RunError, match="sluice resume run-1"):
         RunDirectory.create(config(tmp_path), "run-1")
@@ -46,14 +52,16 @@ def test_a_run_is_not_made_twice_and_an_unknown_one_lists_the_known(tmp_path: Pa
         RunDirectory.open("run-2", str(tmp_path))
 
 
-def test_what_is_trained_does_not_change_on_the_way(tmp_path: Path) -> None:
+def test_a_resumed_run_can_not_change_what_it_trains(tmp_path: Path) -> None:
     begun = config(tmp_path)
     run = RunDirectory.create(begun, "run-1")
     moved = begun.replace(steps=5, runtime=begun.runtime.replace(num_threads=2, weight_transport="object_store"))
-    assert run.changes(moved) == ["runtime.num_threads", "runtime.weight_transport", "steps"]
+    assert check_changes(run, moved) == ["runtime.num_threads", "runtime.weight_transport", "steps"]
     correction, stale = TruncatedCorrection(), begun.runtime.replace(max_staleness=1)
-    with pytest.raises(RunError, match=r"another correction\.cap, .*runtime\.max_staleness: it would be another run"):
-        run.changes(begun.replace(correction=correction, runtime=stale))
+    with pytest.raises(
+        RunError, match=r"different correction\.cap, .*runtime\.max_staleness: that would be another run"
+    ):
+        check_changes(run, begun.replace(correction=correction, runtime=stale))
 
 
 def test_a_line_cut_short_by_a_kill_was_never_committed(tmp_path: Path) -> None:
@@ -76,7 +84,7 @@ def test_appending_after_a_cut_line_keeps_both_lines_whole(tmp_path: Path) -> No
     assert metrics.steps() == [step(0), step(1)]
 
 
-def test_truncating_drops_what_will_be_run_again(tmp_path: Path) -> None:
+def test_truncating_drops_the_reports_of_steps_that_will_be_run_again(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.append_eval(evaluation(0))
     for number in range(3):
@@ -88,21 +96,21 @@ def test_truncating_drops_what_will_be_run_again(tmp_path: Path) -> None:
 
 
 def _hold(path: Path, held: "multiprocessing.synchronize.Event") -> None:  # type: ignore[name-defined]
-    with RunDirectory(path).driver_lock():
+    with driver_lock(RunDirectory(path)):
         held.set()
         multiprocessing.Event().wait()
 
 
-def test_one_driver_at_a_time_and_a_killed_one_lets_go(tmp_path: Path) -> None:
+def test_one_driver_at_a_time_and_a_killed_one_releases_the_lock(tmp_path: Path) -> None:
     directory = RunDirectory.create(config(tmp_path), "run-1")
     spawn = multiprocessing.get_context("spawn")
     held = spawn.Event()
     holder = spawn.Process(target=_hold, args=(directory.path, held))
     holder.start()
-    assert held.wait(60)
-    with pytest.raises(RunError, match="driven by another process"), directory.driver_lock():
+    assert held.wait(DEADLINE_SECONDS)
+    with pytest.raises(RunError, match="driven by another process"), driver_lock(directory):
         pass
     holder.kill()
     holder.join()
-    with directory.driver_lock():
+    with driver_lock(directory):
         pass

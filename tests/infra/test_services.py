@@ -1,10 +1,12 @@
+"""The local Prefect server and Ray head: addresses, and how they are found again."""
+
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from infra.services.local import LocalServices, ServiceState, prefect_answers
+from infra.services.local import LocalServices, ServiceState, prefect_responds
 from schemas.errors import ServiceError
 from tests.services import Workplace
 
@@ -38,10 +40,10 @@ def test_running_services_are_found_again(services: LocalServices) -> None:
     services.start(prefect=True, ray=True)
     assert (services.state("prefect"), services.state("ray")) == before
     assert services.prefect_api_url is not None
-    assert prefect_answers(services.prefect_api_url)
+    assert prefect_responds(services.prefect_api_url)
 
 
-def test_a_service_that_died_or_whose_pid_was_reused_is_not_taken_for_running(tmp_path: Path) -> None:
+def test_a_service_that_died_or_whose_pid_was_reused_is_not_running(tmp_path: Path) -> None:
     services = LocalServices(tmp_path)
     me = psutil.Process()
     for started, running in ((me.create_time(), True), (me.create_time() - 100, False)):
@@ -51,7 +53,7 @@ def test_a_service_that_died_or_whose_pid_was_reused_is_not_taken_for_running(tm
     assert services.state("prefect") is None
 
 
-def test_a_service_that_can_not_start_says_where_its_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_fails_to_start_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     services = LocalServices(tmp_path)
     with pytest.raises(ServiceError, match=r"prefect service exited with 1.*prefect\.log"):

@@ -1,6 +1,5 @@
-"""The store's figures, where Prometheus finds them: on the port of each node's Ray agent."""
+"""The store's metrics, as Prometheus scrapes them from each node's Ray agent."""
 
-import time
 import urllib.request
 
 import pytest
@@ -8,13 +7,14 @@ import ray
 
 from infra.stores.ray import RayColumnStore
 from tests.contracts.backends import CAPACITY, key, put_batch, rollout_columns
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 RUN = "watched"
 
 
-def test_ray_serves_the_stores_figures(ray_cluster: None) -> None:
+def test_ray_exports_the_stores_metrics(ray_cluster: None) -> None:
     store = RayColumnStore(RUN, CAPACITY)
     try:
         store.open_lease(1)
@@ -29,23 +29,20 @@ def test_ray_serves_the_stores_figures(ray_cluster: None) -> None:
             "ray_sluice_store_leaked_bytes 0.0",
             "ray_sluice_store_open_leases 1.0",
         }
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not wanted <= figures():
-            time.sleep(1)
-        assert wanted <= figures(), figures()
+        wait_until(lambda: wanted <= exported_metrics(), f"the metrics {wanted}")
         assert store.put(key(store, 1, 5), rollout_columns([1])).num_rows == 1
     finally:
         store.close()
 
 
-def figures() -> set[str]:
-    """This run's lines, without the labels that Ray adds."""
+def exported_metrics() -> set[str]:
+    """Return this run's metrics, without the labels that Ray adds."""
     port = ray.nodes()[0]["MetricsExportPort"]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    mine = [line for line in lines if f'run_id="{RUN}"' in line]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    own = [line for line in lines if f'run_id="{RUN}"' in line]
     found = set()
-    for line in mine:
+    for line in own:
         name, _, rest = line.partition("{")
         labels, _, value = rest.rpartition("} ")
         stage = [label for label in labels.split(",") if label.startswith("stage=")]

@@ -48,7 +48,7 @@ def compute(
     rollout = rollout_of([sample[3] for sample in SAMPLES] if rewards is None else rewards)
     policy = PolicyHandle(run_id="run", version=STEP, incarnation="i")
     handle = asyncio.run(compute_step_advantages.fn(run, policy, batch, rollout, row_kl))
-    assert directory.plan(STEP) == handle.plan
+    assert directory.plans.load(STEP) == handle.plan
     return handle, flat_values(store.read(handle.batch, ["advantages"])["advantages"]).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Figures and histograms of columns, with numbers worked by hand."""
+"""Statistics and histograms of columns, with numbers computed by hand."""
 
 import numpy as np
 import pyarrow as pa
@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.stores.summary import NUM_BINS, length_histogram, summarize_values
+from infra.stores.column_stats import NUM_BINS, length_histogram, summarize_values
 from rl_core.columns.jagged import jagged
 
 
-def test_nulls_and_values_that_are_not_finite_are_counted_and_left_out() -> None:
+def test_nulls_and_non_finite_values_are_counted_and_excluded() -> None:
     figures = summarize_values(pa.array([1.0, None, float("nan"), 3.0, float("-inf")], type=pa.float32()))
     assert (figures.num_rows, figures.num_values, figures.num_nulls, figures.num_nonfinite) == (5, 5, 1, 2)
     assert (figures.minimum, figures.mean, figures.maximum) == (1.0, 2.0, 3.0)
@@ -26,7 +26,7 @@ def test_a_jagged_column_counts_its_own_rows_values() -> None:
 @pytest.mark.parametrize(
     "column", [pa.array(["a", "b"]), pa.array([None], type=pa.float32()), pa.array([], pa.int32())]
 )
-def test_where_there_is_no_number_there_is_no_mean(column: pa.Array) -> None:
+def test_a_column_without_numbers_has_no_mean(column: pa.Array) -> None:
     figures = summarize_values(column)
     assert (figures.minimum, figures.mean, figures.maximum) == (None, None, None)
 

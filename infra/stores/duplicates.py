@@ -1,4 +1,4 @@
-"""The single-writer fence: a key is written once; a second put of it must be the same again."""
+"""The single-writer rule: a key is written once, and a second put under it must have the same content."""
 
 import pyarrow as pa
 
@@ -7,19 +7,19 @@ from schemas.batch import ChunkRef
 from schemas.errors import DuplicateChunkError
 
 
-def same_content(ref: ChunkRef, held: pa.RecordBatch, columns: pa.RecordBatch) -> ChunkRef:
-    """The reference of a chunk that is held already.
+def check_same_content(ref: ChunkRef, held: pa.RecordBatch, columns: pa.RecordBatch) -> ChunkRef:
+    """Check that a put repeats what is stored under its key; return the stored chunk's reference.
 
-    Equal columns may differ in bytes that nobody reads, padding or what lies under a null, so values are compared.
+    Equal columns may differ in bytes without meaning, such as padding and values under a null, so values are compared.
 
     Raises:
-        DuplicateChunkError: What is held is not what is to be put.
+        DuplicateChunkError: The stored content differs.
     """
-    if held.equals(columns) or encode(held).equals(encode(columns)):  # NaN equals itself in bytes only
+    if held.equals(columns) or encode(held).equals(encode(columns)):  # NaNs are equal only as bytes
         return ref
     raise DuplicateChunkError(
-        f"chunk {ref.key} is already held with other content: {_difference(held, columns)}; "
-        "a chunk has one writer, and a retry must produce the same"
+        f"chunk {ref.key} is already stored with other content: {_difference(held, columns)}; "
+        "a chunk has one writer, and a retry must produce the same content"
     )
 
 
@@ -34,5 +34,5 @@ def _difference(held: pa.RecordBatch, columns: pa.RecordBatch) -> str:
             return f"column {name!r} is {before.type}, now {now.type}"
         row = next((row for row in range(len(now)) if not before.slice(row, 1).equals(now.slice(row, 1))), None)
         if row is not None:
-            return f"column {name!r} differs first in row {row} of {len(now)}"
-    return "what lies under its nulls and NaNs"
+            return f"column {name!r} first differs in row {row} of {len(now)}"
+    return "bytes under nulls or NaNs"

@@ -1,0 +1,109 @@
+"""The chunks of `FsspecColumnStore`: a record and an Arrow file each, with checksums.
+
+A chunk's bytes are written first, under a name that holds their checksum; then the record, exclusively: of two writers
+one wins, and a writer that dies leaves nothing readable.
+"""
+
+from functools import partial
+
+import pyarrow as pa
+
+from infra.storage.blocks import ChunkBlocks, block_checksums, combine_checksums
+from infra.storage.folder import Folder
+from infra.storage.step_folders import step_folder
+from infra.stores.chunk_reads import name_chunk_in_errors
+from infra.stores.file_layout import (
+    DATA_SUFFIX,
+    data_path,
+    is_record,
+    lease_path,
+    load_record,
+    record_path,
+    step_of,
+    steps_of,
+)
+from schemas.base import Frozen
+from schemas.batch import ChunkKey, ChunkRef
+from schemas.errors import StoreError
+
+
+class ChunkRecord(Frozen):
+    """A committed chunk."""
+
+    ref: ChunkRef
+    checksum: str  # of all its bytes
+    block_checksums: tuple[str, ...]  # of each block, so that a read can check just the blocks that it uses
+
+
+class ChunkFiles:
+    """The chunks of one store.
+
+    Args:
+        folder: The store's folder.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    def find(self, key: ChunkKey) -> ChunkRecord | None:
+        """Return the record of a committed chunk; None if there is none."""
+        return load_record(self._folder, record_path(key), ChunkRecord)
+
+    def records(self, step: int) -> list[ChunkRecord]:
+        """Return the records of the step's committed chunks, by key."""
+        paths = sorted(path for path in self._folder.sizes(step_folder(step)) if is_record(path, step))
+        return [record for path in paths if (record := load_record(self._folder, path, ChunkRecord))]
+
+    def write(self, ref: ChunkRef, data: pa.Buffer) -> None:
+        """Write a chunk's bytes, then commit it.
+
+        Raises:
+            FileExistsError: A chunk is committed under this key.
+        """
+        checksums = block_checksums(data)
+        record = ChunkRecord(ref=ref, checksum=combine_checksums(checksums), block_checksums=checksums)
+        key = ChunkKey.parse(ref.key)
+        self._folder.write(data_path(key, record.checksum), data)
+        self._folder.create(record_path(key), record.model_dump_json().encode())
+
+    def open(self, record: ChunkRecord, ref: ChunkRef) -> ChunkBlocks:
+        """Return a chunk's bytes, without loading any of them.
+
+        Args:
+            record: The chunk's record.
+            ref: The reference that the record must be of.
+
+        Raises:
+            ChunkCorruptedError: The record is of another chunk, or damaged, or the file has another size.
+        """
+        with name_chunk_in_errors(ref):
+            if record.ref != ref:
+                raise StoreError(f"its record says {record.ref}, expected {ref}")
+            if combine_checksums(record.block_checksums) != record.checksum:
+                raise StoreError("the checksums in its record disagree")
+            path = data_path(ChunkKey.parse(ref.key), record.checksum)
+            if (size := self._folder.size(path)) != ref.num_bytes:
+                raise StoreError(f"{size or 0} bytes are stored, expected {ref.num_bytes}")
+            fetch = partial(self._folder.read_ranges, path)
+            return ChunkBlocks(ref.num_bytes, record.block_checksums, self._folder.map(path), fetch)
+
+    def delete(self, record: ChunkRecord) -> None:
+        """Delete a chunk: its record first, so that it is never half there."""
+        key = ChunkKey.parse(record.ref.key)
+        self._folder.remove(record_path(key))
+        self._folder.remove(data_path(key, record.checksum))
+
+    def clear(self, step: int, keep: str = "") -> None:
+        """Remove all files of a step but `keep`: the lease first, then records, then bytes."""
+        paths = [path for path in self._folder.sizes(step_folder(step)) if path != keep]
+        for path in sorted(paths, key=lambda path: (path.endswith(DATA_SUFFIX), path != lease_path(step))):
+            self._folder.remove(path)
+
+    def leased_bytes(self) -> dict[int, int]:
+        """Return the bytes of each leased step's chunks."""
+        sizes = self._folder.sizes()
+        held = {step: 0 for step in steps_of(sizes) if lease_path(step) in sizes}
+        for path, size in sizes.items():
+            if path.endswith(DATA_SUFFIX) and (step := step_of(path)) in held:
+                held[step] += size
+        return held
