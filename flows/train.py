@@ -1,18 +1,18 @@
-"""A whole GRPO run: evaluate, step until done, recover from dead workers, summarise."""
+"""A whole GRPO run: evaluate, run steps until it is done, recover from lost workers, summarize."""
 
-from contextlib import suppress
-from statistics import fmean
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
-from prefect.utilities.urls import url_for
 
 from flows.artifacts import create_progress, show_evaluation, update_progress
 from flows.connection import connect
 from flows.progress import eval_lines, progress_line, progress_table
-from flows.recovery import open_run, reconcile
+from flows.recovery import drop_outdated_ledger, open_run, reconcile
 from flows.step import run_step
-from infra.monitors.tensorboard import TensorBoardMonitor
+from flows.summary import summarize
+from infra.monitors import Monitor, open_monitors
 from infra.storage.config_changes import change_config
 from infra.storage.driver_lock import driver_lock
 from infra.storage.metrics_file import MetricsFile
@@ -26,8 +26,6 @@ from tasks.checkpoint import save_checkpoint, save_on_failure
 from tasks.evaluate import evaluate_policy
 from tasks.workers import start_all_workers
 
-SUMMARY_STEPS = 10
-
 
 def _flow_run_name() -> str:
     return flow_run.parameters.get("run_id") or flow_run.parameters["config"].name
@@ -35,19 +33,20 @@ def _flow_run_name() -> str:
 
 @flow(name="train", flow_run_name=_flow_run_name, persist_result=False)
 async def train(config: RunConfig, run_id: str | None = None, resume: bool = False) -> RunSummary:
-    """Run GRPO from the start, or go on with a run that stopped.
+    """Run GRPO from the start, or resume a run that stopped.
 
     Args:
-        config: The run's configuration. That of a resumed run may differ from what it began with in where and how
+        config: The run's configuration. That of a resumed run may differ from the one it began with in where and how
             long it trains.
-        run_id: The run's name; None makes one.
+        run_id: The run's id; None makes one from the config's name.
         resume: Whether the run exists already.
 
     Raises:
-        ServiceError: No Ray answers.
+        ServiceError: No Ray head responds.
         ConfigError: The Ray cluster has too few cores or GPUs.
-        RunError: The run exists though `resume` is false, or does not though it is true, or trained something else.
-        PipelineError: What stopped the run; `resume` goes on from there.
+        RunError: The run exists although `resume` is false, doesn't exist although it is true, trained something else,
+            or was written by a newer Sluice.
+        PipelineError: The run stopped; it can be resumed.
     """
     run_id = run_id or new_run_id(config.name)
     connect(config.runtime)
@@ -57,11 +56,12 @@ async def train(config: RunConfig, run_id: str | None = None, resume: bool = Fal
     with driver_lock(directory):
         before = directory.config()
         if change_config(directory, config):
-            kill_workers(run_id, before)  # they would go on with what they were started with
+            kill_workers(run_id, before)  # they were started with the old config
+        drop_outdated_ledger(directory, config)
         run = open_run(directory, config)
         try:
             run = await _training_loop(run, directory)
-            summary = _summarize(directory, open_store(run).usage().num_bytes)
+            summary = summarize(directory, open_store(run).usage().num_bytes)
             directory.write_summary(summary)
             return summary
         finally:
@@ -70,86 +70,58 @@ async def train(config: RunConfig, run_id: str | None = None, resume: bool = Fal
 
 
 async def _training_loop(run: RunHandle, directory: RunDirectory) -> RunHandle:
-    logger = get_run_logger()
+    """Run steps until the run is done; return its handle, whose store may be a new one."""
+    logger, restarts = get_run_logger(), 0
     await start_all_workers(run)
     policy = await reconcile(run, directory)
     progress = await create_progress(run, 100 * policy.step / run.config.steps)
-    tensorboard = TensorBoardMonitor(directory.path / "tensorboard") if run.config.runtime.tensorboard else None
     step_flow = run_step.with_options(result_storage=directory.ledger.path)
-    restarts = 0
-    try:
-        while True:
-            try:
-                await _evaluate(run, policy, directory.metrics, tensorboard)
-                if policy.step == run.config.steps:
-                    await save_checkpoint(run, policy, wait=True)
-                    return run
-                report = await step_flow(run, policy)
-                policy = policy.replace(version=report.policy_version)
-                line = progress_line(report, run.config.steps)
-                logger.info(line)
-                description = f"{line}\n\n{progress_table(report)}"
-                await update_progress(progress, 100 * policy.step / run.config.steps, description)
-                if tensorboard:
-                    tensorboard.log_step(report)
-                if policy.step % run.config.checkpoint.every_steps == 0:
-                    await save_checkpoint(run, policy)
-            except (WorkerLostError, VersionError, ChunkNotFoundError, ChunkCorruptedError) as error:
-                restarts += 1
-                if restarts > run.config.runtime.max_restarts:
-                    raise
-                logger.warning("step %d is run again (%d): %s", policy.step, restarts, error)
-                run = open_run(directory, run.config)
-                await start_all_workers(run)
-                policy = await reconcile(run, directory)
-    except BaseException:
-        with suppress(PipelineError):  # the run has failed already; this only keeps what can be kept
-            await save_on_failure(run, policy)
-        raise
+    with ExitStack() as stack:
+        monitors = [stack.enter_context(closing(monitor)) for monitor in open_monitors(directory, run.config)]
+        try:
+            while True:
+                try:
+                    await _evaluate(run, policy, directory.metrics, monitors)
+                    if policy.step == run.config.steps:
+                        await save_checkpoint(run, policy, wait=True)
+                        return run
+                    report = await step_flow(run, policy)
+                    policy = policy.replace(version=report.policy_version)
+                    line = progress_line(report, run.config.steps)
+                    logger.info(line)
+                    description = f"{line}\n\n{progress_table(report)}"
+                    await update_progress(progress, 100 * policy.step / run.config.steps, description)
+                    for monitor in monitors:
+                        monitor.log_step(report)
+                    if policy.step % run.config.checkpoint.every_steps == 0:
+                        await save_checkpoint(run, policy)
+                except (WorkerLostError, VersionError, ChunkNotFoundError, ChunkCorruptedError) as error:
+                    restarts += 1
+                    if restarts > run.config.runtime.max_restarts:
+                        raise
+                    logger.warning("step %d is run again (restart %d): %s", policy.step, restarts, error)
+                    run = open_run(directory, run.config)
+                    await start_all_workers(run)
+                    policy = await reconcile(run, directory)
+        except BaseException:
+            with suppress(PipelineError):  # the run has failed already; this only saves what can be saved
+                await save_on_failure(run, policy)
+            raise
 
 
-async def _evaluate(
-    run: RunHandle, policy: PolicyHandle, metrics: MetricsFile, tensorboard: TensorBoardMonitor | None
-) -> None:
+async def _evaluate(run: RunHandle, policy: PolicyHandle, metrics: MetricsFile, monitors: Sequence[Monitor]) -> None:
+    """Evaluate the policy's version if the config asks for it and it hasn't been evaluated yet."""
     every = run.config.eval.every_steps
-    due = policy.step in (0, run.config.steps) or (every and policy.step % every == 0)
-    if not run.config.data.eval_path or not due:
+    is_wanted = policy.step in (0, run.config.steps) or (every and policy.step % every == 0)
+    if not run.config.data.eval_path or not is_wanted:
         return
     if any(report.policy_version == policy.version for report in metrics.evals()):
         return
     report = await evaluate_policy(run, policy)
     metrics.append_eval(report)
     await show_evaluation(run, report)
-    if tensorboard:
-        tensorboard.log_evaluation(report)
+    for monitor in monitors:
+        monitor.log_evaluation(report)
     first = f"held-out accuracy after {policy.step} steps: {report.accuracy:.3f} ({report.num_prompts} prompts)"
     for line in (first, *eval_lines(report)):
         get_run_logger().info(line)
-
-
-def _summarize(directory: RunDirectory, store_bytes: int) -> RunSummary:
-    steps, evals = directory.metrics.steps(), directory.metrics.evals()
-    rewards = [report.metrics["reward"] for report in steps]
-    accuracies = {report.policy_version: report.accuracy for report in evals}
-    seconds = sum(report.seconds for report in steps)
-    phases = {name for report in steps for name in report.seconds_by_phase}
-    return RunSummary(
-        run_id=directory.run_id,
-        steps=len(steps),
-        reward_first=fmean(rewards[:SUMMARY_STEPS]),
-        reward_last=fmean(rewards[-SUMMARY_STEPS:]),
-        accuracy_before=accuracies.get(0),
-        accuracy_after=accuracies.get(len(steps)),
-        seconds=seconds + sum(report.seconds for report in evals),
-        tokens_per_second=sum(report.metrics["tokens"] for report in steps) / seconds,
-        seconds_by_phase={
-            name: sum(report.seconds_by_phase.get(name, 0.0) for report in steps) for name in sorted(phases)
-        },
-        store_bytes_at_end=store_bytes,
-        prefect_ui=flow_run_url(),
-    )
-
-
-def flow_run_url() -> str:
-    """The address of the current flow run in the Prefect UI; empty where the server has none."""
-    return url_for("flow-run", flow_run.id) or ""

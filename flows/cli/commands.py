@@ -122,6 +122,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     if Path(config.runtime.runs_dir).resolve() != directory.path.parent:  # found by its path, it may have been moved
         config = config.replace(runtime=config.runtime.replace(runs_dir=str(directory.path.parent)))
     check_changes(directory, config)
+    directory.ledger.is_outdated()  # rejects one of a newer Sluice
     done = len(directory.metrics.steps())
     if done >= config.steps and (directory.path / "summary.json").exists():
         console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")

@@ -1,29 +1,23 @@
 """The entry point of the `sluice` command: how errors reach the user, and with which exit code."""
 
-import os
 import sys
 from typing import NoReturn
 
 from rich.console import Console
 
-import infra
-import rl_core
-import tasks
 from flows.cli.commands import app
 from flows.cli.installation import explain_import_error
+from infra.ray.module_path import append_working_directory
 from schemas.errors import PipelineError, UserError
 
 USER_ERROR, PIPELINE_ERROR = 2, 1
 
 errors = Console(stderr=True)
 
-# Imported before the working directory is on the module path, so that a user's own tasks.py can't take their place.
-_OWN_PACKAGES = (infra, rl_core, tasks)
-
 
 def main() -> None:
     """Run the command; print a one-line message for an error that the user can fix, or that stopped a run."""
-    sys.path.append(os.getcwd())  # reward functions may be next to the config
+    append_working_directory()  # a reward function may be next to the config
     try:
         app()
     except UserError as error:

@@ -12,7 +12,7 @@ from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence
 from infra.models.load import build_meta_model, load_tokenizer, max_positions
 from infra.models.lora import add_adapter, require_peft
-from infra.monitors.tensorboard import TensorBoardMonitor
+from infra.monitors import require_monitors
 from infra.storage.runs import RunDirectory
 from rl_core.rewards import load_reward
 from schemas.config.rollout import VllmRollout
@@ -41,8 +41,7 @@ def check(config: RunConfig) -> None:
     )
     if config.model.lora is not None:
         require_peft()
-    if config.runtime.tensorboard:
-        TensorBoardMonitor.require()
+    require_monitors(config)
 
 
 def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:

@@ -1,12 +1,10 @@
 """The column store of a run, by its configuration."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, NO_LIMIT, FsspecColumnStore
 from infra.stores.tiered import TieredColumnStore
+from rl_core.registry import Registry, entry
 from schemas.config.run import RunConfig
 from schemas.config.store import FsspecStore, RayStore, StoreConfig, TieredStore
 from schemas.errors import WorkerLostError
@@ -47,18 +45,18 @@ def open_files(
 
 
 def _open(directory: RunDirectory, config: StoreConfig, *, start: bool) -> ColumnStore:
-    return OPENERS[type(config)](directory, config, start)
+    return OPENERS(config, directory, start)
 
 
-def _open_fsspec(directory: RunDirectory, config: FsspecStore, start: bool) -> ColumnStore:
+def _open_fsspec(config: FsspecStore, directory: RunDirectory, start: bool) -> ColumnStore:
     return open_files(directory, config)
 
 
-def _open_ray(directory: RunDirectory, config: RayStore, start: bool) -> ColumnStore:
+def _open_ray(config: RayStore, directory: RunDirectory, start: bool) -> ColumnStore:
     return _open_registry(directory.run_id, config, start)
 
 
-def _open_tiered(directory: RunDirectory, config: TieredStore, start: bool) -> ColumnStore:
+def _open_tiered(config: TieredStore, directory: RunDirectory, start: bool) -> ColumnStore:
     durable = open_files(directory, config)
     return TieredColumnStore(_open_registry(directory.run_id, config, start, durable.incarnation), durable)
 
@@ -77,8 +75,10 @@ def _open_registry(
     )
 
 
-OPENERS: Mapping[type[RayStore | FsspecStore | TieredStore], Callable[[RunDirectory, Any, bool], ColumnStore]] = {
-    RayStore: _open_ray,
-    FsspecStore: _open_fsspec,
-    TieredStore: _open_tiered,
-}
+OPENERS = Registry(
+    "infra.stores.open.OPENERS",
+    StoreConfig,
+    entry(RayStore, _open_ray),
+    entry(FsspecStore, _open_fsspec),
+    entry(TieredStore, _open_tiered),
+)

@@ -1,0 +1,45 @@
+"""The summary of a finished run."""
+
+from statistics import fmean
+
+from prefect.runtime import flow_run
+from prefect.utilities.urls import url_for
+
+from infra.storage.runs import RunDirectory
+from schemas.step import RunSummary
+
+SUMMARY_STEPS = 10
+
+
+def summarize(directory: RunDirectory, store_bytes: int) -> RunSummary:
+    """Return the summary of a run whose steps are all done.
+
+    Args:
+        directory: The run.
+        store_bytes: The bytes that its column store holds at the end.
+    """
+    steps, evals = directory.metrics.steps(), directory.metrics.evals()
+    rewards = [report.metrics["reward"] for report in steps]
+    accuracies = {report.policy_version: report.accuracy for report in evals}
+    seconds = sum(report.seconds for report in steps)
+    phases = {name for report in steps for name in report.seconds_by_phase}
+    return RunSummary(
+        run_id=directory.run_id,
+        steps=len(steps),
+        reward_first=fmean(rewards[:SUMMARY_STEPS]),
+        reward_last=fmean(rewards[-SUMMARY_STEPS:]),
+        accuracy_before=accuracies.get(0),
+        accuracy_after=accuracies.get(len(steps)),
+        seconds=seconds + sum(report.seconds for report in evals),
+        tokens_per_second=sum(report.metrics["tokens"] for report in steps) / seconds,
+        seconds_by_phase={
+            name: sum(report.seconds_by_phase.get(name, 0.0) for report in steps) for name in sorted(phases)
+        },
+        store_bytes_at_end=store_bytes,
+        prefect_ui=flow_run_url(),
+    )
+
+
+def flow_run_url() -> str:
+    """Return the URL of the current flow run in the Prefect UI; empty if the server has none."""
+    return url_for("flow-run", flow_run.id) or ""
