@@ -3,7 +3,6 @@
 import doctest
 import weakref
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -12,12 +11,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import infra.engines.base
 from infra.engines.base import GenerationRequest, Sampling, generate_all
-from infra.engines.open import _OPENERS
 from infra.engines.transformers import TransformersEngine
 from infra.models.load import load_model
 from rl_core.rollout.seeding import derive_seed
 from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig
 from schemas.errors import NonFiniteError, WeightsError
 from tests.infra.engine_checks import (
     UNFIT_WEIGHTS,
@@ -46,12 +43,6 @@ def engine(folder: Path) -> TransformersEngine:
 
 def test_the_docstring_examples_run() -> None:
     assert doctest.testmod(infra.engines.base).failed == 0
-
-
-def test_every_rollout_config_has_an_opener_of_its_own() -> None:
-    config_classes = get_args(get_args(RolloutConfig)[0])
-    assert set(_OPENERS) == set(config_classes)
-    assert {get_type_hints(opener)["rollout"]: opener for opener in _OPENERS.values()} == _OPENERS
 
 
 def test_greedy_equals_transformers_generate(engine: TransformersEngine, folder: Path) -> None:
