@@ -17,7 +17,7 @@ USER_ERROR, TERMINATED = 2, 128 + signal.SIGTERM
 
 
 @contextmanager
-def measuring() -> Iterator[None]:
+def benchmark_session() -> Iterator[None]:
     """Report progress on standard error, and an error in one line; on SIGTERM, clean up as after an exception."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that child processes and services end, too
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -29,7 +29,7 @@ def measuring() -> Iterator[None]:
         raise typer.Exit(USER_ERROR) from None
 
 
-def show(report: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], RenderableType]) -> None:
+def print_report(report: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], RenderableType]) -> None:
     """Print the report, for machines or for people."""
     if as_json:
         print(json.dumps(report))

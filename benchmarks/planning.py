@@ -41,18 +41,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     quality = {
-        f"{shape} {n} / {ranks}": quality_of(shape, n, ranks, arguments.seeds) for n, ranks in SIZES for shape in SHAPES
+        f"{shape} {n} / {ranks}": measure_quality(shape, n, ranks, arguments.seeds)
+        for n, ranks in SIZES
+        for shape in SHAPES
     }
     print_table("shape, rows / ranks", quality)
     times = {
-        f"{n} / {ranks} / {updates}": times_of(n, ranks, updates, arguments.repeats) for n, ranks, updates in LARGE
+        f"{n} / {ranks} / {updates}": measure_times(n, ranks, updates, arguments.repeats) for n, ranks, updates in LARGE
     }
     print_table("rows / ranks / updates", times)
     if arguments.json:
         print(json.dumps({"seeds": arguments.seeds, "token_budget": TOKEN_BUDGET, "quality": quality, "times": times}))
 
 
-def quality_of(shape: str, num_rows: int, num_ranks: int, num_seeds: int) -> dict[str, float]:
+def measure_quality(shape: str, num_rows: int, num_ranks: int, num_seeds: int) -> dict[str, float]:
     """What the first table says of one shape and size; spreads in percent."""
     figures = []
     for seed in range(num_seeds):
@@ -62,12 +64,12 @@ def quality_of(shape: str, num_rows: int, num_ranks: int, num_seeds: int) -> dic
         ranks = [[row for micro in rank for row in micro.rows] for rank in plan.ranks]
         figures.append(
             (
-                spread(costs, [rows.tolist() for rows in np.array_split(np.arange(num_rows), num_ranks)]),
-                spread(costs, longest_first(costs, num_ranks)),
+                cost_imbalance(costs, [rows.tolist() for rows in np.array_split(np.arange(num_rows), num_ranks)]),
+                cost_imbalance(costs, longest_first(costs, num_ranks)),
                 plan.imbalance,
                 plan.num_micros - -(-lengths.sum() // (num_ranks * TOKEN_BUDGET)),
-                lockstep(costs, micro_rows(plan)),
-                lockstep(costs, [first_fit(rows, lengths) for rows in ranks]),
+                lockstep_ratio(costs, micro_rows(plan)),
+                lockstep_ratio(costs, [first_fit(rows, lengths) for rows in ranks]),
             )
         )
     columns = np.array(figures)
@@ -76,7 +78,7 @@ def quality_of(shape: str, num_rows: int, num_ranks: int, num_seeds: int) -> dic
     return {name: round(float(value), 4) for name, value in zip(names, (*worst, *mean), strict=True)}
 
 
-def times_of(num_rows: int, num_ranks: int, num_updates: int, repeats: int) -> dict[str, float]:
+def measure_times(num_rows: int, num_ranks: int, num_updates: int, repeats: int) -> dict[str, float]:
     """Seconds of planning a step, of its JSON both ways and of its hash, each the least of all repeats."""
     lengths = SHAPES["lognormal"](np.random.default_rng(0), num_rows)
     options = {"num_updates": num_updates, "num_ranks": num_ranks, "token_budget": TOKEN_BUDGET, "seed": 0}
@@ -84,12 +86,12 @@ def times_of(num_rows: int, num_ranks: int, num_updates: int, repeats: int) -> d
     plan = plan_step(ones, lengths - 1, lengths - 1, **options)
     text = plan.model_dump_json()
     return {
-        "plan_s": least_seconds(lambda: plan_step(ones, lengths - 1, lengths - 1, **options), repeats),
-        "dump_s": least_seconds(plan.model_dump_json, repeats),
-        "load_s": least_seconds(lambda: type(plan).model_validate_json(text), repeats),
-        "hash_s": least_seconds(lambda: hash(plan), repeats),
+        "plan_s": min_seconds(lambda: plan_step(ones, lengths - 1, lengths - 1, **options), repeats),
+        "dump_s": min_seconds(plan.model_dump_json, repeats),
+        "load_s": min_seconds(lambda: type(plan).model_validate_json(text), repeats),
+        "hash_s": min_seconds(lambda: hash(plan), repeats),
         "json_bytes_per_row": round(len(text) / num_rows, 2),
-        "spread_%": round(100 * max(update.imbalance for update in plan.updates), 4),
+        "imbalance_%": round(100 * max(update.imbalance for update in plan.updates), 4),
     }
 
 
@@ -105,17 +107,17 @@ def longest_first(costs: np.ndarray, num_ranks: int) -> list[list[int]]:
 
 
 def first_fit(rows: Sequence[int], lengths: np.ndarray) -> list[list[int]]:
-    """Longest row first, each into the first bin with room; the fullest bin first."""
+    """Longest row first, each into the first bin with enough free tokens; the fullest bin first."""
     bins: list[list[int]] = []
-    room: list[int] = []
+    free_tokens: list[int] = []
     for row in sorted(rows, key=lambda row: -lengths[row]):
-        at = next((at for at, left in enumerate(room) if left >= lengths[row]), len(bins))
+        at = next((at for at, left in enumerate(free_tokens) if left >= lengths[row]), len(bins))
         if at == len(bins):
             bins.append([])
-            room.append(TOKEN_BUDGET)
+            free_tokens.append(TOKEN_BUDGET)
         bins[at].append(row)
-        room[at] -= int(lengths[row])
-    return [bins[at] for at in np.argsort(room, kind="stable")]
+        free_tokens[at] -= int(lengths[row])
+    return [bins[at] for at in np.argsort(free_tokens, kind="stable")]
 
 
 def micro_rows(plan: ForwardPlan) -> list[list[list[int]]]:
@@ -123,12 +125,12 @@ def micro_rows(plan: ForwardPlan) -> list[list[list[int]]]:
     return [[list(micro.rows) for micro in rank] for rank in plan.ranks]
 
 
-def spread(costs: np.ndarray, ranks: Sequence[Sequence[int]]) -> float:
+def cost_imbalance(costs: np.ndarray, ranks: Sequence[Sequence[int]]) -> float:
     """(max - min) / mean of the ranks' cost."""
     return imbalance(rank_costs(costs, [np.array(rows, dtype=np.int64) for rows in ranks]))
 
 
-def lockstep(costs: np.ndarray, ranks: Sequence[Sequence[Sequence[int]]]) -> float:
+def lockstep_ratio(costs: np.ndarray, ranks: Sequence[Sequence[Sequence[int]]]) -> float:
     """The sum over k of the costliest rank's k-th micro-batch, over the mean cost of a rank."""
     num_micros = max(map(len, ranks))
     work = np.zeros((len(ranks), num_micros))
@@ -137,7 +139,7 @@ def lockstep(costs: np.ndarray, ranks: Sequence[Sequence[Sequence[int]]]) -> flo
     return float(work.max(axis=0).sum() / work.sum(axis=1).mean())
 
 
-def least_seconds(call: Callable[[], object], repeats: int) -> float:
+def min_seconds(call: Callable[[], object], repeats: int) -> float:
     """The least wall-clock seconds of a call."""
     seconds = []
     for _ in range(repeats):

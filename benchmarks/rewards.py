@@ -64,7 +64,10 @@ def main() -> None:
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     """Return the median seconds after the last arrival, of each way."""
     config = FunctionReward(path=f"benchmarks.rewards:{name}", num_processes=arguments.processes)
-    ways: dict[str, Callable[[RewardScorer, int, float], float]] = {"streamed": streamed, "at_the_end": at_the_end}
+    ways: dict[str, Callable[[RewardScorer, int, float], float]] = {
+        "streamed": score_streamed,
+        "at_the_end": score_at_the_end,
+    }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     scorer = open_reward_scorer(config)
     try:
@@ -77,29 +80,29 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     return {way: round(median(values[1:]), 4) for way, values in seconds.items()}
 
 
-def streamed(scorer: RewardScorer, num_items: int, arrival_seconds: float) -> float:
+def score_streamed(scorer: RewardScorer, num_items: int, arrival_seconds: float) -> float:
     """Hand over each item when it arrives; return the seconds from the last one to all outcomes."""
     started = time.monotonic()
     with scorer.open_batch() as batch:
         for number in range(num_items):
             wait_until(started + arrival_seconds * (number + 1) / num_items)
-            batch.add(number, item(number))
+            batch.add(number, make_item(number))
         last = time.monotonic()
         outcomes = batch.finish()
     assert len(outcomes) == num_items
     return time.monotonic() - last
 
 
-def at_the_end(scorer: RewardScorer, num_items: int, arrival_seconds: float) -> float:
+def score_at_the_end(scorer: RewardScorer, num_items: int, arrival_seconds: float) -> float:
     """Hand over all items when the last one has arrived; return the seconds from then to all outcomes."""
     time.sleep(arrival_seconds)
     last = time.monotonic()
-    outcomes = scorer.score([item(number) for number in range(num_items)])
+    outcomes = scorer.score([make_item(number) for number in range(num_items)])
     assert len(outcomes) == num_items
     return time.monotonic() - last
 
 
-def item(number: int) -> RewardItem:
+def make_item(number: int) -> RewardItem:
     """A response of some length."""
     return RewardItem("a prompt " * 50, f"{number} " * 200, "an answer", {})
 

@@ -61,7 +61,7 @@ class Member:
         self._engine, self._rank = Engine(self._state), rank
 
     def open_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:
-        self._meeting, handle = open_rendezvous(HOST, num_receivers)
+        self._rendezvous, handle = open_rendezvous(HOST, num_receivers)
         return handle
 
     def join(self, group: ProcessGroupHandle) -> None:
@@ -113,18 +113,18 @@ def main() -> None:
 
 
 def measure(policy: Any, receivers: list[Any], repeats: int) -> dict[str, float]:
-    """Median seconds of each way, and of the parts of the new one, after one untimed turn of each."""
+    """Median seconds of each transport, and of the parts of the new one, after one untimed turn of each."""
     group = ray.get(policy.open_rendezvous.remote(len(receivers)))
     ray.get([member.join.remote(group) for member in (policy, *receivers)])
     seconds: dict[str, list[float]] = {"safetensors": [], "object_store": [], "broadcast": []}
     transfers: list[WeightsTransfer] = []
     for version in range(1 + repeats):
-        for way, found in seconds.items():
+        for transport, found in seconds.items():
             started = time.perf_counter()
-            transfer = publish(policy, receivers, version, way)
+            transfer = publish(policy, receivers, version, transport)
             found.append(time.perf_counter() - started)
-            transfers += [transfer] if transfer is not None and way == "object_store" and version else []
-    medians = {way: statistics.median(found[1:]) for way, found in seconds.items()}
+            transfers += [transfer] if transfer is not None and transport == "object_store" and version else []
+    medians = {transport: statistics.median(found[1:]) for transport, found in seconds.items()}
     parts = {
         f"store_{part}": statistics.median(getattr(transfer, f"{part}_seconds") for transfer in transfers)
         for part in ("write", "read", "load")
@@ -132,17 +132,17 @@ def measure(policy: Any, receivers: list[Any], repeats: int) -> dict[str, float]
     return {name: round(value, 3) for name, value in {**medians, **parts}.items()}
 
 
-def publish(policy: Any, receivers: list[Any], version: int, way: str) -> WeightsTransfer | None:
-    """One publish; the safetensors way measures nothing itself."""
-    if way == "safetensors":
+def publish(policy: Any, receivers: list[Any], version: int, transport: str) -> WeightsTransfer | None:
+    """One publish; the safetensors transport measures nothing itself."""
+    if transport == "safetensors":
         refs = [policy.safetensors.remote() for _ in receivers]  # each receiver asked for its own
         calls = zip(receivers, refs, strict=True)
         ray.get([receiver.load_safetensors.remote(data, version) for receiver, data in calls])
         return None
-    by_group = way == "broadcast"
+    by_group = transport == "broadcast"
     data, sent = policy.send.options(num_returns=2).remote(version, object_store.address(), by_group)
     loaded = ray.get([receiver.load.remote(version, [data, sent], by_group) for receiver in receivers])
-    return WeightsTransfer.of(way, ray.get(sent), loaded)
+    return WeightsTransfer.of(transport, ray.get(sent), loaded)
 
 
 def print_table(title: str, lines: dict[str, dict[str, float]]) -> None:

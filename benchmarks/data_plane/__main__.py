@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.command import measuring, show
+from benchmarks.command import benchmark_session, print_report
 from benchmarks.data_plane.report import plot, render
 from benchmarks.data_plane.run import QUICK, Plan, measure
 
@@ -27,11 +27,11 @@ def main(
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a chart: .svg or .png.")] = None,
 ) -> None:
     """Measure the data plane against its peers, on one reference batch."""
-    with measuring():
+    with benchmark_session():
         report = measure(QUICK if quick else Plan())
     if plot_path:
         plot(report, plot_path)
-    show(report, as_json, render)
+    print_report(report, as_json, render)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.data_plane.batch import Ints, digests, pack_columns, reference_batch, valid_bytes
-from benchmarks.data_plane.breakdown import Parts, put_breakdown, read_breakdown
-from benchmarks.data_plane.paths import ArrowIpcPlasma, DataPath, Memcpy, Sluice
-from benchmarks.data_plane.peers import (
+from benchmarks.data_plane.baselines import (
     RayPaddedDict,
     RayPaddedLean,
     RayPaddedNumpy,
     TransferQueueJagged,
     TransferQueuePadded,
 )
+from benchmarks.data_plane.batch import Ints, digests, pack_columns, reference_batch, valid_bytes
+from benchmarks.data_plane.breakdown import Parts, put_breakdown, read_breakdown
+from benchmarks.data_plane.paths import ArrowIpcPlasma, DataPath, Memcpy, Sluice
 from infra.stores import chunk_writer
 
 Result = TypeVar("Result")

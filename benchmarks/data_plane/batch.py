@@ -43,7 +43,7 @@ class Packed:
 
     tokens: dict[str, tuple[torch.Tensor, torch.Tensor]]  # flat values [V] and row lengths [N]
     rows: dict[str, torch.Tensor]  # [N]
-    texts: dict[str, Sequence[Any]]  # N strings: an Arrow array where the path carries one, else a list of str
+    strings: dict[str, Sequence[Any]]  # N strings: an Arrow array where the path carries one, else a list of str
 
 
 def reference_batch(num_rows: int, repeats: int = 1, seed: int = 0) -> ReferenceBatch:
@@ -102,16 +102,16 @@ def pack_columns(columns: pa.RecordBatch) -> Packed:
     """Pack Arrow columns with nothing but NumPy: what a path's own result is checked against."""
     tokens: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     rows: dict[str, torch.Tensor] = {}
-    texts: dict[str, Sequence[Any]] = {}
+    strings: dict[str, Sequence[Any]] = {}
     for name, column in zip(columns.schema.names, columns.columns, strict=True):
         if is_jagged(column):
             values = np.array(flat_values(column))
             tokens[name] = (torch.from_numpy(_signed(values)), torch.from_numpy(row_lengths(column)))
         elif pa.types.is_string(column.type):
-            texts[name] = column.to_pylist()
+            strings[name] = column.to_pylist()
         else:
             rows[name] = torch.from_numpy(np.array(flat_values(column)))
-    return Packed(tokens, rows, texts)
+    return Packed(tokens, rows, strings)
 
 
 def digests(packed: Packed) -> dict[str, str]:
@@ -120,7 +120,7 @@ def digests(packed: Packed) -> dict[str, str]:
         name: [_canonical(values), _canonical(lengths)] for name, (values, lengths) in packed.tokens.items()
     }
     parts |= {name: [_canonical(values)] for name, values in packed.rows.items()}
-    for name, text in packed.texts.items():
+    for name, text in packed.strings.items():
         strings = text.to_pylist() if isinstance(text, pa.Array) else list(text)
         parts[name] = [repr(strings).encode()]
     return {name: hashlib.blake2b(b"|".join(part), digest_size=16).hexdigest() for name, part in parts.items()}

@@ -34,7 +34,7 @@ READ_PARTS = {
 
 def put_breakdown(put: Callable[[], Any]) -> tuple[Parts, Any]:
     """One put by its parts, and its result."""
-    with timers(PUT_PARTS) as spent:
+    with patch_timers(PUT_PARTS) as spent:
         total, result = _milliseconds(put)
     nested = {**spent, "object": spent["write"] - spent["bytes"]}
     return _with_rest(total, nested, ("validate", "size", "registry", "object", "bytes")), result
@@ -42,14 +42,14 @@ def put_breakdown(put: Callable[[], Any]) -> tuple[Parts, Any]:
 
 def read_breakdown(fetch: Callable[[], Any], pack: Callable[[Any], Any]) -> Parts:
     """One read to packed tensors by its parts."""
-    with timers(READ_PARTS) as spent:
+    with patch_timers(READ_PARTS) as spent:
         fetch_ms, fetched = _milliseconds(fetch)
     pack_ms, _ = _milliseconds(lambda: pack(fetched))
     return _with_rest(fetch_ms + pack_ms, {**spent, "pack": pack_ms}, (*READ_PARTS, "pack"))
 
 
 @contextmanager
-def timers(parts: dict[str, tuple[Any, str]]) -> Iterator[Parts]:
+def patch_timers(parts: dict[str, tuple[Any, str]]) -> Iterator[Parts]:
     """Patch functions, given by owner and name, so that the milliseconds spent in each add up."""
     spent = dict.fromkeys(parts, 0.0)
     with ExitStack() as stack:

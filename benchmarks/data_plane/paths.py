@@ -190,15 +190,15 @@ def pack_arrow(columns: pa.RecordBatch) -> Packed:
     """The tensors of jagged Arrow columns: they are packed already."""
     tokens: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     rows: dict[str, torch.Tensor] = {}
-    texts: dict[str, Sequence[Any]] = {}
+    strings: dict[str, Sequence[Any]] = {}
     for name, column in zip(columns.schema.names, columns.columns, strict=True):
         if is_jagged(column):
             tokens[name] = (as_tensor(column), torch.from_numpy(row_lengths(column)))
         elif pa.types.is_string(column.type):
-            texts[name] = column
+            strings[name] = column
         else:
             rows[name] = as_tensor(column)
-    return Packed(tokens, rows, texts)
+    return Packed(tokens, rows, strings)
 
 
 def _ipc_bytes(columns: pa.RecordBatch) -> pa.Buffer:

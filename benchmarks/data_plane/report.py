@@ -14,7 +14,7 @@ OPERATIONS = {
     "append_ms": "append",
     "round_trip_ms": "put + read",
 }
-COLOURS = ("#1f4e79", "#4f9d9d", "#e0a63c", "#b5583f")
+COLORS = ("#1f4e79", "#4f9d9d", "#e0a63c", "#b5583f")
 
 
 def render(report: dict[str, Any]) -> Group:
@@ -50,10 +50,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
     operations = [operation for operation in OPERATIONS if operation != "round_trip_ms"]
     height = 0.8 / len(operations)
     figure, axes = plt.subplots(figsize=(9, 0.4 + 0.85 * len(names)), layout="constrained")
-    for at, (operation, colour) in enumerate(zip(operations, COLOURS, strict=True)):
+    for at, (operation, color) in enumerate(zip(operations, COLORS, strict=True)):
         values = [timed[name][operation] for name in names]
         places = [row + 0.4 - (at + 0.5) * height for row in range(len(names))]
-        bars = axes.barh(places, values, height, color=colour, label=OPERATIONS[operation])
+        bars = axes.barh(places, values, height, color=color, label=OPERATIONS[operation])
         axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=2, fontsize=7, color="#333333")
     axes.set_xscale("log")
     axes.margins(x=0.12)

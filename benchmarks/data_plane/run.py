@@ -18,15 +18,15 @@ import numpy as np
 import ray
 
 from benchmarks.data_plane.actors import PATHS, Consumer, Producer
-from benchmarks.data_plane.batch import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, Ints
-from benchmarks.data_plane.paths import ArrowIpcPlasma, Memcpy, Sluice
-from benchmarks.data_plane.peers import (
+from benchmarks.data_plane.baselines import (
     RayPaddedDict,
     RayPaddedLean,
     RayPaddedNumpy,
     TransferQueueJagged,
     TransferQueuePadded,
 )
+from benchmarks.data_plane.batch import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, Ints
+from benchmarks.data_plane.paths import ArrowIpcPlasma, Memcpy, Sluice
 from infra.stores import chunk_writer
 from schemas.errors import RunError
 
@@ -79,13 +79,13 @@ def measure(plan: Plan) -> dict[str, Any]:
             logger.info("verifying every path")
             for name in reference.names:
                 verify(reference, name)
-            samples = run_in_turn(reference, plan.warm_ups, plan.repetitions)
+            samples = run_rounds(reference, plan.warm_ups, plan.repetitions)
             stored = {name: ray.get(reference.producer.num_bytes.remote(name)) for name in reference.names}
             breakdown = measure_breakdown(reference, plan.repetitions)
         repeats = -(-plan.large_bytes // batch["valid_bytes"])
         with processes((Sluice.name, Memcpy.name), plan.num_rows, repeats) as large:
             large_bytes = ray.get(large.producer.describe.remote())["valid_bytes"]
-            large_samples = run_in_turn(large, plan.large_warm_ups, plan.large_repetitions, only_read=True)
+            large_samples = run_rounds(large, plan.large_warm_ups, plan.large_repetitions, only_read=True)
     return _report(plan, batch, samples, stored, breakdown, large_bytes, large_samples)
 
 
@@ -161,9 +161,7 @@ def verify(pair: Processes, name: str) -> None:
     ray.get(pair.producer.clear.remote(name, 0, handle))
 
 
-def run_in_turn(
-    pair: Processes, warm_ups: int, repetitions: int, *, only_read: bool = False
-) -> dict[str, list[Sample]]:
+def run_rounds(pair: Processes, warm_ups: int, repetitions: int, *, only_read: bool = False) -> dict[str, list[Sample]]:
     """Samples by path. The paths take turns, in another order each round.
 
     So noise on the machine hits all of them alike, and so does what a path leaves behind in caches and queues.
@@ -263,11 +261,11 @@ def _report(
             "orchestration_put_ms": round(breakdown["put"]["total"] - breakdown["put"]["bytes"], 3),
             "orchestration_read_ms": round(ours["read_ms"] - floor["read_ms"], 3),
         },
-        "machine": machine(),
+        "machine": describe_machine(),
     }
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """What the figures were taken on."""
     versions = {name.lower(): importlib.metadata.version(name) for name in VERSIONS}
     return {"cores": os.cpu_count(), "python": platform.python_version(), **versions}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.command import measuring, show
+from benchmarks.command import benchmark_session, print_report
 from benchmarks.rollout.report import render
 from benchmarks.rollout.run import QUICK, Plan, measure
 
@@ -39,9 +39,9 @@ def main(
         "paths": tuple(paths.split(",")) if paths is not None else None,
     }
     plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
-    with measuring():
+    with benchmark_session():
         report = measure(plan)
-    show(report, as_json, render)
+    print_report(report, as_json, render)
 
 
 if __name__ == "__main__":

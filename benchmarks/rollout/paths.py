@@ -18,7 +18,7 @@ from schemas.config.model import ModelConfig
 from schemas.errors import ConfigError
 
 PAGE_TOKENS = 32  # of a block of continuous batching's cache
-PROMPT_SHARE = 32  # tokens of prompts that it computes in one step, by row
+PREFILL_TOKENS_PER_ROW = 32  # tokens of prompts that it computes in one step, by row
 
 
 class Response(NamedTuple):
@@ -33,7 +33,7 @@ class RolloutPath(ABC):
 
     name: ClassVar[str]
     logprobs: ClassVar[str]  # where its log-probs are from
-    is_rare: ClassVar[bool] = False  # measured once: slow
+    is_slow: ClassVar[bool] = False  # measured once: slow
 
     def __init__(self, folder: FilePath, max_tokens: int, max_rows: int) -> None:
         """Start it.
@@ -130,7 +130,7 @@ class ContinuousBatching(RolloutPath):
 
     name = "continuous_batching"
     logprobs = "return_logprobs"
-    is_rare = True
+    is_slow = True
 
     def __init__(self, folder: FilePath, max_tokens: int, max_rows: int) -> None:
         super().__init__(folder, max_tokens, max_rows)
@@ -138,7 +138,7 @@ class ContinuousBatching(RolloutPath):
         self._sizes = {
             "page_size": PAGE_TOKENS,
             "num_blocks": max_rows * (-(-max_tokens // PAGE_TOKENS) + 1),
-            "max_batch_tokens": max(max_rows * PROMPT_SHARE, max_tokens),
+            "max_batch_tokens": max(max_rows * PREFILL_TOKENS_PER_ROW, max_tokens),
             "max_requests_per_batch": max_rows,
         }
 

@@ -82,9 +82,9 @@ def measure(plan: Plan) -> dict[str, Any]:
     for name, size in sizes.items():
         with tempfile.TemporaryDirectory() as folder:
             make_model(Path(folder), **size, max_position_embeddings=4096)
-            measured, left_out = _measure_model(plan, Path(folder), size["vocab_size"])
+            measured, unavailable = _measure_model(plan, Path(folder), size["vocab_size"])
         cases.extend({"model": name, **case} for case in measured)
-        skipped.extend({"model": name, **entry} for entry in left_out)
+        skipped.extend({"model": name, **entry} for entry in unavailable)
     return {"machine": _machine(plan), "cases": cases, "skipped": skipped, **_summary(plan, cases)}
 
 
@@ -122,7 +122,7 @@ def _measure_case(
         meter.max_difference = _check(meter.path.name, workload, responses, reference)
     for repetition in range(1, plan.repetitions + 1):
         for meter in meters:
-            if repetition == 1 or not meter.path.is_rare:
+            if repetition == 1 or not meter.path.is_slow:
                 responses, seconds = meter.path.measure(workload, repetition)
                 meter.lengths.extend(len(response.token_ids) for response in responses)
                 meter.rates.append(sum(len(response.token_ids) for response in responses) / seconds)

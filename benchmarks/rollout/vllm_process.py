@@ -12,7 +12,7 @@ from schemas.errors import ConfigError, PipelineError
 
 Responses = list[tuple[np.ndarray, np.ndarray]]  # token ids and log-probs
 CACHE_BYTES = 2**31
-END_SECONDS = 30
+JOIN_SECONDS = 30
 
 
 class VllmProcess:
@@ -25,15 +25,15 @@ class VllmProcess:
             ConfigError: vLLM isn't installed, or can't run this model.
         """
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
+        self._connection, child_connection = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, folder, max_tokens, max_rows, num_threads), daemon=True
+            target=_serve, args=(child_connection, folder, max_tokens, max_rows, num_threads), daemon=True
         )
         self._process.start()
-        theirs.close()
-        if (refusal := self._receive()) is not None:
-            self._process.join(END_SECONDS)
-            raise ConfigError(refusal)
+        child_connection.close()
+        if (message := self._receive()) is not None:
+            self._process.join(JOIN_SECONDS)
+            raise ConfigError(message)
 
     def generate(self, workload: Workload, repetition: int) -> tuple[Responses, float]:
         """Return the responses, and the seconds that they took in the child."""
@@ -43,7 +43,7 @@ class VllmProcess:
     def close(self) -> None:
         """End the child."""
         self._connection.close()
-        self._process.join(END_SECONDS)
+        self._process.join(JOIN_SECONDS)
 
     def _receive(self) -> object:
         try:

@@ -11,7 +11,7 @@ from rl_core.rollout.seeding import derive_seed
 from schemas.errors import ConfigError
 
 EQUAL, VARIED = "equal", "varied"
-MEAN_SHARE = 4  # varied responses are about 1 / MEAN_SHARE of the longest, on average
+MEAN_DIVISOR = 4  # varied responses are about 1 / MEAN_DIVISOR of the longest, on average
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -71,7 +71,7 @@ def make_workload(
         lengths, stop_token_ids = np.full(num_prompts, prompt_tokens), ()
     else:
         lengths = rng.integers(prompt_tokens // 2, prompt_tokens * 3 // 2, num_prompts, endpoint=True)
-        stop_token_ids = tuple(range(0, vocab_size, max(2, response_tokens // MEAN_SHARE)))
+        stop_token_ids = tuple(range(0, vocab_size, max(2, response_tokens // MEAN_DIVISOR)))
     prompts = tuple(tuple(rng.integers(0, vocab_size, length).tolist()) for length in lengths)
     return Workload(prompts, num_samples, response_tokens, stop_token_ids)
 

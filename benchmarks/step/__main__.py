@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.command import measuring, show
-from benchmarks.step.place import Place
+from benchmarks.command import benchmark_session, print_report
 from benchmarks.step.report import render
 from benchmarks.step.run import QUICK, Plan, measure
+from benchmarks.step.workspace import Workspace
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
@@ -28,13 +28,13 @@ def main(
     """Measure whole steps: sampling and training one after the other, and overlapped."""
     chosen = {"model": model, "tokens": tokens, "steps": steps, "repetitions": repetitions, "cores": cores}
     plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
-    with measuring(), tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
-        place = Place(Path(folder))
+    with benchmark_session(), tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
+        workspace = Workspace(Path(folder))
         try:
-            report = measure(plan, place)
+            report = measure(plan, workspace)
         finally:
-            place.services.stop()
-    show(report, as_json, render)
+            workspace.services.stop()
+    print_report(report, as_json, render)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.step.place import Place
+from benchmarks.step.workspace import Workspace
 from benchmarks.train.models import size_of
 from infra.models.tiny import make_model
 from infra.storage.runs import RunDirectory
@@ -56,12 +56,12 @@ class Plan:
 QUICK = Plan(model="tiny", num_prompts=2, samples_per_prompt=2, tokens=8, steps=4, repetitions=1)
 
 
-def measure(plan: Plan, place: Place) -> dict[str, Any]:
+def measure(plan: Plan, workspace: Workspace) -> dict[str, Any]:
     """Run every path in turn, and report the medians over all steps but each run's first.
 
     Args:
         plan: What is measured.
-        place: Where; its services go on.
+        workspace: Where; its services go on.
 
     Returns:
         `paths`: by name, `seconds_per_step`, `tokens_per_s`, `seconds_by_phase`, `threads` and the mean `staleness`
@@ -69,14 +69,14 @@ def measure(plan: Plan, place: Place) -> dict[str, Any]:
     """
     cores = plan.cores or os.cpu_count() or 1
     threads = {name: max(1, round(cores * PATHS[name][1])) for name in plan.paths}
-    common = _write_inputs(place, plan)
+    common = _write_inputs(workspace, plan)
     reports: dict[str, list[StepReport]] = {name: [] for name in plan.paths}
     for repetition in range(plan.repetitions):
         for name in plan.paths:
             run_id = f"{name}-{repetition}"
             varied = (f"runtime.max_staleness={PATHS[name][0]}", f"runtime.num_threads={threads[name]}")
-            place.train("--run-id", run_id, *common, *varied)
-            steps = RunDirectory(place.folder / "runs" / run_id).metrics.steps()[WARM_UP_STEPS:]
+            workspace.train("--run-id", run_id, *common, *varied)
+            steps = RunDirectory(workspace.folder / "runs" / run_id).metrics.steps()[WARM_UP_STEPS:]
             logger.info("%s: %.2f s per step", run_id, median(step.seconds for step in steps))
             reports[name] += steps
     paths = {name: {"threads": threads[name], **_summary(steps)} for name, steps in reports.items()}
@@ -89,10 +89,10 @@ def measure(plan: Plan, place: Place) -> dict[str, Any]:
     }
 
 
-def _write_inputs(place: Place, plan: Plan) -> list[str]:
+def _write_inputs(workspace: Workspace, plan: Plan) -> list[str]:
     """Write the model; return the overrides that all runs share."""
     size = {**size_of(plan.model), "vocab_size": max(size_of(plan.model)["vocab_size"], 1024)}
-    make_model(place.folder / "bench-model", max_position_embeddings=4096, initializer_range=0.02, **size)
+    make_model(workspace.folder / "bench-model", max_position_embeddings=4096, initializer_range=0.02, **size)
     num_stop_tokens = min(round(size["vocab_size"] * 4 / plan.tokens), 512)  # nearly uniform: one token in tokens / 4
     return [
         f"steps={plan.steps}",

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.command import measuring, show
+from benchmarks.command import benchmark_session, print_report
 from benchmarks.train.report import plot, render
 from benchmarks.train.run import QUICK, Plan, measure
 
@@ -52,11 +52,11 @@ def main(
         "peak_tflops": peak_tflops,
     }
     plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
-    with measuring():
+    with benchmark_session():
         report = measure(plan)
     if plot_path:
         plot(report, plot_path)
-    show(report, as_json, render)
+    print_report(report, as_json, render)
 
 
 def _values(option: str, text: str | None, kind: Callable[[str], Any]) -> tuple[Any, ...] | None:

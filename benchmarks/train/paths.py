@@ -23,8 +23,8 @@ from schemas.errors import ConfigError
 Lengths = NDArray[np.int64]
 
 MIN_ROW_TOKENS = 4
-PROMPT_SHARE = 4  # one token in so many is of a prompt, and isn't scored
-LENGTH_SPREAD = 0.6  # the standard deviation of the lengths' logarithms
+PROMPT_DIVISOR = 4  # one token in so many is of a prompt, and isn't scored
+LENGTH_SIGMA = 0.6  # the standard deviation of the lengths' logarithms
 MAX_PADDED_FORWARDS = 3  # padded micro-batches are all of one shape, so a few of many tell the speed of all
 MAX_ROW_FORWARDS = 32
 
@@ -71,7 +71,7 @@ def random_lengths(num_tokens: int, fill: float, longest: int, seed: int = 0) ->
             f"--fills {fill}: {num_rows} rows of at most {longest} tokens can't hold {num_tokens};"
             " change --fills, --tokens or --longest"
         )
-    weights = rng.lognormal(0, LENGTH_SPREAD, num_rows - 1)
+    weights = rng.lognormal(0, LENGTH_SIGMA, num_rows - 1)
     lengths = np.clip(weights / weights.sum() * (num_tokens - longest), MIN_ROW_TOKENS, longest).astype(np.int64)
     while (missing := num_tokens - longest - int(lengths.sum())) != 0:
         step = 1 if missing > 0 else -1
@@ -105,7 +105,7 @@ def padded_logprobs(workload: Workload, width: int, model: PreTrainedModel, row:
 
 def random_row(lengths: Lengths, workload: Workload) -> PackedRow:
     """Random tokens, packed; a part of every row is its prompt."""
-    prompts = np.maximum(1, lengths // PROMPT_SHARE)
+    prompts = np.maximum(1, lengths // PROMPT_DIVISOR)
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(workload.vocab_size, (int(part.sum()),), generator=generator) for part in (prompts, lengths)]
     return pack_row(ids[0], prompts, ids[1][: int((lengths - prompts).sum())], lengths - prompts).to(workload.device)

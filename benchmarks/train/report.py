@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-COLOURS = {
+COLORS = {
     "packed": "#1f4e79",
     "padded": "#b5583f",
     "row_by_row": "#e0a63c",
@@ -65,10 +65,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure, panels = plt.subplots(1, len(models), figsize=(5 * len(models), 3.6), layout="constrained", squeeze=False)
     for axes, model in zip(panels[0], models, strict=True):
         fills = list(dict.fromkeys(case["fill"] for case in cases))
-        for at, (name, colour) in enumerate(COLOURS.items()):
+        for at, (name, color) in enumerate(COLORS.items()):
             speeds = [case["tokens_per_s"] for case in cases if (case["model"], case["path"]) == (model, name)]
             places = [place + 0.16 * (at - 2) for place in range(len(fills))]
-            axes.bar(places, speeds, 0.15, color=colour, label=name.replace("_", " "))
+            axes.bar(places, speeds, 0.15, color=color, label=name.replace("_", " "))
         axes.set_xticks(range(len(fills)), [f"{fill:.0%}" for fill in fills])
         axes.set_xlabel("fill: real tokens of the padded rectangle")
         axes.set_ylabel("real tokens per second")

@@ -26,7 +26,7 @@ from schemas.errors import ConfigError, ScoringError
 logger = logging.getLogger(__name__)
 
 IDEAL, EQUAL_COUNT = "dense", "dense_equal_count"
-RARE = ("padded", "row_by_row", EQUAL_COUNT)  # measured less often: slow, or beside the point
+SECONDARY = ("padded", "row_by_row", EQUAL_COUNT)  # measured less often: slow, or beside the point
 WARM_UP_TOKENS = 256
 VOCABULARY_MODEL = "wide-vocabulary"
 MAX_DIFFERENCE = {"float32": 1e-3, "bfloat16": 1.0}  # nats between packed and padded, for any one token
@@ -43,9 +43,9 @@ class Plan:
     token_budget: int = 8192
     chunk_tokens: int = 1024
     repetitions: int = 3
-    most_repetitions: int = 15
-    least_seconds: float = 6.0  # that each path, but the rare ones, is timed for if `most_repetitions` allow
-    rare_repetitions: int = 1
+    max_repetitions: int = 15
+    min_seconds: float = 6.0  # that each path, but the rare ones, is timed for if `max_repetitions` allow
+    secondary_repetitions: int = 1
     vocabulary_tokens: tuple[int, ...] = (2048, 4096, 8192)
     device: str = "auto"
     dtype: str = "float32"
@@ -61,7 +61,7 @@ QUICK = Plan(
     token_budget=512,
     chunk_tokens=64,
     repetitions=1,
-    least_seconds=0.0,
+    min_seconds=0.0,
     vocabulary_tokens=(128,),
 )
 
@@ -109,7 +109,7 @@ def _measure_case(plan: Plan, model: PreTrainedModel, workload: Workload, is_tra
     meters = [Meter(path) for path in all_paths(workload)]
     for meter in meters:  # which also warms up
         measure_peak(model, meter, is_training)
-    _take_turns(plan, model, meters, is_training)
+    _time_in_turn(plan, model, meters, is_training)
     speeds = {meter.path.name: _tokens_per_second(meter) for meter in meters}
     cases = []
     for meter in meters:
@@ -133,15 +133,15 @@ def _measure_case(plan: Plan, model: PreTrainedModel, workload: Workload, is_tra
     return cases
 
 
-def _take_turns(plan: Plan, model: PreTrainedModel, meters: list[Meter], is_training: bool) -> None:
+def _time_in_turn(plan: Plan, model: PreTrainedModel, meters: list[Meter], is_training: bool) -> None:
     """Time all paths in turn; short ones more often, since a fraction of a second says little."""
-    repetition, least_seconds = 0, 0.0
-    while repetition < plan.repetitions or (repetition < plan.most_repetitions and least_seconds < plan.least_seconds):
+    repetition, min_seconds = 0, 0.0
+    while repetition < plan.repetitions or (repetition < plan.max_repetitions and min_seconds < plan.min_seconds):
         for meter in meters:
-            if repetition < plan.rare_repetitions or meter.path.name not in RARE:
+            if repetition < plan.secondary_repetitions or meter.path.name not in SECONDARY:
                 measure_time(model, meter, is_training)
         repetition += 1
-        least_seconds = min(sum(meter.seconds) for meter in meters if meter.path.name not in RARE)
+        min_seconds = min(sum(meter.seconds) for meter in meters if meter.path.name not in SECONDARY)
 
 
 def _tokens_per_second(meter: Meter) -> float:

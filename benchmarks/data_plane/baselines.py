@@ -43,7 +43,7 @@ class RayPaddedDict(DataPath):
     lean = False
 
     def prepare(self, batch: ReferenceBatch) -> None:
-        self._columns, appended = padded(batch, lean=self.lean)
+        self._columns, appended = pad_batch(batch, lean=self.lean)
         self._appended = appended[NEW_COLUMN]
         self.num_bytes = payload_bytes(self._columns)
 
@@ -149,7 +149,7 @@ class TransferQueueJagged(_TransferQueue):
         source = pack_columns(batch.columns)
         columns = {name: _nested(*pair) for name, pair in source.tokens.items()}
         appended = _nested(*pack_columns(batch.appended).tokens[APPENDED])
-        return {**columns, **source.rows, **source.texts}, {NEW_COLUMN: appended}
+        return {**columns, **source.rows, **source.strings}, {NEW_COLUMN: appended}
 
     def pack(self, fetched: Any, order: Ints | None) -> Packed:
         columns = dict(fetched.items())
@@ -157,7 +157,7 @@ class TransferQueueJagged(_TransferQueue):
         return Packed(
             tokens={name: _flat(value) for name, value in nested.items()},
             rows={"advantages": columns["advantages"]},
-            texts={name: columns[name].tolist() for name in ("prompt_text", "response_text")},
+            strings={name: columns[name].tolist() for name in ("prompt_text", "response_text")},
         )
 
     def fetch_appended(self, handle: Any) -> Packed:
@@ -171,7 +171,7 @@ class TransferQueuePadded(_TransferQueue):
     name = "transfer_queue_padded"
 
     def _containers(self, batch: ReferenceBatch) -> tuple[Padded, Padded]:
-        return padded(batch, lean=False)
+        return pad_batch(batch, lean=False)
 
     def pack(self, fetched: Any, order: Ints | None) -> Packed:
         columns = {
@@ -187,7 +187,7 @@ class TransferQueuePadded(_TransferQueue):
         )
 
 
-def padded(batch: ReferenceBatch, *, lean: bool) -> tuple[Padded, Padded]:
+def pad_batch(batch: ReferenceBatch, *, lean: bool) -> tuple[Padded, Padded]:
     """The batch's columns, padded, with what says which values exist; and the appended column."""
     source = pack_columns(batch.columns)
     columns: Padded = {name: _pad(name, *pair) for name, pair in source.tokens.items()}
@@ -200,20 +200,20 @@ def padded(batch: ReferenceBatch, *, lean: bool) -> tuple[Padded, Padded]:
         columns[ATTENTION_MASK] = torch.cat(exists, dim=1).long()
     appended = torch.from_numpy(np.array(flat_values(batch.appended.column(APPENDED))))
     lengths = torch.from_numpy(row_lengths(batch.appended.column(APPENDED)))
-    return {**columns, **source.rows, **source.texts}, {NEW_COLUMN: _pad(APPENDED, appended, lengths)}
+    return {**columns, **source.rows, **source.strings}, {NEW_COLUMN: _pad(APPENDED, appended, lengths)}
 
 
 def pack_padded(columns: Padded, order: Ints | None = None) -> Packed:
     """Gather the valid values of padded columns, rows in `order` where one is given."""
     if order is not None:
         columns = {name: _rows(value, order) for name, value in columns.items()}
-    lengths, place = _places(columns)
+    lengths, place = _valid_indices(columns)
     tokens: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     rows: dict[str, torch.Tensor] = {}
-    texts: dict[str, Sequence[Any]] = {}
+    strings: dict[str, Sequence[Any]] = {}
     for name, value in columns.items():
         if isinstance(value, list):
-            texts[name] = value
+            strings[name] = value
         elif name in MASKS:
             continue
         elif value.ndim == 2:
@@ -221,10 +221,10 @@ def pack_padded(columns: Padded, order: Ints | None = None) -> Packed:
             tokens[name] = (value.flatten().index_select(0, place[axis]), lengths[axis])
         else:
             rows[name] = value
-    return Packed(tokens, rows, texts)
+    return Packed(tokens, rows, strings)
 
 
-def _places(columns: Padded) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _valid_indices(columns: Padded) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """By axis: row lengths [N], and where the valid values lie in a padded column's flat memory [V]."""
     if ATTENTION_MASK in columns:
         masks = torch.split(columns[ATTENTION_MASK], list(WIDTHS.values()), dim=1)
@@ -232,7 +232,7 @@ def _places(columns: Padded) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
         places = {axis: torch.nonzero(mask.flatten()).flatten() for axis, mask in by_axis.items()}
         return {axis: mask.sum(dim=1) for axis, mask in by_axis.items()}, places
     lengths = {axis: columns[f"{axis}_lengths"] for axis in WIDTHS}
-    return lengths, {axis: _valid_places(lengths[axis], width) for axis, width in WIDTHS.items()}
+    return lengths, {axis: _indices_from_lengths(lengths[axis], width) for axis, width in WIDTHS.items()}
 
 
 def payload_bytes(columns: Mapping[str, Any]) -> int:
@@ -255,7 +255,7 @@ def _pad(name: str, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor
     return rectangle
 
 
-def _valid_places(lengths: torch.Tensor, width: int) -> torch.Tensor:
+def _indices_from_lengths(lengths: torch.Tensor, width: int) -> torch.Tensor:
     """Where the valid values of a padded column lie in its flat memory, [V]; cheaper than a mask's `nonzero`."""
     starts = torch.cumsum(lengths, 0) - lengths
     shifts = torch.arange(lengths.numel()) * width - starts

@@ -36,7 +36,7 @@ def few_vowels(prompt, completion, answer, info):
 NUM_ROWS = 12
 
 
-class Place:
+class Workspace:
     """A folder with a config, data and a reward function, in which `sluice` commands run.
 
     Args:
