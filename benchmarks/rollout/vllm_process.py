@@ -1,4 +1,4 @@
-"""vLLM in a child process, which generates when it is asked to."""
+"""vLLM in a child process that generates on request."""
 
 import multiprocessing
 import time
@@ -19,7 +19,7 @@ class VllmProcess:
     """A child process that holds a `VllmEngine`."""
 
     def __init__(self, folder: Path, max_tokens: int, max_rows: int, num_threads: int) -> None:
-        """Start it and wait until its engine is ready.
+        """Start the process and wait until its engine is ready.
 
         Raises:
             ConfigError: vLLM isn't installed, or can't run this model.
@@ -36,12 +36,12 @@ class VllmProcess:
             raise ConfigError(message)
 
     def generate(self, workload: Workload, repetition: int) -> tuple[Responses, float]:
-        """Return the responses, and the seconds that they took in the child."""
+        """Return the responses, and the seconds that generating them took in the child."""
         self._connection.send((workload, repetition))
         return self._receive()
 
     def close(self) -> None:
-        """End the child."""
+        """Stop the child process."""
         self._connection.close()
         self._process.join(JOIN_SECONDS)
 
@@ -49,11 +49,11 @@ class VllmProcess:
         try:
             return self._connection.recv()
         except EOFError:
-            raise ConfigError("the process of vLLM ended; what it printed is above") from None
+            raise ConfigError("vLLM's process exited; see its output above") from None
 
 
 def _serve(connection: Connection, folder: Path, max_tokens: int, max_rows: int, num_threads: int) -> None:
-    """Open an engine, say None or why not, then answer each workload until the connection is closed."""
+    """Open an engine, send None or the error, then generate workloads until the connection is closed."""
     import torch
 
     from infra.engines.base import generate_all

@@ -58,12 +58,12 @@ class Workspace:
         pq.write_table(pa.Table.from_pylist(rows), folder / "bench.parquet")
 
     def train(self, *arguments: str) -> None:
-        """Run `sluice train bench.toml` to its end.
+        """Run `sluice train bench.toml` to completion.
 
         Raises:
-            CalledProcessError: It failed; its standard error has been printed.
+            CalledProcessError: The run failed; its standard error has been printed.
         """
-        # Nothing of the caller's configuration may reach the run: it starts services of its own.
+        # The run starts its own services, so it must not inherit the caller's configuration of them.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "RAY_"))}
         subprocess.run(
             [sys.executable, "-P", "-m", "flows.cli.main", "train", "bench.toml", *arguments],
