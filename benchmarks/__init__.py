@@ -1,1 +1,1 @@
-"""Benchmarks against the peers that Sluice is compared with. They need a checkout and the extra `bench`."""
+"""Benchmarks of Sluice against baselines; they need a checkout and the extra `bench`."""

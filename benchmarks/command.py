@@ -1,4 +1,4 @@
-"""What the benchmarks' commands share: progress, errors, termination, and printing the report."""
+"""Shared parts of the benchmark commands: progress, errors, termination, and printing the report."""
 
 import json
 import logging
@@ -17,9 +17,9 @@ USER_ERROR, TERMINATED = 2, 128 + signal.SIGTERM
 
 
 @contextmanager
-def measuring() -> Iterator[None]:
-    """Report progress on standard error, and an error in one line; on SIGTERM, clean up as after an exception."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that child processes and services end, too
+def benchmark_session() -> Iterator[None]:
+    """Log progress to standard error and print errors on one line; on SIGTERM, clean up as after an exception."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that children and services are stopped, too
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("benchmarks").setLevel(logging.INFO)
     try:
@@ -29,9 +29,17 @@ def measuring() -> Iterator[None]:
         raise typer.Exit(USER_ERROR) from None
 
 
-def show(report: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], RenderableType]) -> None:
-    """Print the report, for machines or for people."""
+def print_report(report: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], RenderableType]) -> None:
+    """Print the report, as JSON or as `render` formats it."""
     if as_json:
         print(json.dumps(report))
     else:
         Console().print(render(report))
+
+
+def print_table(title: str, lines: dict[str, dict[str, float]], title_width: int, figure_width: int) -> None:
+    """Print one line per entry, with its figures in columns of these widths, in characters."""
+    names = next(iter(lines.values()))
+    print(f"{title:{title_width}}", *(f"{name:>{figure_width}}" for name in names))
+    for label, figures in lines.items():
+        print(f"{label:{title_width}}", *(f"{value:>{figure_width}}" for value in figures.values()))

@@ -1,10 +1,10 @@
-"""How long a step waits for its rewards after its last response: scored as responses arrive, or all at the end.
+"""The wait for a step's rewards after its last response: scored as responses arrive, or all at the end.
 
     python -m benchmarks.rewards [--json] [--items N] [--seconds S] [--milliseconds M] [--processes P]
 
 N responses arrive evenly over S seconds. A reward waits for M milliseconds, in a plain function (`wait`) or an async
-one (`wait_async`); `nothing` returns at once. The figures are medians over `--repeats`, which alternate between both
-ways; one that isn't counted comes first.
+one (`wait_async`); `nothing` returns immediately. The figures are medians over `--repeats`, in which the two ways take
+turns, after one warm-up.
 """
 
 import argparse
@@ -21,30 +21,30 @@ from infra.rewards.open import open_reward_scorer
 from rl_core.rewards import RewardItem
 from schemas.config.reward import FunctionReward
 
-MILLISECONDS = "REWARD_MILLISECONDS"  # the environment variable that tells the reward processes how long to wait
+MILLISECONDS = "REWARD_MILLISECONDS"  # environment variable: the milliseconds that a reward waits
 
 
 def wait(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:
-    """A reward that takes its time, and calls that don't overlap."""
+    """Return a reward after a wait that blocks its process."""
     time.sleep(float(os.environ[MILLISECONDS]) / 1000)
     return 1.0
 
 
 async def wait_async(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:
-    """A reward that takes its time, and calls that overlap."""
+    """Return a reward after a wait that overlaps with other calls."""
     await asyncio.sleep(float(os.environ[MILLISECONDS]) / 1000)
     return 1.0
 
 
 def nothing(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:
-    """A reward that costs nothing but its way there and back."""
+    """Return a reward immediately, so that only the round trip is measured."""
     return 1.0
 
 
 def main() -> None:
-    """Print the table, or with `--json` also one last line of JSON."""
+    """Print the table, and with `--json` one last line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--json", action="store_true", help="also print one last line of JSON")
     parser.add_argument("--items", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--milliseconds", type=float, default=20.0)
@@ -62,9 +62,12 @@ def main() -> None:
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """Return the median seconds after the last arrival, of each way."""
+    """Return the median seconds after the last arrival, by way of scoring."""
     config = FunctionReward(path=f"benchmarks.rewards:{name}", num_processes=arguments.processes)
-    ways: dict[str, Callable[[RewardScorer, int, float], float]] = {"streamed": streamed, "at_the_end": at_the_end}
+    ways: dict[str, Callable[[RewardScorer, int, float], float]] = {
+        "streamed": score_streamed,
+        "at_the_end": score_at_the_end,
+    }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     scorer = open_reward_scorer(config)
     try:
@@ -77,30 +80,30 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     return {way: round(median(values[1:]), 4) for way, values in seconds.items()}
 
 
-def streamed(scorer: RewardScorer, num_items: int, arrival_seconds: float) -> float:
-    """Hand over each item when it arrives; return the seconds from the last one to all outcomes."""
+def score_streamed(scorer: RewardScorer, num_items: int, arrival_seconds: float) -> float:
+    """Submit each item when it arrives; return the seconds from the last arrival to all outcomes."""
     started = time.monotonic()
     with scorer.open_batch() as batch:
         for number in range(num_items):
             wait_until(started + arrival_seconds * (number + 1) / num_items)
-            batch.add(number, item(number))
+            batch.add(number, make_item(number))
         last = time.monotonic()
         outcomes = batch.finish()
     assert len(outcomes) == num_items
     return time.monotonic() - last
 
 
-def at_the_end(scorer: RewardScorer, num_items: int, arrival_seconds: float) -> float:
-    """Hand over all items when the last one has arrived; return the seconds from then to all outcomes."""
+def score_at_the_end(scorer: RewardScorer, num_items: int, arrival_seconds: float) -> float:
+    """Submit all items when the last one has arrived; return the seconds from then to all outcomes."""
     time.sleep(arrival_seconds)
     last = time.monotonic()
-    outcomes = scorer.score([item(number) for number in range(num_items)])
+    outcomes = scorer.score([make_item(number) for number in range(num_items)])
     assert len(outcomes) == num_items
     return time.monotonic() - last
 
 
-def item(number: int) -> RewardItem:
-    """A response of some length."""
+def make_item(number: int) -> RewardItem:
+    """Return a response of realistic length."""
     return RewardItem("a prompt " * 50, f"{number} " * 200, "an answer", {})
 
 

@@ -1,4 +1,4 @@
-"""How long selecting from a batch of a million rows takes, and how large its handle is.
+"""Selections from a batch of a million rows: their time, and the size of their handles.
 
     python -m benchmarks.views [--json] [--rows N] [--repeats N]
 
@@ -21,9 +21,9 @@ COLUMNS = ("behavior_logprobs", "reference_logprobs")
 
 
 def main() -> None:
-    """Print a table, or with `--json` the same as one last line of JSON."""
+    """Print the table, and with `--json` one last line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--json", action="store_true", help="also print one last line of JSON")
     parser.add_argument("--rows", type=int, default=10**6)
     parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def measure(num_rows: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each operation on a batch of `num_rows` rows, and bytes per row of its handles' JSON."""
+    """Return the milliseconds of each operation on a batch of `num_rows` rows, and its handles' JSON bytes per row."""
     random = np.random.default_rng(0)
     whole = make_batch(num_rows, random)
     order, keep = random.permutation(num_rows), random.random(num_rows) < 0.5
@@ -64,23 +64,23 @@ def measure(num_rows: int, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def make_batch(num_rows: int, random: np.random.Generator) -> BatchHandle:
-    """All rows of a step, in order: prompts of 32 to 256 tokens, responses lognormal up to 2048."""
+    """Return all rows of a step, in order: prompts of 32 to 256 tokens, lognormal responses of up to 2048."""
     prompts = random.integers(32, 257, num_rows)
     responses = np.clip(random.lognormal(6, 0.8, num_rows), 1, 2048).astype(np.int64)
     return new_batch("run", 1, 0, make_chunks(num_rows, "rollout"), {"response_ids": "uint16"}, prompts, responses)
 
 
 def make_chunks(num_rows: int, stage: str) -> list[ChunkRef]:
-    """References to chunks of that many rows together."""
+    """Return references to chunks with `num_rows` rows in total."""
     bounds = np.linspace(0, num_rows, NUM_CHUNKS + 1).astype(int)
     return [
-        ChunkRef(key=f"run/1/{stage}/{at}/0", num_rows=int(size), num_bytes=64, incarnation="g")
-        for at, size in enumerate(np.diff(bounds))
+        ChunkRef(key=f"run/1/{stage}/{shard}/0", num_rows=int(size), num_bytes=64, incarnation="g")
+        for shard, size in enumerate(np.diff(bounds))
     ]
 
 
 def timed(call: Callable[[], object], repeats: int) -> dict[str, float]:
-    """Minimum and median milliseconds of a call, after one that does not count."""
+    """Return the minimum and median milliseconds of a call, after one warm-up call."""
     call()
     milliseconds = []
     for _ in range(repeats):
@@ -91,7 +91,7 @@ def timed(call: Callable[[], object], repeats: int) -> dict[str, float]:
 
 
 def bytes_per_row(handles: Mapping[str, BatchHandle]) -> dict[str, dict[str, float]]:
-    """The length of each handle's JSON over its rows."""
+    """Return the length of each handle's JSON per row."""
     return {
         name: {"bytes_per_row": round(len(handle.model_dump_json()) / handle.num_rows, 3)}
         for name, handle in handles.items()

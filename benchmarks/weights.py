@@ -1,11 +1,12 @@
-# ruff: noqa: E402  # what Ray and torch read when they are imported comes before
-"""How long it takes to publish weights: safetensors bytes returned by Ray, one flat buffer, and a gloo broadcast.
+# ruff: noqa: E402  # Ray and torch read the environment on import
+"""Publishing weights: safetensors bytes returned by Ray, one flat buffer, and a gloo broadcast.
 
     python -m benchmarks.weights [--json] [--megabytes 100 500] [--receivers 1 2] [--repeats N]
 
-Actors on one machine: a policy that holds float32 tensors of 4 MiB, and receivers that copy what they are given into
-tensors of their own. A publish is timed from the call to the last receiver's answer; the ways take turns, and medians
-are printed. Each has a 1-thread torch. Times are wall-clock; on a machine with other work, compare the ratios.
+All actors are on one machine: a policy that holds float32 tensors of 4 MiB, and receivers that copy what they receive
+into their own tensors. A publish is timed from the call to the last receiver's response; the transports take turns, and
+medians are printed. Each actor's torch has 1 thread. Times are wall-clock; on a machine with other work, compare the
+ratios.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import ray
 import torch
 from safetensors.torch import load, save
 
+from benchmarks.command import print_table
 from infra.ray import object_store
 from infra.weights.broadcast import BroadcastReceiver, BroadcastSender
 from infra.weights.group import WeightGroup, open_rendezvous
@@ -42,7 +44,7 @@ TENSOR_BYTES = 4 * 2**20
 
 
 class Engine:
-    """Copies weights into tensors of its own, in place."""
+    """An engine that copies weights into its own tensors, in place."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         self._own, self.version = state, 0
@@ -54,14 +56,14 @@ class Engine:
 
 
 class Member:
-    """The policy (0) or a receiver."""
+    """The actor of the policy (rank 0) or of a receiver."""
 
     def __init__(self, megabytes: int, rank: int) -> None:
         self._state = {f"layer.{n}": torch.full((2**20,), float(n)) for n in range(megabytes * 10**6 // TENSOR_BYTES)}
         self._engine, self._rank = Engine(self._state), rank
 
     def open_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:
-        self._meeting, handle = open_rendezvous(HOST, num_receivers)
+        self._rendezvous, handle = open_rendezvous(HOST, num_receivers)
         return handle
 
     def join(self, group: ProcessGroupHandle) -> None:
@@ -83,9 +85,9 @@ class Member:
 
 
 def main() -> None:
-    """Print the table, or with `--json` also one last line of JSON."""
+    """Print the table, and with `--json` one last line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--json", action="store_true", help="also print one last line of JSON")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 500])
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=5)
@@ -106,25 +108,25 @@ def main() -> None:
             results[f"{megabytes} MB / {count}"] = measure(members[0], members[1 : 1 + count], arguments.repeats)
         for member in members:
             ray.kill(member)
-    print_table("size / receivers", results)
+    print_table("size / receivers", results, 18, 13)
     if arguments.json:
         print(json.dumps({"repeats": arguments.repeats, "results": results}))
     ray.shutdown()
 
 
 def measure(policy: Any, receivers: list[Any], repeats: int) -> dict[str, float]:
-    """Median seconds of each way, and of the parts of the new one, after one untimed turn of each."""
+    """Return the median seconds of each transport, and of the object store's parts, after one warm-up of each."""
     group = ray.get(policy.open_rendezvous.remote(len(receivers)))
     ray.get([member.join.remote(group) for member in (policy, *receivers)])
     seconds: dict[str, list[float]] = {"safetensors": [], "object_store": [], "broadcast": []}
     transfers: list[WeightsTransfer] = []
     for version in range(1 + repeats):
-        for way, found in seconds.items():
+        for transport, samples in seconds.items():
             started = time.perf_counter()
-            transfer = publish(policy, receivers, version, way)
-            found.append(time.perf_counter() - started)
-            transfers += [transfer] if transfer is not None and way == "object_store" and version else []
-    medians = {way: statistics.median(found[1:]) for way, found in seconds.items()}
+            transfer = publish(policy, receivers, version, transport)
+            samples.append(time.perf_counter() - started)
+            transfers += [transfer] if transfer is not None and transport == "object_store" and version else []
+    medians = {transport: statistics.median(samples[1:]) for transport, samples in seconds.items()}
     parts = {
         f"store_{part}": statistics.median(getattr(transfer, f"{part}_seconds") for transfer in transfers)
         for part in ("write", "read", "load")
@@ -132,25 +134,17 @@ def measure(policy: Any, receivers: list[Any], repeats: int) -> dict[str, float]
     return {name: round(value, 3) for name, value in {**medians, **parts}.items()}
 
 
-def publish(policy: Any, receivers: list[Any], version: int, way: str) -> WeightsTransfer | None:
-    """One publish; the safetensors way measures nothing itself."""
-    if way == "safetensors":
-        refs = [policy.safetensors.remote() for _ in receivers]  # each receiver asked for its own
+def publish(policy: Any, receivers: list[Any], version: int, transport: str) -> WeightsTransfer | None:
+    """Publish once; return the transfer's own figures, None for safetensors, which has none."""
+    if transport == "safetensors":
+        refs = [policy.safetensors.remote() for _ in receivers]  # each receiver requests its own
         calls = zip(receivers, refs, strict=True)
         ray.get([receiver.load_safetensors.remote(data, version) for receiver, data in calls])
         return None
-    by_group = way == "broadcast"
+    by_group = transport == "broadcast"
     data, sent = policy.send.options(num_returns=2).remote(version, object_store.address(), by_group)
     loaded = ray.get([receiver.load.remote(version, [data, sent], by_group) for receiver in receivers])
-    return WeightsTransfer.of(way, ray.get(sent), loaded)
-
-
-def print_table(title: str, lines: dict[str, dict[str, float]]) -> None:
-    """Print one line for each entry, its figures in columns."""
-    names = next(iter(lines.values()))
-    print(f"{title:18}", *(f"{name:>13}" for name in names))
-    for label, figures in lines.items():
-        print(f"{label:18}", *(f"{value:>13}" for value in figures.values()))
+    return WeightsTransfer.of(transport, ray.get(sent), loaded)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A run's artifacts in the Prefect UI: its progress, tables of samples, and a table of each evaluation."""
+"""A run's artifacts in the Prefect UI: its progress, sample completions and evaluations."""
 
 import re
 from uuid import UUID
@@ -17,12 +17,12 @@ MAX_SAMPLES = 16
 
 
 async def create_progress(run: RunHandle, percent: float) -> UUID:
-    """Create the run's progress artifact; return its id for `update_progress`."""
+    """Create the run's progress artifact and return its id, for `update_progress`."""
     return await acreate_progress_artifact(percent, key=_key(run, "progress"), description=f"steps of {run.run_id}")
 
 
 async def update_progress(artifact: UUID, percent: float, description: str) -> None:
-    """Advance the progress artifact, with Markdown about the last step under it."""
+    """Update the progress artifact, with a Markdown description of the last step."""
     await aupdate_progress_artifact(artifact, percent, description=description)
 
 

@@ -1,4 +1,4 @@
-"""The Ray cluster that a run works on: the configured one, or a local one."""
+"""The connection to a run's Ray cluster, configured or local."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from schemas.config.runtime import RuntimeConfig
 
 
 def connect(runtime: RuntimeConfig) -> None:
-    """Connect to the configured Ray, or to a local one that is started if need be."""
+    """Connect to the configured Ray cluster, or to a local one, which is started if necessary."""
     if runtime.ray_address:
         cluster.connect(runtime.ray_address, local=False)
         return

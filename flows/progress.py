@@ -1,4 +1,4 @@
-"""Steps and evaluations as text; the metric catalog says which metrics each place shows."""
+"""Text for steps and evaluations; the metric catalog defines which metrics each view shows."""
 
 from collections.abc import Mapping
 
@@ -7,12 +7,12 @@ from schemas.step import EvalReport, SourceReport, StepReport
 
 
 def metric_values(metrics: Mapping[str, float], view: View) -> dict[str, str]:
-    """Return the metrics of a view that a step has, as text, in the catalog's order."""
+    """Return a view's metrics as text, in the catalog's order, without those that the step lacks."""
     return {spec.name: spec.show(metrics[spec.name]) for spec in metrics_of(view) if spec.name in metrics}
 
 
 def progress_line(report: StepReport, num_steps: int) -> str:
-    """Return one step in one line: the terminal's metrics, tokens per second, and seconds per phase."""
+    """Return a step as one line: the terminal's metrics, tokens per second, and seconds per phase."""
     shown = "  ".join(f"{name} {value}" for name, value in metric_values(report.metrics, "terminal").items())
     phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in report.seconds_by_phase.items())
     speed = f"{report.metrics['tokens'] / report.seconds:,.0f} tok/s"
@@ -20,18 +20,18 @@ def progress_line(report: StepReport, num_steps: int) -> str:
 
 
 def progress_table(report: StepReport) -> str:
-    """Return the UI's metrics of one step as a Markdown table."""
+    """Return a step's UI metrics as a Markdown table."""
     rows = [f"| {name} | {value} |" for name, value in metric_values(report.metrics, "ui").items()]
     return "\n".join(["| metric | value |", "|---|---|", *rows])
 
 
 def eval_lines(report: EvalReport) -> list[str]:
-    """Return one line per data source of an evaluation; none if they would only repeat its accuracy."""
+    """Return one line per data source of an evaluation; none if they would only repeat the overall accuracy."""
     return [f"  {name}: {value}" for name, value in source_rows(report)]
 
 
 def source_rows(report: EvalReport) -> list[tuple[str, str]]:
-    """Return name and figures of each data source, if there are several sources, or several samples of a prompt."""
+    """Return each data source's name and figures; none for a single source with one sample per prompt."""
     if len(report.sources) < 2 and report.samples_per_prompt == 1:
         return []
     return [(source.data_source, _source_figures(source, report.samples_per_prompt)) for source in report.sources]

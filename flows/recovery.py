@@ -1,4 +1,4 @@
-"""Where a run resumes: its column store, and the one point that policy, finished steps and ledger agree on."""
+"""Recovery of a run: its column store, and the point that policy, finished steps and ledger agree on."""
 
 from prefect import get_run_logger
 
@@ -15,10 +15,10 @@ from tasks.stage import is_committed
 
 
 def drop_outdated_ledger(directory: RunDirectory, config: RunConfig) -> None:
-    """If an older Sluice wrote the run's ledger, drop the steps that no checkpoint includes: they are run again.
+    """Drop the steps that no checkpoint includes if an older Sluice wrote the run's ledger; they are run again.
 
     Raises:
-        RunError: A newer Sluice wrote it.
+        RunError: A newer Sluice wrote the ledger.
     """
     if not directory.ledger.is_outdated():
         return
@@ -28,7 +28,7 @@ def drop_outdated_ledger(directory: RunDirectory, config: RunConfig) -> None:
 
 
 def open_run(directory: RunDirectory, config: RunConfig) -> RunHandle:
-    """Return the run with its column store: the existing one, else a new one."""
+    """Open the run's column store, or start a new one if it is gone, and return the run's handle."""
     store, is_new = start_store(directory, config)
     if is_new:
         kill_workers(directory.run_id, config)  # they are clients of the lost store
@@ -41,11 +41,11 @@ def open_run(directory: RunDirectory, config: RunConfig) -> RunHandle:
 
 
 async def reconcile(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
-    """Bring the policy worker, the finished steps and the ledger to one point; return the policy to resume with.
+    """Bring the policy worker, the finished steps and the ledger into agreement; return the policy to resume from.
 
-    The policy is one version ahead of the finished steps if its driver died between the update and the step's line in
-    `metrics.jsonl`: the step is then run again from its ledger, and the worker answers with the update that it
-    recorded. If that ledger is gone, the worker is replaced by one with the newest checkpoint.
+    The policy is one version ahead of the finished steps if the driver died between the update and the step's line in
+    `metrics.jsonl`. The step is then run again from its ledger, and the worker returns the update that it recorded. If
+    the ledger's entries are gone, the worker is replaced by one that loads the newest checkpoint.
     """
     policy = await _find_policy(run, directory)
     await drop_superseded(run, await get_group(run, "policy"))
@@ -63,8 +63,8 @@ async def _find_policy(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
         policy = await _get_policy(run)
     if policy.version > finished:
         raise RunError(
-            f"the policy has version {policy.version} but {directory.metrics.path} holds {finished} steps; "
-            "the run directory has been changed by hand"
+            f"the policy has version {policy.version}, but {directory.metrics.path} has {finished} steps: the run "
+            "directory was edited by hand; restore that file"
         )
     directory.metrics.truncate(policy.version)
     return policy

@@ -27,7 +27,7 @@ SAMPLES_EVERY_STEPS = 10
 # The step's own result is never persisted: a resumed run would match it by call order, not by step.
 @flow(name="grpo-step", flow_run_name="{run.run_id}/step-{policy.step:04d}", persist_result=False)
 async def run_step(run: RunHandle, policy: PolicyHandle) -> StepReport:
-    """Sample with the policy, score, update it by one version, and publish that version."""
+    """Sample from the policy, score the samples, update the policy by one version, and publish that version."""
     phase = PhaseTimer()
     try:
         with phase("lease"):
@@ -37,7 +37,7 @@ async def run_step(run: RunHandle, policy: PolicyHandle) -> StepReport:
     except BaseException:
         await clear_columns(run, policy.step)
         raise
-    # The step is done when this line is on disk; only then may its columns go.
+    # The step is finished once this line is on disk; only then may its columns be released.
     RunDirectory.of(run).metrics.append_step(report)
     await archive_columns(run, policy.step)
     return report
@@ -89,30 +89,30 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer")
 
 @asynccontextmanager
 async def next_rollout(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer") -> AsyncIterator[None]:
-    """Generate the next step's rollouts with the published policy in the meantime, if the run is one-step off-policy.
+    """Generate the next step's rollouts, with the published policy, during the block if the run is one-step off-policy.
 
-    Their result is committed to the ledger, where the next step finds it. If generating fails, the next step tries
-    again, and meets the same failure or not: this step goes on.
+    The result is committed to the ledger, where the next step finds it. A failure does not affect this step: the next
+    step tries again.
     """
     if not run.config.is_one_step_off_policy(policy.step):
         yield
         return
-    following = policy.replace(version=policy.version + 1)
-    generating = asyncio.create_task(generate_rollouts.with_options(task_run_name="next-rollout")(run, following))
+    next_policy = policy.replace(version=policy.version + 1)
+    rollout = asyncio.create_task(generate_rollouts.with_options(task_run_name="next-rollout")(run, next_policy))
     try:
         yield
     except BaseException:
-        generating.cancel()
+        rollout.cancel()
         raise
     finally:
         with phase("next-rollout"):
-            await asyncio.wait([generating])
-    if not generating.cancelled() and (error := generating.exception()) is not None:
-        get_run_logger().warning("the rollout of step %d failed, and will be tried again: %s", following.step, error)
+            await asyncio.wait([rollout])
+    if not rollout.cancelled() and (error := rollout.exception()) is not None:
+        get_run_logger().warning("the rollout of step %d failed and will be retried: %s", next_policy.step, error)
 
 
 class PhaseTimer:
-    """Wall seconds by phase."""
+    """A timer of wall-clock seconds by phase."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()

@@ -12,7 +12,7 @@ SUMMARY_STEPS = 10
 
 
 def summarize(directory: RunDirectory, store_bytes: int) -> RunSummary:
-    """Return the summary of a run whose steps are all done.
+    """Summarize a run whose steps are all finished.
 
     Args:
         directory: The run.

@@ -1,4 +1,4 @@
-"""A whole GRPO run: evaluate, run steps until it is done, recover from lost workers, summarize."""
+"""The train flow: evaluate, run all steps, recover from lost workers, summarize."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
@@ -36,16 +36,15 @@ async def train(config: RunConfig, run_id: str | None = None, resume: bool = Fal
     """Run GRPO from the start, or resume a run that stopped.
 
     Args:
-        config: The run's configuration. That of a resumed run may differ from the one it began with in where and how
-            long it trains.
-        run_id: The run's id; None makes one from the config's name.
-        resume: Whether the run exists already.
+        config: The run's configuration. For a resumed run, it may change where and how long the run trains.
+        run_id: The run's id; None derives one from the config's name.
+        resume: Whether to resume an existing run.
 
     Raises:
         ServiceError: No Ray head responds.
         ConfigError: The Ray cluster has too few cores or GPUs.
-        RunError: The run exists although `resume` is false, doesn't exist although it is true, trained something else,
-            or was written by a newer Sluice.
+        RunError: The run exists although `resume` is false, doesn't exist although it is true, trains something else
+            than `config`, or was written by a newer Sluice.
         PipelineError: The run stopped; it can be resumed.
     """
     run_id = run_id or new_run_id(config.name)
@@ -70,7 +69,7 @@ async def train(config: RunConfig, run_id: str | None = None, resume: bool = Fal
 
 
 async def _training_loop(run: RunHandle, directory: RunDirectory) -> RunHandle:
-    """Run steps until the run is done; return its handle, whose store may be a new one."""
+    """Run all remaining steps; return the run's handle, since its column store may have been replaced."""
     logger, restarts = get_run_logger(), 0
     await start_all_workers(run)
     policy = await reconcile(run, directory)
@@ -99,7 +98,7 @@ async def _training_loop(run: RunHandle, directory: RunDirectory) -> RunHandle:
                     restarts += 1
                     if restarts > run.config.runtime.max_restarts:
                         raise
-                    logger.warning("step %d is run again (restart %d): %s", policy.step, restarts, error)
+                    logger.warning("running step %d again (restart %d): %s", policy.step, restarts, error)
                     run = open_run(directory, run.config)
                     await start_all_workers(run)
                     policy = await reconcile(run, directory)

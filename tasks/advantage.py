@@ -1,4 +1,4 @@
-"""Advantage: computed on the driver, from per-row scalars and lengths alone."""
+"""The advantage stage, computed on the driver from per-row scalars and lengths alone."""
 
 import pyarrow as pa
 
@@ -26,12 +26,12 @@ async def compute_step_advantages(
     Args:
         run: The run.
         policy: The policy that sampled.
-        batch: The step's rows, with all columns that the update needs but `advantages`.
+        batch: The step's rows, with all columns that the update needs except `advantages`.
         rollout: The scalars of the same rows, in the same order.
-        row_kl: Each row's KL to the reference, in nats; only where the KL is part of the reward.
+        row_kl: Each row's KL to the reference, in nats, if the KL is part of the reward.
 
     Raises:
-        NonFiniteError: A row's KL isn't finite.
+        NonFiniteError: A row's KL is not finite.
         PlanError: No row has a token to train on.
         RewardFailureError: Every reward of the step failed.
     """

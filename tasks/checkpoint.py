@@ -1,4 +1,4 @@
-"""Checkpoints: the policy's ranks write what they hold; what is no longer needed is dropped."""
+"""The checkpoint operations: save the policy, and drop the data that a newer checkpoint supersedes."""
 
 from infra.ray.actors import call
 from infra.ray.group import WorkerGroup
@@ -11,15 +11,15 @@ from tasks.stage import operation
 
 @operation("checkpoint")
 async def save_checkpoint(run: RunHandle, policy: PolicyHandle, wait: bool = False) -> None:
-    """Begin to save the policy's version, once the checkpoint begun before is complete.
+    """Start to save the policy's version, once the previous checkpoint is complete.
 
     Args:
         run: The run.
-        policy: What to save.
-        wait: Whether to return only when this one is complete, too.
+        policy: The version to save.
+        wait: Whether to wait until this checkpoint is complete, too.
 
     Raises:
-        CheckpointError: One of the two could not be written.
+        CheckpointError: This checkpoint or the previous one could not be written.
         VersionError: The policy's workers hold another version.
     """
     await _save(run, await get_group(run, "policy"), policy, wait)

@@ -1,4 +1,4 @@
-"""The beginning and the end of a step's columns."""
+"""The operations that open, clear and archive a step's columns."""
 
 from prefect import get_run_logger
 
@@ -9,7 +9,7 @@ from tasks.stage import operation
 
 @operation("lease")
 async def open_columns(run: RunHandle, step: int) -> None:
-    """Open the step's lease; drop the stages of a step whose columns are lost."""
+    """Open the step's lease; drop its committed stages if their columns are lost."""
     open_step(run, step, get_run_logger())
 
 

@@ -1,4 +1,4 @@
-"""Evaluate: held-out accuracy of one policy version."""
+"""The evaluate operation: held-out accuracy of one policy version."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from tasks.stage import operation
 
 @operation("evaluate")
 async def evaluate_policy(run: RunHandle, policy: PolicyHandle) -> EvalReport:
-    """Score the held-out prompts under the policy."""
+    """Evaluate the policy on the held-out prompts."""
     worker = await get_worker(run, "rollout")
     await sync_weights(run.config, policy.version, [worker], partial(get_group, run, "policy"))
     return await call(worker, "evaluate", policy.version)

@@ -1,4 +1,4 @@
-"""Log-probs of the stored responses: the policy's (behaviour) and the reference's."""
+"""The scoring stages: log-probs of the stored responses under the policy (behavior) and the reference."""
 
 from collections.abc import Sequence
 
@@ -49,6 +49,6 @@ def _with_results(run: RunHandle, batch: BatchHandle, plan: ForwardPlan, results
 
 
 def _by_row(rows: np.ndarray, results: Sequence[ScoreResult]) -> tuple[float, ...] | None:
-    """The ranks' per-row KL in the order of the batch."""
+    """Return the ranks' per-row KL in the order of the batch."""
     values = np.array([value for result in results for value in result.row_kl])
     return tuple(values[np.argsort(rows)].tolist()) if values.size else None

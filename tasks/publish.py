@@ -1,4 +1,4 @@
-"""Publish: load the policy's weights into the rollout workers."""
+"""The publish operation: load the policy's weights into the rollout workers."""
 
 import asyncio
 from functools import partial
@@ -12,7 +12,7 @@ from tasks.stage import operation
 
 @operation("publish")
 async def publish_weights(run: RunHandle, policy: PolicyHandle) -> WeightsTransfer | None:
-    """Load the policy's version into every rollout worker, in place; return None if all of them hold it already."""
+    """Load the policy's version into every rollout worker, in place; return None if all of them already hold it."""
     numbers = range(run.config.rollout.num_workers)
     workers = await asyncio.gather(*(get_worker(run, "rollout", number) for number in numbers))
     return await sync_weights(run.config, policy.version, workers, partial(get_group, run, "policy"))

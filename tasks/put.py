@@ -1,4 +1,4 @@
-"""Put: the rollout workers store their own rows; the driver gets one batch handle."""
+"""The put stage: the rollout workers store their own rows, and the driver gets one batch handle."""
 
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from tasks.stage import stage
 
 @stage("put")
 async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHandle) -> StoredBatch:
-    """Have every rollout worker put the rows that it holds; rows that were lost with a worker are generated again."""
+    """Have every rollout worker put the rows that it holds; regenerate rows that were lost with a worker."""
     shards = [shard for shard in rollout.shards if shard.num_rows]
     results = await rollout_pool(run).dispatch(
         {shard.shard: partial(_put, run, policy, rollout, shard) for shard in shards},

@@ -1,4 +1,4 @@
-"""Rollout: sync the workers to the policy's version, generate and score, and replace zero-variance groups."""
+"""The rollout stage: sync the workers' weights, generate and score samples, and replace zero-variance groups."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,9 +22,9 @@ from tasks.stage import stage
 
 @stage("rollout")
 async def generate_rollouts(run: RunHandle, policy: PolicyHandle) -> RolloutHandle:
-    """Generate and score this step's samples, in as many rounds as it takes; the rows stay with their workers.
+    """Generate and score this step's samples, in as many rounds as needed; the rows stay on their workers.
 
-    They are sampled by the policy's own version, or by an older one where `runtime.max_staleness` allows it.
+    They are sampled from the policy's own version, or from an older one if `runtime.max_staleness` allows it.
 
     Raises:
         RewardFailureError: More of the step's rewards failed than the config allows.
@@ -50,7 +50,7 @@ async def _generate_round(run: RunHandle, policy: PolicyHandle, groups: range, f
 
 
 def _check_failures(run: RunHandle, policy: PolicyHandle, rounds: Sequence[Sequence[RolloutShard]]) -> None:
-    # All rounds count together: all rewards of a single group may fail, and it is then replaced.
+    # Count all rounds together: it is no error if all rewards of a single group fail, since it is then replaced.
     shards = [shard for shards in rounds for shard in shards]
     check_failures(
         [reward for shard in shards for reward in shard.rewards],

@@ -1,6 +1,7 @@
-"""What makes a task a stage of a step: its key in the run's ledger, and retries for dead workers only.
+"""The decorators of a step's tasks: stages, whose results are committed to the run's ledger, and operations.
 
-The key is explicit. Prefect's default one holds the flow run's id, so that a resumed run would repeat every stage.
+Both are retried only if a worker died. A stage's ledger key is explicit: Prefect's default key contains the flow run's
+id, so a resumed run would repeat every stage.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def update_cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str
 
 
 async def worker_was_lost(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Whether a task failed because its Ray worker died: then, and only then, it is tried again."""
+    """Return whether a task failed because its Ray worker died; only then is it retried."""
     try:
         await state.result(raise_on_failure=True)
     except WorkerLostError:
@@ -46,7 +47,7 @@ async def worker_was_lost(task: Task[..., Any], task_run: TaskRun, state: State[
 def stage(
     name: str, *, key: Callable[[TaskRunContext, dict[str, Any]], str] = _stage_cache_key
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """A task whose result is committed to the ledger; its parameters hold `run` and `policy`."""
+    """Return a decorator for a task that takes `run` and `policy` and commits its result to the ledger."""
     return task(
         name=name,
         persist_result=True,
@@ -59,7 +60,7 @@ def stage(
 
 
 def operation(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """A task that may be repeated without harm, and is: nothing of it is committed."""
+    """Return a decorator for a task that is safe to repeat; its result is not committed."""
     return task(
         name=name,
         persist_result=False,
@@ -71,5 +72,5 @@ def operation(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
 
 
 def is_committed(run: RunHandle, policy: PolicyHandle, stage: str) -> bool:
-    """Whether the ledger holds this stage's result."""
+    """Return whether the ledger holds this stage's result."""
     return RunDirectory.of(run).ledger.is_committed(ledger.stage_key(run, policy, stage))

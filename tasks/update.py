@@ -1,4 +1,4 @@
-"""Update: the only stage that changes the world."""
+"""The update stage, the only one that changes the policy."""
 
 from infra.workers.launch import get_group
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, UpdateReport
@@ -10,4 +10,4 @@ async def update_policy(run: RunHandle, policy: PolicyHandle, advantage: Advanta
     """Apply the planned updates to the policy's version, exactly once."""
     group = await get_group(run, "policy")
     reports = await group.call("update", advantage.batch, advantage.plan, policy.version)
-    return reports[0]  # every rank has the same
+    return reports[0]  # every rank returns the same report

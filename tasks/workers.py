@@ -1,4 +1,4 @@
-"""Workers: the run's Ray actors, started together."""
+"""The operation that starts the run's Ray actors."""
 
 from infra.workers.launch import start_workers
 from schemas.step import RunHandle
@@ -7,5 +7,5 @@ from tasks.stage import operation
 
 @operation("start-workers")
 async def start_all_workers(run: RunHandle) -> None:
-    """Start the policy's and the reference's ranks and the rollout workers at the same time; existing ones stay."""
+    """Start the policy's and the reference's ranks and the rollout workers in parallel; keep existing ones."""
     await start_workers(run)

@@ -1,5 +1,5 @@
-"""How long the data plane takes for one batch, next to its peers, in separate processes on one local Ray.
+"""The data plane against baselines: moving one batch between processes on one local Ray.
 
-Every path starts from the container that its users hold (Arrow columns, nested or padded tensors) and ends in the
+Every path starts from the container that its users hold (Arrow columns, nested or padded tensors) and ends with the
 same packed tensors in another process. `sluice bench data-plane`, or `python -m benchmarks.data_plane`.
 """

@@ -1,8 +1,8 @@
-"""The command; `sluice bench data-plane` runs it in a process of its own."""
+"""The command that `sluice bench data-plane` runs in a process of its own."""
 
 import os
 
-# Read when Ray and torch are imported; see tests/conftest.py.
+# Ray and torch read these on import; see tests/conftest.py.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.command import measuring, show
+from benchmarks.command import benchmark_session, print_report
 from benchmarks.data_plane.report import plot, render
 from benchmarks.data_plane.run import QUICK, Plan, measure
 
@@ -22,16 +22,16 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 @app.command()
 def main(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, the last one.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Few repetitions: a smoke test, no measurement.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, on the last line.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few repetitions: a smoke test, not a measurement.")] = False,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw a chart: .svg or .png.")] = None,
 ) -> None:
-    """Measure the data plane against its peers, on one reference batch."""
-    with measuring():
+    """Measure the data plane against baselines, on one reference batch."""
+    with benchmark_session():
         report = measure(QUICK if quick else Plan())
     if plot_path:
         plot(report, plot_path)
-    show(report, as_json, render)
+    print_report(report, as_json, render)
 
 
 if __name__ == "__main__":

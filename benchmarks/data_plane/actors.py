@@ -1,4 +1,4 @@
-"""The two processes of every measurement: one puts, the other reads. Each times its own work, and nothing else."""
+"""The two actors of every measurement: a producer and a consumer, which each time only their own work."""
 
 import gc
 import os
@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.data_plane.batch import Ints, digests, pack_columns, reference_batch, valid_bytes
-from benchmarks.data_plane.breakdown import Parts, put_breakdown, read_breakdown
-from benchmarks.data_plane.paths import ArrowIpcPlasma, DataPath, Memcpy, Sluice
-from benchmarks.data_plane.peers import (
+from benchmarks.data_plane.baselines import (
     RayPaddedDict,
     RayPaddedLean,
     RayPaddedNumpy,
     TransferQueueJagged,
     TransferQueuePadded,
 )
+from benchmarks.data_plane.batch import Ints, digests, pack_columns, reference_batch, valid_bytes
+from benchmarks.data_plane.breakdown import Parts, put_breakdown, read_breakdown
+from benchmarks.data_plane.paths import ArrowIpcPlasma, DataPath, Memcpy, Sluice
 from infra.stores import chunk_writer
 
 Result = TypeVar("Result")
@@ -38,10 +38,10 @@ PATHS: dict[str, type[DataPath]] = {
 
 
 class Producer(chunk_writer.ChunkWriter):
-    """Holds the reference batch in every path's container, and puts it."""
+    """The actor that holds the reference batch in every path's container, and puts it."""
 
     def __init__(self, names: Sequence[str], num_rows: int, repeats: int = 1) -> None:
-        torch.set_num_threads(os.cpu_count() or 1)  # Ray gives an actor one
+        torch.set_num_threads(os.cpu_count() or 1)  # Ray limits an actor to one
         self._batch = reference_batch(num_rows, repeats)
         self._paths = {name: PATHS[name]() for name in names}
         for path in self._paths.values():
@@ -49,7 +49,7 @@ class Producer(chunk_writer.ChunkWriter):
         gc.freeze()
 
     def describe(self) -> dict[str, int]:
-        """The batch in numbers."""
+        """Return the batch's counts and bytes."""
         prompts, responses = int(self._batch.prompt_lengths.sum()), int(self._batch.response_lengths.sum())
         return {
             "rows": self._batch.columns.num_rows,
@@ -59,7 +59,7 @@ class Producer(chunk_writer.ChunkWriter):
         }
 
     def expected(self, order: Ints | None) -> dict[str, str]:
-        """The checksums of the columns, rows in `order`."""
+        """Return the checksums of the columns, with rows in `order`."""
         columns = self._batch.columns
         return digests(pack_columns(columns if order is None else columns.take(order)))
 
@@ -67,30 +67,30 @@ class Producer(chunk_writer.ChunkWriter):
         return digests(pack_columns(self._batch.appended))
 
     def num_bytes(self, name: str) -> int:
-        """What the path stores for one batch, after its first put."""
+        """Return the bytes that the path stores for one batch; valid after its first put."""
         return self._paths[name].num_bytes
 
     def put(self, name: str, step: int) -> tuple[float, Any]:
-        """Milliseconds, and the handle."""
+        """Put the batch; return the milliseconds and the handle."""
         path = self._paths[name]
         path.open(step)
         return timed(lambda: path.put(step))
 
     def put_by_parts(self, name: str, step: int) -> tuple[Parts, Any]:
-        """The product's put by its parts, and the handle."""
+        """Put the batch through Sluice; return the milliseconds of each part, and the handle."""
         path = self._paths[name]
         path.open(step)
         return put_breakdown(lambda: path.put(step))
 
     def append(self, name: str, step: int, handle: Any) -> tuple[float, Any]:
-        """Milliseconds, and the handle that has the column."""
+        """Append a column; return the milliseconds and the handle that includes it."""
         path = self._paths[name]
         extendable = path.extendable(handle)
         return timed(lambda: path.append(step, extendable))
 
     def is_copied(self, name: str) -> bool:
         path = self._paths[name]
-        assert isinstance(path, Memcpy), f"{name} is read by a consumer"
+        assert isinstance(path, Memcpy), f"{name} has a consumer, which verifies it"
         return path.is_copied()
 
     def clear(self, name: str, step: int, handle: Any) -> None:
@@ -102,7 +102,7 @@ class Producer(chunk_writer.ChunkWriter):
 
 
 class Consumer:
-    """Reads what the producer put, to packed tensors."""
+    """The actor that reads what the producer put into packed tensors."""
 
     def __init__(self, names: Sequence[str]) -> None:
         torch.set_num_threads(os.cpu_count() or 1)
@@ -112,25 +112,25 @@ class Consumer:
         gc.freeze()
 
     def read(self, name: str, handle: Any, order: Ints | None = None) -> tuple[float, float]:
-        """Milliseconds of the fetch, and of packing what it returned."""
+        """Read the batch; return the milliseconds of the fetch and of the packing."""
         path = self._paths[name]
         fetch_ms, fetched = timed(lambda: path.fetch(handle, order))
         pack_ms, _ = timed(lambda: path.pack(fetched, order))
         return fetch_ms, pack_ms
 
     def read_by_parts(self, name: str, handle: Any, order: Ints | None = None) -> Parts:
-        """The product's read by its parts."""
+        """Read the batch through Sluice; return the milliseconds of each part."""
         path = self._paths[name]
         return read_breakdown(lambda: path.fetch(handle, order), lambda fetched: path.pack(fetched, order))
 
     def empty_call(self) -> float:
-        """Milliseconds of a call of the product's registry that does nothing."""
+        """Return the milliseconds of an empty call to Sluice's registry."""
         path = self._paths[Sluice.name]
         assert isinstance(path, Sluice)
         return timed(path.call_registry)[0]
 
     def digests(self, name: str, handle: Any, order: Ints | None) -> dict[str, str]:
-        """The checksums of the columns as this process reads them."""
+        """Return the checksums of the columns as this process reads them."""
         path = self._paths[name]
         return digests(path.pack(path.fetch(handle, order), order))
 
@@ -139,7 +139,7 @@ class Consumer:
 
 
 def timed(operation: Callable[[], Result]) -> tuple[float, Result]:
-    """Milliseconds that `operation` takes without a garbage collection in it, and its result."""
+    """Return the milliseconds that `operation` takes with garbage collection disabled, and its result."""
     gc.collect()
     gc.disable()
     try:

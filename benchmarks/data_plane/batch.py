@@ -1,4 +1,4 @@
-"""The reference batch that every path carries, and the packed tensors that every path must end in.
+"""The reference batch that every path carries, and the packed tensors that every path must produce.
 
 N rows, V values over all rows of a column.
 """
@@ -20,38 +20,38 @@ Ints = npt.NDArray[np.int64]
 MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 256, 2048
 MIN_PROMPT_TOKENS = 32
 VOCAB_SIZE = 50_000
-LOG_MEAN, LOG_SIGMA = 5.475, 1.0  # of the response lengths: a long tail, some 370 tokens on average
+LOG_MEAN, LOG_SIGMA = 5.475, 1.0  # of the response lengths: long-tailed, about 370 tokens on average
 TRAINED_FRACTION = 0.9
 LETTERS = np.array(list("abcdefghijklmnopqrstuvwxyz" * 20 + "é"))
 
-APPENDED = "reference_logprobs"  # the column that `append` adds; a handle that lacks it is extended
+APPENDED = "reference_logprobs"  # the column that `append` adds, to a handle without it
 
 
 @dataclass(frozen=True)
 class ReferenceBatch:
-    """One batch, as its rollout and scoring would produce it."""
+    """One batch, as rollout and scoring would produce it."""
 
     columns: pa.RecordBatch
-    appended: pa.RecordBatch  # one float32 response column of the same rows, with values of its own
+    appended: pa.RecordBatch  # one more float32 response column of the same rows
     prompt_lengths: Ints  # [N]
     response_lengths: Ints  # [N]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What a consumer trains on: no padding, rows one after the other."""
+    """The tensors that a consumer trains on: rows concatenated without padding."""
 
     tokens: dict[str, tuple[torch.Tensor, torch.Tensor]]  # flat values [V] and row lengths [N]
     rows: dict[str, torch.Tensor]  # [N]
-    texts: dict[str, Sequence[Any]]  # N strings: an Arrow array where the path carries one, else a list of str
+    strings: dict[str, Sequence[Any]]  # N each: an Arrow array if the path delivers one, else a list of str
 
 
 def reference_batch(num_rows: int, repeats: int = 1, seed: int = 0) -> ReferenceBatch:
-    """Draw a batch of `num_rows` rows, and repeat its rows.
+    """Draw a batch of `num_rows` rows, and repeat it.
 
     Args:
-        num_rows: The rows that are drawn.
-        repeats: How many times they follow one another: bytes count here, not what they say.
+        num_rows: The number of rows to draw.
+        repeats: The number of copies of these rows in the batch; only their bytes matter, not their content.
         seed: Equal seeds give equal batches.
     """
     random = np.random.default_rng(seed)
@@ -89,45 +89,45 @@ def reference_batch(num_rows: int, repeats: int = 1, seed: int = 0) -> Reference
 
 
 def valid_buffers(columns: pa.RecordBatch) -> list[npt.NDArray[np.uint8]]:
-    """The bytes that say something: values without offsets, one bit per bool, text in UTF-8."""
+    """Return the buffers of the valid data: values without offsets, one bit per bool, text in UTF-8."""
     return list(_valid_buffers(columns))
 
 
 def valid_bytes(columns: pa.RecordBatch) -> int:
-    """The size of `valid_buffers`: token ids at uint16, float32, mask at one bit, text, row values."""
+    """Return the size of `valid_buffers`: uint16 token ids, float32, one mask bit per token, text, row values."""
     return sum(buffer.size for buffer in valid_buffers(columns))
 
 
 def pack_columns(columns: pa.RecordBatch) -> Packed:
-    """Pack Arrow columns with nothing but NumPy: what a path's own result is checked against."""
+    """Pack Arrow columns with NumPy alone: the expected result of every path."""
     tokens: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     rows: dict[str, torch.Tensor] = {}
-    texts: dict[str, Sequence[Any]] = {}
+    strings: dict[str, Sequence[Any]] = {}
     for name, column in zip(columns.schema.names, columns.columns, strict=True):
         if is_jagged(column):
             values = np.array(flat_values(column))
             tokens[name] = (torch.from_numpy(_signed(values)), torch.from_numpy(row_lengths(column)))
         elif pa.types.is_string(column.type):
-            texts[name] = column.to_pylist()
+            strings[name] = column.to_pylist()
         else:
             rows[name] = torch.from_numpy(np.array(flat_values(column)))
-    return Packed(tokens, rows, texts)
+    return Packed(tokens, rows, strings)
 
 
 def digests(packed: Packed) -> dict[str, str]:
-    """One checksum per column, of its values and row lengths; how a path widens integers does not matter."""
+    """Return one checksum per column, of its values and row lengths, independent of the integer width."""
     parts: dict[str, list[bytes]] = {
         name: [_canonical(values), _canonical(lengths)] for name, (values, lengths) in packed.tokens.items()
     }
     parts |= {name: [_canonical(values)] for name, values in packed.rows.items()}
-    for name, text in packed.texts.items():
-        strings = text.to_pylist() if isinstance(text, pa.Array) else list(text)
+    for name, column in packed.strings.items():
+        strings = column.to_pylist() if isinstance(column, pa.Array) else list(column)
         parts[name] = [repr(strings).encode()]
     return {name: hashlib.blake2b(b"|".join(part), digest_size=16).hexdigest() for name, part in parts.items()}
 
 
 class _Vocabulary:
-    """Random words, one per token id, each with its space; about 7 bytes; one in a hundred is not ASCII."""
+    """Random words, one per token id, about 7 bytes with the space after them; one in a hundred is not ASCII."""
 
     def __init__(self, random: np.random.Generator) -> None:
         sizes = random.integers(3, 10, VOCAB_SIZE)
@@ -141,9 +141,9 @@ class _Vocabulary:
     def text(self, ids: npt.NDArray[np.uint16], lengths: Ints) -> pa.Array:
         sizes = self._sizes[ids]
         stops = np.cumsum(sizes)
-        place = np.arange(stops[-1]) + np.repeat(self._starts[ids] - (stops - sizes), sizes)
+        sources = np.arange(stops[-1]) + np.repeat(self._starts[ids] - (stops - sizes), sizes)
         bounds = np.concatenate([[0], stops])[np.concatenate([[0], np.cumsum(lengths)])].astype(np.int32)
-        return pa.StringArray.from_buffers(lengths.size, pa.py_buffer(bounds), pa.py_buffer(self._data[place]))
+        return pa.StringArray.from_buffers(lengths.size, pa.py_buffer(bounds), pa.py_buffer(self._data[sources]))
 
 
 def _repeat(columns: pa.RecordBatch, repeats: int) -> pa.RecordBatch:

@@ -1,7 +1,7 @@
-"""Where the time of the product's put and read goes, by timing its own parts while it works.
+"""The breakdown of Sluice's put and read into timed parts.
 
-The parts are patched with timers in the producer's and the consumer's process, so that they are the very calls of
-one put or read, and add up to it with what `rest` holds. A part that is renamed fails here, loudly.
+The parts are functions of the store, patched with timers in the producer's and the consumer's process during a real
+put or read. Together with `rest`, they add up to its total. Renaming one of them in the store raises an error here.
 """
 
 import time
@@ -20,7 +20,7 @@ PUT_PARTS = {
     "validate": (base, "validate"),
     "size": (ray_store, "encoded_bytes"),
     "registry": (ray_store.RayColumnStore, "_call"),
-    "write": (chunk_writer.ChunkWrite, "submit"),  # an object in the store, and within it
+    "write": (chunk_writer.ChunkWrite, "submit"),  # creating an object in the store, which includes:
     "bytes": (chunk_writer.ChunkWrite, "write_into"),  # Arrow's copy of the columns
 }
 READ_PARTS = {
@@ -33,24 +33,24 @@ READ_PARTS = {
 
 
 def put_breakdown(put: Callable[[], Any]) -> tuple[Parts, Any]:
-    """One put by its parts, and its result."""
-    with timers(PUT_PARTS) as spent:
+    """Run a put; return the milliseconds of its parts, and its result."""
+    with patch_timers(PUT_PARTS) as spent:
         total, result = _milliseconds(put)
     nested = {**spent, "object": spent["write"] - spent["bytes"]}
     return _with_rest(total, nested, ("validate", "size", "registry", "object", "bytes")), result
 
 
 def read_breakdown(fetch: Callable[[], Any], pack: Callable[[Any], Any]) -> Parts:
-    """One read to packed tensors by its parts."""
-    with timers(READ_PARTS) as spent:
+    """Run a read to packed tensors; return the milliseconds of its parts."""
+    with patch_timers(READ_PARTS) as spent:
         fetch_ms, fetched = _milliseconds(fetch)
     pack_ms, _ = _milliseconds(lambda: pack(fetched))
     return _with_rest(fetch_ms + pack_ms, {**spent, "pack": pack_ms}, (*READ_PARTS, "pack"))
 
 
 @contextmanager
-def timers(parts: dict[str, tuple[Any, str]]) -> Iterator[Parts]:
-    """Patch functions, given by owner and name, so that the milliseconds spent in each add up."""
+def patch_timers(parts: dict[str, tuple[Any, str]]) -> Iterator[Parts]:
+    """Patch functions, given by owner and name; yield the total milliseconds spent in each."""
     spent = dict.fromkeys(parts, 0.0)
     with ExitStack() as stack:
         for part, (owner, name) in parts.items():

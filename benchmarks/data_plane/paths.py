@@ -1,4 +1,4 @@
-"""What a measured path is; the product's own; and the two floors below it: bare Arrow bytes, and a memcpy."""
+"""The interface of a measured path, Sluice's path, and its two lower bounds: bare Arrow bytes and a memcpy."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -22,59 +22,59 @@ STAGE, APPEND_STAGE = "rollout", "reference"
 
 
 class DataPath:
-    """One way from a producer's process to a consumer's. Each process makes its own.
+    """A way to move a batch from the producer's process to the consumer's, each of which has its own instance.
 
-    A handle is what travels between them: small, picklable, and not timed on its way. Of the operations, only
-    `put`, `append`, `fetch` and `pack` are timed.
+    Only a handle is sent from one to the other: it is small and picklable, and sending it is not timed. Of the
+    operations, only `put`, `append`, `fetch` and `pack` are timed.
     """
 
     name: ClassVar[str]
     reads: ClassVar[bool] = True  # False: the path only writes
-    num_bytes: int = 0  # of what a put stores; set by `prepare`
+    num_bytes: int = 0  # stored by a put; set by `prepare` or the first put
 
     def prepare(self, batch: ReferenceBatch) -> None:
-        """Producer: make the container that the path's users hold, before anything is timed."""
+        """Create the container that the path's users hold, in the producer, before anything is timed."""
         raise NotImplementedError
 
     def connect(self) -> None:
-        """Consumer: join what the producer has prepared."""
+        """Connect the consumer to what the producer has prepared."""
 
     def open(self, step: int) -> None:
-        """Producer: get ready for the puts of one step."""
+        """Prepare the producer for the puts of one step."""
 
     def put(self, step: int) -> Any:
-        """Producer: store the whole batch and return its handle."""
+        """Store the whole batch from the producer, and return its handle."""
         raise NotImplementedError
 
     def extendable(self, handle: Any) -> Any:
-        """The handle of the batch that `append` extends."""
+        """Return the handle of the batch that `append` extends."""
         return handle
 
     def append(self, step: int, handle: Any) -> Any:
-        """Producer: store one more float32 response column and return the handle that has it."""
+        """Store one more float32 response column from the producer, and return a handle that includes it."""
         raise NotImplementedError
 
     def fetch(self, handle: Any, order: Ints | None) -> Any:
-        """Consumer: the batch's columns in this process; rows in `order` where the path can ask for that."""
+        """Return the batch's columns in the consumer's process, with rows in `order` if the path can read them so."""
         raise NotImplementedError
 
     def pack(self, fetched: Any, order: Ints | None) -> Packed:
-        """Consumer: the packed tensors of what was fetched, rows in `order`."""
+        """Return what the consumer fetched as packed tensors, with rows in `order`."""
         raise NotImplementedError
 
     def fetch_appended(self, handle: Any) -> Packed:
-        """Consumer: the appended column, to check it."""
+        """Return the appended column in the consumer's process, to verify it."""
         raise NotImplementedError
 
     def clear(self, step: int, handle: Any) -> None:
-        """Producer: free what the step stored; Ray frees its objects by itself once no handle is left."""
+        """Free what the producer stored for the step; Ray frees its own objects once no handle is left."""
 
     def close(self) -> None:
-        """Producer: end what the path started."""
+        """Stop what the producer's path started."""
 
 
 class Sluice(DataPath):
-    """The product: registry, schema checks, write fence, lease and handle included."""
+    """Sluice's column store, including registry, schema checks, write fence, lease and handle."""
 
     name = "sluice"
     capacity_bytes: ClassVar[int] = 2**31
@@ -96,7 +96,7 @@ class Sluice(DataPath):
         return self._handle(step, ref, self._dtypes)
 
     def extendable(self, handle: BatchHandle) -> BatchHandle:
-        # The catalogue has no fourth log-prob column, so the extended batch is one that does not name its third.
+        # The catalog has no fourth log-prob column, so the batch that is extended leaves out its third.
         (chunk,) = handle.groups[0].chunks
         return self._handle(handle.step, chunk, {name: self._dtypes[name] for name in self._dtypes if name != APPENDED})
 
@@ -122,7 +122,7 @@ class Sluice(DataPath):
         self._store.close()
 
     def call_registry(self) -> None:
-        """An empty round trip."""
+        """Make an empty round trip to the registry."""
         self._store.steps()
 
     def _handle(self, step: int, chunk: ChunkRef, dtypes: dict[str, str]) -> BatchHandle:
@@ -158,7 +158,7 @@ class ArrowIpcPlasma(DataPath):
 
 
 class Memcpy(DataPath):
-    """The valid bytes, copied once into memory that is there and warm: nothing can be faster."""
+    """One copy of the valid bytes into preallocated, warm memory: nothing can be faster."""
 
     name = "memcpy"
     reads = False
@@ -167,7 +167,7 @@ class Memcpy(DataPath):
         self._sources = valid_buffers(batch.columns)
         self._appended = valid_buffers(batch.appended)
         self.num_bytes = sum(source.size for source in self._sources)
-        self._target = np.ones(self.num_bytes, np.uint8)  # ones, so that every page is there
+        self._target = np.ones(self.num_bytes, np.uint8)  # ones, so that every page is mapped
 
     def put(self, step: int) -> None:
         self._copy(self._sources)
@@ -176,7 +176,7 @@ class Memcpy(DataPath):
         self._copy(self._appended)
 
     def is_copied(self) -> bool:
-        """Whether the target holds the batch, after a put."""
+        """Return whether the target holds the batch, after a put."""
         return bool(np.array_equal(self._target, np.concatenate(self._sources)))
 
     def _copy(self, sources: Sequence[np.ndarray]) -> None:
@@ -187,22 +187,22 @@ class Memcpy(DataPath):
 
 
 def pack_arrow(columns: pa.RecordBatch) -> Packed:
-    """The tensors of jagged Arrow columns: they are packed already."""
+    """Return jagged Arrow columns as tensors; they are packed already."""
     tokens: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     rows: dict[str, torch.Tensor] = {}
-    texts: dict[str, Sequence[Any]] = {}
+    strings: dict[str, Sequence[Any]] = {}
     for name, column in zip(columns.schema.names, columns.columns, strict=True):
         if is_jagged(column):
             tokens[name] = (as_tensor(column), torch.from_numpy(row_lengths(column)))
         elif pa.types.is_string(column.type):
-            texts[name] = column
+            strings[name] = column
         else:
             rows[name] = as_tensor(column)
-    return Packed(tokens, rows, texts)
+    return Packed(tokens, rows, strings)
 
 
 def _ipc_bytes(columns: pa.RecordBatch) -> pa.Buffer:
-    # Into a buffer of the right size: one that grows copies what it has.
+    # The buffer is allocated at its final size, since a growing one would be copied.
     counter = pa.MockOutputStream()
     _write_ipc(columns, counter)
     buffer = pa.allocate_buffer(counter.size())

@@ -1,4 +1,4 @@
-"""The figures as a table and as a chart."""
+"""The report as tables and as a chart."""
 
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ OPERATIONS = {
     "append_ms": "append",
     "round_trip_ms": "put + read",
 }
-COLOURS = ("#1f4e79", "#4f9d9d", "#e0a63c", "#b5583f")
+COLORS = ("#1f4e79", "#4f9d9d", "#e0a63c", "#b5583f")
 
 
 def render(report: dict[str, Any]) -> Group:
-    """The report for people."""
+    """Return the report as tables and text."""
     batch, large = report["batch"], report["large"]
     lines = [
         f"put + read: TransferQueue takes {report['ratio_vs_transfer_queue']:.1f} times as long, "
@@ -26,7 +26,7 @@ def render(report: dict[str, Any]) -> Group:
         f"stored bytes over valid bytes: {report['stored_ratio']:.3f}",
         f"{large['valid_bytes'] / 1e6:.0f} MB: put {large['put_ms']:.0f} ms, warm memcpy {large['memcpy_ms']:.0f} ms: "
         f"{100 * report['memcpy_fraction_400mb']:.0f} % of its speed; read {report['read_400mb_ms']:.1f} ms "
-        f"(after {large['warm_ups']} rounds to warm up, as the first puts fault in cold pages)",
+        f"(after {large['warm_ups']} warm-up rounds, since the first puts fault in cold pages)",
         f"orchestration: put {report['breakdown']['orchestration_put_ms']:.2f} ms, "
         f"read {report['breakdown']['orchestration_read_ms']:.2f} ms",
     ]
@@ -38,7 +38,7 @@ def render(report: dict[str, Any]) -> Group:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw every path's times as bars, on a logarithmic scale, slowest first."""
+    """Draw every path's times as bars on a logarithmic scale, slowest first."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -50,16 +50,16 @@ def plot(report: dict[str, Any], path: Path) -> None:
     operations = [operation for operation in OPERATIONS if operation != "round_trip_ms"]
     height = 0.8 / len(operations)
     figure, axes = plt.subplots(figsize=(9, 0.4 + 0.85 * len(names)), layout="constrained")
-    for at, (operation, colour) in enumerate(zip(operations, COLOURS, strict=True)):
+    for index, (operation, color) in enumerate(zip(operations, COLORS, strict=True)):
         values = [timed[name][operation] for name in names]
-        places = [row + 0.4 - (at + 0.5) * height for row in range(len(names))]
-        bars = axes.barh(places, values, height, color=colour, label=OPERATIONS[operation])
+        positions = [row + 0.4 - (index + 0.5) * height for row in range(len(names))]
+        bars = axes.barh(positions, values, height, color=color, label=OPERATIONS[operation])
         axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=2, fontsize=7, color="#333333")
     axes.set_xscale("log")
     axes.margins(x=0.12)
     axes.set_yticks(range(len(names)), names)
     axes.get_yticklabels()[names.index("sluice")].set_fontweight("bold")
-    axes.set_xlabel("milliseconds, logarithmic; less is better")
+    axes.set_xlabel("milliseconds, logarithmic; lower is better")
     batch = report["batch"]
     axes.set_title(
         f"One batch of {batch['rows']} rows and {batch['tokens'] // 1000} k tokens, from one process to another",
@@ -87,7 +87,7 @@ def _paths_table(title: str, paths: dict[str, dict[str, Any]]) -> Table:
 
 
 def _breakdown_table(breakdown: dict[str, Any]) -> Table:
-    table = Table("sluice", "parts, in ms", title="where the time goes", title_justify="left")
+    table = Table("sluice", "parts, in ms", title="time by part", title_justify="left")
     for operation, parts in breakdown.items():
         if isinstance(parts, dict):
             table.add_row(operation, ", ".join(f"{name} {value:.2f}" for name, value in parts.items()))

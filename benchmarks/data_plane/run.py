@@ -1,4 +1,4 @@
-"""The measurement: all paths in turn, on one local Ray, in one producer's and one consumer's process."""
+"""The measurement: all paths in turn, between one producer and one consumer process on one local Ray."""
 
 import importlib.metadata
 import importlib.util
@@ -18,21 +18,21 @@ import numpy as np
 import ray
 
 from benchmarks.data_plane.actors import PATHS, Consumer, Producer
-from benchmarks.data_plane.batch import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, Ints
-from benchmarks.data_plane.paths import ArrowIpcPlasma, Memcpy, Sluice
-from benchmarks.data_plane.peers import (
+from benchmarks.data_plane.baselines import (
     RayPaddedDict,
     RayPaddedLean,
     RayPaddedNumpy,
     TransferQueueJagged,
     TransferQueuePadded,
 )
+from benchmarks.data_plane.batch import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, Ints
+from benchmarks.data_plane.paths import ArrowIpcPlasma, Memcpy, Sluice
 from infra.stores import chunk_writer
 from schemas.errors import RunError
 
 PADDED = (TransferQueuePadded.name, RayPaddedDict.name, RayPaddedNumpy.name)
 OBJECT_STORE_BYTES = 4 * 2**30
-LOGICAL_CPUS = 8  # TransferQueue's actors ask Ray for one each; these are no threads
+LOGICAL_CPUS = 8  # TransferQueue's actors request one each; not a number of threads
 NEEDED = {"transfer_queue": "TransferQueue", "matplotlib": "matplotlib"}
 VERSIONS = ("ray", "torch", "pyarrow", "numpy", "tensordict", "TransferQueue")
 
@@ -43,7 +43,7 @@ Sample = dict[str, float]  # milliseconds by operation
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """The batch sizes and repetitions to measure."""
 
     num_rows: int = 512
     repetitions: int = 25
@@ -58,7 +58,7 @@ QUICK = Plan(repetitions=2, warm_ups=1, large_bytes=40_000_000, large_repetition
 
 @dataclass(frozen=True)
 class Processes:
-    """The two actors of a measurement, and the paths that they know."""
+    """The two actors of a measurement, and their paths."""
 
     producer: Any
     consumer: Any
@@ -66,11 +66,11 @@ class Processes:
 
 
 def measure(plan: Plan) -> dict[str, Any]:
-    """Measure everything; `_report` says what the figures are.
+    """Measure everything; see `_report` for the figures.
 
     Raises:
-        RunError: Something that the extra `bench` brings is missing.
-        AssertionError: What a consumer read is not what the producer put.
+        RunError: A package of the extra `bench` is missing.
+        AssertionError: A consumer read something else than the producer put.
     """
     require_extra()
     with local_ray():
@@ -79,21 +79,21 @@ def measure(plan: Plan) -> dict[str, Any]:
             logger.info("verifying every path")
             for name in reference.names:
                 verify(reference, name)
-            samples = run_in_turn(reference, plan.warm_ups, plan.repetitions)
+            samples = run_rounds(reference, plan.warm_ups, plan.repetitions)
             stored = {name: ray.get(reference.producer.num_bytes.remote(name)) for name in reference.names}
             breakdown = measure_breakdown(reference, plan.repetitions)
         repeats = -(-plan.large_bytes // batch["valid_bytes"])
         with processes((Sluice.name, Memcpy.name), plan.num_rows, repeats) as large:
             large_bytes = ray.get(large.producer.describe.remote())["valid_bytes"]
-            large_samples = run_in_turn(large, plan.large_warm_ups, plan.large_repetitions, only_read=True)
+            large_samples = run_rounds(large, plan.large_warm_ups, plan.large_repetitions, only_read=True)
     return _report(plan, batch, samples, stored, breakdown, large_bytes, large_samples)
 
 
 def require_extra() -> None:
-    """See that what the extra `bench` brings is installed.
+    """Check that the packages of the extra `bench` are installed.
 
     Raises:
-        RunError: It is not; the message names the extra.
+        RunError: One is missing; the message names the extra.
     """
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -105,7 +105,7 @@ def require_extra() -> None:
 
 @contextmanager
 def local_ray() -> Iterator[None]:
-    """A Ray of this command's own, on loopback; it ends with the command."""
+    """Run a private Ray instance on loopback for the duration."""
     handler = signal.getsignal(signal.SIGTERM)
     ray.init(
         address="local",
@@ -127,13 +127,13 @@ def local_ray() -> Iterator[None]:
 
 @contextmanager
 def processes(names: tuple[str, ...], num_rows: int, repeats: int = 1) -> Iterator[Processes]:
-    """A producer and a consumer that are ready; what they started is closed afterwards."""
+    """Hold a producer and a consumer that are ready; close and kill them afterwards."""
     producer: Any = (
         ray.remote(**chunk_writer.ACTOR_OPTIONS)(Producer).options(num_cpus=0).remote(names, num_rows, repeats)
     )
-    ray.get(producer.describe.remote())  # what the consumer joins must be there
-    reading = tuple(name for name in names if PATHS[name].reads)
-    consumer: Any = ray.remote(Consumer).options(num_cpus=0).remote(reading)
+    ray.get(producer.describe.remote())  # the consumer connects to what this has prepared
+    readable = tuple(name for name in names if PATHS[name].reads)
+    consumer: Any = ray.remote(Consumer).options(num_cpus=0).remote(readable)
     try:
         yield Processes(producer, consumer, names)
         ray.get(producer.close.remote())
@@ -143,10 +143,10 @@ def processes(names: tuple[str, ...], num_rows: int, repeats: int = 1) -> Iterat
 
 
 def verify(pair: Processes, name: str) -> None:
-    """See that the consumer's tensors equal the source, as read, in another order, and appended.
+    """Check that the consumer's tensors equal the source: as read, permuted, and appended.
 
     Raises:
-        AssertionError: They differ; the message names path and columns.
+        AssertionError: They differ; the message names the path and the columns.
     """
     _, handle = ray.get(pair.producer.put.remote(name, 0))
     if not PATHS[name].reads:
@@ -161,17 +161,15 @@ def verify(pair: Processes, name: str) -> None:
     ray.get(pair.producer.clear.remote(name, 0, handle))
 
 
-def run_in_turn(
-    pair: Processes, warm_ups: int, repetitions: int, *, only_read: bool = False
-) -> dict[str, list[Sample]]:
-    """Samples by path. The paths take turns, in another order each round.
+def run_rounds(pair: Processes, warm_ups: int, repetitions: int, *, only_read: bool = False) -> dict[str, list[Sample]]:
+    """Measure all paths once per round, in a different order each round; return the samples by path.
 
-    So noise on the machine hits all of them alike, and so does what a path leaves behind in caches and queues.
+    This way, noise on the machine and the state that a path leaves in caches and queues affect all paths equally.
     """
     samples: dict[str, list[Sample]] = defaultdict(list)
     num_rows = _num_rows(pair)
     for step in range(1, warm_ups + repetitions + 1):
-        logger.info("round %d of %d%s", step, warm_ups + repetitions, "" if step > warm_ups else ", to warm up")
+        logger.info("round %d of %d%s", step, warm_ups + repetitions, "" if step > warm_ups else " (warm-up)")
         order = _permutation(step, num_rows)
         for name in (pair.names[at] for at in _permutation(step, len(pair.names))):
             sample = _sample(pair, name, step, None if only_read else order)
@@ -181,7 +179,7 @@ def run_in_turn(
 
 
 def measure_breakdown(pair: Processes, repetitions: int) -> dict[str, dict[str, float]]:
-    """Where the product's time goes, medians in milliseconds."""
+    """Return the breakdown of each of Sluice's operations: medians in milliseconds."""
     producer, consumer, name = pair.producer, pair.consumer, Sluice.name
     samples: dict[str, list[Sample]] = defaultdict(list)
     num_rows = _num_rows(pair)
@@ -197,7 +195,7 @@ def measure_breakdown(pair: Processes, repetitions: int) -> dict[str, dict[str, 
 
 
 def _sample(pair: Processes, name: str, step: int, order: Ints | None) -> Sample:
-    """One put and one read; where there is an order, a read in it and an append as well."""
+    """Measure one put and one read; if `order` is given, also a read in that order and an append."""
     producer, consumer = pair.producer, pair.consumer
     sample: Sample = {}
     sample["put_ms"], handle = ray.get(producer.put.remote(name, step))
@@ -229,7 +227,7 @@ def _report(
         for name in stored
     }
     large = {name: _medians(large_samples[name]) for name in large_samples}
-    ours, floor = medians[Sluice.name], medians[ArrowIpcPlasma.name]
+    sluice, bare_arrow = medians[Sluice.name], medians[ArrowIpcPlasma.name]
     round_trips = {name: medians[name].get("round_trip_ms", 0.0) for name in medians}
     best_padded = min(PADDED, key=lambda name: round_trips[name])
     width = MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS
@@ -259,16 +257,16 @@ def _report(
         "stored_ratio": round(stored[Sluice.name] / batch["valid_bytes"], 4),
         "breakdown": {
             **{operation: _rounded(parts) for operation, parts in breakdown.items()},
-            # Our put without Arrow's one copy of the bytes; our read without the same read of bare Arrow bytes.
+            # The put minus Arrow's copy of the bytes; the read minus the same read of bare Arrow bytes.
             "orchestration_put_ms": round(breakdown["put"]["total"] - breakdown["put"]["bytes"], 3),
-            "orchestration_read_ms": round(ours["read_ms"] - floor["read_ms"], 3),
+            "orchestration_read_ms": round(sluice["read_ms"] - bare_arrow["read_ms"], 3),
         },
-        "machine": machine(),
+        "machine": describe_machine(),
     }
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+def describe_machine() -> dict[str, Any]:
+    """Return the cores and package versions that the figures were measured with."""
     versions = {name.lower(): importlib.metadata.version(name) for name in VERSIONS}
     return {"cores": os.cpu_count(), "python": platform.python_version(), **versions}
 
@@ -284,11 +282,11 @@ def _num_rows(pair: Processes) -> int:
 def _require_equal(name: str, expected: dict[str, str], actual: dict[str, str]) -> None:
     wrong = sorted(column for column in expected.keys() | actual.keys() if expected.get(column) != actual.get(column))
     if wrong:
-        raise AssertionError(f"{name} does not give back what was put: {', '.join(wrong)}")
+        raise AssertionError(f"{name} does not return what was put; columns that differ: {', '.join(wrong)}")
 
 
 def _medians(samples: Sequence[Sample]) -> Sample:
-    """The median of each operation on its own."""
+    """Return the median of each operation, each on its own."""
     return {operation: median(sample[operation] for sample in samples) for operation in samples[0]}
 
 
@@ -296,5 +294,5 @@ def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}
 
 
-def _ratio(peer: float, ours: float) -> float:
-    return round(peer / ours, 3)
+def _ratio(numerator: float, denominator: float) -> float:
+    return round(numerator / denominator, 3)

@@ -1,4 +1,4 @@
-"""The benchmark of rollout engines: the embedded one, transformers' `generate`, continuous batching, vLLM.
+"""Rollout engines: the embedded one, transformers' `generate`, continuous batching, and vLLM.
 
 Needs neither Ray nor Prefect: `python -m benchmarks.rollout`.
 """

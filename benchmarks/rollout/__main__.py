@@ -1,15 +1,15 @@
-"""The command; `sluice bench rollout` runs it in a process of its own."""
+"""The command that `sluice bench rollout` runs in a process of its own."""
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported; see tests/conftest.py
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch reads it on import; see tests/conftest.py
 
 from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.command import measuring, show
+from benchmarks.command import benchmark_session, print_report
 from benchmarks.rollout.report import render
 from benchmarks.rollout.run import QUICK, Plan, measure
 
@@ -18,17 +18,17 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 @app.command()
 def main(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON, the last one.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, on the last line.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model, few tokens: a smoke test.")] = False,
     models: Annotated[str | None, typer.Option(help="Comma-separated: tiny, small, mid.")] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of a batch.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Samples of each prompt.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=8, help="Tokens of the longest response.")] = None,
-    repetitions: Annotated[int | None, typer.Option(min=1, help="Of each path; medians are reported.")] = None,
-    threads: Annotated[int | None, typer.Option(min=0, help="Of torch; 0 for all cores.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts per batch.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Samples per prompt.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=8, help="Maximum tokens per response.")] = None,
+    repetitions: Annotated[int | None, typer.Option(min=1, help="Repetitions per path; medians are reported.")] = None,
+    threads: Annotated[int | None, typer.Option(min=0, help="torch threads; 0 for all cores.")] = None,
     paths: Annotated[str | None, typer.Option(help="Comma-separated: sluice, generate, vllm, ...")] = None,
 ) -> None:
-    """Generate the same samples with every engine, in turn: equal lengths, and varied ones."""
+    """Generate the same workload with each engine in turn: responses of equal and of varied lengths."""
     chosen: dict[str, Any] = {
         "models": tuple(models.split(",")) if models is not None else None,
         "prompts": prompts,
@@ -39,9 +39,9 @@ def main(
         "paths": tuple(paths.split(",")) if paths is not None else None,
     }
     plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
-    with measuring():
+    with benchmark_session():
         report = measure(plan)
-    show(report, as_json, render)
+    print_report(report, as_json, render)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The engines, each used in the way a trainer would that needs the drawn tokens' log-probs."""
+"""The engines, each used as a trainer that needs the sampled tokens' log-probs would use it."""
 
 import time
 from abc import ABC, abstractmethod
@@ -17,8 +17,8 @@ from infra.models.load import load_model
 from schemas.config.model import ModelConfig
 from schemas.errors import ConfigError
 
-PAGE_TOKENS = 32  # of a block of continuous batching's cache
-PROMPT_SHARE = 32  # tokens of prompts that it computes in one step, by row
+PAGE_TOKENS = 32  # per block of continuous batching's cache
+PREFILL_TOKENS_PER_ROW = 32  # in one step of continuous batching
 
 
 class Response(NamedTuple):
@@ -29,44 +29,44 @@ class Response(NamedTuple):
 
 
 class RolloutPath(ABC):
-    """One engine with the weights of a model folder; a workload's responses come prompt by prompt."""
+    """One engine with the weights of a model folder; a workload's responses are in the order of its prompts."""
 
     name: ClassVar[str]
-    logprobs: ClassVar[str]  # where its log-probs are from
-    is_rare: ClassVar[bool] = False  # measured once: slow
+    logprobs: ClassVar[str]  # the source of its log-probs
+    is_slow: ClassVar[bool] = False  # measured only once
 
     def __init__(self, folder: FilePath, max_tokens: int, max_rows: int) -> None:
-        """Start it.
+        """Start the engine.
 
         Args:
             folder: The model folder.
-            max_tokens: The most tokens of a prompt and its response.
-            max_rows: The most responses at a time.
+            max_tokens: The maximum number of tokens of a prompt and its response.
+            max_rows: The maximum number of concurrent responses.
 
         Raises:
-            ConfigError: It can't run here, or not this model.
+            ConfigError: The engine can't run here, or can't run this model.
         """
         self.model = load_model(ModelConfig(path=str(folder)))
-        # Responses end as the workload says, not as the folder does.
+        # The workload decides where responses end, not the model folder.
         self.model.generation_config = GenerationConfig()
         self.model.config.eos_token_id = None
 
     @abstractmethod
     def generate(self, workload: Workload, repetition: int) -> list[Response]:
-        """Generate a workload's responses, other ones in every repetition.
+        """Generate a workload's responses, different ones in every repetition.
 
         Raises:
-            ConfigError: It can't run this workload.
+            ConfigError: The engine can't run this workload.
         """
 
     def measure(self, workload: Workload, repetition: int) -> tuple[list[Response], float]:
-        """Return the responses and the seconds that they took."""
+        """Return the responses, and the seconds that generating them took."""
         start = time.perf_counter()
         responses = self.generate(workload, repetition)
         return responses, time.perf_counter() - start
 
     def close(self) -> None:
-        """Let go of the weights."""
+        """Release the weights."""
         del self.model
 
 
@@ -115,7 +115,7 @@ class Generate(RolloutPath):
                 ],
                 dim=1,
             )
-        return _cut(token_ids.numpy(), logprobs.numpy(), workload.stop_token_ids)
+        return _truncate(token_ids.numpy(), logprobs.numpy(), workload.stop_token_ids)
 
 
 class GenerateStatic(Generate):
@@ -130,15 +130,15 @@ class ContinuousBatching(RolloutPath):
 
     name = "continuous_batching"
     logprobs = "return_logprobs"
-    is_rare = True
+    is_slow = True
 
     def __init__(self, folder: FilePath, max_tokens: int, max_rows: int) -> None:
         super().__init__(folder, max_tokens, max_rows)
-        # Left to itself, it takes nearly all memory that is free, which is meant for a GPU.
+        # The defaults are meant for a GPU: they take nearly all free memory.
         self._sizes = {
             "page_size": PAGE_TOKENS,
             "num_blocks": max_rows * (-(-max_tokens // PAGE_TOKENS) + 1),
-            "max_batch_tokens": max(max_rows * PROMPT_SHARE, max_tokens),
+            "max_batch_tokens": max(max_rows * PREFILL_TOKENS_PER_ROW, max_tokens),
             "max_requests_per_batch": max_rows,
         }
 
@@ -155,12 +155,14 @@ class ContinuousBatching(RolloutPath):
         results = list(outputs.values())
         errors = [result.error for result in results if result.error]
         if errors or len(results) != workload.num_rows:
-            raise ConfigError(f"{len(results)} of {workload.num_rows} responses; the first error: {errors[:1]}")
+            raise ConfigError(
+                f"continuous batching gave {len(results)} of {workload.num_rows} responses; errors: {errors[:1]}"
+            )
         return [Response(np.array(result.generated_tokens), np.array(result.logprobs)) for result in results]
 
 
 class Vllm(RolloutPath):
-    """vLLM, in a process of its own: it binds threads, and changes what its process inherits."""
+    """vLLM, in a process of its own, since it pins threads and changes its process's environment."""
 
     name = "vllm"
     logprobs = "raw_logprobs of the sampled token"
@@ -186,7 +188,7 @@ PATHS: dict[str, type[RolloutPath]] = {
 
 @torch.no_grad()
 def plain_logprobs(model: PreTrainedModel, prompt: tuple[int, ...], response: np.ndarray) -> np.ndarray:
-    """Log-probs [R] of `response` by one forward over the unpadded sequence, what all paths must agree with."""
+    """Return the log-probs [R] of `response` by one unpadded forward, with which all paths must agree."""
     tokens = torch.tensor([*prompt, *response.tolist()])
     logits = model(tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, tokens[len(prompt) :, None])[:, 0].numpy()
@@ -209,8 +211,8 @@ def _generation_config(workload: Workload, **changes: Any) -> GenerationConfig:
     return GenerationConfig(**{**fields, **changes})
 
 
-def _cut(token_ids: np.ndarray, logprobs: np.ndarray, stop_token_ids: tuple[int, ...]) -> list[Response]:
-    """Rows [N, R] up to their first stop token."""
+def _truncate(token_ids: np.ndarray, logprobs: np.ndarray, stop_token_ids: tuple[int, ...]) -> list[Response]:
+    """Return the rows [N, R], each up to its first stop token."""
     responses = []
     for ids, values in zip(token_ids, logprobs, strict=True):
         stops = np.flatnonzero(np.isin(ids, stop_token_ids))

@@ -1,4 +1,4 @@
-"""The figures as a table."""
+"""The report as a table."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-TITLE = "response tokens per second, log-probs included, and the speed over that of generate"
+TITLE = "response tokens per second, log-probs included, and the speedup over generate"
 COLUMNS = ("model", "case", "path", "tok/s", "slowest", "fastest", "x generate", "mean length")
 
 
 def render(report: dict[str, Any]) -> Group:
-    """The report for people."""
+    """Return the report as a table and text."""
     table = Table(*COLUMNS, title=TITLE, title_justify="left")
     for column in table.columns[3:]:
         column.justify = "right"
@@ -30,6 +30,6 @@ def render(report: dict[str, Any]) -> Group:
     difference = max(case["max_difference"] for case in report["cases"])
     lines = [
         f"log-probs differ from a plain forward's by at most {difference:.1e} nats",
-        *(f"{entry['model']}: {entry['path']} was left out: {entry['reason']}" for entry in report["skipped"]),
+        *(f"{entry['model']}: {entry['path']} was skipped: {entry['reason']}" for entry in report["skipped"]),
     ]
     return Group(table, Text("\n".join(lines)))

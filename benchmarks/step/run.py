@@ -1,4 +1,4 @@
-"""Whole GRPO steps, one after another or overlapped: real runs of the command, on a local Prefect server and Ray."""
+"""The measurement: real runs of `sluice train`, with steps in turn or overlapped, on a local Prefect server and Ray."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.step.place import Place
+from benchmarks.step.workspace import Workspace
 from benchmarks.train.models import size_of
 from infra.models.tiny import make_model
 from infra.storage.runs import RunDirectory
@@ -17,30 +17,30 @@ from schemas.step import StepReport
 
 logger = logging.getLogger(__name__)
 
-FIRST_STOP_TOKEN = 300  # after the tokenizer's own; no text comes of these
-WARM_UP_STEPS = 2  # the first of a run, which also begin to overlap
+FIRST_STOP_TOKEN = 300  # after the tokenizer's own tokens; decodes to nothing
+WARM_UP_STEPS = 2  # a run's first steps, during which the overlap starts
 
-# What differs between the paths; threads are a share of the machine's cores, per worker.
+# The paths' max_staleness, and threads per worker as a fraction of the cores.
 PATHS: dict[str, tuple[int, float]] = {
     "synchronous": (0, 1.0),
-    "synchronous_half": (0, 0.5),  # each worker has the cores that it has when the two overlap
+    "synchronous_half": (0, 0.5),  # each worker has as many threads as when overlapped
     "overlapped": (1, 0.5),
 }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """The settings of a measurement.
 
     Attributes:
         model: One of the sizes of `benchmarks/train`.
-        num_prompts: Per step.
-        samples_per_prompt: Responses to each.
-        tokens: The most of one response; random stop tokens end one after about a quarter of it.
-        steps: Of each run.
-        repetitions: Runs of each path, in turn.
-        cores: That the paths share; 0 for the machine's.
-        paths: Some of `PATHS`.
+        num_prompts: Prompts per step.
+        samples_per_prompt: Responses per prompt.
+        tokens: Maximum tokens per response; random stop tokens end one after about a quarter of them.
+        steps: Steps per run.
+        repetitions: Runs per path; the paths take turns.
+        cores: Cores that the workers share; 0 for all of the machine's.
+        paths: A selection of `PATHS`.
     """
 
     model: str = "small"
@@ -56,12 +56,12 @@ class Plan:
 QUICK = Plan(model="tiny", num_prompts=2, samples_per_prompt=2, tokens=8, steps=4, repetitions=1)
 
 
-def measure(plan: Plan, place: Place) -> dict[str, Any]:
-    """Run every path in turn, and report the medians over all steps but each run's first.
+def measure(plan: Plan, workspace: Workspace) -> dict[str, Any]:
+    """Run every path in turn, and report the medians over all steps after each run's warm-up.
 
     Args:
-        plan: What is measured.
-        place: Where; its services go on.
+        plan: The settings.
+        workspace: The folder of the runs; its services are left running.
 
     Returns:
         `paths`: by name, `seconds_per_step`, `tokens_per_s`, `seconds_by_phase`, `threads` and the mean `staleness`
@@ -69,14 +69,14 @@ def measure(plan: Plan, place: Place) -> dict[str, Any]:
     """
     cores = plan.cores or os.cpu_count() or 1
     threads = {name: max(1, round(cores * PATHS[name][1])) for name in plan.paths}
-    common = _write_inputs(place, plan)
+    common = _write_inputs(workspace, plan)
     reports: dict[str, list[StepReport]] = {name: [] for name in plan.paths}
     for repetition in range(plan.repetitions):
         for name in plan.paths:
             run_id = f"{name}-{repetition}"
             varied = (f"runtime.max_staleness={PATHS[name][0]}", f"runtime.num_threads={threads[name]}")
-            place.train("--run-id", run_id, *common, *varied)
-            steps = RunDirectory(place.folder / "runs" / run_id).metrics.steps()[WARM_UP_STEPS:]
+            workspace.train("--run-id", run_id, *common, *varied)
+            steps = RunDirectory(workspace.folder / "runs" / run_id).metrics.steps()[WARM_UP_STEPS:]
             logger.info("%s: %.2f s per step", run_id, median(step.seconds for step in steps))
             reports[name] += steps
     paths = {name: {"threads": threads[name], **_summary(steps)} for name, steps in reports.items()}
@@ -89,11 +89,12 @@ def measure(plan: Plan, place: Place) -> dict[str, Any]:
     }
 
 
-def _write_inputs(place: Place, plan: Plan) -> list[str]:
-    """Write the model; return the overrides that all runs share."""
+def _write_inputs(workspace: Workspace, plan: Plan) -> list[str]:
+    """Write the model, and return the overrides that all runs share."""
     size = {**size_of(plan.model), "vocab_size": max(size_of(plan.model)["vocab_size"], 1024)}
-    make_model(place.folder / "bench-model", max_position_embeddings=4096, initializer_range=0.02, **size)
-    num_stop_tokens = min(round(size["vocab_size"] * 4 / plan.tokens), 512)  # nearly uniform: one token in tokens / 4
+    make_model(workspace.folder / "bench-model", max_position_embeddings=4096, initializer_range=0.02, **size)
+    # Sampling is nearly uniform: about one in tokens / 4 of the tokens stops a response.
+    num_stop_tokens = min(round(size["vocab_size"] * 4 / plan.tokens), 512)
     return [
         f"steps={plan.steps}",
         "model.path=bench-model",
@@ -101,7 +102,7 @@ def _write_inputs(place: Place, plan: Plan) -> list[str]:
         f"rollout.samples_per_prompt={plan.samples_per_prompt}",
         f"rollout.max_response_tokens={plan.tokens}",
         f"rollout.stop_token_ids={[FIRST_STOP_TOKEN + index for index in range(num_stop_tokens)]}",
-        'correction.kind="truncated"',  # all of them, so that all do the same work
+        'correction.kind="truncated"',  # on every path, so that all do the same work
         "optim.lr=1e-6",
     ]
 

@@ -13,12 +13,12 @@ from benchmarks.train.paths import Path
 from rl_core.scoring import PackedRow
 
 STATUS, CLEAR_REFS = FilePath("/proc/self/status"), FilePath("/proc/self/clear_refs")
-RESET_PEAK = "5"  # what proc(5) says resets VmHWM
+RESET_PEAK = "5"  # resets VmHWM, see proc(5)
 
 
 @dataclass
 class Meter:
-    """What the repetitions of one path showed."""
+    """The measurements of one path."""
 
     path: Path
     peak_mb: float = 0.0
@@ -26,7 +26,7 @@ class Meter:
 
 
 def measure_peak(model: PreTrainedModel, meter: Meter, is_training: bool) -> None:
-    """Note what the largest micro-batch needs beyond the weights: activations and, in training, gradients."""
+    """Record the memory of the largest micro-batch beyond the weights: activations and, in training, gradients."""
     meter.path.switch(model)
     before = _reset_peak(model.device)
     _run(model, meter.path, [max(meter.path.micro_batches, key=lambda row: len(row.input_ids))], is_training)
@@ -35,7 +35,7 @@ def measure_peak(model: PreTrainedModel, meter: Meter, is_training: bool) -> Non
 
 
 def measure_time(model: PreTrainedModel, meter: Meter, is_training: bool) -> None:
-    """Note the time of all micro-batches, as one optimizer step's forwards and backwards."""
+    """Record the time of all micro-batches: the forwards and backwards of one optimizer step."""
     meter.path.switch(model)
     _synchronize(model.device)
     start = time.perf_counter()
@@ -46,7 +46,7 @@ def measure_time(model: PreTrainedModel, meter: Meter, is_training: bool) -> Non
 
 
 def _run(model: PreTrainedModel, path: Path, rows: list[PackedRow], is_training: bool) -> None:
-    """Score micro-batches one after the other; in training, add up their gradients."""
+    """Score micro-batches one after another; in training, accumulate their gradients."""
     with torch.set_grad_enabled(is_training):
         for row in rows:
             logprobs = path.score(model, row)
@@ -60,13 +60,13 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _reset_peak(device: torch.device) -> int:
-    """Start a new high-water mark; returns the bytes in use now."""
+    """Reset the high-water mark, and return the bytes in use now."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory that malloc still holds would hide what the pass needs
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that malloc still holds would mask the pass's own
     CLEAR_REFS.write_text(RESET_PEAK)
     return _status_bytes("VmRSS")
 

@@ -1,5 +1,6 @@
-"""Models to measure: Qwen3 architecture, random weights, made in memory on the device."""
+"""Models to measure: Qwen3 architecture with random weights, created directly on the device."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from schemas.errors import ConfigError
 
 transformers_logging.set_verbosity_error()
 
-# The first four are for CPUs. The others have the sizes of the published models of these names.
+# The first four are for CPUs. The others have the sizes of the published models with the same names.
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 260,
@@ -79,21 +80,30 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def size_of(name: str) -> dict[str, Any]:
-    """The fields of `Qwen3Config` of one of `SIZES`.
+    """Return the fields of `Qwen3Config` for one of `SIZES`.
 
     Raises:
-        ConfigError: No such size.
+        ConfigError: There is no such size.
     """
-    if name not in SIZES:
-        raise ConfigError(f"--models: {name!r} is none of {', '.join(SIZES)}")
-    return SIZES[name]
+    return choose_size(name, SIZES)
+
+
+def choose_size(name: str, sizes: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of one of `sizes`.
+
+    Raises:
+        ConfigError: There is no such size.
+    """
+    if name not in sizes:
+        raise ConfigError(f"--models: {name!r} is not one of {', '.join(sizes)}")
+    return sizes[name]
 
 
 def make_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of one of `SIZES` with tied embeddings, in evaluation mode.
+    """Return a model of one of `SIZES` with tied embeddings, in evaluation mode.
 
     Raises:
-        ConfigError: No such size.
+        ConfigError: There is no such size.
     """
     config = Qwen3Config(
         **size_of(name),
@@ -109,7 +119,7 @@ def make_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTraine
 
 
 def model_flops(model: PreTrainedModel, lengths: list[int], num_targets: int, is_training: bool) -> float:
-    """Multiplications and additions that the model itself asks for: no padding, no recomputation.
+    """Return the multiplications and additions that the model itself needs: no padding, no recomputation.
 
     Two per weight and token in the decoder's linear layers, two per weight and target in the head; causal attention
     takes 4 * width * (len^2 / 2) per layer. The backward costs twice the forward.

@@ -23,46 +23,46 @@ from schemas.errors import ConfigError
 Lengths = NDArray[np.int64]
 
 MIN_ROW_TOKENS = 4
-PROMPT_SHARE = 4  # one token in so many is of a prompt, and isn't scored
-LENGTH_SPREAD = 0.6  # the standard deviation of the lengths' logarithms
-MAX_PADDED_FORWARDS = 3  # padded micro-batches are all of one shape, so a few of many tell the speed of all
+PROMPT_DIVISOR = 4  # one in PROMPT_DIVISOR tokens belongs to a prompt, and isn't scored
+LENGTH_SIGMA = 0.6  # standard deviation of the log lengths
+MAX_PADDED_FORWARDS = 3  # padded micro-batches all have the same shape, so a few of them give the speed of all
 MAX_ROW_FORWARDS = 32
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What to compute, whatever the way."""
+    """The batch that every path computes."""
 
     lengths: Lengths  # [N] tokens of each row
     vocab_size: int
-    token_budget: int  # most positions of one forward, padded ones included
+    token_budget: int  # maximum positions per forward, including padding
     chunk_tokens: int
     device: torch.device
 
     @property
     def fill(self) -> float:
-        """Real tokens over those of the padded rectangle."""
+        """The fraction of the padded rectangle that is real tokens."""
         return float(self.lengths.sum() / (len(self.lengths) * self.lengths.max()))
 
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """One way: micro-batches and how to score one."""
+    """One way to compute the log-probs: its micro-batches, and how to score one."""
 
     name: str
-    switch: Callable[[PreTrainedModel], None]  # to the attention that it takes
+    switch: Callable[[PreTrainedModel], None]  # to the path's attention implementation
     score: Callable[[PreTrainedModel, PackedRow], Tensor]  # [R] log-probs of one micro-batch
-    micro_batches: list[PackedRow]  # those that are run
+    micro_batches: list[PackedRow]  # the ones that are run
     num_tokens: int  # real tokens of all micro-batches, run or not
     num_positions: int  # positions that all of them compute
-    run_positions: int  # positions that those that are run compute
+    run_positions: int  # positions that `micro_batches` compute
 
 
 def random_lengths(num_tokens: int, fill: float, longest: int, seed: int = 0) -> Lengths:
-    """Lengths that add up to `num_tokens`: one is `longest`, the others are log-normal, their number as `fill` says.
+    """Draw lengths that add up to `num_tokens`: one is `longest`, the others are log-normal; `fill` sets their number.
 
     Raises:
-        ConfigError: No rows can have such lengths.
+        ConfigError: No rows can have these lengths.
     """
     rng = np.random.default_rng(seed)
     num_rows = max(2, round(num_tokens / (fill * longest)))
@@ -71,7 +71,7 @@ def random_lengths(num_tokens: int, fill: float, longest: int, seed: int = 0) ->
             f"--fills {fill}: {num_rows} rows of at most {longest} tokens can't hold {num_tokens};"
             " change --fills, --tokens or --longest"
         )
-    weights = rng.lognormal(0, LENGTH_SPREAD, num_rows - 1)
+    weights = rng.lognormal(0, LENGTH_SIGMA, num_rows - 1)
     lengths = np.clip(weights / weights.sum() * (num_tokens - longest), MIN_ROW_TOKENS, longest).astype(np.int64)
     while (missing := num_tokens - longest - int(lengths.sum())) != 0:
         step = 1 if missing > 0 else -1
@@ -81,7 +81,7 @@ def random_lengths(num_tokens: int, fill: float, longest: int, seed: int = 0) ->
 
 
 def all_paths(workload: Workload) -> list[Path]:
-    """Every way, with its micro-batches on the device."""
+    """Return every path, with its micro-batches on the device."""
     return [
         _packed(workload),
         _padded(workload),
@@ -92,20 +92,20 @@ def all_paths(workload: Workload) -> list[Path]:
 
 
 def packed_logprobs(workload: Workload, model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """[R] log-probs by packed replay."""
+    """Return log-probs [R] computed on the packed row."""
     return packed_scores(model, row, temperature=1.0, chunk_tokens=workload.chunk_tokens).logprobs
 
 
 def padded_logprobs(workload: Workload, width: int, model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """[R] log-probs by a batch padded to `width`, with the scoring head of packed replay."""
+    """Return log-probs [R] computed on a batch padded to `width`, with the same scoring head as the packed row's."""
     options = HeadOptions(1.0, None, workload.chunk_tokens, top_k=0, has_entropy=False, has_entropy_grad=False)
     states, index = padded_hidden_states(model, row, width)
     return score_hidden_states(model, states.index_select(0, index[row.predict_index]), row.targets, options).logprobs
 
 
 def random_row(lengths: Lengths, workload: Workload) -> PackedRow:
-    """Random tokens, packed; a part of every row is its prompt."""
-    prompts = np.maximum(1, lengths // PROMPT_SHARE)
+    """Return random tokens as a packed row; the first part of every sequence is its prompt."""
+    prompts = np.maximum(1, lengths // PROMPT_DIVISOR)
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(workload.vocab_size, (int(part.sum()),), generator=generator) for part in (prompts, lengths)]
     return pack_row(ids[0], prompts, ids[1][: int((lengths - prompts).sum())], lengths - prompts).to(workload.device)
@@ -118,7 +118,7 @@ def _packed(workload: Workload) -> Path:
 
 
 def _padded(workload: Workload) -> Path:
-    """The full rectangle of the batch, as many rows at a time as the budget holds."""
+    """Return the path over the full padded rectangle, as many rows at a time as the budget allows."""
     width = int(workload.lengths.max())
     groups = _groups(workload.lengths, workload.token_budget // width)
     score = partial(padded_logprobs, workload, width)
@@ -126,20 +126,20 @@ def _padded(workload: Workload) -> Path:
 
 
 def _row_by_row(workload: Workload) -> Path:
-    """One forward per row: no padding, and no more than one row to keep the machine busy."""
+    """Return the path with one forward per row: no padding, but only one row at a time to keep the machine busy."""
     groups, score = _groups(workload.lengths, 1), partial(padded_logprobs, workload, 0)
     return _path("row_by_row", workload, use_padded_attention, score, groups, MAX_ROW_FORWARDS)
 
 
 def _dense(workload: Workload, name: str, num_rows: int) -> Path:
-    """The same tokens in rows of equal lengths, through the model's own attention: nothing to pad, nothing ragged."""
+    """Return the path over rows of equal length, through the model's own attention: no padding, nothing ragged."""
     length = int(workload.lengths.sum()) // num_rows
     groups = _groups(np.full(num_rows, length, dtype=np.int64), max(1, workload.token_budget // length))
     return _path(name, workload, use_padded_attention, partial(padded_logprobs, workload, 0), groups)
 
 
 def _equal_work_rows(lengths: Lengths) -> int:
-    """How many equal rows have the same sum of lengths and the same sum of their squares."""
+    """Return the number of equal rows with the same sum of lengths and the same sum of squared lengths."""
     return max(1, round(int(lengths.sum()) ** 2 / int((lengths**2).sum())))
 
 

@@ -1,4 +1,4 @@
-"""The figures as a table and as a chart."""
+"""The report as a table and as a chart."""
 
 from pathlib import Path
 from typing import Any
@@ -7,19 +7,19 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-COLOURS = {
+COLORS = {
     "packed": "#1f4e79",
     "padded": "#b5583f",
     "row_by_row": "#e0a63c",
     "dense": "#4f9d9d",
     "dense_equal_count": "#9cc9c9",
 }
-TITLE = "real tokens per second, peak memory, and the speed over that of equal rows: as much work, as many rows"
+TITLE = "real tokens per second, peak memory, and the speed relative to equal rows: of the same work, of the same count"
 COLUMNS = ("model", "tokens", "fill", "pass", "path", "tok/s", "MB", "ideal", "count", "MFU")
 
 
 def render(report: dict[str, Any]) -> Group:
-    """The report for people."""
+    """Return the report as a table and text."""
     table = Table(*COLUMNS, title=TITLE, title_justify="left")
     for column in table.columns[5:]:
         column.justify = "right"
@@ -38,9 +38,9 @@ def render(report: dict[str, Any]) -> Group:
         )
     largest_difference = max(case["max_difference"] for case in report["agreement"])
     lines = [
-        f"packed over equal rows, at least: {report['min_fraction_of_ideal']:.2f} where they are as much work, "
-        f"{report['min_fraction_of_equal_count']:.2f} where they are as many",
-        f"packed over padded, times fill, at least: {report['min_speedup_x_fill']:.2f}",
+        f"packed relative to equal rows, at least: {report['min_fraction_of_ideal']:.2f} for the same work, "
+        f"{report['min_fraction_of_equal_count']:.2f} for the same count",
+        f"packed relative to padded, times fill, at least: {report['min_speedup_x_fill']:.2f}",
         f"packed and padded log-probs differ by at most {largest_difference:.1e} nats",
         *(
             f"vocabulary {case['vocab_size']}, {case['tokens']} tokens: peak {case['peak_mb']:.0f} MB; "
@@ -65,12 +65,12 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure, panels = plt.subplots(1, len(models), figsize=(5 * len(models), 3.6), layout="constrained", squeeze=False)
     for axes, model in zip(panels[0], models, strict=True):
         fills = list(dict.fromkeys(case["fill"] for case in cases))
-        for at, (name, colour) in enumerate(COLOURS.items()):
+        for index, (name, color) in enumerate(COLORS.items()):
             speeds = [case["tokens_per_s"] for case in cases if (case["model"], case["path"]) == (model, name)]
-            places = [place + 0.16 * (at - 2) for place in range(len(fills))]
-            axes.bar(places, speeds, 0.15, color=colour, label=name.replace("_", " "))
+            positions = [tick + 0.16 * (index - 2) for tick in range(len(fills))]
+            axes.bar(positions, speeds, 0.15, color=color, label=name.replace("_", " "))
         axes.set_xticks(range(len(fills)), [f"{fill:.0%}" for fill in fills])
-        axes.set_xlabel("fill: real tokens of the padded rectangle")
+        axes.set_xlabel("fill: fraction of the padded rectangle that is real tokens")
         axes.set_ylabel("real tokens per second")
         axes.set_title(f"{model}: forward and backward, {tokens} tokens", loc="left", fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""All cases of the benchmark, in one process, the ways to compute one case in turn."""
+"""The measurement: all cases in one process, the paths of each case in turn."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ from schemas.errors import ConfigError, ScoringError
 logger = logging.getLogger(__name__)
 
 IDEAL, EQUAL_COUNT = "dense", "dense_equal_count"
-RARE = ("padded", "row_by_row", EQUAL_COUNT)  # measured less often: slow, or beside the point
+SECONDARY = ("padded", "row_by_row", EQUAL_COUNT)  # measured less often: slow, or of less interest
 WARM_UP_TOKENS = 256
 VOCABULARY_MODEL = "wide-vocabulary"
 MAX_DIFFERENCE = {"float32": 1e-3, "bfloat16": 1.0}  # nats between packed and padded, for any one token
@@ -34,7 +34,7 @@ MAX_DIFFERENCE = {"float32": 1e-3, "bfloat16": 1.0}  # nats between packed and p
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure."""
+    """The settings of a measurement."""
 
     models: tuple[str, ...] = ("small", "mid")
     fills: tuple[float, ...] = (0.10, 0.25, 0.50)
@@ -43,14 +43,14 @@ class Plan:
     token_budget: int = 8192
     chunk_tokens: int = 1024
     repetitions: int = 3
-    most_repetitions: int = 15
-    least_seconds: float = 6.0  # that each path, but the rare ones, is timed for if `most_repetitions` allow
-    rare_repetitions: int = 1
+    max_repetitions: int = 15
+    min_seconds: float = 6.0  # minimum time per path, except secondary ones, within `max_repetitions`
+    secondary_repetitions: int = 1
     vocabulary_tokens: tuple[int, ...] = (2048, 4096, 8192)
     device: str = "auto"
     dtype: str = "float32"
     threads: int = 0  # 0: all cores
-    peak_tflops: float = 989.0  # of the GPU, dense bfloat16; an H200's by default
+    peak_tflops: float = 989.0  # of the GPU, dense bfloat16; the default is an H200's
 
 
 QUICK = Plan(
@@ -61,7 +61,7 @@ QUICK = Plan(
     token_budget=512,
     chunk_tokens=64,
     repetitions=1,
-    least_seconds=0.0,
+    min_seconds=0.0,
     vocabulary_tokens=(128,),
 )
 
@@ -100,16 +100,16 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 def _warm_up(plan: Plan, model: PreTrainedModel) -> None:
-    """Run every path on little, so that no library's start-up counts as memory of the first case."""
+    """Run every path on a small batch, so that library initialization doesn't count as memory of the first case."""
     for path in all_paths(_workload(plan, model, WARM_UP_TOKENS, 0.5)):
         measure_peak(model, Meter(path), is_training=True)
 
 
 def _measure_case(plan: Plan, model: PreTrainedModel, workload: Workload, is_training: bool) -> list[dict[str, Any]]:
     meters = [Meter(path) for path in all_paths(workload)]
-    for meter in meters:  # which also warms up
+    for meter in meters:  # also warms up
         measure_peak(model, meter, is_training)
-    _take_turns(plan, model, meters, is_training)
+    _time_in_turn(plan, model, meters, is_training)
     speeds = {meter.path.name: _tokens_per_second(meter) for meter in meters}
     cases = []
     for meter in meters:
@@ -133,19 +133,19 @@ def _measure_case(plan: Plan, model: PreTrainedModel, workload: Workload, is_tra
     return cases
 
 
-def _take_turns(plan: Plan, model: PreTrainedModel, meters: list[Meter], is_training: bool) -> None:
-    """Time all paths in turn; short ones more often, since a fraction of a second says little."""
-    repetition, least_seconds = 0, 0.0
-    while repetition < plan.repetitions or (repetition < plan.most_repetitions and least_seconds < plan.least_seconds):
+def _time_in_turn(plan: Plan, model: PreTrainedModel, meters: list[Meter], is_training: bool) -> None:
+    """Time all paths in turn, short ones more often, since a fraction of a second is too noisy."""
+    repetition, min_seconds = 0, 0.0
+    while repetition < plan.repetitions or (repetition < plan.max_repetitions and min_seconds < plan.min_seconds):
         for meter in meters:
-            if repetition < plan.rare_repetitions or meter.path.name not in RARE:
+            if repetition < plan.secondary_repetitions or meter.path.name not in SECONDARY:
                 measure_time(model, meter, is_training)
         repetition += 1
-        least_seconds = min(sum(meter.seconds) for meter in meters if meter.path.name not in RARE)
+        min_seconds = min(sum(meter.seconds) for meter in meters if meter.path.name not in SECONDARY)
 
 
 def _tokens_per_second(meter: Meter) -> float:
-    """Real tokens per second, of the micro-batches that were run, as if all had been."""
+    """Return real tokens per second of all micro-batches, extrapolated from the ones that were run."""
     positions_per_second = meter.path.run_positions / statistics.median(meter.seconds)
     return positions_per_second * meter.path.num_tokens / meter.path.num_positions
 
@@ -158,7 +158,7 @@ def _flops_per_token(model: PreTrainedModel, meter: Meter, is_training: bool) ->
 
 @torch.no_grad()
 def _agreement(plan: Plan, model: PreTrainedModel, workload: Workload) -> dict[str, Any]:
-    """Compare packed and padded log-probs of as many of the rows as one padded forward holds."""
+    """Compare packed and padded log-probs of as many rows as one padded forward holds."""
     lengths = workload.lengths[: max(2, workload.token_budget // int(workload.lengths.max()))]
     row = random_row(lengths, workload)
     use_packed_attention(model)
@@ -166,12 +166,12 @@ def _agreement(plan: Plan, model: PreTrainedModel, workload: Workload) -> dict[s
     use_padded_attention(model)
     difference = (packed - padded_logprobs(workload, 0, model, row)).abs()
     if not (largest := float(difference.max())) <= (limit := MAX_DIFFERENCE[plan.dtype]):
-        raise ScoringError(f"packed and padded log-probs differ by {largest:.3g} nats (limit {limit:g}); time neither")
+        raise ScoringError(f"packed and padded log-probs differ by {largest:.3g} nats (limit {limit:g}); not timed")
     return {"targets": len(packed), "max_difference": largest, "mean_difference": float(difference.mean())}
 
 
 def _measure_vocabulary(plan: Plan, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """The peak of packed forward and backward for a vocabulary of 151,936, and what all logits would take alone."""
+    """Return the peak memory of packed forward and backward with a vocabulary of 151,936, and its logits' size."""
     model = make_model(VOCABULARY_MODEL, device, dtype)
     _warm_up(plan, model)
     figures = []
@@ -214,18 +214,18 @@ def _summary(cases: list[dict[str, Any]]) -> dict[str, float]:
 
 def _device(plan: Plan) -> torch.device:
     if plan.device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device: {plan.device!r} is none of auto, cpu, cuda")
+        raise ConfigError(f"--device: {plan.device!r} is not one of auto, cpu, cuda")
     if plan.dtype not in MAX_DIFFERENCE:
-        raise ConfigError(f"--dtype: {plan.dtype!r} is none of {', '.join(MAX_DIFFERENCE)}")
+        raise ConfigError(f"--dtype: {plan.dtype!r} is not one of {', '.join(MAX_DIFFERENCE)}")
     if unusable := [fill for fill in plan.fills if not 0 < fill <= 1]:
-        raise ConfigError(f"--fills: {unusable[0]} is not a share of real tokens, above 0 and at most 1")
+        raise ConfigError(f"--fills: {unusable[0]} is not a fraction of real tokens, above 0 and at most 1")
     has_cuda = torch.cuda.is_available()
     if plan.longest > plan.token_budget:
         raise ConfigError(
             f"--longest {plan.longest} is over --token-budget {plan.token_budget}; the longest row must fit"
         )
     if plan.device == "cuda" and not has_cuda:
-        raise ConfigError("--device: cuda was asked for, but torch finds no CUDA device; run with --device cpu")
+        raise ConfigError("--device: cuda was requested, but torch finds no CUDA device; run with --device cpu")
     return torch.device("cuda" if has_cuda and plan.device != "cpu" else "cpu")
 
 

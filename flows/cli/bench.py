@@ -13,23 +13,23 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def run_benchmark(console: Console, name: str | None, arguments: list[str]) -> None:
-    """Replace this process by a benchmark's, or list the benchmarks.
+    """Replace this process with a benchmark, or list the benchmarks.
 
-    A benchmark sets what Ray and torch read when they are imported, so it needs a fresh process; and as it takes the
-    place of this one, terminating the command terminates the benchmark.
+    A benchmark sets environment variables that Ray and torch read on import, so it needs a fresh process. It replaces
+    this one so that terminating the command terminates the benchmark.
 
     Args:
-        console: Where the list is printed.
+        console: The console to print the list on.
         name: A module or package of `benchmarks/`, with dashes or underscores; None lists them.
         arguments: The benchmark's own arguments.
 
     Raises:
-        RunError: The benchmarks are not here, or there is none of this name.
+        RunError: There are no benchmarks in this installation, or none with this name.
     """
     found = _benchmarks()
     if not found:
         raise RunError(
-            f"benchmarks need a checkout and the extra `bench`: {CHECKOUT} holds none; clone the repository and "
+            f"benchmarks need a checkout and the extra `bench`: {CHECKOUT} has none; clone the repository and "
             "install it with: pip install -e '.[bench]'"
         )
     if name is None or name == "--help":
@@ -38,7 +38,7 @@ def run_benchmark(console: Console, name: str | None, arguments: list[str]) -> N
             console.print(f"  {each:<12} {title}", markup=False, highlight=False)
         return
     if (chosen := name.replace("_", "-")) not in found:
-        raise RunError(f"there is no benchmark {name!r}; there are {', '.join(found)}")
+        raise RunError(f"there is no benchmark {name!r}; choose one of {', '.join(found)}")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])}
     sys.stdout.flush()
     os.execve(
@@ -49,7 +49,7 @@ def run_benchmark(console: Console, name: str | None, arguments: list[str]) -> N
 
 
 def _benchmarks() -> dict[str, str]:
-    """Return the first line of each benchmark's docstring by its name."""
+    """Return the first line of each benchmark's docstring, by benchmark name."""
     folder = CHECKOUT / "benchmarks"
     modules = {path.parent.name: path.parent / "__init__.py" for path in sorted(folder.glob("*/__main__.py"))}
     modules |= {path.stem: path for path in sorted(folder.glob("*.py")) if _has_main(path)}

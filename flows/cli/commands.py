@@ -1,4 +1,4 @@
-"""The commands and their options. Each imports what it needs when it is called, so that `--help` is quick."""
+"""The commands and their options. Each command imports what it needs when called, so that `--help` is fast."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 console = Console()
 
-RunArgument = Annotated[str, typer.Argument(help="A run's id, or its directory.", metavar="RUN")]
+RunArgument = Annotated[str, typer.Argument(help="The run's id or directory.", metavar="RUN")]
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(help="Changes to the config, e.g. optim.lr=1e-4 rollout.num_prompts=32", metavar="[KEY=VALUE]..."),
@@ -50,12 +50,13 @@ def sluice(
 def demo(
     overrides: OverridesArgument = None,
     config_name: Annotated[
-        Literal["demo", "demo_vllm"], typer.Option("--config", help="The built-in config; demo_vllm: rollouts by vLLM.")
+        Literal["demo", "demo_vllm"],
+        typer.Option("--config", help="The built-in config; demo_vllm generates with vLLM."),
     ] = "demo",
-    steps: Annotated[int | None, typer.Option(help="GRPO steps; the config's own if not given.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Seed of data, model and training.", min=0)] = 0,
+    steps: Annotated[int | None, typer.Option(help="GRPO steps; default: the config's.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Seed for data, model and training.", min=0)] = 0,
 ) -> None:
-    """Make a data set and a tiny model, warm-start it, and run GRPO until the reward has risen."""
+    """Generate a data set and a tiny model, warm-start the model, and improve it with GRPO."""
     from flows.cli.demo import demo_overrides, prepare_demo
     from flows.cli.run import run_training
     from flows.cli.session import prefect_session, run_flow
@@ -65,7 +66,7 @@ def demo(
     if config.rollout.kind == "vllm":
         from infra.engines.vllm.package import require_vllm
 
-        require_vllm()  # rather than after the warm start
+        require_vllm()  # fail now, not after the warm start
     with prefect_session(config.runtime, console):
         run_flow(prepare_demo(config))
         run_training(console, config)
@@ -75,9 +76,9 @@ def demo(
 def train(
     config_path: Annotated[str, typer.Argument(help="A TOML file, or the name of a built-in one.", metavar="CONFIG")],
     overrides: OverridesArgument = None,
-    run_id: Annotated[str | None, typer.Option(help="The run's id; made from the config's name if not given.")] = None,
+    run_id: Annotated[str | None, typer.Option(help="The run's id; default: from the config's name.")] = None,
 ) -> None:
-    """Train as the config says. Everything is checked before anything is started."""
+    """Train with a config; everything is checked before anything is started."""
     from flows.cli.preflight import check
     from flows.cli.run import run_training
     from flows.cli.session import prefect_session
@@ -94,12 +95,12 @@ def plan(
     config_path: Annotated[str, typer.Argument(help="A TOML file, or the name of a built-in one.", metavar="CONFIG")],
     overrides: OverridesArgument = None,
     lengths: Annotated[
-        Literal["lognormal", "uniform"], typer.Option(help="How response lengths are drawn.")
+        Literal["lognormal", "uniform"], typer.Option(help="Distribution of the response lengths.")
     ] = "lognormal",
-    fill: Annotated[float, typer.Option(help="Their mean, as a fraction of rollout.max_response_tokens.")] = 0.5,
+    fill: Annotated[float, typer.Option(help="Mean response length / rollout.max_response_tokens.")] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value.")] = False,
 ) -> None:
-    """Plan one step without starting anything: rows, micro-batches, bytes; reject what can't fit."""
+    """Plan one step without starting anything: rows, micro-batches, memory; fail if it can't fit."""
     from flows.cli.plan import plan_config
 
     plan_config(console, _load(config_path, overrides or []), shape=lengths, fill=fill, as_json=as_json)
@@ -119,10 +120,12 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
 
     directory = RunDirectory.open(run, runs_dir)
     config = override_config(directory.config(), overrides or [], directory.run_id)
-    if Path(config.runtime.runs_dir).resolve() != directory.path.parent:  # found by its path, it may have been moved
+    if (
+        Path(config.runtime.runs_dir).resolve() != directory.path.parent
+    ):  # the run was given by its path, and may have been moved
         config = config.replace(runtime=config.runtime.replace(runs_dir=str(directory.path.parent)))
     check_changes(directory, config)
-    directory.ledger.is_outdated()  # rejects one of a newer Sluice
+    directory.ledger.is_outdated()  # raises if a newer Sluice wrote it
     done = len(directory.metrics.steps())
     if done >= config.steps and (directory.path / "summary.json").exists():
         console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")
@@ -146,7 +149,7 @@ def data(
     seed: Annotated[int, typer.Option(help="The task's seed.", min=0)] = 0,
     exclude: Annotated[Path | None, typer.Option(help="Skip problems that are in this Parquet file.")] = None,
 ) -> None:
-    """Write problems of a reasoning-gym task as Parquet, in the columns that verl uses."""
+    """Write problems of a reasoning-gym task to a Parquet file with verl's columns."""
     from infra.datasets.reasoning_gym import parse_settings, write_problems
 
     with console.status(f"generating {size} problems of {task}"):
@@ -160,15 +163,13 @@ def data(
 def evaluate(
     run: RunArgument,
     overrides: OverridesArgument = None,
-    data_path: Annotated[
-        str | None, typer.Option("--data", help="Prompts; the run's own eval file if not given.")
-    ] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="The most prompts to use.", min=1)] = None,
+    data_path: Annotated[str | None, typer.Option("--data", help="Prompt file; default: the run's eval file.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Maximum number of prompts.", min=1)] = None,
     runs_dir: RunsDirOption = "runs",
 ) -> None:
     """Measure the held-out accuracy of a run's newest checkpoint, by data source.
 
-    Changes to the config hold for this evaluation only, e.g. eval.samples_per_prompt=8 eval.temperature=1.0.
+    Changes to the config apply to this evaluation only, e.g. eval.samples_per_prompt=8 eval.temperature=1.0.
     """
     from flows.cli.evaluate import evaluate_run
     from flows.progress import eval_lines
@@ -187,17 +188,15 @@ def evaluate(
 @app.command()
 def export(
     run: RunArgument,
-    out: Annotated[Path, typer.Argument(help="The folder to write; it must be empty or not exist.", metavar="OUT")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; must be empty or not exist.", metavar="OUT")],
     step: Annotated[
-        int | None, typer.Option(help="The checkpoint after this many steps; the newest if not given.", min=0)
+        int | None, typer.Option(help="Checkpoint after this many steps; default: the newest.", min=0)
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="The one with the best held-out accuracy.")] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; the base model's own if not given.")
-    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Checkpoint with the best held-out accuracy.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the base model's.")] = None,
     runs_dir: RunsDirOption = "runs",
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder, adapters merged, which transformers and vLLM load."""
+    """Write a checkpoint, adapters merged, as a Hugging Face folder that transformers and vLLM can load."""
     from flows.cli.export import export_run
     from infra.storage.runs import RunDirectory
 
@@ -208,13 +207,13 @@ def export(
 
 @app.command()
 def report(run: RunArgument, runs_dir: RunsDirOption = "runs") -> None:
-    """Show a run's metrics, and write them with curves to its report.html."""
+    """Show a run's metrics, and write report.html with their curves to its directory."""
     from flows.cli.report import render_table, write_html
     from infra.storage.runs import RunDirectory
 
     directory = RunDirectory.open(run, runs_dir)
     if not directory.metrics.steps():
-        raise RunError(f"run {directory.run_id} has no finished step to report; resume with: sluice resume {run}")
+        raise RunError(f"run {directory.run_id} has no finished steps to report; resume with: sluice resume {run}")
     console.print(render_table(directory))
     console.print(f"wrote {write_html(directory)}", soft_wrap=True)
 
@@ -224,15 +223,13 @@ def inspect(
     run: RunArgument,
     step: Annotated[
         int | None,
-        typer.Argument(
-            help="Counted from 0, as in folder names; the newest with columns if not given.", metavar="[STEP]"
-        ),
+        typer.Argument(help="Counted from 0, as in folder names; default: the newest with columns.", metavar="[STEP]"),
     ] = None,
     rows: Annotated[int, typer.Option(help="Number of sample rows.", min=0)] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value, with full texts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value, with full strings.")] = False,
     runs_dir: RunsDirOption = "runs",
 ) -> None:
-    """Show what a step's columns hold, without Ray: statistics, chunks, lengths and sample rows."""
+    """Show a step's columns, without Ray: statistics, chunks, lengths and sample rows."""
     from flows.cli.inspect import print_step
     from infra.storage.runs import RunDirectory
     from infra.stores.offline import find_step, open_run_columns
@@ -252,9 +249,9 @@ def inspect(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="The benchmark; all are listed if not given.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The benchmark; default: list all.")] = None,
 ) -> None:
-    """Measure Sluice against its peers, from a checkout with the extra `bench`; each benchmark has its own options."""
+    """Measure Sluice against baselines, from a checkout with the extra `bench`; each benchmark has its own options."""
     from flows.cli.bench import run_benchmark
 
     run_benchmark(console, name, context.args)
@@ -262,7 +259,7 @@ def bench(
 
 @app.command()
 def down(
-    services_dir: Annotated[str, typer.Option(help="The folder with the services' state.")] = ".sluice",
+    services_dir: Annotated[str, typer.Option(help="Folder with the services' state.")] = ".sluice",
 ) -> None:
     """Stop the local Prefect server and Ray that earlier commands started here."""
     from infra.services.local import LocalServices

@@ -1,4 +1,4 @@
-"""Held-out accuracy of a run's newest checkpoint, in this process: no Ray, no Prefect."""
+"""`sluice eval`: held-out accuracy of a run's newest checkpoint, in this process, without Ray and Prefect."""
 
 import tempfile
 from collections.abc import Sequence
@@ -20,29 +20,29 @@ from schemas.step import EvalReport, RunHandle
 def evaluate_run(
     directory: RunDirectory, data_path: str | None, num_prompts: int | None, overrides: Sequence[str] = ()
 ) -> EvalReport:
-    """Score held-out prompts under the run's newest checkpoint.
+    """Evaluate the run's newest checkpoint on held-out prompts.
 
     Args:
         directory: The run.
         data_path: A prompt file; None for the config's `data.eval_path`.
-        num_prompts: How many prompts at most; None for the config's `eval.num_prompts`.
+        num_prompts: The maximum number of prompts; None for the config's `eval.num_prompts`.
         overrides: `section.key=value` changes to the run's config, e.g. `eval.samples_per_prompt=8`.
 
     Raises:
         RunError: The run has no checkpoint.
-        ConfigError: An override is not allowed, or neither the call nor the config names a prompt file.
+        ConfigError: An override is not allowed, or neither `data_path` nor the config names a prompt file.
     """
     config = override_config(directory.config(), overrides, directory.run_id)
     store = open_checkpoints(directory, config.checkpoint)
     found = store.newest()
     if found is None:
-        raise RunError(f"run {directory.run_id} has no whole checkpoint in {store}")
+        raise RunError(f"run {directory.run_id} has no complete checkpoint in {store}")
     if data_path is None and config.data.eval_path is None:
-        raise ConfigError(f"run {directory.run_id} has no data.eval_path; give prompts with --data FILE")
+        raise ConfigError(f"run {directory.run_id} has no data.eval_path; pass a prompt file with --data FILE")
     version = found[0]
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         model = Path(folder, "model")
-        write_model_folder(store, version, model, torch.float32)  # what every engine loads
+        write_model_folder(store, version, model, torch.float32)  # the dtype that every engine can load
         config = config.replace(
             model=config.model.replace(path=str(model), lora=None),
             data=config.data.replace(eval_path=data_path or config.data.eval_path),

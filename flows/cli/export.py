@@ -20,26 +20,26 @@ def export_run(
 
     Args:
         directory: The run.
-        out: A folder that is empty or not there; it appears when it is whole.
-        version: Which checkpoint, by the number of steps done.
-        best: The one with the best held-out accuracy of those there are. By default it is the newest.
-        dtype: Of the weights, a key of `DTYPES`; None for the one that the model's own config names.
+        out: A folder that is empty or doesn't exist; it appears only once complete.
+        version: The policy version, which is the number of finished steps; None for the newest checkpoint.
+        best: Whether to export the checkpoint with the best held-out accuracy instead.
+        dtype: The dtype of the weights, a key of `DTYPES`; None for the one in the model's own config.
 
     Returns:
-        The version that was written.
+        The exported version.
 
     Raises:
-        ConfigError: `out` is not empty, or there is no such dtype, or two checkpoints are asked for.
+        ConfigError: `out` is not empty, `dtype` is unknown, or both `version` and `best` are given.
         RunError: The run has no such checkpoint.
         CheckpointError: The checkpoint is damaged.
         ModelError: The base model of an adapter can't be loaded.
     """
     if best and version is not None:
-        raise ConfigError(f"--best and --step {version} name two checkpoints; give one of them")
+        raise ConfigError(f"--best and --step {version} name two checkpoints; give only one of them")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is not an empty folder; give one that is empty or not there")
+        raise ConfigError(f"{out} is not an empty folder; give one that is empty or doesn't exist")
     store = open_checkpoints(directory, directory.config().checkpoint)
     chosen = _choose(directory, store, version, best)
     write_model_folder(store, chosen, out, DTYPES[dtype] if dtype else None)
@@ -47,17 +47,19 @@ def export_run(
 
 
 def _choose(directory: RunDirectory, store: CheckpointStore, version: int | None, best: bool) -> int:
-    """The checkpoint to export, verified."""
+    """Return the version to export, verified."""
     if version is None and not best:
         if (newest := store.newest()) is None:
-            raise RunError(f"run {directory.run_id} has no whole checkpoint in {store}")
+            raise RunError(f"run {directory.run_id} has no complete checkpoint in {store}")
         return newest[0]
     complete = store.complete_versions()
-    there = f"those there are: {', '.join(map(str, complete)) or 'none'}"
+    existing = f"complete checkpoints: {', '.join(map(str, complete)) or 'none'}"
     chosen = best_version(directory.metrics.evals(), complete) if best else version
     if chosen is None:
-        raise RunError(f"none of run {directory.run_id}'s checkpoints was evaluated; name one with --step; {there}")
+        raise RunError(
+            f"none of run {directory.run_id}'s checkpoints was evaluated; choose one with --step; {existing}"
+        )
     if chosen not in complete:
-        raise RunError(f"run {directory.run_id} has no checkpoint of step {chosen} in {store}; {there}")
+        raise RunError(f"run {directory.run_id} has no checkpoint of step {chosen} in {store}; {existing}")
     store.verify(chosen)
     return chosen

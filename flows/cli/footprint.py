@@ -1,4 +1,4 @@
-"""The memory and storage that one step of a config takes, computed before anything is started. N rows of a step."""
+"""The memory and storage that one step of a config takes, computed before anything is started."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class RankBytes(Frozen):
     weights: NonNegativeInt
     gradients: NonNegativeInt
     optimizer: NonNegativeInt
-    previous: NonNegativeInt  # weights of the previous version, kept if runs are one-step off-policy; else 0
+    previous: NonNegativeInt  # weights of the previous version, kept if the run is one-step off-policy; else 0
     reference: NonNegativeInt  # weights on a rank of the reference's own workers; 0 without them
 
 
@@ -41,7 +41,7 @@ class Footprint(Frozen):
     longest_prompt: PositiveInt  # tokens
     longest_response: PositiveInt  # tokens
     padded_tokens: PositiveInt  # of the same rows, padded to the longest prompt and the longest response
-    columns: tuple[ColumnBytes, ...]  # without reward parts, which only the reward function names
+    columns: tuple[ColumnBytes, ...]  # without reward parts, whose names only the reward function defines
     chunk_bytes: NonNegativeInt  # overhead of the Arrow files
     store_bytes: PositiveInt  # the peak, when all columns of the step are stored
     most_store_bytes: PositiveInt  # the same with every response at its longest
@@ -71,12 +71,12 @@ class Footprint(Frozen):
 
 
 def measure_step(config: RunConfig, shape: LengthShape = "lognormal", fill: float = 0.5) -> Footprint:
-    """Simulate a step and return what it takes. Every response token counts as trained.
+    """Simulate a step and return its footprint. Every response token counts as trained.
 
     Args:
         config: The run, checked by `flows.cli.preflight.check`.
         shape: The distribution of the response lengths, see `simulate.draw_lengths`.
-        fill: Their mean, as a fraction of `rollout.max_response_tokens`; above 0, at most 1.
+        fill: The mean response length, as a fraction of `rollout.max_response_tokens`; above 0, at most 1.
 
     Raises:
         UserError: The model or the data is not usable.
@@ -112,7 +112,7 @@ def measure_step(config: RunConfig, shape: LengthShape = "lognormal", fill: floa
 
 
 def rank_bytes(config: RunConfig) -> RankBytes:
-    """Return what the fullest rank holds. Each parameter is split along its first dimension into equal parts.
+    """Return the bytes on the fullest rank. Each parameter is sharded evenly along its first dimension.
 
     Raises:
         UserError: The model's config is not that of a causal language model, or its adapter can't be made.
@@ -138,7 +138,7 @@ def _shard_bytes(model: PreTrainedModel, num_ranks: int, *, trained_only: bool =
 
 
 def _chunk_bytes(config: RunConfig, dtypes: Mapping[str, str]) -> int:
-    """Return the size of a step's Arrow files without rows: one file for each worker of a producer."""
+    """Return the size of a step's Arrow files without rows: one file per worker of each producer."""
     ranks = config.runtime.num_policy_ranks
     num_chunks = {
         "rollout": -(-config.rollout.num_prompts // config.rollout.prompts_per_batch),
@@ -164,12 +164,13 @@ def _warnings(config: RunConfig, plan: StepPlan, most_store_bytes: int) -> tuple
     fewest = min(update.num_live_sequences for update in plan.updates)
     if plan.num_ranks > fewest:
         warnings.append(
-            f"runtime.num_policy_ranks = {plan.num_ranks}, but an update has {fewest} rows: "
-            f"{plan.num_ranks - fewest} of them get dummies only; lower it, or optim.updates_per_step"
+            f"runtime.num_policy_ranks = {plan.num_ranks}, but an update has {fewest} rows: the "
+            f"other ranks ({plan.num_ranks - fewest}) process only dummies; lower it, or optim.updates_per_step"
         )
     if len(plan.updates) < config.optim.updates_per_step:
         warnings.append(
-            f"optim.updates_per_step = {config.optim.updates_per_step}, but there are rows for {len(plan.updates)}"
+            f"optim.updates_per_step = {config.optim.updates_per_step}, but there are only enough rows for "
+            f"{len(plan.updates)}"
         )
     if most_store_bytes > config.store.capacity_bytes:
         warnings.append(

@@ -1,4 +1,4 @@
-"""A step's columns in the terminal."""
+"""`sluice inspect`: a step's columns in the terminal."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,23 +13,23 @@ from schemas.summary import ColumnStats, LengthHistogram, SampleRow, StepSummary
 
 BAR_WIDTH = 30
 MAX_PROMPT, MAX_RESPONSE = 160, 320  # characters of a sample
-PIPE_WIDTH = 132  # a pipe has no width of its own, and rich would take 80
+PIPE_WIDTH = 132  # a pipe has no width, and rich would assume 80
 UNBOUNDED = 10_000
 UNREADABLE = "can't be read"
 
-KIND = ("stage", "axis", "dtype", "unit")
+DETAILS = ("stage", "axis", "dtype", "unit")
 FIGURES = ("rows", "values", "bytes", "nulls", "min", "mean", "max")
 
 
 def print_step(console: Console, summary: StepSummary, plan: StepPlan | None = None) -> None:
-    """Show a step: what it is, its columns, chunks and plan, how long its rows are, and the sample rows."""
+    """Print a step: its identity, columns, chunks, plan, length histograms and sample rows."""
     if not console.is_terminal:
         console = Console(file=console.file, width=max(console.width, PIPE_WIDTH))
     _print(console, Text("\n".join(_headlines(summary))))
     if summary.columns:
-        whole = _columns(summary, KIND)
-        fits = console.measure(whole, options=console.options.update(max_width=UNBOUNDED)).maximum <= console.width
-        _print(console, whole if fits else _columns(summary, ()))
+        detailed = _columns(summary, DETAILS)
+        width = console.measure(detailed, options=console.options.update(max_width=UNBOUNDED)).maximum
+        _print(console, detailed if width <= console.width else _columns(summary, ()))
     if summary.errors:
         _print(console, Text("\n".join(f"{UNREADABLE}: {error}" for error in summary.errors), style="red"))
     if summary.chunks:
@@ -43,15 +43,15 @@ def print_step(console: Console, summary: StepSummary, plan: StepPlan | None = N
         _print(console, _sample(sample))
 
 
-def shorten(text: str, limit: int) -> str:
-    """At most about `limit` characters of a text, its start and its end, quoted, in one line.
+def shorten(string: str, limit: int) -> str:
+    """Return the start and the end of a string, at most about `limit` characters, quoted, on one line.
 
-    What a terminal would act on or hide is escaped: a model writes anything.
+    Characters that a terminal would interpret or hide are escaped, since a model can generate anything.
     """
-    if len(text) > limit:
-        head, tail = text[: limit * 2 // 3], text[-(limit // 3) :]
-        return f"{head!r} … {len(text) - len(head) - len(tail):,} more … {tail!r}"
-    return repr(text)
+    if len(string) > limit:
+        head, tail = string[: limit * 2 // 3], string[-(limit // 3) :]
+        return f"{head!r} … {len(string) - len(head) - len(tail):,} more … {tail!r}"
+    return repr(string)
 
 
 def _headlines(summary: StepSummary) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _headlines(summary: StepSummary) -> Iterator[str]:
     yield f"run {summary.run_id}, step {summary.step}{version}: {_rows(summary)}"
     yield f"steps with columns: {', '.join(map(str, summary.steps))}"
     if not summary.has_batch:
-        yield "the put of this step is not done: these are the chunks that are there so far"
+        yield "the put of this step is not finished: these are its chunks so far"
 
 
 def _rows(summary: StepSummary) -> str:
@@ -68,34 +68,34 @@ def _rows(summary: StepSummary) -> str:
     return f"{summary.num_rows:,} rows, selected from {summary.num_rows_put:,} that were put"
 
 
-def _columns(summary: StepSummary, kind: Sequence[str]) -> Table:
-    """The columns in a line each; `kind` is what to say beside their figures, where there is room for it."""
-    table = _table("column", *kind, *FIGURES, left=1 + len(kind))
+def _columns(summary: StepSummary, details: Sequence[str]) -> Table:
+    """Return a table with one line per column: its name, these of its `DETAILS`, and its figures."""
+    table = _table("column", *details, *FIGURES, left=1 + len(details))
     group = 0
     for column in summary.columns:
         if column.group != group:
             table.add_section()
             group = column.group
-        named = {"stage": column.stage, "axis": column.axis or "-", "dtype": column.dtype, "unit": column.unit}
+        values = {"stage": column.stage, "axis": column.axis or "-", "dtype": column.dtype, "unit": column.unit}
         figures = _figures(column.stats) if column.stats else [UNREADABLE]
-        table.add_row(*map(Text, (column.name, *(named[name] for name in kind), *figures)))
+        table.add_row(*map(Text, (column.name, *(values[name] for name in details), *figures)))
     return table
 
 
-def _figures(figures: ColumnStats) -> list[str]:
-    """As `FIGURES` names them; values that are not finite are told beside the nulls."""
-    nulls = f"{figures.num_nulls:,}"
-    if figures.num_nonfinite:
-        nulls += f" + {figures.num_nonfinite:,} non-finite"
-    counts = [f"{count:,}" for count in (figures.num_rows, figures.num_values, figures.num_bytes)]
-    return [*counts, nulls, *map(_number, (figures.minimum, figures.mean, figures.maximum))]
+def _figures(stats: ColumnStats) -> list[str]:
+    """Return the cells of `FIGURES`; the number of non-finite values is added to the nulls."""
+    nulls = f"{stats.num_nulls:,}"
+    if stats.num_nonfinite:
+        nulls += f" + {stats.num_nonfinite:,} non-finite"
+    counts = [f"{count:,}" for count in (stats.num_rows, stats.num_values, stats.num_bytes)]
+    return [*counts, nulls, *map(_number, (stats.minimum, stats.mean, stats.maximum))]
 
 
 def _chunks(summary: StepSummary) -> Table:
     table = _table("chunk", "rows", "bytes", "", left=1)
     for chunk in summary.chunks:
-        note = "" if chunk.in_batch else "not in the batch"
-        table.add_row(Text(chunk.key), f"{chunk.num_rows:,}", f"{chunk.num_bytes:,}", note)
+        remark = "" if chunk.in_batch else "not in the batch"
+        table.add_row(Text(chunk.key), f"{chunk.num_rows:,}", f"{chunk.num_bytes:,}", remark)
     return table
 
 
@@ -137,16 +137,16 @@ def _sample_lines(sample: SampleRow) -> Iterator[tuple[str, str]]:
 
 
 def _print(console: Console, part: RenderableType) -> None:
-    """Print one part, and an empty line after it."""
+    """Print one part, followed by an empty line."""
     console.print(part, soft_wrap=isinstance(part, Text))
     console.print()
 
 
 def _table(*names: str, left: int) -> Table:
-    """An empty table whose first `left` columns hold text, and the others numbers."""
+    """Return an empty table whose first `left` columns hold text and the others numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for at, name in enumerate(names):
-        table.add_column(name, justify="left" if at < left else "right", overflow="fold")
+    for index, name in enumerate(names):
+        table.add_column(name, justify="left" if index < left else "right", overflow="fold")
     return table
 
 

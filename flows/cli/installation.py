@@ -1,6 +1,6 @@
-"""What is installed: vLLM, and packages that came along with it but don't fit the installed torch.
+"""Packages that were installed together with vLLM but don't match the installed torch.
 
-`python -m flows.cli.installation` names the latter, for `pip uninstall`.
+`python -m flows.cli.installation` prints their names, for `pip uninstall`.
 """
 
 from importlib import import_module
@@ -12,17 +12,17 @@ COMPANIONS = ("torchvision", "torchaudio", "torchcodec")  # each is built agains
 
 
 def broken_companions() -> list[str]:
-    """The installed packages among `COMPANIONS` that can't be imported; transformers' models then can't be, either."""
+    """Return the installed packages of `COMPANIONS` that fail to import; transformers' models then fail, too."""
     return [name for name in COMPANIONS if find_spec(name) is not None and not _can_import(name)]
 
 
 def explain_import_error(error: ImportError) -> ConfigError | None:
-    """What to do about an import that failed; None where these packages are not to blame."""
+    """Return an error that says how to fix a failed import; None if these packages did not cause it."""
     broken = broken_companions()
     if not broken:
         return None
     return ConfigError(
-        f"{str(error).split('. ')[0]}: {', '.join(broken)} can't be loaded beside the installed torch; Sluice and "
+        f"{str(error).split('. ')[0]}: {', '.join(broken)} can't be loaded with the installed torch; Sluice and "
         f"vLLM's text models don't need them: pip uninstall {' '.join(broken)}"
     )
 
@@ -30,7 +30,7 @@ def explain_import_error(error: ImportError) -> ConfigError | None:
 def _can_import(name: str) -> bool:
     try:
         import_module(name)
-    except (ImportError, OSError, RuntimeError):  # a library that is missing, or torch's operators that are
+    except (ImportError, OSError, RuntimeError):  # a shared library or an operator of torch is missing
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""The entry point of the `sluice` command: how errors reach the user, and with which exit code."""
+"""The entry point of the `sluice` command, with its error messages and exit codes."""
 
 import sys
 from typing import NoReturn

@@ -11,17 +11,17 @@ from schemas.config.run import RunConfig
 
 
 def plan_config(console: Console, config: RunConfig, *, shape: LengthShape, fill: float, as_json: bool = False) -> None:
-    """Check a config, simulate one of its steps, and print what it takes; see `flows.cli.footprint.measure_step`.
+    """Check a config, simulate one step, and print its footprint; see `flows.cli.footprint.measure_step`.
 
     Args:
-        console: Where it is printed.
+        console: The console to print on.
         config: The run.
         shape: The distribution of the response lengths.
-        fill: Their mean, as a fraction of `rollout.max_response_tokens`.
-        as_json: Print one JSON value instead of tables.
+        fill: The mean response length, as a fraction of `rollout.max_response_tokens`.
+        as_json: Whether to print one JSON value instead of tables.
 
     Raises:
-        UserError: Something is not usable, or can't fit; the figures are printed first.
+        UserError: The config is not usable, or the step can't fit; in that case the footprint is printed first.
     """
     check(config)
     footprint = measure_step(config, shape, fill)
@@ -33,7 +33,7 @@ def plan_config(console: Console, config: RunConfig, *, shape: LengthShape, fill
 
 
 def print_footprint(console: Console, footprint: Footprint) -> None:
-    """Print rows and tokens, the plans, the columns, the store's and a rank's bytes, and warnings."""
+    """Print rows and tokens, the plans, the columns, the bytes of the store and of a rank, and warnings."""
     for part in (_headline(footprint), _plans(footprint)):
         console.print(part, markup=False, highlight=False, soft_wrap=True)
     console.print(_columns(footprint))
@@ -87,6 +87,6 @@ def _bytes(footprint: Footprint) -> Table:
 def _table(*names: str, left: int) -> Table:
     """Return an empty table whose first `left` columns hold text and the others numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=True, padding=(0, 1, 0, 0))
-    for at, name in enumerate(names):
-        table.add_column(name, justify="left" if at < left else "right", no_wrap=True)
+    for index, name in enumerate(names):
+        table.add_column(name, justify="left" if index < left else "right", no_wrap=True)
     return table

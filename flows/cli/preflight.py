@@ -25,7 +25,7 @@ def check(config: RunConfig) -> None:
     """Load the tokenizer, the prompts and the reward function, and check every row and the store.
 
     Raises:
-        UserError: Something is not usable; the message says what, where, and how to fix it.
+        UserError: A part of the config is not usable; the message says which, where, and how to fix it.
     """
     check_store(config.store)
     tokenizer = load_tokenizer(config.model)
@@ -48,7 +48,7 @@ def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:
     """Check that a run's newest checkpoint fits the config's model, by tensor names, shapes and dtypes.
 
     Raises:
-        ModelError: It doesn't: the model folder holds another model than when the run began.
+        ModelError: It doesn't fit: the model folder no longer holds the model that the run started with.
     """
     checkpoints = open_checkpoints(directory, config.checkpoint)
     if not (versions := checkpoints.complete_versions()):
@@ -60,8 +60,8 @@ def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:
         checkpoints.check_tensors(versions[-1], model_tensors(model))
     except CheckpointError as error:
         raise ModelError(
-            f"model.path {config.model.path}, is not the model that run {directory.run_id} trains: {error}; "
-            "restore the folder that the run began with"
+            f"model.path {config.model.path} is not the model that run {directory.run_id} trains: {error}; "
+            "restore the folder that the run started with"
         ) from None
 
 
@@ -78,7 +78,7 @@ def check_store(config: StoreConfig) -> None:
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"store.url = {config.url!r} can't be opened: {error}; for s3:// install the extra: "
-            "pip install 'sluice-rl[s3]'; leave store.url out to keep columns in the run directory"
+            "pip install 'sluice-rl[s3]'; omit store.url to keep columns in the run directory"
         ) from None
 
 
@@ -86,14 +86,14 @@ def check_stop_tokens(config: RunConfig) -> None:
     """Check that the config's stop tokens are in the model's vocabulary.
 
     Raises:
-        ConfigError: One isn't.
+        ConfigError: One of them isn't.
     """
     vocab_size = AutoConfig.from_pretrained(config.model.path).get_text_config().vocab_size
     unknown = [token for token in config.rollout.stop_token_ids if token >= vocab_size]
     if unknown:
         raise ConfigError(
             f"rollout.stop_token_ids has {unknown[0]}, but the model {config.model.path} has tokens 0 to "
-            f"{vocab_size - 1}; leave it out"
+            f"{vocab_size - 1}; remove it"
         )
 
 
@@ -101,20 +101,20 @@ def check_vllm(config: RunConfig, rollout: VllmRollout) -> None:
     """Check that vLLM is installed for the run's device and that, on a CPU, a sequence fits its KV cache.
 
     Raises:
-        ConfigError: It isn't, or doesn't.
+        ConfigError: vLLM is missing or is built for another device, or a sequence doesn't fit.
     """
     require_vllm()
     on_cpu = vllm_is_for_cpu()
     if config.runtime.device not in ("auto", "cpu" if on_cpu else "cuda"):
         raise ConfigError(
-            f"runtime.device = {config.runtime.device!r}, but the installed vLLM is the one for "
-            f"{'a CPU' if on_cpu else 'CUDA'}; install the other one instead: pip install "
+            f"runtime.device = {config.runtime.device!r}, but the installed vLLM is built for "
+            f"{'CPUs' if on_cpu else 'CUDA'}; install the other build: pip install "
             f"'sluice-rl[{'cuda' if on_cpu else 'cpu'}]'"
         )
     needed = cache_bytes_per_sequence(config, getattr(torch, rollout.dtype))
     if on_cpu and needed > rollout.cache_bytes:
         raise ConfigError(
             f"rollout.cache_bytes = {rollout.cache_bytes} can't hold the keys and values of one longest sequence, "
-            f"{needed} bytes in {rollout.dtype}; raise it, many times for many samples at once, or lower "
+            f"{needed} bytes in {rollout.dtype}; raise it, to a multiple of that for many samples at a time, or lower "
             "data.max_prompt_tokens or rollout.max_response_tokens"
         )

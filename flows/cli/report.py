@@ -1,4 +1,4 @@
-"""A run's figures: in the terminal, and as one self-contained HTML page."""
+"""A run's metrics and summary, in the terminal and as a self-contained HTML page."""
 
 import html
 from pathlib import Path
@@ -39,7 +39,7 @@ def render_summary(summary: RunSummary, path: Path) -> Table:
 
 
 def render_table(directory: RunDirectory, every: int = 10) -> Table:
-    """Return every tenth step and the last, and the evaluations, as a table; the metric catalog names the columns."""
+    """Return a table of each `every`-th step, the last step and the evaluations, with the terminal's metrics."""
     steps = directory.metrics.steps()
     columns = [spec for spec in metrics_of("terminal") if any(spec.name in report.metrics for report in steps)]
     names = [spec.name for spec in columns]
@@ -58,7 +58,7 @@ def render_table(directory: RunDirectory, every: int = 10) -> Table:
 
 
 def write_html(directory: RunDirectory) -> Path:
-    """Write `report.html`: summary, and curves of the catalog's report view; no script, no network."""
+    """Write `report.html`: the summary and the curves of the report view, without scripts or external resources."""
     steps = directory.metrics.steps()
     summary = directory.summary()
     rows = _summary_rows(summary) if summary else [("steps", f"{len(steps)} (not finished)")]
@@ -68,13 +68,13 @@ def write_html(directory: RunDirectory) -> Path:
         rows += [(f"{name}, {source}", value) for source, value in source_rows(report)]
     curves = [spec.name for spec in metrics_of("report") if all(spec.name in step.metrics for step in steps)]
     cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows)
-    drawn = "".join(_curve(steps, name) for name in curves)
+    charts = "".join(_curve(steps, name) for name in curves)
     path = directory.path / "report.html"
     title = html.escape(directory.run_id)
     write_atomic(
         path,
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"<h1>{title}</h1><table>{cells}</table>{drawn}</html>",
+        f"<h1>{title}</h1><table>{cells}</table>{charts}</html>",
     )
     return path
 

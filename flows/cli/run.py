@@ -1,4 +1,4 @@
-"""Running the train flow from a terminal: how it ends, and the command that resumes it."""
+"""The train flow in a terminal: its summary, and the command that resumes it after an early stop."""
 
 import signal
 from pathlib import Path
@@ -17,10 +17,10 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 def run_training(console: Console, config: RunConfig, run_id: str | None = None, *, resume: bool = False) -> None:
-    """Run the train flow to its end and print its summary; if it stops early, print the command that resumes it.
+    """Run the train flow and print its summary; if it stops early, print the command that resumes it.
 
     Raises:
-        PipelineError: What stopped the run.
+        PipelineError: The run stopped.
         typer.Exit: The process was terminated.
     """
     run_id = run_id or new_run_id(config.name)
@@ -46,7 +46,7 @@ def _terminate(*_: object) -> None:
 
 
 def _was_terminated(error: BaseException | None) -> bool:
-    """Return whether a SIGTERM caused an error; it is raised anywhere, so another error may cover it."""
+    """Return whether a SIGTERM caused an error, directly or as its cause or context."""
     while error is not None and not isinstance(error, TerminationSignal | _Terminated):
         error = error.__cause__ or error.__context__
     return error is not None

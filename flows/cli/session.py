@@ -1,4 +1,4 @@
-"""What a command needs around a flow: a Prefect API, and log lines that read well in a terminal."""
+"""The environment in which a command runs a flow: a Prefect API, and readable log lines in the terminal."""
 
 import asyncio
 import logging
@@ -28,13 +28,13 @@ ENGINE_LOGGERS = (
 
 @contextmanager
 def prefect_session(runtime: RuntimeConfig, console: Console) -> Iterator[None]:
-    """Use the configured Prefect API, or a local server; services of both kinds start side by side."""
+    """Use the configured Prefect API, or a local server, which starts in parallel with the local Ray."""
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     api_url = runtime.prefect_api_url or PREFECT_API_URL.value()
     if api_url is not None and not prefect_responds(api_url):
         raise ServiceError(
-            f"no Prefect API answers at {api_url}; check runtime.prefect_api_url and PREFECT_API_URL, or set neither "
+            f"no Prefect API responds at {api_url}; check runtime.prefect_api_url and PREFECT_API_URL, or unset both "
             "to start a local server"
         )
     services = LocalServices(Path(runtime.services_dir))
@@ -48,13 +48,13 @@ def prefect_session(runtime: RuntimeConfig, console: Console) -> Iterator[None]:
 
 
 def run_flow(flow_run: Coroutine[Any, Any, Result]) -> Result:
-    """Run a flow to its end; Ctrl-C cancels it, so that its clean-up runs."""
+    """Run a flow to completion; Ctrl-C cancels it, so that it can clean up."""
     return asyncio.run(flow_run)
 
 
 def _log_to(console: Console) -> None:
-    """Show Sluice's own lines plainly, and other people's warnings; Prefect's account of states is in its UI."""
-    import prefect.main  # noqa: F401  sets up logging when it is first imported; ours must come after
+    """Print Sluice's own log lines and other packages' warnings; Prefect's state messages are only in its UI."""
+    import prefect.main  # noqa: F401  sets up logging when first imported, so ours must be set up after it
 
     root = logging.getLogger()
     root.handlers = [handler for handler in root.handlers if not isinstance(handler, PrefectConsoleHandler)]

@@ -1,6 +1,6 @@
-"""A step that is simulated before anything is started: its rows, and the bytes of their columns.
+"""A step simulated before anything is started: its N rows, and the bytes of their columns.
 
-N rows of a step. The prompts are those of the data file's first step; response lengths are drawn.
+The prompts are those of the data file's first step; response lengths are drawn at random.
 """
 
 import json
@@ -38,11 +38,11 @@ class SimulatedStep:
 
     @property
     def prompt_lengths(self) -> NDArray[np.int64]:
-        """[N], tokens."""
+        """Prompt lengths: [N], tokens."""
         return np.array([len(prompt.prompt_ids) for prompt in self.prompts], dtype=np.int64)
 
     def at_longest(self) -> "SimulatedStep":
-        """Return the same rows with every response at its longest."""
+        """Return the same rows with every response at its maximum length."""
         full = np.full_like(self.response_lengths, self.max_response_tokens)
         return SimulatedStep(self.prompts, full, self.samples_per_prompt, self.max_response_tokens)
 
@@ -58,7 +58,7 @@ class ColumnBytes(Frozen):
 
 
 def simulate_step(config: RunConfig, shape: LengthShape, fill: float) -> SimulatedStep:
-    """Return the prompts of step 0, each repeated for its samples, and response lengths drawn by the config's seed."""
+    """Return the prompts of step 0, repeated for their samples, and response lengths drawn with the config's seed."""
     rollout = config.rollout
     data = load_train_prompts(config.data, load_tokenizer(config.model))
     rows = data.rows_for_step(0, rollout.num_prompts, config.seed, config.data.shuffle)
@@ -76,9 +76,9 @@ def draw_lengths(
     Args:
         random: The random generator.
         shape: "lognormal": log lengths with standard deviation `LOGNORMAL_SIGMA`, cut off at `longest` as generation
-            does; "uniform": the widest range that has the wanted mean.
-        fill: The mean before the cut, as a fraction of `longest`.
-        longest: The most tokens.
+            does; "uniform": the widest range with this mean.
+        fill: The mean before the cut-off, as a fraction of `longest`.
+        longest: The maximum length, in tokens.
         count: The number of lengths.
 
     Raises:
@@ -94,7 +94,7 @@ def draw_lengths(
 
 
 def column_dtypes(config: RunConfig, vocab_size: int) -> dict[str, str]:
-    """Return the dtype of each column that a step of the run has; reward parts, which only the reward names, aside."""
+    """Return the dtype of each column of a step, except reward parts, whose names only the reward function defines."""
     token = "uint16" if token_dtype(vocab_size) == np.uint16 else "int32"
     return {
         name: token if spec.dtypes == TOKEN_DTYPES else spec.dtypes[0]
@@ -104,7 +104,7 @@ def column_dtypes(config: RunConfig, vocab_size: int) -> dict[str, str]:
 
 
 def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[ColumnBytes, ...]:
-    """Return the size of each column; a response token is taken to have as many bytes of text as a prompt token."""
+    """Return the size of each column, assuming that a response token has as many bytes of text as a prompt token."""
     num_rows, text_bytes = len(step.prompts), _text_bytes(step)
     counts = {
         "row": num_rows,
@@ -113,13 +113,13 @@ def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[Column
     }
     columns = []
     for name, dtype in dtypes.items():
-        axis, of_type = column_spec(name).axis, arrow_type(name, dtype)
-        if pa.types.is_string(of_type):
+        axis, type_ = column_spec(name).axis, arrow_type(name, dtype)
+        if pa.types.is_string(type_):
             num_bytes = 4 * (num_rows + 1) + text_bytes[name]
-        elif pa.types.is_large_list(of_type):
-            num_bytes = 8 * (num_rows + 1) + math.ceil(counts[axis] * of_type.value_type.bit_width / 8)
+        elif pa.types.is_large_list(type_):
+            num_bytes = 8 * (num_rows + 1) + math.ceil(counts[axis] * type_.value_type.bit_width / 8)
         else:
-            num_bytes = math.ceil(counts[axis] * of_type.bit_width / 8)
+            num_bytes = math.ceil(counts[axis] * type_.bit_width / 8)
         columns.append(ColumnBytes(name=name, axis=axis, dtype=dtype, num_values=counts[axis], num_bytes=num_bytes))
     return tuple(columns)
 

@@ -90,8 +90,8 @@ def test_wrong_responses_are_not_timed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (Plan(models=("huge",)), "--models: 'huge' is none of tiny, small, mid"),
-        (Plan(paths=("sluice", "sglang")), "--paths: 'sglang' is none of sluice, generate"),
+        (Plan(models=("huge",)), "--models: 'huge' is not one of tiny, small, mid"),
+        (Plan(paths=("sluice", "sglang")), "--paths: 'sglang' is not one of sluice, generate"),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused(plan: Plan, message: str) -> None:

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from benchmarks.step.place import Place
 from benchmarks.step.report import render
 from benchmarks.step.run import QUICK, measure
+from benchmarks.step.workspace import Workspace
 from tests.services import Workplace
 
 
 @pytest.mark.slow
 def test_the_benchmark_measures_real_runs(workplace: Workplace) -> None:
-    place = Place(workplace.folder)  # with the services that are there
-    report = measure(replace(QUICK, paths=("overlapped",)), place)
+    workspace = Workspace(workplace.folder)  # with the services that are there
+    report = measure(replace(QUICK, paths=("overlapped",)), workspace)
     path = report["paths"]["overlapped"]
     assert path["staleness"] == 1
     assert path["steps"] == QUICK.steps - 2

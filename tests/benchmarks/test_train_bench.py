@@ -121,10 +121,10 @@ def test_lengths_that_no_rows_can_have_are_refused() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (Plan(models=("huge",)), "--models: 'huge' is none of tiny, small"),
-        (Plan(device="tpu"), "--device: 'tpu' is none of auto"),
-        (Plan(fills=(0.1, 1.5)), r"--fills: 1\.5 is not a share"),
-        (Plan(dtype="int8"), "--dtype: 'int8' is none of float32, bfloat16"),
+        (Plan(models=("huge",)), "--models: 'huge' is not one of tiny, small"),
+        (Plan(device="tpu"), "--device: 'tpu' is not one of auto"),
+        (Plan(fills=(0.1, 1.5)), r"--fills: 1\.5 is not a fraction"),
+        (Plan(dtype="int8"), "--dtype: 'int8' is not one of float32, bfloat16"),
         (Plan(longest=9000), "--longest 9000 is over --token-budget 8192"),
     ],
 )

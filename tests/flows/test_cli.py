@@ -105,7 +105,7 @@ def test_a_prefect_that_does_not_answer(sluice: Command) -> None:
         sluice(
             "train", "tiny.toml", "runtime.prefect_api_url=http://127.0.0.1:9/api", "runtime.ray_address=127.0.0.1:9"
         ),
-        "no Prefect API answers at http://127.0.0.1:9/api",
+        "no Prefect API responds at http://127.0.0.1:9/api",
     )
 
 

@@ -93,8 +93,8 @@ def test_people_see_plans_columns_bytes_and_warnings(sluice: Command) -> None:
     assert "prompt_ids prompt uint16 144 424" in lines
     assert "store.capacity_bytes 1,073,741,824 1,024.0" in lines
     assert (
-        "warning: runtime.num_policy_ranks = 3, but an update has 2 rows: 1 of them get dummies only; lower it, "
-        "or optim.updates_per_step"
+        "warning: runtime.num_policy_ranks = 3, but an update has 2 rows: the other ranks (1) process only dummies; "
+        "lower it, or optim.updates_per_step"
     ) in lines
 
 

@@ -165,7 +165,7 @@ def test_a_given_step_or_the_best_can_be_exported(run: RunDirectory, tmp_path: P
         run.metrics.append_eval(evaluation(version, accuracy))
     assert export_run(run, tmp_path / "best", best=True) == 2
     assert export_run(run, tmp_path / "first", version=1) == 1
-    with pytest.raises(RunError, match=r"no checkpoint of step 4 in .*/policy; those there are: 1, 2, 3"):
+    with pytest.raises(RunError, match=r"no checkpoint of step 4 in .*/policy; complete checkpoints: 1, 2, 3"):
         export_run(run, tmp_path / "out", version=4)
     with pytest.raises(ConfigError, match="--best and --step 1"):
         export_run(run, tmp_path / "out", version=1, best=True)
@@ -180,9 +180,9 @@ def test_the_best_is_the_newest_of_equals_among_existing_versions() -> None:
 
 
 def test_what_cannot_be_exported_is_reported(run: RunDirectory, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="has no whole checkpoint"):
+    with pytest.raises(RunError, match="has no complete checkpoint"):
         export_run(run, tmp_path / "out")
-    with pytest.raises(RunError, match=r"was evaluated; .*; those there are: none"):
+    with pytest.raises(RunError, match=r"was evaluated; .*; complete checkpoints: none"):
         export_run(run, tmp_path / "out", best=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
@@ -236,7 +236,7 @@ def test_an_evaluation_uses_the_newest_checkpoint(
     )
     monkeypatch.syspath_prepend(tmp_path)
     run = make_run(tmp_path, ModelConfig(path=str(base), lora=lora))
-    with pytest.raises(RunError, match="has no whole checkpoint"):
+    with pytest.raises(RunError, match="has no complete checkpoint"):
         evaluate_run(run, None, None)
     trained = save_version(run, 3)
     report = evaluate_run(run, None, 3)

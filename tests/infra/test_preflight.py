@@ -72,7 +72,7 @@ def test_a_too_small_cache_and_another_device_are_rejected(model: Path) -> None:
         ConfigError, match=r"rollout\.cache_bytes = 49151 .* one longest sequence, 49152 bytes in float"
     ):
         check(49151)
-    with pytest.raises(ConfigError, match=r"runtime\.device = 'cuda', but the installed vLLM is the one for a CPU"):
+    with pytest.raises(ConfigError, match=r"runtime\.device = 'cuda', but the installed vLLM is built for CPUs"):
         check(49152, "cuda")
 
 

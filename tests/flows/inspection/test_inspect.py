@@ -147,7 +147,7 @@ def test_a_step_whose_put_has_only_begun(inspect: Command, run: RunDirectory) ->
     assert figures["reward"]["mean"] == (1 + 0.5 + 1 + 0.5 + 0) / 5
     assert summary["samples"][1]["response_text"] == "t\x1b[31mc"
     out = shown(inspect("demo", "4"))
-    assert "the put of this step is not done" in out
+    assert "the put of this step is not finished" in out
     assert "response 't\\x1b[31mc'" in out  # nothing a model wrote steers the terminal
     assert "scores reward -, reward_letters -, advantages -" in out
 
@@ -197,8 +197,8 @@ finally:
 
 def test_it_explains_itself(inspect: Command) -> None:
     out = shown(inspect("--help"))
-    assert "Show what a step's columns hold, without Ray" in out
-    assert "the newest with columns if not given" in " ".join(out.replace("│", "").split())
+    assert "Show a step's columns, without Ray" in out
+    assert "default: the newest with columns" in " ".join(out.replace("│", "").split())
 
 
 def test_long_texts_are_shortened() -> None:

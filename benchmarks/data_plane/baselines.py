@@ -1,10 +1,10 @@
-"""The peers, each in the way that its users would use it on this batch.
+"""The baselines, each used on this batch as its users would use it.
 
-Padded peers carry the columns as padded trainers hold them: int64 ids, an int64 attention mask over prompt and
-response, an int64 mask of what is trained, float32, and text as lists of str; no `input_ids` or position ids, which
-their users often add. Consumers find the places of the valid values once per axis, and gather every column with
-that, as `unpad_input` of flash-attention does. `ray_padded_lean` is the best that padding can be, leaner than its
-users are: a bool mask, and lengths from which the places are computed.
+Padded baselines carry the columns as padded trainers hold them: int64 ids, an int64 attention mask over prompt and
+response, an int64 loss mask, float32, and text as lists of str, but no `input_ids` or position ids, which their users
+often add. Consumers compute the indices of the valid values once per axis and gather every column with them, like
+flash-attention's `unpad_input`. `ray_padded_lean` is the best case of padding, leaner than in practice: a bool mask,
+and lengths from which the indices are computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from schemas.catalog import column_spec
 WIDTHS = {"prompt": MAX_PROMPT_TOKENS, "response": MAX_RESPONSE_TOKENS}
 NEW_COLUMN = "appended_logprobs"
 ATTENTION_MASK = "attention_mask"
-MASKS = (ATTENTION_MASK, "prompt_lengths", "response_lengths")  # what says which values exist
+MASKS = (ATTENTION_MASK, "prompt_lengths", "response_lengths")  # columns that mark the valid values
 
 Padded = dict[str, Any]  # tensors [N, width] or [N], and lists of N strings
 
@@ -43,7 +43,7 @@ class RayPaddedDict(DataPath):
     lean = False
 
     def prepare(self, batch: ReferenceBatch) -> None:
-        self._columns, appended = padded(batch, lean=self.lean)
+        self._columns, appended = pad_batch(batch, lean=self.lean)
         self._appended = appended[NEW_COLUMN]
         self.num_bytes = payload_bytes(self._columns)
 
@@ -83,17 +83,17 @@ class RayPaddedNumpy(RayPaddedDict):
 
 
 class RayPaddedLean(RayPaddedNumpy):
-    """As little padding as a padded batch can have."""
+    """The leanest padded batch: a bool loss mask, and row lengths instead of an attention mask."""
 
     name = "ray_padded_lean"
     lean = True
 
 
 class _TransferQueue(DataPath):
-    """TransferQueue's SimpleStorage in its default configuration: a controller and two storage units.
+    """A path through TransferQueue's SimpleStorage in its default configuration: a controller and two storage units.
 
-    The client's own `put` and `get_data` with its BatchMeta as the handle: on this batch, reads by key take up to
-    twice as long, because the controller is asked again.
+    It uses the client's own `put` and `get_data` with a BatchMeta as the handle: on this batch, reads by key take up to
+    twice as long, because they query the controller again.
     """
 
     units: ClassVar[int] = 2
@@ -133,7 +133,7 @@ class _TransferQueue(DataPath):
         transfer_queue.close()
 
     def _containers(self, batch: ReferenceBatch) -> tuple[Padded, Padded]:
-        """The columns, and the appended column."""
+        """Return the columns, and the appended column."""
         raise NotImplementedError
 
     def _partition(self, step: int) -> str:
@@ -149,7 +149,7 @@ class TransferQueueJagged(_TransferQueue):
         source = pack_columns(batch.columns)
         columns = {name: _nested(*pair) for name, pair in source.tokens.items()}
         appended = _nested(*pack_columns(batch.appended).tokens[APPENDED])
-        return {**columns, **source.rows, **source.texts}, {NEW_COLUMN: appended}
+        return {**columns, **source.rows, **source.strings}, {NEW_COLUMN: appended}
 
     def pack(self, fetched: Any, order: Ints | None) -> Packed:
         columns = dict(fetched.items())
@@ -157,7 +157,7 @@ class TransferQueueJagged(_TransferQueue):
         return Packed(
             tokens={name: _flat(value) for name, value in nested.items()},
             rows={"advantages": columns["advantages"]},
-            texts={name: columns[name].tolist() for name in ("prompt_text", "response_text")},
+            strings={name: columns[name].tolist() for name in ("prompt_text", "response_text")},
         )
 
     def fetch_appended(self, handle: Any) -> Packed:
@@ -166,12 +166,12 @@ class TransferQueueJagged(_TransferQueue):
 
 
 class TransferQueuePadded(_TransferQueue):
-    """Token columns as padded tensors; TransferQueue gives them back as nested tensors of equal rows."""
+    """Token columns as padded tensors; TransferQueue returns them as nested tensors of equal rows."""
 
     name = "transfer_queue_padded"
 
     def _containers(self, batch: ReferenceBatch) -> tuple[Padded, Padded]:
-        return padded(batch, lean=False)
+        return pad_batch(batch, lean=False)
 
     def pack(self, fetched: Any, order: Ints | None) -> Packed:
         columns = {
@@ -187,8 +187,8 @@ class TransferQueuePadded(_TransferQueue):
         )
 
 
-def padded(batch: ReferenceBatch, *, lean: bool) -> tuple[Padded, Padded]:
-    """The batch's columns, padded, with what says which values exist; and the appended column."""
+def pad_batch(batch: ReferenceBatch, *, lean: bool) -> tuple[Padded, Padded]:
+    """Return the batch's columns padded, with those that mark the valid values, and the appended column."""
     source = pack_columns(batch.columns)
     columns: Padded = {name: _pad(name, *pair) for name, pair in source.tokens.items()}
     lengths = {axis: torch.from_numpy(getattr(batch, f"{axis}_lengths")) for axis in WIDTHS}
@@ -200,49 +200,49 @@ def padded(batch: ReferenceBatch, *, lean: bool) -> tuple[Padded, Padded]:
         columns[ATTENTION_MASK] = torch.cat(exists, dim=1).long()
     appended = torch.from_numpy(np.array(flat_values(batch.appended.column(APPENDED))))
     lengths = torch.from_numpy(row_lengths(batch.appended.column(APPENDED)))
-    return {**columns, **source.rows, **source.texts}, {NEW_COLUMN: _pad(APPENDED, appended, lengths)}
+    return {**columns, **source.rows, **source.strings}, {NEW_COLUMN: _pad(APPENDED, appended, lengths)}
 
 
 def pack_padded(columns: Padded, order: Ints | None = None) -> Packed:
-    """Gather the valid values of padded columns, rows in `order` where one is given."""
+    """Gather the valid values of padded columns, with rows in `order` if it is given."""
     if order is not None:
         columns = {name: _rows(value, order) for name, value in columns.items()}
-    lengths, place = _places(columns)
+    lengths, indices = _valid_indices(columns)
     tokens: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     rows: dict[str, torch.Tensor] = {}
-    texts: dict[str, Sequence[Any]] = {}
+    strings: dict[str, Sequence[Any]] = {}
     for name, value in columns.items():
         if isinstance(value, list):
-            texts[name] = value
+            strings[name] = value
         elif name in MASKS:
             continue
         elif value.ndim == 2:
             axis = column_spec(name).axis
-            tokens[name] = (value.flatten().index_select(0, place[axis]), lengths[axis])
+            tokens[name] = (value.flatten().index_select(0, indices[axis]), lengths[axis])
         else:
             rows[name] = value
-    return Packed(tokens, rows, texts)
+    return Packed(tokens, rows, strings)
 
 
-def _places(columns: Padded) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """By axis: row lengths [N], and where the valid values lie in a padded column's flat memory [V]."""
+def _valid_indices(columns: Padded) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the row lengths [N], and the flat indices [V] of the valid values in a padded column, by axis."""
     if ATTENTION_MASK in columns:
         masks = torch.split(columns[ATTENTION_MASK], list(WIDTHS.values()), dim=1)
         by_axis = dict(zip(WIDTHS, masks, strict=True))
-        places = {axis: torch.nonzero(mask.flatten()).flatten() for axis, mask in by_axis.items()}
-        return {axis: mask.sum(dim=1) for axis, mask in by_axis.items()}, places
+        indices = {axis: torch.nonzero(mask.flatten()).flatten() for axis, mask in by_axis.items()}
+        return {axis: mask.sum(dim=1) for axis, mask in by_axis.items()}, indices
     lengths = {axis: columns[f"{axis}_lengths"] for axis in WIDTHS}
-    return lengths, {axis: _valid_places(lengths[axis], width) for axis, width in WIDTHS.items()}
+    return lengths, {axis: _indices_from_lengths(lengths[axis], width) for axis, width in WIDTHS.items()}
 
 
 def payload_bytes(columns: Mapping[str, Any]) -> int:
-    """Bytes of tensors and text, without what a serialiser adds."""
+    """Return the bytes of tensors and strings, without serialization overhead."""
     return sum(_num_bytes(value) for value in columns.values())
 
 
 def _num_bytes(value: Any) -> int:
     if isinstance(value, list):
-        return sum(len(text.encode()) for text in value)
+        return sum(len(string.encode()) for string in value)
     flat = value.values() if value.is_nested else value
     return int(flat.numel() * flat.element_size())
 
@@ -255,8 +255,8 @@ def _pad(name: str, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor
     return rectangle
 
 
-def _valid_places(lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """Where the valid values of a padded column lie in its flat memory, [V]; cheaper than a mask's `nonzero`."""
+def _indices_from_lengths(lengths: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the flat indices [V] of the valid values in a padded column; cheaper than a mask's `nonzero`."""
     starts = torch.cumsum(lengths, 0) - lengths
     shifts = torch.arange(lengths.numel()) * width - starts
     return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shifts, lengths)

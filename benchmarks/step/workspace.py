@@ -36,7 +36,7 @@ def few_vowels(prompt, completion, answer, info):
 NUM_ROWS = 12
 
 
-class Place:
+class Workspace:
     """A folder with a config, data and a reward function, in which `sluice` commands run.
 
     Args:
@@ -58,12 +58,12 @@ class Place:
         pq.write_table(pa.Table.from_pylist(rows), folder / "bench.parquet")
 
     def train(self, *arguments: str) -> None:
-        """Run `sluice train bench.toml` to its end.
+        """Run `sluice train bench.toml` to completion.
 
         Raises:
-            CalledProcessError: It failed; its standard error has been printed.
+            CalledProcessError: The run failed; its standard error has been printed.
         """
-        # Nothing of the caller's configuration may reach the run: it starts services of its own.
+        # The run starts its own services, so it must not inherit the caller's configuration of them.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "RAY_"))}
         subprocess.run(
             [sys.executable, "-P", "-m", "flows.cli.main", "train", "bench.toml", *arguments],
