@@ -15,38 +15,18 @@ import psutil
 from infra.services.local import LocalServices
 from infra.storage.runs import RunDirectory
 from infra.storage.step_folders import step_folder
+from tests.configs import config_toml
 from tests.progress import Progress, wait_until
 from tests.tiny import make_tiny_data, make_tiny_model
 
-CONFIG = """
-name = "tiny"
-steps = 4
-
-[model]
-path = "model"
-
-[data]
-train_path = "train.parquet"
-eval_path = "eval.parquet"
-
-[reward]
-kind = "function"
-path = "tiny_rewards:short"
-
-[rollout]
-num_prompts = 4
-samples_per_prompt = 4
-max_response_tokens = 12
-
-[kl]
-coef = 0.01
-
-[optim]
-lr = 1e-2
-
-[runtime]
-num_threads = 1
-"""
+CONFIG = config_toml(
+    name="tiny",
+    data={"eval_path": "eval.parquet"},
+    reward={"kind": "function", "path": "tiny_rewards:short"},
+    rollout={"num_prompts": 4, "samples_per_prompt": 4, "max_response_tokens": 12},
+    kl={"coef": 0.01},
+    optim={"lr": 1e-2},
+)
 
 REWARDS = '''
 def short(prompt, completion, answer, info):
