@@ -16,7 +16,7 @@ from infra.services.local import LocalServices
 from infra.storage.runs import RunDirectory
 from infra.storage.step_folders import step_folder
 from tests.configs import config_toml
-from tests.progress import Progress, wait_until
+from tests.progress import MIN_POLL_SECONDS, Progress, wait_until
 from tests.tiny import make_tiny_data, make_tiny_model
 
 CONFIG = config_toml(
@@ -93,8 +93,7 @@ class Workplace:
         processes = [psutil.Process(state.pid), *psutil.Process(state.pid).children(recursive=True)]
         for process in processes:
             process.kill()
-        _, alive = psutil.wait_procs(processes, timeout=60)
-        assert not alive
+        psutil.wait_procs(processes)
 
     def _workers(self) -> Iterator[tuple[str, psutil.Process]]:
         state = self.services.state("ray")
@@ -151,12 +150,12 @@ class Command:
             assert self._process.poll() is None, self.printed
             return False
 
-        wait_until(reached_while_running, self._progress)
+        wait_until(reached_while_running, self._progress, MIN_POLL_SECONDS)  # what is reached may pass again
 
     def finish(self, exit_code: int = 0) -> str:
         """Wait for its end; return what it printed, standard error last."""
         try:
-            wait_until(lambda: self._process.poll() is not None, self._progress, poll_seconds=0.05)
+            wait_until(lambda: self._process.poll() is not None, self._progress)
         finally:
             self._process.kill()
         assert self._process.wait() == exit_code, f"exit {self._process.returncode}\n{self.printed}"

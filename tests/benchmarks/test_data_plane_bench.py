@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import torch
 from benchmarks.data_plane import run
 from benchmarks.data_plane.batch import Packed, digests, pack_columns, reference_batch, valid_bytes
 from schemas.errors import RunError
+from tests.progress import wait_until
 
 LACKS_EXTRA = any(importlib.util.find_spec(module) is None for module in ("transfer_queue", "matplotlib"))
 CHECKOUT = Path(__file__).parents[2]
@@ -41,7 +41,6 @@ def test_the_benchmark_measures_and_verifies_every_path(tmp_path: Path) -> None:
         env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         capture_output=True,
         text=True,
-        timeout=280,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
@@ -104,15 +103,14 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_terminating_the_command_ends_all_that_it_started() -> None:
     command = [sys.executable, "-m", "flows.cli.main", "bench", "data-plane", "--quick"]
     process = psutil.Popen(command, cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    started: list[psutil.Process] = []
-    while not any(is_raylet(child) for child in started):
-        assert process.poll() is None
-        time.sleep(0.05)
-        started = process.children(recursive=True)
+    wait_until(
+        lambda: process.poll() is not None or any(is_raylet(child) for child in process.children(recursive=True))
+    )
+    assert process.poll() is None
+    started = process.children(recursive=True)
     process.terminate()
     assert process.wait() != 0
-    _, alive = psutil.wait_procs(started, timeout=60)
-    assert alive == []
+    psutil.wait_procs(started)
 
 
 def is_raylet(process: psutil.Process) -> bool:

@@ -17,7 +17,6 @@ from schemas.step import RunHandle
 from tests.configs import run_config
 
 NUM_ROWS = 12
-COLLECTIVE_TIMEOUT_SECONDS = 20  # one rank may load its model this much later than the other
 TOKENS = {"prompt_ids": "uint16", "response_ids": "uint16", "loss_mask": "bool", "sampler_logprobs": "float"}
 
 
@@ -35,7 +34,7 @@ class Runs:
             optim={"lr": 1e-3, "updates_per_step": 2},
             packing={"token_budget": 24},
             store={"kind": "fsspec"},
-            runtime={"num_policy_ranks": num_ranks, "collective_timeout_seconds": COLLECTIVE_TIMEOUT_SECONDS},
+            runtime={"num_policy_ranks": num_ranks},
         )
         path = self._folder / "runs" / run_id
         directory = RunDirectory(path) if path.exists() else RunDirectory.create(config, run_id)
