@@ -196,6 +196,10 @@ class Run(RunDirectory):
         except (FileNotFoundError, json.JSONDecodeError):
             return False
 
+    def passed(self, step: int, stage: str) -> bool:
+        """Return whether a stage of a step is committed, or the whole step is done: its ledger may be dropped then."""
+        return self.committed(step, stage) or len(self.metrics.steps()) > step
+
     def entries(self, step: int) -> dict[str, int]:
         """Return when each of a step's ledger entries was written, by name."""
         return {path.name: path.stat().st_mtime_ns for path in self.step_ledger(step).glob("*") if path.exists()}
