@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.progress import DeadlockDetector
+
+# A slow example is no failure.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 WHOLE_RUNS = ("resume", "flows")  # folders whose tests start whole runs, those that take longest first
 

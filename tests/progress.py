@@ -1,10 +1,11 @@
-"""Waiting without a wall clock: a wait fails when nothing makes progress any more, not when it is slow.
+"""Waiting without a time limit: a wait fails when nothing makes progress any more, not when it is slow.
 
-A test that allowed a number of seconds would fail on a slow or busy machine. A deadlock shows otherwise: no process of
-those that are waited for uses the processor any more, and nothing they write grows.
+A test with a limit of some seconds would fail on a slow or busy machine. A deadlock shows in another way: none of the
+processes that are waited for uses the processor any more, and nothing that they write grows.
 """
 
 import faulthandler
+import os
 import signal
 import sys
 import threading
@@ -17,9 +18,8 @@ import psutil
 
 STILL_SECONDS = 120.0  # without progress: a deadlock
 WORK_SECONDS = 1.0  # of CPU time of one process; an idle one uses less in `STILL_SECONDS`
-
-
-CHECKS = 24  # while nothing moves
+NUM_CHECKS = 24  # of the detector within its `still_seconds`
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.005, 1.0
 SERVICES = (
     "raylet",
     "gcs_server",
@@ -32,17 +32,23 @@ SERVICES = (
 )
 
 
+_num_polls = 0  # of all waits so far
+
+
 class Deadlock(AssertionError):
     """Nothing that is waited for makes progress any more."""
 
 
 class Progress:
-    """Whether some processes, or what they write, have moved on.
+    """The progress of some processes: the CPU time that they use, and what they write.
+
+    The thread that checks does not count, or a wait would be progress.
 
     Args:
-        processes: Return the processes that should be working; looked up again each time.
+        processes: Return the processes that should be working; called again for each check.
         written: Return a value that changes with what they have written, such as sizes or modification times.
-        still_seconds: How long no progress makes a deadlock.
+        still_seconds: Seconds without progress that make a deadlock.
+        clock: Return the time in seconds.
     """
 
     def __init__(
@@ -50,19 +56,20 @@ class Progress:
         processes: Callable[[], Iterable[psutil.Process]],
         written: Callable[[], object] = lambda: None,
         still_seconds: float = STILL_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._processes, self._written, self._still_seconds = processes, written, still_seconds
+        self._processes, self._written, self._still_seconds, self._clock = processes, written, still_seconds, clock
         self._cpu_seconds: dict[int, float] = {}  # of each process, at the last progress
         self._seen: object = None
-        self._moved_at = time.monotonic()
+        self._moved_at = clock()
 
     def check(self) -> None:
-        """Note progress since the last check.
+        """Look for progress since the last check that found any.
 
         Raises:
             Deadlock: There has been none for `still_seconds`.
         """
-        written, now = self._written(), time.monotonic()
+        written, now = self._written(), self._clock()
         used = {pid: seconds for process in self._processes() for pid, seconds in _cpu_seconds(process)}
         worked = any(seconds - self._cpu_seconds.setdefault(pid, 0.0) >= WORK_SECONDS for pid, seconds in used.items())
         if worked or written != self._seen:
@@ -71,29 +78,45 @@ class Progress:
             raise Deadlock(f"no progress for {self._still_seconds:g} s")
 
 
-def wait_until(reached: Callable[[], bool], progress: Progress, poll_seconds: float = 0.005) -> None:
-    """Wait until `reached` returns true, however long that takes, as long as there is progress.
+def wait_until(
+    reached: Callable[[], object], progress: Progress | None = None, max_poll_seconds: float = MAX_POLL_SECONDS
+) -> None:
+    """Wait until `reached` returns a true value, however long that takes, as long as there is progress.
+
+    Args:
+        reached: The condition. It is polled ever less often, so that the polls don't keep other processes busy.
+        progress: The progress that is waited for; None: that of this process and of all that it has started.
+        max_poll_seconds: Longest pause between two polls.
 
     Raises:
-        Deadlock: There is none any more.
+        Deadlock: There is no progress any more.
     """
-    next_check = 0.0
+    global _num_polls
+    progress = progress or Progress(_own_processes)
+    started = now = next_check = time.monotonic()
     while not reached():
-        if time.monotonic() >= next_check:
+        _num_polls += 1
+        if now >= next_check:
             progress.check()
-            next_check = time.monotonic() + 1.0
-        time.sleep(poll_seconds)
+            next_check = now + MAX_POLL_SECONDS
+        time.sleep(min(max((now - started) / 20, MIN_POLL_SECONDS), max_poll_seconds))
+        now = time.monotonic()
+
+
+def own_progress(still_seconds: float = STILL_SECONDS, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """Return the progress of this process and of all that it has started; a wait in it does its own checks."""
+    return Progress(_own_processes, lambda: _num_polls, still_seconds, clock)
 
 
 class DeadlockDetector:
-    """Fails a test that waits for ever: this process and all that it has started are idle.
+    """Fails a test that waits forever: this process and all that it has started are idle.
 
-    Services that are busy on their own (Ray's and Prefect's) don't count as progress.
+    Services that are never quite idle (Ray's and Prefect's) don't count.
     """
 
     def __init__(self, still_seconds: float = STILL_SECONDS) -> None:
-        self._progress = Progress(_own_processes, still_seconds=still_seconds)
-        self._check_seconds = still_seconds / CHECKS
+        self._progress = own_progress(still_seconds)
+        self._check_seconds = still_seconds / NUM_CHECKS
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="deadlock-detector", daemon=True)
 
@@ -116,7 +139,7 @@ class DeadlockDetector:
 
 
 def _fail(*_: object) -> None:
-    raise Deadlock("the test and all that it started are idle, and wait for ever; see the stacks above")
+    raise Deadlock("the test and all that it started are idle and wait forever; see the stacks above")
 
 
 def _own_processes() -> Iterator[psutil.Process]:
@@ -132,7 +155,7 @@ def _own_processes() -> Iterator[psutil.Process]:
 
 
 def _cpu_seconds(process: psutil.Process) -> Iterator[tuple[int, float]]:
-    """Yield the process's id and CPU time, if it still exists."""
+    """Yield the process's id and CPU time, without the calling thread's, if it still exists."""
     with suppress(psutil.NoSuchProcess):
         times = process.cpu_times()
-        yield process.pid, times.user + times.system
+        yield process.pid, times.user + times.system - (time.thread_time() if process.pid == os.getpid() else 0.0)

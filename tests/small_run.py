@@ -14,7 +14,7 @@ from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
 from rl_core.columns.jagged import jagged
 from rl_core.views import new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey
-from schemas.config.run import RunConfig
+from tests.configs import run_config
 
 END = 256  # the token after all bytes
 PROMPTS = ("Spell cat backward.", "Spell bird backward.")
@@ -46,18 +46,9 @@ DTYPES = {
 }
 
 
-def make_small_run(runs_dir: Path, run_id: str = "demo", **store: object) -> RunDirectory:
-    """Write a run with two finished steps, 2 and 3; `store` are its config's settings."""
-    config = RunConfig.model_validate(
-        {
-            "steps": 4,
-            "model": {"path": "model"},
-            "data": {"train_path": "train.parquet"},
-            "reward": {"kind": "exact"},
-            "store": {"keep_steps": 2, **store},
-            "runtime": {"runs_dir": str(runs_dir)},
-        }
-    )
+def make_small_run(folder: Path = Path(), run_id: str = "demo", **store: object) -> RunDirectory:
+    """Write a run with two finished steps, 2 and 3, to `folder/runs`; `store` are its store's settings."""
+    config = run_config(folder, store={"keep_steps": 2, **store})
     directory = RunDirectory.create(config, run_id)
     if config.store.is_durable:
         for step in (2, 3):

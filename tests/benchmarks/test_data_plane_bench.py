@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,10 @@ import torch
 
 from benchmarks.data_plane import run
 from benchmarks.data_plane.batch import Packed, digests, pack_columns, reference_batch, valid_bytes
+from benchmarks.data_plane.breakdown import read_breakdown
+from infra.stores import base
 from schemas.errors import RunError
+from tests.progress import wait_until
 
 LACKS_EXTRA = any(importlib.util.find_spec(module) is None for module in ("transfer_queue", "matplotlib"))
 CHECKOUT = Path(__file__).parents[2]
@@ -41,7 +43,6 @@ def test_the_benchmark_measures_and_verifies_every_path(tmp_path: Path) -> None:
         env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         capture_output=True,
         text=True,
-        timeout=280,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
@@ -62,7 +63,8 @@ def test_the_benchmark_measures_and_verifies_every_path(tmp_path: Path) -> None:
     assert report["paths"]["memcpy"]["bytes"] == report["batch"]["valid_bytes"]
     for operation in ("put", "read", "permuted_read"):
         parts = dict(report["breakdown"][operation])
-        assert parts.pop("total") == pytest.approx(sum(parts.values()), rel=0.5, abs=5)  # medians need not add up
+        total = parts.pop("total")
+        assert all(0 <= part <= total for part in parts.values())  # medians, which need not add up
     assert {"orchestration_put_ms", "orchestration_read_ms"} <= set(report["breakdown"])
     assert {"cores", "python", "ray", "torch", "pyarrow", "transferqueue"} <= set(report["machine"])
     assert "<svg" in chart.read_text()
@@ -80,6 +82,16 @@ def test_the_reference_batch_is_what_the_figures_are_quoted_for() -> None:
     assert 4.5e6 < valid_bytes(batch.columns) < 4.8e6
     assert reference_batch(512).columns.equals(batch.columns)
     assert valid_bytes(reference_batch(512, repeats=3).columns) == pytest.approx(3 * valid_bytes(batch.columns), abs=2)
+
+
+def test_the_parts_of_a_breakdown_add_up_to_its_total() -> None:
+    batch = reference_batch(8)
+    mask = batch.columns["loss_mask"]
+    parts = read_breakdown(lambda: base.check_row_lengths("loss_mask", mask, batch.response_lengths), lambda _: None)
+    total = parts.pop("total")
+    assert total > parts["check_lengths"] > 0
+    assert parts["rest"] > 0
+    assert sum(parts.values()) == pytest.approx(total)
 
 
 def test_a_checksum_tells_values_lengths_and_rows_apart() -> None:
@@ -104,15 +116,14 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_terminating_the_command_ends_all_that_it_started() -> None:
     command = [sys.executable, "-m", "flows.cli.main", "bench", "data-plane", "--quick"]
     process = psutil.Popen(command, cwd=CHECKOUT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    started: list[psutil.Process] = []
-    while not any(is_raylet(child) for child in started):
-        assert process.poll() is None
-        time.sleep(0.05)
-        started = process.children(recursive=True)
+    wait_until(
+        lambda: process.poll() is not None or any(is_raylet(child) for child in process.children(recursive=True))
+    )
+    assert process.poll() is None
+    started = process.children(recursive=True)
     process.terminate()
     assert process.wait() != 0
-    _, alive = psutil.wait_procs(started, timeout=60)
-    assert alive == []
+    psutil.wait_procs(started)
 
 
 def is_raylet(process: psutil.Process) -> bool:

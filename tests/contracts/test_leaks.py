@@ -19,7 +19,7 @@ from schemas.batch import BatchHandle
 from schemas.errors import CapacityError, ColumnError, DuplicateChunkError, StoreError
 from tests.contracts.backends import COLUMNS, NEVER_SECONDS, data_file, key, rollout_columns, start_producer
 from tests.contracts.clock import ManualClock
-from tests.waiting import wait_until
+from tests.progress import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -128,5 +128,5 @@ def spilled_files() -> list[Path]:
 
 def test_spilled_files_are_detected(ray_cluster: None) -> None:
     refs = [ray.put(np.zeros(60 * 2**20, np.uint8)) for _ in range(6)]  # more than its 256 MiB
-    wait_until(spilled_files, "a spilled file")
+    wait_until(spilled_files)
     del refs

@@ -33,7 +33,7 @@ from tests.contracts.backends import (
     start_producer,
 )
 from tests.contracts.clock import ManualClock
-from tests.waiting import wait_until
+from tests.progress import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ def test_cleared_chunks_leave_rays_object_store(store: RayColumnStore) -> None:
     assert object_store.view_at(location).size == ref.num_bytes
     store.clear(1)
     with pytest.raises(ChunkNotFoundError, match="it is lost"):
-        wait_until(lambda: object_store.view_at(location, timeout_seconds=1) is None, "the loss of the object")
+        wait_until(lambda: object_store.view_at(location, NEVER_SECONDS) is None)
 
 
 def test_replicas_leave_one_chunk_and_a_diverging_one_is_rejected(store: RayColumnStore) -> None:
@@ -94,7 +94,7 @@ def test_replicas_leave_one_chunk_and_a_diverging_one_is_rejected(store: RayColu
 def test_a_writer_that_dies_while_writing_frees_the_key_for_its_sibling(store: RayColumnStore) -> None:
     dying, sibling = start_stuck_producer(), start_producer()
     stuck = dying.put.remote(RUN, 1, LARGE).future()
-    wait_until(lambda: ray.get(dying.is_writing.remote()), "the write")
+    wait_until(lambda: ray.get(dying.is_writing.remote()))
     waiting = sibling.put.remote(RUN, 1, LARGE).future()
     with pytest.raises(TimeoutError):
         waiting.result(timeout=0.3)  # one writer at a time
@@ -139,7 +139,7 @@ def start_stuck_producer() -> ray.actor.ActorHandle:
 def test_a_step_cleared_during_a_write_gets_no_chunk(store: RayColumnStore) -> None:
     dying = start_stuck_producer()
     stuck = dying.put.remote(RUN, 1, LARGE).future()
-    wait_until(lambda: ray.get(dying.is_writing.remote()), "the write")
+    wait_until(lambda: ray.get(dying.is_writing.remote()))
     assert store.clear(1) == 0
     ray.kill(dying)
     with pytest.raises(ray.exceptions.RayActorError):
@@ -208,7 +208,7 @@ def test_the_registry_sweeps_without_a_client(ray_cluster: None, tmp_path: Path)
         store.open_lease(1)
         store.put(key(store, 1), rollout_columns(SMALL))
         clock.advance(11)
-        wait_until(lambda: store.usage().open_leases == (), "the sweep")  # asking for the usage doesn't sweep
+        wait_until(lambda: store.usage().open_leases == ())  # reading the usage doesn't sweep
         assert store.usage().num_bytes == 0
     finally:
         store.close()

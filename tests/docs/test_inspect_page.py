@@ -41,5 +41,5 @@ def test_the_block_prints_what_the_page_says(
     language: str, code: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    make_small_run(Path("runs"))
+    make_small_run()
     assert run_block(language, code, monkeypatch).rstrip() == output.rstrip()

@@ -19,6 +19,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from infra.storage.runs import RunDirectory
 from schemas.metric_catalog import metric_spec, metrics_of
 from schemas.step import RunSummary, StoredBatch
+from tests.progress import wait_until
 from tests.services import Workplace
 
 pytestmark = pytest.mark.slow
@@ -177,20 +178,18 @@ def test_what_the_ledger_holds_is_small_and_plain(workplace: Workplace) -> None:
 def test_a_scheduled_deployment_gets_its_runs(workplace: Workplace, printed: str) -> None:
     """Guards the pins: with SQLAlchemy 2.1 the server never creates a scheduled run."""
 
-    async def question(client: PrefectClient) -> list[str]:
+    async def deploy(client: PrefectClient):  # type: ignore[no-untyped-def]
         flow_id = await client.create_flow_from_name("scheduled")
         schedule = DeploymentScheduleCreate(schedule=CronSchedule(cron="0 * * * *", timezone="UTC"), active=True)
-        deployment = await client.create_deployment(flow_id, "hourly", schedules=[schedule])
-        while True:  # pytest's own limit ends it
-            runs = await client.read_flow_runs(
-                deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
-            )
-            if len(runs) >= 2:
-                times = sorted(run.expected_start_time for run in runs if run.expected_start_time)
-                assert times[1] - times[0] == timedelta(hours=1)
-                return [run.state_name or "" for run in runs]
-            await asyncio.sleep(0.2)
+        return await client.create_deployment(flow_id, "hourly", schedules=[schedule])
 
-    states = api(workplace, question)
-    assert states
-    assert set(states) == {"Scheduled"}
+    deployment = api(workplace, deploy)
+
+    async def scheduled(client: PrefectClient):  # type: ignore[no-untyped-def]
+        return await client.read_flow_runs(deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment])))
+
+    wait_until(lambda: len(api(workplace, scheduled)) >= 2)
+    runs = api(workplace, scheduled)
+    times = sorted(run.expected_start_time for run in runs)
+    assert times[1] - times[0] == timedelta(hours=1)
+    assert {run.state_name for run in runs} == {"Scheduled"}

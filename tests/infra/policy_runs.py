@@ -12,12 +12,11 @@ from rl_core.columns.jagged import jagged
 from rl_core.planning import plan_step
 from rl_core.views import decode_ints, new_batch, with_column
 from schemas.batch import BatchHandle, ChunkKey
-from schemas.config.run import RunConfig
 from schemas.plan import StepPlan
 from schemas.step import RunHandle
+from tests.configs import run_config
 
 NUM_ROWS = 12
-COLLECTIVE_TIMEOUT_SECONDS = 20  # one rank may load its model this much later than the other
 TOKENS = {"prompt_ids": "uint16", "response_ids": "uint16", "loss_mask": "bool", "sampler_logprobs": "float"}
 
 
@@ -28,23 +27,14 @@ class Runs:
         self._folder, self._made = folder, []
 
     def make(self, run_id: str, num_ranks: int, num_steps: int) -> RunHandle:
-        config = RunConfig.model_validate(
-            {
-                "steps": num_steps,
-                "model": {"path": str(self._folder / "model")},
-                "data": {"train_path": str(self._folder / "train.parquet")},
-                "reward": {"kind": "exact"},
-                "rollout": {"max_response_tokens": 9},
-                "optim": {"lr": 1e-3, "updates_per_step": 2},
-                "packing": {"token_budget": 24},
-                "store": {"kind": "fsspec"},
-                "runtime": {
-                    "runs_dir": str(self._folder / "runs"),
-                    "num_threads": 1,
-                    "num_policy_ranks": num_ranks,
-                    "collective_timeout_seconds": COLLECTIVE_TIMEOUT_SECONDS,
-                },
-            }
+        config = run_config(
+            self._folder,
+            steps=num_steps,
+            rollout={"max_response_tokens": 9},
+            optim={"lr": 1e-3, "updates_per_step": 2},
+            packing={"token_budget": 24},
+            store={"kind": "fsspec"},
+            runtime={"num_policy_ranks": num_ranks},
         )
         path = self._folder / "runs" / run_id
         directory = RunDirectory(path) if path.exists() else RunDirectory.create(config, run_id)

@@ -1,6 +1,5 @@
 """Reward functions that misbehave, and pools that run them."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ from infra.rewards.open import open_reward_scorer
 from infra.rewards.pool import RewardPool
 from rl_core.rewards import RewardItem, RewardOutcome
 from schemas.config.reward import FunctionReward
+from tests.progress import wait_until
 
 LIMIT_SECONDS = 3.0  # a thousand times what a reward that doesn't hang takes
 LATE = RewardOutcome(None, failure=f"TimeoutError: no answer within {LIMIT_SECONDS:g} s")
@@ -53,15 +53,18 @@ def score(prompt, completion, answer, info):
     return misbehave(completion)
 
 num_calls = 0
+all_called = asyncio.Event()
 
 async def wait(prompt, completion, answer, info):
     global num_calls
     log(completion)
     num_calls += 1
+    if num_calls == 100:
+        all_called.set()
     if completion.startswith("wait"):
         await asyncio.sleep(600)
-    while completion.startswith("meet") and num_calls < 100:
-        await asyncio.sleep(0.01)
+    if completion.startswith("overlap"):
+        await all_called.wait()
     await asyncio.sleep(0.1)
     return {"reward": misbehave(completion), "index": info["index"]}
 
@@ -105,10 +108,11 @@ def failures(scorer: RewardScorer, *completions: str) -> list[str | None]:
 
 
 def wait_for_exit(pid: int) -> None:
-    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: has_exited(pid))
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds; only the test's own time limit ends it otherwise."""
-    while not condition():
-        time.sleep(0.02)
+def has_exited(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -9,9 +9,9 @@ import pytest
 from infra.stores.memory import MemoryStore
 from infra.workers.rollout import RolloutWorker
 from rl_core.views import new_batch
-from schemas.config.run import RunConfig
 from schemas.rollout import PutResult, RolloutShard
 from schemas.step import RunHandle
+from tests.configs import merge, run_config
 from tests.tiny import make_tiny_data, make_tiny_model
 
 NUM_PROMPTS, NUM_SAMPLES = 5, 3
@@ -48,28 +48,19 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def run_of(
-    folder: Path, *, reward: str = "parts", limits: dict | None = None, num_workers: int = 1, **changes: object
-) -> RunHandle:
+def run_of(folder: Path, *, reward: str = "parts", limits: dict | None = None, **overrides: object) -> RunHandle:
+    """Return a run that scores with a function of `REWARDS`, by default in this process and without a time limit."""
     fields = {
-        "steps": 3,
-        "model": {"path": str(folder / "model")},
-        "data": {"train_path": str(folder / "train.parquet"), "eval_path": str(folder / "eval.parquet")},
+        "data": {"eval_path": str(folder / "eval.parquet")},
         "reward": {
             "kind": "function",
             "path": f"rollout_rewards:{reward}",
             "max_failure_fraction": 0.7,
             **(limits or {"num_processes": 0, "timeout_seconds": None}),
         },
-        "rollout": {
-            "num_prompts": NUM_PROMPTS,
-            "samples_per_prompt": NUM_SAMPLES,
-            "max_response_tokens": 8,
-            "num_workers": num_workers,
-        },
-        "runtime": {"num_threads": 1},
+        "rollout": {"num_prompts": NUM_PROMPTS, "samples_per_prompt": NUM_SAMPLES, "max_response_tokens": 8},
     }
-    config = RunConfig.model_validate(fields | changes)
+    config = run_config(folder, **merge(fields, overrides))
     return RunHandle(run_id="run", directory=str(folder), config=config, store_incarnation="memory")
 
 

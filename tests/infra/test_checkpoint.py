@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -85,7 +85,7 @@ def test_a_checkpoint_of_another_model_is_rejected(store: CheckpointStore) -> No
     assert torch.equal(other["model/a"], torch.ones(4, 4))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(
     st.dictionaries(
         st.from_regex(r"model/[a-z.]{1,8}", fullmatch=True),

@@ -48,7 +48,7 @@ def test_an_evaluation_samples_with_its_own_settings(folder: Path, tmp_path: Pat
     n, limit, threshold = 3, 5, 0.4
     run = run_of(
         folder,
-        data={"train_path": str(folder / "train.parquet"), "eval_path": str(tmp_path / "two.jsonl")},
+        data={"eval_path": str(tmp_path / "two.jsonl")},
         eval={
             "samples_per_prompt": n,
             "temperature": 0.7,
@@ -89,7 +89,7 @@ def test_an_evaluation_samples_with_its_own_settings(folder: Path, tmp_path: Pat
 
 def test_a_source_whose_rewards_all_failed_has_no_figures(folder: Path, tmp_path: Path) -> None:
     rows = [tiny_row(0, data_source="odd"), tiny_row(1, data_source="even")]  # answers 1 and 2
-    data = {"train_path": str(folder / "train.parquet"), "eval_path": str(write_rows(tmp_path / "two.jsonl", rows))}
+    data = {"eval_path": str(write_rows(tmp_path / "two.jsonl", rows))}
     report = worker_of(run_of(folder, reward="fails_for_some", data=data)).evaluate(0)
     assert (report.accuracy, report.num_failed) == (1.0, 1)
     assert [source.mean_at_n for source in report.sources] == [None, 1.0]
@@ -105,6 +105,6 @@ def test_evaluation_does_not_disturb_the_pending_rows(folder: Path) -> None:
 
 
 def test_evaluation_needs_a_file(folder: Path) -> None:
-    worker = worker_of(run_of(folder, data={"train_path": str(folder / "train.parquet")}))
+    worker = worker_of(run_of(folder, data={"eval_path": None}))
     with pytest.raises(ConfigError, match=r"data\.eval_path is not set"):
         worker.evaluate(0)

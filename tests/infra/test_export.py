@@ -27,9 +27,9 @@ from infra.storage.runs import RunDirectory
 from infra.stores.memory import MemoryStore
 from infra.workers.rollout import RolloutWorker
 from schemas.config.model import LoraConfig, ModelConfig
-from schemas.config.run import RunConfig
 from schemas.errors import CheckpointError, ConfigError, ModelError, RunError
 from schemas.step import EvalReport, RunHandle
+from tests.configs import run_config
 from tests.tiny import make_tiny_data, make_tiny_model
 
 IDS = torch.arange(40, 60)[None]
@@ -52,16 +52,13 @@ def run(base: Path, tmp_path: Path) -> RunDirectory:
 
 def make_run(tmp_path: Path, model: ModelConfig) -> RunDirectory:
     data = make_tiny_data(tmp_path / "rows.jsonl", 4)
-    config = RunConfig.model_validate(
-        {
-            "steps": 4,
-            "model": model.model_dump(),
-            "data": {"train_path": str(data), "eval_path": str(data)},
-            "reward": {"kind": "function", "path": "text_reward:score"},
-            "eval": {"num_prompts": 3},
-            "rollout": {"max_response_tokens": 4},
-            "runtime": {"runs_dir": str(tmp_path / "runs")},
-        }
+    config = run_config(
+        tmp_path,
+        model=model,
+        data={"train_path": str(data), "eval_path": str(data)},
+        reward={"kind": "function", "path": "text_reward:score"},
+        eval={"num_prompts": 3},
+        rollout={"max_response_tokens": 4},
     )
     return RunDirectory.create(config, "run")
 

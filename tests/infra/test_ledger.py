@@ -17,7 +17,7 @@ from tests.small_run import columns_of, make_small_run
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
     """A run with columns, plans and ledger entries of steps 2 and 3."""
-    run = make_small_run(tmp_path / "runs", kind="fsspec")
+    run = make_small_run(tmp_path, kind="fsspec")
     for step in (2, 3):
         commit(run, step)
         run.plans._folder.mkdir(exist_ok=True)

@@ -12,6 +12,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.step import EvalReport, SourceReport, StepReport
 from schemas.store import StoreTraffic, StoreUsage
+from tests.configs import run_config
 
 STEP = StepReport(
     step=6,
@@ -39,15 +40,7 @@ EVALUATION = EvalReport(
 
 
 def config_of(tensorboard: bool) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "steps": 1,
-            "model": {"path": "model"},
-            "data": {"train_path": "train.parquet"},
-            "reward": {"kind": "exact"},
-            "runtime": {"tensorboard": tensorboard},
-        }
-    )
+    return run_config(runtime={"tensorboard": tensorboard})
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.small_run import ADVANTAGES, DTYPES, LOGPROBS, SAMPLES, TRAINED, colu
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return make_small_run(tmp_path / "runs")
+    return make_small_run(tmp_path)
 
 
 def test_rows_are_those_of_the_batch_in_its_order(run: RunDirectory) -> None:

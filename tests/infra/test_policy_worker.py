@@ -17,10 +17,10 @@ from rl_core.views import decode_ints, new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.config.correction import TruncatedCorrection
 from schemas.config.model import LoraConfig
-from schemas.config.run import RunConfig
 from schemas.errors import NonFiniteError, VersionError
 from schemas.plan import ForwardPlan, StepPlan
 from schemas.step import RunHandle
+from tests.configs import run_config
 from tests.tiny import make_tiny_data, make_tiny_model
 
 
@@ -28,17 +28,11 @@ from tests.tiny import make_tiny_data, make_tiny_model
 def run(tmp_path: Path) -> RunHandle:
     make_tiny_model(tmp_path / "model")
     make_tiny_data(tmp_path / "train.parquet", 8)
-    config = RunConfig.model_validate(
-        {
-            "steps": 3,
-            "model": {"path": str(tmp_path / "model")},
-            "data": {"train_path": str(tmp_path / "train.parquet")},
-            "reward": {"kind": "exact"},
-            "rollout": {"num_prompts": 4, "samples_per_prompt": 2, "max_response_tokens": 6},
-            "kl": {"coef": 0.1},
-            "optim": {"lr": 1e-2, "updates_per_step": 2},
-            "runtime": {"runs_dir": str(tmp_path / "runs"), "num_threads": 1},
-        }
+    config = run_config(
+        tmp_path,
+        rollout={"num_prompts": 4, "samples_per_prompt": 2, "max_response_tokens": 6},
+        kl={"coef": 0.1},
+        optim={"lr": 1e-2, "updates_per_step": 2},
     )
     directory = tmp_path / "runs" / "run-1"
     directory.mkdir(parents=True)

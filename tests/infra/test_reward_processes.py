@@ -11,7 +11,8 @@ import pytest
 from infra.rewards.open import open_reward_scorer
 from infra.rewards.pool import RewardPool
 from schemas.config.reward import FunctionReward
-from tests.infra.reward_pools import LATE, OpenPool, failures, items, rewards, wait_for_exit, wait_until
+from tests.infra.reward_pools import LATE, OpenPool, failures, items, rewards, wait_for_exit
+from tests.progress import wait_until
 
 
 def test_a_process_imports_no_more_than_the_reward_does(open_pool: OpenPool) -> None:

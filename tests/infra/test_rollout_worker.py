@@ -188,7 +188,7 @@ def test_the_number_of_workers_does_not_change_the_samples(folder: Path) -> None
     store = open_store()
     found = {}
     for shard in range(2):
-        worker = worker_of(run_of(folder, num_workers=2), shard, store)
+        worker = worker_of(run_of(folder, rollout={"num_workers": 2}), shard, store)
         report = worker.generate(2, 0, shard, GROUPS[shard::2])
         assert set(report.group_ids) == set(range(shard, NUM_PROMPTS, 2))
         found |= rows_of(store, worker, report, 2)
@@ -228,7 +228,7 @@ def test_a_reward_that_never_returns_costs_only_its_rows(folder: Path) -> None:
         folder,
         reward="hangs_for_one",
         limits={"num_processes": NUM_SAMPLES, "timeout_seconds": 3.0},
-        data={"train_path": str(folder / "train.parquet"), "shuffle": False},  # answers 1 to 5
+        data={"shuffle": False},  # answers 1 to 5
     )
     worker = worker_of(run, store=store)
     shard = worker.generate(0, 0, 0, GROUPS)
@@ -263,7 +263,7 @@ def test_steps_take_their_prompts_from_all_sources(folder: Path, tmp_path: Path)
     write_rows(tmp_path / "more.jsonl", [tiny_row(40 + index) for index in range(3)])
     sources = [{"path": str(folder / "train.parquet")}, {"path": str(tmp_path / "more.jsonl"), "weight": 1.5}]
     store = open_store()
-    worker = worker_of(run_of(folder, data={"sources": sources}), store=store)
+    worker = worker_of(run_of(folder, data={"train_path": None, "sources": sources}), store=store)
     answers = {int(row["answer"]) for row in rows_of(store, worker, worker.generate(0, 0, 0, GROUPS)).values()}
     assert len(answers) == NUM_PROMPTS
     assert sum(answer > 40 for answer in answers) == 3  # 3 of 5, by weight

@@ -4,7 +4,7 @@ import doctest
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import infra.datasets.prompts
@@ -12,14 +12,11 @@ from infra.datasets import PromptDataset
 from rl_core.rollout.seeding import derive_seed
 from tests.infra.dataset_rows import dataset_of
 
-untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
 
 def test_the_docstring_examples_run() -> None:
     assert doctest.testmod(infra.datasets.prompts).failed == 0
 
 
-@untimed
 @given(
     size=st.integers(1, 30),
     num_prompts=st.integers(1, 40),
@@ -49,7 +46,6 @@ def test_without_shuffling_steps_follow_the_file() -> None:
     assert dataset_of(5).rows_for_groups(1, range(2, 6), 3, 0, shuffle=False).tolist() == [0, 1, 2, 3]
 
 
-@untimed
 @given(
     size=st.integers(1, 30),
     num_prompts=st.integers(1, 12),
@@ -101,7 +97,6 @@ SOURCE = st.tuples(st.integers(1, 12), st.floats(0.01, 100).map(lambda weight: r
 SOURCES = st.lists(SOURCE, min_size=1, max_size=5)  # sizes and weights
 
 
-@untimed
 @given(
     sources=SOURCES,
     num_prompts=st.integers(1, 20),
@@ -121,7 +116,6 @@ def test_every_window_follows_the_weights(
         assert abs((taken == source).sum() - expected) < len(sizes) + 1e-6
 
 
-@untimed
 @given(sources=SOURCES, seed=st.integers(0, 2**40))
 def test_each_source_has_its_own_whole_epochs(sources: list, seed: int) -> None:
     sizes, weights = zip(*sources, strict=True)
@@ -133,7 +127,6 @@ def test_each_source_has_its_own_whole_epochs(sources: list, seed: int) -> None:
             assert sorted(mine[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
-@untimed
 @given(
     sources=SOURCES,
     num_prompts=st.integers(1, 8),
@@ -161,7 +154,6 @@ def test_extra_groups_of_several_sources(
     assert np.array_equal(taken, sources_of(longer, sizes)[num_prompts * step :])
 
 
-@untimed
 @given(
     size=st.integers(1, 20),
     num_prompts=st.integers(1, 12),

@@ -8,7 +8,7 @@ import pytest
 
 from infra.stores.rpc import Endpoint, RpcClient, RpcServer
 from schemas.errors import LeaseError, StoreError
-from tests.waiting import wait_until
+from tests.progress import wait_until
 
 
 class Service:
@@ -89,7 +89,7 @@ def test_the_response_to_an_interrupted_call_is_not_returned_by_the_next_call(se
         service.may_return.set()
     assert client.call("echo", "new")[1] == "new"
     # So that the registry releases the puts that the connection has begun.
-    wait_until(lambda: connection in service.closed, "the end of the connection")
+    wait_until(lambda: connection in service.closed)
 
 
 class InterruptedByTest(BaseException):

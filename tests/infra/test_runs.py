@@ -10,22 +10,9 @@ from infra.storage.driver_lock import driver_lock
 from infra.storage.metrics_file import MetricsFile
 from infra.storage.runs import RunDirectory
 from schemas.config.correction import TruncatedCorrection
-from schemas.config.run import RunConfig
 from schemas.errors import RunError
 from schemas.step import EvalReport, StepReport
-from tests.waiting import DEADLINE_SECONDS
-
-
-def config(tmp_path: Path) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "steps": 3,
-            "model": {"path": "model"},
-            "data": {"train_path": "train.parquet"},
-            "reward": {"kind": "exact"},
-            "runtime": {"runs_dir": str(tmp_path)},
-        }
-    )
+from tests.configs import run_config
 
 
 def step(number: int) -> StepReport:
@@ -39,21 +26,21 @@ def evaluation(version: int) -> EvalReport:
 
 
 def test_a_run_is_found_by_id_and_by_directory(tmp_path: Path) -> None:
-    created = RunDirectory.create(config(tmp_path), "run-1")
-    assert RunDirectory.open("run-1", str(tmp_path)).path == created.path
-    assert RunDirectory.open(str(created.path)).config() == config(tmp_path)
+    created = RunDirectory.create(run_config(tmp_path), "run-1")
+    assert RunDirectory.open("run-1", str(tmp_path / "runs")).path == created.path
+    assert RunDirectory.open(str(created.path)).config() == run_config(tmp_path)
 
 
 def test_a_run_is_created_once_and_the_error_for_an_unknown_run_lists_existing_ones(tmp_path: Path) -> None:
-    RunDirectory.create(config(tmp_path), "run-1")
+    RunDirectory.create(run_config(tmp_path), "run-1")
     with pytest.raises(RunError, match="sluice resume run-1"):
-        RunDirectory.create(config(tmp_path), "run-1")
+        RunDirectory.create(run_config(tmp_path), "run-1")
     with pytest.raises(RunError, match=r"no run 'run-2'.*run-1"):
-        RunDirectory.open("run-2", str(tmp_path))
+        RunDirectory.open("run-2", str(tmp_path / "runs"))
 
 
 def test_a_resumed_run_can_not_change_what_it_trains(tmp_path: Path) -> None:
-    begun = config(tmp_path)
+    begun = run_config(tmp_path)
     run = RunDirectory.create(begun, "run-1")
     moved = begun.replace(steps=5, runtime=begun.runtime.replace(num_threads=2, weight_transport="object_store"))
     assert check_changes(run, moved) == ["runtime.num_threads", "runtime.weight_transport", "steps"]
@@ -102,12 +89,12 @@ def _hold(path: Path, held: "multiprocessing.synchronize.Event") -> None:  # typ
 
 
 def test_one_driver_at_a_time_and_a_killed_one_releases_the_lock(tmp_path: Path) -> None:
-    directory = RunDirectory.create(config(tmp_path), "run-1")
+    directory = RunDirectory.create(run_config(tmp_path), "run-1")
     spawn = multiprocessing.get_context("spawn")
     held = spawn.Event()
     holder = spawn.Process(target=_hold, args=(directory.path, held))
     holder.start()
-    assert held.wait(DEADLINE_SECONDS)
+    held.wait()
     with pytest.raises(RunError, match="driven by another process"), driver_lock(directory):
         pass
     holder.kill()

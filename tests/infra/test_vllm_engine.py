@@ -18,12 +18,10 @@ from infra.engines.open import open_engine
 from infra.engines.vllm.engine import VllmEngine
 from infra.engines.vllm.start import open_vllm
 from infra.models.load import load_model, load_tokenizer
-from schemas.config.data import DataConfig
 from schemas.config.model import ModelConfig
-from schemas.config.reward import ExactReward
 from schemas.config.rollout import VllmRollout
-from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, NonFiniteError, WeightsError
+from tests.configs import run_config
 from tests.infra.engine_checks import (
     UNFIT_WEIGHTS,
     assert_degenerate_requests_work,
@@ -64,13 +62,8 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def started(folder: Path, environment: dict[str, str]) -> Iterator[VllmEngine]:
     """One engine for all tests of this module: a start takes seconds."""
-    config = RunConfig(
-        steps=1,
-        model=ModelConfig(path=str(folder)),
-        data=DataConfig(train_path="train.parquet", max_prompt_tokens=MAX_MODEL_LEN - 50),
-        reward=ExactReward(),
-        rollout=ROLLOUT,
-    )
+    data = {"max_prompt_tokens": MAX_MODEL_LEN - 50}
+    config = run_config(model={"path": str(folder)}, data=data, rollout=ROLLOUT)
     engine = open_engine(config, load_tokenizer(config.model))
     assert isinstance(engine, VllmEngine)
     yield engine

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from schemas.step import ProcessGroupHandle
 from schemas.weights import LoadedWeights, SentWeights, WeightsTransfer
 from tests.infra import weight_tensors
 from tests.infra.weight_tensors import RUN, flat, same, tensors
+from tests.progress import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +32,7 @@ for module in (sys.modules[__name__], weight_tensors):
     ray.cloudpickle.register_pickle_by_value(module)  # workers can't import test modules
 
 HOST = "127.0.0.1"
+TIMEOUT_SECONDS = 600  # only a member that hangs is waited for this long
 LARGE = 3_000_000  # words: 12 MB, which go through the object store and not within Ray's replies
 
 
@@ -63,7 +65,8 @@ class Policy:
         return ObjectStoreSender(RUN).send(version, tensor_specs(state), list(state.items())[:3], owner)
 
     def wait_for(self, file: Path) -> None:
-        wait_until(file.exists)
+        while not file.exists():
+            time.sleep(0.05)
 
     def open_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:
         self._rendezvous, handle = open_rendezvous(HOST, num_receivers)
@@ -94,7 +97,9 @@ class Rollout:
     def __init__(self) -> None:
         self._engine = CopyingEngine()
 
-    def load(self, version: int, refs: list[Any], run_id: str = RUN, timeout_seconds: float = 60) -> LoadedWeights:
+    def load(
+        self, version: int, refs: list[Any], run_id: str = RUN, timeout_seconds: float = TIMEOUT_SECONDS
+    ) -> LoadedWeights:
         return ObjectStoreReceiver(run_id, timeout_seconds).load(self._engine, version, refs)
 
     def join(self, group: ProcessGroupHandle, rank: int, timeout_seconds: float) -> None:
@@ -191,11 +196,11 @@ def test_a_failed_send_raises_in_the_receivers_and_leaves_no_memory_allocated(po
     assert ray.get(rollouts[0].holds.remote(30))
 
 
-def form_group(policy: Any, rollouts: list[Any], timeout_seconds: float = 30) -> None:
+def form_group(policy: Any, rollouts: list[Any]) -> None:
     """Have the members form a new group."""
     group = ray.get(policy.open_rendezvous.remote(len(rollouts)))
-    joins = [rollout.join.remote(group, rank, timeout_seconds) for rank, rollout in enumerate(rollouts, start=1)]
-    ray.get([policy.join.remote(group, timeout_seconds), *joins])
+    joins = [rollout.join.remote(group, rank, TIMEOUT_SECONDS) for rank, rollout in enumerate(rollouts, start=1)]
+    ray.get([policy.join.remote(group, TIMEOUT_SECONDS), *joins])
 
 
 def test_a_broadcast_in_buckets_of_any_size_arrives_whole(policy: Any, rollouts: list[Any]) -> None:
@@ -220,7 +225,7 @@ def test_a_broadcast_in_buckets_of_any_size_arrives_whole(policy: Any, rollouts:
 
 
 def test_a_sender_that_fails_leaves_no_receiver_waiting(policy: Any, rollouts: list[Any]) -> None:
-    form_group(policy, rollouts, timeout_seconds=200)
+    form_group(policy, rollouts)
     sent = call_with_refs(policy, "broadcast", 60, 64, 9, 3)
     for load in [rollout.receive.remote(60) for rollout in rollouts]:
         with pytest.raises(WorkerLostError, match="lost the others"):
@@ -256,9 +261,3 @@ def test_a_policy_that_dies_is_a_lost_worker(policy: Any, rollouts: list[Any]) -
     ray.kill(policy)
     with pytest.raises(WorkerLostError, match="could not send the weights of version 2"):
         ray.get(rollouts[0].load.remote(2, call_with_refs(policy, "send", 2, object_store.address())))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds; only the test's own time limit ends it otherwise."""
-    while not condition():
-        time.sleep(0.05)

@@ -35,19 +35,19 @@ class KilledAgainAndAgain:
         self._left_step, self._left_entries = -1, dict[str, int]()
 
     def kill_at(self, step: int, stage: str) -> None:
-        """Kill the driver once a stage is committed, and resume the run."""
-        self.driver.wait_for(lambda: self._committed(step, stage))
+        """Kill the driver once it has passed a stage, and resume the run."""
+        self.driver.wait_for(lambda: self._passed(step, stage))
         self.driver.kill()
         self._left_step, self._left_entries = step, self.run.entries(step)
         self.driver = self.workplace.start("resume", "killed-drivers")
 
-    def _committed(self, step: int, stage: str) -> bool:
+    def _passed(self, step: int, stage: str) -> bool:
         """Check that no stage that the last driver committed is run again, as long as its step is not done."""
         now = self.run.entries(self._left_step)
         if len(self.run.metrics.steps()) <= self._left_step:
             for name, written in now.items():
                 assert self._left_entries.get(name, written) == written, name
-        return self.run.committed(step, stage)
+        return self.run.passed(step, stage)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_workers_killed_under_a_living_driver(workplace: Workplace, expected: Ru
     run = workplace.run("killed-workers")
     driver = workplace.start(*CONFIG, "--run-id", run.run_id, "runtime.max_restarts=9")
     for step, role in enumerate(("PolicyWorker", "RolloutWorker", "ReferenceWorker", "RayStoreRegistry"), start=1):
-        driver.wait_for(lambda step=step: run.committed(step, "rollout"))  # type: ignore[misc]
+        driver.wait_for(lambda step=step: run.passed(step, "rollout"))  # type: ignore[misc]
         assert workplace.kill_worker(role) == 1
     driver.finish()
     assert_same(run, expected)
@@ -98,7 +98,7 @@ def test_workers_killed_under_a_living_driver(workplace: Workplace, expected: Ru
 def test_a_terminated_driver_leaves_nothing_behind(workplace: Workplace, expected: Run) -> None:
     run = workplace.run("terminated")
     driver = workplace.start(*CONFIG, "--run-id", run.run_id)
-    driver.wait_for(lambda: run.committed(1, "put"))
+    driver.wait_for(lambda: run.passed(1, "put"))
     driver.terminate()
     driver.finish(128 + signal.SIGTERM)
     assert f"resume with: sluice resume {run.run_id}" in driver.errors

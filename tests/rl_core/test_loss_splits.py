@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,7 +35,6 @@ def random_inputs(lengths: list[int], seed: int) -> dict[str, Tensor]:
     return columns
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=8),
     seed=st.integers(0, 2**31),

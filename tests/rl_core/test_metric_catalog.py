@@ -14,31 +14,18 @@ from rl_core.losses import policy_loss
 from rl_core.rollout.dynamic_sampling import count_generated, keep_rows
 from rl_core.training import RankRows, ScoringModule, Trainer, training_columns
 from schemas.config.correction import TruncatedCorrection
-from schemas.config.data import DataConfig
 from schemas.config.kl import KlConfig
-from schemas.config.model import ModelConfig
 from schemas.config.overlong import OverlongConfig
-from schemas.config.reward import ExactReward
 from schemas.config.rollout import DynamicSampling, TransformersRollout
-from schemas.config.run import RunConfig
 from schemas.errors import MetricError
 from schemas.metric_catalog import METRICS, REWARD_PARTS, ROLLOUT_SECONDS, View, metric_spec, metrics_of
 from schemas.metrics import Metrics
 from schemas.rollout import RolloutHandle, RolloutShard
+from tests.configs import run_config
 from tests.packed import random_batch, tiny_qwen3
 from tests.rl_core.loss_inputs import CORRECTIONS, LOSSES, row_inputs
 
 LENGTHS = [4, 8, 10, 10]
-
-
-def run_config(**sections: object) -> RunConfig:
-    return RunConfig(
-        steps=1,
-        model=ModelConfig(path="model"),
-        data=DataConfig(train_path="prompts"),
-        reward=ExactReward(),
-        **sections,
-    )
 
 
 def shard(number: int, rewards: tuple[float | None, ...]) -> RolloutShard:

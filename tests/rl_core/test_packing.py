@@ -1,7 +1,7 @@
 """Balancing of rows over ranks, and packing into bins."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.planning import imbalance, pack
@@ -10,7 +10,6 @@ from rl_core.planning.pack import pack_evenly, pack_ranks, split_bins
 from schemas.plan import MicroBatch, RankPlan
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.integers(1, 6))
 def test_balance_is_never_worse_than_contiguous_blocks(costs: list[float], num_ranks: int) -> None:
     array = np.array(costs)
@@ -58,7 +57,6 @@ def test_pack_is_best_fit_longest_first() -> None:
     assert [rows.tolist() for rows in pack(np.arange(6), lengths, 10)] == [[1, 2, 5], [0, 3, 4]]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(50, 90))
 def test_pack_needs_few_bins(lengths: list[int], budget: int) -> None:
     bins = pack(np.arange(len(lengths)), np.array(lengths, dtype=np.int64), budget)
@@ -108,7 +106,6 @@ def test_split_bins_splits_the_fullest_then_adds_dummies() -> None:
     assert sorted(rows.tolist() for rows in split_bins(bins, lengths, 6)) == [[], [0], [1], [2], [3], [4]]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(50, 90), st.integers(0, 40))
 def test_split_bins_keep_rows_and_budget(lengths: list[int], budget: int, more: int) -> None:
     array = np.array(lengths, dtype=np.int64)

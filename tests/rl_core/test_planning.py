@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -57,7 +57,6 @@ def check_ranks(plan: RankPlan, rows: list[Row], num_ranks: int, budget: int) ->
     assert max(plan.rank_costs) - min(plan.rank_costs) <= max(blocks) - min(blocks)
 
 
-@settings(deadline=None)
 @given(ROWS, UPDATES, RANKS, BUDGETS, SEEDS)
 def test_step_invariants(rows: list[Row], num_updates: int, num_ranks: int, budget: int, seed: int) -> None:
     options = {"num_updates": num_updates, "num_ranks": num_ranks, "token_budget": budget, "seed": seed}
@@ -73,7 +72,6 @@ def test_step_invariants(rows: list[Row], num_updates: int, num_ranks: int, budg
     assert plan == plan_rows(rows, **options)
 
 
-@settings(deadline=None)
 @given(ROWS, RANKS, BUDGETS)
 def test_forward_invariants(rows: list[Row], num_ranks: int, budget: int) -> None:
     prompts, responses, _ = columns(rows)
@@ -83,7 +81,6 @@ def test_forward_invariants(rows: list[Row], num_ranks: int, budget: int) -> Non
     assert plan == plan_forward(prompts, responses, num_ranks=num_ranks, token_budget=budget)
 
 
-@settings(deadline=None)
 @given(ROWS, UPDATES, RANKS, BUDGETS, SEEDS)
 def test_plans_are_values(rows: list[Row], num_updates: int, num_ranks: int, budget: int, seed: int) -> None:
     step = plan_rows(rows, num_updates=num_updates, num_ranks=num_ranks, token_budget=budget, seed=seed)
@@ -97,7 +94,6 @@ def test_plans_are_values(rows: list[Row], num_updates: int, num_ranks: int, bud
     assert step.replace(seed=seed + 1).digest != step.digest
 
 
-@settings(deadline=None)
 @given(ROWS, UPDATES, SEEDS)
 def test_membership_does_not_depend_on_ranks_or_budget(rows: list[Row], num_updates: int, seed: int) -> None:
     plans = [

@@ -62,7 +62,7 @@ def test_packed_equals_plain(overrides: dict[str, object], temperature: float) -
     assert relative_error(padded_gradients, their_gradients) < 1e-5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 6), st.sampled_from([0, 1, 4, 4, 9])), min_size=1, max_size=9),
     seed=st.integers(0, 99),

@@ -1,7 +1,7 @@
 """Any chain of views, compared with the same operations on a list of rows."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.views import (
@@ -53,7 +53,6 @@ def draw_view(data: st.DataObject, view: BatchHandle, model: list[int]) -> tuple
     return concat(some), [row for at in places for row in model[slice(*bounds[at])]]
 
 
-@settings(deadline=None)
 @given(st.data(), stored_batches())
 def test_any_chain_of_views_selects_like_a_list(data: st.DataObject, stored: Stored) -> None:
     view, model = stored.batch, list(range(stored.batch.num_rows))
@@ -66,7 +65,6 @@ def test_any_chain_of_views_selects_like_a_list(data: st.DataObject, stored: Sto
         assert {at for at, _, _ in pieces(group)} == set(range(len(group.chunks)))
 
 
-@settings(deadline=None)
 @given(st.data(), stored_batches())
 def test_views_of_the_same_rows_are_equal_however_they_are_made(data: st.DataObject, stored: Stored) -> None:
     view, model = select(stored.batch, range(stored.batch.num_rows)), list(range(stored.batch.num_rows))

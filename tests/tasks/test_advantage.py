@@ -7,12 +7,12 @@ import pytest
 
 from infra.storage.runs import RunDirectory
 from rl_core.columns.jagged import flat_values
-from schemas.config.run import RunConfig
 from schemas.errors import PlanError, RewardFailureError
 from schemas.metrics import values
 from schemas.rollout import RolloutHandle, RolloutShard
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle
 from tasks.advantage import compute_step_advantages
+from tests.configs import run_config
 from tests.small_run import ROWS_PER_SHARD, SAMPLES, columns_of, put_rollout
 
 STEP = 0
@@ -24,21 +24,16 @@ def compute(
     tmp_path: Path,
     rewards: list[float | None] | None = None,
     row_kl: tuple[float, ...] | None = None,
-    **sections: dict[str, object],
+    **overrides: object,
 ) -> tuple[AdvantageHandle, list[float]]:
     """The stage's handle, and the advantages that the store holds; two prompts of three samples each."""
-    config = RunConfig.model_validate(
-        {
-            "steps": 4,
-            "model": {"path": "model"},
-            "data": {"train_path": "train.parquet"},
-            "reward": {"kind": "exact"},
-            "rollout": {"max_response_tokens": MAX_RESPONSE_TOKENS},
-            "advantage": {"kind": "dr_grpo"},
-            "store": {"kind": "fsspec"},
-            "runtime": {"runs_dir": str(tmp_path), "num_policy_ranks": 2},
-            **sections,
-        }
+    config = run_config(
+        tmp_path,
+        rollout={"max_response_tokens": MAX_RESPONSE_TOKENS},
+        advantage={"kind": "dr_grpo"},
+        store={"kind": "fsspec"},
+        runtime={"num_policy_ranks": 2},
+        **overrides,
     )
     directory = RunDirectory.create(config, "run")
     store = columns_of(directory)

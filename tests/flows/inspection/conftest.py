@@ -13,7 +13,7 @@ from tests.small_run import make_small_run
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     monkeypatch.chdir(tmp_path)
-    return make_small_run(Path("runs"))
+    return make_small_run()
 
 
 @pytest.fixture

@@ -78,13 +78,13 @@ def test_a_run_whose_columns_were_all_cleared(inspect: Command, run: RunDirector
 
 
 def test_a_run_that_has_not_put_anything_yet(inspect: Command, tmp_path: Path) -> None:
-    shutil.rmtree(make_small_run(tmp_path / "runs", "young").columns)
+    shutil.rmtree(make_small_run(tmp_path, "young").columns)
     rejected(inspect("young"), "run young has no columns yet")
     assert not (tmp_path / "runs/young/columns").exists()
 
 
 def test_a_run_that_keeps_its_columns_in_memory(inspect: Command) -> None:
-    make_small_run(Path("runs"), "fleeting", kind="ray", keep_steps=0)
+    make_small_run(run_id="fleeting", kind="ray", keep_steps=0)
     rejected(inspect("fleeting"), 'store.kind = "ray"', 'store.kind = "tiered" keeps them')
 
 

@@ -187,9 +187,7 @@ finally:
 """
     before = sorted(path.name for path in run.path.rglob("*"))
     root = str(Path(cli.__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env={"PYTHONPATH": root}
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env={"PYTHONPATH": root})
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("run demo, step 3")
     assert sorted(path.name for path in run.path.rglob("*")) == before
