@@ -1,10 +1,13 @@
 """Pages of the site that are generated from the code: configuration, commands, metrics and columns.
 
-MkDocs calls `on_files` before it reads the pages; see https://www.mkdocs.org/user-guide/configuration/#hooks.
+In any other page, a line `<!-- kinds: SECTION -->` becomes the table of that config section's kinds. MkDocs calls
+`on_files` before it reads the pages, and `on_page_markdown` for each page; see
+https://www.mkdocs.org/user-guide/configuration/#hooks.
 """
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Iterator
 from inspect import cleandoc
@@ -13,7 +16,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from pydantic import BaseModel
+from mkdocs.structure.pages import Page
+from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -24,12 +28,14 @@ from schemas.config.run import RunConfig
 from schemas.metric_catalog import METRICS
 
 MAX_TYPE_CHARACTERS = 60
+CONFIGURATION = "reference/configuration.md"
+KINDS = re.compile(r"^<!-- kinds: (\w+) -->$", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
     pages: dict[str, Callable[[], str]] = {
-        "reference/configuration.md": configuration_page,
+        CONFIGURATION: configuration_page,
         "reference/commands.md": commands_page,
         "reference/metrics.md": metrics_page,
         "reference/columns.md": columns_page,
@@ -37,6 +43,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, make in pages.items():
         files.append(File.generated(config, name, content=make()))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Insert the tables of kinds."""
+    target = "../" * page.file.src_uri.count("/") + CONFIGURATION
+    return KINDS.sub(lambda found: "\n".join(_kinds(found[1], target)), markdown)
 
 
 def configuration_page() -> str:
@@ -54,7 +66,7 @@ def configuration_page() -> str:
     ]
     for name, field in RunConfig.model_fields.items():
         if members := _models(field.annotation):
-            lines += ["", f"## `[{name}]`", "", *_section(name, members)]
+            lines += ["", f"## `[{name}]` {{#{name}}}", "", *_section(name, members)]
     return "\n".join(lines) + "\n"
 
 
@@ -120,15 +132,37 @@ def _section(name: str, members: list[type[BaseModel]]) -> Iterator[str]:
         yield ""
         yield from _table(members[0], place=name)
         return
-    kinds = ", ".join(f"`{kind_of(member)}`" for member in members)
-    yield f"`{name}.kind` is one of {kinds}."
+    yield _default_kinds(name)
+    yield ""
+    yield from _kinds(name)
     for member in members:
         yield ""
-        yield f'### `{name}.kind = "{kind_of(member)}"`'
+        yield f'### `{name}.kind = "{kind_of(member)}"` {{#{name}-{kind_of(member)}}}'
         yield ""
         yield cleandoc(member.__doc__ or "")
         yield ""
         yield from _table(member, place=name)
+
+
+def _kinds(section: str, page: str = "") -> Iterator[str]:
+    """Yield the table of a section's kinds: the first paragraph of each class's docstring, with a link to its keys."""
+    yield "| kind | meaning |"
+    yield "|---|---|"
+    for member in _models(RunConfig.model_fields[section].annotation):
+        kind, (meaning, *_) = kind_of(member), cleandoc(member.__doc__ or "").split("\n\n")
+        yield f"| [`{kind}`]({page}#{section}-{kind}) | {_cell(meaning)} |"
+
+
+def _default_kinds(section: str) -> str:
+    """Return the kinds that apply without the section, and in a section without a `kind`."""
+    field = RunConfig.model_fields[section]
+    if field.is_required():
+        return f"`{section}.kind` must be given."
+    absent = kind_of(type(field.get_default(call_default_factory=True)))
+    unnamed = [each.func({})["kind"] for each in field.metadata if isinstance(each, BeforeValidator)]
+    if unnamed in ([], [absent]):
+        return f'`{section}.kind` is `"{absent}"` by default.'
+    return f'`{section}.kind` is `"{absent}"` without the section, and by default `"{unnamed[0]}"` within it.'
 
 
 def _table(model: type[BaseModel], place: str = "", sections: bool = True) -> Iterator[str]:
