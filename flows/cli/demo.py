@@ -1,8 +1,10 @@
-"""The demo's own preparation: problems, a tiny model, and its warm start. Made once per recipe and seed."""
+"""The demo's preparation: problems, a tiny model, and its warm start. Made once per recipe and seed."""
 
+import json
 import random
 import shutil
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,14 @@ from schemas.config.warmstart import WarmstartConfig
 from tasks.stage import operation
 
 SEED_STRIDE = 1_000_000  # reasoning-gym seeds row i with seed + i
-CARELESS_LETTERS = 4
 
 
 class DemoRecipe(Frozen):
-    """What the demo trains on and starts from; task and sizes were chosen by measuring."""
+    """The demo's task, model and warm start, chosen by measuring."""
 
     task: str
     settings: dict[str, Any]
-    careless_fraction: float  # of the warm start's answers of 4 letters or more, which lack their last letter
+    worked_fraction: float  # of the warm start's demonstrations: these write out every step, the others only the sum
     num_warmstart_rows: int
     num_train_rows: int
     num_eval_rows: int
@@ -37,25 +38,33 @@ class DemoRecipe(Frozen):
 
 
 RECIPE = DemoRecipe(
-    task="spell_backward",
-    settings={"max_word_len": 4},
-    careless_fraction=0.6,
-    num_warmstart_rows=8000,
+    task="basic_arithmetic",
+    settings={
+        "operators": ["+"],
+        "min_terms": 4,
+        "max_terms": 6,
+        "min_digits": 1,
+        "max_digits": 1,
+        "allow_parentheses": False,
+        "allow_negation": False,
+    },
+    worked_fraction=0.4,
+    num_warmstart_rows=14000,
     num_train_rows=4000,
     num_eval_rows=256,
     model={
         "hidden_size": 192,
-        "intermediate_size": 576,
+        "intermediate_size": 384,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 48,
         "max_position_embeddings": 256,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-        "initializer_range": 0.04,
+        "initializer_range": 0.07,
     },
-    warmstart_rows=64,
-    warmstart_steps=200,
+    warmstart_rows=32,
+    warmstart_steps=400,
     warmstart_lr=2e-3,
 )
 
@@ -92,11 +101,11 @@ def write_files(config: RunConfig, recipe: DemoRecipe) -> None:
     assert config.data.train_path is not None
     assert config.data.eval_path is not None
     heldout = Path(config.data.eval_path)
-    careless = _careless(random.Random(config.seed), recipe.careless_fraction)
+    demonstrate = _demonstrate(random.Random(config.seed), recipe.worked_fraction)
     files: tuple[tuple[Path, int, dict[str, Any]], ...] = (
         (heldout, recipe.num_eval_rows, {}),
         (Path(config.data.train_path), recipe.num_train_rows, {"exclude": heldout}),
-        (_warmstart_path(config), recipe.num_warmstart_rows, {"exclude": heldout, "edit": careless}),
+        (_warmstart_path(config), recipe.num_warmstart_rows, {"exclude": heldout, "edit": demonstrate}),
     )
     for index, (path, size, options) in enumerate(files):
         seed = (len(files) * config.seed + index) * SEED_STRIDE
@@ -104,16 +113,26 @@ def write_files(config: RunConfig, recipe: DemoRecipe) -> None:
         get_run_logger().info("wrote %d %s problems to %s", num_rows, recipe.task, path)
 
 
-def _careless(rng: random.Random, fraction: float) -> Callable[[Row], Row]:
-    """Demonstrations that know how, but are often careless: that is what GRPO then mends."""
+def _demonstrate(rng: random.Random, worked_fraction: float) -> Callable[[Row], Row]:
+    """Return an edit that turns a problem's sum into a demonstration: worked out step by step, or the sum alone."""
 
     def edit(row: Row) -> Row:
-        answer = row["reward_model"]["ground_truth"]
-        if len(answer) >= CARELESS_LETTERS and rng.random() < fraction:
-            row["reward_model"]["ground_truth"] = answer[:-1]
+        expression = json.loads(row["extra_info"]["metadata"])["expression"]
+        total = row["reward_model"]["ground_truth"]
+        is_worked = rng.random() < worked_fraction
+        row["reward_model"]["ground_truth"] = work_out(expression) if is_worked else f"={total}"
         return row
 
     return edit
+
+
+def work_out(expression: str) -> str:
+    """Return a sum step by step: "5 + 9 + 7" gives "5+9=14, 14+7=21"."""
+    terms = [int(term) for term in expression.split(" + ")]
+    totals = pairwise(accumulate(terms))
+    return ", ".join(
+        f"{total}+{term}={next_total}" for term, (total, next_total) in zip(terms[1:], totals, strict=True)
+    )
 
 
 def _warmstart_path(config: RunConfig) -> Path:
