@@ -40,7 +40,7 @@ test: lint  ## lint, then the whole test suite, two files at a time
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 docs: venv  ## build the documentation site in site/; broken links are errors
-	$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 down:  ## stop the local Prefect server and Ray
 	@test ! -x $(BIN)/sluice || $(BIN)/sluice down

@@ -7,6 +7,7 @@ https://www.mkdocs.org/user-guide/configuration/#hooks.
 
 from __future__ import annotations
 
+import json
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -217,7 +218,7 @@ def _name(annotation: object) -> str:
     if origin is Annotated:
         return _name(arguments[0])
     if origin is Literal:
-        return " or ".join(f"`{value!r}`" for value in arguments)
+        return " or ".join(f"`{_toml(value)}`" for value in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(_name(argument) for argument in arguments)
     if origin in (tuple, list):
@@ -233,10 +234,19 @@ def _name(annotation: object) -> str:
 def _default(field: FieldInfo) -> str:
     if field.default_factory is not None:
         value = field.default_factory()  # type: ignore[call-arg]
-        return "" if isinstance(value, BaseModel) else f"`{value!r}`"
+        return "" if isinstance(value, BaseModel) else f"`{_toml(value)}`"
     if field.default is PydanticUndefined:
         return "required"
-    return "none" if field.default is None else f"`{field.default!r}`"
+    return "none" if field.default is None else f"`{_toml(field.default)}`"
+
+
+def _toml(value: object) -> str:
+    """Return a default as it is written in a TOML file."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, bool | str):
+        return json.dumps(value)
+    return repr(value)
 
 
 def _parameters(command: Any) -> Iterator[str]:
