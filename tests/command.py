@@ -10,7 +10,7 @@ from flows.cli import commands, main
 
 
 class Result(NamedTuple):
-    """How a command ended, and what it printed."""
+    """A command's exit code and output."""
 
     exit_code: int
     out: str

@@ -133,12 +133,12 @@ class Command:
 
     @property
     def printed(self) -> str:
-        """What it has printed so far, standard error last."""
+        """Return what it has printed so far, standard error last."""
         return self._out.read_text() + self._err.read_text()
 
     @property
     def errors(self) -> str:
-        """What it has printed to standard error so far."""
+        """Return what it has printed to standard error so far."""
         return self._err.read_text()
 
     def wait_for(self, reached: Callable[[], bool]) -> None:
@@ -187,7 +187,7 @@ class Command:
 
 
 class Run(RunDirectory):
-    """What a run has written, as tests compare it."""
+    """The results of a run, as tests compare them."""
 
     def committed(self, step: int, stage: str) -> bool:
         """Return whether the ledger holds a stage of a step, whole: Prefect writes an entry in place."""

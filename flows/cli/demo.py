@@ -70,7 +70,7 @@ RECIPE = DemoRecipe(
 
 
 def demo_overrides(seed: int) -> list[str]:
-    """What differs from the demo's config for another seed: the seed and the files made from it."""
+    """Return the overrides of the demo's config for another seed: the seed and the files made from it."""
     folder = f".sluice/demo/seed-{seed}"
     return [
         f"seed={seed}",

@@ -1,4 +1,4 @@
-"""Which checkpoint to keep as the best."""
+"""The choice of the checkpoint to keep as the best."""
 
 from collections.abc import Sequence
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled.
+    """The settings by which tokens are sampled.
 
     >>> Sampling(max_response_tokens=256, temperature=0.0)  # greedy
     Sampling(max_response_tokens=256, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, stop_token_ids=(), stop=())

@@ -1,4 +1,4 @@
-"""Which settings of a run may differ when it is resumed."""
+"""The settings of a run that may differ when it is resumed."""
 
 from infra.storage.runs import RunDirectory
 from schemas.config.load import changed_keys

@@ -1,4 +1,4 @@
-"""What a read of some columns needs of each chunk, and how its rows are put together.
+"""The parts of each chunk that a read of some columns needs, and their assembly into rows.
 
 N rows of a batch, P row ranges that they are made of.
 """

@@ -17,7 +17,7 @@ BLOCKS = [match.groups() for match in BLOCK.finditer(PAGE.read_text())]
 
 
 def run_block(language: str, code: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a block prints, without spaces at the ends of lines."""
+    """Return what a block prints, without spaces at the ends of lines."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         if language == "python":

@@ -1,4 +1,4 @@
-"""What the tests of both rollout engines share: requests, reference computations and comparisons."""
+"""Shared by the tests of both rollout engines: requests, reference computations and comparisons."""
 
 from collections.abc import Sequence
 

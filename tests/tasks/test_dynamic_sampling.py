@@ -34,7 +34,7 @@ def config_of(num_prompts: int, max_rounds: int | None, num_workers: int = 1) ->
 
 
 def rounds_of(config: TransformersRollout, rewards: Sequence[tuple[float | None, ...]]) -> list[list[RolloutShard]]:
-    """What the workers report round by round, where group g has `rewards[g]`, and the prompt's length says g."""
+    """Return what the workers report round by round, where group g has `rewards[g]`, and the prompt's length says g."""
     rounds: list[list[RolloutShard]] = []
     while groups := next_groups(config, find_variance(rounds), len(rounds)):
         shards = shard_groups(config, groups, sum(map(len, rounds)))

@@ -1,4 +1,4 @@
-"""What `sluice inspect` printed."""
+"""The output of `sluice inspect`, parsed."""
 
 import json
 from typing import Any
