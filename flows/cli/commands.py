@@ -55,20 +55,21 @@ def demo(
     ] = "demo",
     steps: Annotated[int | None, typer.Option(help="GRPO steps; default: the config's.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Seed for data, model and training.", min=0)] = 0,
+    tiny: Annotated[bool, typer.Option("--tiny", help="A short warm start and 2 steps, which learn nothing.")] = False,
 ) -> None:
     """Generate a data set and a tiny model, warm-start the model, and improve it with GRPO."""
-    from flows.cli.demo import demo_overrides, prepare_demo
+    from flows.cli.demo import RECIPE, TINY, demo_overrides, prepare_demo
     from flows.cli.run import run_training
     from flows.cli.session import prefect_session, run_flow
 
     last = [f"steps={steps}"] if steps else []
-    config = _load(config_name, [*demo_overrides(seed), *(overrides or []), *last])
+    config = _load(config_name, [*demo_overrides(seed, tiny), *(overrides or []), *last])
     if config.rollout.kind == "vllm":
         from infra.engines.vllm.package import require_vllm
 
         require_vllm()  # fail now, not after the warm start
     with prefect_session(config.runtime, console):
-        run_flow(prepare_demo(config))
+        run_flow(prepare_demo(config, TINY if tiny else RECIPE))
         run_training(console, config)
 
 

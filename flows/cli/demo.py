@@ -49,7 +49,7 @@ RECIPE = DemoRecipe(
         "allow_negation": False,
     },
     worked_fraction=0.4,
-    num_warmstart_rows=14000,
+    num_warmstart_rows=20000,
     num_train_rows=4000,
     num_eval_rows=256,
     model={
@@ -64,15 +64,17 @@ RECIPE = DemoRecipe(
         "initializer_range": 0.07,
     },
     warmstart_rows=32,
-    warmstart_steps=400,
+    warmstart_steps=550,
     warmstart_lr=2e-3,
 )
+TINY = RECIPE.replace(num_warmstart_rows=1000, num_train_rows=200, num_eval_rows=32, warmstart_steps=20)
 
 
-def demo_overrides(seed: int) -> list[str]:
-    """Return the overrides of the demo's config for another seed: the seed and the files made from it."""
-    folder = f".sluice/demo/seed-{seed}"
+def demo_overrides(seed: int, tiny: bool = False) -> list[str]:
+    """Return the overrides of the demo's config for a seed: the seed, and the files made from it."""
+    folder = f".sluice/demo/{'tiny-' if tiny else ''}seed-{seed}"
     return [
+        *(["steps=2"] if tiny else []),
         f"seed={seed}",
         f"model.path={folder}/model",
         f"data.train_path={folder}/train.parquet",
@@ -80,18 +82,18 @@ def demo_overrides(seed: int) -> list[str]:
     ]
 
 
-@flow(name="prepare-demo", persist_result=False)
-async def prepare_demo(config: RunConfig) -> None:
+@flow(name="prepare-demo", flow_run_name="prepare-demo-{config.seed}", persist_result=False)
+async def prepare_demo(config: RunConfig, recipe: DemoRecipe) -> None:
     """Make what the demo's config names: prompt files and a warm-started model folder."""
     folder = Path(config.model.path).parent
-    marker = folder / f"made-from-{RECIPE.digest}"
+    marker = folder / f"made-from-{recipe.digest}"
     if marker.exists():
         get_run_logger().info("problems and warm-started model: %s", folder)
         return
     shutil.rmtree(folder, ignore_errors=True)
-    write_files(config, RECIPE)
-    make_model(folder / "random", seed=config.seed, **RECIPE.model)
-    await warm_start(_warmstart_config(config, RECIPE, folder), config.runtime)
+    write_files(config, recipe)
+    make_model(folder / "random", seed=config.seed, **recipe.model)
+    await warm_start(_warmstart_config(config, recipe, folder), config.runtime)
     marker.touch()
 
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 GENERATED = ("configuration", "commands", "metrics", "columns")
 PACKAGES = ("schemas", "rl_core", "infra", "tasks", "flows", "benchmarks", "tests")
+INVENTED = {"rl_core/advantages/median.py", "optim.lrr"}  # a recipe's new file, and a misspelled key
 
 CODE = re.compile(r"^```\w*\n(.*?)^```|`([^`\n]+)`", re.DOTALL | re.MULTILINE)
 SOURCE_PATH = re.compile(rf"(?<![\w/.-])((?:{'|'.join(PACKAGES)})/[\w/.-]*\w)")
@@ -61,7 +62,7 @@ def commands() -> dict[str, Any]:
 
 def test_paths_exist(code: list[str]) -> None:
     named = {path for part in code for path in SOURCE_PATH.findall(part) + PYTHON_PATH.findall(part)}
-    assert not [path for path in sorted(named) if not (ROOT / path).exists()]
+    assert not [path for path in sorted(named - INVENTED) if not (ROOT / path).exists()]
 
 
 def test_links_lead_to_files(page: Path) -> None:
@@ -95,7 +96,7 @@ def test_config_keys_exist(code: list[str]) -> None:
     named = {key for part in code for key in DOTTED.findall(part) if key.split(".")[0] in sections}
     files = {name for name in named if name.endswith((".arrow", ".json", ".py", ".toml"))}
     free = {key for key in named if key.startswith("reward.parts.")}  # the user's own names
-    assert not named - keys - files - free
+    assert not named - keys - files - free - INVENTED
 
 
 def test_metrics_exist(code: list[str]) -> None:

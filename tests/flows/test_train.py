@@ -42,7 +42,7 @@ finally:
 def printed(workplace: Workplace) -> str:
     """Return the output of a run whose reward fails for half of the samples."""
     return workplace.python(
-        *("-c", COUNTED_COMMAND, "train", "tiny.toml", f"steps={STEPS}", "--run-id", RUN_ID),
+        *("-P", "-c", COUNTED_COMMAND, "train", "tiny.toml", f"steps={STEPS}", "--run-id", RUN_ID),
         *("reward.path=tiny_rewards:sometimes", "reward.max_failure_fraction=0.9", "runtime.tensorboard=true"),
     )
 
