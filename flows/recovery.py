@@ -2,7 +2,6 @@
 
 from prefect import get_run_logger
 
-from infra.checkpoints import open_checkpoints
 from infra.storage.runs import RunDirectory
 from infra.stores.open import start_store
 from infra.stores.steps import drop_outdated_steps
@@ -22,6 +21,8 @@ def drop_outdated_ledger(directory: RunDirectory, config: RunConfig) -> None:
     """
     if not directory.ledger.is_outdated():
         return
+    from infra.checkpoints import open_checkpoints  # not at the top: torch is imported with it
+
     kill_workers(directory.run_id, config)  # they run the old code, and may be ahead of the checkpoint
     versions = open_checkpoints(directory, config.checkpoint).complete_versions()
     drop_outdated_steps(directory, config, versions[-1] if versions else 0, get_run_logger())

@@ -7,8 +7,16 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from schemas.base import Frozen
 from schemas.batch import SafeName
+from schemas.config.model import LoraConfig
 
 Transport = Literal["object_store", "broadcast"]
+
+
+class Adapter(Frozen):
+    """The base model that an adapter-only checkpoint's weights are added to, and the adapter's settings."""
+
+    base_model: str  # a Hugging Face folder, or a hub name
+    lora: LoraConfig
 
 
 class TensorSpec(Frozen):

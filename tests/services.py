@@ -51,7 +51,7 @@ class Workplace:
         (folder / "tiny.toml").write_text(CONFIG)
         (folder / "tiny_rewards.py").write_text(REWARDS)
         for package in ("schemas", "rl_core", "infra", "tasks", "flows"):  # a user's own modules don't shadow Sluice's
-            (folder / f"{package}.py").write_text("raise ImportError('the user\'s own module was imported')\n")
+            (folder / f"{package}.py").write_text("raise ImportError('a user module shadows Sluice')\n")
 
     @property
     def services(self) -> LocalServices:

@@ -11,13 +11,13 @@ from typing import Any
 from prefect import flow, get_run_logger
 
 from flows.warmstart import warm_start
-from infra.datasets.reasoning_gym import Row, write_problems
-from infra.models.tiny import make_model
 from schemas.base import Frozen
 from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig
 from schemas.config.warmstart import WarmstartConfig
 from tasks.stage import operation
+
+Row = dict[str, Any]
 
 SEED_STRIDE = 1_000_000  # reasoning-gym seeds row i with seed + i
 
@@ -91,6 +91,8 @@ async def prepare_demo(config: RunConfig, recipe: DemoRecipe) -> None:
         get_run_logger().info("problems and warm-started model: %s", folder)
         return
     shutil.rmtree(folder, ignore_errors=True)
+    from infra.models.tiny import make_model  # not at the top: torch is imported with it
+
     write_files(config, recipe)
     make_model(folder / "random", seed=config.seed, **recipe.model)
     await warm_start(_warmstart_config(config, recipe, folder), config.runtime)
@@ -100,6 +102,8 @@ async def prepare_demo(config: RunConfig, recipe: DemoRecipe) -> None:
 @operation("problems")
 def write_files(config: RunConfig, recipe: DemoRecipe) -> None:
     """Write the held-out problems, and the training's and the warm start's without those."""
+    from infra.datasets.reasoning_gym import write_problems  # not at the top: transformers is imported with it
+
     assert config.data.train_path is not None
     assert config.data.eval_path is not None
     heldout = Path(config.data.eval_path)

@@ -4,9 +4,9 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from infra.models.lora import Adapter
 from schemas.base import Frozen
 from schemas.step import UpdateReport
+from schemas.weights import Adapter
 
 MANIFEST = "manifest.json"
 ASSETS = "hf"  # the folder of config.json, generation_config.json and the tokenizer's files

@@ -19,12 +19,12 @@ from infra.checkpoints.files import CheckpointFiles, step_name
 from infra.checkpoints.manifest import FileEntry, Manifest
 from infra.checkpoints.reading import ShardReader
 from infra.checkpoints.writing import ShardWriter, StagedPlanner
-from infra.models.lora import Adapter
 from infra.storage.runs import RunDirectory
 from rl_core.training.sharding import local_tensor
 from schemas.config.checkpoint import CheckpointConfig
 from schemas.errors import CheckpointError, StoreError
 from schemas.step import UpdateReport
+from schemas.weights import Adapter
 
 _MAX_NAMED = 5  # tensors listed in one message
 

@@ -18,9 +18,10 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from infra.models.lora import Adapter, add_adapter
+from infra.models.lora import add_adapter
 from schemas.config.model import ModelConfig
 from schemas.errors import ModelError, WeightsError
+from schemas.weights import Adapter
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 

@@ -13,18 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from schemas.base import Frozen
 from schemas.config.model import LoraConfig
 from schemas.errors import ConfigError
 
 _ADAPTER = "default"
-
-
-class Adapter(Frozen):
-    """The base model that an adapter-only checkpoint's weights are added to, and the adapter's settings."""
-
-    base_model: str  # a Hugging Face folder, or a hub name
-    lora: LoraConfig
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:

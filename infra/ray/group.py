@@ -31,7 +31,8 @@ class WorkerGroup:
             WorkerLostError: A rank died, or lost the others, and no rank reports why.
         """
         # All calls are sent before anything else can run: a call in between might reach the ranks in different orders.
-        calls = [asyncio.ensure_future(resolve(ref, method)) for ref in self._send(method, *args)]
+        refs = [getattr(rank, method).remote(*args) for rank in self.ranks]
+        calls = [asyncio.ensure_future(resolve(ref, method)) for ref in refs]
         try:
             return list(await asyncio.gather(*calls))
         except VersionError:
@@ -46,14 +47,19 @@ class WorkerGroup:
                 raise causes[0] from None
             raise
 
-    def call_with_refs(self, method: str, *args: Any) -> tuple[list[Any], Awaitable[Any]]:
+    def call_with_refs(self, method: str, *args: Any, num_returns: int) -> tuple[list[Any], Awaitable[Any]]:
         """Call a method with several return values on all ranks, without fetching rank 0's values into this process.
+
+        Args:
+            method: The method.
+            *args: Its arguments.
+            num_returns: The number of its return values.
 
         Returns:
             The object refs of rank 0's return values, to be passed on to other actors; and an awaitable that is done
             when the other ranks' calls are.
         """
-        refs = self._send(method, *args)
+        refs = [getattr(rank, method).options(num_returns=num_returns).remote(*args) for rank in self.ranks]
         others = [resolve(ref, method) for of_rank in refs[1:] for ref in of_rank]
         return refs[0], asyncio.gather(*others)
 
@@ -61,9 +67,6 @@ class WorkerGroup:
         """Kill all ranks, and wait until their names are free again."""
         for name in self._names:
             kill_actor(name)
-
-    def _send(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(rank, method).remote(*args) for rank in self.ranks]
 
 
 def _is_cause(outcome: object) -> TypeGuard[PipelineError]:

@@ -38,7 +38,7 @@ async def sync_weights(
     policy = await get_policy()
     transport = await _prepare_transport(config, policy, stale)
     # The driver only passes on the object refs of what the policy's rank 0 returns.
-    refs, other_ranks = policy.call_with_refs("send_weights", version, transport, address())
+    refs, other_ranks = policy.call_with_refs("send_weights", version, transport, address(), num_returns=2)
     loads = (call(worker, "load_weights", version, refs, transport) for worker in stale)
     loaded, *_ = await asyncio.gather(asyncio.gather(*loads), other_ranks)
     return WeightsTransfer.of(transport, await resolve(refs[1], "send_weights"), loaded)

@@ -1,7 +1,4 @@
-"""The run's Ray actors (policy, reference and rollout workers), and how they are found or created.
-
-Imports every role's class, so it is heavy, but no heavier than any one of its modules.
-"""
+"""The run's Ray actors (policy, reference and rollout workers), and how they are found or created."""
 
 from infra.workers.launch import find_group, get_group, get_worker, kill_workers, rollout_pool
 

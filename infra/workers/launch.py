@@ -2,22 +2,36 @@
 
 import asyncio
 from collections.abc import Awaitable
+from functools import partial
 from typing import Any, Literal
 
 from infra.ray.actors import call, create_actor, find_actor, kill_actor
 from infra.ray.group import WorkerGroup
 from infra.ray.pool import WorkerPool
-from infra.stores.chunk_writer import ACTOR_OPTIONS
-from infra.workers.policy import PolicyWorker
-from infra.workers.reference import ReferenceWorker
-from infra.workers.rollout import RolloutWorker
+from infra.stores.chunk_writer import ACTOR_OPTIONS, ChunkWriter
+from infra.workers.actor import actor_class
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.step import RunHandle
 
 Role = Literal["policy", "reference", "rollout"]
 
-_CLASSES: dict[Role, type] = {"policy": PolicyWorker, "reference": ReferenceWorker, "rollout": RolloutWorker}
+_RANK = ("incarnation", "open_rendezvous", "start", "score")  # the methods of every rank
+_WEIGHTS = ("weight_group_member", "init_weight_group")
+
+_writer = partial(actor_class, mixins=(ChunkWriter,))
+_CLASSES: dict[Role, type] = {
+    "policy": _writer(
+        "infra.workers.policy:PolicyWorker",
+        *(*_RANK, *_WEIGHTS, "handle", "score_reference", "update", "save", "finish_saving", "retain"),
+        *("open_weight_rendezvous", "send_weights"),
+    ),
+    "reference": _writer("infra.workers.reference:ReferenceWorker", *_RANK),
+    "rollout": _writer(
+        "infra.workers.rollout:RolloutWorker",
+        *(*_WEIGHTS, "start", "version", "load_weights", "generate", "has_shard", "put", "evaluate"),
+    ),
+}
 
 
 def worker_name(run_id: str, role: Role, number: int = 0) -> str:

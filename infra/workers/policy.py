@@ -7,7 +7,6 @@ from operator import add
 
 import numpy as np
 import pyarrow as pa
-import ray
 import torch.distributed as dist
 from torch import Tensor
 
@@ -105,7 +104,6 @@ class PolicyWorker(ScoringWorker):
         self._report = UpdateReport(policy=self.handle(), metrics=merge_metrics(metrics), traffic=reduce(add, traffic))
         return self._report
 
-    @ray.method(num_returns=2)
     def send_weights(self, version: int, transport: Transport, owner: bytes) -> tuple[bytes, SentWeights | None]:
         """Send the parameters of `version`, adapters merged: rank 0 sends, the other ranks take part in gathering.
 

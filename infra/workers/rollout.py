@@ -11,7 +11,6 @@ from infra.models.load import load_tokenizer, max_positions, num_embeddings, sto
 from infra.ray.device import choose_device, set_threads
 from infra.rewards.open import open_reward_scorer
 from infra.stores.base import ColumnStore
-from infra.stores.chunk_writer import ChunkWriter
 from infra.stores.open import open_store
 from infra.weights.base import ObjectRefs
 from infra.weights.endpoint import WeightSyncEndpoint
@@ -36,7 +35,7 @@ class _PendingShard:
     samples: list[Sample]
 
 
-class RolloutWorker(ChunkWriter):
+class RolloutWorker:
     """One of the run's `rollout.num_workers` rollout workers.
 
     It generates groups (all samples of one prompt), which it is assigned by their numbers within the step. Their

@@ -16,7 +16,6 @@ from infra.ray.device import choose_device, set_threads
 from infra.ray.rendezvous import Rendezvous, is_peer_failure, join
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
-from infra.stores.chunk_writer import ChunkWriter
 from infra.stores.open import open_store
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import flat_values, jagged, row_lengths
@@ -33,7 +32,7 @@ from schemas.rollout import PutResult
 from schemas.step import ProcessGroupHandle, RunHandle, ScoreResult
 
 
-class ScoringWorker(ChunkWriter):
+class ScoringWorker:
     """One rank of a model that computes log-probs of stored rows.
 
     Args:

@@ -76,7 +76,7 @@ async def weights(group: "WorkerGroup | Alone", version: int) -> dict[str, torch
     if isinstance(group, Alone):
         with group.ranks[0].weights(version) as alone:
             return {name: tensor.clone() for name, tensor in alone.items()}
-    (data, sent), others = group.call_with_refs("send_weights", version, "object_store", address())
+    (data, sent), others = group.call_with_refs("send_weights", version, "object_store", address(), num_returns=2)
     handle = (await resolve(sent, "send_weights")).handle
     await others
     buffer = buffer_as_tensor(view(data))
