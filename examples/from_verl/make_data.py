@@ -7,7 +7,12 @@ import pyarrow.parquet as pq
 
 HERE = Path(__file__).resolve().parent
 LETTERS = "abcdefgh"
-REQUESTS = ("Write only the letter {}.", "Answer with {} alone.", "Nothing but {}, please.", "Type {} and no other letter.")
+REQUESTS = (
+    "Write only the letter {}.",
+    "Answer with {} alone.",
+    "Nothing but {}, please.",
+    "Type {}, no other letter.",
+)
 TEST_REQUEST = "Give me {} and nothing else."
 
 
