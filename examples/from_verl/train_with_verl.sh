@@ -8,7 +8,7 @@ python3 -m verl.trainer.main_ppo \
     data.val_files=test.parquet \
     data.train_batch_size=16 \
     data.max_prompt_length=48 \
-    data.max_response_length=10 \
+    data.max_response_length=8 \
     data.filter_overlong_prompts=True \
     data.truncation=error \
     actor_rollout_ref.model.path=.sluice/model \
@@ -30,7 +30,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.actor.entropy_coeff=0 \
     actor_rollout_ref.actor.fsdp_config.param_offload=False \
     actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32 \
-    actor_rollout_ref.rollout.name=hf \
+    actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.temperature=1.0 \
     actor_rollout_ref.rollout.top_k=-1 \
@@ -43,7 +43,7 @@ python3 -m verl.trainer.main_ppo \
     reward.custom_reward_function.name=compute_score \
     reward.num_workers=1 \
     trainer.project_name=verl_examples \
-    trainer.experiment_name=repeat \
+    trainer.experiment_name=one_letter \
     trainer.logger=[console,tensorboard] \
     trainer.n_gpus_per_node=1 \
     trainer.nnodes=1 \

@@ -1,9 +1,11 @@
-"""A reward function with verl's interface, as `custom_reward_function.path` names it."""
+"""A reward function with verl's interface, as `custom_reward_function.path` names it. It is used unchanged."""
+
+MAX_LENGTH = 8
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Return the fraction of the response that is the requested letter, and whether the response is exact."""
-    if data_source != "repeat":
+    """Return the fraction of the response that is the requested letter, and whether it is nothing else."""
+    if data_source != "one_letter":
         raise NotImplementedError(f"no reward for {data_source}")
-    length = max(len(solution_str), extra_info["times"])
-    return {"score": solution_str.count(ground_truth[0]) / length, "acc": solution_str == ground_truth}
+    right = solution_str.count(ground_truth)
+    return {"score": right / max(len(solution_str), MAX_LENGTH), "acc": right == len(solution_str) > 0}
