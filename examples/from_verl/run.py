@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--curve", default=".sluice/curve.svg", help="the drawing; relative to this folder")
     arguments = parser.parse_args()
 
-    run = f"one_letter-{datetime.now():%Y%m%d-%H%M%S}"
+    run = f"characters-{datetime.now():%Y%m%d-%H%M%S}"
     settings = ["runtime.runs_dir=.sluice/runs", f"runtime.services_dir={SERVICES}", *(TINY if arguments.tiny else ())]
     call(sys.executable, "../make_model.py", ".sluice/model")
     call(SLUICE, "train", "config.toml", "--run-id", run, *settings)

@@ -15,7 +15,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.model.use_remove_padding=True \
     actor_rollout_ref.model.enable_gradient_checkpointing=False \
     actor_rollout_ref.actor.strategy=fsdp2 \
-    actor_rollout_ref.actor.optim.lr=2e-3 \
+    actor_rollout_ref.actor.optim.lr=1e-3 \
     actor_rollout_ref.actor.optim.lr_warmup_steps=5 \
     actor_rollout_ref.actor.optim.betas=[0.9,0.99] \
     actor_rollout_ref.actor.ppo_mini_batch_size=8 \
@@ -43,11 +43,11 @@ python3 -m verl.trainer.main_ppo \
     reward.custom_reward_function.name=compute_score \
     reward.num_workers=1 \
     trainer.project_name=verl_examples \
-    trainer.experiment_name=one_letter \
+    trainer.experiment_name=characters \
     trainer.logger=[console,tensorboard] \
     trainer.n_gpus_per_node=1 \
     trainer.nnodes=1 \
     trainer.save_freq=20 \
     trainer.max_actor_ckpt_to_keep=2 \
     trainer.test_freq=20 \
-    trainer.total_training_steps=100
+    trainer.total_training_steps=60
