@@ -53,6 +53,7 @@ def warm_start(num_steps: int) -> None:
         data=DataConfig(train_path=str(FOLDER / "solutions.jsonl")),
         out_path=str(FOLDER / f"model-{num_steps}"),
         steps=num_steps,
+        num_threads=1,  # with two, such a small model waits for its threads more than it computes
     )
     worker = WarmstartWorker(config)
     worker.start()

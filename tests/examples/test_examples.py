@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDERS = sorted(path.parent for path in EXAMPLES.glob("*/run.py"))
 
 # Packages of optional extras that an example's script needs; without them, its run is skipped.
-NEEDS = {"math_lora_vllm": ("vllm", "peft"), "from_verl": ("tensorboard",)}
+NEEDS = {"arithmetic": ("reasoning_gym",), "math_lora_vllm": ("vllm", "peft"), "from_verl": ("tensorboard",)}
 FILES = ("README.md", "config.toml", "run.py", "curve.svg")
 
 
@@ -59,7 +59,7 @@ def test_the_tiny_run(folder: Path, example: Path, workplace: Workplace) -> None
     assert (run / "summary.json").exists()
     assert list(run.glob("policy/step-000002/manifest.json"))
     assert ElementTree.parse(example / ".sluice" / "curve.svg").getroot().tag.endswith("svg")
-    assert re.findall(r"^\$ .*sluice train config\.toml", printed, re.MULTILINE)
+    assert re.search(r"^\$ .*sluice (train config\.toml|demo) ", printed, re.MULTILINE)
     assert _files(example.parent) == before  # all else is in ignored folders
 
 
