@@ -1,5 +1,7 @@
 """The module path of a run's processes: the working directory is last, after Sluice's own packages.
 
+It is the driver's, in Ray's workers too, wherever Ray was started: the paths in a config are relative to it.
+
 A reward function may be next to the config, so the working directory is on `sys.path` in the driver, in Ray's workers
 and in their child processes. But a `tasks.py` or `schemas.py` in it must not shadow a package of Sluice, nor any other
 file a module of Python or of a dependency.
@@ -33,15 +35,19 @@ def append_working_directory(folder: str | None = None) -> None:
 
 
 def worker_setup_hook() -> Callable[[], None]:
-    """Return a setup hook for Ray's workers, which keeps this process's working directory last on their path.
+    """Return a setup hook for Ray's workers: they run in this process's working directory, which is last on their path.
 
     Ray pickles the hook by value, so that it runs before a worker imports any module of Sluice.
     """
     folder, installation = os.getcwd(), INSTALLATION
 
     def set_module_path() -> None:
+        import os
         import sys
+        from contextlib import suppress
 
+        with suppress(OSError):  # another node may lack the folder
+            os.chdir(folder)
         sys.path.append(installation)  # for a checkout that isn't installed
         try:
             from infra.ray.module_path import keep_last

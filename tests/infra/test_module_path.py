@@ -31,7 +31,7 @@ append_working_directory()
 
 
 def probe():
-    import importlib, sys
+    import importlib, os, sys
     import numpy, random, typing_extensions
     from infra.rewards.pool import RewardPool
     from schemas.config.reward import FunctionReward
@@ -46,7 +46,8 @@ def probe():
     finally:
         pool.close()
     reward = load_reward(config)("", "good", "", {})
-    return {"files": files, "reward": reward, "last": sys.path[-1], "count": sys.path.count(sys.path[-1])}
+    path = {"last": sys.path[-1], "count": sys.path.count(sys.path[-1])}
+    return {"files": files, "reward": reward, "working directory": os.getcwd(), **path}
 
 
 class Probe:
@@ -92,6 +93,7 @@ def run_driver(folder: Path, *arguments: str) -> dict[str, dict[str, object]]:
 def check(found: dict[str, object], folder: Path) -> None:
     assert found["files"] == {name: f"{INSTALLATION}/{name}/__init__.py" for name in PACKAGES}
     assert found["reward"] == 1.0
+    assert found["working directory"] == os.path.realpath(folder)
     assert (found["last"], found["count"]) == (os.path.realpath(folder), 1)
 
 
