@@ -214,7 +214,9 @@ def report(run: RunArgument, runs_dir: RunsDirOption = "runs") -> None:
 
     directory = RunDirectory.open(run, runs_dir)
     if not directory.metrics.steps():
-        raise RunError(f"run {directory.run_id} has no finished steps to report; resume with: sluice resume {run}")
+        raise RunError(
+            f"run {directory.run_id} has no finished steps to report; resume with: sluice resume {directory.argument}"
+        )
     console.print(render_table(directory))
     console.print(f"wrote {write_html(directory)}", soft_wrap=True)
 

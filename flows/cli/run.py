@@ -10,7 +10,7 @@ from rich.console import Console
 from flows.cli.report import render_summary
 from flows.cli.session import run_flow
 from flows.train import train
-from infra.storage.runs import new_run_id
+from infra.storage.runs import RunDirectory, new_run_id
 from schemas.config.run import RunConfig
 
 TERMINATED = 128 + signal.SIGTERM
@@ -28,9 +28,10 @@ def run_training(console: Console, config: RunConfig, run_id: str | None = None,
     try:
         summary = run_flow(train(config, run_id=run_id, resume=resume))
     except BaseException as error:
-        if (Path(config.runtime.runs_dir) / run_id).exists():
-            errors = Console(stderr=True)
-            errors.print(f"resume with: sluice resume {run_id}", markup=False, highlight=False, soft_wrap=True)
+        directory = RunDirectory(Path(config.runtime.runs_dir) / run_id)
+        if directory.path.exists():
+            hint = f"resume with: sluice resume {directory.argument}"
+            Console(stderr=True).print(hint, markup=False, highlight=False, soft_wrap=True)
         if _was_terminated(error):
             raise typer.Exit(TERMINATED) from None
         raise

@@ -14,6 +14,8 @@ from schemas.config.run import RunConfig
 from schemas.errors import RunError
 from schemas.step import RunHandle, RunSummary
 
+DEFAULT_RUNS_DIR = "runs"
+
 
 def new_run_id(name: str) -> str:
     """Return a run id that sorts by time: the config's name and the UTC start time."""
@@ -41,13 +43,15 @@ class RunDirectory:
         try:
             run.path.mkdir(parents=True)
         except FileExistsError:
-            raise RunError(f"run {run_id!r} exists at {run.path}; resume it with: sluice resume {run_id}") from None
+            raise RunError(
+                f"run {run_id!r} exists at {run.path}; resume it with: sluice resume {run.argument}"
+            ) from None
         run.ledger.create()
         run.write_config(config)  # last: without it, the directory is not a run yet
         return run
 
     @classmethod
-    def open(cls, run: str, runs_dir: str = "runs") -> "RunDirectory":
+    def open(cls, run: str, runs_dir: str = DEFAULT_RUNS_DIR) -> "RunDirectory":
         """Find a run by its directory or its id.
 
         Raises:
@@ -69,6 +73,11 @@ class RunDirectory:
     def run_id(self) -> str:
         """The run's id, which is the directory's name."""
         return self.path.name
+
+    @property
+    def argument(self) -> str:
+        """What a command takes to find it: its id if it is in the default folder of runs, else its path."""
+        return self.run_id if self.path.parent == Path(DEFAULT_RUNS_DIR).resolve() else str(self.path)
 
     @property
     def ledger(self) -> Ledger:

@@ -31,9 +31,17 @@ def test_a_run_is_found_by_id_and_by_directory(tmp_path: Path) -> None:
     assert RunDirectory.open(str(created.path)).config() == run_config(tmp_path)
 
 
+def test_what_a_command_takes_to_find_a_run_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    created = RunDirectory.create(run_config(tmp_path), "run-1")
+    assert RunDirectory.open(created.argument).path == created.path
+    monkeypatch.chdir(tmp_path)
+    assert created.argument == "run-1"
+    assert RunDirectory.open(created.argument).path == created.path
+
+
 def test_a_run_is_created_once_and_the_error_for_an_unknown_run_lists_existing_ones(tmp_path: Path) -> None:
     RunDirectory.create(run_config(tmp_path), "run-1")
-    with pytest.raises(RunError, match="sluice resume run-1"):
+    with pytest.raises(RunError, match=rf"sluice resume {tmp_path}/runs/run-1$"):
         RunDirectory.create(run_config(tmp_path), "run-1")
     with pytest.raises(RunError, match=r"no run 'run-2'.*run-1"):
         RunDirectory.open("run-2", str(tmp_path / "runs"))
