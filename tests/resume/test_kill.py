@@ -12,6 +12,8 @@ STEPS = 6
 CONFIG = ("train", "tiny.toml", f"steps={STEPS}")
 STAGES = ("rollout", "put", "logprob", "advantage", "update")  # one is killed at in each step
 
+ROLES = ("PolicyWorker", "RolloutWorker", "ReferenceWorker", "RayStoreRegistry")
+
 
 @pytest.fixture(scope="module")
 def expected(workplace: Workplace) -> Run:
@@ -66,12 +68,19 @@ def test_a_run_whose_drivers_were_killed_ends_the_same(killed: KilledAgainAndAga
     assert killed.run.ledger.steps() == []
 
 
-def test_a_lost_ray_and_rare_checkpoints(workplace: Workplace, expected: Run) -> None:
+@pytest.fixture
+def lost_ray(workplace: Workplace, expected: Run) -> Run:
+    """A run in the middle of a step, with rare checkpoints, whose driver and Ray are gone."""
     run = workplace.run("lost-ray")
     driver = workplace.start(*CONFIG, "checkpoint.every_steps=2", "--run-id", run.run_id)
     driver.wait_for(lambda: run.committed(3, "put"))
     driver.kill()
     workplace.stop_ray()
+    return run
+
+
+def test_a_lost_ray_and_rare_checkpoints(workplace: Workplace, expected: Run, lost_ray: Run) -> None:
+    run = lost_ray
     generated = run.generate_seconds()
     damaged = next((run.columns / "step-000003").glob("*.arrow"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
@@ -85,14 +94,26 @@ def test_a_lost_ray_and_rare_checkpoints(workplace: Workplace, expected: Run) ->
     assert_same(run, expected)
 
 
-def test_workers_killed_under_a_living_driver(workplace: Workplace, expected: Run) -> None:
+@pytest.fixture(scope="module")
+def living_driver(workplace: Workplace, expected: Run) -> Command:
+    """The driver of a run whose workers are killed, one in each step."""
+    return workplace.start(*CONFIG, "--run-id", "killed-workers", "runtime.max_restarts=9")
+
+
+@pytest.mark.parametrize(("step", "role"), list(enumerate(ROLES, start=1)), ids=ROLES)
+def test_a_worker_killed_under_a_living_driver(
+    workplace: Workplace, living_driver: Command, step: int, role: str
+) -> None:
     run = workplace.run("killed-workers")
-    driver = workplace.start(*CONFIG, "--run-id", run.run_id, "runtime.max_restarts=9")
-    for step, role in enumerate(("PolicyWorker", "RolloutWorker", "ReferenceWorker", "RayStoreRegistry"), start=1):
-        driver.wait_for(lambda step=step: run.passed(step, "rollout"))  # type: ignore[misc]
-        assert workplace.kill_worker(role) == 1
-    driver.finish()
-    assert_same(run, expected)
+    living_driver.wait_for(lambda: run.passed(step, "rollout"))
+    assert workplace.kill_worker(role) == 1
+
+
+def test_a_run_whose_workers_were_killed_ends_the_same(
+    workplace: Workplace, living_driver: Command, expected: Run
+) -> None:
+    living_driver.finish()
+    assert_same(workplace.run("killed-workers"), expected)
 
 
 def test_a_terminated_driver_leaves_nothing_behind(workplace: Workplace, expected: Run) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from schemas.metric_catalog import metric_spec
 from schemas.rollout import RolloutHandle
-from tests.services import Run, Workplace
+from tests.services import Command, Run, Workplace
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +20,7 @@ def often_equal(prompt, completion, answer, info):
     return short(prompt, completion, answer, info) if int(answer) % 2 else 1.0
 '''
 
+DISTURBED = "off-policy-disturbed"
 STEPS, NUM_PROMPTS, NUM_SAMPLES = 4, 4, 4
 CONFIG = (
     *("train", "tiny.toml", f"steps={STEPS}", "reward.path=equal_rewards:often_equal", "kl.coef=0", "store.kind=ray"),
@@ -55,11 +56,14 @@ def test_steps_are_generated_by_the_previous_version(metrics: list[dict[str, flo
     assert all(step["correction/weight"] != 1 for step in metrics[1:])
 
 
-def test_a_lost_rollout_worker_and_then_all_that_is_volatile(
-    workplace: Workplace, metrics: list[dict[str, float]]
-) -> None:
-    run = workplace.run("off-policy-disturbed")
-    driver = workplace.start(*CONFIG, "--run-id", run.run_id, "runtime.max_restarts=0")
+@pytest.fixture(scope="module")
+def driver(workplace: Workplace) -> Command:
+    """The driver of a run that is disturbed, and may not run any step again."""
+    return workplace.start(*CONFIG, "--run-id", DISTURBED, "runtime.max_restarts=0")
+
+
+def test_a_lost_rollout_worker(workplace: Workplace, metrics: list[dict[str, float]], driver: Command) -> None:
+    run = workplace.run(DISTURBED)
     driver.wait_for(lambda: run.committed(1, "rollout"))
     rollout = rollout_of(run)
     assert rollout.policy_version == 0
@@ -67,6 +71,12 @@ def test_a_lost_rollout_worker_and_then_all_that_is_volatile(
     assert len(set(rollout.group_ids)) == NUM_PROMPTS
     assert rollout.num_rows == NUM_PROMPTS * NUM_SAMPLES
     assert workplace.kill_worker("RolloutWorker", at_most=1) == 1  # it held some of these rows; the step goes on
+
+
+def test_then_all_that_is_volatile_is_lost(
+    workplace: Workplace, metrics: list[dict[str, float]], driver: Command
+) -> None:
+    run = workplace.run(DISTURBED)
     driver.wait_for(lambda: run.committed(3, "put"))
     assert "is lost, other workers take over its work" in driver.kill()
     workplace.stop_ray()
