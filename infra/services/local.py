@@ -83,8 +83,10 @@ class LocalServices:
             if ray and self.state("ray") is None:
                 started.append(self._spawn_ray())
             try:
-                for name, process, port in started:
-                    self._wait(name, process, port)
+                for service in tuple(started):
+                    if not self._wait(*service):
+                        started.append(self._spawn_prefect())
+                        self._wait(*started[-1])
             except BaseException:
                 for _, process, _ in started:
                     _stop_process_tree(process.pid)
@@ -153,10 +155,13 @@ class LocalServices:
                 start_new_session=True,  # so that a Ctrl-C or kill of the driver doesn't reach it
             )
 
-    def _wait(self, name: str, process: subprocess.Popen[bytes], port: int) -> None:
+    def _wait(self, name: str, process: subprocess.Popen[bytes], port: int) -> bool:
+        """Wait until a service responds; return False if Prefect exited because its usual port was taken meanwhile."""
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while not self._responds(name, port):
+        while not self._responds(name, process.pid, port):
             if process.poll() is not None or time.monotonic() > deadline:
+                if process.returncode is not None and port == PREFECT_PORT and not _is_free(port):
+                    return False
                 outcome = f"exited with {process.returncode}" if process.returncode is not None else "did not respond"
                 raise ServiceError(
                     f"the local {name} service {outcome} within {START_TIMEOUT_SECONDS} s; see {self._log_path(name)}"
@@ -166,10 +171,11 @@ class LocalServices:
         state = ServiceState(pid=process.pid, started=started, port=port)
         self._state_path(name).write_text(state.model_dump_json())
         logger.info("started %s at %s (pid %d)", name, state.address, state.pid)
+        return True
 
-    def _responds(self, name: str, port: int) -> bool:
-        if name == "prefect":
-            return prefect_responds(f"http://{LOOPBACK}:{port}/api")
+    def _responds(self, name: str, pid: int, port: int) -> bool:
+        if name == "prefect":  # another folder's server may respond at this port, if both were started at once
+            return _listens(pid, port) and prefect_responds(f"http://{LOOPBACK}:{port}/api")
         # The port opens before the node is registered; `ray start` prints this line afterwards.
         return not _is_free(port) and b"Ray runtime started" in self._log_path("ray").read_bytes()
 
@@ -198,6 +204,16 @@ def prefect_responds(api_url: str) -> bool:
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex((LOOPBACK, port)) != 0
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Return whether the process or one of its children listens at a port."""
+    try:
+        root = psutil.Process(pid)
+        connections = [found for process in (root, *root.children(True)) for found in process.net_connections("tcp")]
+    except psutil.NoSuchProcess:
+        return False
+    return any(found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in connections)
 
 
 def _free_port() -> int:

@@ -1,11 +1,14 @@
 """The local Prefect server and Ray head: addresses, and how they are found again."""
 
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
 
+from infra.services import local
 from infra.services.local import LocalServices, ServiceState, prefect_responds
 from schemas.errors import ServiceError
 from tests.services import Workplace
@@ -41,6 +44,39 @@ def test_running_services_are_found_again(services: LocalServices) -> None:
     assert (services.state("prefect"), services.state("ray")) == before
     assert services.prefect_api_url is not None
     assert prefect_responds(services.prefect_api_url)
+
+
+class OtherServer(BaseHTTPRequestHandler):
+    """A server that responds as a healthy Prefect server does."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"true")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_a_server_of_another_folder_that_takes_the_port_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ThreadingHTTPServer((local.LOOPBACK, 0), OtherServer)
+    Thread(target=other.serve_forever, daemon=True).start()
+    monkeypatch.setattr(local, "PREFECT_PORT", other.server_port)
+    was_free, is_free = iter([True]), local._is_free  # when the port was chosen, it was still free
+    monkeypatch.setattr(local, "_is_free", lambda port: next(was_free, False) or is_free(port))
+    services = LocalServices(tmp_path)
+    try:
+        assert prefect_responds(f"http://{local.LOOPBACK}:{other.server_port}/api")
+        services.start(prefect=True, ray=False)
+        state = services.state("prefect")
+        assert state is not None
+        assert state.port != other.server_port
+        assert prefect_responds(f"http://{state.address}/api")
+    finally:
+        services.stop()
+        other.shutdown()
+        other.server_close()
 
 
 def test_a_service_that_died_or_whose_pid_was_reused_is_not_running(tmp_path: Path) -> None:
