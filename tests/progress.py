@@ -1,7 +1,7 @@
 """Waiting without a time limit: a wait fails when nothing makes progress any more, not when it is slow.
 
 A test with a limit of some seconds would fail on a slow or busy machine. A deadlock shows in another way: none of the
-processes that are waited for uses the processor any more, and nothing that they write grows.
+processes that are waited for uses the processor any more or waits for its turn, and nothing that they write grows.
 """
 
 import faulthandler
@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Self
 
 import psutil
 
 STILL_SECONDS = 120.0  # without progress: a deadlock
 WORK_SECONDS = 1.0  # of CPU time of one process; an idle one uses less in `STILL_SECONDS`
+STARVED_FRACTION = 0.2  # of the time that a thread waits for a processor: it has work, but doesn't get to do it
+SAMPLE_SECONDS = 2.0  # over which that is measured
 NUM_CHECKS = 24  # of the detector within its `still_seconds`
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.005, 1.0
 SERVICES = (
@@ -49,6 +52,8 @@ class Progress:
         written: Return a value that changes with what they have written, such as sizes or modification times.
         still_seconds: Seconds without progress that make a deadlock.
         clock: Return the time in seconds.
+        services: Return processes that are never quite idle, and so only count if other processes keep them from
+            the processors.
     """
 
     def __init__(
@@ -57,8 +62,10 @@ class Progress:
         written: Callable[[], object] = lambda: None,
         still_seconds: float = STILL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        services: Callable[[], Iterable[psutil.Process]] = tuple,
     ) -> None:
         self._processes, self._written, self._still_seconds, self._clock = processes, written, still_seconds, clock
+        self._services = services
         self._cpu_seconds: dict[int, float] = {}  # of each process, at the last progress
         self._seen: object = None
         self._moved_at = clock()
@@ -75,6 +82,9 @@ class Progress:
         if worked or written != self._seen:
             self._cpu_seconds, self._seen, self._moved_at = used, written, now
         if now - self._moved_at > self._still_seconds:
+            if _any_starved([*self._processes(), *self._services()]):
+                self._moved_at = self._clock()
+                return
             raise Deadlock(f"no progress for {self._still_seconds:g} s")
 
 
@@ -92,7 +102,7 @@ def wait_until(
         Deadlock: There is no progress any more.
     """
     global _num_polls
-    progress = progress or Progress(_own_processes)
+    progress = progress or Progress(_own_processes, services=_all_children)
     started = now = next_check = time.monotonic()
     while not reached():
         _num_polls += 1
@@ -105,7 +115,7 @@ def wait_until(
 
 def own_progress(still_seconds: float = STILL_SECONDS, clock: Callable[[], float] = time.monotonic) -> Progress:
     """Return the progress of this process and of all that it has started; a wait in it does its own checks."""
-    return Progress(_own_processes, lambda: _num_polls, still_seconds, clock)
+    return Progress(_own_processes, lambda: _num_polls, still_seconds, clock, _all_children)
 
 
 class DeadlockDetector:
@@ -152,6 +162,26 @@ def _own_processes() -> Iterator[psutil.Process]:
             continue
         if not any(service in command for service in SERVICES):
             yield process
+
+
+def _all_children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _any_starved(processes: list[psutil.Process]) -> bool:
+    """Return whether a thread of a process has to wait for a processor for much of the time."""
+    before = dict(_queue_seconds(processes))
+    time.sleep(SAMPLE_SECONDS)
+    limit = STARVED_FRACTION * SAMPLE_SECONDS
+    return any(seconds - before.get(thread, seconds) >= limit for thread, seconds in _queue_seconds(processes))
+
+
+def _queue_seconds(processes: list[psutil.Process]) -> Iterator[tuple[str, float]]:
+    """Yield each thread and the seconds for which it has been ready to run, but has waited for a processor."""
+    for process in processes:
+        for schedule in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+            with suppress(OSError):  # it has ended
+                yield str(schedule), int(schedule.read_text().split()[1]) / 1e9
 
 
 def _cpu_seconds(process: psutil.Process) -> Iterator[tuple[int, float]]:

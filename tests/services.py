@@ -88,6 +88,15 @@ class Workplace:
         """Return Ray's worker processes."""
         return [process for _, process in self._workers()]
 
+    def service_processes(self) -> list[psutil.Process]:
+        """Return the local services' processes, with all that they have started."""
+        found: list[psutil.Process] = []
+        for state in (self.services.state(name) for name in ("prefect", "ray")):
+            with suppress(psutil.NoSuchProcess):
+                if state is not None:
+                    found += [psutil.Process(state.pid), *psutil.Process(state.pid).children(recursive=True)]
+        return found
+
     def stop_ray(self) -> None:
         """Kill the local Ray with all that it holds."""
         state = self.services.state("ray")
@@ -131,7 +140,7 @@ class Command:
                 stdout=out,
                 stderr=err,
             )
-        self._progress = Progress(self._working, self._written)
+        self._progress = Progress(self._working, self._written, services=place.service_processes)
 
     @property
     def printed(self) -> str:

@@ -1,5 +1,7 @@
 """The tests' own detection of deadlocks: what is idle fails, and what is only slow does not."""
 
+import os
+import sys
 import threading
 import time
 
@@ -62,6 +64,29 @@ def test_writing_is_progress() -> None:
         return len(written) > 100
 
     wait_until(reached, Progress(list, lambda: len(written), still_seconds=0.01), max_poll_seconds=0.02)
+
+
+def test_waiting_for_a_processor_is_progress() -> None:
+    cores = psutil.cpu_count() or 1
+    busy = "while True: pass"
+    starved = psutil.Popen([sys.executable, "-c", busy], preexec_fn=lambda: os.nice(19))
+    others = [psutil.Popen([sys.executable, "-c", busy]) for _ in range(cores + 1)]
+    clock = ManualClock()
+    progress = Progress(list, clock=clock, services=lambda: [starved])
+    try:
+        clock.now += 2 * STILL_SECONDS
+        progress.check()
+        for process in others:
+            process.kill()
+        starved.suspend()
+        wait_until(lambda: starved.status() == psutil.STATUS_STOPPED)
+        clock.now += 2 * STILL_SECONDS
+        with pytest.raises(Deadlock):
+            progress.check()
+    finally:
+        for process in (starved, *others):
+            process.kill()
+            process.wait()
 
 
 def test_the_detector_leaves_a_wait_to_its_own_checks() -> None:
