@@ -1,15 +1,12 @@
 """Train on GSM8K with LoRA and vLLM. `--small` trains a small model on a CPU; `--tiny` does so for two steps."""
 
 import argparse
-import shlex
-import subprocess
 import sys
-from datetime import datetime
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-SERVICES = HERE.parents[1] / ".sluice"  # the local Prefect and Ray are those of the checkout
-SLUICE = Path(sys.executable).with_name("sluice")
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import commands
+
 SMALL = (  # what differs from config.toml for the small model, on any CPU
     "name=gsm8k-small",
     "steps=40",
@@ -38,25 +35,16 @@ def main() -> None:
     parser.add_argument("--curve", default=".sluice/curve.svg", help="the drawing; relative to this folder")
     arguments = parser.parse_args()
 
-    settings = ["runtime.runs_dir=.sluice/runs", f"runtime.services_dir={SERVICES}"]
-    title = "GSM8K"
+    commands.enter(__file__)
+    run, settings, title = commands.new_run_id("gsm8k"), (), "GSM8K"
     if arguments.small or arguments.tiny:
         warm_start_steps = 1 if arguments.tiny else 150
-        call(sys.executable, "../make_model.py", ".sluice/random")
-        call(sys.executable, "small.py", str(warm_start_steps))
-        settings += [*SMALL, f"model.path=.sluice/small/model-{warm_start_steps}", *(TINY if arguments.tiny else ())]
+        commands.make_model(".sluice/random")
+        commands.call(sys.executable, "small.py", str(warm_start_steps))
+        settings = (*SMALL, f"model.path=.sluice/small/model-{warm_start_steps}", *(TINY if arguments.tiny else ()))
         title = "additions worded as in GSM8K, 0.5 M parameters, LoRA, vLLM on a CPU"
-    run = f"gsm8k-{datetime.now():%Y%m%d-%H%M%S}"
-    call(SLUICE, "train", "config.toml", "--run-id", run, *settings)
-    call(SLUICE, "report", run, "--runs-dir", ".sluice/runs")
-    call(sys.executable, "../draw_curve.py", f".sluice/runs/{run}", arguments.curve, title)
-
-
-def call(*command: str | Path) -> None:
-    """Print a command and run it in this folder; exit with its code if it fails."""
-    print(f"$ {shlex.join(map(str, command))}", flush=True)
-    if code := subprocess.run(command, cwd=HERE).returncode:
-        sys.exit(code)
+    commands.train(run, *settings)
+    commands.report(run, arguments.curve, title)
 
 
 if __name__ == "__main__":
