@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from infra.services.local import LocalServices
+from infra.services.local import LocalServices, process_tree
 from infra.storage.runs import RunDirectory
 from infra.storage.step_folders import step_folder
 from tests.configs import config_toml
@@ -90,31 +90,21 @@ class Workplace:
 
     def service_processes(self) -> list[psutil.Process]:
         """Return the local services' processes, with all that they have started."""
-        found: list[psutil.Process] = []
-        for state in (self.services.state(name) for name in ("prefect", "ray")):
-            with suppress(psutil.NoSuchProcess):
-                if state is not None:
-                    found += [psutil.Process(state.pid), *psutil.Process(state.pid).children(recursive=True)]
-        return found
+        states = (self.services.state(name) for name in ("prefect", "ray"))
+        return [process for state in states if state for process in process_tree(state.pid)]
 
     def stop_ray(self) -> None:
         """Kill the local Ray with all that it holds."""
         state = self.services.state("ray")
         assert state is not None
-        processes = [psutil.Process(state.pid), *psutil.Process(state.pid).children(recursive=True)]
+        processes = process_tree(state.pid)
         for process in processes:
             process.kill()
         psutil.wait_procs(processes)
 
     def _workers(self) -> Iterator[tuple[str, psutil.Process]]:
         state = self.services.state("ray")
-        if state is None:
-            return
-        try:
-            started = psutil.Process(state.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return
-        for process in started:
+        for process in process_tree(state.pid) if state else ():
             try:
                 title = "".join(process.cmdline()[:1])
             except psutil.NoSuchProcess:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from schemas.config.load import load_config, override_config
 from schemas.config.run import RunConfig
+from schemas.config.runtime import DEFAULT_RUNS_DIR
 from schemas.errors import RunError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -108,7 +109,7 @@ def plan(
 
 
 @app.command()
-def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: RunsDirOption = "runs") -> None:
+def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: RunsDirOption = DEFAULT_RUNS_DIR) -> None:
     """Resume a run that was stopped or killed; finished stages are not repeated.
 
     Settings that don't affect what is trained may change, e.g. runtime.num_policy_ranks=2 or steps=100.
@@ -121,9 +122,8 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
 
     directory = RunDirectory.open(run, runs_dir)
     config = override_config(directory.config(), overrides or [], directory.run_id)
-    if (
-        Path(config.runtime.runs_dir).resolve() != directory.path.parent
-    ):  # the run was given by its path, and may have been moved
+    # A run that was given by its path may have been moved.
+    if Path(config.runtime.runs_dir).resolve() != directory.path.parent:
         config = config.replace(runtime=config.runtime.replace(runs_dir=str(directory.path.parent)))
     check_changes(directory, config)
     directory.ledger.is_outdated()  # raises if a newer Sluice wrote it
@@ -166,7 +166,7 @@ def evaluate(
     overrides: OverridesArgument = None,
     data_path: Annotated[str | None, typer.Option("--data", help="Prompt file; default: the run's eval file.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Maximum number of prompts.", min=1)] = None,
-    runs_dir: RunsDirOption = "runs",
+    runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
 ) -> None:
     """Measure the held-out accuracy of a run's newest checkpoint, by data source.
 
@@ -195,7 +195,7 @@ def export(
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="Checkpoint with the best held-out accuracy.")] = False,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the base model's.")] = None,
-    runs_dir: RunsDirOption = "runs",
+    runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
 ) -> None:
     """Write a checkpoint, adapters merged, as a Hugging Face folder that transformers and vLLM can load."""
     from flows.cli.export import export_run
@@ -207,7 +207,7 @@ def export(
 
 
 @app.command()
-def report(run: RunArgument, runs_dir: RunsDirOption = "runs") -> None:
+def report(run: RunArgument, runs_dir: RunsDirOption = DEFAULT_RUNS_DIR) -> None:
     """Show a run's metrics, and write report.html with their curves to its directory."""
     from flows.cli.report import render_table, write_html
     from infra.storage.runs import RunDirectory
@@ -230,7 +230,7 @@ def inspect(
     ] = None,
     rows: Annotated[int, typer.Option(help="Number of sample rows.", min=0)] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value, with full strings.")] = False,
-    runs_dir: RunsDirOption = "runs",
+    runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
 ) -> None:
     """Show a step's columns, without Ray: statistics, chunks, lengths and sample rows."""
     from flows.cli.inspect import print_step

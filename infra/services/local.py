@@ -201,6 +201,15 @@ def prefect_responds(api_url: str) -> bool:
         return False
 
 
+def process_tree(pid: int) -> list[psutil.Process]:
+    """Return a process and all that it has started; nothing if it is gone."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex((LOOPBACK, port)) != 0
@@ -209,8 +218,7 @@ def _is_free(port: int) -> bool:
 def _listens(pid: int, port: int) -> bool:
     """Return whether the process or one of its children listens at a port."""
     try:
-        root = psutil.Process(pid)
-        connections = [found for process in (root, *root.children(True)) for found in process.net_connections("tcp")]
+        connections = [found for process in process_tree(pid) for found in process.net_connections("tcp")]
     except psutil.NoSuchProcess:
         return False
     return any(found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in connections)
@@ -223,11 +231,7 @@ def _free_port() -> int:
 
 
 def _stop_process_tree(pid: int) -> None:
-    try:
-        root = psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return
-    processes = [root, *root.children(recursive=True)]
+    processes = process_tree(pid)
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.terminate()

@@ -11,10 +11,9 @@ from infra.storage.ledger import Ledger
 from infra.storage.metrics_file import MetricsFile
 from infra.storage.plans import PlanFiles
 from schemas.config.run import RunConfig
+from schemas.config.runtime import DEFAULT_RUNS_DIR
 from schemas.errors import RunError
 from schemas.step import RunHandle, RunSummary
-
-DEFAULT_RUNS_DIR = "runs"
 
 
 def new_run_id(name: str) -> str:

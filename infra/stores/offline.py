@@ -12,12 +12,13 @@ from infra.storage.runs import RunDirectory
 from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.open import open_files
 from schemas.batch import BatchHandle
+from schemas.config.runtime import DEFAULT_RUNS_DIR
 from schemas.config.store import RayStore
 from schemas.errors import ChunkCorruptedError, RunError, StoreError
 
 
 def read_step(
-    run: str | Path, step: int | None = None, columns: Sequence[str] | None = None, *, runs_dir: str = "runs"
+    run: str | Path, step: int | None = None, columns: Sequence[str] | None = None, *, runs_dir: str = DEFAULT_RUNS_DIR
 ) -> pa.Table:
     """Read the rows of one step: exactly those of its newest batch, in their order.
 

@@ -6,11 +6,13 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from schemas.base import FrozenConfig
 
+DEFAULT_RUNS_DIR = "runs"
+
 
 class RuntimeConfig(FrozenConfig):
     """Services, processes, devices and retries."""
 
-    runs_dir: str = "runs"
+    runs_dir: str = DEFAULT_RUNS_DIR
     """Folder of the run directories."""
 
     services_dir: str = ".sluice"

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from infra.services import local
-from infra.services.local import LocalServices, ServiceState, prefect_responds
+from infra.services.local import LocalServices, ServiceState, prefect_responds, process_tree
 from schemas.errors import ServiceError
 from tests.services import Workplace
 
@@ -26,8 +26,7 @@ def test_every_port_is_on_loopback(services: LocalServices) -> None:
     for name in ("prefect", "ray"):
         state = services.state(name)
         assert state is not None
-        processes = [psutil.Process(state.pid), *psutil.Process(state.pid).children(recursive=True)]
-        for process in processes:
+        for process in process_tree(state.pid):
             listening |= {
                 connection.laddr.ip
                 for connection in process.net_connections("inet")
