@@ -4,6 +4,11 @@ A `UserError` is one that the user can fix in a config, a data file or a model f
 a failure of a running pipeline.
 """
 
+import errno
+import re
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class PipelineError(Exception):
     """The base of all of Sluice's own errors."""
@@ -123,3 +128,33 @@ class CheckpointError(PipelineError):
 
 class WorkerLostError(PipelineError):
     """A Ray worker died; a new one runs the step again."""
+
+
+class RunStoppedError(PipelineError):
+    """Somebody stopped the run when it asked for approval, or nobody answered; it can be resumed."""
+
+
+class WorkerFailedError(PipelineError):
+    """A worker raised an error that is not one of Sluice's own, such as out of memory or a full disk."""
+
+
+class RayLostError(PipelineError):
+    """The Ray cluster is gone; the run can be resumed with another one."""
+
+
+class ServerLostError(PipelineError):
+    """The Prefect server did not respond again in time."""
+
+
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")  # Ray colors its messages
+
+
+def describe(error: BaseException) -> str:
+    """Return any error as one line: its type, the first line of its message, and what to do where that is known."""
+    lines = _COLOR.sub("", str(error)).splitlines()
+    first = next((line.strip() for line in lines if line.strip()), "no message")
+    if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        return f"the disk is full ({first}): free some space, or move the run to another disk"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+        return f"{first} Lower packing.token_budget or rollout.batch_prompts, or add ranks (OutOfMemoryError)"
+    return f"{type(error).__name__}: {first}"

@@ -78,4 +78,4 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     place = Workplace(tmp_path_factory.mktemp("workplace"))
     yield place
-    place.services.stop()
+    place.close()

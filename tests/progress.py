@@ -23,6 +23,7 @@ STARVED_FRACTION = 0.2  # of the time that a thread waits for a processor: it ha
 SAMPLE_SECONDS = 2.0  # over which that is measured
 NUM_CHECKS = 24  # of the detector within its `still_seconds`
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.005, 1.0
+CHECK_SECONDS = 4.0  # between two checks of a wait: one looks at every process
 SERVICES = (
     "raylet",
     "gcs_server",
@@ -108,7 +109,7 @@ def wait_until(
         _num_polls += 1
         if now >= next_check:
             progress.check()
-            next_check = now + MAX_POLL_SECONDS
+            next_check = now + CHECK_SECONDS
         time.sleep(min(max((now - started) / 20, MIN_POLL_SECONDS), max_poll_seconds))
         now = time.monotonic()
 

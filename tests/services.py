@@ -1,23 +1,26 @@
 """Running the `sluice` command as a user does: in a folder of its own, with local services of its own."""
 
-import hashlib
-import json
+import asyncio
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
+from prefect.client.orchestration import PrefectClient
 
-from infra.services.local import LocalServices, process_tree
-from infra.storage.runs import RunDirectory
-from infra.storage.step_folders import step_folder
+from infra.services.local import LocalServices
+from infra.services.processes import process_tree
 from tests.configs import config_toml
-from tests.progress import MIN_POLL_SECONDS, Progress, wait_until
+from tests.progress import MIN_POLL_SECONDS, STILL_SECONDS, Progress, wait_until
+from tests.run_results import Run
 from tests.tiny import make_tiny_data, make_tiny_model
+
+Answer = TypeVar("Answer")
 
 CONFIG = config_toml(
     name="tiny",
@@ -29,9 +32,16 @@ CONFIG = config_toml(
 )
 
 REWARDS = '''
+import pathlib, time
+
 def short(prompt, completion, answer, info):
     """The fewer vowels the better: any model can learn that."""
     return 1 - sum(completion.count(vowel) for vowel in "aeiou") / 12
+
+def switched(prompt, completion, answer, info):
+    while pathlib.Path("hold").exists():
+        time.sleep(0.05)
+    return 0.0 if pathlib.Path("collapse").exists() else short(prompt, completion, answer, info)
 
 def sometimes(prompt, completion, answer, info):
     if int(answer) % 2:
@@ -45,6 +55,9 @@ class Workplace:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.still_seconds = STILL_SECONDS  # without progress of a command that make a deadlock
+        self._runner, self._asked = asyncio.Runner(), ""
+        self.environment: dict[str, str] = {}  # of its commands, besides the caller's; PYTHONPATH is extended
         make_tiny_model(folder / "model")
         make_tiny_data(folder / "train.parquet", 12)
         make_tiny_data(folder / "eval.parquet", 4)
@@ -56,6 +69,13 @@ class Workplace:
     @property
     def services(self) -> LocalServices:
         return LocalServices(self.folder / ".sluice")
+
+    def close(self) -> None:
+        """Stop the services."""
+        if self._asked:
+            self._runner.run(self._client.__aexit__(None, None, None))
+        self._runner.close()
+        self.services.stop()
 
     def start(self, *arguments: str) -> "Command":
         """Start a `sluice` command."""
@@ -69,16 +89,43 @@ class Workplace:
         """Run Python to its end; return what it printed, standard error last."""
         return Command(self, *arguments).finish(exit_code)
 
+    def prefect(
+        self, *arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> "Command":
+        """Start a `prefect` command that uses the workplace's server."""
+        api_url = self.services.prefect_api_url
+        assert api_url is not None
+        own = {"PREFECT_API_URL": api_url, "PYTHONSAFEPATH": "1", **(environment or {})}
+        return Command(self, "-m", "prefect", *arguments, cwd=cwd, environment=own)
+
+    def ask(self, question: Callable[[PrefectClient], Awaitable[Answer]]) -> Answer:
+        """Ask the workplace's Prefect server."""
+        api_url = self.services.prefect_api_url
+        assert api_url is not None
+        if self._asked != api_url:  # a client takes longer to make than most answers
+            self._client = PrefectClient(api_url)
+            self._runner.run(self._client.__aenter__())
+            self._asked = api_url
+
+        async def ask() -> Answer:
+            return await question(self._client)
+
+        return self._runner.run(ask())
+
     def run(self, run_id: str) -> "Run":
         """Return what a run has written so far."""
         return Run(self.folder / "runs" / run_id)
 
     def kill_worker(self, role: str, at_most: int | None = None) -> int:
         """Kill -9 the Ray worker processes of one class, e.g. `PolicyWorker`; return how many."""
-        workers = [process for name, process in self._workers() if name.startswith(role)][:at_most]
+        workers = self.find_workers(role)[:at_most]
         for worker in workers:
             worker.kill()
         return len(workers)
+
+    def find_workers(self, role: str) -> list[psutil.Process]:
+        """Return the Ray worker processes of one class."""
+        return [process for name, process in self._workers() if name.startswith(role)]
 
     def worker_names(self) -> list[str]:
         """Return Ray's names of its worker processes."""
@@ -88,6 +135,10 @@ class Workplace:
         """Return Ray's worker processes."""
         return [process for _, process in self._workers()]
 
+    def model_workers(self) -> list[psutil.Process]:
+        """Return the Ray worker processes that hold a model."""
+        return [process for name, process in self._workers() if "Worker" in name]
+
     def service_processes(self) -> list[psutil.Process]:
         """Return the local services' processes, with all that they have started."""
         states = (self.services.state(name) for name in ("prefect", "ray"))
@@ -95,7 +146,11 @@ class Workplace:
 
     def stop_ray(self) -> None:
         """Kill the local Ray with all that it holds."""
-        state = self.services.state("ray")
+        self.kill_service("ray")
+
+    def kill_service(self, name: str) -> None:
+        """Kill -9 a local service with all that it has started."""
+        state = self.services.state(name)
         assert state is not None
         processes = process_tree(state.pid)
         for process in processes:
@@ -116,26 +171,35 @@ class Workplace:
 class Command:
     """A running command of a workplace."""
 
-    def __init__(self, place: Workplace, *arguments: str) -> None:
+    def __init__(
+        self, place: Workplace, *arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._place = place
         self._out, self._err = (_new_file(place.folder / ".output", suffix) for suffix in ("out", "err"))
         # Nothing of the caller's configuration may reach the command: each workplace starts its own services.
+        path = [str(Path(__file__).parents[1]), *filter(None, [place.environment.get("PYTHONPATH")])]
+        own = {"PYTHONPATH": os.pathsep.join(path), "COLUMNS": "200"}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "RAY_"))}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],
-                cwd=place.folder,
-                env={**kept, "PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "200"},
+                cwd=cwd or place.folder,
+                env=kept | place.environment | own | dict(environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
             )
-        self._progress = Progress(self._working, self._written, services=place.service_processes)
+        self._progress = Progress(self._working, self._written, place.still_seconds, services=place.service_processes)
 
     @property
     def printed(self) -> str:
         """Return what it has printed so far, standard error last."""
         return self._out.read_text() + self._err.read_text()
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
 
     @property
     def errors(self) -> str:
@@ -168,6 +232,11 @@ class Command:
         self._process.wait()
         return self.printed
 
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """Return its process and all that it has started."""
+        return process_tree(self._process.pid)
+
     def terminate(self) -> None:
         """Send it SIGTERM."""
         self._process.terminate()
@@ -185,52 +254,6 @@ class Command:
     def _written(self) -> object:
         runs = (self._place.folder / "runs").glob("*/metrics.jsonl")
         return [path.stat().st_size for path in (self._out, self._err, *runs)]
-
-
-class Run(RunDirectory):
-    """The results of a run, as tests compare them."""
-
-    def committed(self, step: int, stage: str) -> bool:
-        """Return whether the ledger holds a stage of a step, whole: Prefect writes an entry in place."""
-        try:
-            return any(json.loads(entry.read_text()) for entry in self.step_ledger(step).glob(f"{stage}-*"))
-        except (FileNotFoundError, json.JSONDecodeError):
-            return False
-
-    def passed(self, step: int, stage: str) -> bool:
-        """Return whether a stage of a step is committed, or the whole step is done: its ledger may be dropped then."""
-        return self.committed(step, stage) or len(self.metrics.steps()) > step
-
-    def entries(self, step: int) -> dict[str, int]:
-        """Return when each of a step's ledger entries was written, by name."""
-        return {path.name: path.stat().st_mtime_ns for path in self.step_ledger(step).glob("*") if path.exists()}
-
-    def step_ledger(self, step: int) -> Path:
-        return self.ledger.path / step_folder(step)
-
-    def weights(self, version: int) -> str:
-        """Return the digest of a checkpoint's weights and optimizer state."""
-        folder = self.checkpoints / f"step-{version:06d}"
-        shards = sorted(folder.glob("rank-*.safetensors"))
-        assert shards, f"{folder} holds no checkpoint"
-        return hashlib.sha256(b"".join(shard.read_bytes() for shard in shards)).hexdigest()
-
-    def step_metrics(self) -> list[dict[str, float]]:
-        """Return each step's metrics, without times."""
-        return [
-            {name: value for name, value in report.metrics.items() if not name.endswith("_seconds")}
-            for report in self.metrics.steps()
-        ]
-
-    def generate_seconds(self) -> list[float]:
-        """Return how long each step's rollout took when it was generated."""
-        return [report.metrics["rollout/generate_seconds"] for report in self.metrics.steps()]
-
-    def store_bytes_at_end(self) -> int:
-        """Return what the column store held when the run ended."""
-        summary = self.summary()
-        assert summary is not None
-        return summary.store_bytes_at_end
 
 
 def _new_file(folder: Path, suffix: str) -> Path:

@@ -31,7 +31,9 @@ def connect(address: str, *, local: bool) -> None:
     _check_reachable(address)
     # Ray installs its own SIGTERM handler, but Prefect's must stay: it turns SIGTERM into a cancellation.
     handler = signal.getsignal(signal.SIGTERM)
-    environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # the head may have been started with another
+    # The head may have been started with others.
+    environment = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
+    environment["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
     try:
         ray.init(
             address=address,

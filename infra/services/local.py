@@ -12,13 +12,14 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
+from infra.services.prefect_api import prefect_responds
+from infra.services.processes import STOP_TIMEOUT_SECONDS, listens, process_name, process_tree, stop_process_tree
 from schemas.base import Frozen
 from schemas.errors import ServiceError
 
@@ -26,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 PREFECT_PORT = 4200
+PROMETHEUS_TARGETS = "prometheus.json"  # in the services' folder; for Prometheus' file_sd_configs
 # -P: without the working directory on the module path, where any file might shadow a module.
+PREFECT_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("prefect_server.py")))
 RAY_COMMAND = (sys.executable, "-P", "-m", "ray.scripts.scripts")
 START_TIMEOUT_SECONDS = 120
-HEALTH_TIMEOUT_SECONDS = 5
-STOP_TIMEOUT_SECONDS = 5  # after which processes are killed; they have nothing to save
 
 # Ray binds all its ports to loopback only if it considers clusters unsupported; the head and its clients must agree.
 RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
@@ -48,11 +49,12 @@ PREFECT_ENVIRONMENT = {
 
 
 class ServiceState(Frozen):
-    """A running service: its process and its port."""
+    """A service: its process and its port."""
 
     pid: int
     started: float  # the process's creation time, which tells it from a later process with the same pid
     port: int
+    is_ready: bool = True  # it has responded; one whose starter was killed before is ended by the next command
 
     @property
     def address(self) -> str:
@@ -79,30 +81,49 @@ class LocalServices:
         with self._lock():
             started = []
             if prefect and self.state("prefect") is None:
-                started.append(self._spawn_prefect())
-            if ray and self.state("ray") is None:
+                self._stop("prefect")
+                started.append(self._spawn_prefect(self._prefect_port()))
+            if ray and not self._ray_is_whole():
+                self._stop("ray")
                 started.append(self._spawn_ray())
             try:
                 for service in tuple(started):
                     if not self._wait(*service):
-                        started.append(self._spawn_prefect())
+                        started.append(self._spawn_prefect(_free_port()))
                         self._wait(*started[-1])
             except BaseException:
                 for _, process, _ in started:
-                    _stop_process_tree(process.pid)
+                    stop_process_tree(process.pid)
+                raise
+
+    def restart_prefect(self) -> bool:
+        """Start the Prefect server again, at its port and on its database, if it has died; return whether it had.
+
+        A server that was stopped on purpose (`stop`) stays stopped.
+
+        Raises:
+            ServiceError: Another program has taken its port, or it does not respond in time.
+        """
+        last = self._recorded("prefect")
+        if last is None or _is_alive(last):
+            return False
+        with self._lock():
+            last = self._recorded("prefect")
+            if last is None or _is_alive(last):  # another command has stopped it or started it again
+                return False
+            if not _becomes_free(last.port):
+                raise ServiceError(f"the local Prefect server died, and another program took {last.address}")
+            service = self._spawn_prefect(last.port)
+            try:
+                return self._wait(*service)
+            except BaseException:
+                stop_process_tree(service[1].pid)
                 raise
 
     def state(self, name: str) -> ServiceState | None:
-        """Return the state of the service `name` ("prefect" or "ray") if its process is alive, else None."""
-        path = self._state_path(name)
-        if not path.exists():
-            return None
-        state = ServiceState.model_validate_json(path.read_text())
-        try:
-            alive = abs(psutil.Process(state.pid).create_time() - state.started) < 1.0
-        except psutil.NoSuchProcess:
-            alive = False
-        return state if alive else None
+        """Return the state of the service `name` ("prefect" or "ray") if it has started and is alive, else None."""
+        state = self._recorded(name)
+        return state if state is not None and state.is_ready and _is_alive(state) else None
 
     @property
     def prefect_api_url(self) -> str | None:
@@ -116,21 +137,46 @@ class LocalServices:
 
     def stop(self) -> list[str]:
         """Stop every service started from this directory; return the names of those that were running."""
+        if not self.directory.is_dir():
+            return []
         stopped = []
-        for name in ("prefect", "ray"):
-            state = self.state(name)
-            if state is not None:
-                _stop_process_tree(state.pid)
-                stopped.append(name)
-            self._state_path(name).unlink(missing_ok=True)
+        with self._lock():  # so that no driver starts one again meanwhile
+            for name in ("prefect", "ray"):
+                if self._stop(name):
+                    stopped.append(name)
+                self._state_path(name).unlink(missing_ok=True)
         return stopped
 
-    def _spawn_prefect(self) -> tuple[str, subprocess.Popen[bytes], int]:
-        port = PREFECT_PORT if _is_free(PREFECT_PORT) else _free_port()
+    def _stop(self, name: str) -> bool:
+        """Stop what is left of a service, started or not; return whether it was alive."""
+        state = self._recorded(name)
+        is_alive = state is not None and _is_alive(state)
+        if state is not None and is_alive:
+            stop_process_tree(state.pid)
+        return is_alive
+
+    def _ray_is_whole(self) -> bool:
+        """Return whether Ray runs with all of its processes."""
+        state = self.state("ray")
+        processes = process_tree(state.pid) if state else []
+        return {"raylet", "gcs_server"} <= {process_name(process) for process in processes}
+
+    def _recorded(self, name: str) -> ServiceState | None:
+        """Return the state of a service that was not stopped since it was started, even if it died or isn't ready."""
+        path = self._state_path(name)
+        return ServiceState.model_validate_json(path.read_text()) if path.exists() else None
+
+    def _prefect_port(self) -> int:
+        """Return the port of the last server if it is free, so that open pages of its UI work again."""
+        last = self._recorded("prefect")
+        usual = (last.port, PREFECT_PORT) if last else (PREFECT_PORT,)
+        return next((port for port in usual if _is_free(port)), None) or _free_port()
+
+    def _spawn_prefect(self, port: int) -> tuple[str, subprocess.Popen[bytes], int]:
         api_url = f"http://{LOOPBACK}:{port}/api"
         environment = {"PREFECT_HOME": str(self.directory / "prefect"), "PREFECT_UI_API_URL": api_url}
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, f"--port={port}"]
-        return "prefect", self._spawn("prefect", command, PREFECT_ENVIRONMENT | environment), port
+        command = [*PREFECT_COMMAND, "server", "start", "--host", LOOPBACK, f"--port={port}"]
+        return "prefect", self._spawn("prefect", command, PREFECT_ENVIRONMENT | environment, port), port
 
     def _spawn_ray(self) -> tuple[str, subprocess.Popen[bytes], int]:
         # A head needs a token but doesn't make one; Ray's own command makes the user's token if it doesn't exist.
@@ -142,11 +188,19 @@ class LocalServices:
         command = [*RAY_COMMAND, "start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=false"]
         command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", f"--ray-client-server-port={_free_port()}"]
         command += ["--dashboard-agent-listen-port=0", "--include-log-monitor=false"]
-        return "ray", self._spawn("ray", command, RAY_ENVIRONMENT), port
+        command += [f"--metrics-export-port={self._announce_metrics()}"]
+        return "ray", self._spawn("ray", command, RAY_ENVIRONMENT, port), port
 
-    def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _announce_metrics(self) -> int:
+        """Choose the port of Ray's metrics, and write it to a file by which Prometheus finds it; return the port."""
+        port = _free_port()
+        targets = [{"labels": {"job": "ray"}, "targets": [f"{LOOPBACK}:{port}"]}]
+        (self.directory / PROMETHEUS_TARGETS).write_text(json.dumps(targets))
+        return port
+
+    def _spawn(self, name: str, command: list[str], environment: dict[str, str], port: int) -> subprocess.Popen[bytes]:
         with self._log_path(name).open("wb") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -154,6 +208,8 @@ class LocalServices:
                 env={**os.environ, **environment},
                 start_new_session=True,  # so that a Ctrl-C or kill of the driver doesn't reach it
             )
+        self._record(name, process.pid, port, is_ready=False)
+        return process
 
     def _wait(self, name: str, process: subprocess.Popen[bytes], port: int) -> bool:
         """Wait until a service responds; return False if Prefect exited because its usual port was taken meanwhile."""
@@ -167,15 +223,19 @@ class LocalServices:
                     f"the local {name} service {outcome} within {START_TIMEOUT_SECONDS} s; see {self._log_path(name)}"
                 )
             time.sleep(0.1)
-        started = psutil.Process(process.pid).create_time()
-        state = ServiceState(pid=process.pid, started=started, port=port)
-        self._state_path(name).write_text(state.model_dump_json())
-        logger.info("started %s at %s (pid %d)", name, state.address, state.pid)
+        self._record(name, process.pid, port, is_ready=True)
+        logger.info("started %s at %s:%d (pid %d)", name, LOOPBACK, port, process.pid)
         return True
+
+    def _record(self, name: str, pid: int, port: int, is_ready: bool) -> None:
+        state = ServiceState(pid=pid, started=psutil.Process(pid).create_time(), port=port, is_ready=is_ready)
+        temporary = self._state_path(name).with_suffix(".tmp")
+        temporary.write_text(state.model_dump_json())
+        temporary.replace(self._state_path(name))  # a reader sees all of it
 
     def _responds(self, name: str, pid: int, port: int) -> bool:
         if name == "prefect":  # another folder's server may respond at this port, if both were started at once
-            return _listens(pid, port) and prefect_responds(f"http://{LOOPBACK}:{port}/api")
+            return listens(pid, port) and prefect_responds(f"http://{LOOPBACK}:{port}/api")
         # The port opens before the node is registered; `ray start` prints this line afterwards.
         return not _is_free(port) and b"Ray runtime started" in self._log_path("ray").read_bytes()
 
@@ -192,22 +252,13 @@ class LocalServices:
         return self.directory / f"{name}.log"
 
 
-def prefect_responds(api_url: str) -> bool:
-    """Return whether a healthy Prefect server responds at `api_url`."""
+def _is_alive(state: ServiceState) -> bool:
     try:
-        with urllib.request.urlopen(f"{api_url}/health", timeout=HEALTH_TIMEOUT_SECONDS) as response:
-            return bool(json.load(response))
-    except (OSError, ValueError):
-        return False
-
-
-def process_tree(pid: int) -> list[psutil.Process]:
-    """Return a process and all that it has started; nothing if it is gone."""
-    try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
+        process = psutil.Process(state.pid)
+        is_same = abs(process.create_time() - state.started) < 1.0
+        return is_same and process.status() != psutil.STATUS_ZOMBIE  # of this process, if it started the service
     except psutil.NoSuchProcess:
-        return []
+        return False
 
 
 def _is_free(port: int) -> bool:
@@ -215,27 +266,15 @@ def _is_free(port: int) -> bool:
         return probe.connect_ex((LOOPBACK, port)) != 0
 
 
-def _listens(pid: int, port: int) -> bool:
-    """Return whether the process or one of its children listens at a port."""
-    try:
-        connections = [found for process in process_tree(pid) for found in process.net_connections("tcp")]
-    except psutil.NoSuchProcess:
-        return False
-    return any(found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in connections)
+def _becomes_free(port: int) -> bool:
+    """Wait until a process that was killed has closed its port; return False if it stays taken."""
+    deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
+    while not (is_free := _is_free(port)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return is_free
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
-
-
-def _stop_process_tree(pid: int) -> None:
-    processes = process_tree(pid)
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_SECONDS)
-    for process in alive:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()

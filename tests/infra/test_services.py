@@ -1,5 +1,7 @@
 """The local Prefect server and Ray head: addresses, and how they are found again."""
 
+import json
+import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -9,8 +11,10 @@ import psutil
 import pytest
 
 from infra.services import local
-from infra.services.local import LocalServices, ServiceState, prefect_responds, process_tree
+from infra.services.local import LocalServices, ServiceState, prefect_responds
+from infra.services.processes import process_tree
 from schemas.errors import ServiceError
+from tests.progress import wait_until
 from tests.services import Workplace
 
 
@@ -88,8 +92,37 @@ def test_a_service_that_died_or_whose_pid_was_reused_is_not_running(tmp_path: Pa
     assert services.state("prefect") is None
 
 
+@pytest.mark.parametrize("action", ["start", "stop"])
+def test_a_service_whose_starter_was_killed_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    never_ready = "import sys, time; time.sleep(3600)"
+    starter = f"""
+from pathlib import Path
+from infra.services import local
+local.PREFECT_COMMAND = ({sys.executable!r}, "-c", {never_ready!r})
+local.LocalServices(Path({str(tmp_path)!r})).start(prefect=True, ray=False)
+"""
+    command = subprocess.Popen([sys.executable, "-c", starter])
+    recorded = tmp_path / "prefect.json"
+    wait_until(recorded.exists)
+    command.kill()
+    command.wait()
+    left_over = psutil.Process(json.loads(recorded.read_text())["pid"])
+    assert left_over.is_running()
+    services = LocalServices(tmp_path)
+    assert services.state("prefect") is None
+    if action == "stop":
+        assert services.stop() == ["prefect"]
+    else:
+        monkeypatch.setattr(local, "PREFECT_COMMAND", ("/bin/false",))
+        with pytest.raises(ServiceError):
+            services.start(prefect=True, ray=False)
+    assert not left_over.is_running()
+
+
 def test_a_service_that_fails_to_start_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr("infra.services.local.PREFECT_COMMAND", ("/bin/false",))
     services = LocalServices(tmp_path)
     with pytest.raises(ServiceError, match=r"prefect service exited with 1.*prefect\.log"):
         services.start(prefect=True, ray=False)

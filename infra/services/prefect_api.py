@@ -1,0 +1,49 @@
+"""Questions to a Prefect server: whether it responds, and whether it is one that this Sluice can use."""
+
+import json
+import urllib.error
+import urllib.request
+from importlib.metadata import version
+from typing import Any
+
+from schemas.errors import ServiceError
+
+TIMEOUT_SECONDS = 5
+FIX = "check runtime.prefect_api_url and PREFECT_API_URL, or unset both to start a local server"
+
+
+def prefect_responds(api_url: str) -> bool:
+    """Return whether a healthy Prefect server responds at `api_url`."""
+    try:
+        return bool(_get(f"{api_url}/health"))
+    except OSError:
+        return False
+
+
+def check_prefect_api(api_url: str) -> None:
+    """Check that a healthy Prefect server of the installed minor version responds.
+
+    Raises:
+        ServiceError: Nothing responds, something else than Prefect, or another version of it.
+    """
+    try:
+        is_healthy, found = _get(f"{api_url}/health"), str(_get(f"{api_url}/admin/version"))
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise ServiceError(f"no Prefect API responds at {api_url} ({reason}); {FIX}") from None
+    if is_healthy is not True:
+        raise ServiceError(f"what responds at {api_url} is not a Prefect API, whose URL ends with /api; {FIX}")
+    own = version("prefect")
+    if found.split(".")[:2] != own.split(".")[:2]:
+        raise ServiceError(
+            f"the Prefect server at {api_url} has version {found}, but version {own} is installed here; use the same "
+            "minor version on both sides"
+        )
+
+
+def _get(url: str) -> Any:
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
+            return json.load(response)
+    except (urllib.error.HTTPError, ValueError):  # something responds, but not as expected
+        return None

@@ -1,0 +1,45 @@
+"""Processes and all that they have started."""
+
+from contextlib import suppress
+
+import psutil
+
+STOP_TIMEOUT_SECONDS = 5  # after which processes are killed; they have nothing to save
+
+
+def process_tree(pid: int) -> list[psutil.Process]:
+    """Return a process and all that it has started; nothing if it is gone."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def process_name(process: psutil.Process) -> str:
+    """Return a process's name; empty if it is gone."""
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def listens(pid: int, port: int) -> bool:
+    """Return whether the process or one of its children listens at a port."""
+    try:
+        connections = [found for process in process_tree(pid) for found in process.net_connections("tcp")]
+    except psutil.NoSuchProcess:
+        return False
+    return any(found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in connections)
+
+
+def stop_process_tree(pid: int) -> None:
+    """Terminate a process and all that it has started; kill what is left after a while."""
+    processes = process_tree(pid)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_SECONDS)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
