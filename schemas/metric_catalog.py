@@ -1,25 +1,26 @@
-"""The metric catalog: all metrics of a step, with their unit, reduction, stage, meaning and views.
+"""The metric catalog: all metrics of a run, with their unit, reduction, stage, meaning and views.
 
-The rollout, advantage and update stages of a step emit metrics. A mean "over tokens" is over the trained tokens of all
+The rollout, advantage and update stages of a step emit metrics; those of `step` and `evaluation` are of the reports of
+a finished step and of an evaluation, as monitors get them. A mean "over tokens" is over the trained tokens of all
 updates of the step; a "mean over updates" weights its optimizer updates equally. The order of the catalog is the order
 in every view.
 """
 
+import re
 from typing import Literal
 
 from schemas.base import Frozen
-from schemas.catalog import REWARD_PART_PREFIX
 from schemas.errors import MetricError
 from schemas.metrics import Reduction
 
-Stage = Literal["rollout", "advantage", "update"]
+Stage = Literal["rollout", "advantage", "update", "step", "evaluation"]
 View = Literal["terminal", "report", "ui"]
 
-SECONDS_PREFIX, SECONDS_SUFFIX = "rollout/", "_seconds"
+PROMETHEUS_PREFIX = "sluice_"
 
 
 class MetricSpec(Frozen):
-    """The declaration of one metric, or of a family of metrics that differ in `<part>` or `<phase>`."""
+    """The declaration of one metric, or of a family of metrics that differ in a part, such as `<phase>`."""
 
     name: str
     stage: Stage
@@ -32,6 +33,11 @@ class MetricSpec(Frozen):
     def show(self, value: float) -> str:
         """Return a value as text."""
         return format(value, self.format)
+
+    @property
+    def series(self) -> str:
+        """The name of the Prometheus series, to which Ray adds `ray_`."""
+        return PROMETHEUS_PREFIX + re.sub(r"\W+", "_", self.name.replace("<", "").replace(">", ""))
 
 
 Row = (
@@ -53,8 +59,11 @@ METRICS: dict[str, MetricSpec] = _catalog(
     # Rewards and advantages.
     ("reward", "advantage", "mean", "reward", "Reward from the reward function, without failed ones.", _EVERYWHERE,
      ".3f"),
+    ("reward/p10", "advantage", "single", "reward", "Tenth percentile of the rewards, without failed ones.", ()),
+    ("reward/p90", "advantage", "single", "reward", "Ninetieth percentile of the rewards, without failed ones.", ()),
     ("reward_<part>", "rollout", "mean", "reward", "One part of the reward, over the rows that have it.", ()),
     ("reward/failed", "advantage", "sum", "row", "Rows whose reward failed, which are not trained on.", ("ui",)),
+    ("reward/failed_fraction", "advantage", "mean", "", "Fraction of rows whose reward failed.", ()),
     ("reward/shaped", "advantage", "mean", "reward", "Reward minus the overlong penalty and the KL.", _PAGES),
     ("overlong/penalty", "advantage", "mean", "reward", "Overlong penalty, subtracted from the reward.", ()),
     ("overlong/masked", "advantage", "mean", "", "Fraction of rows that are masked as truncated.", ()),
@@ -89,15 +98,18 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("ratio", "update", "mean", "", "Policy over behavior probability, over tokens (GSPO: of the sequence).", ()),
     ("ratio_max", "update", "max", "", "Largest ratio.", ()),
     ("clip_fraction", "update", "mean", "", "Fraction of tokens whose loss or weight the clip range clips.", _PAGES),
-    ("clip_fraction/low", "update", "mean", "", "Fraction of tokens clipped by the lower bound.", ()),
-    ("clip_fraction/high", "update", "mean", "", "Fraction of tokens clipped by the upper bound.", ()),
+    ("clip_fraction/low", "update", "mean", "", "Fraction of tokens clipped by the lower bound.", ("report",)),
+    ("clip_fraction/high", "update", "mean", "", "Fraction of tokens clipped by the upper bound.", ("report",)),
     ("clip_fraction/dual", "update", "mean", "", "Fraction of tokens bounded by the dual clip.", ()),
     # Mismatch of engine and trainer.
     ("mismatch/mean", "update", "mean", "nat",
-     "Absolute difference of behavior and sampler log-prob, over tokens.", ()),
+     "Absolute difference of behavior and sampler log-prob, over tokens.", ("report",)),
     ("mismatch/max", "update", "max", "nat", "Largest absolute difference of behavior and sampler log-prob.", _PAGES),
     ("mismatch/weight", "update", "mean", "",
      "Importance weight exp(behavior - sampler log-prob) before the correction, of the token or its sequence.", ()),
+    ("mismatch/ess", "update", "effective", "",
+     "Effective sample size of the importance weights before the correction, as a fraction of the tokens.",
+     ("report",)),
     ("correction/weight", "update", "mean", "", "Importance weight after truncation or masking.", ()),
     ("correction/truncated", "update", "mean", "", "Fraction of tokens whose weight is truncated.", ()),
     ("correction/masked", "update", "mean", "", "Fraction of tokens that are masked by their weight.", ()),
@@ -105,11 +117,31 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("grad_norm", "update", "mean", "",
      "Global norm of the gradient before clipping, over all ranks; mean over updates.", _PAGES),
     ("learning_rate", "update", "mean", "", "Learning rate; mean over updates.", ()),
+    # The step as a whole.
+    ("step", "step", "single", "step", "Number of the step, from 0.", ()),
+    ("tokens_per_second", "step", "single", "token/second", "Prompt and response tokens over the step's time.", ()),
+    ("step/seconds", "step", "single", "second", "Time of the step.", ()),
+    ("step/<phase>_seconds", "step", "single", "second", "Time of one phase of the step.", ()),
+    ("store/peak_bytes", "step", "max", "byte", "Peak of the bytes that the column store held.", ()),
+    ("store/capacity_bytes", "step", "single", "byte", "Limit on the bytes that the column store holds.", ()),
+    ("store/<stage>_put_bytes", "step", "sum", "byte", "Bytes that a stage put into the column store.", ()),
+    ("store/<stage>_read_bytes", "step", "sum", "byte", "Bytes that a stage read from the column store.", ()),
+    # Evaluations.
+    ("eval/step", "evaluation", "single", "step", "Steps before the evaluation, which is the policy's version.", ()),
+    ("eval/accuracy", "evaluation", "mean", "", "Fraction of correct samples of the held-out prompts.", ()),
+    ("eval/reward", "evaluation", "mean", "reward", "Reward of the held-out prompts, without failed ones.", ()),
+    ("eval/failed", "evaluation", "sum", "row", "Failed rewards of the evaluation.", ()),
+    ("eval/seconds", "evaluation", "single", "second", "Time of the evaluation.", ()),
+    ("eval/<source>/mean_at_n", "evaluation", "mean", "", "Fraction of correct samples of a data source.", ()),
+    ("eval/<source>/best_at_n", "evaluation", "mean", "", "Fraction of prompts with a correct sample.", ()),
+    ("eval/<source>/maj_at_n", "evaluation", "mean", "", "Fraction of prompts whose majority answer is correct.", ()),
+    ("eval/<source>/reward", "evaluation", "mean", "reward", "Reward of a data source, without failed ones.", ()),
+    ("eval/<source>/response_tokens", "evaluation", "mean", "token", "Response length in a data source.", ()),
+    ("eval/<source>/truncated", "evaluation", "mean", "", "Fraction of responses cut off by the token limit.", ()),
 )
 # fmt: on
 
-REWARD_PARTS = METRICS[f"{REWARD_PART_PREFIX}<part>"]
-ROLLOUT_SECONDS = METRICS[f"{SECONDS_PREFIX}<phase>{SECONDS_SUFFIX}"]
+_FAMILIES = {re.compile(re.sub(r"<(\w+)>", r"(?P<\1>.+)", name)): spec for name, spec in METRICS.items() if "<" in name}
 
 
 def metric_spec(name: str) -> MetricSpec:
@@ -125,13 +157,25 @@ def metric_spec(name: str) -> MetricSpec:
         >>> metric_spec("rollout/generate_seconds").reduction
         'max'
     """
+    return find_metric(name)[0].replace(name=name)
+
+
+def find_metric(name: str) -> tuple[MetricSpec, dict[str, str]]:
+    """Return the catalog entry of metric `name`, and for a member of a family the part in which it differs.
+
+    Raises:
+        MetricError: The catalog has no such metric.
+
+    Example:
+        >>> spec, parts = find_metric("step/update_seconds")
+        >>> spec.name, spec.series, parts
+        ('step/<phase>_seconds', 'sluice_step_phase_seconds', {'phase': 'update'})
+    """
     if name in METRICS and "<" not in name:
-        return METRICS[name]
-    if name.startswith(REWARD_PART_PREFIX) and len(name) > len(REWARD_PART_PREFIX):
-        return REWARD_PARTS.replace(name=name)
-    phase = name.removeprefix(SECONDS_PREFIX).removesuffix(SECONDS_SUFFIX)
-    if phase and name == f"{SECONDS_PREFIX}{phase}{SECONDS_SUFFIX}":
-        return ROLLOUT_SECONDS.replace(name=name)
+        return METRICS[name], {}
+    for family, spec in _FAMILIES.items():
+        if found := family.fullmatch(name):
+            return spec, found.groupdict()
     raise MetricError(f"metric {name!r} is not in the catalog; declare it in schemas/metric_catalog.py")
 
 

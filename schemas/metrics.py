@@ -43,6 +43,27 @@ class Max(Frozen):
         return Max(value=max(self.value, other.value))
 
 
+class EffectiveFraction(Frozen):
+    """The effective sample size of importance weights, as a fraction of their number: (sum w)^2 / (n sum w^2).
+
+    1 if all weights are equal, 1 / n if a single one outweighs the others (Kong 1992); 0 without weights.
+    """
+
+    kind: Literal["effective"] = "effective"
+    total: float  # sum of the weights
+    squares: float  # sum of their squares
+    count: int
+
+    @property
+    def value(self) -> float:
+        return self.total**2 / (self.count * self.squares) if self.squares else 0.0
+
+    def merge(self, other: "EffectiveFraction") -> "EffectiveFraction":
+        return EffectiveFraction(
+            total=self.total + other.total, squares=self.squares + other.squares, count=self.count + other.count
+        )
+
+
 class Single(Frozen):
     """The only value of a step, such as its number of rollout rounds: it has no reduction, and can't be merged."""
 
@@ -50,8 +71,8 @@ class Single(Frozen):
     value: float
 
 
-Reduction = Literal["mean", "sum", "max", "single"]
-Metric = Annotated[Mean | Sum | Max | Single, Field(discriminator="kind")]
+Reduction = Literal["mean", "sum", "max", "effective", "single"]
+Metric = Annotated[Mean | Sum | Max | EffectiveFraction | Single, Field(discriminator="kind")]
 Metrics = dict[str, Metric]
 
 

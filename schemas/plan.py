@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Self
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import Frozen
 
@@ -79,6 +79,7 @@ class StepPlan(Frozen):
     num_ranks: PositiveInt
     seed: int
     num_skipped_rows: NonNegativeInt = 0  # rows without a loss token
+    lr_scale: PositiveFloat = 1.0  # the factor on the scheduled learning rate
 
     def __str__(self) -> str:
         header = ("update", *_HEADER, "loss tokens", "sequences")

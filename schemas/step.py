@@ -1,6 +1,8 @@
 """The handles that the stages of a step pass on, and the reports of a step and a run."""
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from schemas.base import Frozen
 from schemas.batch import BatchHandle, SafeName
@@ -9,6 +11,7 @@ from schemas.metrics import Metrics
 from schemas.plan import StepPlan
 from schemas.rollout import PutResult
 from schemas.store import StoreTraffic, StoreUsage
+from schemas.summary import LengthHistogram
 from schemas.weights import WeightsTransfer
 
 
@@ -75,6 +78,14 @@ class UpdateReport(Frozen):
     traffic: StoreTraffic
 
 
+class Span(Frozen):
+    """A part of a step's work: when it began and how long it took."""
+
+    name: str
+    start: NonNegativeFloat  # seconds after the step's start
+    seconds: NonNegativeFloat
+
+
 class StepReport(Frozen):
     """One finished step and its metrics as plain numbers."""
 
@@ -87,6 +98,14 @@ class StepReport(Frozen):
     traffic_by_stage: dict[str, StoreTraffic] = Field(default_factory=dict)
     plan: str | None = None  # the digest of the step's plan
     publish: WeightsTransfer | None = None  # to the rollout workers; None: they already held the weights
+    started_at: float | None = None  # Unix time; reports of earlier versions of Sluice lack it, and what follows
+    timeline: tuple[Span, ...] = ()  # the phases, and work of the next step that overlaps them
+    response_lengths: LengthHistogram | None = None  # in tokens, in buckets that are the same in every step
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompt and response tokens over the step's time."""
+        return self.metrics["tokens"] / self.seconds
 
 
 class SourceReport(Frozen):
@@ -117,6 +136,16 @@ class EvalReport(Frozen):
     num_failed: NonNegativeInt  # rewards
     seconds: float
     sources: tuple[SourceReport, ...] = ()  # in order of appearance in the file
+
+
+class RunEvent(Frozen):
+    """The start of a run, or its continuation: by a new driver, or by the same one after workers were lost."""
+
+    kind: Literal["start", "resume", "restart"]
+    step: NonNegativeInt  # the step with which it continues
+    time: float  # Unix time
+    reason: str = ""  # of a restart
+    versions: dict[str, str] = Field(default_factory=dict)  # of Sluice and its main dependencies, by distribution
 
 
 class RunSummary(Frozen):

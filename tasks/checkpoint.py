@@ -10,8 +10,8 @@ from tasks.stage import operation
 
 
 @operation("checkpoint")
-async def save_checkpoint(run: RunHandle, policy: PolicyHandle, wait: bool = False) -> None:
-    """Start to save the policy's version, once the previous checkpoint is complete.
+async def save_checkpoint(run: RunHandle, policy: PolicyHandle, wait: bool = False) -> int | None:
+    """Start to save the policy's version, once the previous checkpoint is complete; return the newest complete version.
 
     Args:
         run: The run.
@@ -22,26 +22,33 @@ async def save_checkpoint(run: RunHandle, policy: PolicyHandle, wait: bool = Fal
         CheckpointError: This checkpoint or the previous one could not be written.
         VersionError: The policy's workers hold another version.
     """
-    await _save(run, await get_group(run, "policy"), policy, wait)
+    return await _save(run, await get_group(run, "policy"), policy, wait)
 
 
-@operation("checkpoint")
 async def save_on_failure(run: RunHandle, policy: PolicyHandle) -> None:
-    """Save the policy's version if its workers still exist and hold it, and wait until the checkpoint is complete."""
+    """Save the policy's version if its workers still exist and hold it, and wait until the checkpoint is complete.
+
+    It is no task: Prefect starts none in a flow run that is ending.
+    """
     group = find_group(run, "policy")
     if group is not None:
         await _save(run, group, policy, wait=True)
 
 
-async def _save(run: RunHandle, group: WorkerGroup, policy: PolicyHandle, wait: bool) -> None:
+async def _save(run: RunHandle, group: WorkerGroup, policy: PolicyHandle, wait: bool) -> int | None:
     await group.call("save", policy.version)
     if wait:
         await group.call("finish_saving")
-    await drop_superseded(run, group)
+    return await drop_superseded(run, group)
 
 
-async def drop_superseded(run: RunHandle, policy: WorkerGroup) -> None:
-    """Drop old checkpoints, and the columns and ledger entries of steps that a complete checkpoint includes."""
+async def drop_superseded(run: RunHandle, policy: WorkerGroup) -> int | None:
+    """Drop old checkpoints, and the columns and ledger entries of steps that a complete checkpoint includes.
+
+    Returns:
+        The newest complete version; None if there is none.
+    """
     complete = await call(policy.ranks[0], "retain", RunDirectory.of(run).metrics.evals())
     if complete is not None:
         sweep_steps(run, complete)
+    return complete

@@ -3,8 +3,6 @@
 from functools import partial
 from typing import Any
 
-from prefect import get_run_logger
-
 from infra.ray.actors import call
 from infra.stores.open import open_store
 from infra.stores.steps import publish_handle
@@ -23,7 +21,6 @@ async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHand
     results = await rollout_pool(run).dispatch(
         {shard.shard: partial(_put, run, policy, rollout, shard) for shard in shards},
         owners={shard.shard: shard.worker for shard in shards if shard.worker < run.config.rollout.num_workers},
-        log=get_run_logger(),
     )
     batch = new_batch(
         run_id=run.run_id,

@@ -46,7 +46,7 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle) -> RolloutHand
 async def _generate_round(run: RunHandle, policy: PolicyHandle, groups: range, first_shard: int) -> list[RolloutShard]:
     shards = shard_groups(run.config.rollout, groups, first_shard)
     jobs = {shard: partial(generate_shard, run, policy, shard, own) for shard, own in shards.items()}
-    return await rollout_pool(run).dispatch(jobs, log=get_run_logger())
+    return await rollout_pool(run).dispatch(jobs)
 
 
 def _check_failures(run: RunHandle, policy: PolicyHandle, rounds: Sequence[Sequence[RolloutShard]]) -> None:

@@ -7,11 +7,11 @@ id, so a resumed run would repeat every stage.
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.tasks import Task
+from prefect.utilities.annotations import opaque
 
 from infra.storage import ledger
 from infra.storage.runs import RunDirectory
@@ -44,31 +44,39 @@ async def worker_was_lost(task: Task[..., Any], task_run: TaskRun, state: State[
     return False
 
 
+class OpaqueTask(Task[P, R]):
+    """A task in whose arguments Prefect does not search for futures: there are none, but a batch has many values."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the task."""
+        opaque_kwargs = {name: opaque(value) for name, value in kwargs.items()}
+        return super().__call__(*map(opaque, args), **opaque_kwargs)  # type: ignore[arg-type]  # unwrapped by Prefect
+
+
 def stage(
     name: str, *, key: Callable[[TaskRunContext, dict[str, Any]], str] = _stage_cache_key
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
     """Return a decorator for a task that takes `run` and `policy` and commits its result to the ledger."""
-    return task(
-        name=name,
-        persist_result=True,
-        result_serializer="json",
-        cache_key_fn=key,
-        retries=MAX_RETRIES,
-        retry_delay_seconds=1,
-        retry_condition_fn=worker_was_lost,
-    )
+    return _decorator(name, persist_result=True, result_serializer="json", cache_key_fn=key)
 
 
 def operation(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
     """Return a decorator for a task that is safe to repeat; its result is not committed."""
-    return task(
-        name=name,
-        persist_result=False,
-        cache_policy=NO_CACHE,
-        retries=MAX_RETRIES,
-        retry_delay_seconds=1,
-        retry_condition_fn=worker_was_lost,
-    )
+    return _decorator(name, persist_result=False, cache_policy=NO_CACHE)
+
+
+def _decorator(name: str, **options: Any) -> Callable[[Callable[P, R]], Task[P, R]]:
+    def decorate(function: Callable[P, R]) -> Task[P, R]:
+        return OpaqueTask(
+            function,
+            name=name,
+            retries=MAX_RETRIES,
+            retry_delay_seconds=1,
+            retry_condition_fn=worker_was_lost,
+            **options,
+        )
+
+    return decorate
 
 
 def is_committed(run: RunHandle, policy: PolicyHandle, stage: str) -> bool:

@@ -6,7 +6,16 @@ from schemas.config.run import RunConfig
 from schemas.errors import RunError
 
 # Where and how long a run trains may change, but not what it trains.
-CHANGEABLE = ("steps", "runtime.", "packing.", "eval.", "checkpoint.every_steps", "checkpoint.keep_")
+CHANGEABLE = (
+    "steps",
+    "note",
+    "runtime.",
+    "monitors",
+    "packing.",
+    "eval.",
+    "checkpoint.every_steps",
+    "checkpoint.keep_",
+)
 FIXED = ("runtime.max_staleness",)
 
 

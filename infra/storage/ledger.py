@@ -18,6 +18,7 @@ from schemas.step import PolicyHandle, RunHandle
 # To be raised with every change after which an older entry must not be used: of a key, of a stage's result or of its
 # meaning, of the columns that it refers to.
 FORMAT = 2
+_FORMAT_FILE = "format.json"
 
 
 class LedgerFormat(Frozen):
@@ -55,7 +56,7 @@ class Ledger:
 
     def create(self) -> None:
         """Make an empty ledger of this version's format."""
-        self.path.mkdir()
+        self.path.mkdir(exist_ok=True)
         self._write_format()
 
     def steps(self) -> list[int]:
@@ -71,13 +72,19 @@ class Ledger:
         """Delete a step's entries, if there are any."""
         shutil.rmtree(self.path / step_folder(step), ignore_errors=True)
 
+    def drop_failures(self) -> None:
+        """Delete the errors of failed flows, which Prefect writes here under random names; nothing reads them."""
+        for path in self.path.glob("*"):
+            if path.is_file() and path.name != _FORMAT_FILE:
+                path.unlink(missing_ok=True)
+
     def format(self) -> int:
         """Return the format that the ledger was written in.
 
         Raises:
             RunError: `format.json` is damaged.
         """
-        path = self.path / "format.json"
+        path = self.path / _FORMAT_FILE
         try:
             return LedgerFormat.model_validate_json(path.read_text()).format if path.exists() else 1
         except ValidationError as error:
@@ -108,4 +115,4 @@ class Ledger:
         self._write_format()  # last: if this process is killed before, the entries are deleted the next time
 
     def _write_format(self) -> None:
-        write_atomic(self.path / "format.json", LedgerFormat(format=FORMAT).model_dump_json())
+        write_atomic(self.path / _FORMAT_FILE, LedgerFormat(format=FORMAT).model_dump_json())

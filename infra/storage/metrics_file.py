@@ -1,15 +1,17 @@
-"""`metrics.jsonl`: the reports of a run's finished steps and evaluations."""
+"""`metrics.jsonl`: the reports of a run's finished steps and evaluations, and when it was started and resumed."""
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from infra.storage.atomic import write_atomic
-from schemas.step import EvalReport, StepReport
+from schemas.step import EvalReport, RunEvent, StepReport
 
 
 class MetricsFile:
-    """One line per finished step and per evaluation, in order. A step is finished once its line is in the file."""
+    """One line per finished step, evaluation and event, in order. A step is finished once its line is in the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -22,36 +24,54 @@ class MetricsFile:
         """Append an evaluation's report."""
         self._append({"kind": "eval", **report.model_dump()})
 
+    def append_event(self, event: RunEvent) -> None:
+        """Append a start, resume or restart of the run."""
+        self._append(event.model_dump())
+
     def steps(self) -> list[StepReport]:
         """Return the reports of the finished steps."""
-        return [StepReport.model_validate(row) for row in self._rows("step")]
+        return [StepReport.model_validate(row) for row in self._reports("step")]
+
+    def step(self, number: int) -> StepReport | None:
+        """Return the report of one step; None if it is not finished."""
+        return next((report for report in self.steps() if report.step == number), None)
 
     def evals(self) -> list[EvalReport]:
         """Return the reports of the evaluations."""
-        return [EvalReport.model_validate(row) for row in self._rows("eval")]
+        return [EvalReport.model_validate(row) for row in self._reports("eval")]
+
+    def events(self) -> list[RunEvent]:
+        """Return the run's starts, resumes and restarts."""
+        return [RunEvent.model_validate(row) for row in self._rows() if row["kind"] not in ("step", "eval")]
 
     def truncate(self, num_steps: int) -> None:
-        """Drop the reports from after the first `num_steps` steps, which will be run again."""
-        kept = [{"kind": "step", **report.model_dump()} for report in self.steps() if report.step < num_steps]
-        kept += [
-            {"kind": "eval", **report.model_dump()} for report in self.evals() if report.policy_version <= num_steps
+        """Drop the reports from after the first `num_steps` steps, which will be run again; events are kept."""
+        kept = [
+            row
+            for row in self._rows()
+            if not (row["kind"] == "step" and row["step"] >= num_steps)
+            and not (row["kind"] == "eval" and row["policy_version"] > num_steps)
         ]
         write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
-    def _append(self, row: dict[str, object]) -> None:
+    def _append(self, row: dict[str, Any]) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
-    def _rows(self, kind: str) -> list[dict[str, object]]:
+    def _reports(self, kind: str) -> list[dict[str, Any]]:
+        """Return the rows of a kind, without the kind; the others are not parsed, as a long run has many."""
+        beginning = json.dumps({"kind": kind})[:-1]
+        rows = [json.loads(line) for line in self._lines() if line.startswith(beginning)]
+        return [{name: row[name] for name in row if name != "kind"} for row in rows]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._lines()]
+
+    def _lines(self) -> Iterator[str]:
+        """Yield the lines that are whole: one cut short by a kill was never committed."""
         if not self.path.exists():
-            return []
-        rows = []
-        for line in self.path.read_text().splitlines(keepends=True):
-            if not line.endswith("\n"):
-                break  # a line cut short by a kill was never committed
-            row = json.loads(line)
-            if row.pop("kind") == kind:
-                rows.append(row)
-        return rows
+            return
+        with self.path.open() as file:
+            yield from (line for line in file if line.endswith("\n"))

@@ -1,19 +1,24 @@
 """The run directory: where each file of a run is, and its config and summary."""
 
+import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from infra.storage.atomic import write_atomic
+from infra.storage.decisions import DecisionsFile
 from infra.storage.ledger import Ledger
 from infra.storage.metrics_file import MetricsFile
 from infra.storage.plans import PlanFiles
+from schemas.batch import SafeName
+from schemas.config.folders import DEFAULT_RUNS_DIR
 from schemas.config.run import RunConfig
-from schemas.config.runtime import DEFAULT_RUNS_DIR
 from schemas.errors import RunError
 from schemas.step import RunHandle, RunSummary
+
+_RUN_ID: TypeAdapter[str] = TypeAdapter(SafeName)
 
 
 def new_run_id(name: str) -> str:
@@ -38,16 +43,29 @@ class RunDirectory:
         Raises:
             RunError: The run exists already.
         """
-        run = cls(Path(config.runtime.runs_dir) / run_id)
-        try:
-            run.path.mkdir(parents=True)
-        except FileExistsError:
-            raise RunError(
-                f"run {run_id!r} exists at {run.path}; resume it with: sluice resume {run.argument}"
-            ) from None
+        run = cls.require_absent(config, run_id)
+        run.path.mkdir(parents=True, exist_ok=True)  # a driver may have been killed here
         run.ledger.create()
         run.write_config(config)  # last: without it, the directory is not a run yet
         return run
+
+    @classmethod
+    def require_absent(cls, config: RunConfig, run_id: str) -> "RunDirectory":
+        """Return where a new run will be, in the config's folder of runs.
+
+        Raises:
+            RunError: The run exists already.
+        """
+        run = cls.at(config, run_id)
+        if run.exists:
+            raise RunError(f"run {run_id!r} exists; resume it with: sluice resume {run.argument}")
+        return run
+
+    @classmethod
+    def open_or_create(cls, config: RunConfig, run_id: str) -> "RunDirectory":
+        """Return the run of that id in the config's folder of runs; make it if it doesn't exist."""
+        run = cls.at(config, run_id)
+        return run if run.exists else cls.create(config, run_id)
 
     @classmethod
     def open(cls, run: str, runs_dir: str = DEFAULT_RUNS_DIR) -> "RunDirectory":
@@ -57,16 +75,34 @@ class RunDirectory:
             RunError: There is no such run; the message lists existing ones.
         """
         for path in (Path(run), Path(runs_dir) / run):
-            if (path / "config.json").is_file():
-                return cls(path)
+            if (run_directory := cls(path)).exists:
+                return run_directory
         names = sorted(path.parent.name for path in Path(runs_dir).glob("*/config.json"))
         known = f"runs in {runs_dir}/: {', '.join(names[-5:])}" if names else f"{runs_dir}/ holds no runs"
         raise RunError(f"no run {run!r}: neither a run directory nor a run id; {known}")
 
     @classmethod
+    def at(cls, config: RunConfig, run_id: str) -> "RunDirectory":
+        """Return where a config's run of that id is, or will be.
+
+        Raises:
+            RunError: The id is not the name of a folder.
+        """
+        try:
+            name = _RUN_ID.validate_python(run_id)
+        except ValidationError as error:
+            raise RunError(f"the run id {error.errors()[0]['ctx']['error']}") from None
+        return cls(Path(config.runtime.runs_dir) / name)
+
+    @classmethod
     def of(cls, run: RunHandle) -> "RunDirectory":
         """Return the directory of a run's handle."""
         return cls(Path(run.directory))
+
+    @property
+    def exists(self) -> bool:
+        """Whether the run was started."""
+        return (self.path / "config.json").is_file()
 
     @property
     def run_id(self) -> str:
@@ -94,6 +130,11 @@ class RunDirectory:
         return MetricsFile(self.path / "metrics.jsonl")
 
     @property
+    def decisions(self) -> DecisionsFile:
+        """What people decided when the run paused for approval."""
+        return DecisionsFile(self.path / "decisions.json")
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints, unless `checkpoint.url` is set."""
         return self.path / "policy"
@@ -111,7 +152,7 @@ class RunDirectory:
         """
         path = self.path / "config.json"
         try:
-            return RunConfig.model_validate_json(path.read_text())
+            return RunConfig.model_validate_json(_upgrade(path.read_text()))
         except ValidationError as error:
             raise RunError(f"{path} is not a config of this version of Sluice: {error}") from None
 
@@ -127,3 +168,11 @@ class RunDirectory:
     def write_summary(self, summary: RunSummary) -> None:
         """Write the finished run's summary."""
         write_atomic(self.path / "summary.json", summary.model_dump_json(indent=2))
+
+
+def _upgrade(text: str) -> str:
+    """Return the config of a run that Sluice 0.2 started as one of this version."""
+    config = json.loads(text)
+    if config.get("runtime", {}).pop("tensorboard", False):
+        config["monitors"] = [{"kind": "tensorboard"}]
+    return json.dumps(config)

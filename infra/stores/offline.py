@@ -12,7 +12,7 @@ from infra.storage.runs import RunDirectory
 from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.open import open_files
 from schemas.batch import BatchHandle
-from schemas.config.runtime import DEFAULT_RUNS_DIR
+from schemas.config.folders import DEFAULT_RUNS_DIR
 from schemas.config.store import RayStore
 from schemas.errors import ChunkCorruptedError, RunError, StoreError
 

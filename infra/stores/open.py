@@ -1,5 +1,7 @@
 """The column store of a run, by its configuration."""
 
+from pathlib import Path
+
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, NO_LIMIT, FsspecColumnStore
@@ -10,18 +12,24 @@ from schemas.config.store import FsspecStore, RayStore, StoreConfig, TieredStore
 from schemas.errors import WorkerLostError
 from schemas.step import RunHandle
 
+_clients: dict[Path, ColumnStore] = {}  # of this process, by run directory: opening one takes several round trips
+
 
 def open_store(run: RunHandle) -> ColumnStore:
-    """Return a client of the run's store for this process.
+    """Return this process's client of the run's store, opened once.
 
     Raises:
         WorkerLostError: The store's registry is gone.
     """
-    return _open(RunDirectory.of(run), run.config.store, start=False)
+    directory = RunDirectory.of(run)
+    if directory.path not in _clients:
+        _clients[directory.path] = _open(directory, run.config.store, start=False)
+    return _clients[directory.path]
 
 
 def start_store(directory: RunDirectory, config: RunConfig) -> tuple[ColumnStore, bool]:
-    """Return the run's store, and whether it had to be started, so that what it held in Ray is lost."""
+    """Return a new client of the run's store, and whether it had to be started, so that what it held in Ray is lost."""
+    _clients.pop(directory.path, None)  # its registry may be gone
     try:
         return _open(directory, config.store, start=False), False
     except WorkerLostError:

@@ -1,8 +1,9 @@
 """The column store's Prometheus metrics, which Ray's agent on each node exports."""
 
 import sys
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from schemas.store import StoreTraffic, StoreUsage
 
@@ -24,27 +25,41 @@ def record_usage(run_id: str, usage: StoreUsage) -> None:
     _gauge("open_leases").set(len(usage.open_leases), tags={"run_id": run_id})
 
 
+class StoreSeries(NamedTuple):
+    """One Prometheus series of the column store, to whose name Ray adds `ray_`, and `_total` to a counter's."""
+
+    name: str
+    meaning: str
+    is_counter: bool
+
+
 @cache
 def _counter(name: str) -> Any:
     from ray.util.metrics import Counter
 
-    return Counter(f"sluice_store_{name}", _DESCRIPTIONS[name], tag_keys=("run_id", "stage"))
+    return Counter(SERIES[name].name, SERIES[name].meaning, tag_keys=("run_id", "stage"))
 
 
 @cache
 def _gauge(name: str) -> Any:
     from ray.util.metrics import Gauge
 
-    return Gauge(f"sluice_store_{name}", _DESCRIPTIONS[name], tag_keys=("run_id",))
+    return Gauge(SERIES[name].name, SERIES[name].meaning, tag_keys=("run_id",))
 
 
-_DESCRIPTIONS = {
+def _series(meanings: Mapping[str, str], is_counter: bool) -> dict[str, StoreSeries]:
+    return {name: StoreSeries(f"sluice_store_{name}", meaning, is_counter) for name, meaning in meanings.items()}
+
+
+_COUNTERS = {
     "num_puts": "Number of chunks put.",
     "put_bytes": "Encoded bytes put.",
     "put_seconds": "Seconds spent in puts.",
     "num_reads": "Number of reads.",
     "read_bytes": "Bytes of the columns returned by reads.",
     "read_seconds": "Seconds spent in reads.",
+}
+_GAUGES = {
     "num_chunks": "Chunks held under leases.",
     "num_rows": "Rows held under leases.",
     "num_bytes": "Bytes held under leases.",
@@ -53,3 +68,4 @@ _DESCRIPTIONS = {
     "leaked_bytes": "Bytes held without an open lease.",
     "open_leases": "Number of steps with an open lease.",
 }
+SERIES = _series(_COUNTERS, True) | _series(_GAUGES, False)

@@ -75,7 +75,7 @@ class RayColumnStore(ColumnStore):
             self._actor = _find_registry(run_id)
         else:
             settings = capacity_bytes, put_timeout_seconds, lease_seconds, incarnation, clock
-            self._actor = create_actor(_registry_name(run_id), RayStoreRegistry, run_id, *settings)
+            self._actor = create_actor(registry_name(run_id), RayStoreRegistry, run_id, *settings)
         try:
             endpoint, self._registry, self.incarnation = self._actor.endpoint.remote().future().result()
             self._client = RpcClient(Endpoint(*endpoint))
@@ -182,11 +182,12 @@ def _succeeds(request: Callable[[], object]) -> bool:
     return True
 
 
-def _registry_name(run_id: str) -> str:
+def registry_name(run_id: str) -> str:
+    """Return the name under which every process of the cluster finds a run's registry."""
     return f"sluice/{run_id}/store"
 
 
 def _find_registry(run_id: str) -> Any:
-    if (actor := find_actor(_registry_name(run_id))) is None:
+    if (actor := find_actor(registry_name(run_id))) is None:
         raise WorkerLostError(f"run {run_id} has no column store in this Ray cluster")
     return actor

@@ -3,6 +3,7 @@
 Ray finds it, keeps it alive and identifies it as the owner; requests use an RPC connection, which is faster.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -60,6 +61,10 @@ class RayStoreRegistry:
     def endpoint(self) -> tuple[Endpoint, str, str]:
         """Return where requests go, this registry's own id, and its incarnation. An actor call, like `add_writer`."""
         return self._server.endpoint, self._writers.registry_id, self._index.incarnation
+
+    def ping(self) -> tuple[str, int]:
+        """Return this actor's node and process id; see `infra.ray.health`."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def add_writer(self, actor_id: str, writer: Any) -> None:
         """Register an actor that will put large chunks; `writer` is its handle."""

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import reduce
 from operator import add
-from typing import Any
 
 from infra.storage.ledger import FORMAT
 from infra.storage.runs import RunDirectory
@@ -22,10 +21,8 @@ RENEWALS_PER_LEASE = 4
 
 logger = logging.getLogger(__name__)
 
-Log = logging.Logger | logging.LoggerAdapter[Any]
 
-
-def open_step(run: RunHandle, step: int, log: Log = logger) -> None:
+def open_step(run: RunHandle, step: int) -> None:
     """Open the step's lease. If the step was started before and its columns are lost, drop its ledger entries too."""
     store = open_store(run)
     store.open_lease(step)
@@ -34,14 +31,14 @@ def open_step(run: RunHandle, step: int, log: Log = logger) -> None:
     try:
         store.verify(batch)
     except StoreError as error:
-        log.warning("step %d is run again from its start: %s", step, error)
+        logger.warning("step %d is run again from its start: %s", step, error)
         RunDirectory.of(run).ledger.drop_step(step)
         store.clear(step)
         store.open_lease(step)
 
 
 @asynccontextmanager
-async def renewed_lease(run: RunHandle, step: int, log: Log = logger) -> AsyncIterator[None]:
+async def renewed_lease(run: RunHandle, step: int) -> AsyncIterator[None]:
     """Renew the step's lease periodically for as long as this process works on the step."""
 
     async def renew_forever() -> None:
@@ -50,7 +47,7 @@ async def renewed_lease(run: RunHandle, step: int, log: Log = logger) -> AsyncIt
                 await asyncio.sleep(run.config.store.lease_seconds / RENEWALS_PER_LEASE)
                 open_store(run).open_lease(step)
         except PipelineError as error:  # the stages get the same error, and raise it
-            log.warning("the lease of step %d is no longer renewed: %s", step, error)
+            logger.warning("the lease of step %d is no longer renewed: %s", step, error)
 
     renewal = asyncio.create_task(renew_forever())
     try:
@@ -72,8 +69,7 @@ def clear_step(run: RunHandle, step: int) -> int:
 
     The ledger's entries go first, so that none outlives its columns.
     """
-    RunDirectory.of(run).ledger.drop_step(step)
-    RunDirectory.of(run).plans.drop(step)
+    _drop_records(RunDirectory.of(run), step)
     return open_store(run).clear(step)
 
 
@@ -83,12 +79,11 @@ def archive_step(run: RunHandle, step: int) -> None:
     A durable store keeps its columns, and the ledger its entries, until a checkpoint includes its update.
     """
     if not run.config.store.is_durable:
-        RunDirectory.of(run).ledger.drop_step(step)
-        RunDirectory.of(run).plans.drop(step)
+        _drop_records(RunDirectory.of(run), step)
     open_store(run).archive(step)
 
 
-def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int, log: Log = logger) -> bool:
+def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int) -> bool:
     """If the run's ledger is of an older format, drop the steps from `first` on, so that they are run again.
 
     Their columns, their plans and all of the ledger's entries are deleted; then the ledger has this version's format.
@@ -99,7 +94,6 @@ def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int, 
         directory: The run, which no driver may be driving.
         config: Its config.
         first: The version of the newest complete checkpoint, which includes the steps before; 0 if there is none.
-        log: Where it is reported.
 
     Returns:
         Whether the ledger was of an older format.
@@ -109,7 +103,7 @@ def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int, 
     """
     if not directory.ledger.is_outdated():
         return False
-    log.warning(
+    logger.warning(
         "run %s has a ledger of format %d, this Sluice writes format %d: the steps after checkpoint %d are run again",
         directory.run_id,
         directory.ledger.format(),
@@ -134,7 +128,14 @@ def sweep_steps(run: RunHandle, first: int) -> None:
     directory, store = RunDirectory.of(run), open_store(run)
     for step in sorted({*directory.ledger.steps(), *store.steps()}):
         if step < first - run.config.store.keep_steps:
-            clear_step(run, step)
+            _drop_records(directory, step)
+            store.clear(step)
         elif step < first:
             directory.ledger.drop_step(step)
             store.archive(step)
+
+
+def _drop_records(directory: RunDirectory, step: int) -> None:
+    """Delete a step's ledger entries and its plan."""
+    directory.ledger.drop_step(step)
+    directory.plans.drop(step)

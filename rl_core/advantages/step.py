@@ -15,7 +15,7 @@ from rl_core.advantages.shaping import ShapedRows, shape_rows
 from rl_core.planning.plan import plan_step
 from schemas.config.run import RunConfig
 from schemas.errors import RewardFailureError
-from schemas.metrics import Mean, Metrics, Sum
+from schemas.metrics import Mean, Metrics, Single, Sum
 from schemas.plan import StepPlan
 from schemas.rollout import RolloutHandle
 
@@ -100,7 +100,10 @@ def _metrics(rewards: Floats, shaped: Floats, groups: Ints, rollout: RolloutHand
     lengths = rollout.response_lengths
     return {
         "reward": Mean(total=float(rewards.sum()), weight=len(rewards)),
+        "reward/p10": Single(value=float(np.quantile(rewards, 0.1))),
+        "reward/p90": Single(value=float(np.quantile(rewards, 0.9))),
         "reward/failed": Sum(value=rollout.num_rows - len(rewards)),
+        "reward/failed_fraction": Mean(total=rollout.num_rows - len(rewards), weight=rollout.num_rows),
         "groups/zero_variance": Mean(total=num_zero_variance, weight=len(by_group)),
         "response/tokens": Mean(total=sum(lengths), weight=len(lengths)),
         "response/truncated": Mean(total=finished.count("length"), weight=len(finished)),

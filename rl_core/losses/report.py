@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rl_core.losses.base import LossInputs, Surrogate
-from schemas.metrics import Max, Mean, Metrics
+from schemas.metrics import EffectiveFraction, Max, Mean, Metrics
 
 
 @torch.no_grad()
@@ -22,8 +22,9 @@ def report(
 
     Returns:
         `loss`; means over the trained tokens of `ratio`, `clip_fraction` and its sides (`/low`, `/high`, `/dual`), the
-        absolute difference of behavior and sampler log-prob (`mismatch/mean`), and `token_metrics`; and, if there is
-        a trained token, `ratio_max` and `mismatch/max`.
+        absolute difference of behavior and sampler log-prob (`mismatch/mean`), and `token_metrics`; the effective
+        sample size of the importance weights, if `token_metrics` has them (`mismatch/ess`); and, if there is a trained
+        token, `ratio_max` and `mismatch/max`.
     """
     values = {"ratio": surrogate.ratio, **_clip_fractions(surrogate), **token_metrics}
     largest = {"ratio_max": surrogate.ratio}
@@ -31,11 +32,16 @@ def report(
         distance = (trained.behavior_logprobs - trained.sampler_logprobs).abs()
         values["mismatch/mean"] = largest["mismatch/max"] = distance
     num_tokens = len(surrogate.losses)
-    sums = [loss_sum.double(), *(column.sum(dtype=torch.float64) for column in values.values())]
+    weights = token_metrics.get("mismatch/weight", loss_sum.new_empty(0))
+    sums = [loss_sum.double(), weights.double().square().sum()]
+    sums += [column.sum(dtype=torch.float64) for column in values.values()]
     maxima = [column.max().double() for column in largest.values()] if num_tokens else []
-    loss, *numbers = torch.stack(sums + maxima).tolist()
+    loss, squares, *numbers = torch.stack(sums + maxima).tolist()
     metrics: Metrics = {"loss": Mean(total=loss, weight=loss_weight)}
     metrics |= {name: Mean(total=total, weight=num_tokens) for name, total in zip(values, numbers, strict=False)}
+    if "mismatch/weight" in token_metrics:
+        total = numbers[list(values).index("mismatch/weight")]
+        metrics["mismatch/ess"] = EffectiveFraction(total=total, squares=squares, count=num_tokens)
     if num_tokens:
         tops = zip(largest, numbers[len(values) :], strict=True)
         metrics |= {name: Max(value=value) for name, value in tops}

@@ -51,13 +51,14 @@ class Trainer:
         """Return the trainable parameters by the model's own names; tied parameters once."""
         return {name: weight for name, weight in self.module.model.named_parameters() if weight.requires_grad}
 
-    def update(self, rows: RankRows, update: UpdatePlan, rank: int = 0) -> Metrics:
+    def update(self, rows: RankRows, update: UpdatePlan, rank: int = 0, lr_scale: float = 1.0) -> Metrics:
         """Run one optimizer step over the micro-batches of all ranks.
 
         Args:
             rows: At least this rank's rows of the update, with `training_columns`.
             update: The plan.
             rank: This rank.
+            lr_scale: The factor on the scheduled learning rate.
 
         Returns:
             This rank's part of the metrics; metrics that are equal on all ranks are reported by rank 0 alone.
@@ -65,7 +66,7 @@ class Trainer:
         Raises:
             NonFiniteError: On every rank, naming the offending rows of all ranks. The weights are unchanged.
         """
-        lr = learning_rate(self._config.optim, self.num_updates, self._config.steps)
+        lr = lr_scale * learning_rate(self._config.optim, self.num_updates, self._config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)

@@ -101,6 +101,8 @@ def _explain(detail: ErrorDetails) -> str:
         close = difflib.get_close_matches(place[-1], allowed, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         return f"unknown key {_dotted(place)}; {hint}allowed here: {', '.join(allowed)}"
+    if detail["type"] == "union_tag_not_found":
+        return f"missing key {_dotted(place)}.kind"
     if detail["type"] == "missing":
         return f"missing key {_dotted(place)}"
     if detail["type"] == "value_error":  # raised by a config's own validator, whose message names the keys
@@ -127,13 +129,16 @@ def _models_at(place: Sequence[str]) -> list[type[BaseModel]]:
             models = by_kind
             continue
         fields = [model.model_fields[part] for model in models if part in model.model_fields]
-        models = [
-            candidate
-            for field in fields
-            for candidate in (field.annotation, *get_args(field.annotation))
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel)
-        ]
+        models = [model for field in fields for model in _models_in(field.annotation)]
     return models
+
+
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    """Yield the models that a field may hold, itself or in a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
 
 
 def _dotted(place: Sequence[str]) -> str:

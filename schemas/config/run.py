@@ -11,6 +11,7 @@ from schemas.config.data import DataConfig
 from schemas.config.kl import KlConfig
 from schemas.config.loss import ClippedLoss, LossConfig
 from schemas.config.model import ModelConfig
+from schemas.config.monitor import MonitorConfig
 from schemas.config.optim import OptimConfig
 from schemas.config.overlong import OverlongConfig
 from schemas.config.packing import PackingConfig
@@ -25,6 +26,9 @@ class RunConfig(FrozenConfig):
 
     name: SafeName = "grpo"
     """Prefix of the run id, which is also the name of the run directory."""
+
+    note: str = ""
+    """Free text for people, e.g. why the run was started."""
 
     seed: NonNegativeInt = 0
     """Seed of data order, sampling and plans."""
@@ -76,6 +80,9 @@ class RunConfig(FrozenConfig):
 
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
     """Services, processes, devices and retries."""
+
+    monitors: tuple[MonitorConfig, ...] = ()
+    """Trackers and files that get the metrics, in any number; none by default."""
 
     @model_validator(mode="after")
     def _overlong_fits(self) -> "RunConfig":

@@ -2,11 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from schemas.base import FrozenConfig
-
-DEFAULT_RUNS_DIR = "runs"
+from schemas.batch import SafeName
+from schemas.config.approval import MetricLimit
+from schemas.config.folders import DEFAULT_RUNS_DIR
 
 
 class RuntimeConfig(FrozenConfig):
@@ -23,6 +24,9 @@ class RuntimeConfig(FrozenConfig):
 
     prefect_api_url: str | None = None
     """URL of a Prefect API; None: `PREFECT_API_URL`, else Sluice starts a local server."""
+
+    prefect_patience_seconds: NonNegativeFloat = 600
+    """Seconds that a run waits for a Prefect server that doesn't respond any more; a local one is started again."""
 
     num_policy_ranks: PositiveInt = 1
     """Data-parallel processes of the policy, which is sharded over them."""
@@ -42,6 +46,9 @@ class RuntimeConfig(FrozenConfig):
     collective_timeout_seconds: PositiveFloat = 600
     """Seconds that a rank waits for the others in a collective before it fails."""
 
+    worker_timeout_seconds: PositiveFloat = 300
+    """Seconds after which a worker that doesn't answer is killed; its start may take five times as long."""
+
     max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
     """0: on-policy; 1: one step off-policy, step k + 1 is sampled by version k while step k is trained."""
 
@@ -51,5 +58,14 @@ class RuntimeConfig(FrozenConfig):
     max_restarts: NonNegativeInt = 3
     """Number of times that a run may recover from lost workers."""
 
-    tensorboard: bool = False
-    """Also write TensorBoard event files (extra `tensorboard`)."""
+    pool: SafeName = "default"
+    """The GPU pool: runs of deployments with the same pool take turns."""
+
+    approve_when: tuple[MetricLimit, ...] = ()
+    """Limits, e.g. `["kl > 0.2"]`: after a step beyond one, the run pauses until somebody decides in the Prefect UI."""
+
+    approval_timeout_seconds: PositiveInt = 7 * 24 * 3600
+    """Seconds that a paused run waits for an answer before it stops; it can be resumed then."""
+
+    tracing: bool = False
+    """Send OpenTelemetry spans to the collector that the `OTEL_*` variables name (extra `otel`)."""

@@ -94,3 +94,15 @@ def test_a_damaged_format_is_rejected(directory: RunDirectory, content: str) -> 
     (directory.ledger.path / "format.json").write_text(content)
     with pytest.raises(RunError, match=r"format\.json is damaged: .*; remove it"):
         directory.ledger.is_outdated()
+
+
+def test_errors_of_failed_flows_are_dropped(directory: RunDirectory) -> None:
+    entry = commit(directory, 2)
+    (directory.ledger.path / "24ba67f72c59427882751cc45902e46b").write_text("{}")  # as Prefect names it
+    directory.ledger.drop_failures()
+    assert sorted(path.name for path in directory.ledger.path.iterdir()) == [
+        "format.json",
+        "step-000002",
+        "step-000003",
+    ]
+    assert directory.ledger.is_committed(entry)

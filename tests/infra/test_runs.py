@@ -1,5 +1,6 @@
 """The run directory: finding runs, config changes, metrics, and the driver's lock."""
 
+import json
 import multiprocessing
 from pathlib import Path
 
@@ -8,10 +9,12 @@ import pytest
 from infra.storage.config_changes import check_changes
 from infra.storage.driver_lock import driver_lock
 from infra.storage.metrics_file import MetricsFile
+from infra.storage.run_list import list_runs, run_status
 from infra.storage.runs import RunDirectory
 from schemas.config.correction import TruncatedCorrection
+from schemas.config.monitor import TensorBoardMonitor
 from schemas.errors import RunError
-from schemas.step import EvalReport, StepReport
+from schemas.step import EvalReport, RunEvent, RunSummary, StepReport
 from tests.configs import run_config
 
 
@@ -47,6 +50,22 @@ def test_a_run_is_created_once_and_the_error_for_an_unknown_run_lists_existing_o
         RunDirectory.open("run-2", str(tmp_path / "runs"))
 
 
+@pytest.mark.parametrize("run_id", ["../elsewhere", "a/b", "", ".hidden"])
+def test_a_run_id_is_the_name_of_a_folder(tmp_path: Path, run_id: str) -> None:
+    with pytest.raises(RunError, match=r"the run id .* is not a safe name"):
+        RunDirectory.open_or_create(run_config(tmp_path), run_id)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_opened_if_it_exists_and_else_created(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    created = RunDirectory.open_or_create(config, "run-1")
+    assert created.exists
+    assert RunDirectory.open_or_create(config.replace(steps=9), "run-1").config() == config
+    with pytest.raises(RunError, match="run 'run-1' exists"):
+        RunDirectory.require_absent(config, "run-1")
+
+
 def test_a_resumed_run_can_not_change_what_it_trains(tmp_path: Path) -> None:
     begun = run_config(tmp_path)
     run = RunDirectory.create(begun, "run-1")
@@ -57,6 +76,17 @@ def test_a_resumed_run_can_not_change_what_it_trains(tmp_path: Path) -> None:
         RunError, match=r"different correction\.cap, .*runtime\.max_staleness: that would be another run"
     ):
         check_changes(run, begun.replace(correction=correction, runtime=stale))
+
+
+def test_a_config_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    directory = RunDirectory.create(config, "run-1")
+    for tensorboard, monitors in ((False, ()), (True, (TensorBoardMonitor(),))):
+        tree = config.model_dump(mode="json")
+        tree["runtime"]["tensorboard"] = tensorboard
+        (directory.path / "config.json").write_text(json.dumps(tree))
+        assert directory.config() == config.replace(monitors=monitors)
+        assert check_changes(directory, config) == (["monitors"] if tensorboard else [])
 
 
 def test_a_line_cut_short_by_a_kill_was_never_committed(tmp_path: Path) -> None:
@@ -85,9 +115,12 @@ def test_truncating_drops_the_reports_of_steps_that_will_be_run_again(tmp_path: 
     for number in range(3):
         metrics.append_step(step(number))
         metrics.append_eval(evaluation(number + 1))
+    restart = RunEvent(kind="restart", step=2, time=1.0, reason="a worker died")
+    metrics.append_event(restart)
     metrics.truncate(2)
     assert metrics.steps() == [step(0), step(1)]
     assert [report.policy_version for report in metrics.evals()] == [0, 1, 2]
+    assert metrics.events() == [restart]  # it happened, whatever is run again
 
 
 def _hold(path: Path, held: "multiprocessing.synchronize.Event") -> None:  # type: ignore[name-defined]
@@ -105,7 +138,37 @@ def test_one_driver_at_a_time_and_a_killed_one_releases_the_lock(tmp_path: Path)
     held.wait()
     with pytest.raises(RunError, match="driven by another process"), driver_lock(directory):
         pass
+    assert run_status(directory).state == "running"
     holder.kill()
     holder.join()
+    assert run_status(directory).state == "stopped"
     with driver_lock(directory):
         pass
+
+
+def test_the_list_of_runs_says_how_far_each_has_come(tmp_path: Path) -> None:
+    config = run_config(tmp_path, steps=2)
+    done, begun, foreign = (RunDirectory.create(config, name) for name in ("done", "begun", "foreign"))
+    begun.metrics.append_event(RunEvent(kind="start", step=0, time=7.0))
+    for number in range(2):
+        done.metrics.append_step(step(number))
+    done.metrics.append_eval(evaluation(2))
+    figures = {"reward_first": 0.5, "reward_last": 0.5, "accuracy_before": None, "accuracy_after": 0.5, "seconds": 2.0}
+    done.write_summary(
+        RunSummary(
+            **{"run_id": "done", "steps": 2, "tokens_per_second": 1.0, "seconds_by_phase": {}, **figures},
+            store_bytes_at_end=0,
+            prefect_ui="",
+        )
+    )
+    (foreign.path / "config.json").write_text('{"steps": 2, "of another version": true}')
+    runs = {run.run_id: run for run in list_runs(tmp_path / "runs")}
+    assert {name: run.state for name, run in runs.items()} == {
+        "done": "finished",
+        "begun": "stopped",
+        "foreign": "unreadable",
+    }
+    assert (runs["done"].step, runs["done"].steps, runs["done"].reward, runs["done"].accuracy) == (2, 2, 0.5, 0.5)
+    assert (runs["begun"].step, runs["begun"].reward, runs["begun"].started_at) == (0, None, 7.0)
+    done.write_config(config.replace(steps=3))
+    assert run_status(done).state == "stopped"  # it was extended

@@ -103,6 +103,8 @@ def test_mismatch_is_reported_without_a_correction() -> None:
     weights, metrics = corrected(NoCorrection())
     assert weights == [1.0] * 4
     assert_mean(metrics["mismatch/weight"], 5.75, 4)
+    # (4 + 0.5 + 0.25 + 1)^2 / (4 * (16 + 0.25 + 0.0625 + 1)).
+    assert metrics["mismatch/ess"].value == pytest.approx(33.0625 / 69.25)
     assert_mean(metrics["mismatch/mean"], 5 * math.log(2), 4)
     assert metrics["mismatch/max"].value == pytest.approx(2 * math.log(2))
     assert not any(name.startswith("correction") for name in metrics)

@@ -1,5 +1,6 @@
 """Every metric that the stages emit is in the metric catalog, with its reduction, and the catalog has no other."""
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
@@ -18,7 +19,7 @@ from schemas.config.kl import KlConfig
 from schemas.config.overlong import OverlongConfig
 from schemas.config.rollout import DynamicSampling, TransformersRollout
 from schemas.errors import MetricError
-from schemas.metric_catalog import METRICS, REWARD_PARTS, ROLLOUT_SECONDS, View, metric_spec, metrics_of
+from schemas.metric_catalog import METRICS, View, find_metric, metric_spec, metrics_of
 from schemas.metrics import Metrics
 from schemas.rollout import RolloutHandle, RolloutShard
 from tests.configs import run_config
@@ -117,12 +118,21 @@ def test_every_metric_is_in_the_catalog_with_its_reduction(stage: str) -> None:
 def test_every_metric_of_the_catalog_is_emitted() -> None:
     names = {name for stage in STAGES for name in emitted(stage)}
     assert {"reward_format", "rollout/generate_seconds", "rollout/reward_seconds"} <= names
-    assert names >= METRICS.keys() - {REWARD_PARTS.name, ROLLOUT_SECONDS.name}
+    of_stages = {name for name, spec in METRICS.items() if spec.stage in STAGES}
+    assert names >= of_stages - {"reward_<part>", "rollout/<phase>_seconds"}
 
 
 def test_families_share_an_entry() -> None:
-    assert metric_spec("reward_format") == REWARD_PARTS.replace(name="reward_format")
-    assert metric_spec("rollout/generate_seconds") == ROLLOUT_SECONDS.replace(name="rollout/generate_seconds")
+    assert metric_spec("reward_format") == METRICS["reward_<part>"].replace(name="reward_format")
+    assert find_metric("rollout/generate_seconds") == (METRICS["rollout/<phase>_seconds"], {"phase": "generate"})
+    assert find_metric("eval/a/b/reward") == (METRICS["eval/<source>/reward"], {"source": "a/b"})
+    assert find_metric("eval/reward") == (METRICS["eval/reward"], {})
+
+
+def test_series_have_names_of_their_own() -> None:
+    series = [spec.series for spec in METRICS.values()]
+    assert len(set(series)) == len(series)
+    assert not [name for name in series if not re.fullmatch(r"sluice(_[a-z0-9]+)+", name)]
 
 
 @pytest.mark.parametrize("name", ["rewards", "reward_", "rollout/_seconds", "generate_seconds", ""])

@@ -71,6 +71,9 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
         ("rollout.cache_bytes=9", "unknown key rollout.cache_bytes"),
         ("runtime.max_staleness=2", "runtime.max_staleness = 2: Input should be less than or equal to 1"),
         ("runtime.max_staleness=1", 'set correction.kind = "truncated" (or "masked"), or runtime.max_staleness = 0'),
+        ("monitors=[{project='p'}]", "missing key monitors.0.kind"),
+        ("monitors=[{kind='wandb', project='p', mod='offline'}]", "unknown key monitors.0.mod; did you mean 'mode'?"),
+        ("monitors=[{kind='wandb'}]", "missing key monitors.0.project"),
         ("overlong.penalty=-1", "overlong.penalty = -1: Input should be greater than or equal to 0"),
     ],
 )

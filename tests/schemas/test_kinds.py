@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 
 import infra.engines.open as engines
+import infra.monitors.open as monitors
 import infra.stores.open as stores
 from rl_core.advantages.estimators import ESTIMATORS
 from rl_core.losses import SURROGATES, kl
@@ -16,6 +17,7 @@ from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorr
 from schemas.config.kinds import configs_of, kind_of, kinds_of
 from schemas.config.kl import KlConfig, KlEstimator
 from schemas.config.loss import Aggregation, LossConfig
+from schemas.config.monitor import MonitorConfig
 from schemas.config.reward import PartReward, RewardConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.store import StoreConfig
@@ -29,6 +31,7 @@ REGISTRIES = {
     "rewards": (LOADERS, RewardConfig),
     "engines": (engines.OPENERS, RolloutConfig),
     "stores": (stores.OPENERS, StoreConfig),
+    "monitors": (monitors.OPENERS, MonitorConfig),
 }
 
 

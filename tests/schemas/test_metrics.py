@@ -6,7 +6,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from schemas.config.kinds import kinds_of
-from schemas.metrics import Max, Mean, Metric, Metrics, Reduction, Single, Sum, merge_metrics, values
+from schemas.metrics import EffectiveFraction, Max, Mean, Metric, Metrics, Reduction, Single, Sum, merge_metrics, values
 
 
 def test_each_kind_has_its_own_reduction() -> None:
@@ -39,6 +39,7 @@ def test_metrics_survive_a_round_trip() -> None:
         "mean": Mean(total=3, weight=2),
         "sum": Sum(value=2),
         "max": Max(value=1),
+        "effective": EffectiveFraction(total=3, squares=5, count=2),
         "single": Single(value=4),
     }
     adapter = TypeAdapter(Metrics)
@@ -49,3 +50,11 @@ def test_metrics_survive_a_round_trip() -> None:
 
 def test_a_mean_of_weight_zero_is_zero() -> None:
     assert Mean(total=0, weight=0).value == 0
+
+
+def test_the_effective_fraction_is_that_of_all_weights_together() -> None:
+    # Weights 1 and 1, then 2: (1 + 1 + 2)^2 / (3 * (1 + 1 + 4)).
+    first, second = EffectiveFraction(total=2, squares=2, count=2), EffectiveFraction(total=2, squares=4, count=1)
+    assert first.value == 1.0
+    assert values(merge_metrics([{"ess": first}, {"ess": second}])) == {"ess": 16 / 18}
+    assert EffectiveFraction(total=0, squares=0, count=0).value == 0

@@ -75,6 +75,8 @@ def test_failed_rewards_take_no_part(tmp_path: Path) -> None:
     assert sorted(handle.plan.updates[0].rows) == [0, 1, 2, 3, 4]
     metrics = values(handle.metrics)
     assert (metrics["reward"], metrics["reward/failed"], metrics["groups/zero_variance"]) == (3.0 / 5, 1, 0.0)
+    # Of 0, 0.5, 0.5, 1, 1: at 0.4 and 3.6 of the distances between neighbors.
+    assert (metrics["reward/p10"], metrics["reward/p90"]) == (pytest.approx(0.2), 1.0)
     assert not {"reward/shaped", "reward/kl", "overlong/penalty", "overlong/masked"} & set(metrics)
 
 

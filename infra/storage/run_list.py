@@ -1,0 +1,62 @@
+"""All runs of a folder: which of them are running, and how far each has come."""
+
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+from infra.storage.driver_lock import is_driven
+from infra.storage.runs import RunDirectory
+from schemas.base import Frozen
+from schemas.config.run import RunConfig
+from schemas.errors import RunError
+
+REWARD_STEPS = 10
+
+RunState = Literal["running", "finished", "stopped", "unreadable"]
+
+
+class RunStatus(Frozen):
+    """One run, as `sluice runs` shows it. What it doesn't have yet is None."""
+
+    run_id: str
+    state: RunState  # stopped: it has no driver, and steps are left; unreadable: another version of Sluice wrote it
+    step: int | None = None  # finished steps
+    steps: int | None = None  # of its config
+    reward: float | None = None  # mean of its last 10 steps
+    accuracy: float | None = None  # held out, of its last evaluation
+    started_at: float | None = None  # Unix time
+    updated_at: float | None = None  # Unix time of its last finished step, evaluation or event
+
+
+def list_runs(runs_dir: Path) -> list[RunStatus]:
+    """Return the runs of a folder, those that were active last first."""
+    runs = [run_status(RunDirectory(path.parent)) for path in runs_dir.glob("*/config.json")]
+    return sorted(runs, key=lambda run: (run.updated_at or run.started_at or 0.0, run.run_id), reverse=True)
+
+
+def run_status(directory: RunDirectory) -> RunStatus:
+    """Return how far a run has come."""
+    try:
+        config, steps = directory.config(), directory.metrics.steps()
+        evals, events = directory.metrics.evals(), directory.metrics.events()
+    except (RunError, ValueError):  # ValueError: of pydantic or of JSON
+        return RunStatus(run_id=directory.run_id, state="unreadable")
+    file = directory.metrics.path
+    return RunStatus(
+        run_id=directory.run_id,
+        state=run_state(directory, config),
+        step=len(steps),
+        steps=config.steps,
+        reward=fmean(report.metrics["reward"] for report in steps[-REWARD_STEPS:]) if steps else None,
+        accuracy=evals[-1].accuracy if evals else None,
+        started_at=events[0].time if events else None,
+        updated_at=file.stat().st_mtime if file.exists() else None,
+    )
+
+
+def run_state(directory: RunDirectory, config: RunConfig) -> RunState:
+    """Return whether a run has done all of its config's steps, and if not, whether it is being driven."""
+    summary = directory.summary()
+    if summary is not None and summary.steps >= config.steps:
+        return "finished"
+    return "running" if is_driven(directory) else "stopped"

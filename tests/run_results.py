@@ -1,0 +1,60 @@
+"""What a run has written, as tests compare it."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from infra.storage.runs import RunDirectory
+from infra.storage.step_folders import step_folder
+
+
+class Run(RunDirectory):
+    """The results of a run, as tests compare them."""
+
+    def committed(self, step: int, stage: str) -> bool:
+        """Return whether the ledger holds a stage of a step, whole: Prefect writes an entry in place."""
+        try:
+            return any(json.loads(entry.read_text()) for entry in self.step_ledger(step).glob(f"{stage}-*"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return False
+
+    def passed(self, step: int, stage: str) -> bool:
+        """Return whether a stage of a step is committed, or the whole step is done: its ledger may be dropped then."""
+        return self.num_done > step or self.committed(step, stage)
+
+    @property
+    def num_done(self) -> int:
+        """How many steps are done, without reading their metrics: it is asked in waits, many times a second."""
+        path = self.metrics.path
+        return path.read_bytes().count(b'{"kind": "step"') if path.exists() else 0
+
+    def entries(self, step: int) -> dict[str, int]:
+        """Return when each of a step's ledger entries was written, by name."""
+        return {path.name: path.stat().st_mtime_ns for path in self.step_ledger(step).glob("*") if path.exists()}
+
+    def step_ledger(self, step: int) -> Path:
+        return self.ledger.path / step_folder(step)
+
+    def weights(self, version: int) -> str:
+        """Return the digest of a checkpoint's weights and optimizer state."""
+        folder = self.checkpoints / f"step-{version:06d}"
+        shards = sorted(folder.glob("rank-*.safetensors"))
+        assert shards, f"{folder} holds no checkpoint"
+        return hashlib.sha256(b"".join(shard.read_bytes() for shard in shards)).hexdigest()
+
+    def step_metrics(self) -> list[dict[str, float]]:
+        """Return each step's metrics, without times."""
+        return [
+            {name: value for name, value in report.metrics.items() if not name.endswith("_seconds")}
+            for report in self.metrics.steps()
+        ]
+
+    def generate_seconds(self) -> list[float]:
+        """Return how long each step's rollout took when it was generated."""
+        return [report.metrics["rollout/generate_seconds"] for report in self.metrics.steps()]
+
+    def store_bytes_at_end(self) -> int:
+        """Return what the column store held when the run ended."""
+        summary = self.summary()
+        assert summary is not None
+        return summary.store_bytes_at_end
