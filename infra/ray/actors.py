@@ -1,23 +1,59 @@
 """Ray actors: created, found and killed by name, and called so that errors keep their types."""
 
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from schemas.errors import PipelineError, WorkerLostError
+from infra.ray.tracing import trace_arguments
+from infra.ray.worker_logs import log_lines_of, open_reply
+from schemas.errors import PipelineError, RayLostError, WorkerFailedError, WorkerLostError, describe
 
 NAMESPACE = "sluice"
 KILL_TIMEOUT_SECONDS = 20
+RESPONSE_SECONDS = 10  # of Ray's head, to a connection
+
+
+def require_ray() -> None:
+    """Check that the Ray cluster that this process is connected to still responds.
+
+    Without the check, a request of Ray's waits for a minute, and then Ray ends this process.
+
+    Raises:
+        RayLostError: It doesn't.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        raise RayLostError("this process isn't connected to Ray")
+    address = ray.get_runtime_context().gcs_address
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=RESPONSE_SECONDS).close()
+    except OSError as error:
+        raise RayLostError(f"Ray at {address} is gone, with all workers ({error})") from None
 
 
 def find_actor(name: str) -> Any | None:
-    """Return the named actor's handle, or None if there is no such actor."""
+    """Return the named actor's handle, or None if there is no such actor.
+
+    Raises:
+        RayLostError: Ray is gone.
+    """
     import ray
 
+    require_ray()
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
+
+
+def actor_name() -> str:
+    """Return the name of the actor in whose process this is called; empty if it has none."""
+    import ray
+
+    return str(ray.get_runtime_context().get_actor_name() or "")
 
 
 def create_actor(
@@ -57,42 +93,49 @@ def start_actor(actor_class: type, *args: Any) -> Any:
     return ray.remote(actor_class).options(num_cpus=0, max_restarts=0).remote(*args)
 
 
-def kill_actor(name: str) -> None:
-    """Kill the named actor, if it exists, and wait until its name is free again.
+def kill_actors(names: Iterable[str]) -> None:
+    """Kill the named actors that exist, all at once, and wait until their names are free again.
 
     Raises:
-        WorkerLostError: It did not exit in time.
+        WorkerLostError: One did not exit in time.
     """
     import ray
 
     deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
-    while time.monotonic() < deadline:
-        if (actor := find_actor(name)) is None:
-            return
-        ray.kill(actor)
+    alive = {name: actor for name in names if (actor := find_actor(name)) is not None}
+    while alive:
+        if time.monotonic() > deadline:
+            listed = ", ".join(alive)
+            raise WorkerLostError(f"{listed} did not exit within {KILL_TIMEOUT_SECONDS} s after having been killed")
+        for actor in alive.values():
+            ray.kill(actor)
         time.sleep(0.05)
-    raise WorkerLostError(f"worker {name} did not exit within {KILL_TIMEOUT_SECONDS} s after it was killed")
+        alive = {name: actor for name in alive if (actor := find_actor(name)) is not None}
 
 
 async def call(actor: Any, method: str, *args: Any) -> Any:
-    """Call a method of an actor and await its result.
+    """Call a method of an actor and await its result; a worker's spans become children of the current one.
 
     Raises:
         PipelineError: The method raised it.
+        WorkerFailedError: The method raised an error that is not one of Sluice's own.
         WorkerLostError: The actor died.
     """
-    return await resolve(getattr(actor, method).remote(*args), method)
+    return await resolve(getattr(actor, method).remote(*args, **trace_arguments()), method)
 
 
 async def resolve(ref: Any, method: str) -> Any:
-    """Await the object ref of a call of `method`; see `call`."""
+    """Await the object ref of a call of `method`; see `call`. What the worker has logged is logged here."""
     import ray
 
     try:
-        return await ref
+        return open_reply(await ref)
     except ray.exceptions.RayTaskError as error:
+        log_lines_of(error.cause)
         if isinstance(error.cause, PipelineError):
             raise error.cause from None
-        raise
-    except ray.exceptions.RayActorError as error:
-        raise WorkerLostError(f"a worker died during {method!r}: {error}") from None
+        if isinstance(error.cause, ray.exceptions.RayError):  # of an argument, which another worker makes
+            raise WorkerLostError(f"a worker died during {method!r}: {describe(error.cause)}") from error
+        raise WorkerFailedError(f"{method!r} of a worker failed: {describe(error.cause)}") from error
+    except ray.exceptions.RayError as error:
+        raise WorkerLostError(f"a worker died during {method!r}: {' '.join(str(error).split())}") from None

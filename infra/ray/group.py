@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeGuard
 
-from infra.ray.actors import kill_actor, resolve
+from infra.ray.actors import kill_actors, resolve
+from infra.ray.tracing import trace_arguments
 from schemas.errors import PipelineError, VersionError, WorkerLostError
 
 GRACE_SECONDS = 5  # for the other ranks to report their own errors once one has failed
@@ -31,7 +32,8 @@ class WorkerGroup:
             WorkerLostError: A rank died, or lost the others, and no rank reports why.
         """
         # All calls are sent before anything else can run: a call in between might reach the ranks in different orders.
-        refs = [getattr(rank, method).remote(*args) for rank in self.ranks]
+        trace = trace_arguments()
+        refs = [getattr(rank, method).remote(*args, **trace) for rank in self.ranks]
         calls = [asyncio.ensure_future(resolve(ref, method)) for ref in refs]
         try:
             return list(await asyncio.gather(*calls))
@@ -59,14 +61,14 @@ class WorkerGroup:
             The object refs of rank 0's return values, to be passed on to other actors; and an awaitable that is done
             when the other ranks' calls are.
         """
-        refs = [getattr(rank, method).options(num_returns=num_returns).remote(*args) for rank in self.ranks]
+        methods = [getattr(rank, method).options(num_returns=num_returns) for rank in self.ranks]
+        refs = [each.remote(*args, **trace_arguments()) for each in methods]
         others = [resolve(ref, method) for of_rank in refs[1:] for ref in of_rank]
         return refs[0], asyncio.gather(*others)
 
     def kill(self) -> None:
         """Kill all ranks, and wait until their names are free again."""
-        for name in self._names:
-            kill_actor(name)
+        kill_actors(self._names)
 
 
 def _is_cause(outcome: object) -> TypeGuard[PipelineError]:

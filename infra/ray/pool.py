@@ -14,7 +14,6 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Job = Callable[[Any], Awaitable[Result]]  # takes the worker that runs it
-Log = logging.Logger | logging.LoggerAdapter[Any]
 
 
 class WorkerPool:
@@ -29,9 +28,7 @@ class WorkerPool:
     def __init__(self, num_workers: int, get: Callable[[int], Awaitable[Any]], is_alive: Callable[[int], bool]) -> None:
         self.num_workers, self.get, self.is_alive = num_workers, get, is_alive
 
-    async def dispatch(
-        self, jobs: Mapping[int, Job[Result]], owners: Mapping[int, int] | None = None, log: Log = logger
-    ) -> list[Result]:
+    async def dispatch(self, jobs: Mapping[int, Job[Result]], owners: Mapping[int, int] | None = None) -> list[Result]:
         """Run every job on one of the workers; return the results in the order of the jobs.
 
         Jobs are assigned one at a time, so that a faster worker gets more. A job whose worker dies is run by another
@@ -41,13 +38,12 @@ class WorkerPool:
         Args:
             jobs: By number.
             owners: The worker that is to run a job, for as long as it lives; the other jobs are for any worker.
-            log: Where lost workers are reported.
 
         Raises:
             WorkerLostError: Workers died more often than `MAX_LOSSES_PER_WORKER` times their number.
             PipelineError: A job raised it; the others are cancelled.
         """
-        dispatch = _Dispatch(self, jobs, dict(owners or {}), log)
+        dispatch = _Dispatch(self, jobs, dict(owners or {}))
         try:
             while len(dispatch.results) < len(jobs):
                 dispatch.assign()
@@ -64,8 +60,8 @@ class WorkerPool:
 class _Dispatch:
     """The state of one `dispatch`: the workers that are ready, the jobs in progress, and the jobs that are left."""
 
-    def __init__(self, pool: WorkerPool, jobs: Mapping[int, Job[Any]], owners: dict[int, int], log: Log) -> None:
-        self._pool, self._jobs, self._owners, self._log = pool, jobs, owners, log
+    def __init__(self, pool: WorkerPool, jobs: Mapping[int, Job[Any]], owners: dict[int, int]) -> None:
+        self._pool, self._jobs, self._owners = pool, jobs, owners
         self._waiting = deque(jobs)
         self._handles: dict[int, Any] = {}  # of workers that have become ready
         self._idle: deque[int] = deque()  # ready workers without a job
@@ -111,7 +107,7 @@ class _Dispatch:
 
     def _release_jobs(self, worker: int, reason: str) -> None:
         """Let other workers run the jobs that this worker owned."""
-        self._log.warning("rollout worker %d is lost, other workers take over its work: %s", worker, reason)
+        logger.warning("rollout worker %d is lost, other workers take over its work: %s", worker, reason)
         self._owners = {job: owner for job, owner in self._owners.items() if owner != worker}
 
     def _run(self, worker: int, job: int | None, work: Awaitable[Any]) -> None:

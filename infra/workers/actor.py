@@ -1,8 +1,12 @@
 """The Ray actors that host the workers, without importing them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Any
+
+from infra.ray.actors import actor_name
+from infra.ray.tracing import received_trace
+from infra.ray.worker_logs import LogBuffer, Reply
 
 
 class WorkerActor:
@@ -16,25 +20,37 @@ class WorkerActor:
     worker = ""  # the worker's class, as "module:class"
 
     def __init__(self, *args: Any) -> None:
+        self._logs = LogBuffer(actor_name().rpartition("/")[2])
+        self._logs.install()
         module, _, name = self.worker.partition(":")
         self._worker = getattr(import_module(module), name)(*args)
 
 
-def actor_class(worker: str, *methods: str, mixins: tuple[type, ...] = ()) -> type:
+def actor_class(
+    worker: str, *methods: str, mixins: tuple[type, ...] = (), several_returns: Collection[str] = ()
+) -> type:
     """Return the actor class of a worker's class, of the same name.
 
     Args:
         worker: The worker's class, as "module:class".
         *methods: Its methods that other processes call.
         mixins: Further base classes, such as `ChunkWriter`.
+        several_returns: Those of the methods that are called with several return values, which carry no log lines.
     """
-    forwards = {method: _forward(method) for method in methods}
+    forwards = {method: _forward(method, method not in several_returns) for method in methods}
     return type(worker.partition(":")[2], (*mixins, WorkerActor), {"worker": worker, **forwards})
 
 
-def _forward(method: str) -> Callable[..., Any]:
-    def forward(self: WorkerActor, *args: Any) -> Any:
-        return getattr(self._worker, method)(*args)
+def _forward(method: str, carries_logs: bool) -> Callable[..., Any]:
+    def forward(self: WorkerActor, *args: Any, traceparent: str | None = None) -> Any:
+        try:
+            with received_trace(traceparent):
+                result = getattr(self._worker, method)(*args)
+        except Exception as error:
+            self._logs.attach(error)
+            raise
+        lines = self._logs.take() if carries_logs else ()
+        return Reply(result, lines) if lines else result
 
     forward.__name__ = method
     return forward

@@ -2,13 +2,16 @@
 
 import asyncio
 from collections.abc import Awaitable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
-from infra.ray.actors import call, create_actor, find_actor, kill_actor
+from infra.ray import health
+from infra.ray.actors import call, create_actor, find_actor, kill_actors
 from infra.ray.group import WorkerGroup
 from infra.ray.pool import WorkerPool
-from infra.stores.chunk_writer import ACTOR_OPTIONS, ChunkWriter
+from infra.stores import chunk_writer
+from infra.stores.chunk_writer import ChunkWriter
 from infra.workers.actor import actor_class
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
@@ -19,12 +22,16 @@ Role = Literal["policy", "reference", "rollout"]
 _RANK = ("incarnation", "open_rendezvous", "start", "score")  # the methods of every rank
 _WEIGHTS = ("weight_group_member", "init_weight_group")
 
-_writer = partial(actor_class, mixins=(ChunkWriter,))
+_ACTOR_OPTIONS = {
+    "concurrency_groups": chunk_writer.ACTOR_OPTIONS["concurrency_groups"] | health.ACTOR_OPTIONS["concurrency_groups"]
+}
+_writer = partial(actor_class, mixins=(ChunkWriter, health.Pingable))
 _CLASSES: dict[Role, type] = {
     "policy": _writer(
         "infra.workers.policy:PolicyWorker",
         *(*_RANK, *_WEIGHTS, "handle", "score_reference", "update", "save", "finish_saving", "retain"),
         *("open_weight_rendezvous", "send_weights"),
+        several_returns=("send_weights",),
     ),
     "reference": _writer("infra.workers.reference:ReferenceWorker", *_RANK),
     "rollout": _writer(
@@ -116,9 +123,18 @@ def find_group(run: RunHandle, role: Role) -> WorkerGroup | None:
 
 def kill_workers(run_id: str, config: RunConfig) -> None:
     """Kill all workers of the run, which frees their memory."""
-    for role, count in num_workers(config).items():
-        for number in range(count):
-            kill_actor(worker_name(run_id, role, number))
+    counts = num_workers(config).items()
+    kill_actors(worker_name(run_id, role, number) for role, count in counts for number in range(count))
+
+
+def monitored_workers(run_id: str, config: RunConfig) -> AbstractContextManager[None]:
+    """Kill, during the block, each of the run's workers and its store's registry that stops answering."""
+    from infra.stores.ray import registry_name
+
+    names = [
+        worker_name(run_id, role, number) for role, count in num_workers(config).items() for number in range(count)
+    ]
+    return health.monitored_actors([*names, registry_name(run_id)], config.runtime.worker_timeout_seconds)
 
 
 def check_resources(config: RunConfig) -> None:
@@ -159,7 +175,7 @@ def _find_or_create(run: RunHandle, role: Role, number: int) -> Any:
     if (found := find_worker(run.run_id, role, number)) is not None:
         return found
     name, num_gpus = worker_name(run.run_id, role, number), gpus_per_worker(run.config)
-    return create_actor(name, _CLASSES[role], run, number, num_gpus=num_gpus, options=ACTOR_OPTIONS)
+    return create_actor(name, _CLASSES[role], run, number, num_gpus=num_gpus, options=_ACTOR_OPTIONS)
 
 
 def _gpus_wanted(config: RunConfig) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 from infra.checkpoints import open_checkpoints
 from infra.checkpoints.state import copy_trained, policy_tensors, restore_policy, swapped_weights
 from infra.models.lora import adapter_disabled, merged_weights
+from infra.ray.tracing import traced
 from infra.weights.endpoint import WeightSyncEndpoint
 from infra.weights.layout import join_gather, tensor_specs
 from infra.workers.policy_checkpoints import PolicyCheckpoints
@@ -78,6 +79,7 @@ class PolicyWorker(ScoringWorker):
         with adapter_disabled(self._module.model):
             return self._score(batch, plan, "reference_logprobs", "reference", kl=self._config.kl.in_reward)
 
+    @traced("rl.train")
     def update(self, batch: BatchHandle, plan: StepPlan, version: int) -> UpdateReport:
         """Apply the plan's updates to `version`, exactly once; a repeated call returns the recorded report.
 
@@ -95,7 +97,7 @@ class PolicyWorker(ScoringWorker):
         self._previous = copy_trained(self._module.model) if self._config.runtime.max_staleness else None
         try:
             with self._collective():
-                parts = [self._trainer.update(mine, update, self._rank) for update in plan.updates]
+                parts = [self._trainer.update(mine, update, self._rank, plan.lr_scale) for update in plan.updates]
                 gathered = all_gather_object((merge_metrics(parts), self._store.take_traffic("update")), self._mesh)
         except NonFiniteError as error:
             raise self._with_offending_rows(error, mine, batch.step) from None
@@ -104,6 +106,7 @@ class PolicyWorker(ScoringWorker):
         self._report = UpdateReport(policy=self.handle(), metrics=merge_metrics(metrics), traffic=reduce(add, traffic))
         return self._report
 
+    @traced("rl.sync")
     def send_weights(self, version: int, transport: Transport, owner: bytes) -> tuple[bytes, SentWeights | None]:
         """Send the parameters of `version`, adapters merged: rank 0 sends, the other ranks take part in gathering.
 

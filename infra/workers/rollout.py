@@ -9,6 +9,7 @@ from infra.engines.base import Sampling
 from infra.engines.open import open_engine
 from infra.models.load import load_tokenizer, max_positions, num_embeddings, stop_token_ids
 from infra.ray.device import choose_device, set_threads
+from infra.ray.tracing import start_tracing, traced
 from infra.rewards.open import open_reward_scorer
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
@@ -52,6 +53,7 @@ class RolloutWorker:
         self._run, self._config, self._number, self._store = run, run.config, number, store
         self._started = False
         self._pending: dict[tuple[int, int], _PendingShard] = {}  # by step and shard
+        start_tracing(run.run_id, run.config, f"{type(self).__name__}-{number}")
 
     def start(self) -> None:
         """Load the starting weights (version 0), the prompts and the reward function, once.
@@ -90,6 +92,7 @@ class RolloutWorker:
         """Return the policy version whose weights it holds."""
         return self.engine.version
 
+    @traced("rl.sync")
     def load_weights(self, version: int, refs: ObjectRefs, transport: Transport) -> LoadedWeights:
         """Load the weights of policy `version`; pending rows are kept.
 

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptRow
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
+from infra.ray.tracing import span
 from infra.rewards import RewardScorer
 from rl_core.rewards import RewardItem, RewardOutcome
 
@@ -51,12 +53,15 @@ class ResponseSampler:
         prompt_of = [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
         generated: dict[int, tuple[Generation, str]] = {}
         started = time.perf_counter()
-        with self._scorer.open_batch() as batch:
-            for number, generation in self._engine.generate(requests, sampling):
-                text = str(self._tokenizer.decode(generation.token_ids, skip_special_tokens=True))
-                prompt = prompt_of[number]
-                batch.add(number, RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info))
-                generated[number] = generation, text
+        with ExitStack() as reward_span, self._scorer.open_batch() as batch:
+            with span("rl.sample"):
+                for number, generation in self._engine.generate(requests, sampling):
+                    if not generated:  # rewards are computed from the first response on
+                        reward_span.enter_context(span("rl.reward"))
+                    text = str(self._tokenizer.decode(generation.token_ids, skip_special_tokens=True))
+                    prompt = prompt_of[number]
+                    batch.add(number, RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info))
+                    generated[number] = generation, text
             all_generated = time.perf_counter()
             outcomes = batch.finish()
         seconds = {"generate": all_generated - started, "reward": time.perf_counter() - all_generated}

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from infra.models.load import load_model, load_policy
 from infra.ray.device import choose_device, set_threads
 from infra.ray.rendezvous import Rendezvous, is_peer_failure, join
+from infra.ray.tracing import start_tracing
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
@@ -46,6 +47,7 @@ class ScoringWorker:
         self._directory = RunDirectory(Path(run.directory))
         self._incarnation = ""  # set by `_load`
         self._mesh: DeviceMesh | None = None
+        start_tracing(run.run_id, run.config, f"{type(self).__name__}-{rank}")
 
     def incarnation(self) -> str:
         """Return the id of the process group that it belongs to; empty before it has weights."""

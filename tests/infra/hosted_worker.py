@@ -1,8 +1,12 @@
 """A worker in a module that imports torch."""
 
+import logging
+
 import torch
 
 from schemas.errors import ModelError
+
+logger = logging.getLogger("infra.hosted")
 
 
 class Worker:
@@ -13,7 +17,20 @@ class Worker:
         return int(self._number + other)
 
     def two(self) -> tuple[int, int]:
+        logger.info("two values")
         return self.add(0), self.add(1)
 
+    def report(self, num_lines: int) -> int:
+        logging.getLogger("elsewhere").info("not ours, and no warning")
+        logging.getLogger("elsewhere").warning("not ours, but a warning")
+        for number in range(num_lines):
+            logger.info("line %d", number)
+        return num_lines
+
     def fail(self) -> None:
+        logger.warning("about to fail")
         raise ModelError("no such model")
+
+    def exhaust(self) -> None:
+        """Fail as torch does on a GPU without free memory."""
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation.")

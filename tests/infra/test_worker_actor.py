@@ -10,18 +10,21 @@ from typing import Any
 import pytest
 import ray
 
-from infra.ray.actors import call, create_actor, kill_actor, start_actor
+from infra.ray.actors import call, create_actor, kill_actors, start_actor
+from infra.ray.worker_logs import MAX_LINES
 from infra.workers.actor import WorkerActor, actor_class
 from infra.workers.launch import _CLASSES, Role
-from schemas.errors import ModelError
+from schemas.errors import ModelError, WorkerFailedError
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def worker(ray_cluster: None) -> Iterator[Any]:
-    yield create_actor("hosted", actor_class("tests.infra.hosted_worker:Worker", "add", "two", "fail"), 3)
-    kill_actor("hosted")
+    methods = ("add", "two", "report", "fail", "exhaust")
+    hosted = actor_class("tests.infra.hosted_worker:Worker", *methods, several_returns=("two",))
+    yield create_actor("run/hosted-0", hosted, 3)
+    kill_actors(["run/hosted-0"])
 
 
 def test_calls_reach_the_worker(worker: Any) -> None:
@@ -29,6 +32,37 @@ def test_calls_reach_the_worker(worker: Any) -> None:
     assert ray.get(worker.two.options(num_returns=2).remote()) == [3, 4]
     with pytest.raises(ModelError, match="no such model"):
         asyncio.run(call(worker, "fail"))
+    with pytest.raises(
+        WorkerFailedError, match=r"'exhaust' of a worker failed: CUDA out of memory.*Lower packing"
+    ) as failed:
+        asyncio.run(call(worker, "exhaust"))
+    assert "hosted_worker.py" in str(failed.value.__cause__)  # where it was raised, for the log
+
+
+def test_log_lines_come_with_the_result_of_the_call(worker: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert asyncio.run(call(worker, "report", 1)) == 1
+    assert [(record.name, record.levelname, record.message) for record in caplog.records] == [
+        ("elsewhere", "WARNING", "hosted-0: not ours, but a warning"),
+        ("infra.hosted", "INFO", "hosted-0: line 0"),
+    ]
+    caplog.clear()
+    assert ray.get(worker.two.options(num_returns=2).remote()) == [3, 4]
+    assert not caplog.records  # several return values carry none: the next call does
+    with pytest.raises(ModelError, match="no such model") as error:
+        asyncio.run(call(worker, "fail"))
+    assert caplog.messages == ["hosted-0: two values", "hosted-0: about to fail"]
+    assert not vars(error.value)
+
+
+def test_a_flood_of_log_lines_is_cut_and_says_so(worker: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    asyncio.run(call(worker, "report", 2 * MAX_LINES))
+    assert len(caplog.messages) == MAX_LINES + 1
+    assert caplog.messages[-1] == f"hosted-0: {MAX_LINES + 1} more lines are not shown"
+    caplog.clear()
+    asyncio.run(call(worker, "add", 1))
+    assert not caplog.messages
 
 
 def test_a_process_that_holds_a_handle_imports_no_torch(worker: Any) -> None:
