@@ -1,10 +1,10 @@
-"""Metric sinks outside the run directory's own files, behind one protocol.
+"""A run's metrics for other tools: trackers and files, in any number, and Prometheus series.
 
-The run's record for other tools is `metrics.jsonl` in the run directory, one JSON line per step and per evaluation
-(`infra.storage.runs.MetricsFile`). It is always written, because resuming depends on it, so no monitor repeats it.
+The run's own record is `metrics.jsonl` in the run directory, one JSON line per step and per evaluation
+(`infra.storage.metrics_file.MetricsFile`). It is always written, and resuming depends on it. A sink that lacks rows of
+it gets them when it is opened.
 """
 
-from infra.monitors.base import Monitor
-from infra.monitors.open import open_monitors, require_monitors
+from infra.monitors.open import Monitors, open_monitors, require_monitors
 
-__all__ = ["Monitor", "open_monitors", "require_monitors"]
+__all__ = ["Monitors", "open_monitors", "require_monitors"]

@@ -91,7 +91,7 @@ def test_commands_and_their_options_exist(code: list[str]) -> None:
 
 def test_config_keys_exist(code: list[str]) -> None:
     page = hooks().configuration_page()
-    sections = re.findall(r"^## `\[(\w+)\]`", page, re.MULTILINE)
+    sections = re.findall(r"^## `\[+(\w+)\]+`", page, re.MULTILINE)
     keys = {f"{name}.kind" for name in sections} | set(re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE))
     named = {key for part in code for key in DOTTED.findall(part) if key.split(".")[0] in sections}
     files = {name for name in named if name.endswith((".arrow", ".json", ".py", ".toml"))}

@@ -1,0 +1,86 @@
+"""Delivery of rows to a sink by a thread of its own, so that a run neither waits for a sink nor fails with it."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from infra.monitors.rows import Position, Row
+from infra.monitors.sink import Sink
+
+Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
+
+
+class Delivery:
+    """Delivers rows in order to a sink, which it opens.
+
+    The rows that the sink refuses are kept, and delivered with the next one that it accepts, by a sink that is opened
+    again. Only the first error is logged.
+
+    Args:
+        name: The monitor's name, for messages.
+        open_sink: Opens the sink.
+        log: Where an error is reported.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[], Sink], log: Log) -> None:
+        self._name, self._open_sink, self._log = name, open_sink, log
+        self._sink: Sink | None = None
+        self._position = Position()
+        self._waiting: deque[Row] = deque()
+        self._has_news = threading.Event()  # a row, or the end of the run
+        self._has_ended = self._succeeded = self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name=f"monitor {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, row: Row) -> None:
+        """Deliver a row, soon, unless the sink holds it: a resumed run offers all rows, and a step may be run again."""
+        self._waiting.append(row)
+        self._has_news.set()
+
+    def end(self, succeeded: bool) -> None:
+        """Have the sink closed once it has all rows; `join` waits for it."""
+        self._succeeded, self._has_ended = succeeded, True
+        self._has_news.set()
+
+    def join(self, deadline: float) -> None:
+        """Wait until the sink is closed, or until `deadline` (of `time.monotonic`)."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive() or self._waiting:
+            self._log.info("monitor %s did not finish in time: %d reports are left", self._name, len(self._waiting))
+
+    def _run(self) -> None:
+        while True:
+            has_ended = self._has_ended  # read first: all rows are there by then
+            self._attempt(self._deliver)
+            if has_ended:
+                self._attempt(self._close)
+                return
+            self._has_news.wait()
+            self._has_news.clear()
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  a tracker's library may raise anything, and no run fails for it
+            self._sink = None
+            if not self._has_failed:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())  # a library's message may have many lines
+                self._log.warning("monitor %s failed, and is tried again after each step: %s", self._name, reason)
+            self._has_failed = True
+
+    def _deliver(self) -> None:
+        if self._sink is None:
+            self._sink = self._open_sink()
+            self._position = self._sink.position()
+        while self._waiting:
+            row = self._waiting[0]
+            if not self._position.includes(row):
+                self._sink.log(row)
+                self._position = self._position.after(row)
+            self._waiting.popleft()
+
+    def _close(self) -> None:
+        if self._sink is not None:
+            self._sink.close(self._succeeded)
