@@ -1,31 +1,114 @@
-"""A run's artifacts in the Prefect UI: its progress, sample completions and evaluations."""
+"""A run's artifacts in the Prefect UI: its progress, sample completions, evaluations and summary."""
 
+import asyncio
 import re
+import sys
+import time
+from asyncio.subprocess import PIPE
+from collections import deque
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Self
 from uuid import UUID
 
+from prefect import get_run_logger
 from prefect.artifacts import (
+    acreate_markdown_artifact,
     acreate_progress_artifact,
     acreate_table_artifact,
     aupdate_progress_artifact,
 )
 
+from flows.curves import draw_curves
+from flows.progress import progress_table, summary_rows
+from flows.server import shown_in_ui
+from infra.storage.metrics_file import MetricsFile
+from infra.storage.runs import RunDirectory
 from schemas.rollout import RolloutHandle
-from schemas.step import EvalReport, RunHandle
+from schemas.step import EvalReport, PolicyHandle, RunHandle, RunSummary, StepReport
 
 MAX_TEXT = 300
 MAX_SAMPLES = 16
+CURVES = ("reward", "held-out accuracy", "response/tokens", "entropy")
+PACE_STEPS = 10  # the last steps, by which the time left is estimated
 
 
-async def create_progress(run: RunHandle, percent: float) -> UUID:
-    """Create the run's progress artifact and return its id, for `update_progress`."""
-    return await acreate_progress_artifact(percent, key=_key(run, "progress"), description=f"steps of {run.run_id}")
+class ProgressArtifact:
+    """The run's progress artifact: step, time left, curves, and the last step's metrics.
+
+    Args:
+        run: The run.
+        artifact: The artifact's id; None if it could not be created.
+        metrics: The run's finished steps and evaluations.
+    """
+
+    def __init__(self, run: RunHandle, artifact: UUID | None, metrics: MetricsFile) -> None:
+        self._num_steps, self._id = run.config.steps, artifact
+        self._table = ""  # of the last step of this driver
+        self._curves: dict[str, list[tuple[int, float]]] = {}
+        self._recent: deque[StepReport] = deque(maxlen=PACE_STEPS)  # of this driver
+        for step in metrics.steps():
+            self._add_step(step)
+        for report in metrics.evals():
+            self._add_evaluation(report)
+
+    @classmethod
+    async def create(cls, run: RunHandle, policy: PolicyHandle, metrics: MetricsFile) -> Self:
+        """Create the artifact."""
+        percent, key = 100 * policy.step / run.config.steps, _key(run.run_id, "progress")
+        description = f"step {policy.step} of {run.config.steps}"
+        create = shown_in_ui(acreate_progress_artifact)
+        return cls(run, await create(percent, key=key, description=description), metrics)
+
+    async def show_step(self, report: StepReport) -> None:
+        """Show one more finished step."""
+        self._recent.append(report)
+        self._add_step(report)
+        self._table = progress_table(report)
+        await self._update(report.step + 1)
+
+    async def show_evaluation(self, report: EvalReport) -> None:
+        """Show one more evaluation."""
+        self._add_evaluation(report)
+        await self._update(report.policy_version)
+
+    @shown_in_ui
+    async def _update(self, done: int) -> None:
+        if self._id is None:
+            return
+        curves = {name: self._curves[name] for name in CURVES if name in self._curves}
+        values = ", ".join(f"{name} {points[-1][1]:.4g}" for name, points in curves.items())
+        picture = f"![Curves by step; the last values: {values}]({draw_curves(curves)})"
+        description = "\n\n".join((self._position(done), picture, self._table))
+        await aupdate_progress_artifact(self._id, 100 * done / self._num_steps, description=description)
+
+    def _add_evaluation(self, report: EvalReport) -> None:
+        self._add("held-out accuracy", report.policy_version, report.accuracy)
+
+    def _add_step(self, report: StepReport) -> None:
+        for name in CURVES:
+            if name in report.metrics:
+                self._add(name, report.step + 1, report.metrics[name])
+
+    def _add(self, name: str, step: int, value: float) -> None:
+        curve = self._curves.setdefault(name, [])
+        while curve and curve[-1][0] >= step:  # the steps after a restart are run again
+            curve.pop()
+        curve.append((step, value))
+
+    def _position(self, done: int) -> str:
+        """Return the number of finished steps and, by the pace of the last ones, the time left."""
+        position = f"**{done} of {self._num_steps} steps**"
+        if not self._recent or done == self._num_steps:
+            return position
+        now = time.time()
+        pace = (now - (self._recent[0].started_at or now)) / len(self._recent)
+        left = timedelta(seconds=round(pace * (self._num_steps - done)))
+        end = datetime.fromtimestamp(now, UTC) + left
+        return f"{position}; {left} left at {pace:.1f} s per step, until {end:%b %d %H:%M} UTC"
 
 
-async def update_progress(artifact: UUID, percent: float, description: str) -> None:
-    """Update the progress artifact, with a Markdown description of the last step."""
-    await aupdate_progress_artifact(artifact, percent, description=description)
-
-
+@shown_in_ui
 async def show_samples(run: RunHandle, rollout: RolloutHandle) -> None:
     """Add a table of this step's sample completions."""
     rows = [
@@ -39,10 +122,11 @@ async def show_samples(run: RunHandle, rollout: RolloutHandle) -> None:
         for shard in rollout.shards
         for sample in shard.samples
     ][:MAX_SAMPLES]
-    await acreate_table_artifact(rows, key=_key(run, "samples"), description=f"samples of step {rollout.step}")
+    await acreate_table_artifact(rows, key=_key(run.run_id, "samples"), description=f"samples of step {rollout.step}")
 
 
-async def show_evaluation(run: RunHandle, report: EvalReport) -> None:
+@shown_in_ui
+async def show_evaluation(run_id: str, report: EvalReport) -> None:
     """Add a table of an evaluation, one row per data source."""
     n = report.samples_per_prompt
     rows = [
@@ -60,12 +144,39 @@ async def show_evaluation(run: RunHandle, report: EvalReport) -> None:
         for source in report.sources
     ]
     description = f"held-out accuracy {report.accuracy:.3f} of policy version {report.policy_version}"
-    await acreate_table_artifact(rows, key=_key(run, "eval"), description=description)
+    await acreate_table_artifact(rows, key=_key(run_id, "eval"), description=description)
+
+
+@shown_in_ui
+async def report_run(run: RunHandle, directory: RunDirectory, summary: RunSummary) -> None:
+    """Write the report page of a finished run, and add a summary with a link to it."""
+    page = await _write_report(directory)
+    figures = [f"- **{name}**: {value}" for name, value in summary_rows(summary)]  # a table would not wrap on a phone
+    link = f"Report: [{page}]({page.as_uri()}), on the driver's machine" if page else "The report could not be written."
+    markdown = "\n".join([f"# {summary.run_id}", "", *figures, "", link])
+    key, description = _key(run.run_id, "summary"), "summary of the finished run"
+    await acreate_markdown_artifact(markdown, key=key, description=description)
+
+
+async def _write_report(directory: RunDirectory) -> Path | None:
+    """Write the report in a process of its own, since it reads columns; warn and return None if that fails."""
+    command = (sys.executable, "-P", "-m", "flows.report", str(directory.path))
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    try:
+        out, errors = await process.communicate()
+    finally:
+        if process.returncode is None:  # the flow was cancelled
+            process.kill()
+    if process.returncode:
+        reason = errors.decode().strip().rpartition("\n")[2]
+        get_run_logger().warning("the report of %s could not be written: %s", directory.run_id, reason)
+        return None
+    return Path(out.decode().strip())
 
 
 def _rounded(value: float | None) -> float | str:
     return "failed" if value is None else round(value, 3)
 
 
-def _key(run: RunHandle, name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", f"{run.run_id}-{name}".lower())
+def _key(run_id: str, name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", f"{run_id}-{name}".lower())

@@ -1,10 +1,19 @@
 """The connection to a run's Ray cluster, configured or local."""
 
+import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
+from flows.watched import unless
 from infra.ray import cluster
+from infra.ray.actors import require_ray
 from infra.services.local import LocalServices
 from schemas.config.runtime import RuntimeConfig
+
+POLL_SECONDS = 2.0
+
+Result = TypeVar("Result")
 
 
 def connect(runtime: RuntimeConfig) -> None:
@@ -16,3 +25,18 @@ def connect(runtime: RuntimeConfig) -> None:
     services.start(prefect=False, ray=True)
     assert services.ray_address is not None
     cluster.connect(services.ray_address, local=True)
+
+
+async def while_ray_lives(work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work`, which would wait for Ray in vain if Ray is lost: cancel it then.
+
+    Raises:
+        RayLostError: Ray was lost.
+    """
+    return await unless(_watch_ray(), work)
+
+
+async def _watch_ray() -> NoReturn:
+    while True:
+        await asyncio.to_thread(require_ray)
+        await asyncio.sleep(POLL_SECONDS)

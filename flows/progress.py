@@ -1,9 +1,9 @@
-"""Text for steps and evaluations; the metric catalog defines which metrics each view shows."""
+"""Text for steps, evaluations and finished runs; the metric catalog defines which metrics each view shows."""
 
 from collections.abc import Mapping
 
 from schemas.metric_catalog import View, metrics_of
-from schemas.step import EvalReport, SourceReport, StepReport
+from schemas.step import EvalReport, RunSummary, SourceReport, StepReport
 
 
 def metric_values(metrics: Mapping[str, float], view: View) -> dict[str, str]:
@@ -15,7 +15,7 @@ def progress_line(report: StepReport, num_steps: int) -> str:
     """Return a step as one line: the terminal's metrics, tokens per second, and seconds per phase."""
     shown = "  ".join(f"{name} {value}" for name, value in metric_values(report.metrics, "terminal").items())
     phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in report.seconds_by_phase.items())
-    speed = f"{report.metrics['tokens'] / report.seconds:,.0f} tok/s"
+    speed = f"{report.tokens_per_second:,.0f} tok/s"
     return f"step {report.step + 1:>3}/{num_steps}  {shown}  {speed}  {report.seconds:.2f} s: {phases}"
 
 
@@ -35,6 +35,28 @@ def source_rows(report: EvalReport) -> list[tuple[str, str]]:
     if len(report.sources) < 2 and report.samples_per_prompt == 1:
         return []
     return [(source.data_source, _source_figures(source, report.samples_per_prompt)) for source in report.sources]
+
+
+def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """Return the figures of a finished run, each with its name."""
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.seconds_by_phase.items())
+    rows = [
+        ("steps", str(summary.steps)),
+        (
+            "reward, mean of first 10 → last 10 steps",
+            f"{summary.reward_first:.3f} → {summary.reward_last:.3f}",
+        ),
+    ]
+    if summary.accuracy_before is not None and summary.accuracy_after is not None:
+        accuracies = f"{summary.accuracy_before:.3f} → {summary.accuracy_after:.3f}"
+        rows.append(("held-out accuracy, before → after", accuracies))
+    return [
+        *rows,
+        ("seconds", f"{summary.seconds:.1f}"),
+        ("tokens per second", f"{summary.tokens_per_second:,.0f}"),
+        ("seconds by phase", phases),
+        ("store bytes at the end", str(summary.store_bytes_at_end)),
+    ]
 
 
 def _source_figures(source: SourceReport, n: int) -> str:

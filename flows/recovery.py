@@ -1,14 +1,15 @@
 """Recovery of a run: its column store, and the point that policy, finished steps and ledger agree on."""
 
-from prefect import get_run_logger
+import time
 
 from infra.storage.runs import RunDirectory
+from infra.storage.versions import installed_versions
 from infra.stores.open import start_store
 from infra.stores.steps import drop_outdated_steps
 from infra.workers.launch import get_group, kill_workers
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
-from schemas.step import PolicyHandle, RunHandle
+from schemas.step import PolicyHandle, RunEvent, RunHandle
 from tasks.checkpoint import drop_superseded
 from tasks.stage import is_committed
 
@@ -25,7 +26,7 @@ def drop_outdated_ledger(directory: RunDirectory, config: RunConfig) -> None:
 
     kill_workers(directory.run_id, config)  # they run the old code, and may be ahead of the checkpoint
     versions = open_checkpoints(directory, config.checkpoint).complete_versions()
-    drop_outdated_steps(directory, config, versions[-1] if versions else 0, get_run_logger())
+    drop_outdated_steps(directory, config, versions[-1] if versions else 0)
 
 
 def open_run(directory: RunDirectory, config: RunConfig) -> RunHandle:
@@ -48,6 +49,7 @@ async def reconcile(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
     `metrics.jsonl`. The step is then run again from its ledger, and the worker returns the update that it recorded. If
     the ledger's entries are gone, the worker is replaced by one that loads the newest checkpoint.
     """
+    directory.ledger.drop_failures()
     policy = await _find_policy(run, directory)
     await drop_superseded(run, await get_group(run, "policy"))
     return policy
@@ -74,3 +76,22 @@ async def _find_policy(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
 async def _get_policy(run: RunHandle) -> PolicyHandle:
     group = await get_group(run, "policy")
     return (await group.call("handle"))[0]
+
+
+def record_event(directory: RunDirectory, policy: PolicyHandle, reason: str = "") -> None:
+    """Record in `metrics.jsonl` that the run is started or resumed or, for a `reason`, that its workers were restarted.
+
+    Args:
+        directory: The run.
+        policy: The version from which it continues.
+        reason: Why its workers were restarted by a driver that went on.
+    """
+    is_first = not directory.metrics.events() and not policy.step
+    event = RunEvent(
+        kind="restart" if reason else "start" if is_first else "resume",
+        step=policy.step,
+        time=time.time(),
+        reason=reason,
+        versions=installed_versions(),
+    )
+    directory.metrics.append_event(event)

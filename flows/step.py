@@ -2,19 +2,23 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
 
-from prefect import flow, get_run_logger
+from prefect import Flow, flow, get_run_logger
+from prefect.runtime import flow_run
 
 from flows.artifacts import show_samples
+from infra.ray.tracing import traced_step
 from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
-from infra.stores.steps import renewed_lease
+from infra.stores.steps import archive_step, clear_step, open_step, renewed_lease
+from rl_core.rollout.lengths import count_lengths
 from schemas.metrics import merge_metrics, values
-from schemas.step import PolicyHandle, RunHandle, StepReport
+from schemas.step import PolicyHandle, RunHandle, Span, StepReport
 from tasks.advantage import compute_step_advantages
-from tasks.columns import archive_columns, clear_columns, open_columns
 from tasks.logprob import score_behavior, score_reference
 from tasks.publish import publish_weights
 from tasks.put import put_columns
@@ -24,22 +28,44 @@ from tasks.update import update_policy
 SAMPLES_EVERY_STEPS = 10
 
 
-# The step's own result is never persisted: a resumed run would match it by call order, not by step.
-@flow(name="grpo-step", flow_run_name="{run.run_id}/step-{policy.step:04d}", persist_result=False)
+def new_step_flow(ledger: Path) -> Flow[[RunHandle, PolicyHandle], Coroutine[Any, Any, StepReport]]:
+    """Return the flow of a step, for the current attempt of the calling flow run.
+
+    Prefect knows a subflow by its function's name and the number of calls before. So each attempt has a function of its
+    own name: a second attempt begins at another step, and must not be given the first one's results.
+
+    Args:
+        ledger: Where the stages' results are committed. The step's own result is not persisted.
+    """
+
+    async def run(run: RunHandle, policy: PolicyHandle) -> StepReport:
+        return await run_step(run, policy)
+
+    run.__qualname__ = f"run_step_{flow_run.run_count}"
+    return flow(
+        name="grpo-step",
+        flow_run_name="{run.run_id}/step-{policy.step:04d}",
+        persist_result=False,
+        result_storage=ledger,
+        validate_parameters=False,  # they are `train`'s own; Prefect would build a pydantic model for each step
+    )(run)
+
+
 async def run_step(run: RunHandle, policy: PolicyHandle) -> StepReport:
     """Sample from the policy, score the samples, update the policy by one version, and publish that version."""
     phase = PhaseTimer()
     try:
         with phase("lease"):
-            await open_columns(run, policy.step)
+            open_step(run, policy.step)
         async with renewed_lease(run, policy.step):
-            report = await _run_stages(run, policy, phase)
+            with traced_step(policy.step):
+                report = await _run_stages(run, policy, phase)
     except BaseException:
-        await clear_columns(run, policy.step)
+        clear_step(run, policy.step)
         raise
     # The step is finished once this line is on disk; only then may its columns be released.
     RunDirectory.of(run).metrics.append_step(report)
-    await archive_columns(run, policy.step)
+    archive_step(run, policy.step)
     return report
 
 
@@ -84,6 +110,9 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer")
         traffic_by_stage=traffic,
         plan=advantage.plan.digest,
         publish=published,
+        started_at=phase.started_at,
+        timeline=tuple(phase.spans),
+        response_lengths=count_lengths(rollout.response_lengths),
     )
 
 
@@ -99,6 +128,7 @@ async def next_rollout(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer"
         return
     next_policy = policy.replace(version=policy.version + 1)
     rollout = asyncio.create_task(generate_rollouts.with_options(task_run_name="next-rollout")(run, next_policy))
+    rollout.add_done_callback(phase.background("rollout of the next step"))
     try:
         yield
     except BaseException:
@@ -112,14 +142,25 @@ async def next_rollout(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer"
 
 
 class PhaseTimer:
-    """A timer of wall-clock seconds by phase."""
+    """A timer of wall-clock seconds by phase, and of when each phase ran."""
 
     def __init__(self) -> None:
-        self.started = time.perf_counter()
+        self.started, self.started_at = time.perf_counter(), time.time()
         self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.seconds[phase] = time.perf_counter() - start
+        self.seconds[phase] = self._add_span(phase, start).seconds
+
+    def background(self, name: str) -> Callable[[object], object]:
+        """Return what is to be called when work that overlaps the phases, and begins now, is done."""
+        start = time.perf_counter()
+        return lambda _: self._add_span(name, start)
+
+    def _add_span(self, name: str, start: float) -> Span:
+        span = Span(name=name, start=start - self.started, seconds=time.perf_counter() - start)
+        self.spans.append(span)
+        return span

@@ -5,7 +5,9 @@ from statistics import fmean
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
+from infra.storage.config_changes import check_changes
 from infra.storage.runs import RunDirectory
+from schemas.config.run import RunConfig
 from schemas.step import RunSummary
 
 SUMMARY_STEPS = 10
@@ -38,6 +40,20 @@ def summarize(directory: RunDirectory, store_bytes: int) -> RunSummary:
         store_bytes_at_end=store_bytes,
         prefect_ui=flow_run_url(),
     )
+
+
+def finished_summary(config: RunConfig, run_id: str) -> RunSummary | None:
+    """Return the summary of a run that has done all of the config's steps; None if there is none, or steps are left.
+
+    Raises:
+        RunError: The run trained something else than `config`, or `run_id` can't be a run's.
+    """
+    directory = RunDirectory.at(config, run_id)
+    summary = directory.summary()
+    if summary is None or summary.steps < config.steps:
+        return None
+    check_changes(directory, config)
+    return summary
 
 
 def flow_run_url() -> str:

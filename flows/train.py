@@ -1,99 +1,154 @@
 """The train flow: evaluate, run all steps, recover from lost workers, summarize."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
+import asyncio
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import cast
 
 from prefect import flow, get_run_logger
+from prefect.context import SyncClientContext
 from prefect.runtime import flow_run
 
-from flows.artifacts import create_progress, show_evaluation, update_progress
-from flows.connection import connect
-from flows.progress import eval_lines, progress_line, progress_table
-from flows.recovery import drop_outdated_ledger, open_run, reconcile
-from flows.step import run_step
-from flows.summary import summarize
-from infra.monitors import Monitor, open_monitors
+from flows.approval import ask_for_approval
+from flows.artifacts import ProgressArtifact, report_run
+from flows.cancellation import cancellable
+from flows.connection import connect, while_ray_lives
+from flows.events import RunEvents
+from flows.logs import logs_in_prefect
+from flows.recovery import drop_outdated_ledger, open_run, reconcile, record_event
+from flows.reporter import RunReporter
+from flows.server import call_through_outages
+from flows.step import new_step_flow
+from flows.summary import finished_summary, summarize
+from infra.monitors import Monitors, open_monitors
+from infra.ray.tracing import traced_run
 from infra.storage.config_changes import change_config
 from infra.storage.driver_lock import driver_lock
+from infra.storage.driver_log import driver_log
 from infra.storage.metrics_file import MetricsFile
-from infra.storage.runs import RunDirectory, new_run_id
+from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store, start_store
-from infra.workers.launch import check_resources, kill_workers
+from infra.workers.launch import check_resources, kill_workers, monitored_workers
 from schemas.config.run import RunConfig
-from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, PipelineError, VersionError, WorkerLostError
+from schemas.errors import (
+    ChunkCorruptedError,
+    ChunkNotFoundError,
+    PipelineError,
+    RayLostError,
+    VersionError,
+    WorkerLostError,
+)
 from schemas.step import PolicyHandle, RunHandle, RunSummary
 from tasks.checkpoint import save_checkpoint, save_on_failure
 from tasks.evaluate import evaluate_policy
 from tasks.workers import start_all_workers
 
+_ID_CHARACTERS = 12  # of the flow run's id, in a run's id: the last, as the first ones may be a time
+
+CANCEL_SAVE_SECONDS = 5  # within the 10 s that a cancelled run may take to free its resources
+
+
+def own_run_id(name: str) -> str:
+    """Return the id of the run that belongs to the current flow run, the same for each of its attempts."""
+    return f"{name}-{str(flow_run.id)[-_ID_CHARACTERS:]}"
+
 
 def _flow_run_name() -> str:
-    return flow_run.parameters.get("run_id") or flow_run.parameters["config"].name
+    return flow_run.parameters.get("run_id") or own_run_id(flow_run.parameters["config"].name)
 
 
 @flow(name="train", flow_run_name=_flow_run_name, persist_result=False)
-async def train(config: RunConfig, run_id: str | None = None, resume: bool = False) -> RunSummary:
-    """Run GRPO from the start, or resume a run that stopped.
+async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
+    """Run GRPO: start the run, or resume it if its directory exists.
+
+    The id of a run is its identity. A flow run that is retried, rescheduled or started again with the same id continues
+    the run exactly where it stopped; a finished run is left as it is.
 
     Args:
-        config: The run's configuration. For a resumed run, it may change where and how long the run trains.
-        run_id: The run's id; None derives one from the config's name.
-        resume: Whether to resume an existing run.
+        config: The run's configuration. For an existing run, it may change where and how long the run trains.
+        run_id: The run's id; None derives one from the config's name and the id of this flow run.
 
     Raises:
         ServiceError: No Ray head responds.
         ConfigError: The Ray cluster has too few cores or GPUs.
-        RunError: The run exists although `resume` is false, doesn't exist although it is true, trains something else
-            than `config`, or was written by a newer Sluice.
+        RunError: The run exists and trains something else than `config`, or was written by a newer Sluice.
         PipelineError: The run stopped; it can be resumed.
+        CancelledRun: It was cancelled in the Prefect UI; it can be resumed.
     """
-    run_id = run_id or new_run_id(config.name)
+    run_id = run_id or own_run_id(config.name)
+    if (finished := finished_summary(config, run_id)) is not None:
+        get_run_logger().info("run %s is complete: %d of %d steps", run_id, finished.steps, config.steps)
+        return finished
+    # What `cancellable` returns if the run is cancelled is a state, with which Prefect ends the flow run.
+    return cast(RunSummary, await cancellable(train_policy(config, run_id)))
+
+
+async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
+    """Run the steps that a run still lacks, within the current flow run; see `train`."""
     connect(config.runtime)
     check_resources(config)
-    runs_dir = config.runtime.runs_dir
-    directory = RunDirectory.open(run_id, runs_dir) if resume else RunDirectory.create(config, run_id)
-    with driver_lock(directory):
+    directory = RunDirectory.open_or_create(config, run_id)
+    with (
+        driver_lock(directory),
+        driver_log(directory),
+        logs_in_prefect(),
+        monitored_workers(run_id, config),
+        ExitStack() as stack,
+    ):
         before = directory.config()
         if change_config(directory, config):
             kill_workers(run_id, before)  # they were started with the old config
         drop_outdated_ledger(directory, config)
+        stack.enter_context(traced_run(run_id, config))
+        monitors = stack.enter_context(open_monitors(directory, config, get_run_logger()))
         run = open_run(directory, config)
+        events = RunEvents(run_id, str(directory.path.parent))
         try:
-            run = await _training_loop(run, directory)
+            run = await while_ray_lives(_training_loop(run, directory, monitors, events))
             summary = summarize(directory, open_store(run).usage().num_bytes)
             directory.write_summary(summary)
+            await report_run(run, directory, summary)
             return summary
         finally:
-            kill_workers(run.run_id, config)
-            start_store(directory, config)[0].close()
+            done = len(directory.metrics.steps())
+            events.end(done, is_complete=done == config.steps)
+            with suppress(RayLostError):  # they are gone with it
+                kill_workers(run.run_id, config)
+                start_store(directory, config)[0].close()
 
 
-async def _training_loop(run: RunHandle, directory: RunDirectory) -> RunHandle:
+async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Monitors, events: RunEvents) -> RunHandle:
     """Run all remaining steps; return the run's handle, since its column store may have been replaced."""
     logger, restarts = get_run_logger(), 0
     await start_all_workers(run)
     policy = await reconcile(run, directory)
-    progress = await create_progress(run, 100 * policy.step / run.config.steps)
-    step_flow = run_step.with_options(result_storage=directory.ledger.path)
+    record_event(directory, policy)
+    monitors.log_recorded(directory.metrics)
+    events.start(policy.step)
+    for report in directory.metrics.steps()[-1:]:  # its driver may have been killed while it waited for an answer
+        await ask_for_approval(run, report)
+    progress = await ProgressArtifact.create(run, policy, directory.metrics)
+    step_flow = new_step_flow(directory.ledger.path)
     with ExitStack() as stack:
-        monitors = [stack.enter_context(closing(monitor)) for monitor in open_monitors(directory, run.config)]
+        stack.enter_context(SyncClientContext.get_or_create())  # else each step makes two, with their TLS certificates
+        reporter = RunReporter(run, progress, monitors, events)
         try:
             while True:
                 try:
-                    await _evaluate(run, policy, directory.metrics, monitors)
+                    await _evaluate(run, policy, directory.metrics, reporter)
                     if policy.step == run.config.steps:
-                        await save_checkpoint(run, policy, wait=True)
+                        reporter.checkpoint(await save_checkpoint(run, policy, wait=True))
                         return run
-                    report = await step_flow(run, policy)
+                    report = await call_through_outages(
+                        partial(step_flow, run, policy),
+                        run.config.runtime.prefect_patience_seconds,
+                        partial(directory.metrics.step, policy.step),
+                    )
                     policy = policy.replace(version=report.policy_version)
-                    line = progress_line(report, run.config.steps)
-                    logger.info(line)
-                    description = f"{line}\n\n{progress_table(report)}"
-                    await update_progress(progress, 100 * policy.step / run.config.steps, description)
-                    for monitor in monitors:
-                        monitor.log_step(report)
+                    await reporter.step(report)
                     if policy.step % run.config.checkpoint.every_steps == 0:
-                        await save_checkpoint(run, policy)
+                        reporter.checkpoint(await save_checkpoint(run, policy))
+                    await ask_for_approval(run, report)
                 except (WorkerLostError, VersionError, ChunkNotFoundError, ChunkCorruptedError) as error:
                     restarts += 1
                     if restarts > run.config.runtime.max_restarts:
@@ -102,13 +157,17 @@ async def _training_loop(run: RunHandle, directory: RunDirectory) -> RunHandle:
                     run = open_run(directory, run.config)
                     await start_all_workers(run)
                     policy = await reconcile(run, directory)
-        except BaseException:
-            with suppress(PipelineError):  # the run has failed already; this only saves what can be saved
-                await save_on_failure(run, policy)
+                    record_event(directory, policy, reason=str(error))
+                    monitors.log_recorded(directory.metrics)
+        except BaseException as error:
+            # The run has failed already; this only saves what can be saved. Who cancels a run waits for its end.
+            limit = CANCEL_SAVE_SECONDS if isinstance(error, asyncio.CancelledError) else None
+            with suppress(PipelineError, TimeoutError):
+                await asyncio.wait_for(save_on_failure(run, policy), limit)
             raise
 
 
-async def _evaluate(run: RunHandle, policy: PolicyHandle, metrics: MetricsFile, monitors: Sequence[Monitor]) -> None:
+async def _evaluate(run: RunHandle, policy: PolicyHandle, metrics: MetricsFile, reporter: RunReporter) -> None:
     """Evaluate the policy's version if the config asks for it and it hasn't been evaluated yet."""
     every = run.config.eval.every_steps
     is_wanted = policy.step in (0, run.config.steps) or (every and policy.step % every == 0)
@@ -118,9 +177,4 @@ async def _evaluate(run: RunHandle, policy: PolicyHandle, metrics: MetricsFile, 
         return
     report = await evaluate_policy(run, policy)
     metrics.append_eval(report)
-    await show_evaluation(run, report)
-    for monitor in monitors:
-        monitor.log_evaluation(report)
-    first = f"held-out accuracy after {policy.step} steps: {report.accuracy:.3f} ({report.num_prompts} prompts)"
-    for line in (first, *eval_lines(report)):
-        get_run_logger().info(line)
+    await reporter.evaluation(report)

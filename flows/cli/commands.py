@@ -2,17 +2,17 @@
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from schemas.config.load import load_config, override_config
-from schemas.config.run import RunConfig
-from schemas.config.runtime import DEFAULT_RUNS_DIR
-from schemas.errors import RunError
+from flows.built_in import find_config
+from schemas.config.folders import DEFAULT_RUNS_DIR
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+if TYPE_CHECKING:
+    from schemas.config.run import RunConfig
+
 DISTRIBUTION = "sluice-rl"
 
 app = typer.Typer(
@@ -70,7 +70,7 @@ def demo(
 
         require_vllm()  # fail now, not after the warm start
     with prefect_session(config.runtime, console):
-        run_flow(prepare_demo(config, TINY if tiny else RECIPE))
+        run_flow(lambda: prepare_demo(config, TINY if tiny else RECIPE), config.runtime)
         run_training(console, config)
 
 
@@ -81,11 +81,14 @@ def train(
     run_id: Annotated[str | None, typer.Option(help="The run's id; default: from the config's name.")] = None,
 ) -> None:
     """Train with a config; everything is checked before anything is started."""
-    from flows.cli.preflight import check
     from flows.cli.run import run_training
     from flows.cli.session import prefect_session
+    from flows.preflight import check
+    from infra.storage.runs import RunDirectory
 
     config = _load(config_path, overrides or [])
+    if run_id:
+        RunDirectory.require_absent(config, run_id)
     with console.status("checking model, data and reward"):
         check(config)
     with prefect_session(config.runtime, console):
@@ -114,11 +117,12 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
 
     Settings that don't affect what is trained may change, e.g. runtime.num_policy_ranks=2 or steps=100.
     """
-    from flows.cli.preflight import check, check_checkpoint
     from flows.cli.run import run_training
     from flows.cli.session import prefect_session
+    from flows.preflight import check, check_checkpoint
     from infra.storage.config_changes import check_changes
     from infra.storage.runs import RunDirectory
+    from schemas.config.load import override_config
 
     directory = RunDirectory.open(run, runs_dir)
     config = override_config(directory.config(), overrides or [], directory.run_id)
@@ -135,7 +139,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     check_checkpoint(directory, config)
     console.print(f"resuming {directory.run_id}: {done} of {config.steps} steps are done")
     with prefect_session(config.runtime, console):
-        run_training(console, config, directory.run_id, resume=True)
+        run_training(console, config, directory.run_id)
 
 
 @app.command()
@@ -172,7 +176,7 @@ def evaluate(
 
     Changes to the config apply to this evaluation only, e.g. eval.samples_per_prompt=8 eval.temperature=1.0.
     """
-    from flows.cli.evaluate import evaluate_run
+    from flows.evaluate import evaluate_run
     from flows.progress import eval_lines
     from infra.storage.runs import RunDirectory
 
@@ -198,7 +202,7 @@ def export(
     runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
 ) -> None:
     """Write a checkpoint, adapters merged, as a Hugging Face folder that transformers and vLLM can load."""
-    from flows.cli.export import export_run
+    from flows.export import export_run
     from infra.storage.runs import RunDirectory
 
     with console.status("exporting"):
@@ -207,18 +211,28 @@ def export(
 
 
 @app.command()
-def report(run: RunArgument, runs_dir: RunsDirOption = DEFAULT_RUNS_DIR) -> None:
-    """Show a run's metrics, and write report.html with their curves to its directory."""
-    from flows.cli.report import render_table, write_html
-    from infra.storage.runs import RunDirectory
+def report(
+    runs: Annotated[list[str], typer.Argument(help="A run's id or directory; several are compared.", metavar="RUN...")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; default: report.html in the run, or comparison.html beside the runs.")
+    ] = None,
+    runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
+) -> None:
+    """Show a run's metrics, and write a page with its curves, timeline and rows; or compare several runs."""
+    from flows.cli.report import write_pages
 
-    directory = RunDirectory.open(run, runs_dir)
-    if not directory.metrics.steps():
-        raise RunError(
-            f"run {directory.run_id} has no finished steps to report; resume with: sluice resume {directory.argument}"
-        )
-    console.print(render_table(directory))
-    console.print(f"wrote {write_html(directory)}", soft_wrap=True)
+    write_pages(console, runs, runs_dir, out)
+
+
+@app.command()
+def runs(
+    runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value.")] = False,
+) -> None:
+    """List the runs: whether they are running, finished or stopped, and how far they have come."""
+    from flows.cli.report import print_runs
+
+    print_runs(console, runs_dir, as_json=as_json)
 
 
 @app.command()
@@ -260,17 +274,7 @@ def bench(
     run_benchmark(console, name, context.args)
 
 
-@app.command()
-def down(
-    services_dir: Annotated[str, typer.Option(help="Folder with the services' state.")] = ".sluice",
-) -> None:
-    """Stop the local Prefect server and Ray that earlier commands started here."""
-    from infra.services.local import LocalServices
+def _load(config: str, overrides: list[str]) -> "RunConfig":
+    from schemas.config.load import load_config
 
-    stopped = LocalServices(Path(services_dir)).stop()
-    console.print(f"stopped: {', '.join(stopped)}" if stopped else "no local service was running")
-
-
-def _load(config: str, overrides: list[str]) -> RunConfig:
-    built_in = CONFIGS / f"{config}.toml"
-    return load_config(built_in if built_in.exists() and not Path(config).exists() else Path(config), overrides)
+    return load_config(find_config(config), overrides)

@@ -74,7 +74,7 @@ def measure_step(config: RunConfig, shape: LengthShape = "lognormal", fill: floa
     """Simulate a step and return its footprint. Every response token counts as trained.
 
     Args:
-        config: The run, checked by `flows.cli.preflight.check`.
+        config: The run, checked by `flows.preflight.check`.
         shape: The distribution of the response lengths, see `simulate.draw_lengths`.
         fill: The mean response length, as a fraction of `rollout.max_response_tokens`; above 0, at most 1.
 

@@ -1,41 +1,60 @@
 """The entry point of the `sluice` command, with its error messages and exit codes."""
 
-import sys
 from typing import NoReturn
 
 from rich.console import Console
 
+from flows.cli import service_commands  # noqa: F401  adds its commands
 from flows.cli.commands import app
 from flows.cli.installation import explain_import_error
+from flows.exit import exit_process
 from infra.ray.module_path import append_working_directory
-from schemas.errors import PipelineError, UserError
+from schemas.errors import PipelineError, UserError, describe
 
 USER_ERROR, PIPELINE_ERROR = 2, 1
+SERVICES = ("httpx", "prefect", "ray", "torch")  # the modules of the errors of services and devices
 
 errors = Console(stderr=True)
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Run the command; print a one-line message for an error that the user can fix, or that stopped a run."""
     append_working_directory()  # a reward function may be next to the config
+    exit_process(_run_command())
+
+
+def _run_command() -> int:
+    """Run the command; return its exit code."""
     try:
-        app()
+        app()  # ends in SystemExit
+        return 0
+    except SystemExit as ended:
+        return int(ended.code or 0)
     except UserError as error:
-        _exit_with(error)
+        return _report("error", str(error), error, USER_ERROR)
     except ImportError as error:
         if (reason := explain_import_error(error)) is None:
             raise
-        _exit_with(reason)
+        return _report("error", str(reason), error, USER_ERROR)
     except PipelineError as error:
-        errors.print(
-            f"stopped: {type(error).__name__}: {error}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
-        sys.exit(PIPELINE_ERROR)
+        message = " ".join(f"{type(error).__name__}: {error}".split())  # Ray's messages have several lines
+        return _report("stopped", message, error, PIPELINE_ERROR)
+    except Exception as error:
+        if not _is_expected(error):
+            raise
+        return _report("stopped", describe(error), error, PIPELINE_ERROR)
 
 
-def _exit_with(error: UserError) -> NoReturn:
-    errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-    sys.exit(USER_ERROR)
+def _is_expected(error: Exception) -> bool:
+    """Return whether the world may cause an error, not only a bug; a run's log has the traceback of either."""
+    return hasattr(error, "__notes__") or isinstance(error, OSError) or type(error).__module__.startswith(SERVICES)
+
+
+def _report(outcome: str, message: str, error: Exception, code: int) -> int:
+    """Print an error with its notes, which name the log and the command that resumes the run, on one line."""
+    line = "; ".join([f"{outcome}: {message}", *getattr(error, "__notes__", ())])
+    errors.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+    return code
 
 
 if __name__ == "__main__":

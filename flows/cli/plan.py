@@ -5,8 +5,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.cli.footprint import Footprint, measure_step
-from flows.cli.preflight import check
 from flows.cli.simulate import LengthShape
+from flows.preflight import check
 from schemas.config.run import RunConfig
 
 

@@ -2,17 +2,20 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 
-from infra.services.local import LocalServices, prefect_responds
+from flows.exit import deliver_events
+from flows.server import call_through_outages
+from infra.services.local import LocalServices
+from infra.services.prefect_api import check_prefect_api
+from infra.services.watchdog import prefect_kept_running
 from schemas.config.runtime import RuntimeConfig
-from schemas.errors import ServiceError
 
 Result = TypeVar("Result")
 
@@ -24,6 +27,8 @@ ENGINE_LOGGERS = (
     "prefect.flow_engine",
     "prefect.task_engine",
 )
+# Of an outage of the server, which a run reports on one line; they would report each event and each batch of logs.
+DELIVERY_LOGGERS = ("prefect.events", "prefect._internal", "EventsWorker", "APILogWorker")
 
 
 @contextmanager
@@ -32,30 +37,36 @@ def prefect_session(runtime: RuntimeConfig, console: Console) -> Iterator[None]:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     api_url = runtime.prefect_api_url or PREFECT_API_URL.value()
-    if api_url is not None and not prefect_responds(api_url):
-        raise ServiceError(
-            f"no Prefect API responds at {api_url}; check runtime.prefect_api_url and PREFECT_API_URL, or unset both "
-            "to start a local server"
-        )
+    if api_url is not None:
+        check_prefect_api(api_url)
     services = LocalServices(Path(runtime.services_dir))
     with console.status("starting the local services"):
         services.start(prefect=api_url is None, ray=runtime.ray_address is None)
     api_url = api_url or services.prefect_api_url
-    with temporary_settings({PREFECT_API_URL: api_url}):
-        console.print(f"Prefect UI: [bold]{str(api_url).removesuffix('/api')}[/bold]")
+    assert api_url is not None
+    with temporary_settings({PREFECT_API_URL: api_url}), ExitStack() as stack:
+        console.print(f"Prefect UI: [bold]{api_url.removesuffix('/api')}[/bold]")
         _log_to(console)
+        if api_url == services.prefect_api_url:
+            stack.enter_context(prefect_kept_running(services))
+        stack.callback(deliver_events, api_url)
         yield
 
 
-def run_flow(flow_run: Coroutine[Any, Any, Result]) -> Result:
-    """Run a flow to completion; Ctrl-C cancels it, so that it can clean up."""
-    return asyncio.run(flow_run)
+def run_flow(flow: Callable[[], Awaitable[Result]], runtime: RuntimeConfig) -> Result:
+    """Run a flow to completion, through outages of the Prefect server; Ctrl-C cancels it, so that it can clean up.
+
+    Raises:
+        ServerLostError: The server did not respond again in time.
+    """
+    return asyncio.run(call_through_outages(flow, runtime.prefect_patience_seconds))
 
 
 def _log_to(console: Console) -> None:
     """Print Sluice's own log lines and other packages' warnings; Prefect's state messages are only in its UI."""
     import prefect.main  # noqa: F401  sets up logging when first imported, so ours must be set up after it
 
+    logging.raiseExceptions = False  # otherwise Prefect prints several lines for logs that the server doesn't take
     root = logging.getLogger()
     root.handlers = [handler for handler in root.handlers if not isinstance(handler, PrefectConsoleHandler)]
     root.addHandler(_ConsoleHandler(console))
@@ -71,7 +82,7 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         own = record.pathname.startswith(self._own)
-        if not own and record.name.startswith(ENGINE_LOGGERS):
+        if not own and record.name.startswith((*ENGINE_LOGGERS, *DELIVERY_LOGGERS)):
             return
         if record.levelno >= logging.WARNING:
             self._console.print(

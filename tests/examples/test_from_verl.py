@@ -113,7 +113,9 @@ def _value(config: RunConfig, key: str) -> object:
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
-    return list(value) if isinstance(value, tuple) else value
+    if not isinstance(value, tuple):
+        return value
+    return [item.model_dump(exclude_none=True) if isinstance(item, BaseModel) else item for item in value]
 
 
 def _default(key: str, field: FieldInfo) -> object:

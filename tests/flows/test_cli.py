@@ -1,6 +1,8 @@
 """What a user who made a mistake sees: one clear line, exit code 2, and nothing started."""
 
 import json
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -156,6 +158,7 @@ def test_data_that_is_held_out_stays_out(sluice: Command, folder: Path) -> None:
         ["eval"],
         ["inspect"],
         ["report"],
+        ["runs"],
         ["plan"],
         ["export"],
         ["down"],
@@ -187,3 +190,13 @@ def test_the_benchmarks_are_listed(sluice: Command) -> None:
 def test_benchmarks_without_a_checkout(sluice: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
     assert_rejected(sluice("bench", "train"), "benchmarks need a checkout and the extra `bench`")
+
+
+HEAVY = ("pydantic", "numpy", "pyarrow", "prefect", "ray", "torch", "transformers")
+
+
+def test_help_imports_only_what_it_needs() -> None:
+    code = f"import sys, flows.cli.main; print(set(sys.modules) & set({HEAVY}))"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
+from flows.built_in import CONFIGS
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
-
-CONFIGS = Path(__file__).parents[2] / "flows" / "configs"
 
 # What tells the methods apart, by the papers; a field that a kind lacks is not listed.
 METHODS: dict[str, dict[str, Any]] = {

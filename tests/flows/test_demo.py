@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.cli.commands import CONFIGS
+from flows.built_in import CONFIGS
 from flows.cli.demo import TINY, demo_overrides, work_out, write_files
 from rl_core.rewards import RewardItem, load_reward, score_all
 from schemas.config.load import load_config

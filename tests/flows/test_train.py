@@ -1,24 +1,27 @@
 """A whole run through the command, on a real Prefect server and a real Ray."""
 
-import asyncio
 import json
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
-from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterId,
     FlowRunFilter,
+    FlowRunFilterId,
     FlowRunFilterName,
+    LogFilter,
+    LogFilterFlowRunId,
 )
 from prefect.client.schemas.schedules import CronSchedule
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.storage.runs import RunDirectory
 from schemas.metric_catalog import metric_spec, metrics_of
-from schemas.step import RunSummary, StoredBatch
+from schemas.step import RunSummary
+from tests.browser import PHONE, open_browser
 from tests.progress import wait_until
 from tests.services import Workplace
 
@@ -43,7 +46,8 @@ def printed(workplace: Workplace) -> str:
     """Return the output of a run whose reward fails for half of the samples."""
     return workplace.python(
         *("-P", "-c", COUNTED_COMMAND, "train", "tiny.toml", f"steps={STEPS}", "--run-id", RUN_ID),
-        *("reward.path=tiny_rewards:sometimes", "reward.max_failure_fraction=0.9", "runtime.tensorboard=true"),
+        *("reward.path=tiny_rewards:sometimes", "reward.max_failure_fraction=0.9", 'monitors=[{kind="tensorboard"}]'),
+        *("data.max_prompt_tokens=9", "data.overlong=drop"),
     )
 
 
@@ -100,14 +104,15 @@ def test_a_reward_that_raises_is_counted_and_masked(directory: RunDirectory) -> 
 
 def test_a_reward_that_always_raises_stops_the_run_and_says_how_to_go_on(workplace: Workplace) -> None:
     printed = workplace.sluice(
-        *("train", "tiny.toml", "--run-id", "failing", "data.eval_path=train.parquet"),
+        *("train", "tiny.toml", "--run-id", "failing", "data.eval_path=train.parquet", "kl.coef=0"),
         *("reward.path=tiny_rewards:sometimes", "reward.max_failure_fraction=0.01"),
         exit_code=1,
     )
     assert "RewardFailureError" in printed
     assert "no opinion on odd answers" in printed
-    assert "resume with: sluice resume failing" in printed
+    assert printed.endswith("; log: runs/failing/driver.log; resume with: sluice resume failing\n")
     assert "Traceback" not in printed
+    assert "Traceback" in (workplace.folder / "runs/failing/driver.log").read_text()
 
 
 def test_a_ray_that_does_not_answer_is_told_at_once(workplace: Workplace) -> None:
@@ -118,24 +123,13 @@ def test_a_ray_that_does_not_answer_is_told_at_once(workplace: Workplace) -> Non
 
 def test_report_eval_and_resume_of_a_finished_run(workplace: Workplace, directory: RunDirectory) -> None:
     assert "is complete: 2 of 2 steps" in workplace.sluice("resume", RUN_ID)
+    assert (directory.path / "report.html").exists()  # written at the end of the run
     assert "report.html" in workplace.sluice("report", RUN_ID)
-    page = (directory.path / "report.html").read_text()
-    assert page.count("<svg") >= 3
-    assert "http" not in page.replace("http://127.0.0.1", "")  # one file, nothing to fetch
+    listed = {run["run_id"]: run for run in json.loads(workplace.sluice("runs", "--json"))}
+    assert (listed[RUN_ID]["state"], listed[RUN_ID]["step"]) == ("finished", STEPS)
     evaluated = workplace.sluice("eval", RUN_ID, "eval.samples_per_prompt=2", "eval.temperature=1.0")
     assert "policy version 2: accuracy" in evaluated
     assert "tiny: mean@2" in evaluated
-
-
-def api(workplace: Workplace, question):  # type: ignore[no-untyped-def]
-    """Ask the workplace's Prefect server."""
-
-    async def ask():  # type: ignore[no-untyped-def]
-        async with get_client() as client:
-            return await question(client)
-
-    with temporary_settings({PREFECT_API_URL: workplace.services.prefect_api_url}):
-        return asyncio.run(ask())
 
 
 def test_the_ui_has_named_runs_and_artifacts(workplace: Workplace, printed: str) -> None:
@@ -145,11 +139,12 @@ def test_the_ui_has_named_runs_and_artifacts(workplace: Workplace, printed: str)
         chosen = FlowRunFilter(name=FlowRunFilterName(any_=names))
         return await client.read_flow_runs(flow_run_filter=chosen), await client.read_artifacts()
 
-    runs, artifacts = api(workplace, question)
+    runs, artifacts = workplace.ask(question)
     assert {run.name: run.state_name for run in runs} == dict.fromkeys(names, "Completed")
     kinds = {(artifact.type, artifact.key) for artifact in artifacts if (artifact.key or "").startswith(RUN_ID)}
     assert kinds == {
         ("progress", f"{RUN_ID}-progress"),
+        ("markdown", f"{RUN_ID}-summary"),
         ("table", f"{RUN_ID}-samples"),
         ("table", f"{RUN_ID}-eval"),
     }
@@ -158,21 +153,36 @@ def test_the_ui_has_named_runs_and_artifacts(workplace: Workplace, printed: str)
     assert {"mean@1", "best@1", "maj@1", "reward"} <= set(table[0])
 
 
-def test_what_the_ledger_holds_is_small_and_plain(workplace: Workplace) -> None:
-    run = workplace.run("looked-at")
-    driver = workplace.start("train", "tiny.toml", "--run-id", run.run_id)
-    driver.wait_for(lambda: run.committed(1, "advantage"))
-    driver.kill()
-    entries = list(run.step_ledger(1).glob("*"))
-    assert {entry.name.split("-")[0] for entry in entries} >= {"rollout", "put", "logprob", "reference", "advantage"}
-    for entry in entries:
-        record = json.loads(entry.read_text())  # JSON throughout: no tensor, table or object reference
-        assert len(entry.read_bytes()) < 20_000
-        assert "ObjectRef" not in entry.read_text()
-        assert record["metadata"]["serializer"]["type"] == "json"
-    put = json.loads(next(entry for entry in entries if entry.name.startswith("put")).read_text())
-    handle = json.loads(put["result"]) if isinstance(put["result"], str) else put["result"]
-    assert StoredBatch.model_validate(handle["data"]).batch.columns[:2] == ("prompt_ids", "response_ids")
+def test_the_ui_shows_the_curves_and_links_to_the_report(
+    workplace: Workplace, directory: RunDirectory, tmp_path: Path
+) -> None:
+    found = {artifact.key: artifact for artifact in workplace.ask(lambda client: client.read_artifacts())}
+    address = str(workplace.services.prefect_api_url).removesuffix("/api")
+    with open_browser(tmp_path) as page:
+        page.open(f"{address}/artifacts/artifact/{found[f'{RUN_ID}-progress'].id}")
+        page.wait_for("document.querySelector('img[src^=\"data:image/svg\"]')?.naturalWidth > 0")
+        assert f"{STEPS} of {STEPS} steps" in page.text()
+        assert "groups/zero_variance" in page.text()
+        page.open(f"{address}/artifacts/artifact/{found[f'{RUN_ID}-summary'].id}")
+        page.wait_for("document.body.innerText.includes('tokens per second')")
+        page.resize(PHONE)
+        assert page.overflow() <= 0
+        assert str(directory.path / "report.html") in page.text()
+
+
+def test_log_lines_of_workers_are_at_the_task_that_called_them(workplace: Workplace, printed: str) -> None:
+    async def question(client: PrefectClient):  # type: ignore[no-untyped-def]
+        chosen = FlowRunFilter(name=FlowRunFilterName(any_=[RUN_ID]))
+        (run,) = await client.read_flow_runs(flow_run_filter=chosen)
+        logs = await client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])))
+        tasks = await client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
+        return logs, {task.id: task.name for task in tasks}
+
+    logs, tasks = workplace.ask(question)
+    lines = [log for log in logs if log.message.startswith("rollout-0: computing on")]
+    assert {tasks[line.task_run_id].partition("-")[0] for line in lines} == {"start"}
+    assert "computing on" not in printed  # the terminal gets only their warnings
+    assert "warning: rollout-0: train.parquet: dropped 2 of 12 rows" in printed
 
 
 def test_a_scheduled_deployment_gets_its_runs(workplace: Workplace, printed: str) -> None:
@@ -183,13 +193,13 @@ def test_a_scheduled_deployment_gets_its_runs(workplace: Workplace, printed: str
         schedule = DeploymentScheduleCreate(schedule=CronSchedule(cron="0 * * * *", timezone="UTC"), active=True)
         return await client.create_deployment(flow_id, "hourly", schedules=[schedule])
 
-    deployment = api(workplace, deploy)
+    deployment = workplace.ask(deploy)
 
     async def scheduled(client: PrefectClient):  # type: ignore[no-untyped-def]
         return await client.read_flow_runs(deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment])))
 
-    wait_until(lambda: len(api(workplace, scheduled)) >= 2)
-    runs = api(workplace, scheduled)
+    wait_until(lambda: len(workplace.ask(scheduled)) >= 2)
+    runs = workplace.ask(scheduled)
     times = sorted(run.expected_start_time for run in runs)
     assert times[1] - times[0] == timedelta(hours=1)
     assert {run.state_name for run in runs} == {"Scheduled"}

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
-from flows.cli.evaluate import evaluate_run
-from flows.cli.export import export_run
 from flows.cli.main import app
-from flows.cli.preflight import check_checkpoint
+from flows.evaluate import evaluate_run
+from flows.export import export_run
+from flows.preflight import check_checkpoint
 from infra.checkpoints.model import load_checkpoint_model
 from infra.checkpoints.retention import best_version
 from infra.checkpoints.shards import file_entry

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flows.cli.installation import broken_companions, explain_import_error
-from flows.cli.preflight import check_stop_tokens, check_store, check_vllm
+from flows.preflight import check_stop_tokens, check_store, check_vllm
 from infra.engines.vllm.package import vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, max_model_len
 from schemas.config.rollout import VllmRollout

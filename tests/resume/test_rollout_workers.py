@@ -6,7 +6,8 @@ import pytest
 
 from schemas.metric_catalog import metric_spec
 from schemas.rollout import RolloutHandle
-from tests.services import Command, Run, Workplace
+from tests.run_results import Run
+from tests.services import Command, Workplace
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from flows.cli.preflight import check
+from flows.preflight import check
 from infra.checkpoints.model import write_model_folder
 from infra.checkpoints.store import open_checkpoints
 from infra.storage.runs import RunDirectory

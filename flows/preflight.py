@@ -13,6 +13,7 @@ from infra.engines.vllm.sizes import cache_bytes_per_sequence
 from infra.models.load import build_meta_model, load_tokenizer, max_positions
 from infra.models.lora import add_adapter, require_peft
 from infra.monitors import require_monitors
+from infra.ray.tracing import require_tracing
 from infra.storage.runs import RunDirectory
 from rl_core.rewards import load_reward
 from schemas.config.rollout import VllmRollout
@@ -42,6 +43,7 @@ def check(config: RunConfig) -> None:
     if config.model.lora is not None:
         require_peft()
     require_monitors(config)
+    require_tracing(config)
 
 
 def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:

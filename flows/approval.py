@@ -1,0 +1,83 @@
+"""Approval by a person: the run pauses after a step beyond a configured limit, and asks in the Prefect UI."""
+
+from itertools import count
+from typing import Literal
+
+from prefect import get_run_logger
+from prefect.exceptions import FlowPauseTimeout
+from prefect.flow_runs import apause_flow_run
+from prefect.input import RunInput
+from prefect.runtime import flow_run
+from prefect.states import Running
+from pydantic import Field
+
+from flows.flow_run import set_state
+from flows.server import call_through_outages
+from flows.summary import flow_run_url
+from infra.storage.decisions import Decision
+from infra.storage.runs import RunDirectory
+from schemas.errors import RunStoppedError
+from schemas.step import RunHandle, StepReport
+
+POLL_SECONDS = 2  # between two looks for an answer
+
+
+class Approval(RunInput):
+    """The form that the Prefect UI shows for a paused run."""
+
+    decision: Literal["continue", "stop", "lower the learning rate"] = Field(
+        default="continue", description="How the run goes on. A stopped run can be resumed later."
+    )
+    learning_rate_factor: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="With 'lower the learning rate': the factor on it, for the rest of the run.",
+    )
+
+
+async def ask_for_approval(run: RunHandle, report: StepReport) -> None:
+    """If a finished step exceeds a limit of `runtime.approve_when`, pause until somebody decides how the run goes on.
+
+    Workers and weights stay meanwhile. The decision is written to the run directory, and a step is asked about once.
+
+    Raises:
+        RunStoppedError: The decision is to stop, or nobody answered in time.
+    """
+    decisions = RunDirectory.of(run).decisions
+    exceeded = [limit for limit in run.config.runtime.approve_when if limit.is_exceeded(report.metrics)]
+    if not exceeded or report.step in decisions.load():
+        return
+    reason = ", ".join(f"{limit} ({limit.metric} is {report.metrics[limit.metric]:.4g})" for limit in exceeded)
+    get_run_logger().warning("paused after step %d: %s; answer at %s", report.step + 1, reason, flow_run_url())
+    runtime, attempts = run.config.runtime, count()
+    answer = await call_through_outages(
+        lambda: _ask(report, reason, runtime.approval_timeout_seconds, next(attempts)), runtime.prefect_patience_seconds
+    )
+    lowers = answer.decision == "lower the learning rate"
+    decision = Decision(
+        step=report.step,
+        reason=reason,
+        lr_factor=answer.learning_rate_factor if lowers else 1.0,
+        stops=answer.decision == "stop",
+    )
+    decisions.add(decision)
+    if decision.stops:
+        raise RunStoppedError(f"stopped on request after step {report.step + 1}: {reason}")
+    get_run_logger().info("decided after step %d: %s", report.step + 1, answer.decision)
+
+
+async def _ask(report: StepReport, reason: str, timeout_seconds: int, attempt: int) -> Approval:
+    if attempt:  # the server was lost in the one before, and can't pause what it has paused
+        await set_state(Running())
+    form = Approval.with_initial_data(
+        description=f"After step {report.step + 1}: **{reason}**. How should the run go on?"
+    )
+    # The key differs in each attempt: an earlier pause with the same key would count as answered.
+    key = f"step-{report.step}-{flow_run.run_count}-{attempt}"
+    try:
+        return await apause_flow_run(wait_for_input=form, timeout=timeout_seconds, poll_interval=POLL_SECONDS, key=key)
+    except FlowPauseTimeout:
+        raise RunStoppedError(
+            f"nobody decided within {timeout_seconds} s how to go on after step {report.step + 1}: {reason}"
+        ) from None

@@ -1,0 +1,188 @@
+"""`sluice serve` and `sluice deploy`: runs that are started from the Prefect UI, on a schedule or by an automation."""
+
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.objects import WorkPool
+from prefect.exceptions import ObjectNotFound
+from prefect.runner import Runner
+from prefect.schedules import Schedule
+from rich.console import Console
+
+from flows.cli.session import prefect_session
+from flows.deployments.automations import Automations, find_block
+from flows.deployments.register import OTHER_OFFERS, Offer, load_configs, parse_schedule, train_offers
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError, ServiceError
+
+# The working directory must not come first on the module path, where a user's own modules would shadow Sluice's.
+RUN_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
+HEARTBEAT_SECONDS = 30  # of the runs in a work pool, so that a lost machine is noticed
+IMAGE_POOLS = ("docker", "kubernetes")  # the types of work pools that run containers
+
+
+class Request(NamedTuple):
+    """What is to be deployed.
+
+    Attributes:
+        configs: The config files or built-in configs.
+        overrides: Changes to all of them.
+        cron: When a run of each is started; None: on request only.
+        timezone: The schedule's time zone.
+    """
+
+    configs: Sequence[str]
+    overrides: Sequence[str]
+    cron: str | None
+    timezone: str
+
+
+class Reactions(NamedTuple):
+    """The automations that are created with a deployment; crashed runs are always resumed, collapsed ones suspended.
+
+    Attributes:
+        notify: A notification block, TYPE/NAME, for stalled runs; None: no notification.
+        stalled_minutes: Minutes without a finished step after which a run is stalled.
+        evaluate: Whether every checkpoint is evaluated.
+        export_to: The folder under which every checkpoint is exported; None: none is.
+    """
+
+    notify: str | None
+    stalled_minutes: float
+    evaluate: bool
+    export_to: str | None
+
+
+def serve(console: Console, request: Request, limit: int) -> None:
+    """Create deployments of the configs, and run in this process, until it is stopped, what Prefect starts of them.
+
+    Args:
+        console: The terminal.
+        request: What is to be deployed.
+        limit: The number of flow runs at the same time; runs of one GPU pool take turns anyway.
+
+    Raises:
+        UserError: A config, the schedule or a service is refused; nothing was started.
+    """
+    schedule, configs = _check(console, request)
+    os.environ.update(RUN_ENVIRONMENT)
+    with prefect_session(next(iter(configs.values())).runtime, console):
+        offers = [*train_offers(request.configs, request.overrides, schedule), *OTHER_OFFERS]
+        asyncio.run(_serve(console, offers, limit))
+
+
+async def _serve(console: Console, offers: Sequence[Offer], limit: int) -> None:
+    runner = Runner(limit=limit)
+    for offer in offers:
+        await runner.aadd_flow(offer.flow, **offer.arguments())
+        console.print(f"deployment {offer}", highlight=False)
+    console.print("serving until stopped (Ctrl-C)")
+    await runner.start()
+
+
+def deploy(console: Console, request: Request, work_pool: str, image: str | None, reactions: Reactions) -> None:
+    """Create deployments of the configs, with automations, whose runs the workers of a work pool start.
+
+    Args:
+        console: The terminal.
+        request: What is to be deployed.
+        work_pool: The work pool, which must exist.
+        image: The image, for a docker or kubernetes work pool.
+        reactions: The automations.
+
+    Raises:
+        UserError: A config, the schedule, the work pool or a block is refused; nothing was created.
+    """
+    schedule, configs = _check(console, request)
+    with prefect_session(next(iter(configs.values())).runtime, console):
+        asyncio.run(_deploy(console, request, schedule, work_pool, image, reactions))
+        console.print(f"start a worker, if none runs: prefect worker start --pool {work_pool}", highlight=False)
+
+
+async def _deploy(
+    console: Console,
+    request: Request,
+    schedule: Schedule | None,
+    work_pool: str,
+    image: str | None,
+    reactions: Reactions,
+) -> None:
+    async with get_client() as client:
+        settings = _settings(await _find_pool(client, work_pool), image)
+        block = await find_block(client, reactions.notify) if reactions.notify else None
+    others = {offer.flow.name: await _apply(console, offer, settings) for offer in OTHER_OFFERS}
+    for offer in train_offers(request.configs, request.overrides, schedule):
+        automations = Automations(offer.name, await _apply(console, offer, settings))
+        await _automate(automations, reactions, block, others)
+
+
+async def _apply(console: Console, offer: Offer, settings: Mapping[str, Any]) -> UUID:
+    deployment = await offer.flow.ato_deployment(**offer.arguments(), **settings)
+    console.print(f"deployment {offer}", highlight=False)
+    return await deployment.aapply()
+
+
+async def _automate(
+    automations: Automations, reactions: Reactions, block: UUID | None, others: Mapping[str, UUID]
+) -> None:
+    await automations.resume_when_crashed()
+    await automations.crash_when_silent(HEARTBEAT_SECONDS)
+    await automations.suspend_on_collapse()
+    if block is not None:
+        await automations.notify_when_stalled(reactions.stalled_minutes, block)
+    if reactions.evaluate:
+        await automations.run_on_checkpoint("evaluate", others["evaluate"], {})
+    if reactions.export_to is not None:
+        step = "{{ event.payload.step }}"
+        out = f"{reactions.export_to}/{{{{ event.payload.run_id }}}}-{step}"
+        await automations.run_on_checkpoint("export", others["export"], {"out": out, "step": step})
+
+
+async def _find_pool(client: PrefectClient, name: str) -> WorkPool:
+    """Return a work pool.
+
+    Raises:
+        ServiceError: The server has no such work pool.
+    """
+    try:
+        return await client.read_work_pool(name)
+    except ObjectNotFound:
+        pools = ", ".join(sorted(pool.name for pool in await client.read_work_pools())) or "none"
+        raise ServiceError(
+            f"the Prefect server has no work pool {name!r} (it has: {pools}); create it with: "
+            f"prefect work-pool create {name} --type process"
+        ) from None
+
+
+def _settings(pool: WorkPool, image: str | None) -> dict[str, Any]:
+    """Return the settings of deployments in a work pool.
+
+    Raises:
+        ConfigError: The pool runs containers and `image` is missing, or the reverse.
+    """
+    environment = RUN_ENVIRONMENT | {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
+    if (pool.type in IMAGE_POOLS) != (image is not None):
+        problem = "needs" if image is None else "takes no"
+        raise ConfigError(f"the work pool {pool.name!r} of type {pool.type} {problem} --image")
+    command = [sys.executable, "-P", "-m", "flows.deployments.execute"]
+    local = {"working_dir": os.getcwd(), "command": shlex.join(command)}
+    place = {"image": image} if image is not None else local if pool.type == "process" else {}
+    return {"work_pool_name": pool.name, "job_variables": {"env": environment, **place}}
+
+
+def _check(console: Console, request: Request) -> tuple[Schedule | None, dict[str, RunConfig]]:
+    """Return the schedule and the configs, all checked."""
+    schedule = parse_schedule(request.cron, request.timezone)
+    configs = load_configs(request.configs, request.overrides)
+    from flows.preflight import check  # not at the top: torch is imported with it
+
+    for name, config in configs.items():
+        with console.status(f"checking {name}: model, data and reward"):
+            check(config)
+    return schedule, configs

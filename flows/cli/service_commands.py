@@ -1,0 +1,69 @@
+"""The commands around services: local ones, and deployments for the Prefect UI. See `commands` for their imports."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.commands import app, console
+
+ConfigsArgument = Annotated[
+    list[str], typer.Argument(help="TOML files, or names of built-in ones.", metavar="CONFIG...")
+]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="A change to every config, KEY=VALUE; may be repeated.")
+]
+CronOption = Annotated[
+    str | None,
+    typer.Option(help="Start a run of each config by this schedule, e.g. '0 2 * * *' for every night at two."),
+]
+TimezoneOption = Annotated[str, typer.Option(help="The schedule's time zone, e.g. Europe/Berlin.")]
+
+
+@app.command()
+def serve(
+    configs: ConfigsArgument,
+    overrides: SetOption = None,
+    cron: CronOption = None,
+    timezone: TimezoneOption = "UTC",
+    limit: Annotated[int, typer.Option(help="Flow runs at the same time; runs of one GPU pool take turns.", min=1)] = 8,
+) -> None:
+    """Offer configs as deployments in the Prefect UI, and run on this machine what is started there or scheduled."""
+    from flows.cli.deployments import Request, serve
+
+    serve(console, Request(configs, overrides or [], cron, timezone), limit)
+
+
+@app.command()
+def deploy(
+    configs: ConfigsArgument,
+    pool: Annotated[str, typer.Option(help="The work pool, whose workers start the runs.")],
+    overrides: SetOption = None,
+    cron: CronOption = None,
+    timezone: TimezoneOption = "UTC",
+    image: Annotated[str | None, typer.Option(help="The image, for a docker or kubernetes work pool.")] = None,
+    notify: Annotated[
+        str | None, typer.Option(help="A notification block for stalled runs, TYPE/NAME, e.g. slack-webhook/team.")
+    ] = None,
+    stalled_minutes: Annotated[
+        float, typer.Option(help="Minutes without a finished step after which a run is stalled.", min=0.2)
+    ] = 30,
+    evaluate: Annotated[bool, typer.Option("--evaluate", help="Evaluate every checkpoint.")] = False,
+    export_to: Annotated[str | None, typer.Option(help="Export every checkpoint under this folder.")] = None,
+) -> None:
+    """Create deployments of configs in a Prefect work pool; crashed runs are resumed, collapsed ones suspended."""
+    from flows.cli.deployments import Reactions, Request, deploy
+
+    request = Request(configs, overrides or [], cron, timezone)
+    deploy(console, request, pool, image, Reactions(notify, stalled_minutes, evaluate, export_to))
+
+
+@app.command()
+def down(
+    services_dir: Annotated[str, typer.Option(help="Folder with the services' state.")] = ".sluice",
+) -> None:
+    """Stop the local Prefect server and Ray that earlier commands started here."""
+    from infra.services.local import LocalServices
+
+    stopped = LocalServices(Path(services_dir)).stop()
+    console.print(f"stopped: {', '.join(stopped)}" if stopped else "no local service was running")

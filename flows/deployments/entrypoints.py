@@ -1,0 +1,172 @@
+"""The flows that deployments run. Their parameters are flat and described: the Prefect UI makes its forms from them.
+
+Each fails with one line if its input is refused; the Prefect UI shows that line as the state's message.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import ParamSpec
+
+from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Failed
+
+from flows.artifacts import show_evaluation
+from flows.built_in import find_config
+from flows.cancellation import cancellable
+from flows.deployments.pool import hold_pool
+from flows.flow_run import rename_flow_run
+from flows.summary import finished_summary
+from flows.train import own_run_id, train_policy
+from infra.ray.module_path import append_working_directory
+from infra.storage.runs import RunDirectory
+from schemas.config.folders import DEFAULT_RUNS_DIR
+from schemas.config.load import load_config
+from schemas.config.run import RunConfig
+from schemas.errors import PipelineError, describe
+
+P = ParamSpec("P")
+
+
+def _one_line_failure(function: Callable[P, Awaitable[State]]) -> Callable[P, Awaitable[State]]:
+    """Return `function` with its errors as a failed state, whose message says what and where in one line."""
+
+    @wraps(function)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> State:
+        append_working_directory()  # a reward function may be next to the config
+        try:
+            return await function(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  any error is the state's message, in one line
+            message = "; ".join((describe(error), *getattr(error, "__notes__", ())))
+            get_run_logger().error(message, exc_info=not isinstance(error, PipelineError))
+            return Failed(message=message)
+
+    return run
+
+
+@flow(name="train", persist_result=False)
+@_one_line_failure
+async def train(config: str, overrides: tuple[str, ...] = (), run_id: str | None = None, note: str = "") -> State:
+    """Start a GRPO run, or resume it: a retry of this flow run continues the same run exactly.
+
+    Args:
+        config: A TOML file, relative to the deployment's folder, or the name of a built-in config.
+        overrides: Changes to the config, one `section.key=value` each, e.g. `optim.lr=1e-4`.
+        run_id: The run's id. If a run of this id exists, it is resumed. Default: made from the config's name.
+        note: Free text for people, e.g. why this run was started.
+    """
+    run_config = _run_config(config, overrides, run_id, note)
+    run_id = run_id or own_run_id(run_config.name)
+    await rename_flow_run(run_id)
+    if (finished := finished_summary(run_config, run_id)) is not None:
+        return Completed(message=f"run {run_id} was complete already: {finished.steps} of {run_config.steps} steps")
+    from flows.preflight import check  # not at the top: torch is imported with it
+
+    check(run_config)
+    return await cancellable(_train_in_turn(run_config, run_id))
+
+
+@flow(name="evaluate", flow_run_name="evaluate-{run}", persist_result=False)
+@_one_line_failure
+async def evaluate(
+    run: str,
+    overrides: tuple[str, ...] = (),
+    data_path: str | None = None,
+    num_prompts: int | None = None,
+    runs_dir: str = DEFAULT_RUNS_DIR,
+) -> State:
+    """Measure the held-out accuracy of a run's newest checkpoint.
+
+    Args:
+        run: The run's id or directory.
+        overrides: Changes to the config for this evaluation, e.g. `eval.samples_per_prompt=8`.
+        data_path: A prompt file. Default: the run's eval file.
+        num_prompts: The maximum number of prompts. Default: the config's.
+        runs_dir: The folder that holds the runs.
+    """
+    from flows.evaluate import evaluate_run  # not at the top: torch is imported with it
+
+    directory = RunDirectory.open(run, runs_dir)
+    report = evaluate_run(directory, data_path, num_prompts, overrides)
+    await show_evaluation(directory.run_id, report)
+    return Completed(message=f"policy version {report.policy_version}: accuracy {report.accuracy:.3f}")
+
+
+@flow(name="export", flow_run_name="export-{run}", persist_result=False)
+@_one_line_failure
+async def export(
+    run: str,
+    out: str,
+    step: int | None = None,
+    best: bool = False,
+    dtype: str | None = None,
+    runs_dir: str = DEFAULT_RUNS_DIR,
+) -> State:
+    """Write a checkpoint of a run as a Hugging Face folder.
+
+    Args:
+        run: The run's id or directory.
+        out: The folder to write, which must be empty or not exist.
+        step: The checkpoint after this many steps. Default: the newest.
+        best: Whether to export the checkpoint with the best held-out accuracy instead.
+        dtype: float32, bfloat16 or float16. Default: the base model's.
+        runs_dir: The folder that holds the runs.
+    """
+    from flows.export import export_run  # not at the top: torch is imported with it
+
+    directory = RunDirectory.open(run, runs_dir)
+    version = export_run(directory, Path(out), version=step, best=best, dtype=dtype)
+    return Completed(message=f"wrote policy version {version} to {out}")
+
+
+@flow(name="prepare-data", flow_run_name="prepare-data-{task}", persist_result=False)
+@_one_line_failure
+async def prepare_data(
+    task: str,
+    out: str,
+    settings: tuple[str, ...] = (),
+    size: int = 1000,
+    seed: int = 0,
+    exclude: str | None = None,
+) -> State:
+    """Write problems of a reasoning-gym task to a Parquet file.
+
+    Args:
+        task: A reasoning-gym task, e.g. chain_sum.
+        out: The Parquet file to write.
+        settings: The task's own settings, one `key=value` each, e.g. `min_terms=2`.
+        size: The number of problems.
+        seed: The task's seed.
+        exclude: A Parquet file whose problems are skipped.
+    """
+    from infra.datasets.reasoning_gym import parse_settings, write_problems  # not at the top: needs the extra `demo`
+
+    num_rows = write_problems(
+        Path(out),
+        task,
+        size=size,
+        seed=seed,
+        settings=parse_settings(settings),
+        exclude=Path(exclude) if exclude else None,
+    )
+    return Completed(message=f"wrote {num_rows} rows of {task} to {out}")
+
+
+async def _train_in_turn(config: RunConfig, run_id: str) -> State:
+    """Train once the pool has a free slot."""
+    async with hold_pool(config.runtime.pool):
+        summary = await train_policy(config, run_id)
+    return Completed(message=f"{summary.steps} steps, reward {summary.reward_first:.3f} to {summary.reward_last:.3f}")
+
+
+def _run_config(config: str, overrides: Sequence[str], run_id: str | None, note: str) -> RunConfig:
+    """Load the config; a retry continues with the one that its run started with, even if the file has changed.
+
+    Raises:
+        ConfigError: The config is refused.
+    """
+    loaded = load_config(find_config(config), overrides)
+    if run_id is None and (own := RunDirectory.at(loaded, own_run_id(loaded.name))).exists:
+        return own.config()
+    return loaded.replace(note=note) if note else loaded

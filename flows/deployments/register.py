@@ -1,0 +1,104 @@
+"""The deployments of configs: one of `train` for each, and one each of `evaluate`, `export` and `prepare-data`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from prefect import Flow
+from prefect.client.schemas.objects import ConcurrencyLimitConfig
+from prefect.schedules import Cron, Schedule
+from prefect.types.entrypoint import EntrypointType
+
+from flows.built_in import find_config
+from flows.deployments import entrypoints
+from schemas.config.load import load_config
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
+
+TAG = "sluice"
+COMMON = "sluice"  # the name of the deployments that are not of one config
+
+
+class Offer(NamedTuple):
+    """A deployment to be created.
+
+    Attributes:
+        flow: The flow.
+        name: The deployment's name.
+        settings: Further arguments of `Flow.to_deployment` or `Runner.add_flow`.
+    """
+
+    flow: Flow[..., Any]
+    name: str
+    settings: Mapping[str, Any]
+
+    def arguments(self) -> dict[str, Any]:
+        """Return all arguments but the flow."""
+        return {"name": self.name, "tags": [TAG], "entrypoint_type": EntrypointType.MODULE_PATH, **self.settings}
+
+    def __str__(self) -> str:
+        schedule = self.settings.get("schedule")
+        return f"{self.flow.name}/{self.name}{f', cron {schedule.cron!r}' if schedule else ''}"
+
+
+def parse_schedule(cron: str | None, timezone: str) -> Schedule | None:
+    """Return the schedule of a cron expression.
+
+    Raises:
+        ConfigError: The expression or the time zone can't be parsed.
+    """
+    if cron is None:
+        return None
+    try:
+        ZoneInfo(timezone)
+    except (ZoneInfoNotFoundError, ValueError):
+        raise ConfigError(f"--timezone {timezone!r} is not a time zone; give one like UTC or Europe/Berlin") from None
+    try:
+        return Cron(cron, timezone=timezone)
+    except ValueError:
+        raise ConfigError(
+            f"--cron {cron!r} can't be parsed; give minute, hour, day, month and weekday, e.g. '0 2 * * *' for every "
+            "night at two"
+        ) from None
+
+
+def load_configs(names: Sequence[str], overrides: Sequence[str]) -> dict[str, RunConfig]:
+    """Load configs by their deployments' names, which are those of their files.
+
+    Raises:
+        ConfigError: One is refused, or two have the same name.
+    """
+    configs: dict[str, RunConfig] = {}
+    for name in names:
+        deployment = Path(name).stem
+        if deployment in configs:
+            raise ConfigError(
+                f"two configs are named {deployment!r}; rename one: a deployment has the name of its file"
+            )
+        configs[deployment] = load_config(find_config(name), overrides)
+    return configs
+
+
+def train_offers(configs: Sequence[str], overrides: Sequence[str], schedule: Schedule | None) -> list[Offer]:
+    """Return an offer of `train` for each config, with the config's name.
+
+    Args:
+        configs: The config files or built-in configs.
+        overrides: Changes to all of them.
+        schedule: When a run of each is started; None: on request only.
+    """
+    return [
+        Offer(
+            entrypoints.train,
+            Path(config).stem,
+            {"parameters": {"config": config, "overrides": list(overrides)}, "schedule": schedule},
+        )
+        for config in configs
+    ]
+
+
+_OTHERS = (entrypoints.evaluate, entrypoints.export, entrypoints.prepare_data)
+# One run of each at a time, and no process for those that wait: a run may save a checkpoint after each step.
+_ONE_AT_A_TIME = {"concurrency_limit": ConcurrencyLimitConfig(limit=1, collision_strategy="ENQUEUE")}
+OTHER_OFFERS = tuple(Offer(flow, COMMON, _ONE_AT_A_TIME) for flow in _OTHERS)

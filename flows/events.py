@@ -1,0 +1,150 @@
+"""A run's events in Prefect, for automations: typed payloads, in order.
+
+All concern the resource `sluice.run.<run id>`. Prefect adds the flow run and its deployment as related resources, so
+that an automation can act on them.
+"""
+
+from collections import deque
+from statistics import fmean
+from typing import ClassVar
+
+from prefect.events import Event, emit_event
+from pydantic import NonNegativeInt
+
+from schemas.base import Frozen
+from schemas.step import EvalReport, StepReport
+
+WINDOW_STEPS = 10  # over which rewards are averaged
+COLLAPSE_FRACTION = 0.5  # of the best average so far
+
+
+class EventPayload(Frozen):
+    """The payload of one kind of event."""
+
+    event: ClassVar[str]
+
+    run_id: str
+    runs_dir: str
+    step: NonNegativeInt  # finished steps, which is also the policy's version
+
+
+class RunStarted(EventPayload):
+    """A new run's workers are ready."""
+
+    event = "sluice.run.started"
+
+
+class RunResumed(EventPayload):
+    """An existing run's workers are ready, and it goes on after `step` steps."""
+
+    event = "sluice.run.resumed"
+
+
+class StepCompleted(EventPayload):
+    """A step is finished."""
+
+    event = "sluice.step.completed"
+
+    seconds: float
+    metrics: dict[str, float]
+
+
+class EvaluationCompleted(EventPayload):
+    """The policy was evaluated."""
+
+    event = "sluice.eval.completed"
+
+    accuracy: float
+    accuracies: dict[str, float | None]  # by data source
+
+
+class CheckpointSaved(EventPayload):
+    """A checkpoint is complete; `step` is its version."""
+
+    event = "sluice.checkpoint.saved"
+
+
+class RewardFailing(EventPayload):
+    """Rewards of a step failed."""
+
+    event = "sluice.reward.failing"
+
+    failed_fraction: float
+
+
+class RewardCollapsed(EventPayload):
+    """The mean reward of the last steps is less than half of the best such mean before."""
+
+    event = "sluice.reward.collapsed"
+
+    reward: float
+    best_reward: float
+
+
+class RunEnded(EventPayload):
+    """The run is complete, or has stopped; no step will follow unless it is resumed."""
+
+    event = "sluice.run.ended"
+
+    is_complete: bool
+
+
+class RunEvents:
+    """The events of one run, each emitted as the follower of the one before, which keeps their order.
+
+    Args:
+        run_id: The run's id.
+        runs_dir: The folder that holds the run.
+    """
+
+    def __init__(self, run_id: str, runs_dir: str) -> None:
+        self._run = {"run_id": run_id, "runs_dir": runs_dir}
+        self._resource = {"prefect.resource.id": f"sluice.run.{run_id}", "prefect.resource.name": run_id}
+        self._previous: Event | None = None
+        self._checkpoint = -1
+        self._rewards: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._best_reward, self._is_collapsed = 0.0, False
+
+    def start(self, step: int) -> None:
+        """Report that the run's workers are ready, after `step` finished steps."""
+        self._emit((RunResumed if step else RunStarted)(**self._run, step=step))
+
+    def complete_step(self, report: StepReport) -> None:
+        """Report a finished step, and what its rewards show."""
+        step = report.policy_version
+        self._emit(StepCompleted(**self._run, step=step, seconds=report.seconds, metrics=report.metrics))
+        if fraction := report.metrics.get("reward/failed_fraction"):
+            self._emit(RewardFailing(**self._run, step=step, failed_fraction=fraction))
+        self._watch_reward(step, report.metrics["reward"])
+
+    def complete_evaluation(self, report: EvalReport) -> None:
+        """Report an evaluation."""
+        accuracies = {source.data_source: source.mean_at_n for source in report.sources}
+        step, accuracy = report.policy_version, report.accuracy
+        self._emit(EvaluationCompleted(**self._run, step=step, accuracy=accuracy, accuracies=accuracies))
+
+    def save_checkpoint(self, version: int | None) -> None:
+        """Report the newest complete checkpoint, once."""
+        if version is not None and version > self._checkpoint:
+            self._checkpoint = version
+            self._emit(CheckpointSaved(**self._run, step=version))
+
+    def end(self, step: int, is_complete: bool) -> None:
+        """Report the end of the run, after `step` finished steps."""
+        self._emit(RunEnded(**self._run, step=step, is_complete=is_complete))
+
+    def _watch_reward(self, step: int, reward: float) -> None:
+        self._rewards.append(reward)
+        if len(self._rewards) < WINDOW_STEPS:
+            return
+        mean, was_collapsed = fmean(self._rewards), self._is_collapsed
+        self._is_collapsed = mean < COLLAPSE_FRACTION * self._best_reward
+        if self._is_collapsed and not was_collapsed:
+            self._emit(RewardCollapsed(**self._run, step=step, reward=mean, best_reward=self._best_reward))
+        self._best_reward = max(self._best_reward, mean)
+
+    def _emit(self, payload: EventPayload) -> None:
+        event = emit_event(
+            payload.event, self._resource, payload=payload.model_dump(mode="json"), follows=self._previous
+        )
+        self._previous = event or self._previous

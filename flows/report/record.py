@@ -1,0 +1,80 @@
+"""What a run's directory holds for a report."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Self
+
+from infra.storage.run_list import RunState, run_state
+from infra.storage.runs import RunDirectory
+from schemas.config.run import RunConfig
+from schemas.step import EvalReport, RunEvent, RunSummary, StepReport
+
+WINDOW_STEPS = 10  # the first and the last steps that are compared
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The small files of one run, read once."""
+
+    directory: RunDirectory
+    config: RunConfig
+    state: RunState
+    steps: Sequence[StepReport]
+    evals: Sequence[EvalReport]
+    events: Sequence[RunEvent]
+    summary: RunSummary | None
+
+    @classmethod
+    def read(cls, directory: RunDirectory) -> Self:
+        """Read a run's files.
+
+        Raises:
+            RunError: The run's config is not one of this version of Sluice.
+        """
+        metrics, config = directory.metrics, directory.config()
+        return cls(
+            directory=directory,
+            config=config,
+            state=run_state(directory, config),
+            steps=metrics.steps(),
+            evals=metrics.evals(),
+            events=metrics.events(),
+            summary=directory.summary(),
+        )
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self.directory.run_id
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Return a metric's values by step, counted from 1, for the steps that have it."""
+        found = [(report.step + 1, report.metrics[name]) for report in self.steps if name in report.metrics]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def window(self, name: str, last: bool) -> float | None:
+        """Return the mean of a metric over the first or the last `WINDOW_STEPS` steps; None if they lack it."""
+        steps = self.steps[-WINDOW_STEPS:] if last else self.steps[:WINDOW_STEPS]
+        values = [report.metrics[name] for report in steps if name in report.metrics]
+        return fmean(values) if values else None
+
+    @property
+    def metrics_digest(self) -> str:
+        """A hash of every step's metrics without times: a resumed run has that of an undisturbed one."""
+        values = [
+            {name: value for name, value in sorted(report.metrics.items()) if not name.endswith("_seconds")}
+            for report in self.steps
+        ]
+        return _digest(json.dumps(values))
+
+    @property
+    def plans_digest(self) -> str:
+        """A hash of every step's plan: the same rows in the same updates, ranks and micro-batches have the same."""
+        return _digest("".join(report.plan or "" for report in self.steps))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

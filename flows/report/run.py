@@ -1,0 +1,36 @@
+"""`report.html`, the report page of one run."""
+
+from pathlib import Path
+
+from flows.report.alarms import find_alarms, verdict
+from flows.report.page import write_page
+from flows.report.panels import run_panels
+from flows.report.record import RunRecord
+from infra.storage.runs import RunDirectory
+from schemas.errors import RunError
+
+
+def write_report(directory: RunDirectory, path: Path | None = None) -> Path:
+    """Write the report of a run with finished steps to `path`, or to its directory; return where it was written.
+
+    Raises:
+        RunError: The run has no finished step, or its config is not one of this version of Sluice.
+    """
+    run = read_reportable(directory)
+    return write_page(
+        path or directory.path / "report.html", run.run_id, verdict(run), find_alarms(run), run_panels(run)
+    )
+
+
+def read_reportable(directory: RunDirectory) -> RunRecord:
+    """Read a run that has something to report.
+
+    Raises:
+        RunError: The run has no finished step, or its config is not one of this version of Sluice.
+    """
+    run = RunRecord.read(directory)
+    if not run.steps:
+        raise RunError(
+            f"run {directory.run_id} has no finished steps to report; resume with: sluice resume {directory.argument}"
+        )
+    return run

@@ -1,0 +1,128 @@
+"""The rows of a run's newest readable step that are worth reading, token by token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from tokenizers import Tokenizer
+
+from infra.storage.runs import RunDirectory
+from infra.stores.fsspec import FsspecColumnStore
+from infra.stores.offline import open_run_columns
+from rl_core.views import select
+from schemas.batch import BatchHandle
+from schemas.config.model import ModelConfig
+from schemas.errors import RunError, StoreError
+
+MAX_TOKENS = 400  # of a response
+MAX_PROMPT = 2000  # characters
+GAP_LEVELS = (0.01, 0.05, 0.2, 1.0)  # nats from which a token has shade 1, 2, 3 and 4
+
+SCALARS = ("reward", "advantages")
+TEXTS = ("prompt_text", "response_text", "answer", "finish_reason", "group_id")
+TOKENS = ("response_ids", "sampler_logprobs", "behavior_logprobs")
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of a response."""
+
+    text: str
+    level: int  # shade of the log-prob gap, with its sign; 0: none
+    hint: str
+
+
+@dataclass(frozen=True)
+class SampleView:
+    """One row: the reason it is shown, its figures, its prompt, and its response by token."""
+
+    title: str
+    facts: str
+    prompt: str
+    tokens: Sequence[Token]
+    rest: str  # in place of the tokens that are left out
+    response: str = ""  # the whole text, if the tokens are shown as ids
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The rows shown of one step; or the reason that there are none."""
+
+    step: int | None
+    samples: Sequence[SampleView] = ()
+    reason: str = ""
+
+
+def read_samples(directory: RunDirectory) -> StepSamples:
+    """Read the best, the worst and the largest-advantage row of the newest step that has advantages."""
+    try:
+        store = open_run_columns(directory)
+        batch = _newest_batch(store)
+        if batch is None:
+            return StepSamples(None, reason="no step with advantages is kept on disk (store.keep_steps)")
+        return StepSamples(batch.step, _views(store, batch, directory.config().model))
+    except (RunError, StoreError) as error:
+        return StepSamples(None, reason=f"the rows can't be read: {error}")
+
+
+def _newest_batch(store: FsspecColumnStore) -> BatchHandle | None:
+    wanted = {*SCALARS, *TEXTS, *TOKENS}
+    batches = (store.load_batch(step) for step in reversed(store.steps()))
+    return next((batch for batch in batches if batch is not None and wanted <= set(batch.columns)), None)
+
+
+def _views(store: FsspecColumnStore, batch: BatchHandle, model: ModelConfig) -> list[SampleView]:
+    scalars = store.read(batch, SCALARS)
+    rewards, advantages = (scalars[name].to_numpy(zero_copy_only=False) for name in SCALARS)
+    chosen = {
+        "best reward": int(rewards.argmax()),
+        "worst reward": int(rewards.argmin()),
+        "largest advantage": int(np.abs(advantages).argmax()),
+    }
+    rows = list(dict.fromkeys(chosen.values()))
+    titles = {row: ", ".join(title for title, its_row in chosen.items() if its_row == row) for row in rows}
+    columns = store.read(select(batch, rows), (*SCALARS, *TEXTS, *TOKENS))
+    tokenizer = _tokenizer(model)
+    return [_view(f"{titles[row]}: row {row}", columns, at, tokenizer) for at, row in enumerate(rows)]
+
+
+def _view(title: str, columns: pa.RecordBatch, at: int, tokenizer: Tokenizer | None) -> SampleView:
+    values = {name: columns[name][at].as_py() for name in (*SCALARS, *TEXTS, *TOKENS)}
+    ids, sampler, behavior = (np.array(values[name]) for name in TOKENS)
+    gaps = behavior - sampler
+    facts = [
+        f"reward {values['reward']:.4g}, advantage {values['advantages']:.4g}, group {values['group_id']}",
+        f"{len(ids)} tokens, {values['finish_reason']}, expected answer {values['answer']!r}",
+    ]
+    if len(gaps):
+        facts.append(f"trainer minus engine log-prob: mean {gaps.mean():.3g}, largest {np.abs(gaps).max():.3g} nat")
+    shown = zip(ids[:MAX_TOKENS].tolist(), sampler.tolist(), behavior.tolist(), strict=False)
+    left_out = len(ids) - MAX_TOKENS
+    return SampleView(
+        title=title,
+        facts="; ".join(facts),
+        prompt=_shorten(values["prompt_text"]),
+        tokens=[_token(tokenizer, *each) for each in shown],
+        rest=f" … {left_out:,} more tokens" if left_out > 0 else "",
+        response="" if tokenizer else _shorten(values["response_text"]),
+    )
+
+
+def _token(tokenizer: Tokenizer | None, token_id: int, sampler: float, behavior: float) -> Token:
+    text = f"{token_id} " if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+    gap = behavior - sampler
+    level = int(np.searchsorted(GAP_LEVELS, abs(gap), side="right"))
+    hint = f"token {token_id}: engine {sampler:.4f}, trainer {behavior:.4f}, difference {gap:+.4f} nat"
+    return Token(text, level if gap > 0 else -level, hint)
+
+
+def _tokenizer(model: ModelConfig) -> Tokenizer | None:
+    """Return the model's tokenizer if it is in the model's folder; else tokens are shown as ids."""
+    file = Path(model.path) / "tokenizer.json"
+    return Tokenizer.from_file(str(file)) if file.is_file() else None
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_PROMPT else f"… {text[-MAX_PROMPT:]}"

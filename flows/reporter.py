@@ -1,0 +1,45 @@
+"""What a run reports of its steps: to its log and artifacts in Prefect, to its monitors, and as events."""
+
+from prefect import get_run_logger
+
+from flows.artifacts import ProgressArtifact, show_evaluation
+from flows.events import RunEvents
+from flows.progress import eval_lines, progress_line
+from infra.monitors import Monitors
+from schemas.step import EvalReport, RunHandle, StepReport
+
+
+class RunReporter:
+    """The reports of one run.
+
+    Args:
+        run: The run.
+        progress: Its progress artifact.
+        monitors: Its monitors.
+        events: Its events.
+    """
+
+    def __init__(self, run: RunHandle, progress: ProgressArtifact, monitors: Monitors, events: RunEvents) -> None:
+        self._run, self._progress, self._monitors, self._events = run, progress, monitors, events
+
+    async def step(self, report: StepReport) -> None:
+        """Report a finished step."""
+        get_run_logger().info(progress_line(report, self._run.config.steps))
+        await self._progress.show_step(report)
+        self._monitors.log_step(report)
+        self._events.complete_step(report)
+
+    async def evaluation(self, report: EvalReport) -> None:
+        """Report an evaluation."""
+        step = report.policy_version
+        first = f"held-out accuracy after {step} steps: {report.accuracy:.3f} ({report.num_prompts} prompts)"
+        for line in (first, *eval_lines(report)):
+            get_run_logger().info(line)
+        await show_evaluation(self._run.run_id, report)
+        await self._progress.show_evaluation(report)
+        self._monitors.log_evaluation(report)
+        self._events.complete_evaluation(report)
+
+    def checkpoint(self, version: int | None) -> None:
+        """Report the newest complete checkpoint, if there is one."""
+        self._events.save_checkpoint(version)

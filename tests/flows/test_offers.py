@@ -1,0 +1,78 @@
+"""What `sluice serve` and `sluice deploy` refuse before anything is started, and the decisions and events of a run."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, RunEvents
+from infra.storage.decisions import Decision, DecisionsFile
+from schemas.config.approval import MetricLimit
+from schemas.config.load import load_config
+from schemas.errors import ConfigError
+from schemas.step import StepReport
+from tests.command import assert_rejected, make_command
+from tests.configs import config_toml
+
+
+@pytest.fixture
+def sluice(monkeypatch, capsys, tmp_path):  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(config_toml())
+    return make_command(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("tiny.toml", "--cron", "every night"), ("--cron 'every night' can't be parsed", "'0 2 * * *'")),
+        (("tiny.toml", "--cron", "0 2 * * *", "--timezone", "Mars"), ("--timezone 'Mars'", "Europe/Berlin")),
+        (("tiny.toml", "other/tiny.toml"), ("two configs are named 'tiny'",)),
+        (("absent.toml",), ("config file absent.toml does not exist",)),
+        (("tiny.toml", "--set", "steps=0"), ("steps = 0",)),
+        (("tiny.toml", "--set", "runtime.approve_when=['kl too high']"), ("runtime.approve_when", "METRIC > NUMBER")),
+        (("tiny.toml", "--set", "runtime.approve_when=['klm > 1']"), ("runtime.approve_when", "klm")),
+    ],
+)
+def test_serve_refuses_bad_input(sluice, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    assert_rejected(sluice("serve", *arguments), *parts)
+    assert not Path(".sluice").exists()
+
+
+def test_a_limit_survives_the_round_trip_through_a_config(sluice) -> None:  # type: ignore[no-untyped-def]
+    config = load_config(Path("tiny.toml"), ["runtime.approve_when=['kl > 0.2', 'reward < 0.1']"])
+    again = type(config).model_validate_json(config.model_dump_json())
+    assert [str(limit) for limit in again.runtime.approve_when] == ["kl > 0.2", "reward < 0.1"]
+    assert again == config
+    with pytest.raises(ConfigError, match="approve_when"):
+        load_config(Path("tiny.toml"), ["runtime.approve_when=['kl > high']"])
+
+
+def test_a_limit_is_exceeded_on_its_side_only() -> None:
+    above, below = (MetricLimit.model_validate(text) for text in ("kl > 0.2", "reward < 0.1"))
+    assert [above.is_exceeded({"kl": kl}) for kl in (0.1, 0.2, 0.3)] == [False, False, True]
+    assert [below.is_exceeded({"reward": reward}) for reward in (0.0, 0.1, 0.2)] == [True, False, False]
+
+
+def test_decisions_change_the_learning_rate_of_later_steps_only(tmp_path: Path) -> None:
+    decisions = DecisionsFile(tmp_path / "decisions.json")
+    assert decisions.lr_scale(9) == 1
+    for step, factor in ((2, 0.5), (5, 0.25), (7, 1.0)):
+        decisions.add(Decision(step=step, reason="kl > 0.2", lr_factor=factor))
+    assert [decisions.lr_scale(step) for step in range(9)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.125, 0.125, 0.125]
+
+
+def test_a_collapse_of_the_reward_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    emitted: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        "flows.events.emit_event", lambda event, resource, payload, follows: emitted.append((event, payload["step"]))
+    )
+    events = RunEvents("run", "runs")
+    rewards = [0.8] * WINDOW_STEPS + [0.0] * WINDOW_STEPS
+    for step, reward in enumerate(rewards):
+        report = StepReport(
+            step=step, policy_version=step + 1, metrics={"reward": reward}, seconds=1.0, seconds_by_phase={}
+        )
+        events.complete_step(report)
+    # The mean over the window falls by a tenth of 0.8 with each step: after six, it is below half.
+    collapsed = [step for event, step in emitted if event == RewardCollapsed.event]
+    assert collapsed == [WINDOW_STEPS + int(WINDOW_STEPS * COLLAPSE_FRACTION) + 1]
