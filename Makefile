@@ -3,11 +3,11 @@
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
-EXTRAS ?= bench,cpu,demo,docs,lora,math,s3,tensorboard,dev
+EXTRAS ?= bench,cpu,demo,docs,lora,math,mlflow,otel,s3,tensorboard,trackio,wandb,dev
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test lint format docs down
+.PHONY: venv demo test chaos lint format docs down
 
 venv: $(VENV)/installed
 
@@ -36,8 +36,12 @@ lint: venv  ## check formatting, lint, types and import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint  ## lint, then the whole test suite, two files at a time
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: lint  ## lint, then the whole test suite, three files at a time: some only wait
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+KILLS ?= 10
+chaos: venv  ## disturb real runs at random moments and resume them; KILLS=n sets the number of faults
+	$(BIN)/sluice bench chaos --kills $(KILLS)
 
 docs: venv  ## build the documentation site in site/; broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

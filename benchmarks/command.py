@@ -4,16 +4,28 @@ import json
 import logging
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import typer
 from rich.console import Console, RenderableType
 
+from infra.services import LocalServices
 from schemas.errors import PipelineError
 
 USER_ERROR, TERMINATED = 2, 128 + signal.SIGTERM
+
+
+class HasServices(Protocol):
+    """A folder with local services of its own."""
+
+    services: LocalServices
+
+
+Place = TypeVar("Place", bound=HasServices)
 
 
 @contextmanager
@@ -27,6 +39,17 @@ def benchmark_session() -> Iterator[None]:
     except PipelineError as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(USER_ERROR) from None
+
+
+@contextmanager
+def benchmark_place(make: Callable[[Path], Place]) -> Iterator[Place]:
+    """Make a place in a temporary folder, within a benchmark session; at the end, stop its services and delete it."""
+    with benchmark_session(), tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
+        place = make(Path(folder))
+        try:
+            yield place
+        finally:
+            place.services.stop()
 
 
 def print_report(report: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], RenderableType]) -> None:

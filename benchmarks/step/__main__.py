@@ -1,13 +1,11 @@
 """The command that `sluice bench step` runs in a process of its own."""
 
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.command import benchmark_session, print_report
+from benchmarks.command import benchmark_place, print_report
 from benchmarks.step.report import render
 from benchmarks.step.run import QUICK, Plan, measure
 from benchmarks.step.workspace import Workspace
@@ -28,12 +26,8 @@ def main(
     """Measure whole steps: rollout and training in turn, or overlapped."""
     chosen = {"model": model, "tokens": tokens, "steps": steps, "repetitions": repetitions, "cores": cores}
     plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
-    with benchmark_session(), tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
-        workspace = Workspace(Path(folder))
-        try:
-            report = measure(plan, workspace)
-        finally:
-            workspace.services.stop()
+    with benchmark_place(Workspace) as workspace:
+        report = measure(plan, workspace)
     print_report(report, as_json, render)
 
 

@@ -1,0 +1,1 @@
+"""Kills, stops and failing disks at random moments of real runs: each must end as the undisturbed run."""

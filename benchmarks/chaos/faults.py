@@ -1,0 +1,147 @@
+"""The faults, the moments at which they strike, and a reproducible choice of both."""
+
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import psutil
+
+from benchmarks.chaos.failing_store import BUCKET, FAILING, HAS_FAILED
+from infra.services.processes import process_tree
+from tests.run_results import Run
+from tests.services import Command, Workplace
+
+STEPS = 6
+FAULTS_PER_RUN = 5
+START_SECONDS = 15.0  # of a command, within which a fault strikes its start-up
+STAGE_SECONDS = 0.2  # after the previous stage, within which one strikes a stage
+
+WORKERS = {
+    "rollout": "RolloutWorker",
+    "policy": "PolicyWorker",
+    "reference": "ReferenceWorker",
+    "registry": "RayStoreRegistry",
+}
+SERVICES = {"prefect": "prefect server", "raylet": "raylet/raylet", "gcs": "gcs_server"}
+KINDS = ("driver", *WORKERS, *SERVICES, "stop", "disk", "store")
+ENDS_COMMAND = ("driver", "raylet", "gcs", "disk")
+
+# What has just been done when a moment begins; None: the step before.
+STAGES = {
+    "rollout": None,
+    "put": "rollout",
+    "logprob": "put",
+    "reference": "logprob",
+    "advantage": "reference",
+    "update": "advantage",
+    "publish": "update",
+}
+MOMENTS = (*STAGES, "checkpoint", "clear")
+
+
+class Fault(NamedTuple):
+    """One fault of a run."""
+
+    kind: str
+    step: int
+    moment: str
+    delay: float  # seconds after the moment has begun
+    choice: int  # of the worker that it strikes
+
+    def is_due(self, run: Run) -> bool:
+        """Return whether its moment has begun."""
+        done = run.num_done
+        if self.moment == "start":
+            return True
+        if self.moment == "clear":
+            return done > self.step
+        if self.moment == "checkpoint":
+            return (run.checkpoints / f"step-{self.step + 1:06d}").exists() or done > self.step + 1
+        before = STAGES[self.moment]
+        return done >= self.step if before is None else run.passed(self.step, before)
+
+
+def choose_faults(seed: int, num_faults: int) -> list[list[Fault]]:
+    """Return the faults of each run, in order: a function of the seed."""
+    chosen, kinds, runs = random.Random(seed), list[str](), list[list[Fault]]()
+    while sum(map(len, runs)) < num_faults:
+        with_store = len(runs) % 2 == 1  # every other run keeps its files in the store that can fail
+        steps = sorted(chosen.sample(range(STEPS), FAULTS_PER_RUN))
+        faults: list[Fault] = []
+        for step in steps[: num_faults - sum(map(len, runs))]:
+            if not kinds:
+                kinds = chosen.sample(KINDS, len(KINDS))  # each kind once, before any comes again
+            kind = next((kind for kind in kinds if with_store or kind != "store"), "driver")
+            if kind in kinds:
+                kinds.remove(kind)
+            can_start = not faults or faults[-1].kind in ENDS_COMMAND
+            is_start = can_start and chosen.random() < 1 / 3
+            moment = "start" if is_start else chosen.choice(MOMENTS)
+            delay = chosen.uniform(0, START_SECONDS if is_start else STAGE_SECONDS)
+            faults.append(Fault(kind, step, moment, round(delay, 3), chosen.randrange(10)))
+        runs.append(faults)
+    return runs
+
+
+def strike(fault: Fault, place: Workplace, command: Command, wait: Callable[[Callable[[], object]], object]) -> bool:
+    """Let a fault happen, once what it strikes exists; return False if the command ended before.
+
+    Args:
+        fault: The fault.
+        place: Where the command runs.
+        command: The command that drives the run.
+        wait: Waits until a condition holds, or the command ends.
+    """
+    if fault.kind == "driver":
+        is_running = command.exit_code is None
+        command.kill()
+        return is_running
+    if fault.kind == "store":
+        return _fail_requests(place, wait)
+    wait(lambda: _targets(place, fault.kind))
+    targets = _targets(place, fault.kind)
+    if targets and fault.kind != "disk":
+        targets = [targets[fault.choice % len(targets)]]
+    with suppress(psutil.NoSuchProcess):
+        for target in targets:
+            if fault.kind == "disk":  # it can't write any more, as to a full disk
+                target.rlimit(psutil.RLIMIT_FSIZE, (0, target.rlimit(psutil.RLIMIT_FSIZE)[1]))
+            else:
+                target.send_signal(signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL)
+    return bool(targets)
+
+
+def _targets(place: Workplace, kind: str) -> list[psutil.Process]:
+    """Return the processes of which a fault strikes one; a full disk strikes all."""
+    if kind in SERVICES:
+        return _find_service(place, kind)
+    return _workers(place, [WORKERS[kind]] if kind in WORKERS else list(WORKERS.values()))
+
+
+def _workers(place: Workplace, roles: Sequence[str]) -> list[psutil.Process]:
+    found = [process for role in roles for process in place.find_workers(role)]
+    return sorted(found, key=lambda process: process.pid)
+
+
+def _find_service(place: Workplace, name: str) -> list[psutil.Process]:
+    state = place.services.state("prefect" if name == "prefect" else "ray")
+    found = []
+    for process in process_tree(state.pid) if state else ():
+        with suppress(psutil.NoSuchProcess):
+            if SERVICES[name] in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def _fail_requests(place: Workplace, wait: Callable[[Callable[[], object]], object]) -> bool:
+    """Let the store fail until a request has failed, and a little longer; return whether one has."""
+    failing, has_failed = (place.folder / BUCKET / name for name in (FAILING, HAS_FAILED))
+    has_failed.unlink(missing_ok=True)
+    failing.touch()
+    wait(has_failed.exists)
+    time.sleep(STAGE_SECONDS)
+    failing.unlink()
+    return has_failed.exists()

@@ -1,0 +1,76 @@
+"""What a run has left: compared with the undisturbed run's, and searched for leaks."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from benchmarks.chaos.failing_store import BUCKET
+from benchmarks.chaos.faults import STEPS
+from infra.checkpoints.store import open_checkpoints
+from infra.stores.offline import open_run_columns
+from tests.run_results import Run
+from tests.services import Workplace
+
+LOGS = ("driver.log", "driver.lock")
+SERVICES = ("IDLE", "Dashboard", "RuntimeEnv")  # of Ray's processes
+
+
+class Results(NamedTuple):
+    """What must be the same in every run, and the files that it has left."""
+
+    weights: str
+    metrics: list[dict[str, float]]
+    evaluations: list[dict[str, Any]]
+    columns: list[str]  # the digest of each step's rows: prompts, responses, log-probs, rewards, in their order
+    num_updates: int
+    files: dict[str, int]  # bytes by name
+
+
+def read_results(place: Workplace, run: Run) -> Results:
+    """Read what a finished run has left."""
+    config, store = run.config(), open_run_columns(run)
+    steps = []
+    for step in range(STEPS):
+        batch = store.load_batch(step)
+        assert batch is not None, f"step {step} has no columns"
+        rows = store.read(batch, batch.columns)
+        steps.append(hashlib.sha256(str(rows.to_pylist()).encode()).hexdigest())
+    manifest = open_checkpoints(run, config.checkpoint).verify(STEPS)
+    evaluations = [report.model_dump(exclude={"seconds"}) for report in run.metrics.evals()]
+    weights = {name: entry.checksum for name, entry in manifest.files.items() if name.startswith("rank-")}
+    return Results(
+        str(sorted(weights.items())), run.step_metrics(), evaluations, steps, manifest.num_updates, _files(place, run)
+    )
+
+
+def leaked_bytes(run: Run, results: Results, expected: Results) -> int:
+    """Return the bytes that the store holds after the run's end, and of files that the undisturbed run hasn't left."""
+    extra = results.files.keys() - expected.files.keys()
+    return run.store_bytes_at_end() + sum(results.files[name] for name in extra)
+
+
+def leaked_processes(place: Workplace) -> list[str]:
+    """Return the workers that still exist after a run's end, and what runs in its folder but is no service of it."""
+    workers = [name for name in place.worker_names() if not name.startswith(SERVICES)]
+    services = {process.pid for process in place.service_processes()}
+    return workers + [" ".join(command) for pid, command in _running_in(place.folder) if pid not in services]
+
+
+def _running_in(folder: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the ids and command lines of the processes that were started in a folder."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended
+            if Path(process.cwd()) == folder:
+                yield process.pid, process.cmdline()
+
+
+def _files(place: Workplace, run: Run) -> dict[str, int]:
+    """Return the sizes of a run's files, by names that don't depend on where they are kept."""
+    bucket = place.folder / BUCKET
+    roots = {"": run.path, "columns/": bucket / "columns" / run.run_id, "policy/": bucket / "policy" / run.run_id}
+    found = {f"{prefix}{path.relative_to(root)}": path for prefix, root in roots.items() for path in root.rglob("*")}
+    return {name: path.stat().st_size for name, path in found.items() if path.is_file() and path.name not in LOGS}

@@ -1,0 +1,149 @@
+"""The campaign: an undisturbed run, then runs with faults, resumed until they end."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from benchmarks.chaos.failing_store import BUCKET, PROTOCOL, install
+from benchmarks.chaos.faults import STEPS, Fault, choose_faults, strike
+from benchmarks.chaos.results import Results, leaked_bytes, leaked_processes, read_results
+from tests.progress import Deadlock
+from tests.services import Command, Workplace
+
+UNDISTURBED = "chaos-undisturbed"
+MAX_RESUMES = 20  # of one run
+STILL_SECONDS = 300.0  # without progress: a hang; a worker that is stopped while it starts is noticed before
+CONFIG = (
+    *("train", "tiny.toml", f"steps={STEPS}", f"store.keep_steps={STEPS}", "checkpoint.every_steps=2"),
+    "runtime.worker_timeout_seconds=40",
+)
+FAULTLESS = ("updates_applied_twice", "leaked_bytes", "leaked_processes", "hangs", "tracebacks")  # 0 in a good report
+WORKERS = ("runtime.num_policy_ranks=2", "rollout.num_workers=2")
+
+logger = logging.getLogger(__name__)
+
+
+def measure(place: Workplace, num_faults: int, seed: int, options: Sequence[str] = WORKERS) -> dict[str, Any]:
+    """Run with faults until `num_faults` have struck; the services keep running in between.
+
+    Args:
+        place: The folder of the runs, without earlier ones.
+        num_faults: The number of faults.
+        seed: The seed of the faults and their moments.
+        options: Changes to the config of all runs.
+
+    Returns:
+        `kills`, `resumes`, `identical`, `updates_applied_twice`, `leaked_bytes`, `leaked_processes`, `hangs`,
+        `tracebacks`, and in `faults` each fault with its moment, its run and what came of it.
+    """
+    place.environment["PYTHONPATH"] = str(install(place.folder))
+    place.still_seconds = STILL_SECONDS
+    place.sluice(*CONFIG, *options, "--run-id", UNDISTURBED)
+    expected = read_results(place, place.run(UNDISTURBED))
+    totals: Counter[str] = Counter()
+    faults: list[dict[str, Any]] = []
+    identical, number = True, 0
+    planned = choose_faults(seed, num_faults)
+    while totals["kills"] < num_faults:
+        missed = num_faults - totals["kills"]
+        plan = planned[number] if number < len(planned) else choose_faults(seed + number, missed)[0]
+        campaign = _Run(place, f"chaos-{number}", [*options, *(_store_options(place) if number % 2 else [])])
+        campaign.go(plan[:missed])
+        results = read_results(place, campaign.run)
+        differing = [name for name in _COMPARED if getattr(results, name) != getattr(expected, name)]
+        totals += campaign.counts
+        totals["updates_applied_twice"] += max(0, results.num_updates - expected.num_updates)
+        totals["leaked_bytes"] += leaked_bytes(campaign.run, results, expected)
+        totals["leaked_processes"] += len(leaked_processes(place))
+        identical = identical and not differing
+        faults += campaign.faults
+        logger.info("%s: %d faults, %s", campaign.run.run_id, len(campaign.faults), differing or "identical")
+        number += 1
+    return {
+        **{name: totals[name] for name in ("kills", "resumes", *FAULTLESS)},
+        "identical": identical,
+        "seed": seed,
+        "faults": faults,
+    }
+
+
+def is_passed(report: dict[str, Any]) -> bool:
+    """Return whether every run of a report ended as the undisturbed one, left nothing over and printed no traceback."""
+    return report["identical"] and not any(report[name] for name in FAULTLESS)
+
+
+_COMPARED = [name for name in Results._fields if name != "files"]
+
+
+class _Run:
+    """One run with faults, and the commands that start and resume it."""
+
+    def __init__(self, place: Workplace, run_id: str, options: Sequence[str]) -> None:
+        self.run, self.counts, self.faults = place.run(run_id), Counter[str](), list[dict[str, Any]]()
+        self._place = place
+        self._arguments = (*CONFIG, "--run-id", run_id, *options)
+        self._command = place.start(*self._arguments)
+
+    def go(self, plan: list[Fault]) -> None:
+        """Let the faults strike, one after another, and resume the run until it ends."""
+        for fault in plan:
+            if not self._strike(fault):
+                return
+            self.counts["kills"] += 1
+            self.faults.append({"run": self.run.run_id, **fault._asdict(), "stopped": False})
+            logger.info("%d: %s", self.counts["kills"], self.faults[-1])
+        self._wait(lambda: False)
+
+    def _strike(self, fault: Fault) -> bool:
+        """Let a fault strike a running command; return False if the run ended before."""
+        while self._wait(partial(fault.is_due, self.run)):
+            time.sleep(fault.delay)
+            if strike(fault, self._place, self._command, self._wait_for_command):
+                return True
+        return False
+
+    def _wait(self, reached: Callable[[], object]) -> bool:
+        """Wait until a running command has reached something; resume the run if it stops; return False if it ended."""
+        while not self._wait_for_command(reached) or self._command.exit_code is not None:
+            if self._command.exit_code == 0:
+                self._count_tracebacks(self._command)
+                return False
+            self._resume()
+        return True
+
+    def _wait_for_command(self, reached: Callable[[], object]) -> bool:
+        """Wait until something is reached, or the command ends; return whether it was reached."""
+        try:
+            self._command.wait_for(lambda: bool(reached()) or self._command.exit_code is not None)
+        except Deadlock:
+            self.counts["hangs"] += 1
+            self._command.kill()
+            return False
+        return bool(reached())
+
+    def _resume(self) -> None:
+        self.counts["resumes"] += 1
+        assert self.counts["resumes"] <= MAX_RESUMES, f"{self.run.run_id} does not end:\n{self._command.printed}"
+        self._count_tracebacks(self._command)
+        if self.faults:
+            self.faults[-1] |= {"stopped": True, "last_line": _last_line(self._command)}
+        is_made = (self.run.path / "config.json").exists()
+        self._command = self._place.start(*(("resume", self.run.run_id) if is_made else self._arguments))
+
+    def _count_tracebacks(self, command: Command) -> None:
+        if found := command.printed.count("Traceback"):
+            logger.warning("%s printed a traceback:\n%s", self.run.run_id, command.printed)
+            self.counts["tracebacks"] += found
+
+
+def _store_options(place: Workplace) -> list[str]:
+    """Return the options of a run that keeps columns and checkpoints in the store that can fail."""
+    folders = {"store": "columns", "checkpoint": "policy"}
+    return [f"{name}.url={PROTOCOL}://{place.folder / BUCKET / folder}" for name, folder in folders.items()]
+
+
+def _last_line(command: Command) -> str:
+    return (command.printed.strip().splitlines() or [""])[-1]

@@ -1,0 +1,28 @@
+"""The choice of the faults and the verdict; CI runs the campaign itself (`make chaos`)."""
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.chaos.faults import FAULTS_PER_RUN, KINDS, MOMENTS, choose_faults
+from benchmarks.chaos.run import FAULTLESS, is_passed
+
+SEED = 0
+
+
+def test_faults_are_a_function_of_the_seed_and_cover_everything() -> None:
+    runs = choose_faults(SEED, 100)
+    assert runs == choose_faults(SEED, 100) != choose_faults(SEED + 1, 100)
+    assert [len(faults) for faults in runs] == [FAULTS_PER_RUN] * (100 // FAULTS_PER_RUN)
+    faults = [fault for run in runs for fault in run]
+    assert {fault.kind for fault in faults} == set(KINDS)
+    assert min(Counter(fault.kind for fault in faults).values()) >= 100 // len(KINDS) - 2
+    assert {fault.moment for fault in faults} == {*MOMENTS, "start"}
+    assert not any(fault.kind == "store" for run in runs[::2] for fault in run)
+
+
+@pytest.mark.parametrize("name", ["identical", *FAULTLESS])
+def test_one_wrong_figure_fails_the_campaign(name: str) -> None:
+    good = {"kills": 10, "resumes": 4, "identical": True, "faults": [], **dict.fromkeys(FAULTLESS, 0)}
+    assert is_passed(good)
+    assert not is_passed({**good, name: not good[name]})
