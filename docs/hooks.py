@@ -67,7 +67,8 @@ def configuration_page() -> str:
     ]
     for name, field in RunConfig.model_fields.items():
         if members := _models(field.annotation):
-            lines += ["", f"## `[{name}]` {{#{name}}}", "", *_section(name, members)]
+            heading = f"[[{name}]]" if _is_list(field) else f"[{name}]"
+            lines += ["", f"## `{heading}` {{#{name}}}", "", *_section(name, members)]
     return "\n".join(lines) + "\n"
 
 
@@ -157,6 +158,8 @@ def _kinds(section: str, page: str = "") -> Iterator[str]:
 def _default_kinds(section: str) -> str:
     """Return the kinds that apply without the section, and in a section without a `kind`."""
     field = RunConfig.model_fields[section]
+    if _is_list(field):
+        return f"{field.description} Each has a `kind`."
     if field.is_required():
         return f"`{section}.kind` must be given."
     absent = kind_of(type(field.get_default(call_default_factory=True)))
@@ -197,9 +200,15 @@ def _models(annotation: object) -> list[type[BaseModel]]:
         return _models(get_args(annotation)[0])
     if origin in (Union, types.UnionType):
         return [model for member in get_args(annotation) for model in _models(member)]
+    if origin is tuple and get_origin(get_args(annotation)[0]) is Annotated:  # a list of sections with kinds
+        return _models(get_args(annotation)[0])
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return []
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is tuple
 
 
 def _type(field: FieldInfo) -> str:
