@@ -1,4 +1,4 @@
-"""A run's events in Prefect, for automations: typed payloads, in order.
+"""A run's events in Prefect, for automations, with typed payloads.
 
 All concern the resource `sluice.run.<run id>`. Prefect adds the flow run and its deployment as related resources, so
 that an automation can act on them.
@@ -90,7 +90,11 @@ class RunEnded(EventPayload):
 
 
 class RunEvents:
-    """The events of one run, each emitted as the follower of the one before, which keeps their order.
+    """The events of one run.
+
+    An event follows that of the last finished step, or of the start. Those follow none: Prefect's server holds a
+    follower back, for up to 15 minutes, until it has seen what it follows, and has forgotten that when it restarts. In
+    a chain of all events, one that is lost would delay all later ones.
 
     Args:
         run_id: The run's id.
@@ -100,19 +104,19 @@ class RunEvents:
     def __init__(self, run_id: str, runs_dir: str) -> None:
         self._run = {"run_id": run_id, "runs_dir": runs_dir}
         self._resource = {"prefect.resource.id": f"sluice.run.{run_id}", "prefect.resource.name": run_id}
-        self._previous: Event | None = None
+        self._leader: Event | None = None  # that others follow
         self._checkpoint = -1
         self._rewards: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._best_reward, self._is_collapsed = 0.0, False
 
     def start(self, step: int) -> None:
         """Report that the run's workers are ready, after `step` finished steps."""
-        self._emit((RunResumed if step else RunStarted)(**self._run, step=step))
+        self._lead((RunResumed if step else RunStarted)(**self._run, step=step))
 
     def complete_step(self, report: StepReport) -> None:
         """Report a finished step, and what its rewards show."""
         step = report.policy_version
-        self._emit(StepCompleted(**self._run, step=step, seconds=report.seconds, metrics=report.metrics))
+        self._lead(StepCompleted(**self._run, step=step, seconds=report.seconds, metrics=report.metrics))
         if fraction := report.metrics.get("reward/failed_fraction"):
             self._emit(RewardFailing(**self._run, step=step, failed_fraction=fraction))
         self._watch_reward(step, report.metrics["reward"])
@@ -143,8 +147,9 @@ class RunEvents:
             self._emit(RewardCollapsed(**self._run, step=step, reward=mean, best_reward=self._best_reward))
         self._best_reward = max(self._best_reward, mean)
 
-    def _emit(self, payload: EventPayload) -> None:
-        event = emit_event(
-            payload.event, self._resource, payload=payload.model_dump(mode="json"), follows=self._previous
-        )
-        self._previous = event or self._previous
+    def _lead(self, payload: EventPayload) -> None:
+        self._leader = None
+        self._leader = self._emit(payload)
+
+    def _emit(self, payload: EventPayload) -> Event | None:
+        return emit_event(payload.event, self._resource, payload=payload.model_dump(mode="json"), follows=self._leader)

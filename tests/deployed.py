@@ -16,6 +16,7 @@ from tests.run_results import Run
 from tests.services import Command, Workplace
 
 POLL_SECONDS = 0.5  # between two questions to the server
+MAX_STEPS = 300  # of the runs while something is waited for: it was missed, and they would go on for hours
 
 
 class Deployed:
@@ -44,7 +45,7 @@ class Deployed:
 
     def processes(self, flow_run: UUID) -> list[psutil.Process]:
         """The driver of a flow run and the workers that it has started."""
-        drivers = [process for process in self.worker.processes if _drives(process, flow_run)]
+        drivers = [process for process in self.worker.processes if _is_driver(process, flow_run)]
         return [*drivers, *self.place.model_workers()]
 
     def pause_schedule(self, paused: bool) -> None:
@@ -63,17 +64,33 @@ class Deployed:
         self.wait_for(lambda: run.num_done >= done)
 
     def wait_for(self, reached: Callable[[], bool]) -> None:
+        steps = self._num_steps()
+
         def reached_after_a_while() -> bool:
             time.sleep(POLL_SECONDS)
+            assert self._num_steps() - steps <= MAX_STEPS, "the runs went on without it"
             return reached()
 
         self.worker.wait_for(reached_after_a_while)
 
+    def stop(self) -> None:
+        """Stop the worker, and the runs that a test which failed has left."""
+        for process in self.worker.processes:
+            if _is_driver(process):
+                process.kill()
+        self.worker.terminate()
+        self.worker.finish()
 
-def _drives(process: psutil.Process, flow_run: UUID) -> bool:
+    def _num_steps(self) -> int:
+        return sum(self.place.run(path.name).num_done for path in (self.place.folder / "runs").glob("*"))
+
+
+def _is_driver(process: psutil.Process, flow_run: UUID | None = None) -> bool:
+    """Return whether a process drives a flow run, or a given one."""
     try:
         is_driver = "flows.deployments.execute" in process.cmdline()
-        return is_driver and process.environ().get("PREFECT__FLOW_RUN_ID") == str(flow_run)
+        own = process.environ().get("PREFECT__FLOW_RUN_ID")
+        return is_driver and (flow_run is None or own == str(flow_run))
     except psutil.NoSuchProcess:  # it has ended, or is a zombie
         return False
 
@@ -95,6 +112,8 @@ def receiving_notifications() -> Iterator[tuple[str, list[str]]]:
     server.received = []  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", server.received  # type: ignore[attr-defined]
-    server.shutdown()
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", server.received  # type: ignore[attr-defined]
+    finally:
+        server.shutdown()
+        thread.join()

@@ -65,8 +65,7 @@ def deployed(workplace: Workplace, notified: tuple[str, list[str]]) -> Iterator[
     found = Deployed(workplace, worker, received)
     found.pause_schedule(True)
     yield found
-    worker.terminate()
-    worker.finish()
+    found.stop()
 
 
 @pytest.fixture(scope="module")

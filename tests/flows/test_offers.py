@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from prefect.events import Event
 
-from flows.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, RunEvents
+from flows.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, RunEvents, RunStarted, StepCompleted
 from infra.storage.decisions import Decision, DecisionsFile
 from schemas.config.approval import MetricLimit
 from schemas.config.load import load_config
@@ -61,18 +62,40 @@ def test_decisions_change_the_learning_rate_of_later_steps_only(tmp_path: Path) 
     assert [decisions.lr_scale(step) for step in range(9)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.125, 0.125, 0.125]
 
 
-def test_a_collapse_of_the_reward_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    emitted: list[tuple[str, int]] = []
-    monkeypatch.setattr(
-        "flows.events.emit_event", lambda event, resource, payload, follows: emitted.append((event, payload["step"]))
-    )
+@pytest.fixture
+def emitted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """The events of a run whose reward collapses after `WINDOW_STEPS` steps, and which then ends."""
+    found: list[Event] = []
+
+    def emit(event: str, resource: dict[str, str], payload: dict[str, object], follows: Event | None) -> Event:
+        leader = follows.id if follows else None
+        found.append(Event(event=event, resource=resource, payload=payload, follows=leader))
+        return found[-1]
+
+    monkeypatch.setattr("flows.events.emit_event", emit)
     events = RunEvents("run", "runs")
-    rewards = [0.8] * WINDOW_STEPS + [0.0] * WINDOW_STEPS
-    for step, reward in enumerate(rewards):
+    events.start(0)
+    for step, reward in enumerate([0.8] * WINDOW_STEPS + [0.0] * WINDOW_STEPS):
         report = StepReport(
             step=step, policy_version=step + 1, metrics={"reward": reward}, seconds=1.0, seconds_by_phase={}
         )
         events.complete_step(report)
+        events.save_checkpoint(step + 1)
+    events.end(2 * WINDOW_STEPS, is_complete=True)
+    return found
+
+
+def test_a_collapse_of_the_reward_is_reported_once(emitted: list[Event]) -> None:
     # The mean over the window falls by a tenth of 0.8 with each step: after six, it is below half.
-    collapsed = [step for event, step in emitted if event == RewardCollapsed.event]
+    collapsed = [event.payload["step"] for event in emitted if event.event == RewardCollapsed.event]
     assert collapsed == [WINDOW_STEPS + int(WINDOW_STEPS * COLLAPSE_FRACTION) + 1]
+
+
+def test_a_lost_event_delays_no_later_step(emitted: list[Event]) -> None:
+    leader = None
+    for event in emitted:
+        if event.event in (RunStarted.event, StepCompleted.event):
+            assert event.follows is None
+            leader = event.id
+        else:
+            assert event.follows == leader
