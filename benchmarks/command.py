@@ -46,6 +46,7 @@ def benchmark_place(make: Callable[[Path], Place]) -> Iterator[Place]:
     """Make a place in a temporary folder, within a benchmark session; at the end, stop its services and delete it."""
     with benchmark_session(), tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
         place = make(Path(folder))
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # or its services would be left behind
         try:
             yield place
         finally:

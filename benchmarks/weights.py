@@ -31,11 +31,10 @@ import torch
 from safetensors.torch import load, save
 
 from benchmarks.command import print_table
-from infra.ray import object_store
 from infra.weights.broadcast import BroadcastReceiver, BroadcastSender
 from infra.weights.group import WeightGroup, open_rendezvous
 from infra.weights.layout import tensor_specs
-from infra.weights.object_store import ObjectStoreReceiver, ObjectStoreSender
+from infra.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from schemas.step import ProcessGroupHandle
 from schemas.weights import LoadedWeights, SentWeights, WeightsTransfer
 
@@ -60,7 +59,7 @@ class Member:
 
     def __init__(self, megabytes: int, rank: int) -> None:
         self._state = {f"layer.{n}": torch.full((2**20,), float(n)) for n in range(megabytes * 10**6 // TENSOR_BYTES)}
-        self._engine, self._rank = Engine(self._state), rank
+        self._engine, self._rank, self._files = Engine(self._state), rank, SharedMemorySender(RUN, None)
 
     def open_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:
         self._rendezvous, handle = open_rendezvous(HOST, num_receivers)
@@ -75,13 +74,13 @@ class Member:
     def load_safetensors(self, data: bytes, version: int) -> None:
         self._engine.load_weights(load(data), version)
 
-    def send(self, version: int, owner: bytes, by_group: bool) -> tuple[bytes, SentWeights]:
-        sender: Any = BroadcastSender(RUN, self._group) if by_group else ObjectStoreSender(RUN)
-        return sender.send(version, tensor_specs(self._state), self._state.items(), owner)
+    def send(self, version: int, by_group: bool) -> SentWeights:
+        sender: Any = BroadcastSender(RUN, self._group) if by_group else self._files
+        return sender.send(version, tensor_specs(self._state), self._state.items())
 
-    def load(self, version: int, refs: list[Any], by_group: bool) -> LoadedWeights:
-        receiver: Any = BroadcastReceiver(RUN, self._group) if by_group else ObjectStoreReceiver(RUN, TIMEOUT)
-        return receiver.load(self._engine, version, refs)
+    def load(self, version: int, sent: SentWeights | None, by_group: bool) -> LoadedWeights:
+        receiver: Any = BroadcastReceiver(RUN, self._group) if by_group else SharedMemoryReceiver(RUN, TIMEOUT)
+        return receiver.load(self._engine, version, sent)
 
 
 def main() -> None:
@@ -115,17 +114,17 @@ def main() -> None:
 
 
 def measure(policy: Any, receivers: list[Any], repeats: int) -> dict[str, float]:
-    """Return the median seconds of each transport, and of the object store's parts, after one warm-up of each."""
+    """Return the median seconds of each transport, and of shared memory's parts, after one warm-up of each."""
     group = ray.get(policy.open_rendezvous.remote(len(receivers)))
     ray.get([member.join.remote(group) for member in (policy, *receivers)])
-    seconds: dict[str, list[float]] = {"safetensors": [], "object_store": [], "broadcast": []}
+    seconds: dict[str, list[float]] = {"safetensors": [], "shared_memory": [], "broadcast": []}
     transfers: list[WeightsTransfer] = []
     for version in range(1 + repeats):
         for transport, samples in seconds.items():
             started = time.perf_counter()
             transfer = publish(policy, receivers, version, transport)
             samples.append(time.perf_counter() - started)
-            transfers += [transfer] if transfer is not None and transport == "object_store" and version else []
+            transfers += [transfer] if transfer is not None and transport == "shared_memory" and version else []
     medians = {transport: statistics.median(samples[1:]) for transport, samples in seconds.items()}
     parts = {
         f"store_{part}": statistics.median(getattr(transfer, f"{part}_seconds") for transfer in transfers)
@@ -142,8 +141,9 @@ def publish(policy: Any, receivers: list[Any], version: int, transport: str) -> 
         ray.get([receiver.load_safetensors.remote(data, version) for receiver, data in calls])
         return None
     by_group = transport == "broadcast"
-    data, sent = policy.send.options(num_returns=2).remote(version, object_store.address(), by_group)
-    loaded = ray.get([receiver.load.remote(version, [data, sent], by_group) for receiver in receivers])
+    sent = policy.send.remote(version, by_group)
+    # A broadcast is received while it is sent; Ray passes on what was sent otherwise.
+    loaded = ray.get([receiver.load.remote(version, None if by_group else sent, by_group) for receiver in receivers])
     return WeightsTransfer.of(transport, ray.get(sent), loaded)
 
 

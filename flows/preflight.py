@@ -18,7 +18,7 @@ from infra.storage.runs import RunDirectory
 from rl_core.rewards import load_reward
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
-from schemas.config.store import RayStore, StoreConfig
+from schemas.config.store import SharedStore, StoreConfig
 from schemas.errors import CheckpointError, ConfigError, ModelError
 
 
@@ -73,7 +73,7 @@ def check_store(config: StoreConfig) -> None:
     Raises:
         ConfigError: fsspec doesn't know the URL's protocol, or lacks the package for it.
     """
-    if isinstance(config, RayStore) or config.url is None:
+    if isinstance(config, SharedStore) or config.url is None:
         return
     try:
         fsspec.core.url_to_fs(config.url)

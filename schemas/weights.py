@@ -9,7 +9,7 @@ from schemas.base import Frozen
 from schemas.batch import SafeName
 from schemas.config.model import LoraConfig
 
-Transport = Literal["object_store", "broadcast"]
+Transport = Literal["shared_memory", "broadcast"]
 
 
 class Adapter(Frozen):
@@ -37,10 +37,19 @@ class WeightsHandle(Frozen):
     checksum: str  # see `infra.weights.checksum`
 
 
+class WeightsFile(Frozen):
+    """A buffer in a node's shared memory."""
+
+    node: str  # Ray's id
+    path: str
+    actor: str  # the policy's rank 0, from which receivers on other nodes fetch it
+
+
 class SentWeights(Frozen):
     """The policy's side of a transfer."""
 
     handle: WeightsHandle
+    file: WeightsFile | None = None  # None: it was broadcast
     seconds: NonNegativeFloat  # to gather the tensors, lay them out and compute the checksum
 
 

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tests.progress import DeadlockDetector
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
+LOOPBACK = "127.0.0.1"
 WHOLE_RUNS = ("resume", "flows")  # folders whose tests start whole runs, those that take longest first
 
 # Read when Typer is imported: a terminal's or CI's settings would change what the command prints.
@@ -50,25 +53,21 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """A local Ray with two CPUs, for the whole session; nothing of it is reachable from other machines."""
+def ray_cluster() -> Iterator[Any]:
+    """A Ray cluster of one node with two CPUs, for the whole session, that no other machine can reach."""
     import ray
+    from ray.cluster_utils import Cluster
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=256 * 2**20,
-        namespace="sluice",
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-    )
+    head = {"num_cpus": 2, "object_store_memory": 256 * 2**20, "include_dashboard": False, "node_ip_address": LOOPBACK}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    ray.init(address=cluster.address, namespace="sluice", log_to_driver=False, _node_ip_address=LOOPBACK)
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    assert ray.util.get_node_ip_address() == "127.0.0.1"
-    yield
+    assert ray.util.get_node_ip_address() == LOOPBACK
+    yield cluster
     ray.shutdown()
+    cluster.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -79,3 +78,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     place = Workplace(tmp_path_factory.mktemp("workplace"))
     yield place
     place.close()
+
+
+@pytest.fixture(scope="session")
+def small_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system in memory of 8 MiB; without the right to mount one, the test is skipped."""
+    folder = tmp_path_factory.mktemp("memory")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system is not permitted")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)

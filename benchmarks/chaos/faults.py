@@ -23,7 +23,7 @@ WORKERS = {
     "rollout": "RolloutWorker",
     "policy": "PolicyWorker",
     "reference": "ReferenceWorker",
-    "registry": "RayStoreRegistry",
+    "index": "StoreIndex",
 }
 SERVICES = {"prefect": "prefect server", "raylet": "raylet/raylet", "gcs": "gcs_server"}
 KINDS = ("driver", *WORKERS, *SERVICES, "stop", "disk", "store")

@@ -18,7 +18,6 @@ from benchmarks.data_plane.baselines import (
 from benchmarks.data_plane.batch import Ints, digests, pack_columns, reference_batch, valid_bytes
 from benchmarks.data_plane.breakdown import Parts, put_breakdown, read_breakdown
 from benchmarks.data_plane.paths import ArrowIpcPlasma, DataPath, Memcpy, Sluice
-from infra.stores import chunk_writer
 
 Result = TypeVar("Result")
 
@@ -37,7 +36,7 @@ PATHS: dict[str, type[DataPath]] = {
 }
 
 
-class Producer(chunk_writer.ChunkWriter):
+class Producer:
     """The actor that holds the reference batch in every path's container, and puts it."""
 
     def __init__(self, names: Sequence[str], num_rows: int, repeats: int = 1) -> None:
@@ -124,10 +123,10 @@ class Consumer:
         return read_breakdown(lambda: path.fetch(handle, order), lambda fetched: path.pack(fetched, order))
 
     def empty_call(self) -> float:
-        """Return the milliseconds of an empty call to Sluice's registry."""
+        """Return the milliseconds of an empty call to Sluice's index."""
         path = self._paths[Sluice.name]
         assert isinstance(path, Sluice)
-        return timed(path.call_registry)[0]
+        return timed(path.call_index)[0]
 
     def digests(self, name: str, handle: Any, order: Ints | None) -> dict[str, str]:
         """Return the checksums of the columns as this process reads them."""

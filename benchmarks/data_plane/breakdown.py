@@ -10,22 +10,21 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from infra.ray import object_store
-from infra.stores import base, chunk_reads, chunk_writer
-from infra.stores import ray as ray_store
+from infra.stores import base, chunk_reads, shared
+from infra.stores.shared import SharedColumnStore
+from rl_core.columns import codec
 
 Parts = dict[str, float]  # milliseconds
 
 PUT_PARTS = {
     "validate": (base, "validate"),
-    "size": (ray_store, "encoded_bytes"),
-    "registry": (ray_store.RayColumnStore, "_call"),
-    "write": (chunk_writer.ChunkWrite, "submit"),  # creating an object in the store, which includes:
-    "bytes": (chunk_writer.ChunkWrite, "write_into"),  # Arrow's copy of the columns
+    "size": (codec, "encoded_bytes"),
+    "requests": (SharedColumnStore, "_call"),
+    "write": (SharedColumnStore, "_write"),
 }
 READ_PARTS = {
-    "registry": (ray_store.RayColumnStore, "_call"),
-    "mapping": (object_store, "view_at"),
+    "requests": (SharedColumnStore, "_call"),
+    "mapping": (shared, "map_chunk"),
     "decode": (chunk_reads, "decode"),
     "gather": (chunk_reads.Gather, "column"),
     "check_lengths": (base, "check_row_lengths"),
@@ -36,8 +35,7 @@ def put_breakdown(put: Callable[[], Any]) -> tuple[Parts, Any]:
     """Run a put; return the milliseconds of its parts, and its result."""
     with patch_timers(PUT_PARTS) as spent:
         total, result = _milliseconds(put)
-    nested = {**spent, "object": spent["write"] - spent["bytes"]}
-    return _with_rest(total, nested, ("validate", "size", "registry", "object", "bytes")), result
+    return _with_rest(total, spent, tuple(PUT_PARTS)), result
 
 
 def read_breakdown(fetch: Callable[[], Any], pack: Callable[[Any], Any]) -> Parts:

@@ -9,7 +9,8 @@ import ray
 import torch
 
 from benchmarks.data_plane.batch import APPENDED, Ints, Packed, ReferenceBatch, valid_buffers
-from infra.stores.ray import RayColumnStore
+from infra.stores.shared_index import Limits
+from infra.stores.shared_open import find_shared_store, start_shared_store
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import as_tensor, is_jagged, row_lengths
 from rl_core.views import new_batch, permute, with_column
@@ -74,7 +75,7 @@ class DataPath:
 
 
 class Sluice(DataPath):
-    """Sluice's column store, including registry, schema checks, write fence, lease and handle."""
+    """Sluice's column store, including its index, schema checks, write fence, lease and handle."""
 
     name = "sluice"
     capacity_bytes: ClassVar[int] = 2**31
@@ -82,10 +83,10 @@ class Sluice(DataPath):
     def prepare(self, batch: ReferenceBatch) -> None:
         self._batch = batch
         self._dtypes = value_dtypes(batch.columns)
-        self._store = RayColumnStore(RUN_ID, self.capacity_bytes)
+        self._store = start_shared_store(RUN_ID, Limits(self.capacity_bytes, 60, 3600, None))
 
     def connect(self) -> None:
-        self._store = RayColumnStore(RUN_ID)
+        self._store = find_shared_store(RUN_ID)
 
     def open(self, step: int) -> None:
         self._store.open_lease(step)
@@ -121,8 +122,8 @@ class Sluice(DataPath):
     def close(self) -> None:
         self._store.close()
 
-    def call_registry(self) -> None:
-        """Make an empty round trip to the registry."""
+    def call_index(self) -> None:
+        """Make an empty round trip to the index."""
         self._store.steps()
 
     def _handle(self, step: int, chunk: ChunkRef, dtypes: dict[str, str]) -> BatchHandle:

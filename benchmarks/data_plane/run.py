@@ -27,7 +27,6 @@ from benchmarks.data_plane.baselines import (
 )
 from benchmarks.data_plane.batch import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, Ints
 from benchmarks.data_plane.paths import ArrowIpcPlasma, Memcpy, Sluice
-from infra.stores import chunk_writer
 from schemas.errors import RunError
 
 PADDED = (TransferQueuePadded.name, RayPaddedDict.name, RayPaddedNumpy.name)
@@ -128,9 +127,7 @@ def local_ray() -> Iterator[None]:
 @contextmanager
 def processes(names: tuple[str, ...], num_rows: int, repeats: int = 1) -> Iterator[Processes]:
     """Hold a producer and a consumer that are ready; close and kill them afterwards."""
-    producer: Any = (
-        ray.remote(**chunk_writer.ACTOR_OPTIONS)(Producer).options(num_cpus=0).remote(names, num_rows, repeats)
-    )
+    producer: Any = ray.remote(Producer).options(num_cpus=0).remote(names, num_rows, repeats)
     ray.get(producer.describe.remote())  # the consumer connects to what this has prepared
     readable = tuple(name for name in names if PATHS[name].reads)
     consumer: Any = ray.remote(Consumer).options(num_cpus=0).remote(readable)
@@ -189,7 +186,7 @@ def measure_breakdown(pair: Processes, repetitions: int) -> dict[str, dict[str, 
         samples["read"].append(ray.get(consumer.read_by_parts.remote(name, handle)))
         order = _permutation(step, num_rows)
         samples["permuted_read"].append(ray.get(consumer.read_by_parts.remote(name, handle, order)))
-        samples["registry"].append({"empty_call": ray.get(consumer.empty_call.remote())})
+        samples["request"].append({"empty_call": ray.get(consumer.empty_call.remote())})
         ray.get(producer.clear.remote(name, step, handle))
     return {operation: _medians(parts) for operation, parts in samples.items()}
 
@@ -249,7 +246,7 @@ def _report(
         "large": {
             "valid_bytes": large_bytes,
             "repetitions": plan.large_repetitions,
-            "warm_ups": plan.large_warm_ups,  # the first puts fault in cold pages of the object store
+            "warm_ups": plan.large_warm_ups,  # the first puts fault in cold pages
             "put_ms": round(large[Sluice.name]["put_ms"], 3),
             "memcpy_ms": round(large[Memcpy.name]["put_ms"], 3),
             "read_to_tensors_ms": round(large[Sluice.name]["read_ms"], 3),
@@ -258,7 +255,7 @@ def _report(
         "breakdown": {
             **{operation: _rounded(parts) for operation, parts in breakdown.items()},
             # The put minus Arrow's copy of the bytes; the read minus the same read of bare Arrow bytes.
-            "orchestration_put_ms": round(breakdown["put"]["total"] - breakdown["put"]["bytes"], 3),
+            "orchestration_put_ms": round(breakdown["put"]["total"] - breakdown["put"]["write"], 3),
             "orchestration_read_ms": round(sluice["read_ms"] - bare_arrow["read_ms"], 3),
         },
         "machine": describe_machine(),

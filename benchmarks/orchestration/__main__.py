@@ -16,7 +16,7 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 @app.command()
 def main(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings of the run, e.g. store.kind=ray", metavar="[KEY=VALUE]...")
+        list[str] | None, typer.Argument(help="Settings of the run, e.g. store.kind=shared", metavar="[KEY=VALUE]...")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, on the last line.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few steps: a smoke test.")] = False,

@@ -62,8 +62,10 @@ def deploy(
 def down(
     services_dir: Annotated[str, typer.Option(help="Folder with the services' state.")] = ".sluice",
 ) -> None:
-    """Stop the local Prefect server and Ray that earlier commands started here."""
+    """Stop the local Prefect server and Ray that earlier commands started here, and free the memory of dead runs."""
     from infra.services.local import LocalServices
+    from infra.storage.shared_memory import remove_left_over
 
     stopped = LocalServices(Path(services_dir)).stop()
+    remove_left_over()
     console.print(f"stopped: {', '.join(stopped)}" if stopped else "no local service was running")

@@ -1,7 +1,7 @@
 """The ranks of one sharded worker, seen from the driver: called and killed as one."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from infra.ray.actors import kill_actors, resolve
@@ -48,23 +48,6 @@ class WorkerGroup:
             if isinstance(error, WorkerLostError) and causes:
                 raise causes[0] from None
             raise
-
-    def call_with_refs(self, method: str, *args: Any, num_returns: int) -> tuple[list[Any], Awaitable[Any]]:
-        """Call a method with several return values on all ranks, without fetching rank 0's values into this process.
-
-        Args:
-            method: The method.
-            *args: Its arguments.
-            num_returns: The number of its return values.
-
-        Returns:
-            The object refs of rank 0's return values, to be passed on to other actors; and an awaitable that is done
-            when the other ranks' calls are.
-        """
-        methods = [getattr(rank, method).options(num_returns=num_returns) for rank in self.ranks]
-        refs = [each.remote(*args, **trace_arguments()) for each in methods]
-        others = [resolve(ref, method) for of_rank in refs[1:] for ref in of_rank]
-        return refs[0], asyncio.gather(*others)
 
     def kill(self) -> None:
         """Kill all ranks, and wait until their names are free again."""

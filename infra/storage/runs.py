@@ -160,6 +160,10 @@ class RunDirectory:
         """Replace `config.json`."""
         write_atomic(self.path / "config.json", config.model_dump_json(indent=2))
 
+    def write_store_endpoint(self, location: str, token: str) -> None:
+        """Replace `store.json`, by which Arrow Flight clients of the same user find the run's column store."""
+        write_atomic(self.path / "store.json", json.dumps({"location": location, "token": token}), mode=0o600)
+
     def summary(self) -> RunSummary | None:
         """Return the finished run's summary; None before the run is finished."""
         path = self.path / "summary.json"
@@ -173,6 +177,10 @@ class RunDirectory:
 def _upgrade(text: str) -> str:
     """Return the config of a run that Sluice 0.2 started as one of this version."""
     config = json.loads(text)
+    if config.get("store", {}).get("kind") == "ray":
+        config["store"]["kind"] = "shared"
+    if config.get("runtime", {}).get("weight_transport") == "object_store":
+        config["runtime"]["weight_transport"] = "shared_memory"
     if config.get("runtime", {}).pop("tensorboard", False):
         config["monitors"] = [{"kind": "tensorboard"}]
     return json.dumps(config)

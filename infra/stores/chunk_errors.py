@@ -1,7 +1,16 @@
 """The errors of puts and reads that every backend words the same way."""
 
+from pathlib import Path
+
 from schemas.batch import ChunkKey, ChunkRef
-from schemas.errors import CapacityError, ChunkNotFoundError, LeaseError, LeaseExpiredError, StaleIncarnationError
+from schemas.errors import (
+    CapacityError,
+    ChunkNotFoundError,
+    LeaseError,
+    LeaseExpiredError,
+    StaleIncarnationError,
+    WorkerLostError,
+)
 
 
 def check_incarnation(ref: ChunkRef, incarnation: str) -> None:
@@ -46,8 +55,19 @@ def capacity_error(key: ChunkKey, requested: int, held: int, limit: int) -> Capa
     )
 
 
-def object_store_full_error(key: ChunkKey) -> CapacityError:
-    """Return the error for a chunk that doesn't fit into Ray's object store."""
+def shared_memory_full_error(key: ChunkKey, folder: Path) -> CapacityError:
+    """Return the error for a chunk that doesn't fit into a node's shared memory."""
     return CapacityError(
-        f"Ray's object store has no space for chunk {key}: lower store.capacity_bytes, or give Ray more memory"
+        f"can't put {key}: the file system of {folder} is full; enlarge it (for Docker: --shm-size), lower "
+        "store.capacity_bytes, or set runtime.shared_memory to a folder with more space"
     )
+
+
+def lost_chunk_error(ref: ChunkRef, location: str, error: Exception) -> ChunkNotFoundError:
+    """Return the error for a chunk on a node that can't be reached."""
+    return ChunkNotFoundError(f"chunk {ref.key} is lost with its node's column server at {location}: {error}")
+
+
+def lost_store_error(run_id: str, error: Exception) -> WorkerLostError:
+    """Return the error for a store whose index can't be reached."""
+    return WorkerLostError(f"the column store of run {run_id} is gone, with the columns that it held: {error}")

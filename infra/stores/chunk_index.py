@@ -36,6 +36,7 @@ class ChunkIndex(Generic[Payload]):
         lease_seconds: How long a lease lasts unless it is renewed.
         incarnation: The name of this incarnation of the store; None makes a new one.
         clock: Returns the time in seconds.
+        on_drop: Called with the payload of a chunk that is removed.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class ChunkIndex(Generic[Payload]):
         lease_seconds: float,
         incarnation: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_drop: Callable[[Payload], object] = lambda _: None,
     ) -> None:
         self.incarnation = incarnation or uuid.uuid4().hex
         self._capacity_bytes, self._lease_seconds, self._clock = capacity_bytes, lease_seconds, clock
+        self._on_drop = on_drop
         self._entries: dict[str, Entry[Payload]] = {}
         self._deadlines: dict[int, float] = {}  # of the open leases, by step
         self._expired: set[int] = set()
@@ -136,12 +139,12 @@ class ChunkIndex(Generic[Payload]):
 
     def delete(self, refs: Sequence[ChunkRef]) -> int:
         """See `ColumnStore.delete`."""
-        deleted = [self._entries.pop(ref.key) for ref in refs if self._holds(ref)]
-        return sum(entry.ref.num_bytes for entry in deleted)
+        return sum(self._drop(ref.key) for ref in refs if self._holds(ref))
 
-    def drop(self, name: str) -> None:
-        """Remove a chunk whose bytes are lost."""
-        self._entries.pop(name, None)
+    def drop(self, is_lost: Callable[[Payload], bool]) -> None:
+        """Remove the chunks whose bytes are lost, by their payloads."""
+        for name in [name for name, entry in self._entries.items() if is_lost(entry.payload)]:
+            self._drop(name)
 
     def clear(self, step: int) -> int:
         """See `ColumnStore.clear`."""
@@ -197,7 +200,12 @@ class ChunkIndex(Generic[Payload]):
     def _free(self, step: int) -> int:
         self._batches.pop(step, None)
         names = [name for name, entry in self._entries.items() if entry.step == step]
-        return sum(self._entries.pop(name).ref.num_bytes for name in names)
+        return sum(self._drop(name) for name in names)
+
+    def _drop(self, name: str) -> int:
+        entry = self._entries.pop(name)
+        self._on_drop(entry.payload)
+        return entry.ref.num_bytes
 
     def _holds(self, ref: ChunkRef) -> bool:
         return ref.incarnation == self.incarnation and ref.key in self._entries

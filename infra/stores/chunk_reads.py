@@ -3,7 +3,7 @@
 N rows of a batch, P row ranges that they are made of.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -100,17 +100,17 @@ class _GroupRead:
         return self.gather.column(arrays) if arrays else pa.array([], type=expected)
 
 
-def decode_chunk(read: ChunkRead, data: pa.Buffer) -> pa.RecordBatch:
-    """Decode the columns of a read from a whole chunk, as views of `data`.
+def decode_chunk(ref: ChunkRef, data: pa.Buffer, names: Collection[str] | None = None) -> pa.RecordBatch:
+    """Decode the named columns of a whole chunk, or all of them, as views of `data`.
 
     Raises:
         ChunkCorruptedError: The bytes are not a chunk, or not of the size in the reference.
         ColumnNotFoundError: A column is missing.
     """
-    with name_chunk_in_errors(read.ref):
-        if data.size != read.ref.num_bytes:
-            raise StoreError(f"{data.size} bytes are stored, expected {read.ref.num_bytes}")
-        return decode(data, read.names)
+    with name_chunk_in_errors(ref):
+        if data.size != ref.num_bytes:
+            raise StoreError(f"{data.size} bytes are stored, expected {ref.num_bytes}")
+        return decode(data, names)
 
 
 @contextmanager

@@ -165,7 +165,7 @@ class FsspecColumnStore(ColumnStore):
         blocks = self._open_chunk(read.ref)
         with name_chunk_in_errors(read.ref):
             blocks.load_rows(read.names, read.starts, read.stops)
-        return decode_chunk(read, blocks.buffer)
+        return decode_chunk(read.ref, blocks.buffer, read.names)
 
     def _load(self, ref: ChunkRef) -> pa.Buffer:
         """Return all of a chunk's bytes, checked."""

@@ -73,4 +73,4 @@ class MemoryStore(ColumnStore):
 
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
         payloads = self._index.payloads([read.ref for read in reads])
-        return [decode_chunk(read, data) for read, data in zip(reads, payloads, strict=True)]
+        return [decode_chunk(read.ref, data, read.names) for read, data in zip(reads, payloads, strict=True)]

@@ -13,7 +13,7 @@ from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.open import open_files
 from schemas.batch import BatchHandle
 from schemas.config.folders import DEFAULT_RUNS_DIR
-from schemas.config.store import RayStore
+from schemas.config.store import SharedStore
 from schemas.errors import ChunkCorruptedError, RunError, StoreError
 
 
@@ -56,7 +56,7 @@ def open_run_columns(directory: RunDirectory) -> FsspecColumnStore:
         RunError: The run keeps none on disk, has none yet, or its `store.url` can't be reached.
     """
     config = directory.config()
-    if isinstance(config.store, RayStore):
+    if isinstance(config.store, SharedStore):
         raise RunError(
             f'run {directory.run_id} keeps no columns on disk, because its store.kind = "{config.store.kind}"; '
             'a run with store.kind = "tiered" keeps them'

@@ -5,10 +5,11 @@ from pathlib import Path
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, NO_LIMIT, FsspecColumnStore
+from infra.stores.shared import SharedColumnStore
 from infra.stores.tiered import TieredColumnStore
 from rl_core.registry import Registry, entry
 from schemas.config.run import RunConfig
-from schemas.config.store import FsspecStore, RayStore, StoreConfig, TieredStore
+from schemas.config.store import FsspecStore, SharedStore, StoreConfig, TieredStore
 from schemas.errors import WorkerLostError
 from schemas.step import RunHandle
 
@@ -19,21 +20,21 @@ def open_store(run: RunHandle) -> ColumnStore:
     """Return this process's client of the run's store, opened once.
 
     Raises:
-        WorkerLostError: The store's registry is gone.
+        WorkerLostError: The store's index is gone.
     """
     directory = RunDirectory.of(run)
     if directory.path not in _clients:
-        _clients[directory.path] = _open(directory, run.config.store, start=False)
+        _clients[directory.path] = _open(directory, run.config, start=False)
     return _clients[directory.path]
 
 
 def start_store(directory: RunDirectory, config: RunConfig) -> tuple[ColumnStore, bool]:
-    """Return a new client of the run's store, and whether it had to be started, so that what it held in Ray is lost."""
-    _clients.pop(directory.path, None)  # its registry may be gone
+    """Return a new client of the run's store, and whether it had to be started, so that what it held is lost."""
+    _clients.pop(directory.path, None)  # its index may be gone
     try:
-        return _open(directory, config.store, start=False), False
+        return _open(directory, config, start=False), False
     except WorkerLostError:
-        return _open(directory, config.store, start=True), True
+        return _open(directory, config, start=True), True
 
 
 def open_files(
@@ -52,41 +53,43 @@ def open_files(
     )
 
 
-def _open(directory: RunDirectory, config: StoreConfig, *, start: bool) -> ColumnStore:
-    return OPENERS(config, directory, start)
+def _open(directory: RunDirectory, config: RunConfig, *, start: bool) -> ColumnStore:
+    return OPENERS(config.store, directory, config, start)
 
 
-def _open_fsspec(config: FsspecStore, directory: RunDirectory, start: bool) -> ColumnStore:
-    return open_files(directory, config)
+def _open_fsspec(store: FsspecStore, directory: RunDirectory, config: RunConfig, start: bool) -> ColumnStore:
+    return open_files(directory, store)
 
 
-def _open_ray(config: RayStore, directory: RunDirectory, start: bool) -> ColumnStore:
-    return _open_registry(directory.run_id, config, start)
+def _open_shared(store: SharedStore, directory: RunDirectory, config: RunConfig, start: bool) -> ColumnStore:
+    return _open_index(directory, config, start)
 
 
-def _open_tiered(config: TieredStore, directory: RunDirectory, start: bool) -> ColumnStore:
-    durable = open_files(directory, config)
-    return TieredColumnStore(_open_registry(directory.run_id, config, start, durable.incarnation), durable)
+def _open_tiered(store: TieredStore, directory: RunDirectory, config: RunConfig, start: bool) -> ColumnStore:
+    durable = open_files(directory, store)
+    return TieredColumnStore(_open_index(directory, config, start, durable.incarnation), durable)
 
 
-def _open_registry(
-    run_id: str, config: RayStore | TieredStore, start: bool, incarnation: str | None = None
-) -> ColumnStore:
-    from infra.stores.ray import RayColumnStore  # not at the top: a process that only reads files doesn't need Ray
+def _open_index(
+    directory: RunDirectory, config: RunConfig, start: bool, incarnation: str | None = None
+) -> SharedColumnStore:
+    # Not at the top: a process that only reads files doesn't need Ray.
+    from infra.stores.shared_index import Limits
+    from infra.stores.shared_open import find_shared_store, start_shared_store
 
-    return RayColumnStore(
-        run_id,
-        config.capacity_bytes if start else None,
-        put_timeout_seconds=config.put_timeout_seconds,
-        lease_seconds=config.lease_seconds,
-        incarnation=incarnation,
-    )
+    if not start:
+        return find_shared_store(directory.run_id)
+    store = config.store
+    limits = Limits(store.capacity_bytes, store.put_timeout_seconds, store.lease_seconds, config.runtime.shared_memory)
+    started = start_shared_store(directory.run_id, limits, incarnation=incarnation)
+    directory.write_store_endpoint(*started.endpoint)
+    return started
 
 
 OPENERS = Registry(
     "infra.stores.open.OPENERS",
     StoreConfig,
-    entry(RayStore, _open_ray),
+    entry(SharedStore, _open_shared),
     entry(FsspecStore, _open_fsspec),
     entry(TieredStore, _open_tiered),
 )

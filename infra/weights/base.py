@@ -1,13 +1,13 @@
 """The interfaces of a weight transport: a sender in the policy's rank 0, and a receiver in each rollout worker.
 
-The policy's ranks are called to send version k, and at the same time the rollout workers to load it; the workers are
-given the Ray object refs of what the policy's rank 0 returns. Only rank 0 has a sender: the others call
-`layout.join_gather` with the same tensors, in case gathering them is a collective.
+The policy's ranks are called to send version k, and the rollout workers to load it: at the same time for a broadcast,
+else afterwards, with what rank 0 returned. Only rank 0 has a sender: the others call `layout.join_gather` with the same
+tensors, in case gathering them is a collective.
 """
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,23 +15,18 @@ from infra.engines.base import RolloutEngine
 from infra.weights.layout import tensor_views, verify_buffer
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle
 
-ObjectRefs = Sequence[Any]  # the Ray object refs of both values that `WeightsSender.send` returns
-
 
 class WeightsSender(Protocol):
     """The sending side, in the policy's rank 0."""
 
-    def send(
-        self, version: int, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], owner: bytes
-    ) -> tuple[bytes, SentWeights]:
-        """Send a version's tensors; called by an actor's method, which returns what this returns.
+    def send(self, version: int, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> SentWeights:
+        """Send a version's tensors.
 
         Args:
             version: The policy version of the tensors, the live one or any other.
             specs: The specs of the whole tensors, in order; see `layout.tensor_specs`.
             tensors: The whole tensors by name, in the same order, on any device. Each is taken once the previous one is
                 written, so that sharded tensors can be gathered one at a time.
-            owner: The `object_store.address()` of the method's caller.
 
         Raises:
             WeightsError: No space is left for them, or they don't match `specs`.
@@ -43,13 +38,13 @@ class WeightsSender(Protocol):
 class WeightsReceiver(Protocol):
     """The receiving side, in a rollout worker."""
 
-    def load(self, engine: RolloutEngine, version: int, refs: ObjectRefs) -> LoadedWeights:
+    def load(self, engine: RolloutEngine, version: int, sent: SentWeights | None) -> LoadedWeights:
         """Receive a version, verify it, and only then load it into the engine.
 
         Args:
             engine: An engine that copies the tensors it is given and doesn't write to them.
             version: The expected version.
-            refs: The object refs of what the sending method returns.
+            sent: What the sender returned; None for a broadcast, which is received while it is sent.
 
         Raises:
             WeightsError: The weights are damaged, or of another version or model; the engine is unchanged.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infra.engines.base import RolloutEngine
-from infra.weights.base import ObjectRefs, load_verified
+from infra.weights.base import load_verified
 from infra.weights.checksum import Checksum
 from infra.weights.group import WeightGroup
 from infra.weights.layout import (
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class BroadcastSender:
-    """A `WeightsSender` by broadcast; it ignores `owner`, and the first value it returns is empty.
+    """A `WeightsSender` by broadcast.
 
     Args:
         run_id: The run whose weights it sends.
@@ -46,9 +46,7 @@ class BroadcastSender:
     def __init__(self, run_id: str, group: WeightGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._run_id, self.group, self._bucket_bytes = run_id, group, bucket_bytes
 
-    def send(
-        self, version: int, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], owner: bytes
-    ) -> tuple[bytes, SentWeights]:
+    def send(self, version: int, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> SentWeights:
         """Broadcast a version's tensors; see `WeightsSender.send`."""
         started, remaining = time.perf_counter(), iter(tensors)
         handle = make_handle(self._run_id, version, specs, "")
@@ -58,7 +56,7 @@ class BroadcastSender:
         except WorkerLostError:
             join_gather(remaining)  # the policy's other ranks gather all tensors, even if a receiver is lost
             raise
-        return b"", SentWeights(handle=handle.replace(checksum=checksum), seconds=time.perf_counter() - started)
+        return SentWeights(handle=handle.replace(checksum=checksum), seconds=time.perf_counter() - started)
 
     def _send(self, handle: WeightsHandle, tensors: Iterable[tuple[str, Tensor]]) -> str:
         """Broadcast everything, and return the checksum."""
@@ -75,7 +73,7 @@ class BroadcastSender:
 
 
 class BroadcastReceiver:
-    """A `WeightsReceiver` by broadcast; it ignores `refs`.
+    """A `WeightsReceiver` by broadcast.
 
     Args:
         run_id: The run whose weights it accepts.
@@ -85,7 +83,7 @@ class BroadcastReceiver:
     def __init__(self, run_id: str, group: WeightGroup) -> None:
         self._run_id, self.group = run_id, group
 
-    def load(self, engine: RolloutEngine, version: int, refs: ObjectRefs) -> LoadedWeights:
+    def load(self, engine: RolloutEngine, version: int, sent: SentWeights | None) -> LoadedWeights:
         """Receive and load a version; see `WeightsReceiver.load`. After a rejected version, the group stays usable."""
         started = time.perf_counter()
         with self.group.leave_on_error():

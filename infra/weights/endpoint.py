@@ -1,15 +1,16 @@
-"""A worker's endpoint for publishing weights: through the object store, or by broadcast in a group."""
+"""A worker's endpoint for publishing weights: through shared memory, or by broadcast in a group."""
 
 import ray
 import torch
 
 from infra.engines.base import RolloutEngine
-from infra.weights.base import ObjectRefs, WeightsReceiver, WeightsSender
+from infra.weights.base import WeightsReceiver, WeightsSender
 from infra.weights.broadcast import BroadcastReceiver, BroadcastSender
 from infra.weights.group import WeightGroup, open_rendezvous
-from infra.weights.object_store import ObjectStoreReceiver, ObjectStoreSender
+from infra.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from schemas.config.runtime import RuntimeConfig
 from schemas.step import ProcessGroupHandle
-from schemas.weights import LoadedWeights, Transport, WeightGroupMember
+from schemas.weights import LoadedWeights, SentWeights, Transport, WeightGroupMember
 
 
 class WeightSyncEndpoint:
@@ -18,11 +19,12 @@ class WeightSyncEndpoint:
     Args:
         run_id: The run.
         device: The worker's device.
-        timeout_seconds: The longest wait for the other side.
+        runtime: How long to wait for the other side, and the folder in shared memory.
     """
 
-    def __init__(self, run_id: str, device: torch.device, timeout_seconds: float) -> None:
-        self._run_id, self._device, self._timeout = run_id, device, timeout_seconds
+    def __init__(self, run_id: str, device: torch.device, runtime: RuntimeConfig) -> None:
+        self._run_id, self._device, self._timeout = run_id, device, runtime.collective_timeout_seconds
+        self.file_sender = SharedMemorySender(run_id, runtime.shared_memory)
         self._group: WeightGroup | None = None
 
     def member(self) -> WeightGroupMember:
@@ -47,19 +49,21 @@ class WeightSyncEndpoint:
 
     def sender(self, transport: Transport) -> WeightsSender:
         """Return the sender of this transport."""
-        if transport == "object_store":
-            return ObjectStoreSender(self._run_id)
+        if transport == "shared_memory":
+            return self.file_sender
         assert self._group is not None, "the worker has not joined a weight group"
         return BroadcastSender(self._run_id, self._group)
 
-    def load(self, engine: RolloutEngine, version: int, refs: ObjectRefs, transport: Transport) -> LoadedWeights:
+    def load(
+        self, engine: RolloutEngine, version: int, sent: SentWeights | None, transport: Transport
+    ) -> LoadedWeights:
         """Receive a version by this transport and load it into the engine; see `WeightsReceiver.load`."""
-        if transport == "object_store":
-            receiver: WeightsReceiver = ObjectStoreReceiver(self._run_id, self._timeout)
+        if transport == "shared_memory":
+            receiver: WeightsReceiver = SharedMemoryReceiver(self._run_id, self._timeout)
         else:
             assert self._group is not None, "the worker has not joined a weight group"
             receiver = BroadcastReceiver(self._run_id, self._group)
-        return receiver.load(engine, version, refs)
+        return receiver.load(engine, version, sent)
 
 
 def gpu_of(device: torch.device) -> str:

@@ -4,12 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from infra.ray.actors import call, resolve
+from infra.ray.actors import call
 from infra.ray.group import WorkerGroup
-from infra.ray.object_store import address
 from infra.weights.transport import choose_transport
 from schemas.config.run import RunConfig
-from schemas.weights import Transport, WeightsTransfer
+from schemas.weights import LoadedWeights, SentWeights, Transport, WeightsTransfer
 
 
 async def sync_weights(
@@ -37,21 +36,30 @@ async def sync_weights(
         return None
     policy = await get_policy()
     transport = await _prepare_transport(config, policy, stale)
-    # The driver only passes on the object refs of what the policy's rank 0 returns.
-    refs, other_ranks = policy.call_with_refs("send_weights", version, transport, address(), num_returns=2)
-    loads = (call(worker, "load_weights", version, refs, transport) for worker in stale)
-    loaded, *_ = await asyncio.gather(asyncio.gather(*loads), other_ranks)
-    return WeightsTransfer.of(transport, await resolve(refs[1], "send_weights"), loaded)
+    sends = [call(rank, "send_weights", version, transport) for rank in policy.ranks]
+    if transport == "broadcast":
+        (sent, *_), loaded = await asyncio.gather(asyncio.gather(*sends), _load(stale, version, None, transport))
+    else:
+        sent, *_ = await asyncio.gather(*sends)
+        loaded = await _load(stale, version, sent, transport)
+        await call(policy.ranks[0], "drop_sent_weights")
+    return WeightsTransfer.of(transport, sent, loaded)
+
+
+async def _load(
+    workers: Sequence[Any], version: int, sent: SentWeights | None, transport: Transport
+) -> list[LoadedWeights]:
+    return await asyncio.gather(*(call(worker, "load_weights", version, sent, transport) for worker in workers))
 
 
 async def _prepare_transport(config: RunConfig, policy: WorkerGroup, workers: Sequence[Any]) -> Transport:
     """Choose the transport to these workers; for a broadcast, form the weight group unless it exists.
 
-    Weights are broadcast to all rollout workers or to none: a subset of them is served through the object store.
+    Weights are broadcast to all rollout workers or to none: a subset of them is served through shared memory.
     """
     setting = config.runtime.weight_transport
-    if setting == "object_store" or len(workers) < config.rollout.num_workers:
-        return "object_store"
+    if setting == "shared_memory" or len(workers) < config.rollout.num_workers:
+        return "shared_memory"
     sender, *_ = policy.ranks
     members = [sender, *workers]
     states = await asyncio.gather(*(call(member, "weight_group_member") for member in members))

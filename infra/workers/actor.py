@@ -1,6 +1,6 @@
 """The Ray actors that host the workers, without importing them."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -12,9 +12,9 @@ from infra.ray.worker_logs import LogBuffer, Reply
 class WorkerActor:
     """An actor that makes a worker in its own process and passes calls on to it.
 
-    Ray imports an actor's class in every process that receives its handle: in the driver, and in the column store's
-    registry. The workers' modules import torch and transformers, which takes seconds and hundreds of megabytes; the
-    classes that `actor_class` makes need only this module.
+    Ray imports an actor's class in every process that receives its handle, such as the driver. The workers' modules
+    import torch and transformers, which takes seconds and hundreds of megabytes; the classes that `actor_class` makes
+    need only this module.
     """
 
     worker = ""  # the worker's class, as "module:class"
@@ -26,22 +26,19 @@ class WorkerActor:
         self._worker = getattr(import_module(module), name)(*args)
 
 
-def actor_class(
-    worker: str, *methods: str, mixins: tuple[type, ...] = (), several_returns: Collection[str] = ()
-) -> type:
+def actor_class(worker: str, *methods: str, mixins: tuple[type, ...] = ()) -> type:
     """Return the actor class of a worker's class, of the same name.
 
     Args:
         worker: The worker's class, as "module:class".
         *methods: Its methods that other processes call.
-        mixins: Further base classes, such as `ChunkWriter`.
-        several_returns: Those of the methods that are called with several return values, which carry no log lines.
+        mixins: Further base classes, such as `health.Pingable`.
     """
-    forwards = {method: _forward(method, method not in several_returns) for method in methods}
+    forwards = {method: _forward(method) for method in methods}
     return type(worker.partition(":")[2], (*mixins, WorkerActor), {"worker": worker, **forwards})
 
 
-def _forward(method: str, carries_logs: bool) -> Callable[..., Any]:
+def _forward(method: str) -> Callable[..., Any]:
     def forward(self: WorkerActor, *args: Any, traceparent: str | None = None) -> Any:
         try:
             with received_trace(traceparent):
@@ -49,7 +46,7 @@ def _forward(method: str, carries_logs: bool) -> Callable[..., Any]:
         except Exception as error:
             self._logs.attach(error)
             raise
-        lines = self._logs.take() if carries_logs else ()
+        lines = self._logs.take()
         return Reply(result, lines) if lines else result
 
     forward.__name__ = method

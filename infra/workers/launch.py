@@ -10,8 +10,6 @@ from infra.ray import health
 from infra.ray.actors import call, create_actor, find_actor, kill_actors
 from infra.ray.group import WorkerGroup
 from infra.ray.pool import WorkerPool
-from infra.stores import chunk_writer
-from infra.stores.chunk_writer import ChunkWriter
 from infra.workers.actor import actor_class
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
@@ -22,19 +20,15 @@ Role = Literal["policy", "reference", "rollout"]
 _RANK = ("incarnation", "open_rendezvous", "start", "score")  # the methods of every rank
 _WEIGHTS = ("weight_group_member", "init_weight_group")
 
-_ACTOR_OPTIONS = {
-    "concurrency_groups": chunk_writer.ACTOR_OPTIONS["concurrency_groups"] | health.ACTOR_OPTIONS["concurrency_groups"]
-}
-_writer = partial(actor_class, mixins=(ChunkWriter, health.Pingable))
+_worker = partial(actor_class, mixins=(health.Pingable,))
 _CLASSES: dict[Role, type] = {
-    "policy": _writer(
+    "policy": _worker(
         "infra.workers.policy:PolicyWorker",
         *(*_RANK, *_WEIGHTS, "handle", "score_reference", "update", "save", "finish_saving", "retain"),
-        *("open_weight_rendezvous", "send_weights"),
-        several_returns=("send_weights",),
+        *("open_weight_rendezvous", "send_weights", "read_weights", "drop_sent_weights"),
     ),
-    "reference": _writer("infra.workers.reference:ReferenceWorker", *_RANK),
-    "rollout": _writer(
+    "reference": _worker("infra.workers.reference:ReferenceWorker", *_RANK),
+    "rollout": _worker(
         "infra.workers.rollout:RolloutWorker",
         *(*_WEIGHTS, "start", "version", "load_weights", "generate", "has_shard", "put", "evaluate"),
     ),
@@ -128,13 +122,13 @@ def kill_workers(run_id: str, config: RunConfig) -> None:
 
 
 def monitored_workers(run_id: str, config: RunConfig) -> AbstractContextManager[None]:
-    """Kill, during the block, each of the run's workers and its store's registry that stops answering."""
-    from infra.stores.ray import registry_name
+    """Kill, during the block, each of the run's workers and its store's index that stops answering."""
+    from infra.stores.shared_open import index_name
 
     names = [
         worker_name(run_id, role, number) for role, count in num_workers(config).items() for number in range(count)
     ]
-    return health.monitored_actors([*names, registry_name(run_id)], config.runtime.worker_timeout_seconds)
+    return health.monitored_actors([*names, index_name(run_id)], config.runtime.worker_timeout_seconds)
 
 
 def check_resources(config: RunConfig) -> None:
@@ -175,7 +169,7 @@ def _find_or_create(run: RunHandle, role: Role, number: int) -> Any:
     if (found := find_worker(run.run_id, role, number)) is not None:
         return found
     name, num_gpus = worker_name(run.run_id, role, number), gpus_per_worker(run.config)
-    return create_actor(name, _CLASSES[role], run, number, num_gpus=num_gpus, options=_ACTOR_OPTIONS)
+    return create_actor(name, _CLASSES[role], run, number, num_gpus=num_gpus, options=health.ACTOR_OPTIONS)
 
 
 def _gpus_wanted(config: RunConfig) -> float:

@@ -56,8 +56,8 @@ class PolicyWorker(ScoringWorker):
             saving = dist.new_group(backend="gloo") if self._mesh is not None else None
             self._checkpoints = PolicyCheckpoints(self._config, store, self._rank, self._mesh, saving)
             self._restore()
-        timeout = self._config.runtime.collective_timeout_seconds
-        self._weight_sync = WeightSyncEndpoint(self._run.run_id, self._module.model.device, timeout)
+        device = self._module.model.device
+        self._weight_sync = WeightSyncEndpoint(self._run.run_id, device, self._config.runtime)
         self._incarnation = self._group_id
         return self.handle()
 
@@ -107,7 +107,7 @@ class PolicyWorker(ScoringWorker):
         return self._report
 
     @traced("rl.sync")
-    def send_weights(self, version: int, transport: Transport, owner: bytes) -> tuple[bytes, SentWeights | None]:
+    def send_weights(self, version: int, transport: Transport) -> SentWeights | None:
         """Send the parameters of `version`, adapters merged: rank 0 sends, the other ranks take part in gathering.
 
         If the previous version may still sample, it can be sent as well.
@@ -115,7 +115,6 @@ class PolicyWorker(ScoringWorker):
         Args:
             version: The version.
             transport: The transport to send by.
-            owner: The `object_store.address()` of the caller.
 
         Raises:
             VersionError: The worker holds another version.
@@ -124,9 +123,17 @@ class PolicyWorker(ScoringWorker):
         with self._collective(), self.weights(version) as weights:
             tensors = ((name, full_tensor(tensor)) for name, tensor in weights.items())
             if self._rank == 0:
-                return self._weight_sync.sender(transport).send(version, tensor_specs(weights), tensors, owner)
+                return self._weight_sync.sender(transport).send(version, tensor_specs(weights), tensors)
             join_gather(tensors)
-        return b"", None
+        return None
+
+    def read_weights(self, start: int, stop: int) -> bytes:
+        """Return a part of the weights that were sent last, for a rollout worker on another node."""
+        return self._weight_sync.file_sender.read(start, stop)
+
+    def drop_sent_weights(self) -> None:
+        """Free the weights that were sent last: all rollout workers have loaded them."""
+        self._weight_sync.file_sender.drop()
 
     @contextmanager
     def weights(self, version: int) -> Iterator[dict[str, Tensor]]:

@@ -13,7 +13,6 @@ from infra.ray.tracing import start_tracing, traced
 from infra.rewards.open import open_reward_scorer
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
-from infra.weights.base import ObjectRefs
 from infra.weights.endpoint import WeightSyncEndpoint
 from infra.workers.evaluation import Evaluator
 from infra.workers.samples import Sample, make_shard, to_columns
@@ -25,7 +24,7 @@ from schemas.config.rollout import EvalConfig, RolloutConfig
 from schemas.errors import ConfigError, VersionError
 from schemas.rollout import PutResult, RolloutShard
 from schemas.step import EvalReport, ProcessGroupHandle, RunHandle
-from schemas.weights import LoadedWeights, Transport, WeightGroupMember
+from schemas.weights import LoadedWeights, SentWeights, Transport, WeightGroupMember
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,7 @@ class RolloutWorker:
         self._vocab_size = num_embeddings(config.model)
         self._stop_token_ids = stop_token_ids(config.model, tokenizer) + config.rollout.stop_token_ids
         self.engine = open_engine(config, tokenizer)
-        timeout = config.runtime.collective_timeout_seconds
-        self._weight_sync = WeightSyncEndpoint(self._run.run_id, choose_device(), timeout)
+        self._weight_sync = WeightSyncEndpoint(self._run.run_id, choose_device(), config.runtime)
         self._sampler = ResponseSampler(self.engine, scorer, tokenizer)
         limit = config.eval.max_response_tokens or config.rollout.max_response_tokens
         sampling = self._sampling(config.eval, limit)
@@ -93,19 +91,19 @@ class RolloutWorker:
         return self.engine.version
 
     @traced("rl.sync")
-    def load_weights(self, version: int, refs: ObjectRefs, transport: Transport) -> LoadedWeights:
+    def load_weights(self, version: int, sent: SentWeights | None, transport: Transport) -> LoadedWeights:
         """Load the weights of policy `version`; pending rows are kept.
 
         Args:
             version: The version.
-            refs: The Ray object refs of what the policy's `send_weights` returns.
+            sent: What the policy's `send_weights` returned; None for a broadcast.
             transport: The transport by which they are sent.
 
         Raises:
             WeightsError: They are damaged, or of another version or model; the engine is unchanged.
             WorkerLostError: The policy is gone.
         """
-        return self._weight_sync.load(self.engine, version, refs, transport)
+        return self._weight_sync.load(self.engine, version, sent, transport)
 
     def weight_group_member(self) -> WeightGroupMember:
         """Return its GPU and the weight group that it is in."""

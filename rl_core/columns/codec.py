@@ -1,6 +1,6 @@
 """The encoding of one chunk, an Arrow IPC file of one record batch, and its validation against the catalog.
 
-The bytes are the same in memory, in Ray's object store and on disk, where any Arrow tool can open them. Nothing here
+The bytes are the same in memory and on disk, where any Arrow tool can open them. Nothing here
 pickles, and decoding never trusts its input, since any process may have written the bytes.
 """
 

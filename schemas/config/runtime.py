@@ -40,8 +40,11 @@ class RuntimeConfig(FrozenConfig):
     gpus_per_worker: Annotated[float, Field(gt=0, le=1)] = 1.0
     """GPUs reserved for each worker; workers share GPUs if less than 1."""
 
-    weight_transport: Literal["auto", "object_store", "broadcast"] = "auto"
+    weight_transport: Literal["auto", "shared_memory", "broadcast"] = "auto"
     """Transport of new weights to the rollout workers; auto: broadcast if every worker has its own GPU."""
+
+    shared_memory: str | None = None
+    """Folder of the files that the processes of a node map; None: `/dev/shm`, or one on disk if that is too small."""
 
     collective_timeout_seconds: PositiveFloat = 600
     """Seconds that a rank waits for the others in a collective before it fails."""

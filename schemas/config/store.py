@@ -19,11 +19,11 @@ class _Limits(FrozenConfig):
     """A step is freed after this many seconds in which no client renews, reads or writes it."""
 
 
-class RayStore(_Limits):
-    """Ray's object store: as fast as memory, and lost with the Ray cluster."""
+class SharedStore(_Limits):
+    """The nodes' shared memory: as fast as memory, and lost with the Ray cluster."""
 
-    kind: Literal["ray"] = "ray"
-    """Selects Ray's object store alone."""
+    kind: Literal["shared"] = "shared"
+    """Selects shared memory alone."""
 
     keep_steps: Literal[0] = 0
     """Always 0: finished steps are not kept."""
@@ -55,12 +55,12 @@ class FsspecStore(_Durable):
 
 
 class TieredStore(_Durable):
-    """Ray's object store in front of files: reads are fast, and columns outlive the Ray cluster."""
+    """Shared memory in front of files: reads are fast, and columns outlive the Ray cluster."""
 
     kind: Literal["tiered"] = "tiered"
-    """Selects Ray's object store in front of files, the default."""
+    """Selects shared memory in front of files, the default."""
 
 
 StoreConfig = Annotated[
-    Annotated[RayStore | FsspecStore | TieredStore, Field(discriminator="kind")], default_kind("tiered")
+    Annotated[SharedStore | FsspecStore | TieredStore, Field(discriminator="kind")], default_kind("tiered")
 ]

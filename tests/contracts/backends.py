@@ -11,13 +11,14 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from infra.ray import object_store
-from infra.stores import chunk_writer
 from infra.stores.base import ColumnStore
+from infra.stores.column_server import map_chunk
 from infra.stores.file_layout import data_path
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
 from infra.stores.memory import MemoryStore
-from infra.stores.ray import RayColumnStore
+from infra.stores.shared import SharedColumnStore
+from infra.stores.shared_index import Limits
+from infra.stores.shared_open import find_shared_store, start_shared_store
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import jagged, row_lengths
@@ -50,8 +51,8 @@ class Backend:
 
     def another_client(self, store: ColumnStore) -> ColumnStore:
         """Return another client of the same store, as another process has; a memory store is its own only client."""
-        if isinstance(store, RayColumnStore):
-            return RayColumnStore(store.run_id)
+        if isinstance(store, SharedColumnStore):
+            return find_shared_store(store.run_id)
         if isinstance(store, FsspecColumnStore):
             return self._files(store.run_id)
         if isinstance(store, TieredColumnStore):
@@ -66,14 +67,15 @@ class Backend:
         limits = {"lease_seconds": lease_seconds, "put_timeout_seconds": put_timeout}
         if self.kind == "memory":
             return self._memory(run_id, capacity, lease_seconds)
-        if self.kind == "ray":
-            return RayColumnStore(run_id, capacity, clock=self.clock, **limits)
+        if self.kind == "shared":
+            return start_shared_store(run_id, Limits(capacity, put_timeout, lease_seconds, None), clock=self.clock)
         if not self.kind.startswith("tiered"):
             return self._files(run_id, capacity, **limits)
         durable = self._files(run_id, lease_seconds=NO_EXPIRY_SECONDS)
         if self.kind == "tiered-memory":
             return TieredColumnStore(self._memory(run_id, capacity, lease_seconds, durable.incarnation), durable)
-        front = RayColumnStore(run_id, capacity, incarnation=durable.incarnation, clock=self.clock, **limits)
+        shared = Limits(capacity, put_timeout, lease_seconds, None)
+        front = start_shared_store(run_id, shared, incarnation=durable.incarnation, clock=self.clock)
         return TieredColumnStore(front, durable)
 
     def _memory(self, run_id: str, capacity: int, lease_seconds: float, incarnation: str | None = None) -> MemoryStore:
@@ -119,8 +121,9 @@ def put_batch(store: ColumnStore, step: int, parts: Sequence[pa.RecordBatch]) ->
 
 def stored_bytes(store: ColumnStore, ref: ChunkRef) -> list[pa.Buffer]:
     """Return a chunk's bytes from each place where the store holds them."""
-    if isinstance(store, RayColumnStore):
-        return [object_store.view_at(store._locations([ref])[0])]
+    if isinstance(store, SharedColumnStore):
+        (file,) = store._files([ref])
+        return [map_chunk(Path(store._member.folder) / file.name, ref)]
     if isinstance(store, MemoryStore):
         return [store._index.payloads([ref])[0]]
     if isinstance(store, FsspecColumnStore):
@@ -142,21 +145,19 @@ def data_file(store: ColumnStore, ref: ChunkRef) -> Path:
 
 @ray.remote(num_cpus=0)
 def read_elsewhere(run_id: str, batch: BatchHandle) -> list[dict[str, Any]]:
-    return RayColumnStore(run_id).read(batch, COLUMNS).to_pylist()
+    return find_shared_store(run_id).read(batch, COLUMNS).to_pylist()
 
 
-class Producer(chunk_writer.ChunkWriter):
+class Producer:
     """Puts chunks from a process of its own."""
 
     def put(self, run_id: str, step: int, lengths: list[int], seed: int = 0, shard: int = 0) -> ChunkRef:
-        store = RayColumnStore(run_id)
-        ref = store.put(key(store, step, shard), rollout_columns(lengths, seed))
-        store.flush()  # from now on this process may die
-        return ref
+        store = find_shared_store(run_id)
+        return store.put(key(store, step, shard), rollout_columns(lengths, seed))
 
 
 def start_producer() -> Any:
-    return ray.remote(**chunk_writer.ACTOR_OPTIONS)(Producer).options(num_cpus=0).remote()
+    return ray.remote(Producer).options(num_cpus=0).remote()
 
 
 for module in (__name__, ManualClock.__module__):  # Ray's workers can't import test modules

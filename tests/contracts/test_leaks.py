@@ -11,7 +11,8 @@ import ray
 
 from infra.stores.base import ColumnStore
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
-from infra.stores.ray import RayColumnStore
+from infra.stores.shared_index import Limits
+from infra.stores.shared_open import start_shared_store
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.jagged import jagged, row_lengths
 from rl_core.views import new_batch, select, with_column
@@ -36,18 +37,12 @@ class StageError(Exception):
     """A stage failed in its own code."""
 
 
-@pytest.mark.parametrize(("kind", "num_steps"), [("ray", 200), ("tiered", 45)])
+@pytest.mark.parametrize(("kind", "num_steps"), [("shared", 200), ("tiered", 45)])
 def test_usage_returns_to_zero_after_every_step(ray_cluster: None, tmp_path: Path, kind: str, num_steps: int) -> None:
     durable = FsspecColumnStore(RUN, str(tmp_path / "columns"), lease_seconds=NO_EXPIRY_SECONDS)
     clock = ManualClock(tmp_path / "clock")
-    front = RayColumnStore(
-        RUN,
-        3 * CHUNK_BYTES,
-        put_timeout_seconds=NEVER_SECONDS,
-        lease_seconds=LEASE_SECONDS,
-        incarnation=durable.incarnation,
-        clock=clock,
-    )
+    limits = Limits(3 * CHUNK_BYTES, NEVER_SECONDS, LEASE_SECONDS, str(tmp_path / "memory"))
+    front = start_shared_store(RUN, limits, incarnation=durable.incarnation, clock=clock)
     store: ColumnStore = TieredColumnStore(front, durable) if kind == "tiered" else front
     random = np.random.default_rng(0)
     producer, happened = start_producer(), Counter[str]()

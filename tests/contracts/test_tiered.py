@@ -9,7 +9,8 @@ import pytest
 
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
 from infra.stores.memory import MemoryStore
-from infra.stores.ray import RayColumnStore
+from infra.stores.shared_index import Limits
+from infra.stores.shared_open import start_shared_store
 from infra.stores.tiered import TieredColumnStore
 from rl_core.views import permute
 from schemas.batch import ChunkKey, ChunkRef
@@ -119,14 +120,15 @@ def test_writes_for_an_abandoned_step_do_not_fail_the_next_one(durable: FsspecCo
 
 
 @pytest.mark.slow
-def test_columns_outlive_the_registry(ray_cluster: None, durable: FsspecColumnStore) -> None:
-    front = RayColumnStore(RUN, CAPACITY, incarnation=durable.incarnation)
+def test_columns_outlive_the_index(ray_cluster: None, durable: FsspecColumnStore) -> None:
+    limits = Limits(CAPACITY, 60, 3600, None)
+    front = start_shared_store(RUN, limits, incarnation=durable.incarnation)
     store = TieredColumnStore(front, durable)
     store.open_lease(1)
     batch = put_batch(store, 1, [rollout_columns([2, 3])])
     store.flush()
     front.close()
-    again = RayColumnStore(RUN, CAPACITY, incarnation=durable.incarnation)
+    again = start_shared_store(RUN, limits, incarnation=durable.incarnation)
     try:
         assert TieredColumnStore(again, durable).read(batch, COLUMNS).equals(rollout_columns([2, 3]))
     finally:

@@ -62,7 +62,7 @@ def step_report(step: int, **changes: object) -> StepReport:
         traffic_by_stage={"put": StoreTraffic(num_puts=1, put_bytes=2**20)},
         plan="0123456789abcdef",
         publish=WeightsTransfer(
-            transport="object_store",
+            transport="shared_memory",
             num_bytes=2**20,
             num_receivers=2,
             write_seconds=0.1,

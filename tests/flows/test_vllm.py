@@ -25,7 +25,7 @@ def test_a_run_whose_vllm_worker_is_lost(workplace: Workplace) -> None:
     )
     driver.wait_for(lambda: run.committed(1, "rollout"))
     assert workplace.kill_worker("RolloutWorker")  # its successor starts with version 0, and is sent version 1
-    assert "weight transport: object_store" in driver.finish()
+    assert "weight transport: shared_memory" in driver.finish()
     steps = run.step_metrics()
     assert len(steps) == STEPS
     for step in steps:  # sampler and trainer agree, whatever version sampled

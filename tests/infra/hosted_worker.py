@@ -16,10 +16,6 @@ class Worker:
     def add(self, other: int) -> int:
         return int(self._number + other)
 
-    def two(self) -> tuple[int, int]:
-        logger.info("two values")
-        return self.add(0), self.add(1)
-
     def report(self, num_lines: int) -> int:
         logging.getLogger("elsewhere").info("not ours, and no warning")
         logging.getLogger("elsewhere").warning("not ours, but a warning")

@@ -16,9 +16,7 @@ import ray
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from infra.ray.actors import resolve
 from infra.ray.group import WorkerGroup
-from infra.ray.object_store import address, view
 from infra.stores.open import open_store
 from infra.weights.layout import buffer_as_tensor, tensor_views, verify_buffer
 from infra.workers.launch import check_resources, get_group
@@ -76,10 +74,9 @@ async def weights(group: "WorkerGroup | Alone", version: int) -> dict[str, torch
     if isinstance(group, Alone):
         with group.ranks[0].weights(version) as alone:
             return {name: tensor.clone() for name, tensor in alone.items()}
-    (data, sent), others = group.call_with_refs("send_weights", version, "object_store", address(), num_returns=2)
-    handle = (await resolve(sent, "send_weights")).handle
-    await others
-    buffer = buffer_as_tensor(view(data))
+    sent, *_ = await group.call("send_weights", version, "shared_memory")
+    handle = sent.handle
+    buffer = buffer_as_tensor(Path(sent.file.path).read_bytes())
     verify_buffer(handle, buffer)
     return {name: tensor.clone() for name, tensor in tensor_views(buffer, handle.tensors).items()}
 

@@ -12,7 +12,7 @@ from infra.engines.vllm.package import vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, max_model_len
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
-from schemas.config.store import FsspecStore, RayStore, TieredStore
+from schemas.config.store import FsspecStore, SharedStore, TieredStore
 from schemas.errors import ConfigError
 from tests.configs import run_config
 from tests.tiny import make_tiny_model
@@ -31,7 +31,12 @@ def config_of(folder: Path, **overrides: object) -> RunConfig:
 
 
 def test_a_store_without_a_known_file_system_is_rejected() -> None:
-    for config in (RayStore(), TieredStore(), FsspecStore(url="memory://columns"), TieredStore(url="s3://bucket/runs")):
+    for config in (
+        SharedStore(),
+        TieredStore(),
+        FsspecStore(url="memory://columns"),
+        TieredStore(url="s3://bucket/runs"),
+    ):
         check_store(config)
     with pytest.raises(ConfigError, match=r"store\.url = 'nosuch://x' can't be opened: .*nosuch.*sluice-rl\[s3\]"):
         check_store(TieredStore(url="nosuch://x"))

@@ -13,6 +13,7 @@ from infra.storage.run_list import list_runs, run_status
 from infra.storage.runs import RunDirectory
 from schemas.config.correction import TruncatedCorrection
 from schemas.config.monitor import TensorBoardMonitor
+from schemas.config.store import SharedStore
 from schemas.errors import RunError
 from schemas.step import EvalReport, RunEvent, RunSummary, StepReport
 from tests.configs import run_config
@@ -69,7 +70,7 @@ def test_a_run_is_opened_if_it_exists_and_else_created(tmp_path: Path) -> None:
 def test_a_resumed_run_can_not_change_what_it_trains(tmp_path: Path) -> None:
     begun = run_config(tmp_path)
     run = RunDirectory.create(begun, "run-1")
-    moved = begun.replace(steps=5, runtime=begun.runtime.replace(num_threads=2, weight_transport="object_store"))
+    moved = begun.replace(steps=5, runtime=begun.runtime.replace(num_threads=2, weight_transport="shared_memory"))
     assert check_changes(run, moved) == ["runtime.num_threads", "runtime.weight_transport", "steps"]
     correction, stale = TruncatedCorrection(), begun.runtime.replace(max_staleness=1)
     with pytest.raises(
@@ -87,6 +88,11 @@ def test_a_config_of_an_earlier_version_is_read(tmp_path: Path) -> None:
         (directory.path / "config.json").write_text(json.dumps(tree))
         assert directory.config() == config.replace(monitors=monitors)
         assert check_changes(directory, config) == (["monitors"] if tensorboard else [])
+    tree |= {"store": {"kind": "ray"}}
+    tree["runtime"]["weight_transport"] = "object_store"
+    (directory.path / "config.json").write_text(json.dumps(tree))
+    assert directory.config().store == SharedStore()
+    assert directory.config().runtime.weight_transport == "shared_memory"
 
 
 def test_a_line_cut_short_by_a_kill_was_never_committed(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ import urllib.request
 import pytest
 import ray
 
-from infra.stores.ray import RayColumnStore
+from infra.stores.shared_index import Limits
+from infra.stores.shared_open import start_shared_store
 from tests.contracts.backends import CAPACITY, key, put_batch, rollout_columns
 from tests.progress import wait_until
 
@@ -15,7 +16,7 @@ RUN = "watched"
 
 
 def test_ray_exports_the_stores_metrics(ray_cluster: None) -> None:
-    store = RayColumnStore(RUN, CAPACITY)
+    store = start_shared_store(RUN, Limits(CAPACITY, 60, 3600, None))
     try:
         store.open_lease(1)
         batch = put_batch(store, 1, [rollout_columns([2, 3])])

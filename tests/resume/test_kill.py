@@ -23,7 +23,7 @@ STEPS = 6
 CONFIG = ("train", "tiny.toml", f"steps={STEPS}")
 STAGES = ("rollout", "put", "logprob", "advantage", "update")  # one is killed at in each step
 
-ROLES = ("PolicyWorker", "RolloutWorker", "ReferenceWorker", "RayStoreRegistry")
+ROLES = ("PolicyWorker", "RolloutWorker", "ReferenceWorker", "StoreIndex")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,14 @@ def often_equal(prompt, completion, answer, info):
 DISTURBED = "off-policy-disturbed"
 STEPS, NUM_PROMPTS, NUM_SAMPLES = 4, 4, 4
 CONFIG = (
-    *("train", "tiny.toml", f"steps={STEPS}", "reward.path=equal_rewards:often_equal", "kl.coef=0", "store.kind=ray"),
+    *(
+        "train",
+        "tiny.toml",
+        f"steps={STEPS}",
+        "reward.path=equal_rewards:often_equal",
+        "kl.coef=0",
+        "store.kind=shared",
+    ),
     *("rollout.num_workers=2", "rollout.batch_prompts=1", "rollout.dynamic_sampling.max_rounds=6"),
     *("runtime.max_staleness=1", "correction.kind=truncated", "checkpoint.every_steps=2", "eval.every_steps=3"),
     "runtime.weight_transport=broadcast",  # by gloo, here

@@ -84,8 +84,8 @@ def test_a_run_that_has_not_put_anything_yet(inspect: Command, tmp_path: Path) -
 
 
 def test_a_run_that_keeps_its_columns_in_memory(inspect: Command) -> None:
-    make_small_run(run_id="fleeting", kind="ray", keep_steps=0)
-    rejected(inspect("fleeting"), 'store.kind = "ray"', 'store.kind = "tiered" keeps them')
+    make_small_run(run_id="fleeting", kind="shared", keep_steps=0)
+    rejected(inspect("fleeting"), 'store.kind = "shared"', 'store.kind = "tiered" keeps them')
 
 
 def test_a_url_that_can_not_be_opened(inspect: Command, run: RunDirectory) -> None:

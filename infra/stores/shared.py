@@ -1,0 +1,175 @@
+"""A column store in shared memory: chunks are Arrow files that every process of a node maps; other nodes fetch rows.
+
+A chunk lies in the memory of the node that put it. Requests go to the run's index, `StoreIndex`, over Arrow Flight.
+"""
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from infra.stores.base import ColumnStore
+from infra.stores.chunk_errors import lost_chunk_error, lost_store_error, shared_memory_full_error
+from infra.stores.chunk_reads import ChunkRead, decode_chunk
+from infra.stores.column_server import RemoteColumns, map_chunk
+from infra.stores.duplicates import check_same_content
+from infra.stores.flight import Endpoint, FlightClient
+from rl_core.columns import codec
+from schemas.batch import BatchHandle, ChunkKey, ChunkRef
+from schemas.errors import StoreError
+from schemas.store import StoreUsage
+
+_RETRY_SECONDS = 0.2  # between attempts to write into full shared memory
+_CLOSE_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class File(NamedTuple):
+    """A chunk's file: the location of the column server that owns it, and its name there."""
+
+    location: str
+    name: str
+
+
+class Membership(NamedTuple):
+    """What a client needs.
+
+    Attributes:
+        endpoint: Where its requests go.
+        incarnation: The store's incarnation.
+        location: Its node's column server.
+        folder: That server's files.
+        put_timeout_seconds: How long a put waits for memory.
+    """
+
+    endpoint: Endpoint
+    incarnation: str
+    location: str
+    folder: str
+    put_timeout_seconds: float
+
+
+class SharedColumnStore(ColumnStore):
+    """One run's columns. A client whose index has died raises WorkerLostError from then on.
+
+    Args:
+        run_id: The run whose columns these are.
+        join: Returns this process's membership; called again if its node's column server was lost.
+        stop: Kills the index, after its files are removed.
+    """
+
+    def __init__(self, run_id: str, join: Callable[[], Membership], stop: Callable[[], None] = lambda: None) -> None:
+        super().__init__(run_id)
+        self._join, self._stop = join, stop
+        self._member = join()
+        self.incarnation = self._member.incarnation
+        self._client = FlightClient(self._member.endpoint)
+        self._remote = RemoteColumns(self._member.endpoint.token)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where any Arrow Flight client can read the newest columns of a step, with the token."""
+        return self._member.endpoint
+
+    def close(self) -> None:
+        """Remove all columns, end the index, and wait until it can't be reached any more."""
+        self._call("remove")
+        self._client.close()
+        self._stop()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                self._client.call("steps")
+            except ConnectionError:
+                return
+            time.sleep(0.01)
+        logger.warning("the column store of run %s still exists %g s after it was killed", self.run_id, _CLOSE_SECONDS)
+
+    def verify(self, batch: BatchHandle) -> None:
+        self._files(batch.chunks)
+
+    def open_lease(self, step: int) -> None:
+        self._call("open_lease", step)
+
+    def delete(self, refs: Sequence[ChunkRef]) -> int:
+        return int(self._call("delete", [ref.model_dump() for ref in refs]))
+
+    def clear(self, step: int) -> int:
+        return int(self._call("clear", step))
+
+    def steps(self) -> list[int]:
+        return list(self._call("steps"))
+
+    def save_batch(self, batch: BatchHandle) -> None:
+        self._call("save_batch", batch.step, batch.model_dump_json())
+
+    def load_batch(self, step: int) -> BatchHandle | None:
+        saved = self._call("load_batch", step)
+        return None if saved is None else BatchHandle.model_validate_json(saved)
+
+    def usage(self) -> StoreUsage:
+        return StoreUsage.model_validate(self._call("usage"))
+
+    def _put(self, key: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
+        num_bytes = codec.encoded_bytes(columns)
+        while not (begun := self._call("begin_put", str(key), num_bytes, self._member.location)):
+            self._member = self._join()  # this node's column server was lost, and is started again
+        if held := begun.get("ref"):
+            ref = ChunkRef(**held)
+            return check_same_content(ref, self._read(ref, File(*begun["file"]), None), columns)
+        try:
+            self._write(key, Path(self._member.folder) / begun["name"], columns)
+            return ChunkRef(**self._call("end_put", str(key), columns.num_rows, num_bytes))
+        except BaseException:
+            self._call("abort_put", str(key))
+            raise
+
+    def _write(self, key: ChunkKey, path: Path, columns: pa.RecordBatch) -> None:
+        """Write a chunk's file; wait while shared memory is full.
+
+        Raises:
+            CapacityError: It stayed full.
+            StoreError: The file can't be written.
+        """
+        deadline = time.monotonic() + self._member.put_timeout_seconds
+        while True:
+            try:
+                with pa.OSFile(str(path), "wb") as sink:
+                    codec.write(columns, sink)
+                return
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise StoreError(f"can't put {key}: {path}: {error.strerror or error}") from None
+                path.unlink(missing_ok=True)
+                if time.monotonic() > deadline:
+                    raise shared_memory_full_error(key, path.parent) from None
+            time.sleep(_RETRY_SECONDS)
+
+    def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
+        files = self._files([read.ref for read in reads])
+        return [self._read(read.ref, file, read) for read, file in zip(reads, files, strict=True)]
+
+    def _read(self, ref: ChunkRef, file: File, part: ChunkRead | None) -> pa.RecordBatch:
+        """Return a part of a chunk, or all of it: mapped on this node, else fetched."""
+        if file.location == self._member.location:
+            data = map_chunk(Path(self._member.folder) / file.name, ref)
+            return decode_chunk(ref, data, part.names if part else None)
+        try:
+            return self._remote.read(file.location, file.name, ref, part)
+        except ConnectionError as error:
+            self._call("lose", file.location)
+            raise lost_chunk_error(ref, file.location, error) from None
+
+    def _files(self, refs: Sequence[ChunkRef]) -> list[File]:
+        return [File(*file) for file in self._call("files", [ref.model_dump() for ref in refs])]
+
+    def _call(self, method: str, *args: object) -> Any:
+        try:
+            return self._client.call(method, *args)
+        except ConnectionError as error:
+            raise lost_store_error(self.run_id, error) from None

@@ -1,0 +1,277 @@
+"""The index of one run's shared columns: an actor that knows every chunk, and the node whose memory holds it."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from infra.stores.chunk_index import ChunkIndex, Entry
+from infra.stores.column_server import ColumnServer, NodeFiles
+from infra.stores.flight import Endpoint, FlightClient, FlightServer
+from infra.stores.prometheus import record_usage
+from infra.stores.shared import File, Membership, SharedColumnStore
+from schemas.batch import ChunkKey, ChunkRef
+from schemas.errors import ChunkNotFoundError
+
+_MAINTENANCE_SECONDS = 2.0
+
+
+class Limits(NamedTuple):
+    """The settings of a store.
+
+    Attributes:
+        capacity_bytes: The limit on the bytes of all held chunks together.
+        put_timeout_seconds: How long a put waits for other steps to be cleared.
+        lease_seconds: How long a lease lasts unless it is renewed.
+        shared_memory: `runtime.shared_memory`.
+    """
+
+    capacity_bytes: int
+    put_timeout_seconds: float
+    lease_seconds: float
+    shared_memory: str | None
+
+
+class StoreIndex:
+    """The server of `SharedColumnStore`; see `ColumnStore` for the contract of its requests.
+
+    It serves the files of its own node itself, and starts a `ColumnServer` on each other node from which a client
+    comes. A chunk is put in two requests: `begin_put` reserves its key and its bytes and names its file, `end_put`
+    makes it readable. A put that a client began and did not end is released when its process dies.
+
+    Args:
+        run_id: The run whose columns these are.
+        limits: The store's settings.
+        incarnation: The name of this incarnation; None makes a new one.
+        clock: Returns the time in seconds, by which leases expire.
+    """
+
+    def __init__(
+        self, run_id: str, limits: Limits, incarnation: str | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run_id, self._limits = run_id, limits
+        self._lock = threading.Condition()  # guards the index and the puts in progress; notified when they change
+        self._dropped: list[File] = []  # files that no chunk needs any more
+        self._index = ChunkIndex[File](
+            limits.capacity_bytes, limits.lease_seconds, incarnation, clock, on_drop=self._dropped.append
+        )
+        self._puts: dict[str, tuple[int, File]] = {}  # key of each put in progress -> its client and file
+        self._num_puts = 0
+        self._own = NodeFiles(run_id, limits.capacity_bytes, limits.shared_memory)
+        handlers = {name: getattr(self, name) for name in _REQUESTS}
+        host = ray.util.get_node_ip_address()
+        self._server = FlightServer(host, handlers, self._send, self._release_all)
+        own_node = ray.get_runtime_context().get_node_id()
+        self._places = {own_node: (self._server.endpoint.location, str(self._own.path))}
+        self._servers = dict[str, tuple[Any, FlightClient]]()  # of the other nodes, by location
+        self._reader = SharedColumnStore(run_id, lambda: self.join(own_node))
+        threading.Thread(target=self._maintenance_loop, daemon=True).start()
+
+    def join(self, node: str) -> Membership:
+        """Return what a client on a node needs; an actor call. The node gets a column server, unless it has one."""
+        if node not in self._places:
+            pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+            actor: Any = ray.remote(ColumnServer).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned)
+            token = self._server.endpoint.token
+            server = actor.remote(self._run_id, self._limits.capacity_bytes, self._limits.shared_memory, token)
+            location, folder = ray.get(server.place.remote())
+            self._servers[location] = server, FlightClient(Endpoint(location, token))
+            self._places[node] = location, folder
+        endpoint, timeout = self._server.endpoint, self._limits.put_timeout_seconds
+        return Membership(endpoint, self._index.incarnation, *self._places[node], timeout)
+
+    def ping(self) -> tuple[str, int]:
+        """Return this actor's node and process id; see `infra.ray.health`."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def open_lease(self, _: int, step: int) -> None:
+        with self._lock:
+            self._index.open_lease(step)
+
+    def begin_put(self, client: int, key: str, num_bytes: int, location: str) -> dict[str, Any]:
+        """Reserve a key and its bytes; return the name of the file to write.
+
+        If the key is held already, its chunk is returned for the client to compare; if the client's column server is
+        gone, nothing: it has to join again.
+        """
+        parsed = ChunkKey.parse(key)
+        with self._lock:
+            if location not in {place for place, _ in self._places.values()}:
+                return {}
+            if held := self._admit(parsed, num_bytes):
+                return {"ref": held.ref.model_dump(), "file": held.payload}
+            self._num_puts += 1
+            file = File(location, f"{self._num_puts}.arrow")
+            self._puts[key] = client, file
+            return {"name": file.name}
+
+    def end_put(self, _: int, key: str, num_rows: int, num_bytes: int) -> dict[str, Any]:
+        """Make a chunk readable that its client has written."""
+        with self._lock:
+            _, file = self._puts.pop(key)
+            try:
+                return self._index.commit(ChunkKey.parse(key), num_rows, num_bytes, file).model_dump()
+            except BaseException:
+                self._dropped.append(file)  # its step was cleared meanwhile
+                raise
+            finally:
+                self._lock.notify_all()
+
+    def abort_put(self, _: int, key: str) -> None:
+        """Release a put that failed."""
+        self._release(key)
+
+    def files(self, _: int, refs: list[dict[str, Any]]) -> list[File]:
+        """Return where chunks are, in order."""
+        with self._lock:
+            return self._index.payloads([ChunkRef(**ref) for ref in refs])
+
+    def lose(self, _: int, location: str) -> None:
+        """Drop the chunks of a column server that a client can't reach, if this process can't either."""
+        try:
+            self._request(location, "unlink", [])
+        except ConnectionError:
+            self._forget(location)
+
+    def delete(self, _: int, refs: list[dict[str, Any]]) -> int:
+        return self._free(lambda: self._index.delete([ChunkRef(**ref) for ref in refs]))
+
+    def clear(self, _: int, step: int) -> int:
+        return self._free(lambda: self._index.clear(step))
+
+    def save_batch(self, _: int, step: int, batch: str) -> None:
+        with self._lock:
+            self._index.save_batch(step, batch)
+
+    def load_batch(self, _: int, step: int) -> str | None:
+        with self._lock:
+            return self._index.load_batch(step)
+
+    def steps(self, _: int) -> list[int]:
+        with self._lock:
+            return self._index.steps()
+
+    def usage(self, _: int) -> dict[str, Any]:
+        with self._lock:
+            return self._index.usage().model_dump()
+
+    def remove(self, _: int) -> None:
+        """Remove all files on all nodes, before this actor is killed."""
+        for location in list(self._servers):
+            with suppress(ConnectionError):  # its files are removed by the next run on that node
+                self._request(location, "remove")
+        self._own.remove()
+
+    def _admit(self, key: ChunkKey, num_bytes: int) -> Entry[File] | None:
+        """Wait for another put of the key, and for capacity; reserve the key, or return its chunk if it is held."""
+        deadline = time.monotonic() + self._limits.put_timeout_seconds
+        self._index.require_lease(key)
+        while self._index.is_reserved(key) or self._must_wait(key, num_bytes):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._lock.wait(min(left, self._limits.lease_seconds / 4))
+            self._index.require_lease(key)  # waiting counts as work on the step, and a sweep may free capacity
+        if held := self._index.find(key):
+            return held
+        self._index.reserve(key, num_bytes)
+        return None
+
+    def _must_wait(self, key: ChunkKey, num_bytes: int) -> bool:
+        """Return whether the chunk doesn't fit now, but would once other steps are cleared."""
+        index = self._index
+        return not (index.find(key) or index.fits(num_bytes)) and index.fits_alone(key.step, num_bytes)
+
+    def _free(self, free: Callable[[], int]) -> int:
+        with self._lock:
+            num_bytes = free()
+            self._lock.notify_all()
+        self._remove_dropped()
+        return num_bytes
+
+    def _release(self, key: str) -> None:
+        with self._lock:
+            if (put := self._puts.pop(key, None)) is not None:
+                self._dropped.append(put[1])
+            self._index.release(ChunkKey.parse(key))
+            self._lock.notify_all()
+        self._remove_dropped()
+
+    def _release_all(self, client: int) -> None:
+        """Release the puts that a client which is gone has left in progress."""
+        with self._lock:
+            left = [key for key, (owner, _) in self._puts.items() if owner == client]
+        for key in left:
+            self._release(key)
+
+    def _remove_dropped(self) -> None:
+        """Remove the files that no chunk needs any more, on all nodes."""
+        with self._lock:
+            dropped, self._dropped[:] = list(self._dropped), []
+        names: dict[str, list[str]] = {}
+        for location, name in dropped:
+            names.setdefault(location, []).append(name)
+        self._own.unlink(names.pop(self._server.endpoint.location, []))
+        for location, of_node in names.items():
+            try:
+                self._request(location, "unlink", of_node)
+            except ConnectionError:
+                self._forget(location)
+
+    def _request(self, location: str, method: str, *args: object) -> None:
+        """Send a request to the column server of another node; nothing if it is known to be gone."""
+        if (server := self._servers.get(location)) is not None:
+            server[1].call(method, *args)
+
+    def _forget(self, location: str) -> None:
+        """Drop the chunks of a column server that is gone."""
+        with self._lock:
+            self._servers.pop(location, None)
+            self._places = {node: place for node, place in self._places.items() if place[0] != location}
+            self._index.drop(lambda file: file.location == location)
+            self._dropped[:] = [file for file in self._dropped if file.location != location]
+            self._lock.notify_all()
+
+    def _send(self, ticket: dict[str, Any]) -> pa.RecordBatchReader:
+        """Return what a ticket asks for: a part of a chunk on this node, or columns of a step's newest handle."""
+        if "step" not in ticket:
+            return self._own.send(ticket)
+        batch = self._reader.load_batch(int(ticket["step"]))
+        if batch is None:
+            raise ChunkNotFoundError(f"step {ticket['step']} has no columns here; steps: {self._reader.steps()}")
+        columns = self._reader.read(batch, ticket.get("columns") or list(batch.columns))
+        return pa.RecordBatchReader.from_batches(columns.schema, [columns])
+
+    def _maintenance_loop(self) -> None:
+        """Sweep expired leases and update the metrics periodically."""
+        while True:
+            with self._lock:
+                if self._index.sweep():
+                    self._lock.notify_all()
+                usage = self._index.usage()
+            self._remove_dropped()
+            record_usage(self._run_id, usage)
+            time.sleep(min(self._limits.lease_seconds / 2, _MAINTENANCE_SECONDS))
+
+
+_REQUESTS = (
+    "open_lease",
+    "begin_put",
+    "end_put",
+    "abort_put",
+    "files",
+    "lose",
+    "delete",
+    "clear",
+    "save_batch",
+    "load_batch",
+    "steps",
+    "usage",
+    "remove",
+)

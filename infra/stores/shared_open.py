@@ -1,0 +1,78 @@
+"""Finding or starting the index of a run's shared columns."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from infra.ray.actors import create_actor, find_actor, kill_actors
+from infra.stores.chunk_errors import lost_store_error
+from infra.stores.shared import Membership, SharedColumnStore
+from infra.stores.shared_index import Limits, StoreIndex
+from schemas.errors import WorkerLostError
+
+
+def index_name(run_id: str) -> str:
+    """Return the name under which every process of the cluster finds a run's index."""
+    return f"sluice/{run_id}/store"
+
+
+def find_shared_store(run_id: str) -> SharedColumnStore:
+    """Return a client of a run's store.
+
+    Raises:
+        WorkerLostError: It has no living index.
+    """
+    _require_ray(run_id)
+    if (index := find_actor(index_name(run_id))) is None:
+        raise WorkerLostError(f"run {run_id} has no column store in this Ray cluster")
+    return _open(run_id, index)
+
+
+def start_shared_store(
+    run_id: str,
+    limits: Limits,
+    *,
+    incarnation: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> SharedColumnStore:
+    """Start the index of a run's store on this node, and return a client; one that is left, but lost, is killed.
+
+    The index is detached, so it outlives the driver. It is never restarted: a new one is a new incarnation of the
+    store, unless a durable tier names the incarnation.
+
+    Args:
+        run_id: The run whose columns these are.
+        limits: Its settings.
+        incarnation: The name of its incarnation; None makes a new one.
+        clock: Returns the time in seconds, by which leases expire; called in the index's process.
+
+    Raises:
+        WorkerLostError: This process isn't connected to Ray, or the index dies.
+    """
+    _require_ray(run_id)
+    kill_actors([index_name(run_id)])  # it may be stopped, and would never answer
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"scheduling_strategy": here}
+    index = create_actor(index_name(run_id), StoreIndex, run_id, limits, incarnation, clock, options=options)
+    return _open(run_id, index)
+
+
+def _require_ray(run_id: str) -> None:
+    if not ray.is_initialized():  # otherwise Ray itself would search for a cluster, for minutes
+        raise WorkerLostError(f"the column store of run {run_id} can't be reached: this process isn't connected to Ray")
+
+
+def _open(run_id: str, index: Any) -> SharedColumnStore:
+    return SharedColumnStore(run_id, partial(_join, run_id, index), partial(ray.kill, index))
+
+
+def _join(run_id: str, index: Any) -> Membership:
+    try:
+        return Membership(*index.join.remote(ray.get_runtime_context().get_node_id()).future().result())
+    except RayActorError as error:
+        raise lost_store_error(run_id, error) from None
