@@ -160,9 +160,10 @@ class RunDirectory:
         """Replace `config.json`."""
         write_atomic(self.path / "config.json", config.model_dump_json(indent=2))
 
-    def write_store_endpoint(self, location: str, token: str) -> None:
+    def write_store_endpoint(self, location: str, token: str, certificate: str) -> None:
         """Replace `store.json`, by which Arrow Flight clients of the same user find the run's column store."""
-        write_atomic(self.path / "store.json", json.dumps({"location": location, "token": token}), mode=0o600)
+        endpoint = {"location": location, "token": token, "certificate": certificate}
+        write_atomic(self.path / "store.json", json.dumps(endpoint), mode=0o600)
 
     def summary(self) -> RunSummary | None:
         """Return the finished run's summary; None before the run is finished."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 from infra.storage.shared_memory import SharedFolder, choose_root
 from infra.stores.chunk_errors import chunk_not_found_error
 from infra.stores.chunk_reads import ChunkRead, decode_chunk
-from infra.stores.flight import Endpoint, FlightClient, FlightServer, Handler
+from infra.stores.flight import Endpoint, FlightClient, FlightServer, Handler, Tls
 from rl_core.columns.gather import Ints, ranges
 from schemas.batch import ChunkRef
 
@@ -56,14 +56,18 @@ class ColumnServer:
         capacity_bytes: The most that the files will take.
         shared_memory: `runtime.shared_memory`.
         token: The run's token.
+        tls: See `FlightServer`.
     """
 
-    def __init__(self, run_id: str, capacity_bytes: int, shared_memory: str | None, token: str) -> None:
+    def __init__(
+        self, run_id: str, capacity_bytes: int, shared_memory: str | None, token: str, tls: Tls | None
+    ) -> None:
         import ray
 
         self._files = NodeFiles(run_id, capacity_bytes, shared_memory)
         handlers: dict[str, Handler] = {"unlink": self._unlink, "remove": self._remove}
-        self._server = FlightServer(ray.util.get_node_ip_address(), handlers, self._files.send, token=token)
+        host = ray.util.get_node_ip_address()
+        self._server = FlightServer(host, handlers, self._files.send, token=token, tls=tls)
 
     def place(self) -> tuple[str, str]:
         """Return the server's location, and the folder that it serves."""
@@ -93,11 +97,11 @@ class RemoteColumns:
     """This process's connections to the column servers of other nodes.
 
     Args:
-        token: The run's token.
+        index: The endpoint of the run's index, whose token and certificate they share.
     """
 
-    def __init__(self, token: str) -> None:
-        self._token, self._clients, self._lock = token, dict[str, FlightClient](), threading.Lock()
+    def __init__(self, index: Endpoint) -> None:
+        self._index, self._clients, self._lock = index, dict[str, FlightClient](), threading.Lock()
 
     def read(self, location: str, name: str, ref: ChunkRef, part: ChunkRead | None) -> pa.RecordBatch:
         """Fetch a part of a chunk, or all of it, and no other columns or rows; other rows of the result are null.
@@ -124,7 +128,7 @@ class RemoteColumns:
     def _client(self, location: str) -> FlightClient:
         with self._lock:
             if location not in self._clients:
-                self._clients[location] = FlightClient(Endpoint(location, self._token))
+                self._clients[location] = FlightClient(self._index._replace(location=location))
             return self._clients[location]
 
 

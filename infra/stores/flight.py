@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -28,10 +29,18 @@ logger = logging.getLogger(__name__)
 
 
 class Endpoint(NamedTuple):
-    """A server's address, and the token that its requests must bear."""
+    """A server's address, the token that its requests must bear, and its certificate, PEM, if it uses TLS."""
 
     location: str
     token: str
+    certificate: str = ""
+
+
+class Tls(NamedTuple):
+    """The PEM files, on every node, of a certificate for the nodes' addresses and of its key."""
+
+    certificate: str
+    key: str
 
 
 class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
@@ -44,6 +53,10 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
         get: Returns the columns that a ticket, a JSON object, asks for.
         on_close: Called with a client's number when it has gone.
         token: The token; empty makes a new one.
+        tls: How to encrypt connections; None: they are not.
+
+    Raises:
+        ConfigError: A file of `tls` can't be read.
     """
 
     def __init__(
@@ -53,12 +66,15 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
         get: Get,
         on_close: Callable[[int], None] = lambda _: None,
         token: str = "",
+        tls: Tls | None = None,
     ) -> None:
         self._handlers, self._get, self._on_close = handlers, get, on_close
         self._numbers = itertools.count()
         token = token or secrets.token_hex(32)
-        super().__init__(f"grpc://{host}:0", middleware={"token": _TokenCheck(token)})
-        self.endpoint = Endpoint(f"grpc://{host}:{self.port}", token)
+        pems = read_tls(tls) if tls else ("", "")
+        scheme, pairs = ("grpc+tls", [tuple(pem.encode() for pem in pems)]) if tls else ("grpc", None)
+        super().__init__(f"{scheme}://{host}:0", tls_certificates=pairs, middleware={"token": _TokenCheck(token)})
+        self.endpoint = Endpoint(f"{scheme}://{host}:{self.port}", token, pems[0])
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Answer one client's requests until it goes."""
@@ -94,7 +110,8 @@ class FlightClient:
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._client = flight.FlightClient(endpoint.location)
+        certificate = endpoint.certificate.encode() or None
+        self._client = flight.FlightClient(endpoint.location, tls_root_certs=certificate)
         authorization = f"Bearer {endpoint.token}".encode()
         self._options = flight.FlightCallOptions(headers=[(b"authorization", authorization)])
         self._lock = threading.Lock()
@@ -159,6 +176,20 @@ class _TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         given = headers.get("authorization", [""])[0]
         if not hmac.compare_digest(given.encode(), self._expected.encode()):
             raise flight.FlightUnauthenticatedError("send the run's token: authorization: Bearer <token>")
+
+
+def read_tls(tls: Tls) -> tuple[str, str]:
+    """Return the certificate and the key.
+
+    Raises:
+        ConfigError: A file can't be read.
+    """
+    try:
+        return Path(tls.certificate).read_text(), Path(tls.key).read_text()
+    except OSError as error:
+        raise errors.ConfigError(
+            f"runtime.tls_certificate and runtime.tls_key must be readable on every node: {error}"
+        ) from None
 
 
 def _close(streams: list[tuple[Any, Any]]) -> None:

@@ -74,13 +74,15 @@ def _open_index(
     directory: RunDirectory, config: RunConfig, start: bool, incarnation: str | None = None
 ) -> SharedColumnStore:
     # Not at the top: a process that only reads files doesn't need Ray.
+    from infra.stores.flight import Tls
     from infra.stores.shared_index import Limits
     from infra.stores.shared_open import find_shared_store, start_shared_store
 
     if not start:
         return find_shared_store(directory.run_id)
-    store = config.store
-    limits = Limits(store.capacity_bytes, store.put_timeout_seconds, store.lease_seconds, config.runtime.shared_memory)
+    store, runtime = config.store, config.runtime
+    tls = Tls(runtime.tls_certificate, runtime.tls_key) if runtime.tls_certificate and runtime.tls_key else None
+    limits = Limits(store.capacity_bytes, store.put_timeout_seconds, store.lease_seconds, runtime.shared_memory, tls)
     started = start_shared_store(directory.run_id, limits, incarnation=incarnation)
     directory.write_store_endpoint(*started.endpoint)
     return started

@@ -69,7 +69,7 @@ class SharedColumnStore(ColumnStore):
         self._member = join()
         self.incarnation = self._member.incarnation
         self._client = FlightClient(self._member.endpoint)
-        self._remote = RemoteColumns(self._member.endpoint.token)
+        self._remote = RemoteColumns(self._member.endpoint)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -118,13 +118,18 @@ class SharedColumnStore(ColumnStore):
     def _put(self, key: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
         num_bytes = codec.encoded_bytes(columns)
         while not (begun := self._call("begin_put", str(key), num_bytes, self._member.location)):
-            self._member = self._join()  # this node's column server was lost, and is started again
+            self._member = self._join()  # this node's column server was lost, and another one is started
         if held := begun.get("ref"):
             ref = ChunkRef(**held)
             return check_same_content(ref, self._read(ref, File(*begun["file"]), None), columns)
         try:
             self._write(key, Path(self._member.folder) / begun["name"], columns)
             return ChunkRef(**self._call("end_put", str(key), columns.num_rows, num_bytes))
+        except FileNotFoundError:
+            self._call("abort_put", str(key))
+            if not self._call("lose", self._member.location):
+                raise StoreError(f"can't put {key}: {self._member.folder} was removed under a living run") from None
+            return self._put(key, columns)
         except BaseException:
             self._call("abort_put", str(key))
             raise
@@ -133,6 +138,7 @@ class SharedColumnStore(ColumnStore):
         """Write a chunk's file; wait while shared memory is full.
 
         Raises:
+            FileNotFoundError: The folder is gone, as its column server was lost.
             CapacityError: It stayed full.
             StoreError: The file can't be written.
         """
@@ -142,6 +148,8 @@ class SharedColumnStore(ColumnStore):
                 with pa.OSFile(str(path), "wb") as sink:
                     codec.write(columns, sink)
                 return
+            except FileNotFoundError:
+                raise
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise StoreError(f"can't put {key}: {path}: {error.strerror or error}") from None

@@ -13,11 +13,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infra.stores.chunk_index import ChunkIndex, Entry
 from infra.stores.column_server import ColumnServer, NodeFiles
-from infra.stores.flight import Endpoint, FlightClient, FlightServer
+from infra.stores.flight import FlightClient, FlightServer, Tls
 from infra.stores.prometheus import record_usage
 from infra.stores.shared import File, Membership, SharedColumnStore
 from schemas.batch import ChunkKey, ChunkRef
-from schemas.errors import ChunkNotFoundError
+from schemas.errors import ChunkNotFoundError, StoreError
 
 _MAINTENANCE_SECONDS = 2.0
 
@@ -30,12 +30,14 @@ class Limits(NamedTuple):
         put_timeout_seconds: How long a put waits for other steps to be cleared.
         lease_seconds: How long a lease lasts unless it is renewed.
         shared_memory: `runtime.shared_memory`.
+        tls: See `FlightServer`.
     """
 
     capacity_bytes: int
     put_timeout_seconds: float
     lease_seconds: float
-    shared_memory: str | None
+    shared_memory: str | None = None
+    tls: Tls | None = None
 
 
 class StoreIndex:
@@ -66,7 +68,7 @@ class StoreIndex:
         self._own = NodeFiles(run_id, limits.capacity_bytes, limits.shared_memory)
         handlers = {name: getattr(self, name) for name in _REQUESTS}
         host = ray.util.get_node_ip_address()
-        self._server = FlightServer(host, handlers, self._send, self._release_all)
+        self._server = FlightServer(host, handlers, self._send, self._release_all, tls=limits.tls)
         own_node = ray.get_runtime_context().get_node_id()
         self._places = {own_node: (self._server.endpoint.location, str(self._own.path))}
         self._servers = dict[str, tuple[Any, FlightClient]]()  # of the other nodes, by location
@@ -78,10 +80,10 @@ class StoreIndex:
         if node not in self._places:
             pinned = NodeAffinitySchedulingStrategy(node, soft=False)
             actor: Any = ray.remote(ColumnServer).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned)
-            token = self._server.endpoint.token
-            server = actor.remote(self._run_id, self._limits.capacity_bytes, self._limits.shared_memory, token)
+            own, limits = self._server.endpoint, self._limits
+            server = actor.remote(self._run_id, limits.capacity_bytes, limits.shared_memory, own.token, limits.tls)
             location, folder = ray.get(server.place.remote())
-            self._servers[location] = server, FlightClient(Endpoint(location, token))
+            self._servers[location] = server, FlightClient(own._replace(location=location))
             self._places[node] = location, folder
         endpoint, timeout = self._server.endpoint, self._limits.put_timeout_seconds
         return Membership(endpoint, self._index.incarnation, *self._places[node], timeout)
@@ -102,7 +104,7 @@ class StoreIndex:
         """
         parsed = ChunkKey.parse(key)
         with self._lock:
-            if location not in {place for place, _ in self._places.values()}:
+            if not self._serves(location):
                 return {}
             if held := self._admit(parsed, num_bytes):
                 return {"ref": held.ref.model_dump(), "file": held.payload}
@@ -111,10 +113,12 @@ class StoreIndex:
             self._puts[key] = client, file
             return {"name": file.name}
 
-    def end_put(self, _: int, key: str, num_rows: int, num_bytes: int) -> dict[str, Any]:
+    def end_put(self, client: int, key: str, num_rows: int, num_bytes: int) -> dict[str, Any]:
         """Make a chunk readable that its client has written."""
         with self._lock:
-            _, file = self._puts.pop(key)
+            owner, file = self._puts.pop(key, (None, None))
+            if file is None or owner != client:
+                raise StoreError(f"the put of {key} was given up, as its writer's connection was lost; put it again")
             try:
                 return self._index.commit(ChunkKey.parse(key), num_rows, num_bytes, file).model_dump()
             except BaseException:
@@ -123,21 +127,29 @@ class StoreIndex:
             finally:
                 self._lock.notify_all()
 
-    def abort_put(self, _: int, key: str) -> None:
-        """Release a put that failed."""
-        self._release(key)
+    def abort_put(self, client: int, key: str) -> None:
+        """Release a put that failed, if it is still this client's."""
+        with self._lock:
+            owner, file = self._puts.get(key, (None, None))
+            if file is not None and owner == client:
+                del self._puts[key]
+                self._dropped.append(file)
+                self._index.release(ChunkKey.parse(key))
+                self._lock.notify_all()
+        self._remove_dropped()
 
     def files(self, _: int, refs: list[dict[str, Any]]) -> list[File]:
         """Return where chunks are, in order."""
         with self._lock:
             return self._index.payloads([ChunkRef(**ref) for ref in refs])
 
-    def lose(self, _: int, location: str) -> None:
-        """Drop the chunks of a column server that a client can't reach, if this process can't either."""
+    def lose(self, _: int, location: str) -> bool:
+        """Drop the chunks of a column server that a client misses, if it is gone; return whether it is."""
         try:
             self._request(location, "unlink", [])
         except ConnectionError:
             self._forget(location)
+        return not self._serves(location)
 
     def delete(self, _: int, refs: list[dict[str, Any]]) -> int:
         return self._free(lambda: self._index.delete([ChunkRef(**ref) for ref in refs]))
@@ -180,6 +192,11 @@ class StoreIndex:
             self._index.require_lease(key)  # waiting counts as work on the step, and a sweep may free capacity
         if held := self._index.find(key):
             return held
+        if self._index.is_reserved(key):
+            raise StoreError(
+                f"can't put {key}: another process has been writing it for {self._limits.put_timeout_seconds:g} s; "
+                "end that process, or raise store.put_timeout_seconds"
+            )
         self._index.reserve(key, num_bytes)
         return None
 
@@ -195,20 +212,12 @@ class StoreIndex:
         self._remove_dropped()
         return num_bytes
 
-    def _release(self, key: str) -> None:
-        with self._lock:
-            if (put := self._puts.pop(key, None)) is not None:
-                self._dropped.append(put[1])
-            self._index.release(ChunkKey.parse(key))
-            self._lock.notify_all()
-        self._remove_dropped()
-
     def _release_all(self, client: int) -> None:
         """Release the puts that a client which is gone has left in progress."""
         with self._lock:
             left = [key for key, (owner, _) in self._puts.items() if owner == client]
         for key in left:
-            self._release(key)
+            self.abort_put(client, key)
 
     def _remove_dropped(self) -> None:
         """Remove the files that no chunk needs any more, on all nodes."""
@@ -223,6 +232,10 @@ class StoreIndex:
                 self._request(location, "unlink", of_node)
             except ConnectionError:
                 self._forget(location)
+
+    def _serves(self, location: str) -> bool:
+        """Return whether a column server is one of this store's, as far as is known."""
+        return location in {place for place, _ in self._places.values()}
 
     def _request(self, location: str, method: str, *args: object) -> None:
         """Send a request to the column server of another node; nothing if it is known to be gone."""

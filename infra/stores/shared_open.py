@@ -10,7 +10,9 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infra.ray.actors import create_actor, find_actor, kill_actors
+from infra.storage.shared_memory import choose_root
 from infra.stores.chunk_errors import lost_store_error
+from infra.stores.flight import read_tls
 from infra.stores.shared import Membership, SharedColumnStore
 from infra.stores.shared_index import Limits, StoreIndex
 from schemas.errors import WorkerLostError
@@ -53,8 +55,12 @@ def start_shared_store(
 
     Raises:
         WorkerLostError: This process isn't connected to Ray, or the index dies.
+        ConfigError: The folder or the certificate in the settings can't be used.
     """
     _require_ray(run_id)
+    choose_root(limits.shared_memory, limits.capacity_bytes)  # as the index does: its errors and warnings are seen here
+    if limits.tls:
+        read_tls(limits.tls)
     kill_actors([index_name(run_id)])  # it may be stopped, and would never answer
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"scheduling_strategy": here}

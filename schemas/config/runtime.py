@@ -1,8 +1,8 @@
 """Services, processes, devices and retries of a run."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import FrozenConfig
 from schemas.batch import SafeName
@@ -46,6 +46,12 @@ class RuntimeConfig(FrozenConfig):
     shared_memory: str | None = None
     """Folder of the files that the processes of a node map; None: `/dev/shm`, or one on disk if that is too small."""
 
+    tls_certificate: str | None = None
+    """PEM file, on every node, of a certificate for its address; the column store's connections are then encrypted."""
+
+    tls_key: str | None = None
+    """PEM file, on every node, of the certificate's key."""
+
     collective_timeout_seconds: PositiveFloat = 600
     """Seconds that a rank waits for the others in a collective before it fails."""
 
@@ -72,3 +78,9 @@ class RuntimeConfig(FrozenConfig):
 
     tracing: bool = False
     """Send OpenTelemetry spans to the collector that the `OTEL_*` variables name (extra `otel`)."""
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together: set both, or neither")
+        return self

@@ -11,6 +11,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from infra.storage.shared_memory import remove_dead_folders
 from infra.stores.flight import FlightClient
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
 from infra.stores.shared import SharedColumnStore
@@ -141,6 +142,17 @@ def test_a_killed_column_server_loses_its_chunks_and_is_started_again(store: Sha
     assert store.read(batch_of(here), COLUMNS).equals(rollout_columns(LENGTHS, 0))
     again = ray.get(elsewhere.put.remote(LENGTHS, 1))  # the stage is run again
     assert store.read(batch_of(here, again), COLUMNS).num_rows == 2 * len(LENGTHS)
+
+
+def test_a_put_finds_its_column_server_gone_and_gets_another(store: SharedColumnStore, elsewhere: Any) -> None:
+    folder = Path(ray.get(elsewhere.folder.remote()))
+    killed = server_process(store, str(folder))
+    killed.kill()
+    wait_until(lambda: not killed.is_running())
+    remove_dead_folders(folder.parent)  # as the next run on that node does
+    assert not folder.exists()
+    there = ray.get(elsewhere.put.remote(LENGTHS, 0))
+    assert store.read(batch_of(there), COLUMNS).equals(rollout_columns(LENGTHS, 0))
 
 
 def test_a_dead_node_loses_only_what_is_not_durable(

@@ -1,10 +1,12 @@
 """The shared store: ownership across processes, the death of each of them, and its doors to the outside."""
 
+import ipaddress
 import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,13 @@ import psutil
 import pyarrow as pa
 import pytest
 import ray
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from pyarrow import flight
 
-from infra.stores.flight import Endpoint, FlightClient
+from infra.stores.flight import Endpoint, FlightClient, Tls
 from infra.stores.shared import SharedColumnStore
 from infra.stores.shared_index import Limits
 from infra.stores.shared_open import find_shared_store, start_shared_store
@@ -24,6 +30,7 @@ from schemas.errors import (
     CapacityError,
     ChunkCorruptedError,
     ChunkNotFoundError,
+    ConfigError,
     DuplicateChunkError,
     LeaseError,
     StaleIncarnationError,
@@ -171,6 +178,21 @@ def test_a_step_cleared_during_a_write_gets_no_chunk(store: SharedColumnStore) -
     wait_until(lambda: len(files(store)) == 1)
 
 
+def test_a_key_that_another_process_writes_for_too_long_is_an_error(ray_cluster: None) -> None:
+    store = start_shared_store(RUN, LIMITS._replace(put_timeout_seconds=0.2))
+    try:
+        store.open_lease(1)
+        slow = start_stuck_producer()
+        slow.put.remote(RUN, 1, LARGE)
+        wait_until(lambda: ray.get(slow.is_writing.remote()))
+        with pytest.raises(StoreError, match=r"another process has been writing it for 0\.2 s.*put_timeout_seconds"):
+            store.put(key(store, 1), rollout_columns(LARGE))
+        assert len(files(store)) == 1
+        ray.kill(slow)
+    finally:
+        store.close()
+
+
 def test_clients_share_one_index_and_its_typed_errors(store: SharedColumnStore) -> None:
     other = find_shared_store(RUN)
     assert other.incarnation == store.incarnation
@@ -255,7 +277,7 @@ def test_a_read_does_not_copy_what_the_producer_wrote(store: SharedColumnStore) 
 
 def test_a_stranger_gets_nothing(store: SharedColumnStore) -> None:
     store.save_batch(put_batch(store, 1, [rollout_columns(SMALL)]))
-    location, token = store.endpoint
+    location, token, _ = store.endpoint
     for wrong in ("", token[:-1], token[:-1] + ("0" if token[-1] != "0" else "1")):
         stranger = FlightClient(Endpoint(location, wrong))
         with pytest.raises(StoreError, match="refuses this client"):
@@ -266,9 +288,46 @@ def test_a_stranger_gets_nothing(store: SharedColumnStore) -> None:
         list(flight.FlightClient(location).list_flights())
 
 
+@pytest.fixture
+def tls(tmp_path: Path) -> Tls:
+    """A self-signed certificate for loopback."""
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "sluice")])
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    begin = datetime.now(UTC) - timedelta(days=1)
+    builder = x509.CertificateBuilder(name, name, private.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(begin).not_valid_after(begin + timedelta(days=2)).add_extension(address, False)
+    found = Tls(str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem"))
+    Path(found.certificate).write_bytes(builder.sign(private, SHA256()).public_bytes(Encoding.PEM))
+    Path(found.key).write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return found
+
+
+def test_connections_are_encrypted_by_a_certificate(ray_cluster: None, tls: Tls) -> None:
+    store = start_shared_store("encrypted", LIMITS._replace(tls=tls))
+    try:
+        store.open_lease(1)
+        store.save_batch(put_batch(store, 1, [rollout_columns(SMALL)]))
+        assert store.endpoint.location.startswith("grpc+tls://")
+        assert FlightClient(store.endpoint).get({"step": 1, "columns": ["reward"]}).num_rows == 3
+        for stranger in (
+            store.endpoint._replace(certificate=""),
+            Endpoint(store.endpoint.location.replace("+tls", ""), store.endpoint.token),
+        ):
+            with pytest.raises(ConnectionError):
+                FlightClient(stranger).call("usage")
+    finally:
+        store.close()
+
+
+def test_a_certificate_that_is_not_there_is_named(ray_cluster: None, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"runtime\.tls_certificate and runtime\.tls_key must be readable.*absent"):
+        start_shared_store("encrypted", LIMITS._replace(tls=Tls(str(tmp_path / "absent"), "absent")))
+
+
 def test_any_arrow_client_reads_a_live_step(store: SharedColumnStore) -> None:
     store.save_batch(put_batch(store, 1, [rollout_columns(SMALL), rollout_columns([4], seed=1)]))
-    location, token = store.endpoint
+    location, token, _ = store.endpoint
     options = flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
     ticket = flight.Ticket(json.dumps({"step": 1, "columns": ["reward", "response_ids"]}).encode())
     table = flight.FlightClient(location).do_get(ticket, options).read_all()
