@@ -11,14 +11,19 @@ def render(report: dict[str, Any]) -> Group:
     """Return the report as a table and text."""
     phases = sorted({phase for path in report["paths"].values() for phase in path["seconds_by_phase"]})
     table = Table(
-        "path", "threads", "s/step", "tok/s", *phases, title="whole GRPO steps, medians", title_justify="left"
+        "path", "threads", "s/step", "tok/s", "store", *phases, title="whole GRPO steps, medians", title_justify="left"
     )
     for column in table.columns[1:]:
         column.justify = "right"
     for name, path in report["paths"].items():
         seconds = [f"{path['seconds_by_phase'].get(phase, 0.0):.2f}" for phase in phases]
         table.add_row(
-            name, str(path["threads"]), f"{path['seconds_per_step']:.2f}", f"{path['tokens_per_s']:.0f}", *seconds
+            name,
+            str(path["threads"]),
+            f"{path['seconds_per_step']:.2f}",
+            f"{path['tokens_per_s']:.0f}",
+            f"{path['data_plane']['share']:.1%}",
+            *seconds,
         )
     speedups = [
         f"overlapped is {value:.2f} times as fast as {name}"

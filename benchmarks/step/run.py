@@ -14,6 +14,7 @@ from benchmarks.train.models import size_of
 from infra.models.tiny import make_model
 from infra.storage.runs import RunDirectory
 from schemas.step import StepReport
+from schemas.store import StoreTraffic
 
 logger = logging.getLogger(__name__)
 
@@ -64,22 +65,29 @@ def measure(plan: Plan, workspace: Workspace) -> dict[str, Any]:
         workspace: The folder of the runs; its services are left running.
 
     Returns:
-        `paths`: by name, `seconds_per_step`, `tokens_per_s`, `seconds_by_phase`, `threads` and the mean `staleness`
-        of a step's rows; `speedup`: the seconds of the others over those of `overlapped`; the plan, and the machine.
+        `paths`: by name, `seconds_per_step`, `tokens_per_s`, `seconds_by_phase`, `threads`, the mean `staleness` of a
+        step's rows, and `data_plane`, see `_data_plane`; `speedup`: the seconds of the others over those of
+        `overlapped`; the plan, and the machine.
     """
     cores = plan.cores or os.cpu_count() or 1
     threads = {name: max(1, round(cores * PATHS[name][1])) for name in plan.paths}
     common = _write_inputs(workspace, plan)
     reports: dict[str, list[StepReport]] = {name: [] for name in plan.paths}
+    first_steps: dict[str, list[StepReport]] = {name: [] for name in plan.paths}
     for repetition in range(plan.repetitions):
         for name in plan.paths:
             run_id = f"{name}-{repetition}"
             varied = (f"runtime.max_staleness={PATHS[name][0]}", f"runtime.num_threads={threads[name]}")
             workspace.train("--run-id", run_id, *common, *varied)
-            steps = RunDirectory(workspace.folder / "runs" / run_id).metrics.steps()[WARM_UP_STEPS:]
+            all_steps = RunDirectory(workspace.folder / "runs" / run_id).metrics.steps()
+            steps = all_steps[WARM_UP_STEPS:]
             logger.info("%s: %.2f s per step", run_id, median(step.seconds for step in steps))
             reports[name] += steps
-    paths = {name: {"threads": threads[name], **_summary(steps)} for name, steps in reports.items()}
+            first_steps[name].append(all_steps[0])
+    paths = {
+        name: {"threads": threads[name], **_summary(steps), "data_plane": _data_plane(steps, first_steps[name])}
+        for name, steps in reports.items()
+    }
     seconds = {name: path["seconds_per_step"] for name, path in paths.items()}
     return {
         "paths": paths,
@@ -117,4 +125,28 @@ def _summary(steps: list[StepReport]) -> dict[str, Any]:
         },
         "staleness": sum(step.metrics["rollout/staleness"] for step in steps) / len(steps),
         "steps": len(steps),
+    }
+
+
+def _data_plane(steps: list[StepReport], first_steps: list[StepReport]) -> dict[str, float]:
+    """Return what the column store took of the steps: all processes' puts and reads together, over a step's seconds.
+
+    Args:
+        steps: The steps after each run's warm-up.
+        first_steps: The first step of each run.
+
+    Returns:
+        `share`, the median; `max_share`; `put_ms` and `put_bytes`, the mean of a put; `first_put_ms`, the mean of a put
+        in the first steps.
+    """
+    traffic = [sum(step.traffic_by_stage.values(), StoreTraffic()) for step in steps]
+    shares = [(each.put_seconds + each.read_seconds) / step.seconds for each, step in zip(traffic, steps, strict=True)]
+    total = sum(traffic, StoreTraffic())
+    first = sum((each for step in first_steps for each in step.traffic_by_stage.values()), StoreTraffic())
+    return {
+        "share": median(shares),
+        "max_share": max(shares),
+        "put_ms": 1e3 * total.put_seconds / total.num_puts,
+        "put_bytes": total.put_bytes / total.num_puts,
+        "first_put_ms": 1e3 * first.put_seconds / first.num_puts,
     }

@@ -3,6 +3,7 @@
 A receiver on another node fetches the bytes from the policy's rank 0. The file is removed once all have loaded it.
 """
 
+import itertools
 import mmap
 import os
 import time
@@ -38,45 +39,57 @@ class SharedMemorySender:
     def __init__(self, run_id: str, shared_memory: str | None) -> None:
         self._run_id, self._shared_memory = run_id, shared_memory
         self._folder: SharedFolder | None = None
-        self._sent: Path | None = None
+        self._numbers = itertools.count()
 
     def send(self, version: int, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> SentWeights:
-        """Write a version's tensors to a file; see `WeightsSender.send`."""
+        """Write a version's tensors to a file of its own; see `WeightsSender.send`.
+
+        Several sends of one version may be on their way to different receivers. Files of other versions are removed.
+        """
         started, remaining, num_bytes = time.perf_counter(), iter(tensors), flat_bytes(specs)
-        self.drop()
-        if self._folder is None:
-            self._folder = SharedFolder(choose_root(self._shared_memory, num_bytes), f"{self._run_id}-weights")
-        self._sent = self._folder.path / f"{version}.bin"
+        path = self._prepare(version, num_bytes)
         try:
-            buffer = _create(self._sent, num_bytes)
+            buffer = _create(path, num_bytes)
+            write_tensors(buffer, specs, remaining)
         except OSError as error:
             join_gather(remaining)  # the other ranks gather all tensors
-            self.drop()
+            path.unlink(missing_ok=True)
             raise WeightsError(
-                f"{self._folder.path} has no space for the {num_bytes} bytes of version {version}'s weights: "
+                f"{path.parent} has no space for the {num_bytes} bytes of version {version}'s weights: "
                 f"{error.strerror}; enlarge it (for Docker: --shm-size), or set runtime.shared_memory to another folder"
             ) from None
-        try:
-            write_tensors(buffer, specs, remaining)
         except BaseException:
-            self.drop()
+            path.unlink(missing_ok=True)
             raise
         handle = make_handle(self._run_id, version, specs, checksum(buffer))
-        file = WeightsFile(node=ray.get_runtime_context().get_node_id(), path=str(self._sent), actor=actor_name())
+        file = WeightsFile(node=ray.get_runtime_context().get_node_id(), path=str(path), actor=actor_name())
         return SentWeights(handle=handle, file=file, seconds=time.perf_counter() - started)
 
-    def read(self, start: int, stop: int) -> bytes:
-        """Return a part of what was sent last, for another node."""
-        if self._sent is None:
-            raise WeightsError("no weights are being sent; publish them again")
-        with self._sent.open("rb") as file:
-            return os.pread(file.fileno(), stop - start, start)
+    def read(self, file: WeightsFile, start: int, stop: int) -> bytes:
+        """Return a part of what was sent, for another node."""
+        try:
+            with self._path(file).open("rb") as opened:
+                return os.pread(opened.fileno(), stop - start, start)
+        except FileNotFoundError:
+            raise WeightsError("these weights are not being sent any more; publish them again") from None
 
-    def drop(self) -> None:
-        """Remove what was sent last; receivers that map it keep it."""
-        if self._sent is not None:
-            self._sent.unlink(missing_ok=True)
-        self._sent = None
+    def drop(self, file: WeightsFile) -> None:
+        """Remove what was sent; receivers that map it keep it."""
+        self._path(file).unlink(missing_ok=True)
+
+    def _prepare(self, version: int, num_bytes: int) -> Path:
+        """Return a new path for a version's weights, and remove those of other versions."""
+        if self._folder is None:
+            self._folder = SharedFolder(choose_root(self._shared_memory, num_bytes), f"{self._run_id}-weights")
+        for path in self._folder.path.glob("*.bin"):  # whose driver died before it dropped them
+            if not path.name.startswith(f"{version}-"):
+                path.unlink()
+        return self._folder.path / f"{version}-{next(self._numbers)}.bin"
+
+    def _path(self, file: WeightsFile) -> Path:
+        if self._folder is None:
+            raise WeightsError("no weights were sent; publish them again")
+        return self._folder.path / Path(file.path).name
 
 
 class SharedMemoryReceiver:
@@ -110,7 +123,7 @@ class SharedMemoryReceiver:
         try:
             for start in range(0, num_bytes, PIECE_BYTES):
                 stop = min(start + PIECE_BYTES, num_bytes)
-                piece = open_reply(ray.get(policy.read_weights.remote(start, stop), timeout=self._timeout))
+                piece = open_reply(ray.get(policy.read_weights.remote(file, start, stop), timeout=self._timeout))
                 buffer[start:stop] = buffer_as_tensor(piece)
         except GetTimeoutError:
             raise WorkerLostError(

@@ -42,7 +42,7 @@ async def sync_weights(
     else:
         sent, *_ = await asyncio.gather(*sends)
         loaded = await _load(stale, version, sent, transport)
-        await call(policy.ranks[0], "drop_sent_weights")
+        await call(policy.ranks[0], "drop_sent_weights", sent.file)
     return WeightsTransfer.of(transport, sent, loaded)
 
 

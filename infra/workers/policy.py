@@ -27,7 +27,7 @@ from schemas.errors import NonFiniteError, VersionError
 from schemas.metrics import merge_metrics
 from schemas.plan import ForwardPlan, StepPlan
 from schemas.step import EvalReport, PolicyHandle, ProcessGroupHandle, ScoreResult, UpdateReport
-from schemas.weights import SentWeights, Transport, WeightGroupMember
+from schemas.weights import SentWeights, Transport, WeightGroupMember, WeightsFile
 
 
 class PolicyWorker(ScoringWorker):
@@ -127,13 +127,13 @@ class PolicyWorker(ScoringWorker):
             join_gather(tensors)
         return None
 
-    def read_weights(self, start: int, stop: int) -> bytes:
-        """Return a part of the weights that were sent last, for a rollout worker on another node."""
-        return self._weight_sync.file_sender.read(start, stop)
+    def read_weights(self, file: WeightsFile, start: int, stop: int) -> bytes:
+        """Return a part of weights that were sent, for a rollout worker on another node."""
+        return self._weight_sync.file_sender.read(file, start, stop)
 
-    def drop_sent_weights(self) -> None:
-        """Free the weights that were sent last: all rollout workers have loaded them."""
-        self._weight_sync.file_sender.drop()
+    def drop_sent_weights(self, file: WeightsFile) -> None:
+        """Free weights that were sent: the rollout workers have loaded them."""
+        self._weight_sync.file_sender.drop(file)
 
     @contextmanager
     def weights(self, version: int) -> Iterator[dict[str, Tensor]]:

@@ -19,7 +19,7 @@ from infra.weights.layout import flat_bytes, make_handle, tensor_specs
 from infra.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from schemas.errors import WeightsError, WorkerLostError
 from schemas.step import ProcessGroupHandle
-from schemas.weights import LoadedWeights, SentWeights, WeightsTransfer
+from schemas.weights import LoadedWeights, SentWeights, WeightsFile, WeightsTransfer
 from tests.infra import weight_tensors
 from tests.infra.weight_tensors import RUN, flat, same, tensors
 
@@ -58,11 +58,11 @@ class Policy:
         assert sent.file is not None
         return sent.replace(file=sent.file.replace(node=node or sent.file.node))
 
-    def read_weights(self, start: int, stop: int) -> bytes:
-        return self._files.read(start, stop)
+    def read_weights(self, file: WeightsFile, start: int, stop: int) -> bytes:
+        return self._files.read(file, start, stop)
 
-    def drop(self) -> None:
-        self._files.drop()
+    def drop(self, file: WeightsFile) -> None:
+        self._files.drop(file)
 
     def send_damaged(self, version: int) -> SentWeights:
         sent = self.send(version, words=9)
@@ -151,13 +151,21 @@ def test_two_receivers_load_what_was_sent(policy: Any, rollouts: list[Any], word
     assert WeightsTransfer.of("shared_memory", sent, loaded).num_receivers == 2
 
 
+def test_two_sends_of_one_version_do_not_disturb_each_other(policy: Any, rollouts: list[Any]) -> None:
+    first, second = ray.get(policy.send.remote(4)), ray.get(policy.send.remote(4))
+    ray.get(rollouts[1].load.remote(4, second))
+    ray.get(policy.drop.remote(second.file))
+    ray.get(rollouts[0].load.remote(4, first))
+    assert ray.get([rollout.holds.remote(4) for rollout in rollouts]) == [True, True]
+
+
 def test_twenty_versions_leave_nothing_in_shared_memory(policy: Any, rollouts: list[Any]) -> None:
     before = shared_bytes(policy)
     for version in range(1, 21):
         sent = ray.get(policy.send.remote(version))
         ray.get([rollout.load.remote(version, sent) for rollout in rollouts])
         assert ray.get(rollouts[0].holds.remote(version))
-    ray.get(policy.drop.remote())
+    ray.get(policy.drop.remote(sent.file))
     assert not Path(sent.file.path).exists()
     assert shared_bytes(policy) == before
 
