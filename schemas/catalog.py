@@ -4,7 +4,8 @@ Axes: `row` has one value per sample; `prompt` and `response` are jagged, with o
 which tokens exist. A column's name is also the name of the variable that holds it, everywhere in the code.
 """
 
-from typing import Literal
+import re
+from typing import Literal, cast
 
 from schemas.base import Frozen
 from schemas.errors import ColumnError
@@ -20,7 +21,7 @@ class ColumnSpec(Frozen):
     name: str
     axis: Axis
     dtypes: tuple[str, ...]  # accepted Arrow value types, as str(pyarrow.DataType)
-    producer: Literal["rollout", "logprob", "reference", "advantage"]
+    producer: Literal["rollout", "logprob", "reference", "advantage", "other trainers"]
     unit: str = ""
     nullable: bool = False
 
@@ -46,13 +47,23 @@ CATALOG: dict[str, ColumnSpec] = _by_name(
     ColumnSpec(name="group_id", axis="row", dtypes=("int32",), producer="rollout"),
     ColumnSpec(name="finish_reason", axis="row", dtypes=("string",), producer="rollout"),
     ColumnSpec(name="policy_version", axis="row", dtypes=("int32",), producer="rollout"),
+    ColumnSpec(name="token_advantages", axis="response", dtypes=("float",), producer="other trainers", unit="reward"),
+    ColumnSpec(name="token_scores", axis="response", dtypes=("float",), producer="other trainers", unit="reward"),
+    ColumnSpec(name="token_rewards", axis="response", dtypes=("float",), producer="other trainers", unit="reward"),
+    ColumnSpec(name="returns", axis="response", dtypes=("float",), producer="other trainers", unit="reward"),
+    ColumnSpec(name="values", axis="response", dtypes=("float",), producer="other trainers", unit="reward"),
+    ColumnSpec(name="entropies", axis="response", dtypes=("float",), producer="other trainers", unit="nat"),
 )
 
 REWARD_PART_PREFIX = "reward_"
+_POSITIONS = re.compile(r"(?P<axis>prompt|response)_positions_\d+")
 
 
 def column_spec(name: str) -> ColumnSpec:
     """Return the catalog entry of column `name`; `reward_<part>` columns share the entry of `reward`.
+
+    A token with several positions, as in a picture, has one column for each: `prompt_positions_<n>` and
+    `response_positions_<n>`.
 
     Raises:
         ColumnError: The catalog has no such column.
@@ -68,4 +79,7 @@ def column_spec(name: str) -> ColumnSpec:
         return CATALOG[name]
     if name.startswith(REWARD_PART_PREFIX) and len(name) > len(REWARD_PART_PREFIX):
         return CATALOG["reward"].replace(name=name)
+    if (positions := _POSITIONS.fullmatch(name)) is not None:
+        axis = cast(Axis, positions["axis"])
+        return ColumnSpec(name=name, axis=axis, dtypes=("int32",), producer="other trainers")
     raise ColumnError(f"column {name!r} is not in the catalog; declared columns: {', '.join(CATALOG)}")

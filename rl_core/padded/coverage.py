@@ -11,9 +11,9 @@ import pyarrow as pa
 import torch
 
 from rl_core.columns.jagged import Array
-from rl_core.padded.layouts import PaddedField, PaddedLayout
-from rl_core.padded.nesting import RunLengths
-from schemas.catalog import Axis, column_spec
+from rl_core.padded.geometry import Geometry
+from rl_core.padded.layouts import PaddedLayout, channel_column
+from schemas.catalog import column_spec
 from schemas.errors import ColumnError
 
 Disposition = Literal["jagged", "row", "derived", "scalar", "assumed", "dense"]
@@ -60,14 +60,17 @@ class CoverageReport:
         cls,
         values: Mapping[str, Any],
         layout: PaddedLayout,
-        fields: Mapping[str, PaddedField],
-        runs: Mapping[Axis, RunLengths],
+        geometry: Geometry,
         columns: pa.RecordBatch,
     ) -> CoverageReport:
-        """Create the report of a batch's padded `values`, whose stored `fields` became `columns` and masks `runs`."""
-        entries = []
+        """Create the report of a batch's padded `values`, which became `columns` and a geometry."""
+        fields, runs, entries = geometry.fields, geometry.runs, []
         for name, value in values.items():
-            if name in fields:
+            if name in geometry.channels:
+                stem, parts = layout.channels[name], range(geometry.channels[name])
+                num_bytes = sum(columns.column(channel_column(axis, stem, n)).nbytes for axis in runs for n in parts)
+                entries.append(FieldCoverage.of(name, value, "jagged", f"<axis>_{stem}_<n>", num_bytes))
+            elif name in fields:
                 column = fields[name].column
                 disposition: Disposition = "row" if column_spec(column).axis == "row" else "jagged"
                 entries.append(FieldCoverage.of(name, value, disposition, column, columns.column(column).nbytes))

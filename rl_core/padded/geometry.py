@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
@@ -21,6 +21,7 @@ class Geometry:
     fields: Mapping[str, PaddedField]  # the stored fields
     dtypes: Mapping[str, str]  # torch's names, for the fields that are tensors
     scalars: Mapping[str, float]
+    channels: Mapping[str, int] = field(default_factory=dict)  # the number of channels of each field that has several
 
     @classmethod
     def canonical(cls, columns: pa.RecordBatch, layout: PaddedLayout, widths: Mapping[Axis, int]) -> Geometry:

@@ -42,6 +42,7 @@ class PaddedLayout:
     fields: Mapping[str, PaddedField]  # the stored fields
     masks: Mapping[str, tuple[Axis, ...]]  # the existing tokens on its axes, concatenated; kept as run lengths
     derived: Mapping[str, Rule] = field(default_factory=dict)  # [B, P + R], checked but not stored
+    channels: Mapping[str, str] = field(default_factory=dict)  # [B, C, P + R], to columns <axis>_<stem>_<channel>
     scalars: frozenset[str] = frozenset()  # one number for the whole batch
     sides: Mapping[Axis, Side] = field(default_factory=lambda: {"prompt": "left", "response": "right"})
 
@@ -55,25 +56,29 @@ class PaddedLayout:
         """The field that marks the trained tokens; a batch without it trains all existing tokens."""
         return next(name for name, entry in self.fields.items() if entry.column == "loss_mask")
 
-    def stored_fields(self, names: Collection[str], row_scalars: Mapping[str, str]) -> dict[str, PaddedField]:
+    def stored_fields(
+        self, names: Collection[str], row_scalars: Mapping[str, str], token_fields: Mapping[str, str]
+    ) -> dict[str, PaddedField]:
         """Return the stored fields of a batch with the given field names.
 
         Args:
             names: The fields of the batch.
             row_scalars: The caller's fields of shape [B] and their row columns; they replace fields of the layout with
                 the same name.
+            token_fields: The caller's fields of shape [B, R] and their columns on the response axis; likewise.
 
         Raises:
-            ColumnError: The batch lacks a required field, or a column is not a row column or has two fields.
+            ColumnError: The batch lacks a required field, or a column is on another axis or has two fields.
         """
-        rows = {}
-        for name, column in row_scalars.items():
-            spec = column_spec(column)
-            if spec.axis != "row":
-                raise ColumnError(f"row scalar {name!r} can't become {column!r}, which is on the {spec.axis} axis")
-            rows[name] = PaddedField(column, "row", spec.dtypes[0])
-        require_names(names, [*self.ids.values(), *self.masks, *rows], f"the {self.name} batch lacks")
-        fields = {name: entry for name, entry in {**self.fields, **rows}.items() if name in names}
+        own = {}
+        for axis, declared in (("row", row_scalars), ("response", token_fields)):
+            for name, column in declared.items():
+                spec = column_spec(column)
+                if spec.axis != axis:
+                    raise ColumnError(f"field {name!r} can't become {column!r}, which is on the {spec.axis} axis")
+                own[name] = PaddedField(column, spec.axis, spec.dtypes[0])
+        require_names(names, [*self.ids.values(), *self.masks, *own], f"the {self.name} batch lacks")
+        fields = {name: entry for name, entry in {**self.fields, **own}.items() if name in names}
         columns = [entry.column for entry in fields.values()]
         if repeated := sorted({column for column in columns if columns.count(column) > 1}):
             raise ColumnError(f"more than one field becomes {', '.join(repeated)}: declare only one")
@@ -90,7 +95,8 @@ class PaddedLayout:
         return shapes
 
 
-# `DataProto.batch` of verl 0.9, without the fields that only its reward, metrics and critic read.
+# `DataProto.batch` of verl 0.9, after its reward stage. Advantages that differ within a row, as with GAE, are declared
+# as `token_fields={"advantages": "token_advantages"}`. Positions are derived, unless they have several channels.
 VERL = PaddedLayout(
     name="verl",
     fields={
@@ -101,9 +107,15 @@ VERL = PaddedLayout(
         "old_log_probs": PaddedField("behavior_logprobs", "response", "float"),
         "ref_log_prob": PaddedField("reference_logprobs", "response", "float"),
         "advantages": PaddedField("advantages", "response", "float"),
+        "token_level_scores": PaddedField("token_scores", "response", "float"),
+        "token_level_rewards": PaddedField("token_rewards", "response", "float"),
+        "returns": PaddedField("returns", "response", "float"),
+        "values": PaddedField("values", "response", "float"),
+        "entropys": PaddedField("entropies", "response", "float"),
     },
     masks={"attention_mask": ("prompt", "response")},
     derived={"input_ids": "tokens", "position_ids": "positions"},
+    channels={"position_ids": "positions"},
 )
 
 # The result of TRL's `GRPOTrainer._generate_and_score_completions` for text. With `mask_truncated_completions`, TRL
@@ -122,6 +134,11 @@ TRL = PaddedLayout(
     masks={"prompt_mask": ("prompt",), "completion_mask": ("response",)},
     scalars=frozenset({"num_items_in_batch"}),
 )
+
+
+def channel_column(axis: Axis, stem: str, channel: int) -> str:
+    """Return the column of one channel of a field on one axis."""
+    return f"{axis}_{stem}_{channel}"
 
 
 def derive(rule: Rule, ids: Sequence[Array], exists: Mapping[Axis, npt.NDArray[np.bool_]]) -> Array:

@@ -19,7 +19,7 @@ from rl_core.columns.codec import validate
 from rl_core.columns.jagged import Array, token_dtype
 from rl_core.padded.coverage import CoverageReport, are_strings, as_list, dtype_name, reject_dense
 from rl_core.padded.geometry import Geometry
-from rl_core.padded.layouts import PaddedField, PaddedLayout, derive
+from rl_core.padded.layouts import PaddedField, PaddedLayout, channel_column, derive
 from rl_core.padded.nesting import RunLengths, as_mask, cast_exactly, from_padded, host_array
 from schemas.catalog import Axis, column_spec
 from schemas.errors import ColumnError
@@ -43,6 +43,7 @@ def nest(
     vocab_size: int,
     strict: bool = True,
     row_scalars: Mapping[str, str] | None = None,
+    token_fields: Mapping[str, str] | None = None,
 ) -> Nested:
     """Remove the padding of a batch of B rows.
 
@@ -54,6 +55,8 @@ def nest(
             them.
         row_scalars: Additional fields with one number or string per row, [B], and the row column that each becomes.
             NaN becomes null in a nullable column.
+        token_fields: Additional fields with one number per response position, [B, R], and the column on the response
+            axis that each becomes, e.g. `{"advantages": "token_advantages"}`.
 
     Returns:
         Columns that are valid for a store, the geometry for `unnest`, and the report of every field.
@@ -63,23 +66,26 @@ def nest(
             has a value that its column can't hold.
     """
     values = dict(batch.items())
-    fields = layout.stored_fields(values, row_scalars or {})
+    fields = layout.stored_fields(values, row_scalars or {}, token_fields or {})
     known = fields.keys() | layout.masks.keys() | layout.derived.keys() | layout.scalars
     if strict:
         reject_dense({name: value for name, value in values.items() if name not in known}, layout)
     strings = {name for name, entry in fields.items() if entry.dtype == "string"}
     arrays = {name: _numbers(name, values[name]) for name in values if name in known and name not in strings}
+    dtypes = {name: dtype_name(values[name]) for name in arrays}
+    channels = {name: arrays.pop(name) for name in layout.channels if name in arrays and arrays[name].ndim == 3}
     _check_shapes(arrays, layout, fields)
     exists = _existing(arrays, layout)
     _check_derived(arrays, layout, exists)
-    columns = _columns(values, arrays, layout, fields, exists, vocab_size)
+    columns = _columns(values, arrays, layout, fields, exists, vocab_size, channels)
     geometry = Geometry(
         runs={axis: RunLengths.from_mask(mask) for axis, mask in exists.items()},
         fields=fields,
-        dtypes={name: dtype_name(values[name]) for name in arrays},
+        dtypes=dtypes,
         scalars={name: arrays[name].item() for name in arrays.keys() & layout.scalars},
+        channels={name: array.shape[1] for name, array in channels.items()},
     )
-    return Nested(columns, geometry, CoverageReport.of(values, layout, fields, geometry.runs, columns))
+    return Nested(columns, geometry, CoverageReport.of(values, layout, geometry, columns))
 
 
 def _check_shapes(arrays: Mapping[str, Array], layout: PaddedLayout, fields: Mapping[str, PaddedField]) -> None:
@@ -144,6 +150,7 @@ def _columns(
     fields: Mapping[str, PaddedField],
     exists: Mapping[Axis, Mask],
     vocab_size: int,
+    channels: Mapping[str, Array],
 ) -> pa.RecordBatch:
     """Build `loss_mask` and the columns of the stored fields: strings from `values`, numbers from `arrays`."""
     trained = _trained(arrays, layout, exists["response"])
@@ -154,9 +161,26 @@ def _columns(
                 columns[entry.column] = _string_column(values[name], len(trained))
             elif name != layout.loss_mask:
                 columns[entry.column] = _column(arrays[name], entry, exists, trained, vocab_size)
+    for name, array in channels.items():
+        with _naming(name):
+            columns |= _channel_columns(array, layout.channels[name], exists)
     record = pa.record_batch(columns)
     validate(record)
     return record
+
+
+def _channel_columns(array: Array, stem: str, exists: Mapping[Axis, Mask]) -> dict[str, pa.Array]:
+    """Return the columns of a field of several channels, [B, C, P + R]."""
+    widths = [mask.shape[1] for mask in exists.values()]
+    expected = (len(next(iter(exists.values()))), array.shape[1], sum(widths))
+    if array.shape != expected:
+        raise ColumnError(f"it has shape {list(array.shape)}, expected {list(expected)}")
+    parts = dict(zip(exists, np.split(array, np.cumsum(widths)[:-1], axis=2), strict=True))
+    return {
+        channel_column(axis, stem, channel): from_padded(part[:, channel], exists[axis], dtype=np.int32)
+        for axis, part in parts.items()
+        for channel in range(array.shape[1])
+    }
 
 
 def _column(array: Array, entry: PaddedField, exists: Mapping[Axis, Mask], trained: Mask, vocab_size: int) -> pa.Array:
@@ -184,7 +208,8 @@ def _row_values(values: Array, trained: Mask) -> Array:
         row = different[0]
         raise ColumnError(
             f"values are not constant over the trained tokens of row {row}: they range from {low[row]} to {high[row]}; "
-            f"{different.size} of {low.size} rows are not constant, but the column has one value per row"
+            f"{different.size} of {low.size} rows are not constant, but the column has one value per row; declare the "
+            "field in token_fields to keep one per token"
         )
     return np.where(has_trained, low, 0).astype(values.dtype)
 

@@ -15,7 +15,7 @@ import torch
 from rl_core.columns.codec import validate
 from rl_core.columns.jagged import as_tensor
 from rl_core.padded.geometry import Geometry
-from rl_core.padded.layouts import PaddedField, PaddedLayout, derive, require_names
+from rl_core.padded.layouts import PaddedField, PaddedLayout, channel_column, derive, require_names
 from rl_core.padded.nesting import to_padded_at
 from schemas.catalog import column_spec
 
@@ -46,7 +46,10 @@ def unnest(columns: pa.RecordBatch, layout: PaddedLayout, geometry: Geometry, pa
     ids = [batch[name].numpy() for name in layout.ids.values()]
     for name, axes in layout.masks.items():
         batch[name] = torch.from_numpy(np.concatenate([exists[axis] for axis in axes], axis=1))
-    for name in layout.derived.keys() & geometry.dtypes.keys():
+    for name, num_channels in geometry.channels.items():
+        parts = [_channel(columns, layout.channels[name], channel, geometry) for channel in range(num_channels)]
+        batch[name] = torch.stack(parts, dim=1)
+    for name in layout.derived.keys() & geometry.dtypes.keys() - geometry.channels.keys():
         batch[name] = torch.from_numpy(derive(layout.derived[name], ids, exists))
     batch |= {name: torch.tensor(value) for name, value in geometry.scalars.items()}
     dtypes = {name: _TRAINER_DTYPES.get(entry.dtype, "") for name, entry in fields.items()} | dict(geometry.dtypes)
@@ -54,6 +57,12 @@ def unnest(columns: pa.RecordBatch, layout: PaddedLayout, geometry: Geometry, pa
         name: value.to(getattr(torch, dtypes[name])) if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()
     }
+
+
+def _channel(columns: pa.RecordBatch, stem: str, channel: int, geometry: Geometry) -> torch.Tensor:
+    """Return one channel of a field, [B, P + R]."""
+    found = {axis: columns.column(channel_column(axis, stem, channel)) for axis in geometry.runs}
+    return torch.cat([to_padded_at(column, geometry.runs[axis], 0) for axis, column in found.items()], dim=1)
 
 
 def _all_fields(names: Sequence[str], layout: PaddedLayout, geometry: Geometry) -> dict[str, PaddedField]:

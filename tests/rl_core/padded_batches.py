@@ -40,6 +40,11 @@ def verl_batch() -> Batch:
         "old_log_probs": logprobs(-2),
         "ref_log_prob": logprobs(-3),
         "advantages": ADVANTAGES[:, None] * RESPONSE_TRAINED,
+        "token_level_scores": logprobs(-4) * RESPONSE_EXISTS,
+        "token_level_rewards": logprobs(-5) * RESPONSE_EXISTS,
+        "returns": ADVANTAGES[:, None] * RESPONSE_TRAINED,
+        "values": logprobs(-6) * RESPONSE_EXISTS,
+        "entropys": logprobs(-7) * RESPONSE_EXISTS,
     }
 
 

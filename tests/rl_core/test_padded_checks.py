@@ -15,6 +15,7 @@ from schemas.errors import ColumnError
 from tests.rl_core.padded_batches import (
     LAYOUTS,
     PAD,
+    RESPONSE_EXISTS,
     VOCAB,
     Batch,
     as_dict,
@@ -82,33 +83,51 @@ def test_a_derived_field_that_would_be_rebuilt_differently_is_rejected(name: str
         nest(batch, VERL, vocab_size=VOCAB)
 
 
-def test_position_ids_of_vision_models_are_rejected() -> None:
+@pytest.mark.parametrize("num_channels", [3, 4])
+def test_position_ids_of_vision_models_are_stored_by_channel(num_channels: int) -> None:
     batch = verl_batch()
-    batch["position_ids"] = batch["position_ids"][:, None].expand(-1, 4, -1)
-    with pytest.raises(
-        ColumnError, match=r"'position_ids' has shape \[4, 4, 8\], expected \[4, 8\] to match 'prompts'"
-    ):
+    exists = batch["attention_mask"][:, None]
+    batch["position_ids"] = torch.arange(4 * num_channels * 8).reshape(4, num_channels, 8) * exists
+    nested = nest(batch, VERL, vocab_size=VOCAB)
+    assert {f"prompt_positions_{num_channels - 1}", "response_positions_0"} <= set(nested.columns.schema.names)
+    assert {entry.name: entry.disposition for entry in nested.coverage.fields}["position_ids"] == "jagged"
+    assert_same(unnest(nested.columns, VERL, nested.geometry, PAD), batch)
+    batch["position_ids"] = batch["position_ids"][..., 1:]
+    with pytest.raises(ColumnError, match=rf"'position_ids': it has shape .*7\], expected \[4, {num_channels}, 8\]"):
         nest(batch, VERL, vocab_size=VOCAB)
+
+
+def test_advantages_of_a_critic_are_kept_by_token() -> None:
+    batch = verl_batch()
+    batch["advantages"] = logprobs(-8) * RESPONSE_EXISTS
+    with pytest.raises(ColumnError, match="declare the field in token_fields"):
+        nest(batch, VERL, vocab_size=VOCAB)
+    by_token = {"advantages": "token_advantages"}
+    nested = nest(batch, VERL, vocab_size=VOCAB, token_fields=by_token)
+    assert "advantages" not in nested.columns.schema.names
+    assert_same(unnest(nested.columns, VERL, nested.geometry, PAD), batch)
+    with pytest.raises(ColumnError, match="can't become 'reward', which is on the row axis"):
+        nest(batch, VERL, vocab_size=VOCAB, token_fields={"advantages": "reward"})
 
 
 @pytest.mark.parametrize("form", [as_dict, as_tensordict])
 def test_strict_names_every_field_that_would_stay_dense(form: Callable[[Batch], Mapping[str, Any]]) -> None:
-    batch = verl_batch() | {"entropys": torch.zeros(4, 5), "token_level_scores": torch.zeros(4, 5, dtype=torch.float64)}
+    batch = verl_batch() | {"routes": torch.zeros(4, 5), "teacher": torch.zeros(4, 5, dtype=torch.float64)}
     with pytest.raises(ColumnError) as error:
         nest(form(batch), VERL, vocab_size=VOCAB)
     message = str(error.value)
     assert "2 fields would stay dense, because the verl layout does not know them" in message
-    assert "entropys [4, 5] float32, 80 bytes" in message
-    assert "token_level_scores [4, 5] float64, 160 bytes" in message
+    assert "routes [4, 5] float32, 80 bytes" in message
+    assert "teacher [4, 5] float64, 160 bytes" in message
     assert "prompts" not in message
     assert "row_scalars" in message
 
 
 def test_dense_fields_are_reported_if_not_strict() -> None:
-    batch = verl_batch() | {"entropys": torch.zeros(4, 5), "uid": ["a", "bc", "d", "e"], "raw": [{}, {}, {}, {}]}
+    batch = verl_batch() | {"routes": torch.zeros(4, 5), "uid": ["a", "bc", "d", "e"], "raw": [{}, {}, {}, {}]}
     nested = nest(batch, VERL, vocab_size=VOCAB, strict=False)
     assert [(e.name, e.shape, e.dtype, e.padded_bytes, e.stored_bytes) for e in nested.coverage.dense] == [
-        ("entropys", (4, 5), "float32", 80, 0),
+        ("routes", (4, 5), "float32", 80, 0),
         ("uid", (4,), "text", 5, 0),
         ("raw", (4,), "list", None, 0),
     ]
@@ -166,7 +185,7 @@ def test_ids_and_masks_are_required(make: Callable[[], Batch], layout: PaddedLay
 
 
 def test_the_report_accounts_for_every_byte() -> None:
-    batch = verl_batch() | {"entropys": torch.zeros(4, 5)}
+    batch = verl_batch() | {"routes": torch.zeros(4, 5)}
     report = nest(batch, VERL, vocab_size=VOCAB, strict=False).coverage
     dispositions = {entry.name: entry.disposition for entry in report.fields}
     assert dispositions == {
@@ -180,7 +199,12 @@ def test_the_report_accounts_for_every_byte() -> None:
         "old_log_probs": "jagged",
         "ref_log_prob": "jagged",
         "advantages": "row",
-        "entropys": "dense",
+        "token_level_scores": "jagged",
+        "token_level_rewards": "jagged",
+        "returns": "jagged",
+        "values": "jagged",
+        "entropys": "jagged",
+        "routes": "dense",
     }
     sizes = {entry.name: (entry.padded_bytes, entry.stored_bytes) for entry in report.fields}
     offsets = 4 * 8  # Arrow counts one per row
