@@ -89,6 +89,10 @@ class ChunkIndex(Generic[Payload]):
         """Return whether a chunk of this size fits now."""
         return self._held_bytes() + num_bytes <= self._capacity_bytes
 
+    def spare_bytes(self) -> int:
+        """Return how many more bytes the store may hold."""
+        return max(0, self._capacity_bytes - self._held_bytes())
+
     def fits_alone(self, step: int, num_bytes: int) -> bool:
         """Return whether a chunk of this size would fit if all steps but `step` were cleared."""
         own = sum(entry.ref.num_bytes for entry in self._entries.values() if entry.step == step)

@@ -1,51 +1,15 @@
 """The column server of one run on one node: it owns the chunk files there, and sends parts of them to other nodes."""
 
-import os
 import threading
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from infra.storage.shared_memory import SharedFolder, choose_root
-from infra.stores.chunk_errors import chunk_not_found_error
-from infra.stores.chunk_reads import ChunkRead, decode_chunk
+from infra.stores.chunk_reads import ChunkRead
 from infra.stores.flight import Endpoint, FlightClient, FlightServer, Handler, Tls
+from infra.stores.node_files import NodeFiles
 from rl_core.columns.gather import Ints, ranges
 from schemas.batch import ChunkRef
-
-
-class NodeFiles:
-    """One run's chunk files on this node.
-
-    Args:
-        run_id: The run.
-        capacity_bytes: The most that they will take.
-        shared_memory: `runtime.shared_memory`.
-    """
-
-    def __init__(self, run_id: str, capacity_bytes: int, shared_memory: str | None) -> None:
-        self._folder = SharedFolder(choose_root(shared_memory, capacity_bytes), run_id)
-        self.path = self._folder.path
-
-    def remove(self) -> None:
-        """Remove all files; what is mapped stays readable."""
-        self._folder.remove()
-
-    def unlink(self, names: Sequence[str]) -> None:
-        """Remove files; those that don't exist are ignored."""
-        for name in names:
-            (self.path / os.path.basename(name)).unlink(missing_ok=True)
-
-    def send(self, ticket: dict[str, Any]) -> pa.RecordBatchReader:
-        """Return the part of a chunk that a ticket of `RemoteColumns` asks for."""
-        ref = ChunkRef(**ticket["ref"])
-        data = map_chunk(self.path / os.path.basename(ticket["name"]), ref)
-        columns = decode_chunk(ref, data, ticket["columns"])
-        pieces = [columns.slice(start, stop - start) for start, stop in ticket["rows"]]
-        return pa.RecordBatchReader.from_batches(columns.schema, pieces)
 
 
 class ColumnServer:
@@ -65,7 +29,7 @@ class ColumnServer:
         import ray
 
         self._files = NodeFiles(run_id, capacity_bytes, shared_memory)
-        handlers: dict[str, Handler] = {"unlink": self._unlink, "remove": self._remove}
+        handlers: dict[str, Handler] = {"free": self._free, "remove": self._remove}
         host = ray.util.get_node_ip_address()
         self._server = FlightServer(host, handlers, self._files.send, token=token, tls=tls)
 
@@ -73,24 +37,11 @@ class ColumnServer:
         """Return the server's location, and the folder that it serves."""
         return self._server.endpoint.location, str(self._files.path)
 
-    def _unlink(self, _: int, names: list[str]) -> None:
-        self._files.unlink(names)
+    def _free(self, _: int, names: list[str], spare_bytes: int) -> None:
+        self._files.free(names, spare_bytes)
 
     def _remove(self, _: int) -> None:
         self._files.remove()
-
-
-def map_chunk(path: Path, ref: ChunkRef) -> pa.Buffer:
-    """Map a chunk's file, read-only; the mapping stays valid when the file is removed.
-
-    Raises:
-        ChunkNotFoundError: The file does not exist: its step was cleared just now.
-    """
-    try:
-        with pa.memory_map(str(path)) as file:
-            return file.read_buffer()
-    except FileNotFoundError:
-        raise chunk_not_found_error(ref, lease_expired=False) from None
 
 
 class RemoteColumns:

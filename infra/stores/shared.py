@@ -7,6 +7,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,15 +16,15 @@ import pyarrow as pa
 from infra.stores.base import ColumnStore
 from infra.stores.chunk_errors import lost_chunk_error, lost_store_error, shared_memory_full_error
 from infra.stores.chunk_reads import ChunkRead, decode_chunk
-from infra.stores.column_server import RemoteColumns, map_chunk
+from infra.stores.column_server import RemoteColumns
 from infra.stores.duplicates import check_same_content
 from infra.stores.flight import Endpoint, FlightClient
+from infra.stores.node_files import map_chunk, write_file
 from rl_core.columns import codec
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.errors import StoreError
 from schemas.store import StoreUsage
 
-_RETRY_SECONDS = 0.2  # between attempts to write into full shared memory
 _CLOSE_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class SharedColumnStore(ColumnStore):
             ref = ChunkRef(**held)
             return check_same_content(ref, self._read(ref, File(*begun["file"]), None), columns)
         try:
-            self._write(key, Path(self._member.folder) / begun["name"], columns)
+            self._write(key, Path(self._member.folder) / begun["name"], columns, num_bytes)
             return ChunkRef(**self._call("end_put", str(key), columns.num_rows, num_bytes))
         except FileNotFoundError:
             self._call("abort_put", str(key))
@@ -134,29 +135,22 @@ class SharedColumnStore(ColumnStore):
             self._call("abort_put", str(key))
             raise
 
-    def _write(self, key: ChunkKey, path: Path, columns: pa.RecordBatch) -> None:
+    def _write(self, key: ChunkKey, path: Path, columns: pa.RecordBatch, num_bytes: int) -> None:
         """Write a chunk's file; wait while shared memory is full.
 
         Raises:
             FileNotFoundError: The folder is gone, as its column server was lost.
-            CapacityError: It stayed full.
+            CapacityError: Shared memory stayed full.
             StoreError: The file can't be written.
         """
-        deadline = time.monotonic() + self._member.put_timeout_seconds
-        while True:
-            try:
-                with pa.OSFile(str(path), "wb") as sink:
-                    codec.write(columns, sink)
-                return
-            except FileNotFoundError:
-                raise
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise StoreError(f"can't put {key}: {path}: {error.strerror or error}") from None
-                path.unlink(missing_ok=True)
-                if time.monotonic() > deadline:
-                    raise shared_memory_full_error(key, path.parent) from None
-            time.sleep(_RETRY_SECONDS)
+        try:
+            write_file(path, num_bytes, partial(codec.write, columns), self._member.put_timeout_seconds)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise shared_memory_full_error(key, path.parent) from None
+            raise StoreError(f"can't put {key}: {path}: {error.strerror or error}") from None
 
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
         files = self._files([read.ref for read in reads])

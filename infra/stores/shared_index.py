@@ -12,8 +12,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infra.stores.chunk_index import ChunkIndex, Entry
-from infra.stores.column_server import ColumnServer, NodeFiles
+from infra.stores.column_server import ColumnServer
 from infra.stores.flight import FlightClient, FlightServer, Tls
+from infra.stores.node_files import NodeFiles
 from infra.stores.prometheus import record_usage
 from infra.stores.shared import File, Membership, SharedColumnStore
 from schemas.batch import ChunkKey, ChunkRef
@@ -146,7 +147,7 @@ class StoreIndex:
     def lose(self, _: int, location: str) -> bool:
         """Drop the chunks of a column server that a client misses, if it is gone; return whether it is."""
         try:
-            self._request(location, "unlink", [])
+            self._request(location, "free", [], 0)
         except ConnectionError:
             self._forget(location)
         return not self._serves(location)
@@ -223,13 +224,14 @@ class StoreIndex:
         """Remove the files that no chunk needs any more, on all nodes."""
         with self._lock:
             dropped, self._dropped[:] = list(self._dropped), []
-        names: dict[str, list[str]] = {}
+            spare = self._index.spare_bytes()
+        names: dict[str, list[str]] = {location: [] for location in self._servers}
         for location, name in dropped:
             names.setdefault(location, []).append(name)
-        self._own.unlink(names.pop(self._server.endpoint.location, []))
+        self._own.free(names.pop(self._server.endpoint.location, []), spare)
         for location, of_node in names.items():
             try:
-                self._request(location, "unlink", of_node)
+                self._request(location, "free", of_node, spare)
             except ConnectionError:
                 self._forget(location)
 

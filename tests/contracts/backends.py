@@ -12,10 +12,10 @@ import pyarrow as pa
 import ray
 
 from infra.stores.base import ColumnStore
-from infra.stores.column_server import map_chunk
 from infra.stores.file_layout import data_path
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
 from infra.stores.memory import MemoryStore
+from infra.stores.node_files import map_chunk
 from infra.stores.shared import SharedColumnStore
 from infra.stores.shared_index import Limits
 from infra.stores.shared_open import find_shared_store, start_shared_store

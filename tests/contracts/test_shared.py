@@ -26,6 +26,7 @@ from infra.stores.shared_index import Limits
 from infra.stores.shared_open import find_shared_store, start_shared_store
 from rl_core.columns.codec import encode, value_dtypes
 from rl_core.views import new_batch
+from schemas.batch import BatchHandle
 from schemas.errors import (
     CapacityError,
     ChunkCorruptedError,
@@ -110,6 +111,32 @@ def test_cleared_chunks_leave_shared_memory_and_stay_readable_where_they_were_re
     store.open_lease(2)
     put_batch(store, 2, [rollout_columns(LARGE, seed=1)])
     assert result.equals(rollout_columns(LARGE))
+
+
+def test_the_memory_of_a_cleared_chunk_is_reused_once_nobody_reads_it(store: SharedColumnStore) -> None:
+    def put(step: int) -> tuple[int, BatchHandle]:
+        store.open_lease(step)
+        batch = put_batch(store, step, [rollout_columns(LARGE, seed=step)])
+        (name,) = files(store)
+        return (Path(store._member.folder) / name).stat().st_ino, batch
+
+    first, batch = put(1)
+    result = store.read(batch, ["response_ids"])
+    store.clear(1)
+    second, _ = put(2)
+    assert second != first  # it is still read
+    assert result.column(0).equals(rollout_columns(LARGE, seed=1).column(0))
+    del result
+    store.clear(2)
+    third, batch = put(3)
+    assert third == second
+    assert store.read(batch, COLUMNS).equals(rollout_columns(LARGE, seed=3))
+    store.clear(3)
+    store.open_lease(4)
+    smaller = put_batch(store, 4, [rollout_columns([*LARGE[:-1], 200_000])])
+    assert store.read(smaller, COLUMNS).num_rows == 3
+    free = Path(store._member.folder) / "free"
+    assert sum(path.stat().st_size for path in free.iterdir()) <= CAPACITY
 
 
 def test_replicas_leave_one_chunk_and_a_diverging_one_is_rejected(store: SharedColumnStore) -> None:
