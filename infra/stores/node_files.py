@@ -8,6 +8,7 @@ or maps, which the kernel tells by granting a lease; so what a read has returned
 import errno
 import fcntl
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -126,6 +127,7 @@ def _reuse(pooled: Path, path: Path) -> int | None:
         return None
     descriptor = os.open(path, os.O_RDWR)
     try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # if it is opened just now; the usual signal would kill
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError:  # it is read, or this file system has no leases
