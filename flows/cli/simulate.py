@@ -99,7 +99,7 @@ def column_dtypes(config: RunConfig, vocab_size: int) -> dict[str, str]:
     return {
         name: token if spec.dtypes == TOKEN_DTYPES else spec.dtypes[0]
         for name, spec in CATALOG.items()
-        if spec.producer != "reference" or config.kl.coef
+        if spec.producer != "other trainers" and (spec.producer != "reference" or config.kl.coef)
     }
 
 

@@ -15,8 +15,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "other-trainers.md"
 @pytest.mark.slow
 def test_the_code_of_the_page_runs(ray_cluster: None) -> None:
     uids = ["a", "b", "c", "d"]
-    data = SimpleNamespace(batch=verl_batch(), non_tensor_batch={"uid": uids})
-    names: dict[str, Any] = {"data": data, "inputs": trl_batch()}
+    proto = SimpleNamespace(batch=verl_batch(), non_tensor_batch={"uid": uids})
+    names: dict[str, Any] = {"proto": proto, "inputs": trl_batch()}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     try:
         for block in blocks[:-1]:

@@ -61,9 +61,9 @@ def test_damage_in_a_put_that_is_not_done(inspect: Command, run: RunDirectory) -
 
 def test_a_column_that_this_version_does_not_know(inspect: Command, run: RunDirectory) -> None:
     note = run.columns / "step-000003" / "_batch.json"
-    note.write_text(note.read_text().replace('"advantages"', '"returns"'))
-    lines = stopped(inspect("demo"), "'returns'").splitlines()
-    assert "returns advantage - float can't be read" in [" ".join(line.split()) for line in lines]
+    note.write_text(note.read_text().replace('"advantages"', '"teacher"'))
+    lines = stopped(inspect("demo"), "'teacher'").splitlines()
+    assert "teacher advantage - float can't be read" in [" ".join(line.split()) for line in lines]
 
 
 def test_a_step_without_columns(inspect: Command) -> None:
