@@ -57,10 +57,13 @@ def measure(place: Workplace, num_faults: int, seed: int, options: Sequence[str]
         totals += campaign.counts
         totals["updates_applied_twice"] += max(0, results.num_updates - expected.num_updates)
         totals["leaked_bytes"] += leaked_bytes(campaign.run, results, expected)
-        totals["leaked_processes"] += len(leaked_processes(place))
+        leaked = leaked_processes(place)
+        totals["leaked_processes"] += len(leaked)
         identical = identical and not differing
         faults += campaign.faults
         logger.info("%s: %d faults, %s", campaign.run.run_id, len(campaign.faults), differing or "identical")
+        for process in leaked:
+            logger.warning("%s left a process: %s", campaign.run.run_id, process)
         number += 1
     return {
         **{name: totals[name] for name in ("kills", "resumes", *FAULTLESS)},

@@ -150,9 +150,10 @@ class LocalServices:
     def _stop(self, name: str) -> bool:
         """Stop what is left of a service, started or not; return whether it was alive."""
         state = self._recorded(name)
-        is_alive = state is not None and _is_alive(state)
-        if state is not None and is_alive:
-            stop_process_tree(state.pid)
+        if state is None or _is_reused(state):
+            return False
+        is_alive = _is_alive(state)
+        stop_process_tree(state.pid)  # if it is dead, what it started may live on: Ray's agents do so for minutes
         return is_alive
 
     def _ray_is_whole(self) -> bool:
@@ -257,6 +258,14 @@ def _is_alive(state: ServiceState) -> bool:
         process = psutil.Process(state.pid)
         is_same = abs(process.create_time() - state.started) < 1.0
         return is_same and process.status() != psutil.STATUS_ZOMBIE  # of this process, if it started the service
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_reused(state: ServiceState) -> bool:
+    """Return whether another process has the service's pid."""
+    try:
+        return abs(psutil.Process(state.pid).create_time() - state.started) >= 1.0
     except psutil.NoSuchProcess:
         return False
 

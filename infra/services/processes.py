@@ -1,5 +1,6 @@
 """Processes and all that they have started."""
 
+import os
 from contextlib import suppress
 
 import psutil
@@ -34,8 +35,11 @@ def listens(pid: int, port: int) -> bool:
 
 
 def stop_process_tree(pid: int) -> None:
-    """Terminate a process and all that it has started; kill what is left after a while."""
-    processes = process_tree(pid)
+    """Terminate a process and all that it has started; kill what is left after a while.
+
+    If it leads a session, or did, all processes of that are included: some may have lost their parent.
+    """
+    processes = list({process.pid: process for process in [*process_tree(pid), *_session(pid)]}.values())
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -43,3 +47,13 @@ def stop_process_tree(pid: int) -> None:
     for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def _session(pid: int) -> list[psutil.Process]:
+    """Return the processes of the session that a process leads or led."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError):  # it has ended
+            if os.getsid(process.pid) == pid:
+                found.append(process)
+    return found

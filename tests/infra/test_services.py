@@ -92,6 +92,11 @@ def test_a_service_that_died_or_whose_pid_was_reused_is_not_running(tmp_path: Pa
     assert services.state("prefect") is None
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process has ended, even if nobody has asked for its exit code."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
 @pytest.mark.parametrize("action", ["start", "stop"])
 def test_a_service_whose_starter_was_killed_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
@@ -118,7 +123,20 @@ local.LocalServices(Path({str(tmp_path)!r})).start(prefect=True, ray=False)
         monkeypatch.setattr(local, "PREFECT_COMMAND", ("/bin/false",))
         with pytest.raises(ServiceError):
             services.start(prefect=True, ray=False)
-    assert not left_over.is_running()
+    assert has_ended(left_over)
+
+
+def test_what_a_dead_service_has_left_is_stopped_with_it(tmp_path: Path) -> None:
+    """A process that has lost its parent is still found by the session that the service led."""
+    orphan = "import subprocess, sys; print(subprocess.Popen(['sleep', '3600'], stdout=subprocess.DEVNULL).pid)"
+    service = subprocess.Popen([sys.executable, "-c", orphan], stdout=subprocess.PIPE, start_new_session=True)
+    state = ServiceState(pid=service.pid, started=psutil.Process(service.pid).create_time(), port=1)
+    assert service.stdout is not None
+    left_over = psutil.Process(int(service.stdout.readline()))
+    service.wait()
+    (tmp_path / "ray.json").write_text(state.model_dump_json())
+    assert LocalServices(tmp_path).stop() == []
+    assert has_ended(left_over)
 
 
 def test_a_service_that_fails_to_start_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
