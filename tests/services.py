@@ -50,6 +50,9 @@ def sometimes(prompt, completion, answer, info):
 '''
 
 
+OF_RAY = ("IDLE", "Dashboard", "RuntimeEnv")
+
+
 class Workplace:
     """A folder with a tiny model, data, rewards and a config, in which `sluice` commands run."""
 
@@ -128,8 +131,8 @@ class Workplace:
         return [process for name, process in self._workers() if name.startswith(role)]
 
     def worker_names(self) -> list[str]:
-        """Return Ray's names of its worker processes."""
-        return [name for name, _ in self._workers()]
+        """Return Ray's names of its worker processes, without those that serve Ray itself."""
+        return [name for name, _ in self._workers() if not name.startswith(OF_RAY)]
 
     def worker_processes(self) -> list[psutil.Process]:
         """Return Ray's worker processes."""

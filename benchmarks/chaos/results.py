@@ -16,7 +16,6 @@ from tests.run_results import Run
 from tests.services import Workplace
 
 LOGS = ("driver.log", "driver.lock")
-SERVICES = ("IDLE", "Dashboard", "RuntimeEnv")  # of Ray's processes
 
 
 class Results(NamedTuple):
@@ -55,9 +54,9 @@ def leaked_bytes(run: Run, results: Results, expected: Results) -> int:
 
 def leaked_processes(place: Workplace) -> list[str]:
     """Return the workers that still exist after a run's end, and what runs in its folder but is no service of it."""
-    workers = [name for name in place.worker_names() if not name.startswith(SERVICES)]
     services = {process.pid for process in place.service_processes()}
-    return workers + [" ".join(command) for pid, command in _running_in(place.folder) if pid not in services]
+    others = [" ".join(command) for pid, command in _running_in(place.folder) if pid not in services]
+    return place.worker_names() + others
 
 
 def _running_in(folder: Path) -> Iterator[tuple[int, list[str]]]:

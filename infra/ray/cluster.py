@@ -29,7 +29,7 @@ def connect(address: str, *, local: bool) -> None:
     if local:
         _use_loopback_only()
     _check_reachable(address)
-    # A failed call's values are not all fetched: one tells what happened. Ray would print the others' tracebacks.
+    # Nobody waits any more for what a failed or cancelled step has called: Ray would print the tracebacks of that.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Ray installs its own SIGTERM handler, but Prefect's must stay: it turns SIGTERM into a cancellation.
     handler = signal.getsignal(signal.SIGTERM)

@@ -254,10 +254,8 @@ class LocalServices:
 
 
 def _is_alive(state: ServiceState) -> bool:
-    try:
-        process = psutil.Process(state.pid)
-        is_same = abs(process.create_time() - state.started) < 1.0
-        return is_same and process.status() != psutil.STATUS_ZOMBIE  # of this process, if it started the service
+    try:  # a zombie is a child of this process, which started the service
+        return not _is_reused(state) and psutil.Process(state.pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

@@ -70,12 +70,11 @@ def remove_left_over() -> None:
                 remove_dead_folders(root)
 
 
-def remove_dead_folders(root: Path) -> list[Path]:
-    """Remove the folders under `root` whose processes have died; return them."""
-    dead = [path for path in root.iterdir() if path.is_dir() and not _is_locked(path / "lock")]
-    for path in dead:
-        shutil.rmtree(path, ignore_errors=True)
-    return dead
+def remove_dead_folders(root: Path) -> None:
+    """Remove the folders under `root` whose processes have died."""
+    for path in root.iterdir():
+        if path.is_dir() and not _is_locked(path / "lock"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _private_folder(parent: Path) -> Path:
