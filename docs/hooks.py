@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from flows.cli.commands import app
+from flows.cli.main import app
 from schemas.catalog import CATALOG
 from schemas.config.kinds import kind_of
 from schemas.config.run import RunConfig

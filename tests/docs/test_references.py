@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from flows.cli.commands import app
+from flows.cli.main import app
 from schemas import errors
 from schemas.errors import MetricError
 from schemas.metric_catalog import METRICS, metric_spec

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flows.cli.commands import app
+from flows.cli.main import app
 from schemas.config.load import load_config
 from tests.services import Workplace
 
