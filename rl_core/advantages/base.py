@@ -51,7 +51,7 @@ class AdvantageInputs:
             raise ValueError(
                 f"row {row} has {trained[row]} loss tokens, expected from 0 to its {lengths[row]} response tokens"
             )
-        return cls(scores, np.unique(ids, return_inverse=True)[1].astype(np.int64), lengths, trained)
+        return cls(scores, number_groups(ids), lengths, trained)
 
     @property
     def group_sizes(self) -> Ints:
@@ -70,9 +70,29 @@ class AdvantageInputs:
         It compares the extremes, because the mean of n equal floats isn't always that float, so that their computed
         variance may not be 0.
         """
-        num_groups = len(self.group_sizes)
-        lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
-        np.minimum.at(lowest, self.group, self.rewards)
-        np.maximum.at(highest, self.group, self.rewards)
+        lowest, highest = find_extremes(self.rewards, self.group, len(self.group_sizes))
         is_equal: NDArray[np.bool_] = (lowest == highest)[self.group]
         return is_equal
+
+
+def number_groups(ids: Ints) -> Ints:
+    """Number groups from 0 in the order of their ids: [N] any integers to [N] 0 .. G - 1."""
+    low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+    if high - low > 4 * len(ids):  # far apart, so that they are sorted
+        return np.unique(ids, return_inverse=True)[1].astype(np.int64)
+    numbers: Ints = np.cumsum(np.bincount(ids - low) > 0) - 1
+    return numbers[ids - low]
+
+
+def find_extremes(rewards: Floats, group: Ints, num_groups: int) -> tuple[Floats, Floats]:
+    """Return the lowest and the highest reward of each group, [G] each; inf and -inf for a group without rows.
+
+    Args:
+        rewards: [N].
+        group: [N], 0 .. G - 1.
+        num_groups: G.
+    """
+    lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
+    np.minimum.at(lowest, group, rewards)
+    np.maximum.at(highest, group, rewards)
+    return lowest, highest

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.advantages.base import Floats, Ints
+from rl_core.advantages.base import Floats, Ints, find_extremes, number_groups
 from rl_core.advantages.estimators import compute_advantages
 from rl_core.advantages.shaping import ShapedRows, shape_rows
 from rl_core.planning.plan import plan_step
+from rl_core.views.integers import as_int64
 from schemas.config.run import RunConfig
 from schemas.errors import RewardFailureError
 from schemas.metrics import Mean, Metrics, Single, Sum
@@ -24,7 +25,7 @@ from schemas.rollout import RolloutHandle
 class StepAdvantages:
     """The result of the advantage stage."""
 
-    rows: list[int]  # [n], the rollout's rows whose reward did not fail, ascending
+    rows: Ints  # [n], the rollout's rows whose reward did not fail, ascending
     advantages: NDArray[np.float32]  # [n]
     plan: StepPlan  # over the n rows
     metrics: Metrics
@@ -50,15 +51,16 @@ def prepare_updates(
         PlanError: No row has a token to train on, as when all responses are masked as overlong.
         RewardFailureError: Every reward of the step failed.
     """
-    live = [row for row, reward in enumerate(rollout.rewards) if reward is not None]
-    if not live:
+    scored = np.asarray(rollout.rewards, dtype=np.float64)
+    live = np.flatnonzero(~np.isnan(scored))
+    if not len(live):
         failure = next((shard.failure for shard in rollout.shards if shard.failure), "no message")
         raise RewardFailureError(f"all {rollout.num_rows} rewards of step {step} failed; the first failure: {failure}")
-    rewards = np.array([rollout.rewards[row] for row in live], dtype=np.float64)
-    groups, lengths = np.array(rollout.group_ids)[live], np.array(rollout.response_lengths)[live]
+    rewards, lengths = scored[live], as_int64(rollout.response_lengths)[live]
+    groups = number_groups(as_int64(rollout.group_ids)[live])
     shaped = _shape(config, rollout, live, rewards, row_kl)
     plan = plan_step(
-        np.array(rollout.prompt_lengths)[live],
+        as_int64(rollout.prompt_lengths)[live],
         lengths,
         shaped.loss_tokens,
         num_updates=config.optim.updates_per_step,
@@ -77,16 +79,15 @@ def prepare_updates(
 
 
 def _shape(
-    config: RunConfig, rollout: RolloutHandle, live: list[int], rewards: Floats, row_kl: Sequence[float] | None
+    config: RunConfig, rollout: RolloutHandle, live: Ints, rewards: Floats, row_kl: Sequence[float] | None
 ) -> ShapedRows:
     assert row_kl is None or len(row_kl) == rollout.num_rows, "row_kl must have one value per row of the rollout"
-    finished = np.array([reason for shard in rollout.shards for reason in shard.finish_reasons])
     return shape_rows(
         rewards,
-        response_lengths=np.array(rollout.response_lengths)[live],
-        loss_tokens=np.array(rollout.loss_tokens)[live],
-        is_truncated=(finished == "length")[live],
-        row_kl=None if row_kl is None else [row_kl[row] for row in live],
+        response_lengths=as_int64(rollout.response_lengths)[live],
+        loss_tokens=as_int64(rollout.loss_tokens)[live],
+        is_truncated=np.asarray(rollout.truncated, dtype=np.bool_)[live],
+        row_kl=None if row_kl is None else np.asarray(row_kl)[live].tolist(),
         overlong=config.overlong,
         kl=config.kl,
         max_response_tokens=config.rollout.max_response_tokens,
@@ -94,19 +95,19 @@ def _shape(
 
 
 def _metrics(rewards: Floats, shaped: Floats, groups: Ints, rollout: RolloutHandle, num_skipped: int) -> Metrics:
-    by_group = [shaped[groups == group] for group in np.unique(groups)]
-    num_zero_variance = sum(bool(np.all(group == group[0])) for group in by_group)
-    finished = [reason for shard in rollout.shards for reason in shard.finish_reasons]
-    lengths = rollout.response_lengths
+    lowest, highest = find_extremes(shaped, groups, int(groups.max()) + 1)
+    lengths, truncated = as_int64(rollout.response_lengths), as_int64(rollout.truncated)
+    low, high = np.quantile(rewards, (0.1, 0.9)).tolist()
+    num_tokens = int(lengths.sum())
     return {
         "reward": Mean(total=float(rewards.sum()), weight=len(rewards)),
-        "reward/p10": Single(value=float(np.quantile(rewards, 0.1))),
-        "reward/p90": Single(value=float(np.quantile(rewards, 0.9))),
+        "reward/p10": Single(value=low),
+        "reward/p90": Single(value=high),
         "reward/failed": Sum(value=rollout.num_rows - len(rewards)),
         "reward/failed_fraction": Mean(total=rollout.num_rows - len(rewards), weight=rollout.num_rows),
-        "groups/zero_variance": Mean(total=num_zero_variance, weight=len(by_group)),
-        "response/tokens": Mean(total=sum(lengths), weight=len(lengths)),
-        "response/truncated": Mean(total=finished.count("length"), weight=len(finished)),
-        "tokens": Sum(value=sum(lengths) + sum(rollout.prompt_lengths)),
+        "groups/zero_variance": Mean(total=int((lowest == highest).sum()), weight=len(lowest)),
+        "response/tokens": Mean(total=num_tokens, weight=len(lengths)),
+        "response/truncated": Mean(total=int(truncated.sum()), weight=len(truncated)),
+        "tokens": Sum(value=num_tokens + int(as_int64(rollout.prompt_lengths).sum())),
         "rows/skipped": Sum(value=num_skipped),
     }

@@ -4,6 +4,7 @@ The bytes are the same in memory and on disk, where any Arrow tool can open them
 pickles, and decoding never trusts its input, since any process may have written the bytes.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ import pyarrow as pa
 from rl_core.columns.jagged import row_lengths
 from schemas.catalog import Axis, ColumnSpec, column_spec
 from schemas.errors import ColumnError, ColumnNotFoundError, StoreError
+
+_VECTOR = re.compile(r"(?P<dtype>\w+)\[(?P<size>[1-9]\d*)\]")
 
 
 def encoded_bytes(columns: pa.RecordBatch) -> int:
@@ -90,22 +93,44 @@ def _check_offsets(name: str, column: pa.Array) -> None:
 def arrow_type(name: str, dtype: str) -> pa.DataType:
     """Return the Arrow type of column `name` with value type `dtype`: `dtype`, or on a jagged axis a large_list of it.
 
+    The dtype of a column of vectors has their size, e.g. `uint8[16]`: a fixed_size_list of 16.
+
     Raises:
         ColumnError: The catalog has no such column, or not with this dtype.
     """
     spec = column_spec(name)
-    if dtype not in spec.dtypes:
-        raise ColumnError(f"column {name!r} is {dtype}, expected {' or '.join(spec.dtypes)}")
-    value_type = pa.type_for_alias(dtype)
+    vector = _VECTOR.fullmatch(dtype) if spec.is_vector else None
+    item = vector["dtype"] if vector else dtype
+    if item not in spec.dtypes or spec.is_vector != (vector is not None):
+        raise ColumnError(f"column {name!r} is {dtype}, expected {_expected_dtypes(spec)}")
+    value_type = pa.type_for_alias(item)
+    if vector:
+        value_type = pa.list_(value_type, int(vector["size"]))
     return value_type if spec.axis == "row" else pa.large_list(value_type)
 
 
 def value_dtypes(columns: pa.RecordBatch) -> dict[str, str]:
     """Return the dtypes of a valid record batch by column name, in the notation of handles."""
-    return {
-        field.name: str(field.type.value_type if pa.types.is_large_list(field.type) else field.type)
-        for field in columns.schema
-    }
+    return {field.name: _dtype(field.type) for field in columns.schema}
+
+
+def value_bits(column_type: pa.DataType) -> int:
+    """Return the bits of one value of a column that is not of strings; of one token's vector."""
+    value_type = column_type.value_type if pa.types.is_large_list(column_type) else column_type
+    if pa.types.is_fixed_size_list(value_type):
+        return int(value_type.list_size * value_type.value_type.bit_width)
+    return int(value_type.bit_width)
+
+
+def _dtype(column_type: pa.DataType) -> str:
+    value_type = column_type.value_type if pa.types.is_large_list(column_type) else column_type
+    if pa.types.is_fixed_size_list(value_type):
+        return f"{value_type.value_type}[{value_type.list_size}]"
+    return str(value_type)
+
+
+def _expected_dtypes(spec: ColumnSpec) -> str:
+    return " or ".join(f"{dtype}[<values of a token>]" if spec.is_vector else dtype for dtype in spec.dtypes)
 
 
 def validate(columns: pa.RecordBatch, lengths: Mapping[Axis, npt.NDArray[Any]] | None = None) -> None:
@@ -153,7 +178,9 @@ def check_row_lengths(name: str, column: pa.LargeListArray, expected: npt.NDArra
 
 
 def _check_type(spec: ColumnSpec, actual: pa.DataType) -> None:
-    expected = [arrow_type(spec.name, dtype) for dtype in spec.dtypes]
+    vector = _VECTOR.fullmatch(_dtype(actual))
+    size = f"[{vector['size'] if vector else 1}]" if spec.is_vector else ""
+    expected = [arrow_type(spec.name, dtype + size) for dtype in spec.dtypes]
     if actual not in expected:
         raise ColumnError(
             f"column {spec.name!r} is {actual}, expected {' or '.join(map(str, expected))} "
@@ -169,5 +196,7 @@ def _check_values(spec: ColumnSpec, column: pa.Array) -> None:
     if column.null_count and not spec.nullable:
         row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
         raise ColumnError(f"column {spec.name!r} is null in row {row}, expected a value; {column.null_count} are null")
-    if spec.axis != "row" and (nulls := column.flatten().null_count):
+    values = column.flatten() if spec.axis != "row" else column
+    inside = values.flatten() if spec.is_vector else values
+    if spec.axis != "row" and (nulls := values.null_count + (inside.null_count if spec.is_vector else 0)):
         raise ColumnError(f"column {spec.name!r} has {nulls} null values inside its rows, expected none")

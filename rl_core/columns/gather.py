@@ -3,6 +3,7 @@
 P pieces, each a range of rows of one chunk, none empty. Only the values of the pieces are copied, once.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rl_core.columns.jagged import is_jagged, jagged, offsets
+from rl_core.columns.jagged import is_jagged, jagged, offsets, to_numpy
 
 Ints = npt.NDArray[np.int64]
 
@@ -90,11 +91,11 @@ def _bounds(arrays: Sequence[pa.Array]) -> Ints:
 
 def _concatenate(pieces: list[npt.NDArray[np.generic]], num_values: int) -> npt.NDArray[np.generic]:
     """Concatenate into memory of Arrow's pool: it reuses warm pages, where a fresh page costs more than the copy."""
-    dtype = pieces[0].dtype
-    return np.concatenate(pieces, out=np.frombuffer(pa.allocate_buffer(num_values * dtype.itemsize), dtype))
+    dtype, shape = pieces[0].dtype, (num_values, *pieces[0].shape[1:])
+    memory = np.frombuffer(pa.allocate_buffer(math.prod(shape) * dtype.itemsize), dtype)
+    return np.concatenate(pieces, out=memory.reshape(shape))
 
 
 def _values(array: pa.LargeListArray, low: int, high: int) -> npt.NDArray[np.generic]:
     base = array.offsets[0].as_py()
-    values: npt.NDArray[np.generic] = array.values.slice(base + low, high - low).to_numpy(zero_copy_only=False)
-    return values
+    return to_numpy(array.values.slice(base + low, high - low))

@@ -1,7 +1,8 @@
 """Jagged Arrow columns: flat values plus row offsets.
 
 N rows, V values over all rows. A token column is a `pa.LargeListArray` without nulls; a row column is a flat Arrow
-array of N values. The layout never depends on the data: rows of equal length are stored in the same way.
+array of N values. A token's value may be a vector of C numbers, of a `pa.FixedSizeListArray`. The layout never
+depends on the data: rows of equal length are stored in the same way.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def jagged(values: Array | Sequence[Array], lengths: Array | None = None) -> pa.
     """Build a jagged column.
 
     Args:
-        values: With `lengths`, all values, flat, shape [V]; without, one 1-D array per row, all of one dtype. Flat
-            values are not copied (except bool, into bits), so don't write to them afterwards.
+        values: With `lengths`, all values, flat, shape [V] or [V, C]; without, one 1-D array per row, all of one dtype.
+            Flat values are not copied (except bool, into bits), so don't write to them afterwards.
         lengths: The number of values in each row, non-negative integers, shape [N].
 
     Returns:
@@ -46,15 +47,18 @@ def jagged(values: Array | Sequence[Array], lengths: Array | None = None) -> pa.
     if counts is None:
         raise ValueError("flat values need the lengths of their rows: pass lengths, or a list of 1-D arrays")
     counts = np.asarray(counts)
-    if flat.ndim != 1 or counts.ndim != 1:
-        raise ValueError(f"values and lengths must be 1-D, got shapes {flat.shape} and {counts.shape}")
+    if flat.ndim not in (1, 2) or counts.ndim != 1:
+        raise ValueError(f"values must be 1-D or 2-D and lengths 1-D, got shapes {flat.shape} and {counts.shape}")
     if counts.size and (counts.dtype.kind not in "iu" or counts.min() < 0):
         raise ValueError(f"lengths must be non-negative integers, got {counts.dtype} {counts[:8].tolist()}")
     bounds = np.zeros(counts.size + 1, dtype=np.int64)
     np.cumsum(counts, out=bounds[1:])
-    if bounds[-1] != flat.size:
-        raise ValueError(f"lengths add up to {bounds[-1]} values, but there are {flat.size}")
-    return pa.LargeListArray.from_arrays(pa.array(bounds), pa.array(np.ascontiguousarray(flat)))
+    if bounds[-1] != len(flat):
+        raise ValueError(f"lengths add up to {bounds[-1]} values, but there are {len(flat)}")
+    items = pa.array(np.ascontiguousarray(flat).reshape(-1))
+    if flat.ndim == 2:
+        items = pa.FixedSizeListArray.from_arrays(items, flat.shape[1])
+    return pa.LargeListArray.from_arrays(pa.array(bounds), items)
 
 
 def _from_rows(rows: Sequence[Array], lengths: Array | None) -> tuple[Array, Array]:
@@ -107,7 +111,7 @@ def row_lengths(column: pa.LargeListArray) -> npt.NDArray[np.int64]:
 
 
 def flat_values(column: pa.Array) -> Array:
-    """Return the values of a jagged column, shape [V], or of a row column, shape [N].
+    """Return the values of a jagged column, shape [V], or [V, C] of vectors, or of a row column, shape [N].
 
     The result is a read-only view of the column if Arrow can make one. Bool is unpacked into one byte each, strings
     become an object array, and a float column with nulls is copied, with NaN for null.
@@ -115,7 +119,17 @@ def flat_values(column: pa.Array) -> Array:
     Raises:
         ColumnError: Nulls in a column that is neither float nor string.
     """
-    values = _values(column)
+    return to_numpy(_values(column))
+
+
+def to_numpy(values: pa.Array) -> Array:
+    """Return an array of values, not jagged, as `flat_values` does.
+
+    Raises:
+        ColumnError: Nulls in a column that is neither float nor string.
+    """
+    if pa.types.is_fixed_size_list(values.type):
+        return to_numpy(values.flatten()).reshape(len(values), values.type.list_size)
     if values.null_count and not (pa.types.is_floating(values.type) or pa.types.is_string(values.type)):
         raise ColumnError(f"a {values.type} column has {values.null_count} nulls, expected none")
     flat: Array = values.to_numpy(zero_copy_only=False)

@@ -4,11 +4,13 @@ n rows, R ranks, m rows of one rank. The cost of packed rows is a * sum(len) + b
 token, attention per pair of tokens.
 """
 
-import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rl_core.planning.greedy import fill_emptiest, sort_by
 
 Costs = NDArray[np.float64]
 Rows = NDArray[np.int64]
@@ -37,7 +39,7 @@ def row_costs(lengths: NDArray[np.int64], *, quadratic: float = QUADRATIC_COST) 
     return tokens + quadratic * tokens**2
 
 
-def balance(costs: Costs, num_ranks: int) -> list[Rows]:
+def balance(costs: Costs, num_ranks: int, order: Rows | None = None) -> list[Rows]:
     """Assign rows to ranks at balanced cost: longest processing time first, then exchanges between unbalanced ranks.
 
     The result can be worse than a plain split into contiguous blocks, which is therefore returned unless the assignment
@@ -46,12 +48,14 @@ def balance(costs: Costs, num_ranks: int) -> list[Rows]:
     Args:
         costs: [n] non-negative cost of each row.
         num_ranks: R.
+        order: [n] positions by descending cost, those of equal cost in order, if the caller can sort them faster.
 
     Returns:
         R ascending arrays of positions in `costs`, each position in exactly one; some are empty if n < R.
     """
     blocks = np.array_split(np.arange(len(costs), dtype=np.int64), num_ranks)
-    balanced = _refine(costs, _longest_first(costs, num_ranks))
+    order = np.argsort(-costs, kind="stable") if order is None else order
+    balanced = _refine(costs, _longest_first(costs, num_ranks, order))
     ours, theirs = rank_costs(costs, balanced), rank_costs(costs, blocks)
     gains = (np.ptp(theirs) - np.ptp(ours), theirs.max() - ours.max())
     return [np.sort(rows) for rows in balanced] if min(gains) >= 0 < max(gains) else blocks
@@ -68,17 +72,12 @@ def imbalance(costs: Costs) -> float:
     return float(np.ptp(costs)) / mean if mean else 0.0
 
 
-def _longest_first(costs: Costs, num_ranks: int) -> list[Rows]:
+def _longest_first(costs: Costs, num_ranks: int, order: Rows) -> list[Rows]:
     """Assign rows, costliest first, to the cheapest rank so far (LPT, Graham 1969); return them by ascending cost."""
-    members: list[list[int]] = [[] for _ in range(num_ranks)]
-    # The number of rows breaks ties, so that rows of zero cost are distributed too.
-    heap = [(0.0, 0, rank) for rank in range(num_ranks)]
-    order = np.argsort(-costs, kind="stable")
-    for row, cost in zip(order.tolist(), costs[order].tolist(), strict=True):
-        total, count, rank = heap[0]
-        members[rank].append(row)
-        heapq.heapreplace(heap, (total + cost, count + 1, rank))
-    return [np.array(rows[::-1], dtype=np.int64) for rows in members]
+    ranks = fill_emptiest(costs[order], num_ranks)
+    position = sort_by(ranks, np.arange(len(order)))
+    stops = np.cumsum(np.bincount(ranks, minlength=num_ranks)).tolist()
+    return [order[position[start:stop]][::-1] for start, stop in pairwise([0, *stops])]
 
 
 def _refine(costs: Costs, ranks: list[Rows]) -> list[Rows]:

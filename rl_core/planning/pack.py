@@ -3,17 +3,17 @@
 N rows in a batch, n rows to pack, R ranks. A bin is an ascending array of row indices.
 """
 
-import heapq
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_core.planning.greedy import fill_emptiest, fill_emptiest_each, fill_fullest_each, sort_by
 from schemas.errors import PlanError
 
 Rows = NDArray[np.int64]
 Lengths = NDArray[np.int64]
+Counts = NDArray[np.int64]
 
 
 def check_budget(rows: Rows, lengths: Lengths, token_budget: int) -> None:
@@ -48,75 +48,83 @@ def pack(rows: Rows, lengths: Lengths, token_budget: int) -> list[Rows]:
         PlanError: One row alone is longer than the budget.
     """
     check_budget(rows, lengths, token_budget)
-    longest_first = _longest_first(rows, lengths)
-    bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (free tokens, bin), ascending
-    for row, num_tokens in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
-        fit = bisect_left(free, (num_tokens, 0))
-        if fit < len(free):
-            num_free, index = free.pop(fit)
-        else:
-            num_free, index = token_budget, len(bins)
-            bins.append([])
-        bins[index].append(row)
-        insort(free, (num_free - num_tokens, index))
-    return _ascending(bins)
+    ordered, num_rows = _longest_first([rows], lengths)
+    bins = fill_fullest_each(lengths[ordered], num_rows, token_budget)
+    return np.split(sort_by(bins, ordered), np.cumsum(np.bincount(bins))[:-1]) if len(rows) else []
 
 
-def pack_ranks(ranks: Sequence[Rows], lengths: Lengths, token_budget: int) -> list[list[Rows]]:
+def pack_ranks(ranks: Sequence[Rows], lengths: Lengths, token_budget: int) -> tuple[Rows, Counts]:
     """Pack every rank's rows into the same number of balanced bins, as few as possible.
 
-    The number is what the tokens of the fullest rank need, if the rows of all ranks fit into that many bins; otherwise
-    what `pack` needs for the ranks that don't fit. Rows that can't be packed evenly into that many bins stay packed,
-    with some bins split.
+    Even bins keep the ranks in step, whose collectives wait for each other, and have the lowest peak memory. Their
+    number is what the tokens of the fullest rank need, if the rows of all ranks fit into that many bins; otherwise what
+    `pack` needs for the ranks that don't fit. Rows that can't be packed evenly into that many bins stay packed, with
+    some bins split.
 
     Args:
         ranks: R arrays of row indices.
         lengths: [N] tokens of every row of the batch.
-        token_budget: The maximum number of tokens in a bin.
+        token_budget: The maximum number of tokens in a bin, which no row exceeds.
 
     Returns:
-        The same number of bins for each rank, at least one; a rank has empty bins only if it has fewer rows than bins.
-
-    Raises:
-        PlanError: One row alone is longer than the budget.
+        The rows of all ranks, [n], rank by rank and bin by bin, ascending in each bin; and the number of rows of each
+        bin, [R, B]. B is at least 1; a rank has empty bins only if it has fewer rows than bins.
     """
-    fewest = max(1, *(-(-int(lengths[rows].sum()) // token_budget) for rows in ranks))
-    packed = [pack_evenly(rows, lengths, token_budget, fewest) or pack(rows, lengths, token_budget) for rows in ranks]
-    num_bins = max(map(len, packed))
-    if num_bins == fewest:
-        return packed
-    return [
-        pack_evenly(rows, lengths, token_budget, num_bins) or split_bins(bins, lengths, num_bins)
-        for rows, bins in zip(ranks, packed, strict=True)
-    ]
+    rows, num_rows = _longest_first(ranks, lengths)
+    sizes, rank = lengths[rows], np.repeat(np.arange(len(ranks)), num_rows)
+    num_tokens = int(np.bincount(rank, weights=sizes, minlength=1).max())
+    fewest = max(1, -(-num_tokens // token_budget))
+    bins, fits = _fill_evenly(sizes, num_rows, token_budget, fewest)
+    num_bins = np.full(len(ranks), fewest)
+    if not fits.all():
+        of_others, counts = ~fits[rank], num_rows[~fits]  # each of these ranks has rows
+        tight = fill_fullest_each(sizes[of_others], counts, token_budget)
+        bins[of_others], num_bins[~fits] = tight, np.maximum.reduceat(tight, np.cumsum(counts) - counts) + 1
+    if (most := int(num_bins.max())) > fewest:
+        even, fits = _fill_evenly(sizes, num_rows, token_budget, most)
+        bins, num_bins = np.where(fits[rank], even, bins), np.where(fits, most, num_bins)
+    for uneven in np.flatnonzero(num_bins < most).tolist():
+        own = rank == uneven
+        parts = [np.flatnonzero(bins[own] == number) for number in range(num_bins[uneven])]
+        bins[own] = _number_bins(split_bins(parts, sizes[own], most))
+    place = rank * most + bins
+    return sort_by(place, rows), np.bincount(place, minlength=len(ranks) * most).reshape(-1, most)
 
 
-def pack_evenly(rows: Rows, lengths: Lengths, token_budget: int, num_bins: int) -> list[Rows] | None:
-    """Pack rows into a given number of bins with about equal tokens: longest first, each into the emptiest bin.
-
-    Even bins keep the ranks in step, whose collectives wait for each other, and have the lowest peak memory.
+def _fill_evenly(sizes: Lengths, num_rows: Counts, token_budget: int, num_bins: int) -> tuple[Rows, NDArray[np.bool_]]:
+    """Put each row into the emptiest bin of its rank, longest first.
 
     Args:
-        rows: [n] indices of the rows to pack.
-        lengths: [N] tokens of every row of the batch.
+        sizes: [n] tokens of each row, rank by rank, descending in each.
+        num_rows: [R] number of these rows of each rank.
         token_budget: The maximum number of tokens in a bin.
-        num_bins: At least 1.
+        num_bins: B, of each rank.
 
     Returns:
-        `num_bins` bins, some of them empty only if there are fewer rows; None if a row doesn't fit.
+        The bin of each row, [n], from 0 in every rank; and whether no bin of the rank exceeds the budget, [R].
     """
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    # Among bins of equal tokens, the one with the fewest rows comes first: rows of zero tokens leave no bin empty.
-    heap = [(0, 0, index) for index in range(num_bins)]
-    longest_first = _longest_first(rows, lengths)
-    for row, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
-        num_tokens, count, index = heap[0]
-        if num_tokens + length > token_budget:
-            return None
-        bins[index].append(row)
-        heapq.heapreplace(heap, (num_tokens + length, count + 1, index))
-    return _ascending(bins)
+    bins = fill_emptiest_each(sizes, num_rows, num_bins)
+    place = np.repeat(np.arange(len(num_rows)) * num_bins, num_rows) + bins
+    num_tokens = np.bincount(place, weights=sizes, minlength=len(num_rows) * num_bins)
+    return bins, num_tokens.reshape(-1, num_bins).max(axis=1) <= token_budget
+
+
+def _longest_first(ranks: Sequence[Rows], lengths: Lengths) -> tuple[Rows, Counts]:
+    """Sort each rank's rows by descending length, rows of equal length in order.
+
+    Returns:
+        The rows of all ranks, [n], and each rank's number of rows, [R].
+    """
+    rows, num_rows = np.concatenate(ranks), np.array([len(rows) for rows in ranks])
+    longest = int(lengths[rows].max(initial=0))
+    rank = np.repeat(np.arange(len(ranks)), num_rows)
+    return sort_by(rank * (longest + 1) + longest - lengths[rows], rows), num_rows
+
+
+def _number_bins(bins: Sequence[Rows]) -> Rows:
+    """Return the number of each row's bin, [n]; together the bins hold the rows 0 .. n - 1."""
+    numbers = np.repeat(np.arange(len(bins)), [len(rows) for rows in bins])
+    return numbers[np.argsort(np.concatenate(bins))]
 
 
 def split_bins(bins: Sequence[Rows], lengths: Lengths, num_bins: int) -> list[Rows]:
@@ -146,15 +154,6 @@ def split_bins(bins: Sequence[Rows], lengths: Lengths, num_bins: int) -> list[Ro
 
 def _halve(rows: Rows, lengths: Lengths) -> list[Rows]:
     """Split rows into two parts of about equal tokens; none is empty if there are at least two rows."""
-    parts = pack_evenly(rows, lengths, int(lengths[rows].sum()), 2)
-    assert parts is not None, "the budget holds all rows, so each part has space"
-    return parts
-
-
-def _longest_first(rows: Rows, lengths: Lengths) -> Rows:
-    ordered: Rows = rows[np.lexsort((rows, -lengths[rows]))]
-    return ordered
-
-
-def _ascending(bins: Sequence[Sequence[int]]) -> list[Rows]:
-    return [np.array(sorted(rows), dtype=np.int64) for rows in bins]
+    ordered, _ = _longest_first([rows], lengths)
+    bins = fill_emptiest(lengths[ordered], 2)
+    return [np.sort(ordered[bins == number]) for number in (0, 1)]

@@ -4,16 +4,15 @@ N rows, R ranks. Planning runs once, on the driver. Every worker takes its rows 
 counts at run time, and no rank waits for a micro-batch that another one doesn't have.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.planning.balance import Costs, balance, rank_costs, row_costs
+from rl_core.planning.greedy import sort_by
 from rl_core.planning.pack import Rows, check_budget, pack_ranks
-from rl_core.views.integers import IntsLike, as_int64
+from rl_core.views.integers import IntsLike, as_int64, pack_ints
 from schemas.errors import PlanError
-from schemas.plan import ForwardPlan, MicroBatch, RankPlan, StepPlan, UpdatePlan
+from schemas.plan import ForwardPlan, RankPlan, StepPlan, UpdatePlan
 
 Counts = NDArray[np.int64]
 
@@ -68,7 +67,9 @@ def plan_step(
     shuffled = np.random.Generator(np.random.PCG64(seed)).permutation(live)
     updates = []
     for rows in np.array_split(shuffled, min(num_updates, len(live))):
-        ranks = _plan_ranks(np.sort(rows), lengths, costs, num_ranks, token_budget)
+        chosen = np.zeros(len(lengths), dtype=bool)
+        chosen[rows] = True
+        ranks = _plan_ranks(np.flatnonzero(chosen), lengths, costs, num_ranks, token_budget)
         num_loss_tokens = int(trained[rows].sum())
         updates.append(UpdatePlan(**dict(ranks), num_loss_tokens=num_loss_tokens, num_live_sequences=len(rows)))
     return StepPlan(
@@ -124,17 +125,44 @@ def _live_rows(trained: Counts) -> Rows:
 
 def _plan_ranks(rows: Rows, lengths: Counts, costs: Costs, num_ranks: int, token_budget: int) -> RankPlan:
     """Balance rows over the ranks, and pack every rank's rows into the same number of micro-batches."""
-    ranks = [rows[members] for members in balance(costs[rows], num_ranks)]
+    sizes = lengths[rows]
+    # Longer rows cost more, and integers are sorted in half the time.
+    order = sort_by(sizes.max() - sizes, np.arange(len(rows)))
+    ranks = [rows[members] for members in balance(costs[rows], num_ranks, order)]
+    packed, micro_rows, micro_tokens = _sort_bins(*pack_ranks(ranks, lengths, token_budget), lengths, costs)
     return RankPlan(
-        ranks=tuple(_micro_batches(bins, lengths, costs) for bins in pack_ranks(ranks, lengths, token_budget)),
+        rows=pack_ints(packed),
+        micro_rows=pack_ints(micro_rows),
+        micro_tokens=pack_ints(micro_tokens),
         rank_costs=tuple(rank_costs(costs, ranks).tolist()),
     )
 
 
-def _micro_batches(bins: Sequence[Rows], lengths: Counts, costs: Costs) -> tuple[MicroBatch, ...]:
-    """Sort by cost, not by length: ranks wait for each other's i-th micro-batch, the work of attention included."""
-    ordered = sorted(bins, key=lambda rows: (not len(rows), -costs[rows].sum(), rows.tolist()))
-    return tuple(MicroBatch(rows=tuple(rows.tolist()), num_tokens=int(lengths[rows].sum())) for rows in ordered)
+def _sort_bins(rows: Rows, sizes: Counts, lengths: Counts, costs: Costs) -> tuple[Rows, Counts, Counts]:
+    """Sort each rank's bins by cost, not by length: ranks wait for each other's i-th one, attention included.
+
+    Bins of equal cost are sorted by their first row, empty ones are last.
+
+    Args:
+        rows: [n] rows, rank by rank and bin by bin.
+        sizes: [R, B] number of rows of each bin.
+        lengths: [N] tokens of every row of the batch.
+        costs: [N] cost of every row of the batch.
+
+    Returns:
+        The rows, [n], and of each bin the number of rows and of tokens, [R * B].
+    """
+    num_ranks, num_bins = sizes.shape
+    sizes = sizes.ravel()
+    stops = np.cumsum(sizes)
+    starts, bin_of_row = stops - sizes, np.repeat(np.arange(len(sizes)), sizes)
+    cost = np.bincount(bin_of_row, weights=costs[rows], minlength=len(sizes))
+    num_tokens = np.bincount(bin_of_row, weights=lengths[rows], minlength=len(sizes)).astype(np.int64)
+    rank_of_bin = np.repeat(np.arange(num_ranks), num_bins)
+    order = np.lexsort((rows[np.minimum(starts, len(rows) - 1)], -cost, sizes == 0, rank_of_bin))
+    sizes = sizes[order]
+    moved = np.repeat(starts[order] - (np.cumsum(sizes) - sizes), sizes)
+    return rows[np.arange(len(rows)) + moved], sizes, num_tokens[order]
 
 
 def _check_numbers(**numbers: int) -> None:

@@ -7,8 +7,13 @@ arXiv:2503.14476, section 3.2.
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from rl_core.advantages.base import find_extremes
+from rl_core.views.integers import as_int64
 from schemas.config.rollout import RolloutConfig
 from schemas.metrics import Mean, Metrics, Single, Sum
+from schemas.packed import PackedFloats, PackedInts
 from schemas.rollout import RolloutShard
 
 Rounds = Sequence[Sequence[RolloutShard]]
@@ -55,24 +60,29 @@ def kept_groups(config: RolloutConfig, has_variance: Sequence[bool]) -> list[int
 
 def find_variance(rounds: Rounds) -> list[bool]:
     """Return whether each group of the rounds has variance, by group number."""
-    rewards: dict[int, set[float]] = {}
-    for shard in (shard for shards in rounds for shard in shards):
-        for group, reward in zip(shard.group_ids, shard.rewards, strict=True):
-            rewards.setdefault(group, set()).update(() if reward is None else (reward,))
-    return [len(rewards[group]) > 1 for group in range(len(rewards))]
+    shards = [shard for shards in rounds for shard in shards]
+    rewards = np.asarray(PackedFloats.concat(shard.rewards for shard in shards), dtype=np.float64)
+    groups = as_int64(PackedInts.concat(shard.group_ids for shard in shards))
+    scored, num_groups = ~np.isnan(rewards), int(groups.max(initial=-1)) + 1
+    lowest, highest = find_extremes(rewards[scored], groups[scored], num_groups)
+    has_variance: list[bool] = (lowest < highest).tolist()
+    return has_variance
 
 
 def keep_rows(config: RolloutConfig, rounds: Rounds) -> tuple[RolloutShard, ...]:
     """Return the shards of all rounds with only the rows of kept groups; a shard may be left without rows."""
+    shards = [shard for shards in rounds for shard in shards]
+    if config.dynamic_sampling is None:
+        return tuple(shards)
     kept = set(kept_groups(config, find_variance(rounds)))
-    return tuple(shard.keep(kept) for shards in rounds for shard in shards)
+    return tuple(shard.keep(kept) for shard in shards)
 
 
 def count_generated(rounds: Rounds, config: RolloutConfig) -> Metrics:
     """Return the metrics over all groups generated for a step, including dropped ones."""
     shards, has_variance = [shard for shards in rounds for shard in shards], find_variance(rounds)
-    scored = [reward for shard in shards for reward in shard.rewards]
-    rewards = [reward for reward in scored if reward is not None]
+    scored = PackedFloats.concat(shard.rewards for shard in shards)
+    rewards = scored.present
     return {
         "rollout/rounds": Single(value=len(rounds)),
         "rollout/groups_generated": Sum(value=len(has_variance)),
@@ -86,8 +96,10 @@ def count_generated(rounds: Rounds, config: RolloutConfig) -> Metrics:
 
 def short_batch_warning(config: RolloutConfig, step: int, rounds: Rounds) -> str | None:
     """Return a warning if dynamic sampling ended with fewer useful groups than the config asks for, else None."""
+    if config.dynamic_sampling is None:
+        return None
     has_variance, wanted = find_variance(rounds), config.num_prompts
-    if config.dynamic_sampling is None or sum(has_variance) >= wanted:
+    if sum(has_variance) >= wanted:
         return None
     after = f"after {len(rounds)} rounds (rollout.dynamic_sampling.max_rounds)"
     if not any(has_variance):

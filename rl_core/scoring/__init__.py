@@ -4,10 +4,12 @@ from rl_core.scoring.attention import PACKED_ATTENTION, register, use_packed_att
 from rl_core.scoring.forward import PackedRow, pack_row
 from rl_core.scoring.logprobs import TokenScores, packed_logprobs, packed_scores, padded_scores
 from rl_core.scoring.probe import leak_probe
+from rl_core.scoring.routing import RouterReplay
 
 __all__ = [
     "PACKED_ATTENTION",
     "PackedRow",
+    "RouterReplay",
     "TokenScores",
     "leak_probe",
     "pack_row",

@@ -4,7 +4,8 @@ H query heads, K key and value heads, T tokens of one packed row, D head size, S
 sequences; no mask over the whole row is built.
 """
 
-from itertools import groupby, pairwise
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,14 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
+from rl_core.scoring.explicit import explicit_attention, visible_keys
+from rl_core.scoring.recurrent import isolate_recurrent_layers
+from rl_core.scoring.runs import map_runs
 from schemas.errors import ScoringError
 
 PACKED_ATTENTION = "sluice_packed"
 # Options that the kernels below don't implement, by transformers' names.
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("position_bias",)
 _FLASH_HEAD_SIZES = range(8, 257, 8)
 
 
@@ -31,7 +35,7 @@ def register() -> None:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Register the attention function and switch a model to it.
+    """Register the attention function and switch a model to it; its recurrent layers respect boundaries, too.
 
     Raises:
         ScoringError: The model's class has a built-in attention that can't be switched.
@@ -39,6 +43,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     register()
     model.set_attn_implementation(PACKED_ATTENTION)
     require_packed_attention(model)
+    isolate_recurrent_layers(model)
 
 
 def require_packed_attention(model: PreTrainedModel) -> None:
@@ -55,8 +60,10 @@ def require_packed_attention(model: PreTrainedModel) -> None:
 
 
 def use_padded_attention(model: PreTrainedModel) -> None:
-    """Switch a model to transformers' SDPA attention, for padded scoring."""
-    model.set_attn_implementation("sdpa")
+    """Switch a model to transformers' SDPA attention, or to eager attention if SDPA would drop a softcap or sinks."""
+    has_softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    has_sinks = any(hasattr(module, "sinks") for module in model.modules())
+    model.set_attn_implementation("eager" if has_softcap or has_sinks else "sdpa")
 
 
 def require_padded_attention(model: PreTrainedModel) -> None:
@@ -84,12 +91,14 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend causally within each sequence of one packed row.
 
     CUDA tensors that the flash kernel supports (half precision, head sizes up to 256 in multiples of 8) use torch's
-    varlen attention; all others use SDPA, sequence by sequence.
+    varlen attention; all others use SDPA, sequence by sequence. A softcap or sinks are computed explicitly.
 
     Args:
         module: The attention layer.
@@ -102,6 +111,8 @@ def packed_attention(
         scaling: Factor of the attention scores; None: D ** -0.5.
         dropout: Must be 0: a log-prob must be a function of weights and tokens.
         sliding_window: A token attends to itself and the window - 1 tokens before it; None: to all tokens before it.
+        softcap: Scores become softcap * tanh(score / softcap); None: they stay.
+        s_aux: [H] sinks, a further score of each head; None: none. (transformers' name)
         **kwargs: Further options of the model.
 
     Returns:
@@ -112,7 +123,12 @@ def packed_attention(
     """
     _check_request(module, query, attention_mask, cu_seqlens, dropout, kwargs)
     assert cu_seqlens is not None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in _FLASH_HEAD_SIZES:
+    if softcap is not None or s_aux is not None:
+        explicit = partial(
+            explicit_attention, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+        )
+        output = _by_runs(explicit, query, key, value, cu_seqlens)
+    elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in _FLASH_HEAD_SIZES:
         output = _varlen_flash(query, key, value, cu_seqlens, max_seqlen, scaling, sliding_window)
     else:
         output = _sequence_sdpa(query, key, value, cu_seqlens, scaling, sliding_window)
@@ -159,15 +175,17 @@ def _sequence_sdpa(
         # On CUDA this is float32, for which SDPA's grouped heads use the slow kernel; on a CPU they are fast.
         num_repeats = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(num_repeats, dim=1) for states in (key, value))
-    runs = [(length, len(list(run))) for length, run in groupby(b - a for a, b in pairwise(cu_seqlens.tolist()))]
-    # `split` instead of slices, because the gradient of each slice would be as long as the row.
-    tokens = [length * count for length, count in runs]
-    parts = (torch.split(states[0].transpose(0, 1), tokens) for states in (query, key, value))
-    outputs = []
-    for (_, count), *states in zip(runs, *parts, strict=True):
-        q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in states)
-        outputs.append(_causal_sdpa(q, k, v, scaling, sliding_window).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).unsqueeze(0)
+    attend = partial(_causal_sdpa, scaling=scaling, sliding_window=sliding_window)
+    return _by_runs(attend, query, key, value, cu_seqlens)
+
+
+def _by_runs(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Attend once per run of consecutive sequences of equal length: [1, H, T, D] in, [1, T, H, D] out."""
+
+    def run(*states: Tensor) -> Tensor:
+        return attend(*(part.transpose(1, 2) for part in states)).transpose(1, 2)
+
+    return map_runs(run, cu_seqlens, *(states[0].transpose(0, 1) for states in (query, key, value))).unsqueeze(0)
 
 
 def _causal_sdpa(
@@ -176,9 +194,7 @@ def _causal_sdpa(
     num_tokens = query.shape[2]
     if sliding_window is None or num_tokens <= sliding_window:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    position = torch.arange(num_tokens, device=query.device)
-    distance = position[:, None] - position
-    visible = (distance >= 0) & (distance < sliding_window)
+    visible = visible_keys(0, num_tokens, 0, sliding_window, query.device)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
 
 

@@ -1,9 +1,11 @@
 """Packed rows of concatenated sequences, and the model's hidden states for them, packed or padded.
 
-S sequences of n_p prompt and n_r response tokens, T = sum(n_p + n_r) tokens, R = sum(n_r) response tokens.
+S sequences of n_p prompt and n_r response tokens, T = sum(n_p + n_r) tokens, R = sum(n_r) response tokens. C experts
+are chosen for a token, in all layers together.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl_core.scoring.attention import require_packed_attention, require_padded_attention
+from rl_core.scoring.routing import ROUTED_EXPERTS
 from schemas.errors import ScoringError
 
 
@@ -30,18 +33,14 @@ class PackedRow:
     targets: Tensor  # [R] int64, the response tokens
     response_lengths: Tensor  # [S] int64
     max_seqlen: int  # tokens of the longest sequence
+    experts: Tensor | None = None  # [T, C] integer, the experts to replay; None: the model chooses
 
     def to(self, device: torch.device | str) -> "PackedRow":
         """Return the row with its tensors on `device`."""
-        return PackedRow(
-            input_ids=self.input_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            cu_seqlens=self.cu_seqlens.to(device),
-            predict_index=self.predict_index.to(device),
-            targets=self.targets.to(device),
-            response_lengths=self.response_lengths.to(device),
-            max_seqlen=self.max_seqlen,
-        )
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
 
 
 def pack_row(
@@ -49,6 +48,7 @@ def pack_row(
     prompt_lengths: Tensor | NDArray[np.int64],
     response_ids: Tensor,
     response_lengths: Tensor | NDArray[np.int64],
+    experts: tuple[Tensor, Tensor] | None = None,
 ) -> PackedRow:
     """Pack sequences into one row.
 
@@ -57,6 +57,7 @@ def pack_row(
         prompt_lengths: [S] tokens, at least 1 each.
         response_ids: [R] integer, the concatenated responses.
         response_lengths: [S] tokens; 0 is allowed, and so is S = 0 (a dummy micro-batch).
+        experts: [sum(n_p), C] and [R, C] integer, the experts of prompts and responses to replay, if any.
 
     Returns:
         The row, on the device of `prompt_ids`.
@@ -96,6 +97,7 @@ def pack_row(
         targets=targets,
         response_lengths=responses,
         max_seqlen=int(lengths.max()),
+        experts=_packed_experts(num_tokens, (prompt_index, response_index), experts) if experts else None,
     )
 
 
@@ -120,6 +122,7 @@ def packed_hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
         use_cache=False,
         cu_seqlens=row.cu_seqlens,
         max_seqlen=row.max_seqlen,
+        **_routed(row.experts),
     )
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
@@ -154,9 +157,28 @@ def padded_hidden_states(model: PreTrainedModel, row: PackedRow, width: int = 0)
         attention_mask=(columns < lengths[:, None]).to(torch.int64),
         position_ids=columns.expand(num_sequences, width),
         use_cache=False,
+        **_routed(None if row.experts is None else _padded_experts(row.experts, index, len(input_ids))),
     )
     hidden: Tensor = output.last_hidden_state.flatten(0, 1)
     return hidden, index
+
+
+def _routed(experts: Tensor | None) -> dict[str, Any]:
+    return {} if experts is None else {ROUTED_EXPERTS: experts}
+
+
+def _packed_experts(num_tokens: int, indices: tuple[Tensor, Tensor], experts: tuple[Tensor, Tensor]) -> Tensor:
+    packed = experts[0].new_empty(num_tokens, experts[0].shape[1])
+    for index, part in zip(indices, experts, strict=True):
+        packed[index] = part
+    return packed
+
+
+def _padded_experts(experts: Tensor, index: Tensor, num_positions: int) -> Tensor:
+    """Return the experts of all positions of a padded batch; padding has those of the first token."""
+    padded = experts[:1].expand(num_positions, -1).clone()
+    padded[index] = experts
+    return padded
 
 
 def _check_positions(model: PreTrainedModel, row: PackedRow) -> None:

@@ -3,7 +3,7 @@
 R scored positions, H hidden size, V vocabulary entries, C positions per chunk, K most likely tokens. Only [C, V] logits
 exist at once, in the forward and in the backward, which recomputes them; autograd would keep all [R, V] of them.
 
-Precision: the operands of the matmul are in the model's compute dtype (autocast's, else the weight's); products are
+Precision: the operands of the matmul are in the weight's dtype, the compute dtype; products are
 summed, kept and normalized in float32. Logits rounded to bfloat16 would be off by up to 2^-8 of their size, and with
 them every ratio of two policies; float32 accumulation costs nothing (cf. arXiv:2506.13585 on heads in float32).
 """
@@ -25,6 +25,7 @@ class HeadOptions:
     """Options of the scoring head."""
 
     temperature: float
+    scale: float  # of the linear layer's output (Cohere, Granite)
     softcap: float | None  # logits become softcap * tanh(logits / softcap)
     chunk_tokens: int  # C
     top_k: int  # K; 0 for none
@@ -62,11 +63,8 @@ def score_targets(
         order, and their token ids [R, K] int64. Floats are float32, or float64 for a float64 model. All floats have
         gradients, the entropy only with `has_entropy_grad`.
     """
-    device = states.device.type
-    is_autocast = torch.is_autocast_enabled(device)
-    operand_dtype = torch.get_autocast_dtype(device) if is_autocast else head.weight.dtype
     scores: tuple[Tensor, Tensor, Tensor, Tensor] = _Score.apply(  # type: ignore[no-untyped-call]
-        states, head.weight, head.bias, targets, options, operand_dtype
+        states, head.weight, head.bias, targets, options
     )
     return scores
 
@@ -82,17 +80,15 @@ class _Score(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         options: HeadOptions,
-        operand_dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
-        with torch.autocast(states.device.type, enabled=False):
-            projection = _Projection(weight, bias, operand_dtype, options)
-            parts = [
-                _score_chunk(options, projection.logits(chunk), chosen)
-                for chunk, chosen in _chunks(options, states, targets)
-            ]
+        projection = _Projection(weight, bias, options)
+        parts = [
+            _score_chunk(options, projection.logits(chunk), chosen)
+            for chunk, chosen in _chunks(options, states, targets)
+        ]
         logprobs, normalizer, entropy, top_logprobs, top_ids = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(states, weight, bias, targets, normalizer, entropy, top_ids)
-        ctx.options, ctx.operand_dtype = options, operand_dtype
+        ctx.options = options
         ctx.mark_non_differentiable(top_ids, *([] if options.has_entropy_grad else [entropy]))
         return logprobs, entropy, top_logprobs, top_ids
 
@@ -106,43 +102,43 @@ class _Score(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=normalizer.dtype) if needs_bias else None
         grad_states = []
         per_token = (states, targets, normalizer, entropy, top_ids, grad_logprobs, grad_entropy, grad_top)
-        with torch.autocast(states.device.type, enabled=False):
-            projection = _Projection(weight, bias, ctx.operand_dtype, options)
-            for chunk, *rest in _chunks(options, *per_token):
-                logits = projection.logits(chunk)
-                slope = projection.slope(logits)
-                grad_logits = _grad_chunk(options, logits, *rest).mul_(slope)
-                if needs_states:
-                    grad_states.append(projection.matmul(grad_logits, projection.weight).to(states.dtype))
-                if grad_weight is not None:
-                    projection.add_matmul(grad_weight, grad_logits.t(), chunk)
-                if grad_bias is not None:
-                    grad_bias += grad_logits.sum(0)
-                del logits, slope, grad_logits  # else they would coexist with those of the next chunk
+        projection = _Projection(weight, bias, options)
+        for chunk, *rest in _chunks(options, *per_token):
+            logits = projection.logits(chunk)
+            slope = projection.slope(logits)
+            grad_logits = _grad_chunk(options, logits, *rest).mul_(slope)
+            if needs_states:
+                grad_states.append(projection.matmul(grad_logits, projection.weight).to(states.dtype))
+            if grad_weight is not None:
+                projection.add_matmul(grad_weight, grad_logits.t(), chunk)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            del logits, slope, grad_logits  # else they would coexist with those of the next chunk
         return (
             torch.cat(grad_states) if needs_states else None,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
             None,
             None,
-            None,
         )
 
 
 class _Projection:
-    """The linear layer, softcap and temperature, with explicit precisions."""
+    """The linear layer, scale, softcap and temperature, with explicit precisions."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, operand_dtype: torch.dtype, options: HeadOptions) -> None:
-        self._operand_dtype, self._dtype = operand_dtype, torch.promote_types(operand_dtype, torch.float32)
+    def __init__(self, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> None:
+        self._operand_dtype, self._dtype = weight.dtype, torch.promote_types(weight.dtype, torch.float32)
         self._options = options
         self.weight = self._operand(weight)
         self._bias = None if bias is None else bias.to(self._dtype)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Compute [C, V] logits, softcapped and divided by the temperature, from [C, H] states."""
+        """Compute [C, V] logits, scaled, softcapped and divided by the temperature, from [C, H] states."""
         logits = self.matmul(states, self.weight.t())
         if self._bias is not None:
             logits += self._bias
+        if self._options.scale != 1:
+            logits *= self._options.scale
         if (softcap := self._options.softcap) is not None:
             logits.div_(softcap).tanh_().mul_(softcap)
         return logits if self._options.temperature == 1 else logits.div_(self._options.temperature)
@@ -150,9 +146,10 @@ class _Projection:
     def slope(self, logits: Tensor) -> Tensor | float:
         """Compute the derivative of the logits with respect to the linear layer's output; [C, V] if softcapped."""
         temperature, softcap = self._options.temperature, self._options.softcap
+        factor = self._options.scale / temperature
         if softcap is None:
-            return 1 / temperature
-        return (1 - (logits * (temperature / softcap)).square_()).div_(temperature)
+            return factor
+        return (1 - (logits * (temperature / softcap)).square_()).mul_(factor)
 
     def matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """Multiply two operands, accumulating in float32 or better."""

@@ -7,7 +7,7 @@ positions pass through the LM head, C at a time.
 from typing import Literal, NamedTuple
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rl_core.scoring.forward import PackedRow, packed_hidden_states, padded_hidden_states
 from rl_core.scoring.head import HeadOptions, lm_head, score_targets
@@ -38,7 +38,7 @@ def packed_scores(
 ) -> TokenScores:
     """Score every response token under the model at a temperature.
 
-    Under `torch.autocast` the decoder computes in its dtype; scores stay float32 (see `rl_core.scoring.head`).
+    The decoder computes in the model's dtype; scores are float32 (see `rl_core.scoring.head`).
 
     Args:
         model: A causal language model that uses packed attention.
@@ -128,9 +128,16 @@ def _head_options(
         raise ValueError(f'entropy {entropy!r} must be False, "no_grad" or "grad"')
     return HeadOptions(
         temperature=temperature,
+        scale=_logit_scale(config),
         softcap=getattr(config, "final_logit_softcapping", None),
         chunk_tokens=chunk_tokens,
         top_k=top_k,
         has_entropy=bool(entropy),
         has_entropy_grad=entropy == "grad",
     )
+
+
+def _logit_scale(config: PretrainedConfig) -> float:
+    """Return the factor on the LM head's output: Cohere's `logit_scale`, or one over Granite's `logits_scaling`."""
+    factor, divisor = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
+    return (1.0 if factor is None else float(factor)) / (1.0 if divisor is None else float(divisor))

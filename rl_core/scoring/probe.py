@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from rl_core.scoring.attention import PACKED_ATTENTION
 from rl_core.scoring.forward import pack_row
+from rl_core.scoring.head import lm_head
 from rl_core.scoring.logprobs import packed_logprobs
 from schemas.errors import ScoringError
 
@@ -16,6 +17,7 @@ Sequences = Sequence[tuple[Tensor, Tensor]]  # prompt and response ids of each
 
 _LENGTHS = ((3, 5), (1, 6), (4, 2))  # prompt and response tokens of the probe's sequences
 _CHUNK_TOKENS = 8
+_PADDED = 'set packing.kind = "padded" to train it with padding'
 _HALF = (torch.bfloat16, torch.float16)
 # Limits in nats. A changed row has the same shape as the original, so that kernels round in the same way and log-probs
 # hardly move; a sequence alone has another shape, which half precision rounds differently, by up to some 0.1 nats.
@@ -29,7 +31,8 @@ def leak_probe(model: PreTrainedModel) -> None:
 
     It packs three short random sequences. Changing one must not move the log-probs of the others, and the log-probs of
     each must equal those of the model's own forward of this sequence alone. The model and the global random state are
-    unchanged. Limits are wider for half precision, by the model's dtype or autocast: probe in the run's compute dtype.
+    unchanged. Limits are wider for half precision: probe in the run's compute dtype. A sharded model is probed
+    within a forward of its root module, which gathers the weights outside of the layers.
 
     Args:
         model: A causal language model that uses packed attention.
@@ -38,10 +41,11 @@ def leak_probe(model: PreTrainedModel) -> None:
         ScoringError: Log-probs moved with another sequence, or differ from those of the sequence alone. Don't train.
     """
     sequences, vocab_size = _random_sequences(model)
-    is_half = model.dtype in _HALF or (
-        torch.is_autocast_enabled(model.device.type) and torch.get_autocast_dtype(model.device.type) in _HALF
-    )
-    packed = _score_packed(model, sequences)
+    is_half = lm_head(model).weight.dtype in _HALF
+    try:
+        packed = _score_packed(model, sequences)
+    except (TypeError, NotImplementedError) as error:  # of the model's own code
+        raise ScoringError(f"{type(model).__name__} can't run packed rows: {error}; {_PADDED}") from error
     for changed, (prompt, response) in enumerate(sequences):
         other = ((prompt + 1) % vocab_size, (response + 1) % vocab_size)
         moved = _score_packed(model, [*sequences[:changed], other, *sequences[changed + 1 :]])
@@ -95,7 +99,7 @@ def _check_isolation(packed: Sequence[Tensor], moved: Sequence[Tensor], changed:
         if index != changed and not (movement := _distance(before, after)) <= limit:
             raise ScoringError(
                 f"packed sequences attend to each other: changing sequence {changed} moved log-probs of sequence"
-                f" {index} by {movement:.3g} nats (limit {limit:g}); this model can't be trained packed"
+                f" {index} by {movement:.3g} nats (limit {limit:g}); {_PADDED}"
             )
 
 
@@ -104,7 +108,7 @@ def _check_agreement(packed: Sequence[Tensor], alone: Sequence[Tensor], limit: f
         if not (difference := _distance(ours, own)) <= limit:
             raise ScoringError(
                 f"packed scoring of sequence {index} differs from the model's own forward by {difference:.3g} nats"
-                f" (limit {limit:g}): packed scoring doesn't support its attention, positions or LM head"
+                f" (limit {limit:g}): packed scoring doesn't support its attention, positions or LM head; {_PADDED}"
             )
 
 

@@ -3,6 +3,6 @@
 from rl_core.training.rows import RankRows, score_rows
 from rl_core.training.scoring_module import ScoringModule
 from rl_core.training.sharding import shard
-from rl_core.training.trainer import Trainer, training_columns
+from rl_core.training.trainer import Trainer, policy_columns, training_columns
 
-__all__ = ["RankRows", "ScoringModule", "Trainer", "score_rows", "shard", "training_columns"]
+__all__ = ["RankRows", "ScoringModule", "Trainer", "policy_columns", "score_rows", "shard", "training_columns"]

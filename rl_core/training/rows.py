@@ -7,13 +7,16 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from torch.profiler import record_function
 
 from rl_core.columns.jagged import as_tensor, row_lengths
 from rl_core.scoring import PackedRow, pack_row
 from rl_core.training.scoring_module import ScoringModule
+from rl_core.training.sharding import release_gathered
 from schemas.plan import MicroBatch
 
 TOKEN_COLUMNS = ("prompt_ids", "response_ids")
+EXPERT_COLUMNS = ("prompt_experts", "response_experts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +37,17 @@ class RankRows:
 
 
 def packed_row(columns: pa.RecordBatch) -> PackedRow:
-    """Pack the tokens of all rows of `columns`, which hold `TOKEN_COLUMNS`."""
+    """Pack the tokens of all rows of `columns`: `TOKEN_COLUMNS`, and `EXPERT_COLUMNS` if experts are replayed."""
     prompts, responses = (columns[name] for name in TOKEN_COLUMNS)
-    return pack_row(as_tensor(prompts), row_lengths(prompts), as_tensor(responses), row_lengths(responses))
+    replayed = EXPERT_COLUMNS[0] in columns.schema.names
+    experts = [as_tensor(columns[name]) for name in EXPERT_COLUMNS] if replayed else None
+    return pack_row(
+        as_tensor(prompts),
+        row_lengths(prompts),
+        as_tensor(responses),
+        row_lengths(responses),
+        (experts[0], experts[1]) if experts else None,
+    )
 
 
 @torch.no_grad()
@@ -45,7 +56,7 @@ def score_rows(module: ScoringModule, rows: RankRows, micros: Sequence[MicroBatc
 
     Args:
         module: The model.
-        rows: The rows, with `TOKEN_COLUMNS`.
+        rows: The rows, with `TOKEN_COLUMNS`, and `EXPERT_COLUMNS` if experts are replayed.
         micros: The micro-batches; a dummy only takes part in the other ranks' collectives.
 
     Returns:
@@ -56,8 +67,10 @@ def score_rows(module: ScoringModule, rows: RankRows, micros: Sequence[MicroBatc
     starts = np.concatenate([[0], np.cumsum(lengths)])
     values = np.empty(int(starts[-1]), dtype=np.float32)
     for micro in micros:
-        logprobs = module(packed_row(rows.take(micro.rows)).to(device)).logprobs.cpu().numpy()
+        with record_function("forward"):
+            logprobs = module(packed_row(rows.take(micro.rows)).to(device)).logprobs.cpu().numpy()
         at = np.searchsorted(rows.rows, np.asarray(micro.rows, dtype=np.int64))
         for row, part in zip(at, np.split(logprobs, np.cumsum(lengths[at])[:-1]), strict=bool(len(at))):
             values[starts[row] : starts[row + 1]] = part
+    release_gathered(module)
     return values

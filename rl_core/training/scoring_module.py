@@ -3,20 +3,24 @@
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl_core.scoring import (
     PackedRow,
+    RouterReplay,
     TokenScores,
     leak_probe,
+    pack_row,
     packed_scores,
     padded_scores,
     use_packed_attention,
     use_padded_attention,
 )
-from schemas.config.model import ModelConfig
+from rl_core.training.sharding import release_gathered
 from schemas.config.packing import PackingConfig
+
+_PROBE_TOKENS = 8
 
 
 class ScoringModule(nn.Module):
@@ -24,17 +28,20 @@ class ScoringModule(nn.Module):
 
     Args:
         model: A causal language model; its attention is switched to the one that `packing` needs.
-        compute: Sets the compute dtype.
         packing: Packed or padded, and the number of tokens whose logits exist at once.
         temperature: The sampler's temperature.
+        router_replay: Whether the experts of tokens can be given, in rows.
+
+    Raises:
+        ModelError: They can't be given to models of this family.
     """
 
     def __init__(
-        self, model: PreTrainedModel, compute: ModelConfig, packing: PackingConfig, temperature: float
+        self, model: PreTrainedModel, packing: PackingConfig, temperature: float, *, router_replay: bool = False
     ) -> None:
         super().__init__()
+        self._replay = RouterReplay(model) if router_replay else None
         self.model = model
-        self._autocast = compute.compute_dtype == "bfloat16"
         self._chunk_tokens, self._temperature = packing.logits_chunk_tokens, temperature
         if packing.kind == "packed":
             use_packed_attention(model)
@@ -43,30 +50,49 @@ class ScoringModule(nn.Module):
             use_padded_attention(model)
             self._scores = padded_scores
 
-    def forward(self, row: PackedRow, entropy: Literal[False, "no_grad", "grad"] = False) -> TokenScores:
+    def forward(self, row: PackedRow | None, entropy: Literal[False, "no_grad", "grad"] = False) -> TokenScores | None:
         """Score one packed row.
 
         Args:
-            row: On the model's device; R response tokens.
+            row: On the model's device; R response tokens. None: run the start-up checks, for which the weights outside
+                of the layers must be gathered too if the model is sharded.
             entropy: Whether to compute entropies, and whether they have a gradient.
 
         Returns:
-            [R] float32 log-probs, and entropies if requested, in nats.
+            [R] float32 log-probs, and entropies if requested, in nats; None for the checks.
         """
-        with self._compute():
-            return self._scores(
-                self.model, row, temperature=self._temperature, chunk_tokens=self._chunk_tokens, entropy=entropy
-            )
+        if row is None:
+            self._check()
+            return None
+        assert row.experts is None or self._replay is not None, "experts are given to a model that doesn't replay them"
+        return self._scores(
+            self.model, row, temperature=self._temperature, chunk_tokens=self._chunk_tokens, entropy=entropy
+        )
 
     def probe(self) -> None:
-        """Check, in the compute dtype of the run, that packed sequences don't leak into each other.
+        """Check, sharded and in the compute dtype as in the run, that packed sequences don't leak into each other.
+
+        All ranks must call it, and get the same result.
 
         Raises:
-            ScoringError: They do, or packed log-probs differ from those of the model's own forward.
+            ScoringError: They do, or packed log-probs differ from those of the model's own forward, or its routers
+                don't replay experts.
         """
-        if self._scores is packed_scores:
-            with self._compute():
-                leak_probe(self.model)
+        if self._scores is packed_scores or self._replay is not None:
+            with torch.no_grad():
+                self(None)
+            release_gathered(self)
 
-    def _compute(self) -> torch.autocast:
-        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._autocast)
+    def _check(self) -> None:
+        if self._scores is packed_scores:
+            leak_probe(self.model)
+        if self._replay is not None:
+            self._replay.check(self._score_probe)
+
+    def _score_probe(self, experts: Tensor | None) -> None:
+        """Score one sequence of probe tokens with these experts, [T, L * K]."""
+        ids = torch.arange(_PROBE_TOKENS, device=self.model.device)
+        one = torch.ones(1, dtype=torch.int64)
+        parts = None if experts is None else (experts[:1], experts[1:])
+        row = pack_row(ids[:1], one, ids[1:], one * (_PROBE_TOKENS - 1), parts)
+        self._scores(self.model, row, temperature=1.0, chunk_tokens=_PROBE_TOKENS)

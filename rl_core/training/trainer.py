@@ -14,22 +14,35 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_core.columns.jagged import as_tensor
 from rl_core.losses import LossInputs, policy_loss
 from rl_core.training.optimizer import clip_gradients, make_optimizer
-from rl_core.training.rows import TOKEN_COLUMNS, RankRows, packed_row
+from rl_core.training.rows import EXPERT_COLUMNS, TOKEN_COLUMNS, RankRows, packed_row
 from rl_core.training.schedule import learning_rate
 from rl_core.training.scoring_module import ScoringModule
-from rl_core.training.sharding import all_gather_object
+from rl_core.training.sharding import all_gather_object, sync_gradients
+from rl_core.training.stopwatch import Stopwatch, time_collectives
 from schemas.config.run import RunConfig
 from schemas.errors import NonFiniteError
 from schemas.metrics import Mean, Metrics, merge_metrics
 from schemas.plan import MicroBatch, UpdatePlan
 
-_LOSS_COLUMNS = ("loss_mask", "sampler_logprobs", "behavior_logprobs", "advantages")
+_LOSS_COLUMNS = ("loss_mask", "sampler_logprobs", "advantages")
+
+
+def policy_columns(config: RunConfig) -> tuple[str, ...]:
+    """Return the names of the columns that the policy reads to score rows."""
+    return (*TOKEN_COLUMNS, *EXPERT_COLUMNS) if config.rollout.router_replay else TOKEN_COLUMNS
 
 
 def training_columns(config: RunConfig) -> tuple[str, ...]:
     """Return the names of the columns that an update reads."""
-    columns = (*TOKEN_COLUMNS, *_LOSS_COLUMNS)
-    return (*columns, "reference_logprobs") if config.kl.coef and not config.kl.in_reward else columns
+    return (*policy_columns(config), *_loss_columns(config))
+
+
+def _loss_columns(config: RunConfig) -> tuple[str, ...]:
+    scored = {
+        "behavior_logprobs": config.scores_behavior,
+        "reference_logprobs": config.kl.coef > 0 and not config.kl.in_reward,
+    }
+    return (*_LOSS_COLUMNS, *(name for name, is_read in scored.items() if is_read))
 
 
 class Trainer:
@@ -39,6 +52,10 @@ class Trainer:
         module: The model, sharded if there are several ranks.
         config: The run's config.
         mesh: The ranks; None: this rank only.
+
+    Attributes:
+        num_updates: Optimizer steps so far.
+        stopwatch: The seconds of the updates' parts: forward, backward, collectives and optimizer.
     """
 
     def __init__(self, module: ScoringModule, config: RunConfig, mesh: DeviceMesh | None = None) -> None:
@@ -46,6 +63,8 @@ class Trainer:
         self.optimizer = make_optimizer(module, config.optim)
         self.num_updates = 0
         self._device = next(module.parameters()).device
+        self.stopwatch = Stopwatch(self._device)
+        time_collectives(module, self.stopwatch)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the trainable parameters by the model's own names; tied parameters once."""
@@ -69,25 +88,39 @@ class Trainer:
         lr = lr_scale * learning_rate(self._config.optim, self.num_updates, self._config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.zero_grad(set_to_none=True)
-        parts: list[Metrics] = []
-        offending: dict[int, tuple[str, ...]] = {}
-        for micro in self._planned(update.ranks[rank]):
-            inputs = self._inputs(rows, micro)
-            loss, metrics = self._loss(inputs, update)
-            parts.append(metrics)
-            if not torch.isfinite(loss):
-                offending |= _non_finite(inputs, micro)
-            loss.backward()  # type: ignore[no-untyped-call]
-        self._require_finite("loss", offending)
-        norm = clip_gradients(self.named_parameters().values(), self._config.optim.max_grad_norm)
-        if not math.isfinite(norm):
-            self._require_finite("gradient", self._without_finite_gradient(rows, update, rank))
-        self.optimizer.step()
+        with self.stopwatch.running():
+            parts, offending = self._accumulate(rows, update, rank)
+            self._require_finite("loss", offending)
+            with self.stopwatch("optimizer"):
+                norm = clip_gradients(self.named_parameters().values(), self._config.optim.max_grad_norm)
+                if not math.isfinite(norm):
+                    self._require_finite("gradient", self._without_finite_gradient(rows, update, rank))
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)  # now, as they would take memory until the next update
         self.num_updates += 1
         if rank == 0:  # as means, they are averaged over the updates of a step
             parts.append({"grad_norm": Mean(total=norm, weight=1), "learning_rate": Mean(total=lr, weight=1)})
         return merge_metrics(parts)
+
+    def _accumulate(
+        self, rows: RankRows, update: UpdatePlan, rank: int
+    ) -> tuple[list[Metrics], dict[int, tuple[str, ...]]]:
+        """Sum the gradients of this rank's micro-batches; return their metrics, and the rows with a non-finite loss."""
+        parts: list[Metrics] = []
+        offending: dict[int, tuple[str, ...]] = {}
+        micros = self._planned(update.rank(rank))
+        every = self._config.runtime.gradient_sync == "every_micro_batch"
+        for number, micro in enumerate(micros, start=1):
+            sync_gradients(self.module, every or number == len(micros))
+            with self.stopwatch("forward"):
+                inputs = self._inputs(rows, micro)
+                loss, metrics = self._loss(inputs, update)
+            parts.append(metrics)
+            if not torch.isfinite(loss):
+                offending |= _non_finite(inputs, micro)
+            with self.stopwatch("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+        return parts, offending
 
     def _planned(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Drop dummies if there are no other ranks, whose collectives they take part in."""
@@ -97,11 +130,11 @@ class Trainer:
         columns = rows.take(micro.rows)
         row = packed_row(columns).to(self._device)
         logprobs, entropy, *_ = self.module(row, entropy="grad" if self._config.loss.entropy_coef else "no_grad")
-        given = {name: as_tensor(columns[name]).to(self._device) for name in training_columns(self._config)}
+        given = {name: as_tensor(columns[name]).to(self._device) for name in _loss_columns(self._config)}
         return LossInputs.from_rows(
             policy_logprobs=logprobs,
             entropy=entropy,
-            behavior_logprobs=given["behavior_logprobs"],
+            behavior_logprobs=given.get("behavior_logprobs", logprobs.detach()),
             sampler_logprobs=given["sampler_logprobs"],
             reference_logprobs=given.get("reference_logprobs"),
             advantages=given["advantages"],
@@ -123,7 +156,8 @@ class Trainer:
     def _without_finite_gradient(self, rows: RankRows, update: UpdatePlan, rank: int) -> dict[int, tuple[str, ...]]:
         """Return the rows of micro-batches whose own gradient is not finite; all ranks run theirs in step."""
         found: dict[int, tuple[str, ...]] = {}
-        for micro in self._planned(update.ranks[rank]):
+        sync_gradients(self.module, True)
+        for micro in self._planned(update.rank(rank)):
             self.optimizer.zero_grad(set_to_none=True)
             self._loss(self._inputs(rows, micro), update)[0].backward()  # type: ignore[no-untyped-call]
             if not math.isfinite(clip_gradients(self.named_parameters().values(), 1.0)):

@@ -27,6 +27,7 @@ from rl_core.views.selection import (
     slice_rows,
     split,
     with_column,
+    with_groups,
 )
 
 __all__ = [
@@ -44,4 +45,5 @@ __all__ = [
     "slice_rows",
     "split",
     "with_column",
+    "with_groups",
 ]

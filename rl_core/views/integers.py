@@ -1,5 +1,6 @@
 """Integers in handles, encoded in as few bytes as their range needs."""
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.batch import EncodedInts
+from schemas.packed import PackedInts
 
 AnyInts = npt.NDArray[np.integer[Any]]
 Ints = npt.NDArray[np.int64]
@@ -65,6 +67,13 @@ def as_int64(values: IntsLike) -> Ints:
         TypeError: Values that are not integers (bool included).
     """
     return _checked(values).astype(np.int64, copy=False)
+
+
+def pack_ints(values: Ints) -> PackedInts:
+    """Pack `values`, shape [n], from 0 to 2^31 - 1, without an object of Python for each."""
+    highest = int(values.max(initial=0))
+    dtype = np.dtype(next(dtype for dtype in (np.uint8, np.uint16, np.int32) if highest <= np.iinfo(dtype).max))
+    return PackedInts(array(dtype.char, values.astype(dtype).tobytes()))
 
 
 def narrow_dtype(limit: int) -> type[np.integer[Any]]:

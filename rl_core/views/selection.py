@@ -8,7 +8,7 @@ import numpy.typing as npt
 from rl_core.views.chunks import new_group
 from rl_core.views.integers import Ints, IntsLike, as_int64, encode_ints, narrow_dtype, offsets, take, total
 from rl_core.views.segments import coalesce, merge, pick
-from schemas.batch import BatchHandle, ChunkRef, Segments
+from schemas.batch import BatchHandle, ChunkRef, ColumnGroup, Segments
 from schemas.errors import ColumnError
 
 
@@ -139,9 +139,6 @@ def with_column(
     Raises:
         ColumnError: A column is already in the batch or undeclared, or the chunks don't hold every row exactly once.
     """
-    present = sorted(set(names_dtypes) & set(batch.columns))
-    if present:
-        raise ColumnError(f"column {present[0]!r} is already in the batch: a column is produced once per step")
     index, num_stored = as_int64(rows), _total_rows(chunks)
     if index.size != num_stored:
         raise ColumnError(f"got {index.size} row numbers for chunks of {num_stored} rows, expected one per row")
@@ -158,7 +155,21 @@ def with_column(
             f"columns {', '.join(names_dtypes)} hold row {row} {times} times, "
             f"expected each of {batch.num_rows} rows once"
         )
-    return batch.replace(groups=(*batch.groups, new_group(names_dtypes, chunks, coalesce(order))))
+    return with_groups(batch, [new_group(names_dtypes, chunks, coalesce(order))])
+
+
+def with_groups(batch: BatchHandle, groups: Sequence[ColumnGroup]) -> BatchHandle:
+    """Add column groups of the same rows, which `with_column` made of this batch or of one with fewer columns.
+
+    Raises:
+        ColumnError: A column is already in the batch.
+    """
+    present = set(batch.columns)
+    for name in (name for group in groups for name in group.dtypes):
+        if name in present:
+            raise ColumnError(f"column {name!r} is already in the batch: a column is produced once per step")
+        present.add(name)
+    return batch.replace(groups=(*batch.groups, *groups))
 
 
 def _views(batch: BatchHandle, indices: Sequence[Ints]) -> list[BatchHandle]:

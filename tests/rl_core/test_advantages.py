@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.advantages import compute_advantages
+from rl_core.advantages.base import number_groups
 from schemas.config.advantage import (
     AdvantageConfig,
     DrGrpoAdvantage,
@@ -153,3 +154,9 @@ def test_rows_must_agree() -> None:
         advantages_of(GrpoAdvantage(), [1.0] * 3, [0, 0])
     with pytest.raises(ValueError, match="row 1 has 3 loss tokens, expected from 0 to its 2 response tokens"):
         advantages_of(GrpoAdvantage(), [1.0, 0.0], [0, 0], [2, 2], loss_tokens=[2, 3])
+
+
+@given(st.lists(st.integers(-5, 5) | st.integers(-(2**40), 2**40)))
+def test_groups_are_numbered_in_the_order_of_their_ids(ids: list[int]) -> None:
+    order = sorted(set(ids))
+    assert number_groups(np.array(ids, dtype=np.int64)).tolist() == [order.index(each) for each in ids]

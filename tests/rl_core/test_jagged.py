@@ -103,7 +103,7 @@ def test_a_row_column_has_no_offsets() -> None:
         (np.zeros(3), [1, 1], "add up to 2 values, but there are 3"),
         (np.zeros(3), [4, -1], "non-negative"),
         (np.zeros(3), [1.0, 2.0], "integers"),
-        (np.zeros((2, 2)), [2, 2], "1-D"),
+        (np.zeros((2, 2, 2)), [1, 1], "1-D"),
         (np.zeros(3), None, "need the lengths"),
         ([np.zeros(3)], [3], "already known"),
         ([], None, "no dtype"),

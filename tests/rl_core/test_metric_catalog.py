@@ -40,7 +40,7 @@ def shard(number: int, rewards: tuple[float | None, ...]) -> RolloutShard:
         prompt_lengths=(3,) * 4,
         response_lengths=tuple(LENGTHS),
         loss_tokens=tuple(LENGTHS),
-        finish_reasons=("stop", "stop", "length", "length"),
+        truncated=(0, 0, 1, 1),
         parts={"format": (1.0, 0.0, 1.0, None)},
         seconds={"generate": 2.0, "reward": 1.0},
     )
@@ -85,7 +85,7 @@ def update_metrics() -> Iterator[Metrics]:
         "advantages": pa.array([0.5, -0.5], pa.float32()),
     }
     columns |= {name: logprobs for name in training_columns(config) if name.endswith("logprobs")}
-    module = ScoringModule(tiny_qwen3(num_hidden_layers=1), config.model, config.packing, 1.0)
+    module = ScoringModule(tiny_qwen3(num_hidden_layers=1), config.packing, 1.0)
     rollout = RolloutHandle(step=0, policy_version=0, shards=(shard(0, (1.0, 0.0, 1.0, 0.0)).keep([0]),))
     plan = prepare_updates(config, 0, rollout).plan
     yield Trainer(module, config).update(RankRows(np.arange(2), pa.record_batch(columns)), plan.updates[0])

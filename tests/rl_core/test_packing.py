@@ -1,13 +1,16 @@
 """Balancing of rows over ranks, and packing into bins."""
 
+from itertools import chain
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.planning import imbalance, pack
 from rl_core.planning.balance import balance, rank_costs, row_costs
-from rl_core.planning.pack import pack_evenly, pack_ranks, split_bins
-from schemas.plan import MicroBatch, RankPlan
+from rl_core.planning.greedy import fill_emptiest
+from rl_core.planning.pack import pack_ranks, split_bins
+from schemas.plan import RankPlan
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.integers(1, 6))
@@ -46,9 +49,10 @@ def test_row_costs_count_attention_and_prompts() -> None:
 def test_imbalance_is_range_over_mean() -> None:
     assert imbalance(np.array([3.0, 1.0, 2.0])) == 1.0
     assert imbalance(np.zeros(2)) == 0.0
-    micro = MicroBatch(rows=(), num_tokens=0)
-    assert RankPlan(ranks=((micro,),) * 3, rank_costs=(3.0, 1.0, 2.0)).imbalance == 1.0
-    assert RankPlan(ranks=((micro,),) * 2, rank_costs=(0.0, 0.0)).imbalance == 0.0
+    for costs, expected in (((3.0, 1.0, 2.0), 1.0), ((0.0, 0.0), 0.0)):
+        dummies = [0] * len(costs)
+        plan = RankPlan(rows=[], micro_rows=dummies, micro_tokens=dummies, rank_costs=costs)
+        assert plan.imbalance == expected
 
 
 def test_pack_is_best_fit_longest_first() -> None:
@@ -68,34 +72,36 @@ def test_pack_needs_few_bins(lengths: list[int], budget: int) -> None:
     assert all(tokens[at] + tokens[other] > budget for other in range(len(bins)) for at in range(other))
 
 
-def test_pack_evenly_makes_even_bins_or_none() -> None:
+def bins_of(ranks: list[list[int]], lengths: list[int] | np.ndarray, budget: int) -> list[list[list[int]]]:
+    """Return the rows of the bins of each rank."""
+    rows, sizes = pack_ranks([np.array(rank, dtype=np.int64) for rank in ranks], np.array(lengths), budget)
+    bins = iter(np.split(rows, np.cumsum(sizes)[:-1]))
+    return [[next(bins).tolist() for _ in rank] for rank in sizes]
+
+
+def test_bins_are_even_if_the_rows_fit() -> None:
     # 5 and 4 open a bin each; 3 joins the 4, and 2 the 5.
-    bins = pack_evenly(np.arange(4), np.array([2, 3, 4, 5]), 10, 2)
-    assert bins is not None
-    assert [rows.tolist() for rows in bins] == [[0, 3], [1, 2]]
-    # 5 + 4 and 5 + 3 leave no space for another 3.
-    assert pack_evenly(np.arange(5), np.array([5, 5, 4, 3, 3]), 10, 2) is None
+    assert bins_of([[0, 1, 2, 3]], [2, 3, 4, 5], 10) == [[[0, 3], [1, 2]]]
 
 
 def test_as_few_micro_batches_as_the_tokens_allow() -> None:
-    lengths = np.array([5, 5, 4, 3, 3])
-    # Twenty tokens fit into two bins of ten, though not evenly: 5 + 5, and 4 + 3 + 3.
-    assert [rows.tolist() for rows in pack_ranks([np.arange(5)], lengths, 10)[0]] == [[0, 1], [2, 3, 4]]
+    # Twenty tokens fit into two bins of ten, though not evenly, as 5 + 4 and 5 + 3 leave no space for another 3.
+    assert bins_of([[0, 1, 2, 3, 4]], [5, 5, 4, 3, 3], 10) == [[[0, 1], [2, 3, 4]]]
     # A rank of 6 + 6 needs two bins of ten, so the six tokens of the other rank are in two bins, too.
-    ranks = pack_ranks([np.array([0, 1]), np.array([2, 3])], np.array([6, 6, 3, 3]), 10)
-    assert [[rows.tolist() for rows in bins] for bins in ranks] == [[[0], [1]], [[2], [3]]]
+    assert bins_of([[0, 1], [2, 3]], [6, 6, 3, 3], 10) == [[[0], [1]], [[2], [3]]]
 
 
 def test_a_rank_that_can_not_be_packed_evenly_has_its_bins_split() -> None:
-    # These fit into eight bins of 29, yet not evenly into nine; the other rank needs nine.
+    # These fit into eight bins of 29, yet not evenly into nine; the other rank needs nine, also for its tokens alone.
     rows = [20, 18, 18, 16, 15, 15, 14, 14, 13, 13, 11, 11, 10, 10, 9, 7, 7, 6, 5]
-    lengths, uneven = np.array([*rows, *[20] * 9]), np.arange(len(rows))
-    assert len(pack(uneven, lengths, 29)) == 8
-    assert pack_evenly(uneven, lengths, 29, 9) is None
-    bins, others = pack_ranks([uneven, np.arange(len(rows), len(lengths))], lengths, 29)
-    assert len(bins) == len(others) == 9
-    assert sorted(np.concatenate(bins).tolist()) == uneven.tolist()
-    assert all(0 < lengths[part].sum() <= 29 for part in bins)
+    assert len(pack(np.arange(len(rows)), np.array(rows), 29)) == 8
+    assert np.bincount(fill_emptiest(np.array(rows), 9), weights=rows).max() > 29
+    for others in ([20] * 9, [29] * 9):
+        lengths = np.array(rows + others)
+        bins, other_bins = bins_of([[*range(len(rows))], [*range(len(rows), len(lengths))]], lengths, 29)
+        assert len(bins) == len(other_bins) == 9
+        assert sorted(chain.from_iterable(bins)) == [*range(len(rows))]
+        assert all(0 < lengths[part].sum() <= 29 for part in bins)
 
 
 def test_split_bins_splits_the_fullest_then_adds_dummies() -> None:

@@ -1,6 +1,7 @@
 """Plans: every row once, a hard budget, equal counts, balanced ranks, membership by seed alone, exact denominators."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from pydantic import ValidationError
 
 from benchmarks.planning import SHAPES
 from rl_core.planning import pack, plan_forward, plan_step
+from rl_core.planning.rows import rank_rows, rows_by_rank
 from schemas.errors import PlanError
-from schemas.plan import ForwardPlan, MicroBatch, RankPlan, StepPlan
+from schemas.plan import ForwardPlan, RankPlan, StepPlan
 
 Row = tuple[int, int, int]  # prompt, response and loss tokens
 ROWS = st.lists(
@@ -194,20 +196,31 @@ def test_arrays_of_other_shapes_or_dtypes_are_rejected() -> None:
         plan_forward([1.5, 2.0], [1, 1], **options)  # type: ignore[list-item]
 
 
+PLAN = {"rows": [4, 2, 0], "micro_rows": [2, 0, 1, 0], "micro_tokens": [6, 0, 3, 0], "rank_costs": (6.0, 3.0)}
+
+
 @pytest.mark.parametrize(
-    ("counts", "num_costs", "message"),
+    ("changes", "message"),
     [
-        ((2, 1), 2, r"\[1, 2\] micro-batches; all need the same number"),
-        ((0, 0), 2, "at least one"),
-        ((1, 1), 1, "1 costs"),
+        ({"rank_costs": (1.0,) * 3}, "3 ranks have 4 micro-batches; all need the same number, at least one"),
+        ({"rank_costs": ()}, "0 ranks have 4 micro-batches"),
+        ({"micro_rows": [], "micro_tokens": []}, "2 ranks have 0 micro-batches"),
+        ({"micro_tokens": [3, 3]}, "4 micro-batches of 3 rows have 2 numbers of tokens"),
+        ({"rows": [0, 1]}, "4 micro-batches of 3 rows have 4 numbers of tokens and 2 rows"),
     ],
 )
-def test_ranks_with_different_numbers_of_micro_batches_are_rejected(
-    counts: tuple[int, ...], num_costs: int, message: str
-) -> None:
-    micro = MicroBatch(rows=(0,), num_tokens=1)
+def test_plans_whose_numbers_do_not_match_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        RankPlan(ranks=tuple((micro,) * count for count in counts), rank_costs=(1.0,) * num_costs)
+        RankPlan(**PLAN | changes)
+
+
+def test_the_parts_of_a_rank() -> None:
+    plan = RankPlan(**PLAN)
+    assert plan.ranks == (plan.rank(0), plan.rank(1))
+    assert [[micro.rows for micro in rank] for rank in plan.ranks] == [[(4, 2), ()], [(0,), ()]]
+    assert [[micro.num_tokens for micro in rank] for rank in plan.ranks] == [[6, 0], [3, 0]]
+    assert rank_rows([plan, plan.replace(rows=[5, 3, 1])], 0).tolist() == [2, 3, 4, 5]
+    assert rows_by_rank(plan).tolist() == [2, 4, 0]
 
 
 STEP = """\

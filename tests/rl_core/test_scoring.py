@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -15,25 +15,12 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from rl_core.scoring import attention as attention_module
 from rl_core.scoring import pack_row
 from tests.packed import VOCAB_SIZE, random_batch, tiny_qwen3
+from tests.rl_core.gradients import gradients, relative_error
 from tests.rl_core.scorers import score_packed, score_padded, score_plain
 
 PROMPTS, RESPONSES = [3, 1, 5, 2, 1], [4, 7, 0, 1, 3]
-
-
-def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def relative_error(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """Return the norm of the difference over the norm, of all parameters' gradients together."""
-    assert len(ours) == len(theirs)
-    difference = sum(float((a - b).double().square().sum()) for a, b in zip(ours, theirs, strict=True))
-    return (difference / sum(float(b.double().square().sum()) for b in theirs)) ** 0.5
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -191,34 +178,3 @@ def test_packed_row_by_hand() -> None:
     assert row.response_lengths.tolist() == [1, 2]
     assert row.max_seqlen == 3
     assert row.to("cpu").input_ids.tolist() == row.input_ids.tolist()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("sliding_window", [None, 5])
-@pytest.mark.parametrize("num_key_value_heads", [4, 2])
-def test_varlen_flash_equals_the_cpu_path(num_key_value_heads: int, sliding_window: int | None) -> None:
-    generator = torch.Generator().manual_seed(0)
-    boundaries = torch.tensor([0, 7, 8, 40, 64], dtype=torch.int32)
-    states = [
-        torch.randn(1, heads, 64, 32, generator=generator).bfloat16()
-        for heads in (4, num_key_value_heads, num_key_value_heads)
-    ]
-    weights = torch.randn(1, 64, 4, 32, generator=generator)
-    outputs, gradient_norms = [], []
-    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
-        leaves = [state.to(device, dtype).requires_grad_() for state in states]
-        output, _ = attention_module.packed_attention(
-            nn.Module(),
-            *leaves,
-            None,
-            cu_seqlens=boundaries.to(device),
-            max_seqlen=32,
-            scaling=0.2,
-            sliding_window=sliding_window,
-        )
-        (output.float() * weights.to(device)).sum().backward()
-        outputs.append(output.detach().float().cpu())
-        gradient_norms.append(torch.cat([leaf.grad.float().cpu().flatten() for leaf in leaves]))
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(gradient_norms[1], gradient_norms[0], rtol=5e-2, atol=5e-2)

@@ -1,0 +1,119 @@
+"""The work of a step's phases in operations, and the seconds that it takes at a given rate.
+
+An operation is a multiplication or an addition. A token costs two per weight of the decoder's matrices, a scored token
+two per weight of the LM head, and a sequence of n tokens 2 * n^2 per layer and unit of attention width. A backward
+costs twice its forward; gradient checkpointing adds the decoder's forward once more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rl_core.training.sharding import layer_modules
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """What a token costs.
+
+    Attributes:
+        decoder_weights: Weights of the decoder's matrices that a token passes.
+        head_weights: Weights of the LM head.
+        attention_width: Width of the queries, summed over the layers; every layer counts as full causal attention.
+    """
+
+    decoder_weights: int
+    head_weights: int
+    attention_width: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ModelWork":
+        """Return a model's work; of experts, a token passes those that it is routed to."""
+        config = model.config.get_text_config()
+        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+        active = getattr(config, "num_experts_per_tok", None) or 1
+        weights = 0.0
+        for layer in layer_modules(model):
+            for name, part in layer.named_parameters():
+                if part.ndim > 1:
+                    weights += part.numel() * (active / experts if ".experts." in name else 1)
+        return cls(
+            decoder_weights=round(weights),
+            head_weights=config.vocab_size * config.hidden_size,
+            attention_width=round(config.num_attention_heads * _head_dim(config) * config.num_hidden_layers),
+        )
+
+    def forward(self, prompts: NDArray[np.int64], responses: NDArray[np.int64]) -> float:
+        """Return the operations of scoring sequences.
+
+        Args:
+            prompts: [N] tokens.
+            responses: [N] tokens.
+        """
+        return self._linear(prompts + responses, responses) + self._attention(prompts + responses)
+
+    def update(
+        self, prompts: NDArray[np.int64], responses: NDArray[np.int64], *, checkpointing: bool, is_frozen: bool = False
+    ) -> float:
+        """Return the operations of forward and backward over sequences; see `forward`.
+
+        Args:
+            prompts: [N] tokens.
+            responses: [N] tokens.
+            checkpointing: Whether the backward computes the decoder's forward again.
+            is_frozen: Whether only adapters are trained: the weights then get no gradient, which is half of a backward.
+        """
+        again = self._decoder(prompts + responses) if checkpointing else 0.0
+        all_trained = 3 * self.forward(prompts, responses) + again
+        return all_trained - self._linear(prompts + responses, responses) if is_frozen else all_trained
+
+    def generate(self, prompts: NDArray[np.int64], responses: NDArray[np.int64], samples: int) -> float:
+        """Return the operations of generating responses with a KV cache: a prompt is computed once for all its samples.
+
+        Args:
+            prompts: [N] tokens.
+            responses: [N] tokens, `samples` consecutive rows of each prompt.
+            samples: Responses per prompt.
+        """
+        return self.forward(prompts, responses) - self._decoder(prompts) * (1 - 1 / samples)
+
+    def decode_step(self, num_rows: float, row_tokens: float) -> float:
+        """Return the operations of one more token of each of `num_rows` rows, which have `row_tokens` tokens."""
+        per_row = 2.0 * (self.decoder_weights + self.head_weights) + 4.0 * self.attention_width * row_tokens
+        return num_rows * per_row
+
+    def _decoder(self, lengths: NDArray[np.int64]) -> float:
+        return 2.0 * self.decoder_weights * int(lengths.sum()) + self._attention(lengths)
+
+    def _linear(self, lengths: NDArray[np.int64], responses: NDArray[np.int64]) -> float:
+        return 2.0 * self.decoder_weights * int(lengths.sum()) + 2.0 * self.head_weights * int(responses.sum())
+
+    def _attention(self, lengths: NDArray[np.int64]) -> float:
+        return 2.0 * self.attention_width * float((lengths.astype(np.float64) ** 2).sum())
+
+
+def _head_dim(config: PretrainedConfig) -> float:
+    """Return the width of a head: the mean of queries and values where they differ (multi-head latent attention)."""
+    query, value = getattr(config, "qk_head_dim", None), getattr(config, "v_head_dim", None)
+    if query and value:
+        return float(query + value) / 2
+    return float(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def num_decode_steps(lengths: Sequence[int] | NDArray[np.int64], concurrency: int) -> int:
+    """Return the decoding steps of rows of these lengths, of which `concurrency` are decoded at the same time.
+
+    A row starts when another ends, in the given order, as in an engine with continuous batching. With room for all, it
+    is the longest row.
+
+    Example:
+        >>> num_decode_steps([5, 3, 2], 2), num_decode_steps([5, 3, 2], 3)
+        (5, 5)
+    """
+    ends = np.zeros(max(1, min(concurrency, len(lengths))), dtype=np.int64)
+    for length in lengths:
+        ends[ends.argmin()] += int(length)
+    return int(ends.max())
