@@ -1,7 +1,7 @@
 # ruff: noqa: E402  # Ray and torch read the environment on import
-"""Publishing weights: safetensors bytes returned by Ray, one flat buffer, and a gloo broadcast.
+"""Publishing weights: safetensors bytes returned by Ray, and buckets through shared memory and by gloo.
 
-    python -m benchmarks.weights [--json] [--megabytes 100 500] [--receivers 1 2] [--repeats N]
+    python -m benchmarks.weights [--json] [--megabytes 100 500] [--receivers 1 2] [--bucket-mib 64] [--repeats N]
 
 All actors are on one machine: a policy that holds float32 tensors of 4 MiB, and receivers that copy what they receive
 into their own tensors. A publish is timed from the call to the last receiver's response; the transports take turns, and
@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 for name, value in {
@@ -31,12 +31,14 @@ import torch
 from safetensors.torch import load, save
 
 from benchmarks.command import print_table
+from infra.engines.base import WeightsBucket
+from infra.models.flat_tensors import tensor_specs
 from infra.weights.broadcast import BroadcastReceiver, BroadcastSender
 from infra.weights.group import WeightGroup, open_rendezvous
-from infra.weights.layout import tensor_specs
-from infra.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from infra.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender, open_folder
+from infra.weights.stream import load_weights, send_weights
 from schemas.step import ProcessGroupHandle
-from schemas.weights import LoadedWeights, SentWeights, WeightsTransfer
+from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle, WeightsTransfer
 
 HOST, RUN, TIMEOUT = "127.0.0.1", "bench", 120.0
 TENSOR_BYTES = 4 * 2**20
@@ -45,21 +47,27 @@ TENSOR_BYTES = 4 * 2**20
 class Engine:
     """An engine that copies weights into its own tensors, in place."""
 
+    dtype = "float32"
+
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         self._own, self.version = state, 0
 
-    def load_weights(self, state: Mapping[str, torch.Tensor], version: int) -> None:
-        for name, tensor in state.items():
-            self._own[name].copy_(tensor)
+    def load_weights(
+        self, specs: Sequence[TensorSpec], buckets: Iterable[WeightsBucket], version: int, *, is_complete: bool = True
+    ) -> None:
+        for bucket in buckets:
+            for name in bucket.tensors:
+                self._own[name].copy_(bucket.tensors[name])
         self.version = version
 
 
 class Member:
     """The actor of the policy (rank 0) or of a receiver."""
 
-    def __init__(self, megabytes: int, rank: int) -> None:
+    def __init__(self, megabytes: int, rank: int, bucket_bytes: int) -> None:
         self._state = {f"layer.{n}": torch.full((2**20,), float(n)) for n in range(megabytes * 10**6 // TENSOR_BYTES)}
-        self._engine, self._rank, self._files = Engine(self._state), rank, SharedMemorySender(RUN, None)
+        self._engine, self._rank, self._bucket_bytes = Engine(self._state), rank, bucket_bytes
+        self._folder = open_folder(RUN, None, 2 * bucket_bytes)
 
     def open_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:
         self._rendezvous, handle = open_rendezvous(HOST, num_receivers)
@@ -72,15 +80,21 @@ class Member:
         return save(self._state)
 
     def load_safetensors(self, data: bytes, version: int) -> None:
-        self._engine.load_weights(load(data), version)
+        state = load(data)
+        self._engine.load_weights(tensor_specs(state), [WeightsBucket(state)], version)
 
-    def send(self, version: int, by_group: bool) -> SentWeights:
-        sender: Any = BroadcastSender(RUN, self._group) if by_group else self._files
-        return sender.send(version, tensor_specs(self._state), self._state.items())
+    def send(self, version: int, by_broadcast: bool) -> SentWeights:
+        group, folder = self._group, self._folder.path
+        sender: Any = BroadcastSender(group) if by_broadcast else SharedMemorySender(group, folder)
+        handle = WeightsHandle(
+            run_id=RUN, version=version, tensors=tensor_specs(self._state), bucket_bytes=self._bucket_bytes
+        )
+        return send_weights(group, sender, handle, self._state.items())
 
-    def load(self, version: int, sent: SentWeights | None, by_group: bool) -> LoadedWeights:
-        receiver: Any = BroadcastReceiver(RUN, self._group) if by_group else SharedMemoryReceiver(RUN, TIMEOUT)
-        return receiver.load(self._engine, version, sent)
+    def load(self, version: int, by_broadcast: bool) -> LoadedWeights:
+        receiver: Any = BroadcastReceiver(self._group) if by_broadcast else SharedMemoryReceiver(self._group)
+        _, loaded = load_weights(self._group, receiver, self._engine, RUN, version)
+        return loaded
 
 
 def main() -> None:
@@ -89,6 +103,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="also print one last line of JSON")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 500])
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -102,14 +117,15 @@ def main() -> None:
     )
     results = {}
     for megabytes in arguments.megabytes:
-        members = [ray.remote(num_cpus=0)(Member).remote(megabytes, n) for n in range(1 + max(arguments.receivers))]
+        member, sizes = ray.remote(num_cpus=0)(Member), (megabytes, arguments.bucket_mib * 2**20)
+        members = [member.remote(sizes[0], rank, sizes[1]) for rank in range(1 + max(arguments.receivers))]
         for count in arguments.receivers:
             results[f"{megabytes} MB / {count}"] = measure(members[0], members[1 : 1 + count], arguments.repeats)
         for member in members:
             ray.kill(member)
     print_table("size / receivers", results, 18, 13)
     if arguments.json:
-        print(json.dumps({"repeats": arguments.repeats, "results": results}))
+        print(json.dumps({"repeats": arguments.repeats, "bucket_mib": arguments.bucket_mib, "results": results}))
     ray.shutdown()
 
 
@@ -140,10 +156,9 @@ def publish(policy: Any, receivers: list[Any], version: int, transport: str) -> 
         calls = zip(receivers, refs, strict=True)
         ray.get([receiver.load_safetensors.remote(data, version) for receiver, data in calls])
         return None
-    by_group = transport == "broadcast"
-    sent = policy.send.remote(version, by_group)
-    # A broadcast is received while it is sent; Ray passes on what was sent otherwise.
-    loaded = ray.get([receiver.load.remote(version, None if by_group else sent, by_group) for receiver in receivers])
+    by_broadcast = transport == "broadcast"
+    sent = policy.send.remote(version, by_broadcast)
+    loaded = ray.get([receiver.load.remote(version, by_broadcast) for receiver in receivers])
     return WeightsTransfer.of(transport, ray.get(sent), loaded)
 
 

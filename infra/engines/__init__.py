@@ -4,6 +4,6 @@
 transformers, which the command line doesn't need to ask whether vLLM is installed.
 """
 
-from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
+from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling, TokenExperts
 
-__all__ = ["Generation", "GenerationRequest", "RolloutEngine", "Sampling"]
+__all__ = ["Generation", "GenerationRequest", "RolloutEngine", "Sampling", "TokenExperts"]

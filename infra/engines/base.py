@@ -1,15 +1,22 @@
 """The protocol of rollout engines, and what they take and return. Imports no torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from schemas.errors import VersionError, WeightsError
+from schemas.memory import EngineTag, MemoryChange
+from schemas.metrics import Max, Mean, Metrics
 from schemas.rollout import FinishReason
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
+
+    from schemas.weights import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -48,26 +55,94 @@ class GenerationRequest:
 
     prompt_ids: np.ndarray  # [P] integers, P >= 1
     seeds: tuple[int, ...]  # one unsigned 64-bit seed per sample
+    max_tokens: int | None = None  # of each of its responses, fewer than the sampling's; None: as many
 
     @property
     def num_samples(self) -> int:
         """The number of responses to generate."""
         return len(self.seeds)
 
+    def token_limit(self, sampling: Sampling) -> int:
+        """Return the most tokens of one response."""
+        return self.max_tokens or sampling.max_response_tokens
+
 
 @dataclass(frozen=True)
 class Generation:
-    """One response of R tokens, 1 <= R <= max_response_tokens."""
+    """One response of R tokens, at least 1 and at most its limit."""
 
     token_ids: np.ndarray  # int32 [R]; includes the token that stopped it if finish_reason is "stop"
     logprobs: np.ndarray  # float32 [R], nats: log-softmax(logits / temperature), before top-k, top-p and min-p
     finish_reason: FinishReason
+    versions: np.ndarray | None = None  # int32 [R], of the weights that sampled each token; None: one for all
+    experts: "TokenExperts | None" = None  # None: the engine doesn't record them
+
+
+@dataclass(frozen=True)
+class TokenExperts:
+    """The experts that the engine chose for the P tokens of a prompt and the R of its response, C for each.
+
+    The engine doesn't run a response's last token, and no log-prob depends on it: it has those of the prompt's last
+    one.
+    """
+
+    prompt: np.ndarray  # [P, C] uint8, or uint16 if there are more than 256 experts
+    response: np.ndarray  # [R, C], of the same dtype
+
+
+@dataclass
+class EngineUsage:
+    """How much of an engine is in use, over decoding steps; to measure a generation, give the engine a new one."""
+
+    num_steps: int = 0
+    running: int = 0  # rows that a step decodes, summed over the steps
+    waiting: int = 0  # rows that have no place yet, summed over the steps
+    peak_cache: float = 0.0  # the largest fraction of the KV cache in use
+
+    def add(self, running: int, waiting: int, cache: float) -> None:
+        """Add one decoding step."""
+        self.num_steps, self.running, self.waiting = self.num_steps + 1, self.running + running, self.waiting + waiting
+        self.peak_cache = max(self.peak_cache, cache)
+
+    @property
+    def metrics(self) -> Metrics:
+        """The mean numbers of rows, and the peak of the cache."""
+        return {
+            "engine/running": Mean(total=self.running, weight=self.num_steps),
+            "engine/waiting": Mean(total=self.waiting, weight=self.num_steps),
+            "engine/cache": Max(value=self.peak_cache),
+        }
+
+
+@dataclass(frozen=True)
+class WeightsBucket:
+    """Some of a version's weights, valid until the next bucket is taken.
+
+    Attributes:
+        tensors: Tensors by name, on any device; they are only read.
+        file: The file with the flat buffer (`infra.models.flat_tensors`) of which they are all the tensors, in its
+            order, if there is one: an engine's other processes can map it.
+    """
+
+    tensors: "dict[str, torch.Tensor]"
+    file: "Path | None" = None
 
 
 class RolloutEngine(Protocol):
-    """Generates responses with the weights of one policy version."""
+    """Generates responses with the weights of one policy version.
 
-    version: int
+    Attributes:
+        version: The policy version of its weights; None if they are not all of one version, after a load that failed,
+            or if they are gone, as the engine slept.
+        dtype: The dtype of its weights, by torch's name.
+        asleep: The parts that are out of the device's memory.
+        usage: How much of it was in use.
+    """
+
+    version: int | None
+    dtype: str
+    asleep: frozenset[EngineTag]
+    usage: EngineUsage
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[tuple[int, Generation]]:
         """Yield each sample with its number as soon as it is finished.
@@ -75,20 +150,127 @@ class RolloutEngine(Protocol):
         Samples are numbered request by request, in the order of their seeds. A sample depends on its prompt, its seed,
         the weights and `sampling`, but not on the rest of its batch, up to the last bits. The same requests in another
         call give the same samples, bit for bit.
+
+        Raises:
+            EngineLostError: A process of the engine died; it has closed.
+            VersionError: The engine is asleep, or has no weights.
         """
         ...
 
-    def load_weights(self, state: "Mapping[str, torch.Tensor]", version: int) -> None:
-        """Copy `state` into the engine's weights in place; from then on it generates as policy `version`.
+    def load_weights(
+        self, specs: "Sequence[TensorSpec]", buckets: Iterable[WeightsBucket], version: int, *, is_complete: bool = True
+    ) -> None:
+        """Copy weights into the engine's in place, bucket by bucket; from then on it generates as policy `version`.
+
+        From the first bucket to the end of the last one, the engine has no version. If taking a bucket raises, it is
+        left without one, and can load again.
+
+        Args:
+            specs: All the tensors of the buckets, in order.
+            buckets: The buckets; the engine takes one after it has copied the one before.
+            version: Their policy version.
+            is_complete: Whether they are all of the model's weights; else, the engine keeps the others.
 
         Raises:
             WeightsError: A name or shape is not the model's, or a weight is missing; nothing has been copied.
+            EngineLostError: A process of the engine died; it has closed.
+        """
+        ...
+
+    def sleep(self, tags: Collection[EngineTag]) -> MemoryChange:
+        """Give up the device memory of these parts, until `wake`; no request may be unfinished.
+
+        Values are dropped: the next publish brings weights, and a cache is empty at the start of a call anyway. What
+        an engine can't give up is reported as kept, and stays usable.
+        """
+        ...
+
+    def wake(self, tags: Collection[EngineTag]) -> MemoryChange:
+        """Allocate the device memory of these parts again; parts that are awake stay as they are.
+
+        Raises:
+            EngineLostError: It can't; the engine has closed.
+        """
+        ...
+
+    def score(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
+        """Return the log-probs of given tokens: float32 [T - 1], nats, of all but the first.
+
+        The engine must be awake. Samples of later calls don't depend on it.
+
+        Args:
+            token_ids: Integers [T], T >= 2.
+            temperature: The divisor of the logits.
+
+        Raises:
+            EngineLostError: A process of the engine died; it has closed.
+        """
+        ...
+
+    def check(self) -> None:
+        """Check that the engine has not lost a process.
+
+        Raises:
+            EngineLostError: It has; another engine must be started.
+        """
+        ...
+
+    def take_peak_memory(self) -> dict[str, int]:
+        """Return the peak memory of its process, or of that of its processes which took most, in bytes by kind.
+
+        See `rl_core.telemetry.take_peak_memory`.
+
+        Raises:
+            EngineLostError: A process of the engine died; it has closed.
         """
         ...
 
     def close(self) -> None:
         """Release the weights and the KV cache; the engine can't generate afterwards."""
         ...
+
+
+def require_awake(engine: RolloutEngine) -> None:
+    """Check that an engine can generate.
+
+    Raises:
+        VersionError: It is asleep, or has no weights.
+    """
+    if engine.asleep or engine.version is None:
+        parts = " and ".join(sorted(engine.asleep)) or "loaded weights"
+        raise VersionError(f"the engine is without {parts}; wake it and publish a policy version to it first")
+
+
+def check_prompts(requests: Sequence[GenerationRequest], sampling: Sampling, max_tokens: int | None = None) -> None:
+    """Check that an engine can take all requests.
+
+    Args:
+        requests: The requests.
+        sampling: How many tokens they may get.
+        max_tokens: The most tokens of prompt and response; None: any number.
+
+    Raises:
+        ValueError: A prompt is empty or too long.
+    """
+    for index, request in enumerate(requests):
+        length, limit = len(request.prompt_ids), request.token_limit(sampling)
+        if length == 0:
+            raise ValueError(f"request {index} has an empty prompt; a model needs at least one token to continue")
+        if max_tokens is not None and length > max_tokens - limit:
+            raise ValueError(
+                f"request {index} has a prompt of {length} tokens, but with {limit} response tokens the engine accepts "
+                f"prompts of at most {max_tokens - limit}"
+            )
+
+
+def check_held(version: int | None, *, is_complete: bool) -> None:
+    """Check that an engine that keeps some of its weights has a version.
+
+    Raises:
+        WeightsError: It has none.
+    """
+    if version is None and not is_complete:
+        raise WeightsError("an engine without a version was sent changed weights only; publish all of them to it")
 
 
 def generate_all(engine: RolloutEngine, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Generation]:

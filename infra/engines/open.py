@@ -31,11 +31,17 @@ def _open_transformers(
 ) -> RolloutEngine:
     model = load_model(config.model)
     model.to(choose_device())  # type: ignore[arg-type]  # its decorator hides that a device is accepted
-    return TransformersEngine(model, max_cache_bytes=rollout.max_cache_bytes, tokenizer=tokenizer)
+    return TransformersEngine(
+        model,
+        max_cache_bytes=rollout.max_cache_bytes,
+        tokenizer=tokenizer,
+        records_experts=rollout.router_replay,
+    )
 
 
 def _open_vllm(rollout: VllmRollout, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    return open_vllm(config.model, rollout, max_model_len(config))
+    is_colocated = config.runtime.placement == "colocated"
+    return open_vllm(config.model, rollout, max_model_len(config), is_colocated=is_colocated, sleeps=config.takes_turns)
 
 
 OPENERS = Registry(

@@ -1,152 +1,69 @@
-"""The broadcast transport: from the policy's rank 0 to all rollout workers, in a `WeightGroup`.
+"""Buckets by broadcast: NCCL from GPU to GPU, gloo from host memory to host memory.
 
-A broadcast consists of: two int64, the number of bytes of the handle and of a bucket; the handle as JSON, without its
-checksum; the flat buffer in buckets, of which the last may be smaller; and the checksum. The sender holds one bucket, a
-receiver the whole buffer.
+While a bucket is on its way, the sender fills the next one, and a receiver's engine copies the one before.
 """
 
-import logging
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from infra.engines.base import RolloutEngine
-from infra.weights.base import load_verified
-from infra.weights.checksum import Checksum
-from infra.weights.group import WeightGroup
-from infra.weights.layout import (
-    buffer_as_tensor,
-    check_version,
-    flat_bytes,
-    join_gather,
-    make_handle,
-    pair_with_slots,
-)
-from schemas.errors import WorkerLostError
-from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle
-
-BUCKET_BYTES = 256 * 2**20
-_SPARE_BYTES = 2**30  # of a GPU's memory, left for its engine if a buffer is allocated there
-_CHECKSUM_BYTES = 64
-
-logger = logging.getLogger(__name__)
+from infra.weights.group import Transfer, WeightGroup
+from infra.weights.stream import CHECKSUM_BYTES, decode, encode
 
 
 class BroadcastSender:
-    """A `WeightsSender` by broadcast.
+    """A `BucketSender` by broadcast.
 
     Args:
-        run_id: The run whose weights it sends.
         group: The group, of which it is member 0.
-        bucket_bytes: The size of a bucket, a multiple of 64.
     """
 
-    def __init__(self, run_id: str, group: WeightGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._run_id, self.group, self._bucket_bytes = run_id, group, bucket_bytes
+    files = ""
 
-    def send(self, version: int, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> SentWeights:
-        """Broadcast a version's tensors; see `WeightsSender.send`."""
-        started, remaining = time.perf_counter(), iter(tensors)
-        handle = make_handle(self._run_id, version, specs, "")
-        try:
-            with self.group.leave_on_error():
-                checksum = self._send(handle, remaining)
-        except WorkerLostError:
-            join_gather(remaining)  # the policy's other ranks gather all tensors, even if a receiver is lost
-            raise
-        return SentWeights(handle=handle.replace(checksum=checksum), seconds=time.perf_counter() - started)
+    def __init__(self, group: WeightGroup) -> None:
+        self._group = group
+        self._pending: list[Transfer] = []
 
-    def _send(self, handle: WeightsHandle, tensors: Iterable[tuple[str, Tensor]]) -> str:
-        """Broadcast everything, and return the checksum."""
-        device, total = self.group.device, Checksum()
-        head = buffer_as_tensor(handle.model_dump_json().encode())
-        self.group.broadcast(torch.tensor([head.numel(), self._bucket_bytes], device=device))
-        self.group.broadcast(head.to(device))
-        bucket = torch.empty(min(self._bucket_bytes, handle.num_bytes), dtype=torch.uint8, device=device)
-        for filled in _fill_buckets(bucket, handle.tensors, tensors):
-            total.update(filled)
-            self.group.broadcast(filled)
-        self.group.broadcast(buffer_as_tensor(total.hexdigest().encode()).to(device))
-        return total.hexdigest()
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return memory on the group's device."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
+
+    def send(self, bucket: Tensor, digest: str) -> None:
+        """Wait for the bucket before, and begin to send this one."""
+        self.finish()
+        self._pending = [self._group.start(bucket), self._group.start(encode(digest, self._group.device))]
+
+    def finish(self) -> None:
+        """Wait until the bucket that is on its way has been received."""
+        while self._pending:
+            self._pending.pop(0).wait()
+
+    def close(self) -> None:
+        """Free the bucket that is on its way."""
+        self._pending = []
 
 
 class BroadcastReceiver:
-    """A `WeightsReceiver` by broadcast.
+    """A `BucketReceiver` by broadcast.
 
     Args:
-        run_id: The run whose weights it accepts.
         group: The group, of which it is member 1 or higher.
     """
 
-    def __init__(self, run_id: str, group: WeightGroup) -> None:
-        self._run_id, self.group = run_id, group
+    def __init__(self, group: WeightGroup) -> None:
+        self._group = group
 
-    def load(self, engine: RolloutEngine, version: int, sent: SentWeights | None) -> LoadedWeights:
-        """Receive and load a version; see `WeightsReceiver.load`. After a rejected version, the group stays usable."""
-        started = time.perf_counter()
-        with self.group.leave_on_error():
-            handle, buffer = self._receive()
-        check_version(handle, self._run_id, version)
-        return load_verified(engine, handle, buffer, started)
+    def receive(self, sizes: Sequence[int], files: str) -> Iterator[tuple[Tensor, str, Path | None]]:
+        """Yield each bucket while the next one is received; see `BucketReceiver.receive`."""
+        coming = self._start(sizes[0])
+        for number in range(len(sizes)):
+            bucket, digest = (transfer.wait() for transfer in coming)
+            coming = self._start(sizes[number + 1]) if number + 1 < len(sizes) else ()
+            yield bucket, decode(digest), None
+            del bucket
 
-    def _receive(self) -> tuple[WeightsHandle, Tensor]:
-        sizes = self._receive_bytes(2 * torch.int64.itemsize).view(torch.int64)
-        head_bytes, bucket_bytes = sizes.tolist()
-        handle = WeightsHandle.model_validate_json(_decode(self._receive_bytes(head_bytes)))
-        device = self.group.device
-        buffer_device = _choose_buffer_device(device, handle.num_bytes + bucket_bytes)
-        buffer = torch.empty(handle.num_bytes, dtype=torch.uint8, device=buffer_device)
-        for part in buffer.split(bucket_bytes):
-            if buffer.device == device:
-                self.group.broadcast(part)
-            else:
-                part.copy_(self._receive_bytes(part.numel()))
-        return handle.replace(checksum=_decode(self._receive_bytes(_CHECKSUM_BYTES))), buffer
-
-    def _receive_bytes(self, num_bytes: int) -> Tensor:
-        received = torch.empty(num_bytes, dtype=torch.uint8, device=self.group.device)
-        self.group.broadcast(received)
-        return received
-
-
-def _fill_buckets(
-    bucket: Tensor, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[Tensor]:
-    """Yield the flat buffer in order: the same bucket again and again, and at the end its filled part."""
-    filled = 0
-    for part in _flat_parts(specs, tensors, bucket.device):
-        while part.numel():
-            fits = min(part.numel(), bucket.numel() - filled)
-            bucket[filled : filled + fits].copy_(part[:fits])
-            filled, part = filled + fits, part[fits:]
-            if filled == bucket.numel():
-                yield bucket
-                filled = 0
-    if filled:
-        yield bucket[:filled]
-
-
-def _flat_parts(
-    specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], device: torch.device
-) -> Iterator[Tensor]:
-    """Yield each tensor's bytes, and the zeros between tensors."""
-    end = 0
-    for slot, tensor in pair_with_slots(specs, tensors):
-        yield torch.zeros(slot.offset - end, dtype=torch.uint8, device=device)
-        yield tensor.contiguous().view(-1).view(torch.uint8)
-        end = slot.offset + slot.num_bytes
-    yield torch.zeros(flat_bytes(specs) - end, dtype=torch.uint8, device=device)
-
-
-def _choose_buffer_device(device: torch.device, num_bytes: int) -> torch.device:
-    """Return where a receiver allocates the buffer: on its GPU if it fits next to the engine, else in host memory."""
-    if device.type == "cpu" or torch.cuda.mem_get_info(device)[0] >= num_bytes + _SPARE_BYTES:
-        return device
-    logger.info("the GPU has no space for %d more bytes: the weights are received in host memory", num_bytes)
-    return torch.device("cpu")
-
-
-def _decode(characters: Tensor) -> str:
-    return bytes(characters.tolist()).decode()
+    def _start(self, num_bytes: int) -> tuple[Transfer, ...]:
+        sizes, device = (num_bytes, CHECKSUM_BYTES), self._group.device
+        return tuple(self._group.start(torch.empty(size, dtype=torch.uint8, device=device)) for size in sizes)

@@ -37,6 +37,7 @@ class WeightGroup:
 
     Attributes:
         group_id: The group's id; empty once this member has left.
+        size: The number of its members.
         device: The device of broadcast tensors.
     """
 
@@ -55,7 +56,7 @@ class WeightGroup:
         Raises:
             WorkerLostError: The other members did not join in time.
         """
-        self.group_id, self.device = group.group_id, device
+        self.group_id, self.size, self.device = group.group_id, group.num_ranks, device
         self._rank, self._timeout = rank, timeout_seconds
         listen_on(host)
         try:
@@ -65,21 +66,54 @@ class WeightGroup:
                 f"member {rank} of {group.num_ranks} could not join the weight group: {error}"
             ) from None
 
+    def start(self, tensor: Tensor) -> "Transfer":
+        """Begin to copy the sender's tensor to the receivers' (contiguous, on the group's device), in this order.
+
+        Raises:
+            WorkerLostError: A member is gone; this member has left the group.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.asyncOp = 0, True
+        with self._lost_others():
+            return Transfer(self, tensor, self._backend.broadcast([tensor], options))
+
     def broadcast(self, tensor: Tensor) -> None:
-        """Copy the sender's tensor to the receivers' (contiguous, on the group's device); return when that is done.
+        """Copy the sender's tensor to the receivers', and return when that is done; see `start`.
 
         Raises:
             WorkerLostError: A member is gone, or did not take part in time; this member has left the group.
         """
-        if not self.group_id:
-            raise WorkerLostError("this member has left the weight group; form a new one")
-        options = dist.BroadcastOptions()
-        options.rootRank, options.asyncOp = 0, True
-        try:
-            self._wait(self._backend.broadcast([tensor], options))
-        except (dist.DistError, RuntimeError) as error:
-            self.leave()
-            raise WorkerLostError(f"member {self._rank} of the weight group lost the others: {error}") from None
+        self.start(tensor).wait()
+
+    def receive(self, num_bytes: int) -> Tensor:
+        """Return what the sender broadcasts: uint8 [num_bytes], on the group's device; see `broadcast`."""
+        return self.start(torch.empty(num_bytes, dtype=torch.uint8, device=self.device)).wait()
+
+    def barrier(self) -> None:
+        """Wait until all members have called this.
+
+        Raises:
+            WorkerLostError: A member is gone, or did not take part in time; this member has left the group.
+        """
+        options = dist.BarrierOptions()
+        options.asyncOp = True
+        with self._lost_others():
+            work = self._backend.barrier(options)
+        self.wait(work)
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective that was begun.
+
+        Raises:
+            WorkerLostError: A member is gone, or did not take part in time; this member has left the group.
+        """
+        deadline = time.monotonic() + self._timeout
+        with self._lost_others():
+            while not work.is_completed():  # not `wait`: with NCCL, that only enqueues on the CUDA stream
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"timed out after {self._timeout:g} s")
+                time.sleep(_POLL_SECONDS)
+            work.wait()
 
     def leave(self) -> None:
         """Leave the group; the other members' broadcasts then fail or time out."""
@@ -89,13 +123,29 @@ class WeightGroup:
             self._backend = None  # gloo closes its connections only now
 
     @contextmanager
-    def leave_on_error(self) -> Iterator[None]:
-        """Leave the group if the block fails, so that the other members don't wait for this one."""
+    def leave_on_error(self, besides: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+        """Leave the group if the block fails, so that the other members don't wait for this one.
+
+        Args:
+            besides: Errors after which this member stays.
+        """
         try:
             yield
-        except BaseException:
-            self.leave()
+        except BaseException as error:
+            if not isinstance(error, besides):
+                self.leave()
             raise
+
+    @contextmanager
+    def _lost_others(self) -> Iterator[None]:
+        """Turn the backend's errors into `WorkerLostError`, and leave the group."""
+        if not self.group_id:
+            raise WorkerLostError("this member has left the weight group; form a new one")
+        try:
+            yield
+        except (dist.DistError, RuntimeError) as error:
+            self.leave()
+            raise WorkerLostError(f"member {self._rank} of the weight group lost the others: {error}") from None
 
     def _connect(self, group: ProcessGroupHandle, host: str) -> Any:
         timeout = timedelta(seconds=self._timeout)
@@ -110,13 +160,21 @@ class WeightGroup:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         return dist.ProcessGroupGloo(store, self._rank, group.num_ranks, options)
 
-    def _wait(self, work: Any) -> None:
-        deadline = time.monotonic() + self._timeout
-        while not work.is_completed():  # not `wait`: with NCCL, that only enqueues on the CUDA stream
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"timed out after {self._timeout:g} s")
-            time.sleep(_POLL_SECONDS)
-        work.wait()
+
+class Transfer:
+    """A broadcast that was begun; the tensor must not be used until it has ended."""
+
+    def __init__(self, group: WeightGroup, tensor: Tensor, work: Any) -> None:
+        self._group, self._tensor, self._work = group, tensor, work
+
+    def wait(self) -> Tensor:
+        """Wait until it has ended, and return the tensor.
+
+        Raises:
+            WorkerLostError: A member is gone, or did not take part in time; this member has left the group.
+        """
+        self._group.wait(self._work)
+        return self._tensor
 
 
 def _open_nccl(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any:

@@ -1,154 +1,102 @@
-"""The shared-memory transport: weights are written once to a file in shared memory, and mapped by every receiver.
+"""Buckets through shared memory: each is a file that the receivers, all on the sender's node, map.
 
-A receiver on another node fetches the bytes from the policy's rank 0. The file is removed once all have loaded it.
+While the receivers' engines copy a bucket, the sender fills the next one's file; then it removes the first.
 """
 
-import itertools
 import mmap
 import os
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import ray
-import torch
-from ray.exceptions import GetTimeoutError, RayError
 from torch import Tensor
 
-from infra.engines.base import RolloutEngine
-from infra.ray.actors import actor_name, find_actor
-from infra.ray.worker_logs import open_reply
+from infra.models.flat_tensors import buffer_as_tensor
 from infra.storage.shared_memory import SharedFolder, choose_root
-from infra.weights.base import load_verified
-from infra.weights.checksum import checksum
-from infra.weights.layout import buffer_as_tensor, check_version, flat_bytes, join_gather, make_handle, write_tensors
-from schemas.errors import WeightsError, WorkerLostError
-from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsFile
-
-PIECE_BYTES = 64 * 2**20  # of one request of another node's receiver
+from infra.weights.group import WeightGroup
+from infra.weights.stream import CHECKSUM_BYTES, decode, encode
+from schemas.errors import WeightsError
 
 
 class SharedMemorySender:
-    """A `WeightsSender` through shared memory.
+    """A `BucketSender` through shared memory.
 
     Args:
-        run_id: The run whose weights it sends.
-        shared_memory: `runtime.shared_memory`.
+        group: The group, of which it is member 0.
+        folder: The folder of the files, which nobody else writes to.
     """
 
-    def __init__(self, run_id: str, shared_memory: str | None) -> None:
-        self._run_id, self._shared_memory = run_id, shared_memory
-        self._folder: SharedFolder | None = None
-        self._numbers = itertools.count()
+    def __init__(self, group: WeightGroup, folder: Path) -> None:
+        self._group, self._folder = group, folder
+        self._num_allocated = self._num_sent = 0
+        self.files = str(folder)
 
-    def send(self, version: int, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> SentWeights:
-        """Write a version's tensors to a file of its own; see `WeightsSender.send`.
-
-        Several sends of one version may be on their way to different receivers. Files of other versions are removed.
-        """
-        started, remaining, num_bytes = time.perf_counter(), iter(tensors), flat_bytes(specs)
-        path = self._prepare(version, num_bytes)
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return the memory of a new file."""
+        path = _path(self.files, self._num_allocated)
+        self._num_allocated += 1
         try:
-            buffer = _create(path, num_bytes)
-            write_tensors(buffer, specs, remaining)
+            with path.open("w+b") as file:
+                os.posix_fallocate(
+                    file.fileno(), 0, num_bytes
+                )  # or a write past the space left would kill this process
+                return buffer_as_tensor(mmap.mmap(file.fileno(), num_bytes))
         except OSError as error:
-            join_gather(remaining)  # the other ranks gather all tensors
-            path.unlink(missing_ok=True)
             raise WeightsError(
-                f"{path.parent} has no space for the {num_bytes} bytes of version {version}'s weights: "
-                f"{error.strerror}; enlarge it (for Docker: --shm-size), or set runtime.shared_memory to another folder"
+                f"{self._folder} has no space for a bucket of {num_bytes} bytes of weights: {error.strerror}; enlarge "
+                "it (for Docker: --shm-size), set runtime.shared_memory to another folder, or lower "
+                "runtime.weight_bucket_bytes"
             ) from None
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        handle = make_handle(self._run_id, version, specs, checksum(buffer))
-        file = WeightsFile(node=ray.get_runtime_context().get_node_id(), path=str(path), actor=actor_name())
-        return SentWeights(handle=handle, file=file, seconds=time.perf_counter() - started)
 
-    def read(self, file: WeightsFile, start: int, stop: int) -> bytes:
-        """Return a part of what was sent, for another node."""
-        try:
-            with self._path(file).open("rb") as opened:
-                return os.pread(opened.fileno(), stop - start, start)
-        except FileNotFoundError:
-            raise WeightsError("these weights are not being sent any more; publish them again") from None
+    def send(self, bucket: Tensor, digest: str) -> None:
+        """Wait until the bucket before is copied, remove it, and announce this one."""
+        if self._num_sent:
+            self.finish()
+        self._group.broadcast(encode(digest, self._group.device))
+        self._num_sent += 1
 
-    def drop(self, file: WeightsFile) -> None:
-        """Remove what was sent; receivers that map it keep it."""
-        self._path(file).unlink(missing_ok=True)
+    def finish(self) -> None:
+        """Wait until the last bucket that was sent is copied, and remove it."""
+        self._group.barrier()
+        _path(self.files, self._num_sent - 1).unlink()
 
-    def _prepare(self, version: int, num_bytes: int) -> Path:
-        """Return a new path for a version's weights, and remove those of other versions."""
-        if self._folder is None:
-            self._folder = SharedFolder(choose_root(self._shared_memory, num_bytes), f"{self._run_id}-weights")
-        for path in self._folder.path.glob("*.bin"):  # whose driver died before it dropped them
-            if not path.name.startswith(f"{version}-"):
-                path.unlink()
-        return self._folder.path / f"{version}-{next(self._numbers)}.bin"
-
-    def _path(self, file: WeightsFile) -> Path:
-        if self._folder is None:
-            raise WeightsError("no weights were sent; publish them again")
-        return self._folder.path / Path(file.path).name
+    def close(self) -> None:
+        """Remove all files; what is mapped stays readable."""
+        for number in range(self._num_allocated):
+            _path(self.files, number).unlink(missing_ok=True)
 
 
 class SharedMemoryReceiver:
-    """A `WeightsReceiver` through shared memory.
+    """A `BucketReceiver` through shared memory.
 
     Args:
-        run_id: The run whose weights it accepts.
-        timeout_seconds: The longest wait for a part of the weights from another node.
+        group: The group, of which it is member 1 or higher.
     """
 
-    def __init__(self, run_id: str, timeout_seconds: float) -> None:
-        self._run_id, self._timeout = run_id, timeout_seconds
+    def __init__(self, group: WeightGroup) -> None:
+        self._group = group
 
-    def load(self, engine: RolloutEngine, version: int, sent: SentWeights | None) -> LoadedWeights:
-        """Read and load a version; see `WeightsReceiver.load`."""
-        assert sent is not None
-        assert sent.file is not None
-        started = time.perf_counter()
-        check_version(sent.handle, self._run_id, version)
-        if sent.file.node == ray.get_runtime_context().get_node_id():
-            buffer = _map(sent.file, version)
-        else:
-            buffer = self._fetch(sent.file, sent.handle.num_bytes, version)
-        return load_verified(engine, sent.handle, buffer, started)
-
-    def _fetch(self, file: WeightsFile, num_bytes: int, version: int) -> Tensor:
-        """Fetch the weights from the policy's rank 0 on another node: uint8 [num_bytes]."""
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        if (policy := find_actor(file.actor)) is None:
-            raise WorkerLostError(f"the policy is gone, with the weights of version {version}")
-        try:
-            for start in range(0, num_bytes, PIECE_BYTES):
-                stop = min(start + PIECE_BYTES, num_bytes)
-                piece = open_reply(ray.get(policy.read_weights.remote(file, start, stop), timeout=self._timeout))
-                buffer[start:stop] = buffer_as_tensor(piece)
-        except GetTimeoutError:
-            raise WorkerLostError(
-                f"the policy did not send the weights of version {version} within {self._timeout:g} s"
-            ) from None
-        except RayError as error:
-            raise WorkerLostError(f"the policy could not send the weights of version {version}: {error}") from None
-        return buffer
+    def receive(self, sizes: Sequence[int], files: str) -> Iterator[tuple[Tensor, str, Path | None]]:
+        """Yield each bucket, mapped, once it is announced; see `BucketReceiver.receive`."""
+        for number, size in enumerate(sizes):
+            digest = decode(self._group.receive(CHECKSUM_BYTES))
+            path = _path(files, number)
+            with path.open("rb") as opened:
+                bucket = buffer_as_tensor(mmap.mmap(opened.fileno(), size, prot=mmap.PROT_READ))
+            yield bucket, digest, path
+            del bucket
+            self._group.barrier()
 
 
-def _create(path: Path, num_bytes: int) -> Tensor:
-    """Create a file of this size, with memory for all of it, and map it: uint8 [num_bytes], writable.
+def open_folder(run_id: str, configured: str | None, num_bytes: int) -> SharedFolder:
+    """Make the folder of a run's buckets.
 
-    Raises:
-        OSError: There is no space for it.
+    Args:
+        run_id: The run.
+        configured: `runtime.shared_memory`.
+        num_bytes: The most that the files will take together.
     """
-    with path.open("w+b") as file:
-        os.posix_fallocate(file.fileno(), 0, num_bytes)  # or a write past the space left would kill this process
-        return buffer_as_tensor(mmap.mmap(file.fileno(), num_bytes))
+    return SharedFolder(choose_root(configured, num_bytes), f"{run_id}-weights")
 
 
-def _map(file: WeightsFile, version: int) -> Tensor:
-    """Map a file of this node: uint8 [n], read-only."""
-    try:
-        with Path(file.path).open("rb") as opened:
-            return buffer_as_tensor(mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ))
-    except FileNotFoundError:
-        raise WeightsError(f"the weights of version {version} are gone; publish them again") from None
+def _path(folder: str, number: int) -> Path:
+    return Path(folder) / f"{number}.bin"

@@ -1,20 +1,26 @@
 """Sync rollout workers to a policy version: weights go from worker to worker, never through the driver."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from infra.ray.actors import call
 from infra.ray.group import WorkerGroup
-from infra.weights.transport import choose_transport
+from infra.weights.transport import choose_route
 from schemas.config.run import RunConfig
-from schemas.weights import LoadedWeights, SentWeights, Transport, WeightsTransfer
+from schemas.errors import WorkerLostError
+from schemas.weights import WeightsRoute, WeightsTransfer
+
+_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
 
 async def sync_weights(
     config: RunConfig, version: int, workers: Sequence[Any], get_policy: Callable[[], Awaitable[WorkerGroup]]
 ) -> WeightsTransfer | None:
     """Load a policy version into the rollout workers that don't hold it yet, in place.
+
+    Calls take turns: the policy sends in one group at a time.
 
     Args:
         config: The run's configuration.
@@ -27,46 +33,42 @@ async def sync_weights(
 
     Raises:
         VersionError: The policy holds neither that version nor the one after it.
-        WeightsError: The weights arrived damaged, or don't fit the engine's model.
+        WeightsError: The weights arrived damaged, or don't fit the engine's model, or it computes with others.
         WorkerLostError: A worker died.
     """
-    held = await asyncio.gather(*(call(worker, "version") for worker in workers))
-    stale = [worker for worker, own in zip(workers, held, strict=True) if own != version]
-    if not stale:
-        return None
-    policy = await get_policy()
-    transport = await _prepare_transport(config, policy, stale)
-    sends = [call(rank, "send_weights", version, transport) for rank in policy.ranks]
-    if transport == "broadcast":
-        (sent, *_), loaded = await asyncio.gather(asyncio.gather(*sends), _load(stale, version, None, transport))
-    else:
-        sent, *_ = await asyncio.gather(*sends)
-        loaded = await _load(stale, version, sent, transport)
-        await call(policy.ranks[0], "drop_sent_weights", sent.file)
-    return WeightsTransfer.of(transport, sent, loaded)
+    async with _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        held = await asyncio.gather(*(call(worker, "version") for worker in workers))
+        stale = [worker for worker, own in zip(workers, held, strict=True) if own != version]
+        if not stale:
+            return None
+        policy = await get_policy()
+        route = await _prepare_route(config, policy, stale)
+        route = route.replace(is_complete=None in held)
+        sends = (call(rank, "send_weights", version, route) for rank in policy.ranks)
+        loads = (call(worker, "load_weights", version, route.transport) for worker in stale)
+        outcomes = await _all_of(*sends, *loads)
+        sent, *_ = outcomes
+        return WeightsTransfer.of(route.transport, sent, outcomes[len(policy.ranks) :])
 
 
-async def _load(
-    workers: Sequence[Any], version: int, sent: SentWeights | None, transport: Transport
-) -> list[LoadedWeights]:
-    return await asyncio.gather(*(call(worker, "load_weights", version, sent, transport) for worker in workers))
-
-
-async def _prepare_transport(config: RunConfig, policy: WorkerGroup, workers: Sequence[Any]) -> Transport:
-    """Choose the transport to these workers; for a broadcast, form the weight group unless it exists.
-
-    Weights are broadcast to all rollout workers or to none: a subset of them is served through shared memory.
-    """
-    setting = config.runtime.weight_transport
-    if setting == "shared_memory" or len(workers) < config.rollout.num_workers:
-        return "shared_memory"
+async def _prepare_route(config: RunConfig, policy: WorkerGroup, workers: Sequence[Any]) -> WeightsRoute:
+    """Choose the route to these workers, and form their group with the policy's rank 0 unless it exists."""
     sender, *_ = policy.ranks
     members = [sender, *workers]
     states = await asyncio.gather(*(call(member, "weight_group_member") for member in members))
-    transport = choose_transport(setting, tuple(state.gpu for state in states))
-    groups = {state.group_id for state in states}
-    if transport == "broadcast" and (len(groups) > 1 or "" in groups):
+    route = choose_route(config.runtime.weight_transport, states)
+    groups = {(state.group_id, state.group_size) for state in states}
+    if len(groups) > 1 or not all(group_id and size == len(members) for group_id, size in groups):
         rendezvous = await call(sender, "open_weight_rendezvous", len(workers))
-        joins = (call(member, "init_weight_group", rendezvous, rank) for rank, member in enumerate(members))
-        await asyncio.gather(*joins)
-    return transport
+        joins = (call(each, "init_weight_group", rendezvous, rank, route.on_gpus) for rank, each in enumerate(members))
+        await _all_of(*joins)
+    return route
+
+
+async def _all_of(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Wait for all calls; if some fail, raise the error of one that did not just lose the others."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, WorkerLostError))
+    return outcomes

@@ -1,24 +1,30 @@
-"""Published weights: their layout, checksum, verification, and the choice of a transport."""
+"""Published weights: their layout, checksum, buckets, and the choice of a transport."""
 
 import numpy as np
 import pytest
 import torch
 
-from infra.weights.checksum import _sums, checksum
-from infra.weights.endpoint import gpu_of
-from infra.weights.layout import (
+from infra.models.flat_tensors import (
     assign_slots,
     buffer_as_tensor,
     flat_bytes,
-    make_handle,
     tensor_specs,
     tensor_views,
-    verify_buffer,
     write_tensors,
 )
-from infra.weights.transport import choose_transport
+from infra.weights.buckets import cast, sent_bytes, sent_specs, split_buckets, with_whole_blocks
+from infra.weights.checksum import _sums, checksum
+from infra.weights.endpoint import gpu_of
+from infra.weights.transport import choose_route
 from schemas.errors import ConfigError, WeightsError
-from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle, WeightsTransfer
+from schemas.weights import (
+    LoadedWeights,
+    SentWeights,
+    TensorSpec,
+    WeightGroupMember,
+    WeightsHandle,
+    WeightsTransfer,
+)
 from tests.infra.weight_tensors import RUN, flat, same, tensors
 
 
@@ -110,18 +116,54 @@ def test_the_checksum_detects_swapped_signs() -> None:
     assert checksum(words.view(torch.uint8)) != checksum(swapped.view(torch.uint8))
 
 
-def test_a_damaged_or_truncated_buffer_is_rejected() -> None:
-    state = tensors()
-    buffer = flat(state)
-    handle = make_handle(RUN, 4, tensor_specs(state), checksum(buffer))
-    verify_buffer(handle, buffer)
-    with pytest.raises(WeightsError, match="version 4 of run weights arrived as 320 bytes, expected 384"):
-        verify_buffer(handle, buffer[:320])
-    with pytest.raises(WeightsError, match="320 bytes, expected 320, and their tensors take 384"):
-        verify_buffer(handle.replace(num_bytes=320), buffer[:320])
-    buffer[100] ^= 1
-    with pytest.raises(WeightsError, match=r"arrived damaged.*publish them again"):
-        verify_buffer(handle, buffer)
+def test_buckets_hold_whole_blocks_unless_those_are_larger() -> None:
+    def sizes(shapes: dict[str, int], bucket_bytes: int) -> list[list[str]]:
+        specs = [TensorSpec(name=name, dtype="uint8", shape=(size,)) for name, size in shapes.items()]
+        assert sent_bytes(specs, bucket_bytes) == sum(-(-size // 64) * 64 for size in shapes.values())
+        return [
+            [spec.name.rpartition("layers.")[2] for spec in bucket] for bucket in split_buckets(specs, bucket_bytes)
+        ]
+
+    layer = {"attn.q.weight": 64, "attn.k.weight": 1, "mlp.up.weight": 128, "mlp.experts.3.up.weight": 100}
+    shapes = {"embed.weight": 65} | {f"layers.{n}.{name}": size for n in range(2) for name, size in layer.items()}
+    attn, mlp = ["attn.q.weight", "attn.k.weight"], ["mlp.up.weight", "mlp.experts.3.up.weight"]
+    first, second = ([[f"{n}.{name}" for name in block] for block in (attn, mlp)] for n in range(2))
+    # 128, 64 + 64, 128 + 128, 64 + 64, 128 + 128
+    assert sizes(shapes, 256) == [["embed.weight", *first[0]], first[1], second[0], second[1]]
+    assert sizes(shapes, 384) == [["embed.weight", *first[0]], [*first[1], *second[0]], second[1]]
+    assert sizes(shapes, 128) == [
+        ["embed.weight"],
+        first[0],
+        *([n] for n in first[1]),
+        second[0],
+        *([n] for n in second[1]),
+    ]
+    assert [len(bucket) for bucket in sizes(shapes, 64)] == [1] * 9  # a larger tensor is a bucket of its own
+    assert split_buckets((), 64) == [[]]
+
+
+def test_matrices_are_sent_in_the_engines_dtype_and_vectors_as_they_are() -> None:
+    state = {"up.weight": torch.randn(3, 5), "norm.weight": torch.randn(5), "mask": torch.ones(2, 2, dtype=torch.bool)}
+    specs = sent_specs(state, "bfloat16")
+    assert [spec.dtype for spec in specs] == ["bfloat16", "float32", "bool"]
+    sent = dict(cast(state.items(), specs))
+    engine = torch.empty(3, 5, dtype=torch.bfloat16)
+    assert torch.equal(sent["up.weight"], engine.copy_(state["up.weight"]))  # rounded as an engine would
+    assert torch.equal(sent["norm.weight"], state["norm.weight"])
+    assert sent_specs(state, "float32") == tensor_specs(state)
+
+
+def test_a_changed_weight_takes_its_block_with_it() -> None:
+    names = [
+        "embed.weight",
+        "layers.0.attn.q.weight",
+        "layers.0.attn.k.weight",
+        "layers.0.mlp.up.weight",
+        "norm.weight",
+    ]
+    weights = dict.fromkeys(names, torch.zeros(1))
+    assert list(with_whole_blocks(weights, ["layers.0.attn.k.weight", "norm.weight"])) == [*names[1:3], names[4]]
+    assert with_whole_blocks(weights, []) == {}
 
 
 def test_read_only_memory_is_viewed_without_a_copy_or_a_warning(recwarn: pytest.WarningsRecorder) -> None:
@@ -132,37 +174,57 @@ def test_read_only_memory_is_viewed_without_a_copy_or_a_warning(recwarn: pytest.
 
 
 def test_a_handle_is_json_and_a_transfer_reports_the_slowest_receiver() -> None:
-    handle = make_handle(RUN, 1, tensor_specs(tensors()), "ab")
+    handle = WeightsHandle(run_id=RUN, version=1, tensors=tensor_specs(tensors()), bucket_bytes=64)
     assert WeightsHandle.model_validate_json(handle.model_dump_json()) == handle
     loads = [
-        LoadedWeights(version=1, num_bytes=384, read_seconds=read, load_seconds=load) for read, load in ((2, 1), (1, 3))
+        LoadedWeights(version=1, num_bytes=384, read_seconds=read, load_seconds=load, probe_difference=difference)
+        for read, load, difference in ((2, 1, 0.1), (1, 3, 0.2))
     ]
-    assert WeightsTransfer.of("broadcast", SentWeights(handle=handle, seconds=0.5), loads) == WeightsTransfer(
-        transport="broadcast", num_bytes=384, num_receivers=2, write_seconds=0.5, read_seconds=2, load_seconds=3
+    sent = SentWeights(version=1, num_bytes=384, seconds=0.5, probe_seconds=0.25)
+    assert WeightsTransfer.of("broadcast", sent, loads) == WeightsTransfer(
+        transport="broadcast",
+        num_bytes=384,
+        num_receivers=2,
+        write_seconds=0.5,
+        read_seconds=2,
+        load_seconds=3,
+        probe_seconds=0.25,
+        probe_difference=0.2,
     )
 
 
 @pytest.mark.parametrize(
-    ("setting", "gpus", "chosen"),
+    ("setting", "gpus", "nodes", "chosen"),
     [
-        ("auto", ("a", "b", "c"), "broadcast"),
-        ("auto", ("a", "b", "b"), "shared_memory"),
-        ("auto", ("a", ""), "shared_memory"),
-        ("auto", ("", ""), "shared_memory"),
-        ("shared_memory", ("a", "b"), "shared_memory"),
-        ("broadcast", ("a", "b"), "broadcast"),
-        ("broadcast", ("", ""), "broadcast"),
+        ("auto", "abc", "xyx", ("broadcast", True)),
+        ("auto", "abb", "xxx", ("shared_memory", False)),
+        ("auto", "abb", "xyx", ("broadcast", False)),
+        ("auto", "--", "xx", ("shared_memory", False)),
+        ("auto", "--", "xy", ("broadcast", False)),
+        ("shared_memory", "ab", "xx", ("shared_memory", False)),
+        ("broadcast", "ab", "xx", ("broadcast", True)),
+        ("broadcast", "a-", "xx", ("broadcast", False)),
     ],
 )
-def test_the_transport_depends_on_the_workers_gpus(setting: str, gpus: tuple[str, ...], chosen: str) -> None:
-    assert choose_transport(setting, gpus) == chosen
+def test_the_route_depends_on_the_workers_gpus_and_nodes(
+    setting: str, gpus: str, nodes: str, chosen: tuple[str, bool]
+) -> None:
+    route = choose_route(setting, members(gpus, nodes))
+    assert (route.transport, route.on_gpus) == chosen
+    assert route.dtype == "bfloat16"
+
+
+def members(gpus: str, nodes: str) -> list[WeightGroupMember]:
+    """Return the policy and rollout workers, of which each letter names the GPU (-: none) or the node."""
+    return [
+        WeightGroupMember(node=node, gpu=gpu.strip("-"), dtype="bfloat16" if number else "")
+        for number, (gpu, node) in enumerate(zip(gpus, nodes, strict=True))
+    ]
 
 
 def test_impossible_transports_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="needs a GPU of its own"):
-        choose_transport("broadcast", ("a", "a"))
-    with pytest.raises(ConfigError, match="needs a GPU of its own"):
-        choose_transport("broadcast", ("a", ""))
+    with pytest.raises(ConfigError, match='are on 2 nodes; use "auto" or "broadcast"'):
+        choose_route("shared_memory", members("--", "xy"))
     with pytest.raises(ConfigError, match="weight_transport = 'carrier pigeon'; use"):
-        choose_transport("carrier pigeon", ("",))
+        choose_route("carrier pigeon", members("--", "xx"))
     assert gpu_of(torch.device("cpu")) == ""

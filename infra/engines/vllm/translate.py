@@ -8,8 +8,8 @@ from infra.engines.base import Generation, Sampling
 from schemas.errors import NonFiniteError
 
 
-def vllm_params(sampling: Sampling, seed: int) -> Any:
-    """Return vLLM's parameters for one sample."""
+def vllm_params(sampling: Sampling, seed: int, max_tokens: int) -> Any:
+    """Return vLLM's parameters for one sample of at most `max_tokens`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -19,7 +19,7 @@ def vllm_params(sampling: Sampling, seed: int) -> Any:
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         seed=seed,
-        max_tokens=sampling.max_response_tokens,
+        max_tokens=max_tokens,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # the model's own is one of the stop tokens
@@ -28,6 +28,22 @@ def vllm_params(sampling: Sampling, seed: int) -> Any:
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def scoring_params() -> Any:
+    """Return vLLM's parameters of a request for the log-probs of its prompt; it also samples one token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+
+def prompt_logprobs(output: Any) -> np.ndarray:
+    """Return the log-probs of a finished request's prompt: float32 [T - 1], of all tokens but the first."""
+    tokens, entries = output.prompt_token_ids, output.prompt_logprobs
+    return np.array([entries[at][tokens[at]].logprob for at in range(1, len(tokens))], dtype=np.float32)
 
 
 def generation(output: Any) -> Generation:
