@@ -18,6 +18,18 @@ def run_config(folder: Path = Path(), **overrides: object) -> RunConfig:
     return RunConfig.model_validate(merge(_base(folder), overrides))
 
 
+def placed_config(
+    folder: Path, *, ranks: int = 1, rollout: int = 1, tensor_parallel: int = 1, reference: int = 0, **runtime: Any
+) -> RunConfig:
+    """Return the config of a run with vLLM engines and these numbers of workers and GPUs of each engine."""
+    return run_config(
+        folder,
+        kl={"coef": 0.1} if reference else {},
+        rollout={"kind": "vllm", "num_workers": rollout, "tensor_parallel": tensor_parallel},
+        runtime={"num_policy_ranks": ranks, "num_reference_ranks": max(reference, 1), **runtime},
+    )
+
+
 def config_toml(**overrides: object) -> str:
     """Return the same config as TOML, for a run in the working directory."""
     lines = []

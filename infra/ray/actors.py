@@ -3,11 +3,22 @@
 import socket
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
+from infra.ray.client import head_address, lost_connection_raised, value_of
 from infra.ray.tracing import trace_arguments
 from infra.ray.worker_logs import log_lines_of, open_reply
-from schemas.errors import PipelineError, RayLostError, WorkerFailedError, WorkerLostError, describe
+from schemas.errors import (
+    GpuMemoryError,
+    PipelineError,
+    RayLostError,
+    WorkerFailedError,
+    WorkerLostError,
+    describe,
+    gpu_bytes_in,
+    is_out_of_memory,
+)
 
 NAMESPACE = "sluice"
 KILL_TIMEOUT_SECONDS = 20
@@ -26,7 +37,7 @@ def require_ray() -> None:
 
     if not ray.is_initialized():
         raise RayLostError("this process isn't connected to Ray")
-    address = ray.get_runtime_context().gcs_address
+    address = head_address()
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=RESPONSE_SECONDS).close()
@@ -35,30 +46,41 @@ def require_ray() -> None:
 
 
 def find_actor(name: str) -> Any | None:
-    """Return the named actor's handle, or None if there is no such actor.
+    """Return the named actor's handle, or None if there is no such actor; for several, see `find_actors`.
+
+    Raises:
+        RayLostError: Ray is gone.
+    """
+    return find_actors([name]).get(name)
+
+
+def find_actors(names: Iterable[str]) -> dict[str, Any]:
+    """Return the handles of those of the named actors that exist, by name, in the order of the names.
 
     Raises:
         RayLostError: Ray is gone.
     """
     import ray
 
-    require_ray()
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return None
+    require_ray()  # once: it takes longer than to find an actor
+    found = {}
+    with lost_connection_raised():
+        for name in names:
+            with suppress(ValueError):  # there is no such actor
+                found[name] = ray.get_actor(name, namespace=NAMESPACE)
+    return found
 
 
 def actor_name() -> str:
     """Return the name of the actor in whose process this is called; empty if it has none."""
     import ray
 
+    if not ray.is_initialized():  # asked for its context, Ray would start a cluster of its own
+        return ""
     return str(ray.get_runtime_context().get_actor_name() or "")
 
 
-def create_actor(
-    name: str, actor_class: type, *args: Any, num_gpus: float = 0, options: Mapping[str, Any] | None = None
-) -> Any:
+def create_actor(name: str, actor_class: type, *args: Any, options: Mapping[str, Any] | None = None) -> Any:
     """Create a named actor and return its handle; if one of that name exists, return that one's.
 
     The actor is detached: a killed driver leaves it behind, and the next driver finds it with its state. Ray never
@@ -68,7 +90,6 @@ def create_actor(
         name: Unique in the cluster.
         actor_class: A plain class.
         *args: Its constructor's arguments.
-        num_gpus: GPUs, or a fraction of one, that Ray assigns to it.
         options: Further arguments of `ray.remote` for the class.
     """
     import ray
@@ -80,7 +101,6 @@ def create_actor(
         lifetime="detached",
         get_if_exists=True,
         num_cpus=0,
-        num_gpus=num_gpus,
         max_restarts=0,
         max_task_retries=0,
     ).remote(*args)
@@ -102,7 +122,7 @@ def kill_actors(names: Iterable[str]) -> None:
     import ray
 
     deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
-    alive = {name: actor for name in names if (actor := find_actor(name)) is not None}
+    alive = find_actors(names)
     while alive:
         if time.monotonic() > deadline:
             listed = ", ".join(alive)
@@ -110,7 +130,7 @@ def kill_actors(names: Iterable[str]) -> None:
         for actor in alive.values():
             ray.kill(actor)
         time.sleep(0.05)
-        alive = {name: actor for name in alive if (actor := find_actor(name)) is not None}
+        alive = find_actors(alive)
 
 
 async def call(actor: Any, method: str, *args: Any) -> Any:
@@ -118,10 +138,14 @@ async def call(actor: Any, method: str, *args: Any) -> Any:
 
     Raises:
         PipelineError: The method raised it.
-        WorkerFailedError: The method raised an error that is not one of Sluice's own.
+        GpuMemoryError: The GPU's memory is full.
+        WorkerFailedError: The method raised another error that is not one of Sluice's own.
         WorkerLostError: The actor died.
+        RayLostError: Ray Client has lost its connection.
     """
-    return await resolve(getattr(actor, method).remote(*args, **trace_arguments()), method)
+    with lost_connection_raised():
+        ref = getattr(actor, method).remote(*args, **trace_arguments())
+    return await resolve(ref, method)
 
 
 async def resolve(ref: Any, method: str) -> Any:
@@ -129,13 +153,17 @@ async def resolve(ref: Any, method: str) -> Any:
     import ray
 
     try:
-        return open_reply(await ref)
+        with lost_connection_raised():
+            return open_reply(await value_of(ref))
     except ray.exceptions.RayTaskError as error:
         log_lines_of(error.cause)
         if isinstance(error.cause, PipelineError):
             raise error.cause from None
         if isinstance(error.cause, ray.exceptions.RayError):  # of an argument, which another worker makes
             raise WorkerLostError(f"a worker died during {method!r}: {describe(error.cause)}") from error
-        raise WorkerFailedError(f"{method!r} of a worker failed: {describe(error.cause)}") from error
+        message = f"{method!r} of a worker failed: {describe(error.cause)}"
+        if is_out_of_memory(error.cause):
+            raise GpuMemoryError(message, gpu_bytes_in(error.cause)) from error
+        raise WorkerFailedError(message) from error
     except ray.exceptions.RayError as error:
         raise WorkerLostError(f"a worker died during {method!r}: {' '.join(str(error).split())}") from None

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from infra.ray.actors import kill_actors, resolve
+from infra.ray.client import lost_connection_raised
 from infra.ray.tracing import trace_arguments
 from schemas.errors import PipelineError, VersionError, WorkerLostError
 
@@ -32,8 +33,9 @@ class WorkerGroup:
             WorkerLostError: A rank died, or lost the others, and no rank reports why.
         """
         # All calls are sent before anything else can run: a call in between might reach the ranks in different orders.
-        trace = trace_arguments()
-        refs = [getattr(rank, method).remote(*args, **trace) for rank in self.ranks]
+        with lost_connection_raised():
+            trace, shared = trace_arguments(), [_shared(arg) for arg in args]
+            refs = [getattr(rank, method).remote(*shared, **trace) for rank in self.ranks]
         calls = [asyncio.ensure_future(resolve(ref, method)) for ref in refs]
         try:
             return list(await asyncio.gather(*calls))
@@ -52,6 +54,15 @@ class WorkerGroup:
     def kill(self) -> None:
         """Kill all ranks, and wait until their names are free again."""
         kill_actors(self._names)
+
+
+def _shared(arg: Any) -> Any:
+    """Put a handle or a plan in Ray's object store: it is serialized once, and fetched once by each node."""
+    import ray
+
+    from schemas.base import Frozen  # not at the top: `sluice --help` does without pydantic
+
+    return ray.put(arg) if isinstance(arg, Frozen) else arg
 
 
 def _is_cause(outcome: object) -> TypeGuard[PipelineError]:

@@ -1,16 +1,23 @@
 """A monitor of actors: one that answers no ping for too long is killed, so that calls that wait for it fail."""
 
+import getpass
 import logging
 import os
 import signal
+import socket
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+import psutil
 import ray
 
 from infra.ray.actors import find_actor
+from infra.ray.client import lost_connection_raised, own_node
+from schemas.errors import RayLostError
+from schemas.placement import ActorInfo
 
 _GROUP = "health"
 _PINGS_PER_TIMEOUT = 10
@@ -24,12 +31,52 @@ logger = logging.getLogger(__name__)
 
 
 class Pingable:
-    """A mixin for actors: they answer pings in a thread of their own, whatever else they do."""
+    """A mixin for actors of a run: they answer in a thread of their own, whatever else they do."""
+
+    _owner, _started, _pinged = "", 0.0, 0.0
 
     @ray.method(concurrency_group=_GROUP)
     def ping(self) -> tuple[str, int]:
-        """Return the node and the id of this process."""
+        """Return the node and the id of this process; only the run's driver calls this."""
+        self._pinged = time.monotonic()
         return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    @ray.method(concurrency_group=_GROUP)
+    def describe(self) -> ActorInfo:
+        """Return what this process is and takes."""
+        return ActorInfo(
+            address=ray.util.get_node_ip_address(),
+            gpus=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
+            memory_bytes=psutil.Process().memory_full_info().uss,
+            age_seconds=time.monotonic() - self._started,
+            driverless_seconds=time.monotonic() - self._pinged,
+            owner=self._owner,
+        )
+
+    def end_without_driver(self, owner: str, seconds: float, release: Callable[[], None]) -> None:
+        """End this process once no driver has pinged it for so long.
+
+        Args:
+            owner: Who started the run.
+            seconds: `runtime.orphan_seconds`.
+            release: Called before, to free what the run holds outside of this process.
+        """
+        self._owner, self._started, self._pinged = owner, time.monotonic(), time.monotonic()
+        threading.Thread(target=self._watch_driver, args=(seconds, release), name="driver-watch", daemon=True).start()
+
+    def _watch_driver(self, seconds: float, release: Callable[[], None]) -> None:
+        while (missed := time.monotonic() - self._pinged) < seconds:
+            time.sleep(min(seconds - missed, _MAX_INTERVAL_SECONDS))
+        logger.warning("no driver for %g s (runtime.orphan_seconds = %g): ending", missed, seconds)
+        try:
+            release()
+        finally:
+            os._exit(0)  # other threads may be in the middle of anything
+
+
+def run_owner() -> str:
+    """Return who runs this process, as a run's owner."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 @contextmanager
@@ -72,8 +119,9 @@ class _Monitor:
         while not ended.wait(self._interval):
             for name in self._names:
                 try:
-                    self._check(name)
-                except ray.exceptions.RayError as error:  # it died; its callers get the same error
+                    with lost_connection_raised():
+                        self._check(name)
+                except (ray.exceptions.RayError, RayLostError) as error:  # its callers get the same error
                     logger.debug("%s does not answer: %s", name, error)
                     self._forget(name)
 
@@ -97,7 +145,7 @@ class _Monitor:
             *(name, waited, self._timeout_seconds),
         )
         node, process_id = self._processes.get(name, ("", 0))
-        if node == ray.get_runtime_context().get_node_id():
+        if node == own_node():
             with suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)  # Ray asks the process itself to exit, which a stopped one can't
         ray.kill(actor)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -21,12 +21,23 @@ class WorkerPool:
 
     Args:
         num_workers: Their number.
-        get: Starts a worker, or finds it, and returns its handle once it is ready.
-        is_alive: Whether a worker exists, started or not.
+        find: Returns the handles of the workers that exist, ready or not, by number.
+        start: Starts a worker, or finds it, and returns its handle once it is ready. It takes the worker's number, and
+            its handle if that is known.
     """
 
-    def __init__(self, num_workers: int, get: Callable[[int], Awaitable[Any]], is_alive: Callable[[int], bool]) -> None:
-        self.num_workers, self.get, self.is_alive = num_workers, get, is_alive
+    def __init__(
+        self,
+        num_workers: int,
+        find: Callable[[], Mapping[int, Any]],
+        start: Callable[[int, Any | None], Awaitable[Any]],
+    ) -> None:
+        self.num_workers, self.find, self.start = num_workers, find, start
+
+    async def get_all(self) -> list[Any]:
+        """Return the handles of all workers once they are ready; create those that don't exist."""
+        found = self.find()
+        return await asyncio.gather(*(self.start(worker, found.get(worker)) for worker in range(self.num_workers)))
 
     async def dispatch(self, jobs: Mapping[int, Job[Result]], owners: Mapping[int, int] | None = None) -> list[Result]:
         """Run every job on one of the workers; return the results in the order of the jobs.
@@ -43,72 +54,71 @@ class WorkerPool:
             WorkerLostError: Workers died more often than `MAX_LOSSES_PER_WORKER` times their number.
             PipelineError: A job raised it; the others are cancelled.
         """
-        dispatch = _Dispatch(self, jobs, dict(owners or {}))
+        if not jobs:
+            return []
+        dispatch = _Dispatch(self, jobs, owners or {})
+        workers = (dispatch.work(worker) for worker in range(self.num_workers))
+        tasks = [asyncio.ensure_future(work) for work in (*workers, dispatch.finished.wait())]
         try:
-            while len(dispatch.results) < len(jobs):
-                dispatch.assign()
-                done, _ = await asyncio.wait(dispatch.tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    dispatch.collect(task)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            for task in dispatch.tasks:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*dispatch.tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         return [dispatch.results[job] for job in jobs]
 
 
 class _Dispatch:
-    """The state of one `dispatch`: the workers that are ready, the jobs in progress, and the jobs that are left."""
+    """The state of one `dispatch`: the jobs that wait for a worker of their own, or for any, and the results."""
 
-    def __init__(self, pool: WorkerPool, jobs: Mapping[int, Job[Any]], owners: dict[int, int]) -> None:
-        self._pool, self._jobs, self._owners = pool, jobs, owners
-        self._waiting = deque(jobs)
-        self._handles: dict[int, Any] = {}  # of workers that have become ready
-        self._idle: deque[int] = deque()  # ready workers without a job
+    def __init__(self, pool: WorkerPool, jobs: Mapping[int, Job[Any]], owners: Mapping[int, int]) -> None:
+        self._pool, self._jobs = pool, jobs
+        self._found = dict(pool.find())
+        self._shared = deque(job for job in jobs if job not in owners)
+        self._owned: defaultdict[int, deque[int]] = defaultdict(deque)  # by worker
+        for job, owner in owners.items():
+            self._owned[owner].append(job)
+        for worker in self._owned.keys() - self._found.keys():
+            self._release_jobs(worker, "it is gone")
+        self._released = asyncio.Condition()
         self._num_losses = 0
-        self.tasks: dict[asyncio.Task[Any], tuple[int, int | None]] = {}  # worker and job; None: it is starting
         self.results: dict[int, Any] = {}
-        for worker in range(pool.num_workers):
-            if worker in owners.values() and not pool.is_alive(worker):
-                self._release_jobs(worker, "it is gone")
-            self._start(worker)
+        self.finished = asyncio.Event()
 
-    def assign(self) -> None:
-        """Give every idle worker a job that it may run, if there is one."""
-        for worker in list(self._idle):
-            job = next((job for job in self._waiting if self._owners.get(job, worker) == worker), None)
-            if job is not None:
-                self._waiting.remove(job)
-                self._idle.remove(worker)
-                self._run(worker, job, self._jobs[job](self._handles[worker]))
+    async def work(self, worker: int) -> None:
+        """Run jobs on a worker until this is cancelled; create the worker again whenever it dies."""
+        while True:
+            job = None
+            try:
+                handle = await self._pool.start(worker, self._found.pop(worker, None))
+                while True:
+                    job = await self._next_job(worker)
+                    self.results[job] = await self._jobs[job](handle)
+                    job = None
+                    if len(self.results) == len(self._jobs):
+                        self.finished.set()
+            except WorkerLostError as error:
+                self._num_losses += 1
+                if self._num_losses > MAX_LOSSES_PER_WORKER * self._pool.num_workers:
+                    raise
+                async with self._released:
+                    if job is not None:
+                        self._shared.appendleft(job)
+                    self._release_jobs(worker, str(error))
+                    self._released.notify_all()
 
-    def collect(self, task: asyncio.Task[Any]) -> None:
-        """Record a finished task's result, or put its job back if its worker died."""
-        worker, job = self.tasks.pop(task)
-        try:
-            result = task.result()
-        except WorkerLostError as error:
-            self._num_losses += 1
-            if self._num_losses > MAX_LOSSES_PER_WORKER * self._pool.num_workers:
-                raise
-            if job is not None:
-                self._waiting.appendleft(job)
-            self._release_jobs(worker, str(error))
-            self._start(worker)
-            return
-        if job is None:
-            self._handles[worker] = result
-        else:
-            self.results[job] = result
-        self._idle.append(worker)
+    async def _next_job(self, worker: int) -> int:
+        """Take a job that the worker may run; wait if there is none, as the other workers may die."""
+        async with self._released:
+            await self._released.wait_for(lambda: self._waiting(worker))
+            return self._waiting(worker).popleft()
 
-    def _start(self, worker: int) -> None:
-        self._run(worker, None, self._pool.get(worker))
+    def _waiting(self, worker: int) -> deque[int]:
+        return self._owned.get(worker) or self._shared
 
     def _release_jobs(self, worker: int, reason: str) -> None:
         """Let other workers run the jobs that this worker owned."""
         logger.warning("rollout worker %d is lost, other workers take over its work: %s", worker, reason)
-        self._owners = {job: owner for job, owner in self._owners.items() if owner != worker}
-
-    def _run(self, worker: int, job: int | None, work: Awaitable[Any]) -> None:
-        self.tasks[asyncio.ensure_future(work)] = worker, job
+        self._shared.extend(self._owned.pop(worker, ()))

@@ -1,12 +1,19 @@
 """The Ray actors that host the workers, without importing them."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from infra.ray.actors import actor_name
+from infra.ray.device import occupy, place_of_process
+from infra.ray.health import Pingable
+from infra.ray.module_path import enter_working_directory
 from infra.ray.tracing import received_trace
 from infra.ray.worker_logs import LogBuffer, Reply
+from infra.workers.placement import release
+from schemas.placement import Slot, WorkerPlace
+from schemas.step import RunHandle
 
 
 class WorkerActor:
@@ -20,22 +27,37 @@ class WorkerActor:
     worker = ""  # the worker's class, as "module:class"
 
     def __init__(self, *args: Any) -> None:
+        enter_working_directory()
         self._logs = LogBuffer(actor_name().rpartition("/")[2])
         self._logs.install()
         module, _, name = self.worker.partition(":")
         self._worker = getattr(import_module(module), name)(*args)
 
 
-def actor_class(worker: str, *methods: str, mixins: tuple[type, ...] = ()) -> type:
+class PlacedActor(Pingable, WorkerActor):
+    """A run's worker: it computes in its slot only, and ends if its run has no driver for too long."""
+
+    def __init__(self, slot: Slot, run: RunHandle, number: int) -> None:
+        occupy(slot)
+        super().__init__(run, number)
+        self.end_without_driver(slot.owner, run.config.runtime.orphan_seconds, partial(release, run.run_id))
+        self._slot = slot
+
+    def place(self) -> WorkerPlace:
+        """Return where it computes."""
+        return place_of_process(self._slot)
+
+
+def actor_class(worker: str, *methods: str, base: type = WorkerActor) -> type:
     """Return the actor class of a worker's class, of the same name.
 
     Args:
         worker: The worker's class, as "module:class".
         *methods: Its methods that other processes call.
-        mixins: Further base classes, such as `health.Pingable`.
+        base: `WorkerActor`, or a class of such actors.
     """
     forwards = {method: _forward(method) for method in methods}
-    return type(worker.partition(":")[2], (*mixins, WorkerActor), {"worker": worker, **forwards})
+    return type(worker.partition(":")[2], (base,), {"worker": worker, **forwards})
 
 
 def _forward(method: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Have a rollout worker generate some of a step's groups."""
+"""Have rollout workers generate: groups of a step, or samples of held-out prompts, with the weights of one version."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -6,15 +6,54 @@ from typing import Any
 
 from infra.ray.actors import call
 from infra.weights.sync import sync_weights
-from infra.workers.launch import get_group
-from schemas.rollout import RolloutShard
-from schemas.step import PolicyHandle, RunHandle
+from infra.workers.launch import get_group, rollout_pool
+from infra.workers.turns import GetWorkers, Synced, enter_rollout
+from schemas.errors import VersionError
+from schemas.rollout import PartialGroups, RolloutShard
+from schemas.step import EvalShard, PolicyHandle, RunHandle
+from schemas.weights import WeightsTransfer
+
+
+async def sync_workers(run: RunHandle, version: int) -> Synced:
+    """Load a policy version into every rollout worker, in place; it is then their turn if workers take turns."""
+    return await _sync(run, version, rollout_pool(run).get_all)
 
 
 async def generate_shard(
-    run: RunHandle, policy: PolicyHandle, shard: int, groups: Sequence[int], worker: Any
+    run: RunHandle,
+    policy: PolicyHandle,
+    shard: int,
+    groups: Sequence[int],
+    begun: Sequence[PartialGroups],
+    worker: Any,
 ) -> RolloutShard:
     """Have a worker generate and score these groups of the policy's step, and keep their rows until they are put."""
     version = run.config.sampler_version(policy.step)
-    await sync_weights(run.config, version, [worker], partial(get_group, run, "policy"))
-    return await call(worker, "generate", policy.step, version, shard, groups)
+    return await _call(run, version, worker, "generate", policy.step, version, shard, groups, begun)
+
+
+async def evaluate_shard(run: RunHandle, policy: PolicyHandle, rows: Sequence[int], worker: Any) -> EvalShard:
+    """Have a worker generate and score the policy's samples of these held-out prompts."""
+    return await _call(run, policy.version, worker, "evaluate", policy.version, rows)
+
+
+async def _call(run: RunHandle, version: int, worker: Any, method: str, *args: Any) -> Any:
+    """Call a method that samples with a policy version; load that into the worker first if it lacks it."""
+    try:
+        return await call(worker, method, *args)
+    except VersionError:  # it was started again since the others were synced
+
+        async def this_worker() -> Sequence[Any]:
+            return [worker]
+
+        await _sync(run, version, this_worker)
+        return await call(worker, method, *args)
+
+
+async def _sync(run: RunHandle, version: int, get_workers: GetWorkers) -> Synced:
+    async def sync(workers: Sequence[Any]) -> WeightsTransfer | None:
+        return await sync_weights(run.config, version, workers, partial(get_group, run, "policy"))
+
+    if run.config.takes_turns:
+        return await enter_rollout(run, get_workers, sync)
+    return Synced(await sync(await get_workers()))

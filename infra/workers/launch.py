@@ -1,74 +1,91 @@
-"""The run's workers by role: class, number and GPU fraction; find, create and kill them."""
+"""The run's workers by role: find, create and kill them."""
 
 import asyncio
-from collections.abc import Awaitable
+import logging
+from collections.abc import Awaitable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from infra.ray import health
-from infra.ray.actors import call, create_actor, find_actor, kill_actors
+from infra.ray.actors import call, create_actor, find_actor, find_actors, kill_actors
 from infra.ray.group import WorkerGroup
 from infra.ray.pool import WorkerPool
-from infra.workers.actor import actor_class
+from infra.workers.actor import PlacedActor, actor_class
+from infra.workers.placement import place, release
+from infra.workers.roles import Role, num_workers, worker_name, worker_numbers
 from schemas.config.run import RunConfig
-from schemas.errors import ConfigError
+from schemas.errors import EngineLostError, WorkerLostError
+from schemas.placement import WorkerPlace
 from schemas.step import RunHandle
 
-Role = Literal["policy", "reference", "rollout"]
+logger = logging.getLogger(__name__)
 
-_RANK = ("incarnation", "open_rendezvous", "start", "score")  # the methods of every rank
+_TURNS = ("sleep", "wake")
+_RANK = ("incarnation", "open_rendezvous", "start", "score", *_TURNS)  # the methods of every rank
 _WEIGHTS = ("weight_group_member", "init_weight_group")
 
-_worker = partial(actor_class, mixins=(health.Pingable,))
+_worker = partial(actor_class, base=PlacedActor)
 _CLASSES: dict[Role, type] = {
     "policy": _worker(
         "infra.workers.policy:PolicyWorker",
         *(*_RANK, *_WEIGHTS, "handle", "score_reference", "update", "save", "finish_saving", "retain"),
-        *("open_weight_rendezvous", "send_weights", "read_weights", "drop_sent_weights"),
+        *("open_weight_rendezvous", "send_weights"),
     ),
     "reference": _worker("infra.workers.reference:ReferenceWorker", *_RANK),
     "rollout": _worker(
         "infra.workers.rollout:RolloutWorker",
-        *(*_WEIGHTS, "start", "version", "load_weights", "generate", "has_shard", "put", "evaluate"),
+        *(*_WEIGHTS, *_TURNS, "start", "version", "load_weights", "generate", "put", "num_held_out", "evaluate"),
     ),
 }
 
 
-def worker_name(run_id: str, role: Role, number: int = 0) -> str:
-    """Return the name under which every process of the cluster finds a run's worker."""
-    return f"{run_id}/{role}-{number}"
+async def start_workers(run: RunHandle) -> list[WorkerPlace]:
+    """Find or create all workers of the run, and wait until all have started: at the same time, unless they take turns.
 
-
-def num_workers(config: RunConfig) -> dict[Role, int]:
-    """Return how many workers of each role a run has."""
-    return {
-        "policy": config.runtime.num_policy_ranks,
-        "reference": config.runtime.num_reference_ranks if config.needs_reference_worker else 0,
-        "rollout": config.rollout.num_workers,
-    }
-
-
-async def start_workers(run: RunHandle) -> None:
-    """Find or create all workers of the run, and wait until all have started: they start at the same time.
+    Returns:
+        Where each computes.
 
     Raises:
         PipelineError: What the first worker to fail raised.
     """
-    starts: list[Awaitable[object]] = [get_group(run, "policy")]
-    if run.config.needs_reference_worker:
-        starts.append(get_group(run, "reference"))
-    starts += [get_worker(run, "rollout", number) for number in range(run.config.rollout.num_workers)]
-    outcomes = await asyncio.gather(*starts, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
+    groups: list[Role] = ["policy", "reference"] if run.config.needs_reference_worker else ["policy"]
+    found = _find_workers(run, "rollout")
+    engines = [
+        get_worker(run, "rollout", number, found.get(number)) for number in range(run.config.rollout.num_workers)
+    ]
+    if run.config.takes_turns:  # an engine needs its memory to start; then it waits for its turn
+        for worker in await _all(engines):
+            await call(worker, "sleep", ("weights", "cache"))
+        engines = []
+    await _all([*(get_group(run, role) for role in groups), *engines])
+    workers = find_actors(worker_name(run.run_id, *worker) for worker in worker_numbers(run.config))
+    return list(await asyncio.gather(*(call(worker, "place") for worker in workers.values())))
 
 
-async def get_worker(run: RunHandle, role: Role, number: int = 0) -> Any:
-    """Find or create a worker, and wait until it has started."""
-    worker = _find_or_create(run, role, number)
-    await call(worker, "start")
+async def get_worker(run: RunHandle, role: Role, number: int = 0, found: Any | None = None) -> Any:
+    """Find or create a worker, and wait until it has started; one whose engine has lost a process is created again.
+
+    Args:
+        run: The run.
+        role: The worker's role.
+        number: Its number.
+        found: Its handle, if it is known.
+
+    Raises:
+        WorkerLostError: It died; or its node can't be reached, and it was killed.
+    """
+    if (worker := found or find_worker(run.run_id, role, number)) is None:
+        worker = await _create_worker(run, role, number)
+    try:
+        await call(worker, "start")
+    except EngineLostError as error:
+        logger.warning("%s-%d is created again: %s", role, number, error)
+        await asyncio.to_thread(kill_actors, [worker_name(run.run_id, role, number)])
+        return await get_worker(run, role, number)
+    except WorkerLostError:  # of a lost node, Ray knows for a while only that its workers don't answer
+        await asyncio.to_thread(kill_actors, [worker_name(run.run_id, role, number)])
+        raise
     return worker
 
 
@@ -76,8 +93,8 @@ def rollout_pool(run: RunHandle) -> WorkerPool:
     """Return the pool of the run's rollout workers."""
     return WorkerPool(
         run.config.rollout.num_workers,
-        get=lambda number: get_worker(run, "rollout", number),
-        is_alive=lambda number: find_worker(run.run_id, "rollout", number) is not None,
+        find=partial(_find_workers, run, "rollout"),
+        start=partial(get_worker, run, "rollout"),
     )
 
 
@@ -95,8 +112,11 @@ async def get_group(run: RunHandle, role: Role) -> WorkerGroup:
     Raises:
         PipelineError: A rank's error in loading its weights.
     """
-    numbers = range(num_workers(run.config)[role])
-    group = WorkerGroup({worker_name(run.run_id, role, rank): _find_or_create(run, role, rank) for rank in numbers})
+    found, numbers = _find_workers(run, role), range(num_workers(run.config)[role])
+    missing = [rank for rank in numbers if rank not in found]
+    created = await asyncio.gather(*(_create_worker(run, role, rank) for rank in missing))
+    found.update(zip(missing, created, strict=True))
+    group = WorkerGroup({worker_name(run.run_id, role, rank): found[rank] for rank in numbers})
     incarnations = set(await group.call("incarnation"))
     if len(incarnations) == 1 and "" not in incarnations:
         return group
@@ -110,67 +130,42 @@ async def get_group(run: RunHandle, role: Role) -> WorkerGroup:
 
 def find_group(run: RunHandle, role: Role) -> WorkerGroup | None:
     """Return the run's policy or reference if all its ranks exist; create nothing."""
-    names = [worker_name(run.run_id, role, rank) for rank in range(num_workers(run.config)[role])]
-    ranks = {name: actor for name in names if (actor := find_actor(name)) is not None}
-    return WorkerGroup(ranks) if len(ranks) == len(names) else None
+    found, numbers = _find_workers(run, role), range(num_workers(run.config)[role])
+    ranks = {worker_name(run.run_id, role, rank): worker for rank, worker in found.items()}
+    return WorkerGroup(ranks) if len(ranks) == len(numbers) else None
 
 
 def kill_workers(run_id: str, config: RunConfig) -> None:
-    """Kill all workers of the run, which frees their memory."""
-    counts = num_workers(config).items()
-    kill_actors(worker_name(run_id, role, number) for role, count in counts for number in range(count))
+    """Kill all workers of the run, which frees their memory and GPUs."""
+    kill_actors(worker_name(run_id, *worker) for worker in worker_numbers(config))
+    release(run_id)
 
 
 def monitored_workers(run_id: str, config: RunConfig) -> AbstractContextManager[None]:
     """Kill, during the block, each of the run's workers and its store's index that stops answering."""
     from infra.stores.shared_open import index_name
 
-    names = [
-        worker_name(run_id, role, number) for role, count in num_workers(config).items() for number in range(count)
-    ]
+    names = [worker_name(run_id, *worker) for worker in worker_numbers(config)]
     return health.monitored_actors([*names, index_name(run_id)], config.runtime.worker_timeout_seconds)
 
 
-def check_resources(config: RunConfig) -> None:
-    """Check that the cluster has enough GPUs, or at least a core for every policy rank.
-
-    Raises:
-        ConfigError: It has too few.
-    """
-    import ray
-
-    found, ranks = ray.cluster_resources(), config.runtime.num_policy_ranks
-    if config.runtime.device == "cuda" and found.get("GPU", 0) < (wanted := _gpus_wanted(config)):
-        listed = ", ".join(f"{count} {role}" for role, count in num_workers(config).items() if count)
-        raise ConfigError(
-            f'runtime.device = "cuda" needs {wanted:g} GPUs for {listed}, but the Ray cluster has '
-            f"{found.get('GPU', 0):g}; lower runtime.num_policy_ranks or runtime.gpus_per_worker, or add GPUs"
-        )
-    if not gpus_per_worker(config) and ranks > found.get("CPU", 0):
-        raise ConfigError(
-            f"runtime.num_policy_ranks = {ranks}, but the Ray cluster has {found.get('CPU', 0):g} cores; "
-            "lower it, or add nodes"
-        )
+async def _all(starts: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Await all of them, whatever fails; raise the first error."""
+    outcomes = await asyncio.gather(*starts, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
 
 
-def gpus_per_worker(config: RunConfig) -> float:
-    """Return the fraction of a GPU that each worker gets; 0 if the config or the cluster's size implies the CPU."""
-    import ray
-
-    runtime = config.runtime
-    if runtime.device == "cpu":
-        return 0
-    enough = ray.cluster_resources().get("GPU", 0) >= _gpus_wanted(config)
-    return runtime.gpus_per_worker if runtime.device == "cuda" or enough else 0
+def _find_workers(run: RunHandle, role: Role) -> dict[int, Any]:
+    """Return the handles of those of a role's workers that exist, by ascending number."""
+    names = {worker_name(run.run_id, role, number): number for number in range(num_workers(run.config)[role])}
+    return {names[name]: worker for name, worker in find_actors(names).items()}
 
 
-def _find_or_create(run: RunHandle, role: Role, number: int) -> Any:
-    """Return a worker's handle; the worker may not have started yet."""
-    if (found := find_worker(run.run_id, role, number)) is not None:
-        return found
-    name, num_gpus = worker_name(run.run_id, role, number), gpus_per_worker(run.config)
-    return create_actor(name, _CLASSES[role], run, number, num_gpus=num_gpus, options=health.ACTOR_OPTIONS)
-
-
-def _gpus_wanted(config: RunConfig) -> float:
-    return sum(num_workers(config).values()) * config.runtime.gpus_per_worker
+async def _create_worker(run: RunHandle, role: Role, number: int) -> Any:
+    """Create a worker and return its handle; it may not have started yet."""
+    slot, options = await place(run, role, number)
+    name, options = worker_name(run.run_id, role, number), {**health.ACTOR_OPTIONS, **options}
+    return create_actor(name, _CLASSES[role], slot, run, number, options=options)

@@ -1,7 +1,8 @@
 """The policy worker: holds the live weights and the optimizer, and is the only worker that changes them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import reduce
 from operator import add
 
@@ -12,26 +13,37 @@ from torch import Tensor
 
 from infra.checkpoints import open_checkpoints
 from infra.checkpoints.state import copy_trained, policy_tensors, restore_policy, swapped_weights
-from infra.models.lora import adapter_disabled, merged_weights
+from infra.models.lora import adapter_disabled, changing_names, merged_weights
 from infra.ray.tracing import traced
+from infra.weights.buckets import join_gather, with_whole_blocks
 from infra.weights.endpoint import WeightSyncEndpoint
-from infra.weights.layout import join_gather, tensor_specs
+from infra.weights.probe import score_probe
 from infra.workers.policy_checkpoints import PolicyCheckpoints
+from infra.workers.profile import profiled
+from infra.workers.residency import Tensors
 from infra.workers.scoring import ScoringWorker
+from rl_core.columns.jagged import row_lengths
 from rl_core.planning.rows import rank_rows
-from rl_core.training import RankRows, Trainer, training_columns
+from rl_core.storages import storage_bytes
+from rl_core.telemetry import micro_batch_seconds
+from rl_core.training import RankRows, Trainer, policy_columns, training_columns
+from rl_core.training.optimizer import moments_of
+from rl_core.training.rows import TOKEN_COLUMNS
 from rl_core.training.sharding import all_gather_object, full_tensor
 from rl_core.views import select
 from schemas.batch import BatchHandle
 from schemas.errors import NonFiniteError, VersionError
-from schemas.metrics import merge_metrics
+from schemas.memory import MemoryChange, Part
+from schemas.metrics import Metrics, merge_metrics
 from schemas.plan import ForwardPlan, StepPlan
 from schemas.step import EvalReport, PolicyHandle, ProcessGroupHandle, ScoreResult, UpdateReport
-from schemas.weights import SentWeights, Transport, WeightGroupMember, WeightsFile
+from schemas.weights import ProbeRow, SentWeights, WeightGroupMember, WeightsRoute
 
 
 class PolicyWorker(ScoringWorker):
     """One rank of the policy. All ranks receive the same calls."""
+
+    role = "policy"
 
     _version = 0
     _report: UpdateReport | None = None
@@ -72,68 +84,125 @@ class PolicyWorker(ScoringWorker):
             VersionError: The worker no longer holds `version`.
         """
         self._check_version(version)
-        return self._score(batch, plan, "behavior_logprobs", "behavior")
+        inputs = policy_columns(self._config)
+        return self._score(batch, plan, "behavior_logprobs", "behavior", "logprob", inputs=inputs)
 
     def score_reference(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
         """Put `reference_logprobs`: the log-probs of the policy without its adapter."""
         with adapter_disabled(self._module.model):
-            return self._score(batch, plan, "reference_logprobs", "reference", kl=self._config.kl.in_reward)
+            return self._score(
+                batch, plan, "reference_logprobs", "reference", "reference", kl=self._config.kl.in_reward
+            )
 
     @traced("rl.train")
-    def update(self, batch: BatchHandle, plan: StepPlan, version: int) -> UpdateReport:
+    def update(self, batch: BatchHandle, plan: StepPlan, version: int) -> UpdateReport | None:
         """Apply the plan's updates to `version`, exactly once; a repeated call returns the recorded report.
+
+        Returns:
+            The report of all ranks, from rank 0; None from the others.
 
         Raises:
             VersionError: The worker holds neither `version` nor the version that this update produces.
             NonFiniteError: A loss or gradient is not finite. The weights are as before that optimizer step, the
                 offending rows are written to the run's `non_finite/`, and the worker holds no version until restarted.
         """
-        if self._version == version + 1 and self._report is not None:
-            return self._report
+        if self._version != version + 1 or self._report is None:
+            self._update(batch, plan, version)
+        return self._report if self._rank == 0 else None
+
+    def sleep(self, parts: Collection[Part]) -> MemoryChange:
+        """Move parts to host memory, and drop gradients, which each update computes; see `ScoringWorker.sleep`."""
+        dropped: dict[Part, int] = {}
+        if "gradients" in parts and self._incarnation:
+            gradients = (weight.grad for weight in self._module.parameters())
+            dropped["gradients"] = storage_bytes(gradient for gradient in gradients if gradient is not None)
+            self._trainer.optimizer.zero_grad(set_to_none=True)
+        return super().sleep(parts).replace(freed=dropped)
+
+    def _parts(self) -> dict[Part, Tensors]:
+        """Return the weights, and the moments unless the optimizer itself keeps them in host memory."""
+        parts = super()._parts()
+        return parts if self._config.optim.offload else parts | {"optimizer": self._moments}
+
+    def _moments(self) -> Iterator[Tensor]:
+        return (moment for state in self._trainer.optimizer.state.values() for moment in moments_of(state))
+
+    def _update(self, batch: BatchHandle, plan: StepPlan, version: int) -> None:
         self._check_version(version)
-        rows = rank_rows([micro for update in plan.updates for micro in update.ranks[self._rank]])
+        rows = rank_rows(plan.updates, self._rank)
         mine = RankRows(rows, self._store.read(select(batch, rows), training_columns(self._config)))
+        self.wake(["weights", "optimizer"])
         incarnation, self._incarnation = self._incarnation, ""  # unusable until all updates are applied
         self._previous = copy_trained(self._module.model) if self._config.runtime.max_staleness else None
         try:
             with self._collective():
-                parts = [self._trainer.update(mine, update, self._rank, plan.lr_scale) for update in plan.updates]
-                gathered = all_gather_object((merge_metrics(parts), self._store.take_traffic("update")), self._mesh)
+                metrics, telemetry = self._train(mine, plan, batch.step)
+                own = metrics, self._store.take_traffic("update"), telemetry
+                gathered = all_gather_object(own, self._mesh)
         except NonFiniteError as error:
             raise self._with_offending_rows(error, mine, batch.step) from None
         self._version, self._incarnation = version + 1, incarnation
-        metrics, traffic = zip(*gathered, strict=True)
-        self._report = UpdateReport(policy=self.handle(), metrics=merge_metrics(metrics), traffic=reduce(add, traffic))
-        return self._report
+        every, traffic, measured = zip(*gathered, strict=True)
+        self._report = UpdateReport(
+            policy=self.handle(),
+            metrics=merge_metrics(every),
+            traffic=reduce(add, traffic),
+            telemetry=merge_metrics(measured),
+        )
+
+    def _train(self, rows: RankRows, plan: StepPlan, step: int) -> tuple[Metrics, Metrics]:
+        """Run the plan's updates; return this rank's part of their metrics, and what it measured."""
+        started = time.perf_counter()
+        with profiled(self._run, step, self._telemetry.worker, "update"):
+            parts = [self._trainer.update(rows, update, self._rank, plan.lr_scale) for update in plan.updates]
+            seconds = self._trainer.stopwatch.take()  # waits for the device
+            elapsed = time.perf_counter() - started
+        prompts, responses = (row_lengths(rows.columns[name]) for name in TOKEN_COLUMNS)
+        speed = self._telemetry.throughput(
+            "update",
+            int((prompts + responses).sum()),
+            elapsed,
+            lambda work: work.update(
+                prompts, responses, checkpointing=False, is_frozen=self._config.model.lora is not None
+            ),
+        )
+        num_micros = sum(update.num_micros for update in plan.updates)
+        return merge_metrics(parts), speed | micro_batch_seconds(seconds, num_micros) | self._telemetry.memory()
 
     @traced("rl.sync")
-    def send_weights(self, version: int, transport: Transport) -> SentWeights | None:
+    def send_weights(self, version: int, route: WeightsRoute) -> SentWeights | None:
         """Send the parameters of `version`, adapters merged: rank 0 sends, the other ranks take part in gathering.
 
         If the previous version may still sample, it can be sent as well.
 
         Args:
             version: The version.
-            transport: The transport to send by.
+            route: How to send, and to what kind of engines.
 
         Raises:
             VersionError: The worker holds another version.
             WeightsError: No space is left for them.
+            WorkerLostError: A receiver or another rank is gone.
         """
-        with self._collective(), self.weights(version) as weights:
+        leaving = self._weight_sync.leave_on_error() if self._rank == 0 else nullcontext()
+        with leaving, self._collective(), self.weights(version) as weights:
+            started = time.perf_counter()
+            probe = self._score_probe() if self._config.runtime.weight_probe else None
+            probe_seconds = time.perf_counter() - started
+            if not route.is_complete:
+                changing = with_whole_blocks(weights, changing_names(self._module.model))
+                route = route.replace(is_complete=len(changing) == len(weights))
+                weights = changing
             tensors = ((name, full_tensor(tensor)) for name, tensor in weights.items())
             if self._rank == 0:
-                return self._weight_sync.sender(transport).send(version, tensor_specs(weights), tensors)
+                sent = self._weight_sync.send(version, weights, tensors, route, probe)
+                return sent.replace(probe_seconds=probe_seconds)
             join_gather(tensors)
         return None
 
-    def read_weights(self, file: WeightsFile, start: int, stop: int) -> bytes:
-        """Return a part of weights that were sent, for a rollout worker on another node."""
-        return self._weight_sync.file_sender.read(file, start, stop)
-
-    def drop_sent_weights(self, file: WeightsFile) -> None:
-        """Free weights that were sent: the rollout workers have loaded them."""
-        self._weight_sync.file_sender.drop(file)
+    def _score_probe(self) -> ProbeRow:
+        dtype = self._config.model.dtype_on(self._module.model.device.type)
+        return score_probe(self._module, self._config, dtype)
 
     @contextmanager
     def weights(self, version: int) -> Iterator[dict[str, Tensor]]:
@@ -142,6 +211,7 @@ class PolicyWorker(ScoringWorker):
         Raises:
             VersionError: `version` is neither the current one nor the previous one if that was kept.
         """
+        self.wake(["weights"])
         if self._previous is None or version != self._version - 1:
             self._check_version(version)
             yield merged_weights(self._module.model)
@@ -157,9 +227,9 @@ class PolicyWorker(ScoringWorker):
         """Host the rendezvous of a new weight group."""
         return self._weight_sync.open_rendezvous(num_receivers)
 
-    def init_weight_group(self, group: ProcessGroupHandle, rank: int) -> None:
+    def init_weight_group(self, group: ProcessGroupHandle, rank: int, on_gpus: bool) -> None:
         """Join a weight group; the sender has rank 0."""
-        self._weight_sync.join(group, rank)
+        self._weight_sync.join(group, rank, on_gpus=on_gpus)
 
     def save(self, version: int) -> None:
         """Begin to write the checkpoint of `version` unless it exists; see `PolicyCheckpoints.save`.
@@ -169,6 +239,7 @@ class PolicyWorker(ScoringWorker):
             CheckpointError: The previous checkpoint, or this one, could not be written.
         """
         self._check_version(version)
+        self.wake(["weights", "optimizer"])
         with self._collective():
             tensors = policy_tensors(self._module.model, self._trainer.optimizer, self._previous)
             self._checkpoints.save(version, tensors, num_updates=self._trainer.num_updates, report=self._report)
@@ -202,13 +273,12 @@ class PolicyWorker(ScoringWorker):
         """Write this rank's offending rows to the run directory, and return the error with the folder's path added."""
         if not error.rows:
             return error
-        folder = self._directory.path / "non_finite"
-        folder.mkdir(exist_ok=True)
         if len(mine := np.intersect1d(error.rows, rows.rows)):
-            path = folder / f"step-{step:06d}-rank-{self._rank}.arrow"
-            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows.columns.schema) as writer:
+            file = pa.BufferOutputStream()
+            with pa.ipc.new_file(file, rows.columns.schema) as writer:
                 writer.write(rows.take(mine))
-        return NonFiniteError(f"{error}; their columns are in {folder}", error.rows)
+            self._directory.folder.write(f"non_finite/step-{step:06d}-rank-{self._rank}.arrow", file.getvalue())
+        return NonFiniteError(f"{error}; their columns are in {self._directory.url}/non_finite", error.rows)
 
     def _check_version(self, version: int) -> None:
         if not self._incarnation:

@@ -9,6 +9,8 @@ from schemas.step import ProcessGroupHandle, ScoreResult
 class ReferenceWorker(ScoringWorker):
     """One rank of the reference."""
 
+    role = "reference"
+
     def start(self, group: ProcessGroupHandle | None = None) -> None:
         """Load the starting weights, once; see `PolicyWorker.start` for the arguments and errors."""
         if self._incarnation:
@@ -19,4 +21,4 @@ class ReferenceWorker(ScoringWorker):
 
     def score(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
         """Put `reference_logprobs` of this rank's rows."""
-        return self._score(batch, plan, "reference_logprobs", "reference", kl=self._config.kl.in_reward)
+        return self._score(batch, plan, "reference_logprobs", "reference", "reference", kl=self._config.kl.in_reward)

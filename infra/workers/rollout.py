@@ -1,11 +1,14 @@
 """The rollout worker: generates, scores and stores the groups of each step that it is assigned."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+
+import numpy as np
 
 from infra.datasets import load_prompts, load_train_prompts
 from infra.datasets.limits import check_prompts
-from infra.engines.base import Sampling
+from infra.engines.base import EngineUsage, RolloutEngine, Sampling, require_awake
 from infra.engines.open import open_engine
 from infra.models.load import load_tokenizer, max_positions, num_embeddings, stop_token_ids
 from infra.ray.device import choose_device, set_threads
@@ -15,16 +18,20 @@ from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
 from infra.weights.endpoint import WeightSyncEndpoint
 from infra.workers.evaluation import Evaluator
+from infra.workers.groups import GroupSampler
+from infra.workers.profile import profiled
 from infra.workers.samples import Sample, make_shard, to_columns
 from infra.workers.sampling import ResponseSampler
+from infra.workers.telemetry import WorkerTelemetry
 from rl_core.columns.codec import value_dtypes
-from rl_core.rollout.seeding import derive_seed
 from schemas.batch import ChunkKey
 from schemas.config.rollout import EvalConfig, RolloutConfig
 from schemas.errors import ConfigError, VersionError
-from schemas.rollout import PutResult, RolloutShard
-from schemas.step import EvalReport, ProcessGroupHandle, RunHandle
-from schemas.weights import LoadedWeights, SentWeights, Transport, WeightGroupMember
+from schemas.memory import EngineTag, MemoryChange
+from schemas.metrics import Metrics
+from schemas.rollout import PartialGroups, PutResult, RolloutShard
+from schemas.step import EvalShard, ProcessGroupHandle, RunHandle
+from schemas.weights import LoadedWeights, Transport, WeightGroupMember
 
 
 @dataclass(frozen=True)
@@ -48,10 +55,13 @@ class RolloutWorker:
         store: The column store; None connects to the run's.
     """
 
+    engine: RolloutEngine
+
     def __init__(self, run: RunHandle, number: int = 0, store: ColumnStore | None = None) -> None:
         self._run, self._config, self._number, self._store = run, run.config, number, store
         self._started = False
         self._pending: dict[tuple[int, int], _PendingShard] = {}  # by step and shard
+        self._generated_step = -1
         start_tracing(run.run_id, run.config, f"{type(self).__name__}-{number}")
 
     def start(self) -> None:
@@ -59,8 +69,10 @@ class RolloutWorker:
 
         Raises:
             UserError: The model, a data file or the reward function is not usable, or the model's context is too short.
+            EngineLostError: The engine has lost a process since then; the worker must be created again.
         """
         if self._started:
+            self.engine.check()
             return
         config = self._config
         set_threads(config.runtime.num_threads)
@@ -73,11 +85,23 @@ class RolloutWorker:
         self._vocab_size = num_embeddings(config.model)
         self._stop_token_ids = stop_token_ids(config.model, tokenizer) + config.rollout.stop_token_ids
         self.engine = open_engine(config, tokenizer)
-        self._weight_sync = WeightSyncEndpoint(self._run.run_id, choose_device(), config.runtime)
-        self._sampler = ResponseSampler(self.engine, scorer, tokenizer)
+        device = choose_device()
+        self._telemetry = WorkerTelemetry(
+            f"rollout-{self._number}",
+            config.model,
+            device,
+            config.rollout.dtype_on("cuda" if device.type == "cuda" else "cpu"),
+            config.rollout.gpus_per_worker,
+        )
+        self._weight_sync = WeightSyncEndpoint(self._run.run_id, device, config.runtime, self.engine)
+        sampler, sampled = ResponseSampler(self.engine, scorer, tokenizer), config.rollout
+        sampling = self._sampling(sampled, sampled.max_response_tokens)
+        self._groups = GroupSampler(
+            config, self._run.run_id, sampler, self._prompts, self._columns, sampling, self._vocab_size
+        )
         limit = config.eval.max_response_tokens or config.rollout.max_response_tokens
         sampling = self._sampling(config.eval, limit)
-        self._evaluator = Evaluator(config, held_out, self._sampler, sampling) if held_out is not None else None
+        self._evaluator = Evaluator(config, held_out, sampler, sampling) if held_out is not None else None
         scorer.wait_until_ready()
         self._started = True
 
@@ -86,68 +110,108 @@ class RolloutWorker:
         self.engine.close()
         self._scorer.close()
 
-    def version(self) -> int:
-        """Return the policy version whose weights it holds."""
+    def version(self) -> int | None:
+        """Return the policy version whose weights it holds; None if a load failed, or if it has dropped them."""
         return self.engine.version
 
+    def sleep(self, tags: Collection[EngineTag]) -> MemoryChange:
+        """Give up the engine's memory while others need it; see `RolloutEngine.sleep`. Pending rows are kept."""
+        return self.engine.sleep(tags) if self._started else MemoryChange()
+
+    def wake(self, tags: Collection[EngineTag]) -> MemoryChange:
+        """Allocate the engine's memory again, and probe it if it has loaded weights meanwhile.
+
+        See `RolloutEngine.wake`.
+
+        Raises:
+            StaleWeightsError: Its log-probs are not the trainer's; it has no version.
+        """
+        change = self.engine.wake(tags)
+        self._weight_sync.probe()
+        return change
+
     @traced("rl.sync")
-    def load_weights(self, version: int, sent: SentWeights | None, transport: Transport) -> LoadedWeights:
-        """Load the weights of policy `version`; pending rows are kept.
+    def load_weights(self, version: int, transport: Transport) -> LoadedWeights:
+        """Load the weights of policy `version`, while the policy sends them; pending rows are kept.
 
         Args:
             version: The version.
-            sent: What the policy's `send_weights` returned; None for a broadcast.
             transport: The transport by which they are sent.
 
         Raises:
-            WeightsError: They are damaged, or of another version or model; the engine is unchanged.
+            WeightsError: They are damaged, or of another version or model, or the engine computes with others.
             WorkerLostError: The policy is gone.
         """
-        return self._weight_sync.load(self.engine, version, sent, transport)
+        return self._weight_sync.load(version, transport)
 
     def weight_group_member(self) -> WeightGroupMember:
         """Return its GPU and the weight group that it is in."""
         return self._weight_sync.member()
 
-    def init_weight_group(self, group: ProcessGroupHandle, rank: int) -> None:
+    def init_weight_group(self, group: ProcessGroupHandle, rank: int, on_gpus: bool) -> None:
         """Join a weight group as rank 1 or higher."""
-        self._weight_sync.join(group, rank)
+        self._weight_sync.join(group, rank, on_gpus=on_gpus)
 
-    def generate(self, step: int, policy_version: int, shard: int, groups: Sequence[int]) -> RolloutShard:
+    def generate(
+        self,
+        step: int,
+        policy_version: int,
+        shard: int,
+        groups: Sequence[int],
+        begun: Sequence[PartialGroups] = (),
+    ) -> RolloutShard:
         """Generate and score the samples of these groups of `step` together, and keep them for `put`.
+
+        If responses are sampled in parts, those of later steps are continued, and stored.
 
         Args:
             step: The step.
             policy_version: The version that samples.
             shard: The number of these groups' shard within the step.
             groups: The groups' numbers within the step, ascending.
+            begun: What the rollout before has left unfinished of this shard.
 
         Raises:
+            StoreError: That can't be read.
             VersionError: The worker doesn't hold `policy_version`.
         """
         self._check_version(policy_version)
-        samples, seconds = self._sample(step, groups)
+        is_first = step != self._generated_step  # of a step, only a worker's first shard is profiled
+        self._generated_step, usage = step, EngineUsage()
+        self.engine.usage = usage
+        with profiled(self._run, step, self._telemetry.worker, "rollout") if is_first else nullcontext():
+            samples, unfinished, seconds = self._groups.sample(step, shard, groups, begun)
         self._pending = {key: pending for key, pending in self._pending.items() if key[0] >= step}
         self._pending[step, shard] = _PendingShard(policy_version, samples)
-        return make_shard(shard, self._number, groups, samples, seconds)
+        made = make_shard(step, shard, self._number, groups, samples, seconds)
+        telemetry = self._measure(samples, seconds["generate"], usage)
+        return made.replace(begun=tuple(begun), unfinished=unfinished, telemetry=telemetry)
 
     def has_shard(self, step: int, policy_version: int, shard: int) -> bool:
         """Return whether it has the rows of a shard, generated but not put yet."""
         pending = self._pending.get((step, shard))
         return pending is not None and pending.policy_version == policy_version
 
-    def put(self, step: int, shard: int, kept: Sequence[int], reward_parts: Sequence[str]) -> PutResult:
+    def put(
+        self, step: int, policy_version: int, shard: int, kept: Sequence[int], reward_parts: Sequence[str]
+    ) -> PutResult | None:
         """Store the samples of a shard's kept groups as one chunk, and drop the shard from this worker.
 
         Args:
             step: The step.
+            policy_version: The version that sampled.
             shard: The shard's number within the step.
             kept: The groups that the step keeps.
             reward_parts: The reward parts of all the step's samples, so that all chunks have the same columns.
 
+        Returns:
+            The chunk; None if this worker doesn't hold the shard's rows.
+
         Raises:
             StoreError: The store rejects the chunk; the worker keeps the shard.
         """
+        if not self.has_shard(step, policy_version, shard):
+            return None
         pending = self._pending[step, shard]
         samples = [sample for sample in pending.samples if sample.group_id in kept]
         columns = to_columns(samples, pending.policy_version, self._vocab_size, reward_parts)
@@ -157,34 +221,43 @@ class RolloutWorker:
         del self._pending[step, shard]
         return PutResult(chunk=chunk, dtypes=value_dtypes(columns), traffic=self._columns.take_traffic("put"))
 
-    def evaluate(self, policy_version: int) -> EvalReport:
-        """Evaluate the weights on the held-out prompts; see `Evaluator.evaluate`.
+    def num_held_out(self) -> int:
+        """Return the number of held-out prompts.
+
+        Raises:
+            ConfigError: `data.eval_path` is not set.
+        """
+        return self._get_evaluator().num_prompts
+
+    def evaluate(self, policy_version: int, rows: Sequence[int]) -> EvalShard:
+        """Generate and score the samples of these held-out prompts; pending shards are kept.
 
         Raises:
             ConfigError: `data.eval_path` is not set.
             VersionError: The worker doesn't hold `policy_version`.
-            RewardFailureError: More rewards failed than the config allows.
         """
+        self._check_version(policy_version)
+        return self._get_evaluator().generate(rows)
+
+    def _get_evaluator(self) -> Evaluator:
         if self._evaluator is None:
             raise ConfigError("data.eval_path is not set; set it to a file of held-out prompts to evaluate on")
-        self._check_version(policy_version)
-        return self._evaluator.evaluate(policy_version)
+        return self._evaluator
 
-    def _sample(self, step: int, groups: Sequence[int]) -> tuple[list[Sample], dict[str, float]]:
-        """Generate and score the samples of `groups`; also return the seconds of each part."""
-        config, rollout = self._config, self._config.rollout
-        rows = self._prompts.rows_for_groups(step, groups, rollout.num_prompts, config.seed, config.data.shuffle)
-        prompts = [self._prompts[row] for row in rows]
-        # Seeded by the group's number within the step, not by its row: a small file may give one row twice.
-        numbers = range(rollout.samples_per_prompt)
-        seeds = [tuple(derive_seed(config.seed, "train", step, group, n) for n in numbers) for group in groups]
-        responses, seconds = self._sampler.sample(prompts, seeds, self._sampling(rollout, rollout.max_response_tokens))
-        of_sample = [(group, prompt, n) for group, prompt in zip(groups, prompts, strict=True) for n in numbers]
-        samples = [
-            Sample(f"{step}-{group}-{n}", group, prompt, response)
-            for (group, prompt, n), response in zip(of_sample, responses, strict=True)
-        ]
-        return samples, seconds
+    def _measure(self, samples: Sequence[Sample], seconds: float, usage: EngineUsage) -> Metrics:
+        """Return what a generation of this time measured: throughput, the engine's usage and peak memory.
+
+        Responses that are sampled in parts count with their step.
+        """
+        prompt_lengths = np.array([len(sample.prompt.prompt_ids) for sample in samples])
+        response_lengths = np.array([len(sample.response.generation.token_ids) for sample in samples])
+        speed = self._telemetry.throughput(
+            "rollout",
+            int(response_lengths.sum()),
+            seconds,
+            lambda work: work.generate(prompt_lengths, response_lengths, self._config.rollout.samples_per_prompt),
+        )
+        return speed | usage.metrics | self._telemetry.memory(self.engine.take_peak_memory())
 
     def _sampling(self, config: RolloutConfig | EvalConfig, max_response_tokens: int) -> Sampling:
         return Sampling(
@@ -198,6 +271,7 @@ class RolloutWorker:
         )
 
     def _check_version(self, version: int) -> None:
+        require_awake(self.engine)
         if self.engine.version != version:
             raise VersionError(
                 f"rollout worker {self._number} holds policy version {self.engine.version}, not the expected "

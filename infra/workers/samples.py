@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from infra.datasets import PromptRow
+from infra.engines.base import Generation, TokenExperts
 from infra.workers.sampling import ScoredResponse
 from rl_core.columns.jagged import jagged, token_dtype
 from rl_core.rewards import RewardOutcome
@@ -32,7 +33,8 @@ def to_columns(
 ) -> pa.RecordBatch:
     """Flatten `samples` into one record batch of all rollout columns, N rows in order.
 
-    It has a `reward_<part>` column for each of `reward_parts`, null for samples without that part.
+    It has a `reward_<part>` column for each of `reward_parts`, null for samples without that part. If several versions
+    sampled, it has `sampler_versions`, and `policy_version` is that of a row's last token.
     """
     dtype = token_dtype(vocab_size)
     generations = [sample.response.generation for sample in samples]
@@ -43,6 +45,7 @@ def to_columns(
             "response_ids": _tokens([generation.token_ids for generation in generations], dtype),
             "loss_mask": jagged(np.ones(response_lengths.sum(), dtype=bool), response_lengths),
             "sampler_logprobs": _tokens([generation.logprobs for generation in generations], np.dtype(np.float32)),
+            **_experts([generation.experts for generation in generations if generation.experts is not None]),
             **_rewards([sample.response.outcome for sample in samples], reward_parts),
             "prompt_text": _texts(sample.prompt.prompt_text for sample in samples),
             "response_text": _texts(sample.response.text for sample in samples),
@@ -51,13 +54,13 @@ def to_columns(
             "sample_id": _texts(sample.sample_id for sample in samples),
             "group_id": pa.array([sample.group_id for sample in samples], type=pa.int32()),
             "finish_reason": _texts(generation.finish_reason for generation in generations),
-            "policy_version": pa.array([policy_version] * len(samples), type=pa.int32()),
+            **_versions(generations, response_lengths, policy_version),
         }
     )
 
 
 def make_shard(
-    shard: int, worker: int, groups: Sequence[int], samples: Sequence[Sample], seconds: dict[str, float]
+    step: int, shard: int, worker: int, groups: Sequence[int], samples: Sequence[Sample], seconds: dict[str, float]
 ) -> RolloutShard:
     """Return the scalars of a worker's `samples`, all those of `groups`, and the text of a few of them."""
     outcomes = [sample.response.outcome for sample in samples]
@@ -72,7 +75,8 @@ def make_shard(
         prompt_lengths=tuple(len(sample.prompt.prompt_ids) for sample in samples),
         response_lengths=response_lengths,
         loss_tokens=response_lengths,
-        finish_reasons=tuple(sample.response.generation.finish_reason for sample in samples),
+        token_lag=_token_lag(step, samples),
+        truncated=[sample.response.generation.finish_reason == "length" for sample in samples],
         parts={name: tuple(outcome.parts.get(name) for outcome in outcomes) for name in _part_names(outcomes)},
         failure=first_failure(outcomes),
         samples=tuple(_sample_text(first_of_group[group]) for group in sorted(first_of_group)[:MAX_SAMPLE_TEXTS]),
@@ -88,6 +92,31 @@ def first_failure(outcomes: Sequence[RewardOutcome]) -> str | None:
 def _tokens(rows: Sequence[np.ndarray], dtype: np.dtype) -> pa.LargeListArray:
     values = np.concatenate([np.empty(0, dtype), *(row.astype(dtype) for row in rows)])
     return jagged(values, np.array([len(row) for row in rows], dtype=np.int64))
+
+
+def _versions(generations: Sequence[Generation], lengths: np.ndarray, version: int) -> dict[str, pa.Array]:
+    by_token = [generation.versions for generation in generations if generation.versions is not None]
+    if not by_token:
+        return {"policy_version": pa.array([version] * len(generations), type=pa.int32())}
+    return {
+        "policy_version": pa.array([int(versions[-1]) for versions in by_token], type=pa.int32()),
+        "sampler_versions": jagged(np.concatenate(by_token), lengths),
+    }
+
+
+def _token_lag(step: int, samples: Sequence[Sample]) -> int | None:
+    by_token = [sample.response.generation.versions for sample in samples]
+    present = [versions for versions in by_token if versions is not None]
+    return sum(int((step - versions).sum()) for versions in present) if present else None
+
+
+def _experts(rows: Sequence[TokenExperts]) -> dict[str, pa.LargeListArray]:
+    if not rows:
+        return {}
+    sides = {"prompt_experts": [row.prompt for row in rows], "response_experts": [row.response for row in rows]}
+    return {
+        name: jagged(np.concatenate(parts), np.array([len(part) for part in parts])) for name, parts in sides.items()
+    }
 
 
 def _texts(values: object) -> pa.Array:

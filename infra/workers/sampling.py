@@ -1,10 +1,11 @@
 """Sample responses and score them: rewards are computed while other responses are still being generated."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from torch.profiler import record_function
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptRow
@@ -33,7 +34,7 @@ class ResponseSampler:
     """
 
     def __init__(self, engine: RolloutEngine, scorer: RewardScorer, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._engine, self._scorer, self._tokenizer = engine, scorer, tokenizer
+        self.engine, self._scorer, self._tokenizer = engine, scorer, tokenizer
 
     def sample(
         self, prompts: Sequence[PromptRow], seeds: Sequence[tuple[int, ...]], sampling: Sampling
@@ -51,18 +52,33 @@ class ResponseSampler:
         """
         requests = [GenerationRequest(prompt.prompt_ids, own) for prompt, own in zip(prompts, seeds, strict=True)]
         prompt_of = [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
+        return self.score(prompt_of, self.engine.generate(requests, sampling))
+
+    def score(
+        self, prompts: Sequence[PromptRow], responses: Iterator[tuple[int, Generation]]
+    ) -> tuple[list[ScoredResponse], dict[str, float]]:
+        """Compute the rewards of N responses while they are generated.
+
+        Args:
+            prompts: N prompts.
+            responses: Each response with its number, in any order.
+
+        Returns:
+            As `sample`.
+        """
         generated: dict[int, tuple[Generation, str]] = {}
         started = time.perf_counter()
         with ExitStack() as reward_span, self._scorer.open_batch() as batch:
-            with span("rl.sample"):
-                for number, generation in self._engine.generate(requests, sampling):
+            with span("rl.sample"), record_function("generate"):
+                for number, generation in responses:
                     if not generated:  # rewards are computed from the first response on
                         reward_span.enter_context(span("rl.reward"))
                     text = str(self._tokenizer.decode(generation.token_ids, skip_special_tokens=True))
-                    prompt = prompt_of[number]
+                    prompt = prompts[number]
                     batch.add(number, RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info))
                     generated[number] = generation, text
             all_generated = time.perf_counter()
-            outcomes = batch.finish()
+            with record_function("reward"):
+                outcomes = batch.finish()
         seconds = {"generate": all_generated - started, "reward": time.perf_counter() - all_generated}
-        return [ScoredResponse(*generated[number], outcomes[number]) for number in range(len(prompt_of))], seconds
+        return [ScoredResponse(*generated[number], outcomes[number]) for number in range(len(prompts))], seconds

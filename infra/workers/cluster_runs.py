@@ -1,0 +1,85 @@
+"""The runs that have processes in the Ray cluster, whoever started them: listed, and ended."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+import ray
+
+from infra.ray.actors import NAMESPACE, find_actor, find_actors, kill_actors
+from infra.stores.shared_open import find_shared_store, index_name
+from infra.workers.placement import release
+from schemas.errors import StoreError, WorkerLostError
+from schemas.placement import ActorInfo, ClusterRun
+
+_ANSWER_SECONDS = 5.0  # for all processes together; those that are starting, or hang, don't answer
+_DRIVERLESS_SECONDS = 30.0  # without a ping; a driver pings every ten seconds
+
+
+def cluster_runs() -> list[ClusterRun]:
+    """Return the runs of this cluster, the oldest first."""
+    actors = find_actors(name for names in _actor_names().values() for name in names)
+    refs = {name: actor.describe.remote() for name, actor in actors.items()}
+    answered, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_ANSWER_SECONDS) if refs else ([], [])
+    infos = {name: _answer(ref) for name, ref in refs.items() if ref in answered}
+    runs = [
+        _summarize(run_id, len(names), [info for name in names if (info := infos.get(name)) is not None])
+        for run_id, names in _actor_names().items()
+    ]
+    return sorted(runs, key=lambda run: -(run.age_seconds or 0))
+
+
+def end_run(run_id: str) -> int:
+    """Kill what a run has in this cluster: workers, store, reserved GPUs; return the number of processes."""
+    names = _actor_names().get(run_id, [])
+    with suppress(WorkerLostError, StoreError):  # it has none, or its node is gone
+        find_shared_store(run_id).close()
+    kill_actors(names)
+    release(run_id)
+    return len(names)
+
+
+def _actor_names() -> dict[str, list[str]]:
+    """Return the names of the runs' actors, by run."""
+    found: dict[str, list[str]] = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == NAMESPACE and "/" in actor["name"]:
+            run_id = actor["name"].removeprefix("sluice/").split("/")[0]
+            found.setdefault(run_id, []).append(actor["name"])
+    return found
+
+
+def _answer(ref: "ray.ObjectRef[ActorInfo]") -> ActorInfo | None:
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayError:  # it died just now
+        return None
+
+
+def _summarize(run_id: str, num_processes: int, infos: list[ActorInfo]) -> ClusterRun:
+    if not infos:
+        return ClusterRun(run_id=run_id, state="starting", num_processes=num_processes)
+    driverless = min(info.driverless_seconds for info in infos)
+    return ClusterRun(
+        run_id=run_id,
+        state="driven" if driverless < _DRIVERLESS_SECONDS else "no driver",
+        num_processes=num_processes,
+        nodes=_sorted(info.address for info in infos),
+        num_gpus=len({(info.address, gpu) for info in infos for gpu in info.gpus}),
+        memory_bytes=sum(info.memory_bytes for info in infos) + _store_bytes(run_id),
+        age_seconds=max(info.age_seconds for info in infos),
+        driverless_seconds=driverless,
+        owner=next((info.owner for info in infos if info.owner), ""),
+    )
+
+
+def _store_bytes(run_id: str) -> int:
+    if find_actor(index_name(run_id)) is None:
+        return 0
+    try:
+        return find_shared_store(run_id).usage().num_bytes
+    except (WorkerLostError, StoreError):
+        return 0
+
+
+def _sorted(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(values)))

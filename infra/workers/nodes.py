@@ -1,0 +1,131 @@
+"""What every node must have before a run's workers start there; checked on each of them by a task."""
+
+import os
+import sys
+import time
+from importlib.metadata import version
+
+import ray
+from ray.exceptions import RayTaskError, RuntimeEnvSetupError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from infra.ray.client import own_node
+from infra.ray.module_path import enter_working_directory
+from infra.storage.runs import RunDirectory, require_writable
+from infra.storage.versions import DISTRIBUTION
+from infra.workers.placement import living_nodes
+from schemas.base import Frozen
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError, UserError, describe
+
+MAX_CLOCK_SECONDS = 60  # by which clocks may differ: leases and events have times
+_ANSWER_SECONDS = 120  # for all nodes together; a process starts on each
+
+
+class NodeReport(Frozen):
+    """What a node has."""
+
+    version: str
+    """Sluice's."""
+
+    python: str
+    time: float
+    """Unix time."""
+
+    missing: tuple[str, ...]
+    """Of the paths that were asked for, those that it lacks."""
+
+    run: str
+    """The digest of the run's config there; empty if the run's directory is another one, or none."""
+
+    obstacle: str = ""
+    """What keeps it from reading or writing the run's directory, if that is at a URL; empty if nothing does."""
+
+
+def check_nodes(directory: RunDirectory, config: RunConfig) -> None:
+    """Check that the other nodes have the run's directory, model, data and working directory, and Sluice.
+
+    If the run's directory is at a URL, this node's workers are checked, too: they have the environment that Ray was
+    started in, with other credentials, perhaps. For a driver outside the cluster, all nodes are others.
+
+    Raises:
+        ConfigError: One lacks something; the message names the node.
+    """
+    own = own_node() if directory.is_local else None
+    nodes = {node: address for node, address in living_nodes().items() if node != own}
+    paths = [path for path in (os.getcwd(), *_inputs(config)) if os.path.exists(path)]
+    task = ray.remote(num_cpus=0, max_retries=0)(report_node)
+    try:
+        refs = {
+            node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                directory.url, paths
+            )
+            for node in nodes
+        }
+    except ImportError as error:  # of Ray Client's process on the head, through which all calls go
+        raise ConfigError(f"the head of the Ray cluster can't import Sluice ({error}); install it there") from None
+    done = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_ANSWER_SECONDS)[0] if refs else []
+    here = report_node(directory.url, [])
+    for node, ref in refs.items():
+        place = f"node {nodes[node]} ({node[:8]})"
+        if ref not in done:
+            raise ConfigError(f"{place} has not started a process within {_ANSWER_SECONDS} s; remove it")
+        try:
+            found = ray.get(ref)
+        except (RayTaskError, RuntimeEnvSetupError) as error:
+            cause = getattr(error, "cause", error)
+            raise ConfigError(f"{place} can't run Sluice: {describe(cause)}; install it there") from None
+        except ray.exceptions.RayError:  # the node is gone by now
+            continue
+        if problem := find_problem(here, found, directory):
+            raise ConfigError(f"{place} {problem}")
+
+
+def report_node(directory: str, paths: list[str]) -> NodeReport:
+    """Return what this node has."""
+    enter_working_directory()
+    run, obstacle = RunDirectory(directory), ""
+    try:
+        require_writable(run.url)
+        digest = run.config().digest if run.exists else ""
+    except UserError as error:
+        digest, obstacle = "", str(error)
+    return NodeReport(
+        version=version(DISTRIBUTION),
+        python=".".join(map(str, sys.version_info[:2])),
+        time=time.time(),
+        missing=tuple(path for path in paths if not os.path.exists(path)),
+        run=digest,
+        obstacle=obstacle,
+    )
+
+
+def find_problem(here: NodeReport, there: NodeReport, directory: RunDirectory) -> str:
+    """Return what keeps a run from using a node; empty if nothing does."""
+    if (here.version, here.python) != (there.version, there.python):
+        return (
+            f"has Sluice {there.version} on Python {there.python}, the driver has {here.version} on {here.python}; "
+            "install the same there"
+        )
+    if there.obstacle:
+        return (
+            f"can't use the run directory: {there.obstacle}; set them where its Ray is started, or install there what "
+            "is missing"
+        )
+    if there.run != here.run:
+        return (
+            f"doesn't see the run directory {directory.url}; set runtime.runs_dir to a folder that the driver and all "
+            "nodes share, such as a network file system, or to a URL"
+        )
+    if there.missing:
+        return f"lacks {there.missing[0]}; copy it there, at the same path, or put it on a file system that is shared"
+    if abs(difference := there.time - here.time) > MAX_CLOCK_SECONDS:
+        word = "ahead of" if difference > 0 else "behind"
+        return f"has a clock {abs(difference):.0f} s {word} the driver's; synchronize them (NTP)"
+    return ""
+
+
+def _inputs(config: RunConfig) -> list[str]:
+    """Return the local paths that workers read."""
+    held_out = [config.data.eval_path] if config.data.eval_path else []
+    return [config.model.path, *(source.path for source in config.data.train_sources), *held_out]

@@ -1,0 +1,228 @@
+"""The placement of a run's workers: which node and device each computes on, decided by the driver.
+
+On GPUs, one placement group reserves all that a run needs at once, so that two runs never wait for each other's half.
+On the CPU nothing is reserved, as the roles take turns: each worker is pinned to a node.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import ray
+from ray.util import placement_group_table
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from infra.ray.client import own_node
+from infra.ray.health import run_owner
+from infra.workers.layout import (
+    bundle_numbers,
+    bundle_sizes,
+    decide_device,
+    gpus_wanted,
+    nearest_configs,
+    spread_over_cores,
+)
+from infra.workers.roles import Role, gpus_per_worker, num_workers
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError, ResourcesError
+from schemas.placement import Device, Slot
+from schemas.step import RunHandle
+
+_POLL_SECONDS = 0.5
+_PATIENCE_SECONDS = 1.0  # before a line says who holds the resources
+_LINE_SECONDS = 30.0  # between two such lines
+_next_line: dict[str, float] = {}  # when the next one is due, by run
+
+logger = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """A worker's slot, and the options of `ray.remote` that put it there."""
+
+    slot: Slot
+    options: dict[str, Any]
+
+
+def check_resources(config: RunConfig) -> Device:
+    """Return what the workers compute on; check that the cluster has enough of it, whoever holds it now.
+
+    Raises:
+        ConfigError: It has too few GPUs, in all or on one node, or fewer cores than policy ranks.
+    """
+    found = [node["Resources"] for node in _living()]
+    gpus = [int(each["GPU"]) for each in found if each.get("GPU")]
+    return decide_device(config, gpus, sum(each.get("CPU", 0) for each in found))
+
+
+async def place(run: RunHandle, role: Role, number: int) -> Place:
+    """Return the place of a worker that is about to be created; wait until its resources are free.
+
+    Raises:
+        ResourcesError: Others hold them for too long, or a node is gone and no other one came.
+    """
+    if await _wait_for_nodes(run) == "cpu":
+        return _place_on_cpu(run.config, role, number)
+    group = _find_group(run.run_id) or _create_group(run)
+    bundles = bundle_numbers(run.config)
+    nodes = await _wait_for_bundle(run, group, bundles[role, number])
+    own = nodes[bundles[role, number]]
+    sharing = sum(nodes.get(bundle) == own for (other, _), bundle in bundles.items() if other == role)
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundles[role, number])
+    shares = len([count for count in num_workers(run.config).values() if count])
+    gpus = gpus_per_worker(run.config, role)
+    num_gpus = gpus / shares if run.config.runtime.placement == "colocated" else gpus
+    slot = _slot(role, number, own, "cuda", sharing).replace(num_gpus=gpus)
+    return Place(slot, {"num_gpus": num_gpus, "scheduling_strategy": strategy})
+
+
+def living_nodes() -> dict[str, str]:
+    """Return the addresses of the nodes that live, by Ray's ids."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in _living()}
+
+
+def release(run_id: str) -> None:
+    """Free the GPUs that were reserved for a run; Ray kills workers that still use them."""
+    if (group := _find_group(run_id)) is not None:
+        ray.util.remove_placement_group(group)
+
+
+def score_together(config: RunConfig) -> bool:
+    """Return whether behavior and reference log-probs are computed at the same time.
+
+    They are if the ranks of policy and reference have devices of their own; on the same ones, they would only slow each
+    other down. With the KL in the reward, the reference's pass needs the behavior log-probs.
+    """
+    if not config.needs_reference_worker or config.kl.in_reward:
+        return False
+    if check_resources(config) == "cuda":
+        return config.runtime.placement == "separate"
+    nodes = _nodes_on_cpu(config)
+    policy, reference = ({nodes[worker] for worker in nodes if worker[0] == role} for role in ("policy", "reference"))
+    return not policy & reference
+
+
+def _place_on_cpu(config: RunConfig, role: Role, number: int) -> Place:
+    nodes = _nodes_on_cpu(config)
+    node = nodes[role, number]
+    sharing = sum(nodes[worker] == node for worker in nodes if worker[0] == role)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return Place(_slot(role, number, node, "cpu", sharing), {"scheduling_strategy": strategy})
+
+
+def _nodes_on_cpu(config: RunConfig) -> dict[tuple[Role, int], str]:
+    """Return the node of each worker if all were created now; this process's node, if it is on one, is the first."""
+    own = own_node()
+    cores = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in _living()}
+    nodes = sorted((node for node in cores if cores[node]), key=lambda node: (node != own, node))
+    spread = spread_over_cores(config, [cores[node] for node in nodes])
+    return {worker: nodes[index] for worker, index in spread.items()}
+
+
+def _slot(role: Role, number: int, node: str, device: Device, sharing: int) -> Slot:
+    address = living_nodes()[node]
+    worker = f"{role}-{number}"
+    return Slot(worker=worker, node=node, address=address, device=device, sharing=sharing, owner=run_owner())
+
+
+def _group_name(run_id: str) -> str:
+    return f"sluice/{run_id}/gpus"
+
+
+def _find_group(run_id: str) -> PlacementGroup | None:
+    try:
+        return ray.util.get_placement_group(_group_name(run_id))
+    except ValueError:
+        return None
+
+
+def _create_group(run: RunHandle) -> PlacementGroup:
+    bundles = [{"GPU": float(size)} for size in bundle_sizes(run.config)]
+    return ray.util.placement_group(bundles, strategy="PACK", name=_group_name(run.run_id), lifetime="detached")
+
+
+async def _wait_for_nodes(run: RunHandle) -> Device:
+    """Wait until the cluster has enough nodes: some may be gone since the run began; see `check_resources`.
+
+    Raises:
+        ResourcesError: It has too few for too long.
+    """
+    limit = run.config.runtime.resource_timeout_seconds
+    started = time.monotonic()
+    while True:
+        try:
+            return check_resources(run.config)
+        except ConfigError as error:
+            if (waited := time.monotonic() - started) > limit:
+                raise ResourcesError(f"{error}; none came in runtime.resource_timeout_seconds = {limit:g}") from error
+            _tell(run, waited, f"nodes: {error}")
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _wait_for_bundle(run: RunHandle, group: PlacementGroup, bundle: int) -> dict[int, str]:
+    """Wait until a bundle has a living node; return the nodes of all bundles that have one.
+
+    Raises:
+        ResourcesError: It has none for too long.
+    """
+    limit = run.config.runtime.resource_timeout_seconds
+    started = time.monotonic()
+    while True:
+        table, living = placement_group_table(group), living_nodes()
+        nodes = {index: node for index, node in table["bundles_to_node_id"].items() if node in living}
+        if bundle in nodes:
+            return nodes
+        waited = time.monotonic() - started
+        if waited > limit:
+            if table["state"] == "PENDING":
+                release(run.run_id)  # others may need fewer
+            raise ResourcesError(
+                f"no GPU for run {run.run_id} within runtime.resource_timeout_seconds = {limit:g}: {_holders()}"
+                f"{_scattered(run.config)}; free some (sluice stop RUN), or add nodes"
+            )
+        _tell(run, waited, f"{gpus_wanted(run.config)} GPUs: {_holders()}")
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def _tell(run: RunHandle, waited: float, what: str) -> None:
+    """Say what the run has waited for during these seconds, unless it has just begun or was said recently."""
+    if waited > _PATIENCE_SECONDS and time.monotonic() > _next_line.get(run.run_id, 0):
+        _next_line[run.run_id] = time.monotonic() + _LINE_SECONDS
+        logger.warning("run %s waits for %s", run.run_id, what)
+
+
+def _holders() -> str:
+    """Say who holds the cluster's GPUs."""
+    total, free = (found().get("GPU", 0) for found in (ray.cluster_resources, ray.available_resources))
+    held = Counter[str]()
+    for table in placement_group_table().values():
+        if table["state"] in ("CREATED", "RESCHEDULING"):
+            held[table["name"]] += sum(bundle.get("GPU", 0) for bundle in table["bundles"].values())
+    runs = {name.split("/")[1]: count for name, count in held.items() if name.startswith("sluice/") and count}
+    parts = [f"run {name} holds {count:g}" for name, count in runs.items()]
+    if (others := total - free - sum(runs.values())) > 0:
+        parts.append(f"others hold {others:g}")
+    return f"the Ray cluster has {total:g} GPUs, {free:g} free" + "".join(f", {part}" for part in parts)
+
+
+def _living() -> list[dict[str, Any]]:
+    """Return what Ray tells of the nodes that live."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _scattered(config: RunConfig) -> str:
+    """If an engine takes several GPUs of one node, say how many each has that no run has reserved, and what fits."""
+    if (each := config.rollout.gpus_per_worker) == 1:
+        return ""
+    free = Counter({node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in _living()})
+    for table in placement_group_table().values():
+        if table["state"] in ("CREATED", "RESCHEDULING"):
+            for index, node in table["bundles_to_node_id"].items():
+                free[node] -= int(table["bundles"][index].get("GPU", 0))
+    counts = [count for count in free.values() if count > 0]
+    return (
+        f"; an engine takes {each} of one node, but the nodes have {', '.join(map(str, counts)) or 0} that are not "
+        f"reserved, where this fits: {' or '.join(nearest_configs(config, counts))}"
+    )

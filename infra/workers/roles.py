@@ -1,0 +1,31 @@
+"""The roles of a run's workers, and how many there are of each."""
+
+from typing import Literal
+
+from schemas.config.run import RunConfig
+
+Role = Literal["policy", "reference", "rollout"]
+
+
+def worker_name(run_id: str, role: Role, number: int = 0) -> str:
+    """Return the name under which every process of the cluster finds a run's worker."""
+    return f"{run_id}/{role}-{number}"
+
+
+def num_workers(config: RunConfig) -> dict[Role, int]:
+    """Return how many workers of each role a run has."""
+    return {
+        "policy": config.runtime.num_policy_ranks,
+        "reference": config.runtime.num_reference_ranks if config.needs_reference_worker else 0,
+        "rollout": config.rollout.num_workers,
+    }
+
+
+def gpus_per_worker(config: RunConfig, role: Role) -> int:
+    """Return how many GPUs of one node a worker of a role takes: several for an engine with tensor parallelism."""
+    return config.rollout.gpus_per_worker if role == "rollout" else 1
+
+
+def worker_numbers(config: RunConfig) -> list[tuple[Role, int]]:
+    """Return the role and number of each of a run's workers."""
+    return [(role, number) for role, count in num_workers(config).items() for number in range(count)]

@@ -1,0 +1,124 @@
+"""Turns on shared GPUs: before a phase, the workers that don't compute in it give up memory, then others take it.
+
+rollout: optimizer, gradients and the reference's weights move out, engines allocate weights, the policy's are published
+to them and move out as well, and engines allocate their caches. scoring: engines give up all, the weights of policy and
+reference move in. update: the reference's move out, the optimizer moves in.
+
+Every turn can be repeated, from any state: a worker that was started again holds all of its parts, one that was moved
+before moves nothing, and a policy or reference that is called moves in what the call needs.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from infra.ray.actors import call
+from infra.workers.launch import find_group, rollout_pool
+from infra.workers.roles import Role
+from schemas.errors import WorkerLostError
+from schemas.memory import EngineTag, MemoryChange, Part, PhaseMemory
+from schemas.step import RunHandle
+from schemas.weights import WeightsTransfer
+
+ENGINE_TAGS: tuple[EngineTag, ...] = ("weights", "cache")
+OF_UPDATES: tuple[Part, ...] = ("optimizer", "gradients")
+
+Method = Literal["sleep", "wake"]
+GetWorkers = Callable[[], Awaitable[Sequence[Any]]]
+Sync = Callable[[Sequence[Any]], Awaitable[WeightsTransfer | None]]
+
+
+class Synced(NamedTuple):
+    """What a sync transferred, None if all engines held the version; and what moved if workers take turns."""
+
+    transfer: WeightsTransfer | None
+    memory: PhaseMemory | None = None
+
+
+class Turn:
+    """One turn of a run's workers: moves them, and adds up what they report."""
+
+    def __init__(self, run: RunHandle) -> None:
+        self._run, self._seconds = run, 0.0
+        self._changes: list[tuple[Role, int, MemoryChange]] = []
+
+    async def move(self, role: Role, method: Method, *parts: Part) -> None:
+        """Have all ranks of the policy or the reference `sleep` or `wake`; do nothing if one is missing."""
+        if (group := find_group(self._run, role)) is not None and group.ranks:
+            started = time.perf_counter()
+            changes = await group.call(method, parts)
+            self._changes += ((role, rank, change) for rank, change in enumerate(changes))
+            self._seconds += time.perf_counter() - started
+
+    async def move_engines(self, workers: Sequence[Any], method: Method, *tags: EngineTag) -> None:
+        """Have rollout workers `sleep` or `wake`.
+
+        Raises:
+            WorkerLostError: One died, or its engine failed.
+        """
+        started = time.perf_counter()
+        changes = await asyncio.gather(*(call(worker, method, tags) for worker in workers))
+        self._changes += (("rollout", number, change) for number, change in enumerate(changes))
+        self._seconds += time.perf_counter() - started
+
+    async def sleep_engines(self) -> None:
+        """Have all engines sleep that there are; one that is lost holds nothing, and is created again when needed."""
+        found = list(rollout_pool(self._run).find().values())
+        outcomes = await asyncio.gather(*map(self._sleep_engine, found))
+        self._changes += (("rollout", number, change) for number, change in enumerate(outcomes) if change is not None)
+
+    async def _sleep_engine(self, worker: Any) -> MemoryChange | None:
+        started = time.perf_counter()
+        try:
+            change: MemoryChange = await call(worker, "sleep", ENGINE_TAGS)
+        except WorkerLostError:
+            return None
+        self._seconds = max(self._seconds, time.perf_counter() - started)
+        return change
+
+    def memory(self) -> PhaseMemory:
+        """Return what moved so far, and what the workers then held."""
+        return PhaseMemory.of(self._changes, self._seconds)
+
+
+async def enter_rollout(run: RunHandle, get_workers: GetWorkers, sync: Sync) -> Synced:
+    """Wake engines, publish to those that lack the version, and leave the memory to them.
+
+    Args:
+        run: The run.
+        get_workers: Returns the rollout workers, which it may create.
+        sync: Publishes to them; the policy moves its weights in if it is to send them.
+
+    Raises:
+        WorkerLostError: An engine, or the policy, died.
+    """
+    turn, is_missing = Turn(run), len(rollout_pool(run).find()) < run.config.rollout.num_workers
+    await turn.move("reference", "sleep", "weights")
+    await turn.move("policy", "sleep", *OF_UPDATES)
+    if is_missing:  # an engine that starts needs all of its memory
+        await turn.move("policy", "sleep", "weights")
+    workers = await get_workers()
+    await turn.move_engines(workers, "wake", "weights")
+    transfer = await sync(workers)
+    await turn.move("policy", "sleep", "weights")
+    await turn.move_engines(workers, "wake", "cache")
+    return Synced(transfer, turn.memory())
+
+
+async def enter_scoring(run: RunHandle) -> PhaseMemory:
+    """Have the engines sleep, and move the weights of policy and reference in."""
+    turn = Turn(run)
+    await turn.sleep_engines()
+    await turn.move("policy", "wake", "weights")
+    await turn.move("reference", "wake", "weights")
+    return turn.memory()
+
+
+async def enter_update(run: RunHandle) -> PhaseMemory:
+    """Have the engines sleep, move the reference out, and all of the policy in: for updates and checkpoints."""
+    turn = Turn(run)
+    await turn.sleep_engines()
+    await turn.move("reference", "sleep", "weights")
+    await turn.move("policy", "wake", "weights", "optimizer")
+    return turn.memory()
