@@ -99,6 +99,37 @@ class CheckpointFiles:
                 raise CheckpointError(f"{file} is damaged: its checksum is {checksum}, expected {entry.checksum}")
         return manifest
 
+    def read_file(self, version: int, name: str, entry: FileEntry) -> bytes:
+        """Return the content of one file of a checkpoint.
+
+        Raises:
+            CheckpointError: It is missing, or not what the manifest says.
+        """
+        data = self._folder.read(f"{step_name(version)}/{name}")
+        if data is None or file_entry(data) != entry:
+            raise CheckpointError(f"{self.path(version)}/{name} is missing or damaged")
+        return data
+
+    def copy_from(self, source: "CheckpointFiles") -> list[int]:
+        """Copy all complete checkpoints from another place, where they stay; return their versions.
+
+        Damaged ones are skipped, with a warning. Others that are here are removed; if the other place has none, they
+        stay.
+
+        Raises:
+            CheckpointError: A place can't be read, or written.
+        """
+        try:
+            copied = [version for version in source.complete_versions() if self._copy(source, version)]
+            for version in self._versions() if copied else ():
+                if version not in copied:
+                    self._remove(version)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoints in {source} can't be copied to {self}: {error}; check both places, and resume again"
+            ) from error
+        return copied
+
     @contextmanager
     def assets(self, version: int) -> Iterator[Path]:
         """Hold a temporary local folder with a copy of the checkpoint's config and tokenizer files.
@@ -113,12 +144,9 @@ class CheckpointFiles:
             raise CheckpointError(f"{self.path(version)} was written without config and tokenizer files")
         with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
             for name, entry in entries.items():
-                data = self._folder.read(f"{step_name(version)}/{name}")
-                if data is None or file_entry(data) != entry:
-                    raise CheckpointError(f"{self.path(version)}/{name} is missing or damaged")
                 target = Path(folder, name)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(data)
+                target.write_bytes(self.read_file(version, name, entry))
             yield Path(folder, ASSETS)
 
     def _write_assets(self, version: int, write: Callable[[Path], None] | None) -> dict[str, FileEntry]:
@@ -160,6 +188,19 @@ class CheckpointFiles:
         except FileNotFoundError:
             return []
         return sorted(int(match.group(1)) for name in names if (match := re.fullmatch(r"step-(\d+)", name)))
+
+    def _copy(self, source: "CheckpointFiles", version: int) -> bool:
+        """Copy one checkpoint, its manifest last; return whether it was undamaged."""
+        name = step_name(version)
+        try:
+            manifest = source.read_manifest(version)
+            for file, entry in manifest.files.items():
+                self._folder.write(f"{name}/{file}", source.read_file(version, file, entry))
+        except CheckpointError as error:
+            logger.warning("skipped a checkpoint: %s", error)
+            return False
+        self._commit(manifest)
+        return True
 
     def _check_sizes(self, version: int, files: Mapping[str, FileEntry]) -> None:
         sizes = self._folder.sizes(step_name(version))

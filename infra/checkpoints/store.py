@@ -19,6 +19,7 @@ from infra.checkpoints.files import CheckpointFiles, step_name
 from infra.checkpoints.manifest import FileEntry, Manifest
 from infra.checkpoints.reading import ShardReader
 from infra.checkpoints.writing import ShardWriter, StagedPlanner
+from infra.storage import places
 from infra.storage.runs import RunDirectory
 from rl_core.training.sharding import local_tensor
 from schemas.config.checkpoint import CheckpointConfig
@@ -211,7 +212,7 @@ class CheckpointStore(CheckpointFiles):
 
 def open_checkpoints(directory: RunDirectory, config: CheckpointConfig) -> CheckpointStore:
     """Return a run's checkpoints: under its run id at `checkpoint.url` if set, else in its directory."""
-    return CheckpointStore(f"{config.url.rstrip('/')}/{directory.run_id}" if config.url else str(directory.checkpoints))
+    return CheckpointStore(places.join(config.url, directory.run_id) if config.url else directory.checkpoints)
 
 
 def _check_tensors(path: str, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +11,13 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from infra.datasets.contents import ControlTokens, Messages
 from infra.datasets.files import REQUIRED_COLUMNS, read_rows
 from infra.datasets.prompts import PromptDataset, PromptRow
 from schemas.config.data import DataConfig
 from schemas.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,17 @@ def load_prompts(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBa
 
     Args:
         path: A path that `infra.datasets.files.read_rows` accepts: Parquet, JSONL, or a folder of `save_to_disk`.
-        config: The most tokens of a prompt, and what happens to longer ones.
+        config: The most tokens of a prompt, what happens to longer ones, and the variables of the chat template.
         tokenizer: The tokenizer whose chat template formats the prompts.
 
     Raises:
         DataError: The file is missing or unreadable, or a row is unusable; the message names file, row (counted from 1)
-            and column.
+            and column; or the chat template has no variable of a name in `chat_template_kwargs`.
     """
     parsed = [_parse_row(f"{path}, row {number}", row) for number, row in enumerate(read_rows(path), start=1)]
     if not parsed:
         raise DataError(f"{path} has no rows; a run needs at least one prompt")
-    token_ids = _tokenize(path, [row.messages for row in parsed], tokenizer)
+    token_ids = _tokenize(path, [row.messages for row in parsed], tokenizer, config.chat_template_kwargs)
     limit = config.max_prompt_tokens
     too_long = [number for number, ids in enumerate(token_ids, start=1) if len(ids) > limit]
     if too_long and config.overlong == "error":
@@ -121,17 +122,37 @@ def _parse_messages(place: str, prompt: Any) -> Messages:
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
 
-def _tokenize(path: str, prompts: list[Messages], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _tokenize(
+    path: str, prompts: list[Messages], tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]
+) -> list[list[int]]:
     """Return the token ids of each prompt under the chat template; tokenizes all prompts in one call."""
+    template = tokenizer.get_chat_template()
+    if unused := [name for name in variables if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        raise DataError(
+            f"data.chat_template_kwargs: the model's chat template has no variable {', '.join(unused)}; remove it, or "
+            "check its name in the tokenizer's chat_template.jinja"
+        )
+
+    def render(messages: Messages) -> str:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
+
     texts: list[str] = []
     for number, messages in enumerate(prompts, start=1):
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            texts.append(str(text))
+            texts.append(render(messages))
         except TemplateError as error:
             raise DataError(f"{path}, row {number}: the model's chat template rejects the prompt: {error}") from error
     token_ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    for number, ids in enumerate(token_ids, start=1):
+    control = ControlTokens(tokenizer)
+    for number, (messages, ids) in enumerate(zip(prompts, token_ids, strict=True), start=1):
         if not ids:
             raise DataError(f"{path}, row {number}: the prompt has no tokens under the model's chat template")
+        if name := control.find(messages):
+            try:
+                token_ids[number - 1] = control.encode(messages, render)
+            except ValueError as error:
+                raise DataError(
+                    f"{path}, row {number}: the prompt contains {name!r}, the name of a control token, which can't be "
+                    f"encoded as text: {error}; remove it"
+                ) from None
     return token_ids

@@ -1,13 +1,15 @@
 """Load models and tokenizers from Hugging Face folders, and check them before anything starts."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,9 +21,11 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from infra.models.lora import add_adapter
+from infra.models.weights import load_weights
+from rl_core.scoring import RouterReplay
 from schemas.config.model import ModelConfig
 from schemas.errors import ModelError, WeightsError
-from schemas.weights import Adapter
+from schemas.weights import Adapter, TensorSpec
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -67,44 +71,64 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     Raises:
         ModelError: The folder, its config or weights are missing or unreadable, or don't cover the model.
     """
+    model = empty_model(config)
+    load_weights(model, config.path, torch.device("cpu"))
+    return model
+
+
+def empty_model(config: ModelConfig) -> PreTrainedModel:
+    """Build the model that `load_model` loads, with parameters on the meta device; `load_weights` fills it.
+
+    Its buffers, which are computed and not loaded, exist on the CPU.
+
+    Raises:
+        ModelError: The folder or its config is missing or unreadable, or the weights are quantized.
+    """
     disable_progress_bar()  # its bars would interrupt our own progress lines
     _check_folder(config.path, ("config.json",), "save the model there with `model.save_pretrained(folder)`")
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(config.path, dtype=torch.float32, output_loading_info=True)
-    except Exception as error:  # safetensors, json and transformers raise unrelated types for bad files
+        with _parameters_on_meta():
+            model = build_model(Path(config.path))
+    except Exception as error:  # json and transformers raise unrelated types for bad configs
         raise ModelError(f"model.path {config.path}: the model can't be loaded: {_one_line(error)}") from error
-    model: PreTrainedModel = loaded[0]
-    missing_keys = sorted(loaded[1]["missing_keys"])
-    if missing_keys:
-        raise ModelError(
-            f"model.path {config.path}: {len(missing_keys)} of the model's weights are not in the folder and "
-            f"would be random, e.g. {missing_keys[0]}; does its config.json belong to another model?"
-        )
-    _remove_dropout(model)
-    return model.eval()
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ModelError(f"model.path {config.path}: its weights are quantized and can't be trained; use the original")
+    return model
 
 
-def load_policy(config: ModelConfig, seed: int = 0) -> PreTrainedModel:
-    """Load the model to train: starting weights in float32 on the CPU, adapters and checkpointing as configured.
-
-    Args:
-        config: The model.
-        seed: The seed of the adapters' initial weights.
+def empty_policy(config: ModelConfig) -> PreTrainedModel:
+    """Build the model to train, adapters included, with parameters on the meta device; `load_weights` fills it.
 
     Returns:
         The model; in train mode if it uses gradient checkpointing, which computes the same function.
 
     Raises:
-        ModelError: See `load_model`.
+        ModelError: See `empty_model`.
         ConfigError: See `infra.models.lora.add_adapter`.
     """
-    model = load_model(config)
+    model = empty_model(config)
     if config.lora is not None:
-        add_adapter(model, config.lora, seed)
+        add_adapter(model, config.lora)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move every parameter to the meta device as soon as a module has it, before it has values."""
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # it may return a parameter
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def build_model(folder: Path) -> PreTrainedModel:
@@ -117,6 +141,15 @@ def build_model(folder: Path) -> PreTrainedModel:
     model.generation_config = _generation_config(str(folder)) or model.generation_config
     _remove_dropout(model)
     return model.eval()
+
+
+def experts_dtype(config: ModelConfig) -> str:
+    """Return the dtype of columns of the experts of a model's tokens, without memory for its weights.
+
+    Raises:
+        ModelError: The model's experts can't be recorded and replayed, or it has none.
+    """
+    return RouterReplay(build_meta_model(config)).column_dtype
 
 
 def build_meta_model(config: ModelConfig) -> PreTrainedModel:
@@ -132,22 +165,25 @@ def build_meta_model(config: ModelConfig) -> PreTrainedModel:
         raise ModelError(f"model.path {config.path}: not a causal language model: {_one_line(error)}") from error
 
 
-def check_weights(model: PreTrainedModel, state: Mapping[str, torch.Tensor], version: int) -> None:
-    """Check that `state` is a complete set of the model's weights; for tied weights, one name is enough.
+def check_weights(
+    model: PreTrainedModel, specs: Sequence[TensorSpec], version: int, *, is_complete: bool = True
+) -> None:
+    """Check that tensors are a complete set of the model's weights; for tied weights, one name is enough.
 
     Args:
         model: The model, on any device, including `meta`.
-        state: Tensors by state-dict name.
-        version: The policy version of `state`.
+        specs: The tensors, by state-dict name.
+        version: Their policy version.
+        is_complete: Whether all weights must be among them.
 
     Raises:
         WeightsError: A name or shape is not the model's, or a weight is missing.
     """
     own = model.state_dict(keep_vars=True)
-    given = {id(own[name]) for name in state if name in own}
-    unknown = [name for name in state if name not in own]
-    missing = [name for name, weight in model.named_parameters() if id(weight) not in given]
-    misshapen = [name for name in state if name in own and own[name].shape != state[name].shape]
+    given = {id(own[spec.name]) for spec in specs if spec.name in own}
+    unknown = [spec.name for spec in specs if spec.name not in own]
+    missing = [name for name, weight in model.named_parameters() if is_complete and id(weight) not in given]
+    misshapen = [spec.name for spec in specs if spec.name in own and own[spec.name].shape != spec.shape]
     if unknown or missing or misshapen:
         raise WeightsError(
             f"weights of version {version} don't fit the model: unknown {unknown[:3]}, missing "

@@ -5,6 +5,7 @@ model. An adapted layer computes W x + (alpha / rank) B A x; its own weight is t
 the adapter's weights `<layer>.lora_A.default.weight` and `<layer>.lora_B.default.weight`.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ _ADAPTER = "default"
 def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> None:
     """Add adapters to a model in place; from then on only they train.
 
-    A is random (uniform, peft's Kaiming default), B is zero: the model computes what it did before.
+    A is random, B is zero: the model computes what it did before. On the meta device they have no values yet.
 
     Args:
         model: A causal language model without adapters.
@@ -39,9 +40,42 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> No
     adapter = peft.LoraConfig(
         r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=names, bias="none"
     )
+    on_meta = all(parameter.is_meta for parameter in model.parameters())
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        peft.inject_adapter_in_model(adapter, model, adapter_name=_ADAPTER)
+        peft.inject_adapter_in_model(adapter, model, adapter_name=_ADAPTER, low_cpu_mem_usage=on_meta)
+    if not on_meta:
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, value in new_adapter_weights(model, seed):
+                parameters[name].copy_(value)
+
+
+def new_adapter_weights(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and initial values of the adapters' weights, whole, float32, on the CPU.
+
+    Every rank of a sharded model draws all of them, so that they don't depend on the number of ranks.
+
+    Args:
+        model: The model with adapters, on any device, including `meta`.
+        seed: The seed of the values.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            value = torch.zeros(parameter.shape)
+            if ".lora_A." in name:  # peft's default
+                nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+            yield name, value
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter's name is that of an adapter's weight."""
+    return ".lora_" in name
+
+
+def without_adapter(name: str) -> str:
+    """Return the name that a parameter of an adapted model has in the base model."""
+    return name.replace(".base_layer.", ".")
 
 
 def require_peft() -> None:
@@ -64,6 +98,13 @@ def has_adapter(model: nn.Module) -> bool:
 def trainable_names(model: nn.Module) -> list[str]:
     """Return the names of the parameters that train."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def changing_names(model: nn.Module) -> list[str]:
+    """Return the names of those of `merged_weights` that training changes: the others are the same in all versions."""
+    adapted = {f"{name}.weight" for name in _layers(model)}
+    trained = {without_adapter(name) for name in trainable_names(model) if not is_adapter(name)}
+    return sorted(adapted | trained)
 
 
 @contextmanager
@@ -97,7 +138,7 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
             if rest == "weight":
                 value = (value + layer.get_delta_weight(_ADAPTER)).to(parameter.dtype)
             weights[f"{layer_name}.{rest}"] = value
-        elif ".lora_" not in name:
+        elif not is_adapter(name):
             weights[name] = parameter.detach()
     return weights
 

@@ -17,6 +17,7 @@ from infra.monitors.tensorboard import TensorBoardSink
 from infra.monitors.trackio import TrackioSink
 from infra.monitors.wandb import WandbSink, require_login
 from infra.storage.metrics_file import MetricsFile
+from infra.storage.places import is_url
 from infra.storage.runs import RunDirectory
 from rl_core.registry import Registry, entry
 from schemas.config.kinds import kind_of
@@ -101,10 +102,10 @@ def open_monitors(directory: RunDirectory, config: RunConfig, log: Log) -> Itera
 
 
 def require_monitors(config: RunConfig) -> None:
-    """Check that the packages of the config's monitors are installed, and that Weights & Biases has an API key.
+    """Check that the config's monitors have what they need: a package, a local folder, an API key.
 
     Raises:
-        ConfigError: A package or the key is missing.
+        ConfigError: One of these is missing.
     """
     for number, monitor in enumerate(config.monitors):
         if monitor.package is not None and find_spec(monitor.package) is None:
@@ -112,6 +113,12 @@ def require_monitors(config: RunConfig) -> None:
             raise ConfigError(
                 f"monitors.{number}.kind = {kind!r}, but {monitor.package} is not installed; "
                 f"pip install 'sluice-rl[{kind}]'"
+            )
+        needs_folder = is_url(config.runtime.runs_dir)
+        if needs_folder and isinstance(monitor, TensorBoardMonitor | WandbMonitor) and not monitor.folder:
+            raise ConfigError(
+                f"monitors.{number} writes local files, but the run directory is in {config.runtime.runs_dir}; set "
+                f"monitors.{number}.folder to a local one"
             )
         if isinstance(monitor, WandbMonitor):
             require_login(monitor)
@@ -122,12 +129,14 @@ def _open_jsonl(monitor: JsonlMonitor, directory: RunDirectory, config: RunConfi
 
 
 def _open_tensorboard(monitor: TensorBoardMonitor, directory: RunDirectory, config: RunConfig) -> Sink:
-    own = directory.path / "tensorboard"
-    return TensorBoardSink(Path(monitor.folder) / directory.run_id if monitor.folder else own)
+    if monitor.folder:
+        return TensorBoardSink(Path(monitor.folder) / directory.run_id)
+    return TensorBoardSink(directory.path / "tensorboard")
 
 
 def _open_wandb(monitor: WandbMonitor, directory: RunDirectory, config: RunConfig) -> Sink:
-    return WandbSink(monitor, Path(monitor.folder) if monitor.folder else directory.path, directory.run_id, config)
+    folder = Path(monitor.folder) if monitor.folder else directory.path
+    return WandbSink(monitor, folder, directory.run_id, config)
 
 
 def _open_mlflow(monitor: MlflowMonitor, directory: RunDirectory, config: RunConfig) -> Sink:

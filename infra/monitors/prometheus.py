@@ -1,15 +1,19 @@
 """A run's metrics as Prometheus series, which Ray's agent on the driver's node exports."""
 
+import logging
 import threading
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from infra.monitors.rows import Row
+from infra.ray.client import is_outside
 from schemas.metric_catalog import MetricSpec, find_metric
 
 REFRESH_SECONDS = 5
 STORE_PREFIX = "store/"  # the store's own processes export these
+
+logger = logging.getLogger(__name__)
 
 
 class PrometheusSeries:
@@ -26,6 +30,8 @@ class PrometheusSeries:
         self._run_id = run_id
         self._values: dict[str, float] = {}  # by metric; replaced, never changed, as two threads read it
         self._is_closed = threading.Event()
+        if is_outside():
+            logger.info("a driver outside the Ray cluster exports no Prometheus series; the column store does")
         threading.Thread(target=self._refresh, name="prometheus", daemon=True).start()
 
     def show(self, row: Row) -> None:

@@ -35,9 +35,10 @@ class Position(NamedTuple):
 
 
 def step_row(report: StepReport) -> Row:
-    """Return a step's metrics, time, seconds by phase, and store usage and traffic."""
+    """Return a step's metrics, telemetry, times, store usage, traffic, publish, and what shared GPUs moved."""
     values = {
         **report.metrics,
+        **report.telemetry,
         "tokens_per_second": report.tokens_per_second,
         "step/seconds": report.seconds,
         **{f"step/{phase}_seconds": seconds for phase, seconds in report.seconds_by_phase.items()},
@@ -46,6 +47,18 @@ def step_row(report: StepReport) -> Row:
         values |= {"store/peak_bytes": report.store.peak_bytes, "store/capacity_bytes": report.store.capacity_bytes}
     for stage, traffic in report.traffic_by_stage.items():
         values |= {f"store/{stage}_put_bytes": traffic.put_bytes, f"store/{stage}_read_bytes": traffic.read_bytes}
+    if sent := report.publish:
+        parts = {"write": sent.write_seconds, "read": sent.read_seconds, "load": sent.load_seconds}
+        values |= {f"publish/{part}_seconds": seconds for part, seconds in parts.items()}
+        values["publish/bytes"] = sent.num_bytes
+    for turn, memory in report.memory_by_phase.items():
+        values |= {
+            f"memory/{turn}_moved_bytes": memory.moved_bytes,
+            f"memory/{turn}_freed_bytes": memory.freed_bytes,
+            f"memory/{turn}_kept_bytes": memory.kept_bytes,
+            f"memory/{turn}_resident_bytes": sum(memory.resident_bytes.values()),
+            f"memory/{turn}_move_seconds": memory.seconds,
+        }
     return Row("step", report.step, {**values, "step": report.step})
 
 

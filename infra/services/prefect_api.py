@@ -1,5 +1,6 @@
 """Questions to a Prefect server: whether it responds, and whether it is one that this Sluice can use."""
 
+import base64
 import json
 import urllib.error
 import urllib.request
@@ -20,30 +21,42 @@ def prefect_responds(api_url: str) -> bool:
         return False
 
 
-def check_prefect_api(api_url: str) -> None:
+def check_prefect_api(api_url: str, login: str | None = None) -> None:
     """Check that a healthy Prefect server of the installed minor version responds.
 
+    Args:
+        api_url: The API's URL, which ends with `/api`.
+        login: `user:password`, Prefect's setting `PREFECT_API_AUTH_STRING`; None: without.
+
     Raises:
-        ServiceError: Nothing responds, something else than Prefect, or another version of it.
+        ServiceError: Nothing responds, something else than Prefect, another version of it, or one that refuses `login`.
     """
     try:
-        is_healthy, found = _get(f"{api_url}/health"), str(_get(f"{api_url}/admin/version"))
+        is_healthy, found = _get(f"{api_url}/health"), _get(f"{api_url}/admin/version", login)
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise ServiceError(f"no Prefect API responds at {api_url} ({reason}); {FIX}") from None
     if is_healthy is not True:
         raise ServiceError(f"what responds at {api_url} is not a Prefect API, whose URL ends with /api; {FIX}")
+    if found is None:
+        raise ServiceError(
+            f"the Prefect server at {api_url} refuses the login; set PREFECT_API_AUTH_STRING to user:password, as the "
+            "server's PREFECT_SERVER_API_AUTH_STRING"
+        )
     own = version("prefect")
-    if found.split(".")[:2] != own.split(".")[:2]:
+    if str(found).split(".")[:2] != own.split(".")[:2]:
         raise ServiceError(
             f"the Prefect server at {api_url} has version {found}, but version {own} is installed here; use the same "
             "minor version on both sides"
         )
 
 
-def _get(url: str) -> Any:
+def _get(url: str, login: str | None = None) -> Any:
+    request = urllib.request.Request(url)
+    if login is not None:
+        request.add_header("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             return json.load(response)
     except (urllib.error.HTTPError, ValueError):  # something responds, but not as expected
         return None

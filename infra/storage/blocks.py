@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from rl_core.columns.codec import value_bits
 from rl_core.columns.gather import Ints
 from rl_core.columns.jagged import is_jagged, offsets
 from schemas.errors import StoreError
@@ -125,7 +126,7 @@ class ChunkBlocks:
             bounds = np.frombuffer(array.buffers()[1], np.int32).astype(np.int64)
             starts, stops = bounds[starts], bounds[stops]
         values = array.values if is_jagged(array) else array
-        bits = 8 if pa.types.is_string(values.type) else values.type.bit_width
+        bits = 8 if pa.types.is_string(values.type) else value_bits(values.type)
         data = values.buffers()[-1]
         yield self._extent(values.buffers()[0])
         first = self._extent(data)[0]

@@ -1,11 +1,10 @@
 """`decisions.json`: what people decided when a run paused for approval, by step."""
 
 from math import prod
-from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveFloat, TypeAdapter
 
-from infra.storage.atomic import write_atomic
+from infra.storage.folder import Folder
 from schemas.base import Frozen
 
 
@@ -18,6 +17,7 @@ class Decision(Frozen):
     stops: bool = False
 
 
+_NAME = "decisions.json"
 _FORMAT = TypeAdapter(dict[int, Decision])
 
 
@@ -25,19 +25,20 @@ class DecisionsFile:
     """The decisions of one run. They are part of what it trains: a step that is run again is not asked about again.
 
     Args:
-        path: The file, which doesn't exist before the first decision.
+        folder: The run's directory, in which the file doesn't exist before the first decision.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
 
     def load(self) -> dict[int, Decision]:
         """Return the decisions by step."""
-        return _FORMAT.validate_json(self._path.read_text()) if self._path.exists() else {}
+        content = self._folder.read(_NAME)
+        return _FORMAT.validate_json(content) if content is not None else {}
 
     def add(self, decision: Decision) -> None:
         """Add the decision about a step."""
-        write_atomic(self._path, _FORMAT.dump_json({**self.load(), decision.step: decision}, indent=2).decode())
+        self._folder.write(_NAME, _FORMAT.dump_json({**self.load(), decision.step: decision}, indent=2))
 
     def lr_scale(self, step: int) -> float:
         """Return the factor on a step's learning rate: the product of what was decided after earlier steps."""

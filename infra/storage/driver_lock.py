@@ -1,39 +1,136 @@
-"""The lock that keeps a second driver from a run, and shows whether it has one."""
+"""The lock that keeps a second driver from a run, and shows whether it has one.
 
+In a local folder it is a lock of the kernel on `driver.lock`; elsewhere a lease, see `infra.storage.lease`.
+"""
+
+import asyncio
 import fcntl
+import os
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import IO
+from contextlib import contextmanager, suppress
+from typing import IO, NoReturn
 
+from infra.storage.lease import Driver, Lease, held_lease, observe_driver
 from infra.storage.runs import RunDirectory
 from schemas.errors import RunError
 
 PROBE_SECONDS = 0.2  # for which `is_driven` of other processes may hold the lock
+_POLL_SECONDS = 1.0
 
 
 @contextmanager
 def driver_lock(directory: RunDirectory) -> Iterator[None]:
-    """Hold the run's lock: one driver at a time. The kernel releases it when the process dies.
+    """Hold the run's lock: one driver at a time.
+
+    In a local folder, the kernel releases it when the process dies; elsewhere, the next driver waits for a lease.
 
     Raises:
         RunError: Another process is driving this run.
     """
-    with (directory.path / "driver.lock").open("a") as file:
-        if not _try_lock(file, fcntl.LOCK_EX):
-            time.sleep(PROBE_SECONDS)
-            if not _try_lock(file, fcntl.LOCK_EX):
-                raise RunError(f"run {directory.run_id} is being driven by another process; stop that one first")
+    with _local_lock(directory) if directory.is_local else _lease(directory):
         yield
+
+
+def holds_lock(directory: RunDirectory) -> bool:
+    """Return whether this process may still change what belongs to a run: no other driver is known to have taken over.
+
+    A process that has never driven the run may.
+    """
+    lease = _held(directory)
+    if lease is None:
+        return True
+    with suppress(OSError):  # what is known counts
+        lease.look()
+    return not lease.is_lost
+
+
+def require_lock(directory: RunDirectory) -> None:
+    """Check that this process may still write to a run that it drives.
+
+    Raises:
+        RunTakenOverError: Another driver has taken over.
+        OSError: The run directory can't be reached.
+    """
+    if (lease := _held(directory)) is not None:
+        lease.look()
+        lease.require()
+
+
+async def watch_lock(directory: RunDirectory) -> NoReturn:
+    """Wait until another driver has taken over the run that this process drives: for ever, in a local folder.
+
+    Raises:
+        RunTakenOverError: One has.
+    """
+    lease = _held(directory)
+    while True:
+        if lease is not None:
+            lease.require()
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def find_driver(directory: RunDirectory) -> Driver | None:
+    """Return the process that drives the run; None if there is none.
+
+    Raises:
+        RunError: It takes or releases the run just now.
+    """
+    if not directory.is_local:
+        return observe_driver(directory.folder)
+    if not is_driven(directory):
+        return None
+    pid, _, host = (directory.path / "driver.lock").read_text().partition(" ")
+    if not host:
+        raise RunError(f"run {directory.run_id} is being started or ended by another process; try again in a moment")
+    return Driver(int(pid), host)
 
 
 def is_driven(directory: RunDirectory) -> bool:
     """Return whether a process is driving the run; it may have ended when this returns."""
+    if not directory.is_local:
+        return observe_driver(directory.folder) is not None
     try:
         with (directory.path / "driver.lock").open("r") as file:
             return not _try_lock(file, fcntl.LOCK_SH)  # shared: several processes may look at the same time
     except FileNotFoundError:
         return False
+
+
+@contextmanager
+def _local_lock(directory: RunDirectory) -> Iterator[None]:
+    with (directory.path / "driver.lock").open("a") as file:
+        if not _try_lock(file, fcntl.LOCK_EX):
+            time.sleep(PROBE_SECONDS)
+            if not _try_lock(file, fcntl.LOCK_EX):
+                driver = find_driver(directory) or "another process"
+                raise RunError(f"run {directory.run_id} is being driven by {driver}; {_advice(directory)}")
+        file.truncate(0)
+        file.write(f"{os.getpid()} {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+@contextmanager
+def _lease(directory: RunDirectory) -> Iterator[None]:
+    lease = Lease(directory.folder, directory.run_id)
+    try:
+        lease.acquire()
+    except RunError as error:
+        raise RunError(f"{error}; {_advice(directory)}") from None
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+def _held(directory: RunDirectory) -> Lease | None:
+    return None if directory.is_local else held_lease(directory.folder)
+
+
+def _advice(directory: RunDirectory) -> str:
+    return f"stop it first: sluice stop {directory.argument}"
 
 
 def _try_lock(file: IO[str], operation: int) -> bool:

@@ -2,26 +2,30 @@
 
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from infra.storage.lines import Lines
 from infra.storage.runs import RunDirectory
+from schemas.errors import RunTakenOverError
 
 NAME = "driver.log"
+FLUSH_SECONDS = 5.0  # between two writes to a remote file system: what a killed driver may lose
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def driver_log(directory: RunDirectory) -> Iterator[None]:
-    """Append this process's log to the run's `driver.log` during the block, and name the file in an error's notes."""
-    handler = _LogFile(directory.path / NAME)
+    """Append this process's log to the run's log during the block, and name the log in an error's notes."""
+    handler = _open(directory)
     logging.getLogger().addHandler(handler)
     try:
         yield
     except Exception as error:
-        handler.write_error(error)
+        _write_error(handler, error)
         raise
     finally:
         logging.getLogger().removeHandler(handler)
@@ -29,26 +33,24 @@ def driver_log(directory: RunDirectory) -> Iterator[None]:
 
 
 def log_error(directory: RunDirectory, error: Exception) -> None:
-    """Append an error's traceback to the run's `driver.log`, unless it is there, and name the file in its notes."""
+    """Append an error's traceback to the run's log, unless it is there, and name the log in its notes."""
     if not any(note.startswith("log: ") for note in getattr(error, "__notes__", ())):
-        handler = _LogFile(directory.path / NAME)
-        handler.write_error(error)
+        handler = _open(directory)
+        _write_error(handler, error)
         handler.close()
 
 
 class _LogFile(logging.FileHandler):
+    """The log of a run in a local folder."""
+
     def __init__(self, path: Path) -> None:
         super().__init__(path, delay=True)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        self._has_failed = False
+        self.has_failed = False
 
-    def write_error(self, error: Exception) -> None:
-        trace = type(error), error, error.__traceback__
-        self.handle(logger.makeRecord(__name__, logging.ERROR, __file__, 0, "the driver stopped", (), trace))
-        if not self._has_failed:
-            path = Path(self.baseFilename)
-            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-            error.add_note(f"log: {shown}")
+    @property
+    def shown(self) -> str:
+        path = Path(self.baseFilename)
+        return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
     def close(self) -> None:
         with suppress(OSError):  # what could not be written was reported, and is still buffered
@@ -56,6 +58,65 @@ class _LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Report once that the file can't be written; logging itself would print a traceback for every line."""
-        if not self._has_failed:
-            self._has_failed = True
-            logger.warning("can't write %s: %s", self.baseFilename, sys.exc_info()[1])
+        if not self.has_failed:
+            self.has_failed = True
+            _warn(self.baseFilename, sys.exc_info()[1])
+
+
+class _RemoteLog(logging.Handler):
+    """The log of a run on another file system, written every `FLUSH_SECONDS` and at the end."""
+
+    def __init__(self, lines: Lines) -> None:
+        super().__init__()
+        self._lines, self._waiting, self.has_failed = lines, list[str](), False
+        self._ended, self._writing = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._flush_forever, name=NAME, daemon=True)
+        self._thread.start()
+
+    @property
+    def shown(self) -> str:
+        return str(self._lines)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._waiting.append(self.format(record) + "\n")
+
+    def flush(self) -> None:
+        with self._writing:
+            if not (waiting := list(self._waiting)):
+                return
+            try:
+                self._lines.append("".join(waiting))
+                del self._waiting[: len(waiting)]
+            except (OSError, RunTakenOverError) as error:  # the next flush tries again
+                if not self.has_failed:
+                    self.has_failed = True
+                    _warn(self.shown, error)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.flush()
+        super().close()
+
+    def _flush_forever(self) -> None:
+        while not self._ended.wait(FLUSH_SECONDS):
+            self.flush()
+
+
+def _open(directory: RunDirectory) -> _LogFile | _RemoteLog:
+    handler = _LogFile(directory.path / NAME) if directory.is_local else _RemoteLog(directory.log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    return handler
+
+
+def _write_error(handler: _LogFile | _RemoteLog, error: Exception) -> None:
+    trace = type(error), error, error.__traceback__
+    handler.handle(logger.makeRecord(__name__, logging.ERROR, __file__, 0, "the driver stopped", (), trace))
+    if isinstance(handler, _RemoteLog):
+        handler.flush()
+    if not handler.has_failed:
+        error.add_note(f"log: {handler.shown}")
+
+
+def _warn(place: str, error: BaseException | None) -> None:
+    logger.warning("can't write %s: %s", place, error)

@@ -2,70 +2,126 @@
 
 import os
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
-import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
-from schemas.errors import InvalidKeyError
+from schemas.errors import InvalidKeyError, PipelineError, describe
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class Folder:
     """Files under one URL, by relative name. Only whole files: a reader sees the old one, the new one, or none.
 
+    Whatever a file system raises, such as missing credentials, is an `OSError` that names the folder.
+
     Args:
         url: Any fsspec URL, or a local path.
         storage_options: Options that fsspec passes to the file system.
+        has_one_writer: Whether no two processes write a file at the same time. What a kill leaves of a local file that
+            is being written is then replaced by the next write of it; else it stays, hidden.
     """
 
-    def __init__(self, url: str, storage_options: dict[str, Any]) -> None:
+    def __init__(self, url: str, storage_options: dict[str, Any], *, has_one_writer: bool = False) -> None:
         # Other processes write here too: a cached listing would be out of date.
         self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **storage_options)
         self._root = root.rstrip("/")
-        self._is_local = isinstance(self._fs, LocalFileSystem)
+        self.is_local, self._has_one_writer = isinstance(self._fs, LocalFileSystem), has_one_writer
 
     def __str__(self) -> str:
         return str(self._fs.unstrip_protocol(self._root))
 
+    @property
+    def place(self) -> str:
+        """Its local path, or its URL."""
+        return self._root if self.is_local else str(self)
+
+    def within(self, name: str) -> "Folder":
+        """Return a subfolder, which need not exist.
+
+        Raises:
+            InvalidKeyError: The name leads out of this folder.
+        """
+        subfolder = copy(self)
+        subfolder._root = self._path(name)
+        return subfolder
+
     def read(self, name: str) -> bytes | None:
         """Return a small file's content; None if there is no such file."""
         try:
-            data: bytes = self._fs.cat_file(self._path(name))
+            with self._reached():
+                data: bytes = self._fs.cat_file(self._path(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
         return data
 
+    def read_all(self, names: Sequence[str]) -> list[bytes]:
+        """Return the contents of several small files, which are read at the same time if the file system can do that.
+
+        Raises:
+            FileNotFoundError: One of them doesn't exist.
+        """
+        paths = [self._path(name) for name in names]
+        if not paths:
+            return []
+        with self._reached():
+            return [bytes(data) for data in self._fs.cat_ranges(paths, None, None, on_error="raise")]
+
     def size(self, name: str) -> int | None:
         """Return a file's size in bytes; None if there is no such file."""
         try:
-            return int(self._fs.size(self._path(name)))
+            with self._reached():
+                return int(self._fs.size(self._path(name)))
         except FileNotFoundError:
             return None
 
-    def map(self, name: str) -> pa.Buffer | None:
-        """Map a local file; return None on a remote file system."""
-        if not self._is_local:
+    def modified(self, name: str) -> float | None:
+        """Return when a file was last written, Unix time by the file system's clock; None if there is no such file."""
+        try:
+            with self._reached():
+                return float(self._fs.modified(self._path(name)).timestamp())
+        except FileNotFoundError:
             return None
+
+    def map(self, name: str) -> "pa.Buffer | None":
+        """Map a local file; return None on a remote file system."""
+        if not self.is_local:
+            return None
+        import pyarrow as pa  # not at the top: a run's small files are read without it
+
         with pa.memory_map(self._path(name)) as file:
             return file.read_buffer()
 
     def read_ranges(self, name: str, ranges: list[tuple[int, int]]) -> list[bytes]:
         """Read byte ranges of a file, in one request if the file system supports it."""
         starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
-        found = self._fs.cat_ranges([self._path(name)] * len(ranges), starts, stops, on_error="raise")
+        with self._reached():
+            found = self._fs.cat_ranges([self._path(name)] * len(ranges), starts, stops, on_error="raise")
         return [bytes(data) for data in found]
 
-    def write(self, name: str, data: bytes | pa.Buffer) -> None:
-        """Replace a file."""
+    def write(self, name: str, data: "bytes | pa.Buffer", mode: int = 0o666) -> None:
+        """Replace a file.
+
+        Args:
+            name: The file.
+            data: Its new content.
+            mode: Its permissions, less the umask, if it is local.
+        """
         path = self._path(name)
-        if self._is_local:
-            os.replace(_write_temporary(path, data), path)
+        if self.is_local:
+            temporary = f".{os.path.basename(path)}.tmp" if self._has_one_writer else _unique_name()
+            os.replace(_write_temporary(path, data, temporary, mode), path)
             _sync_folder(path)
         else:
-            self._fs.pipe_file(path, _as_bytes(data))
+            with self._reached():
+                self._fs.pipe_file(path, _as_bytes(data))
 
     def create(self, name: str, data: bytes) -> None:
         """Write a file that must not exist yet: of two writers, one wins.
@@ -74,10 +130,11 @@ class Folder:
             FileExistsError: It exists.
         """
         path = self._path(name)
-        if not self._is_local:
-            self._fs.pipe_file(path, data, mode="create")
+        if not self.is_local:
+            with self._reached():
+                self._fs.pipe_file(path, data, mode="create")
             return
-        temporary = _write_temporary(path, data)
+        temporary = _write_temporary(path, data, _unique_name())
         try:
             os.link(temporary, path)
         finally:
@@ -87,23 +144,44 @@ class Folder:
     def remove(self, name: str) -> None:
         """Remove a file, if it exists."""
         try:
-            self._fs.rm_file(self._path(name))
+            with self._reached():
+                self._fs.rm_file(self._path(name))
         except FileNotFoundError:
             return
 
     def remove_folder(self, name: str) -> None:
         """Remove a subfolder with everything in it, if it exists; one that is being written to stays."""
-        with suppress(OSError):
+        with suppress(OSError), self._reached():
             self._fs.rm(self._path(name), recursive=True)
+
+    def subfolders(self) -> list[str]:
+        """Return the names of the folders directly in this one, sorted; links to folders are among them."""
+        try:
+            with self._reached():
+                found = self._fs.ls(self._root, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(PurePosixPath(str(info["name"])).name for info in found if info["type"] != "file")
 
     def sizes(self, within: str = "") -> dict[str, int]:
         """Return the size in bytes of every file in a subfolder, by name relative to this folder.
 
         Files that are still being written are not listed.
         """
-        found = self._fs.find(self._path(within), detail=True)
+        with self._reached():
+            found = self._fs.find(self._path(within), detail=True)
         names = {str(path)[len(self._root) :].lstrip("/"): int(info["size"]) for path, info in found.items()}
         return {name: size for name, size in names.items() if not PurePosixPath(name).name.startswith(".")}
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        """Turn the errors of a file system's client, which have no common class, into `OSError`."""
+        try:
+            yield
+        except (OSError, PipelineError):
+            raise
+        except Exception as error:
+            raise OSError(f"{self} can't be reached: {describe(error)}") from error
 
     def _path(self, name: str) -> str:
         """Return the full path of a relative name.
@@ -113,18 +191,22 @@ class Folder:
         """
         path = f"{self._root}/{name}".rstrip("/")
         is_inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
-        if is_inside and self._is_local:
+        if is_inside and self.is_local:
             is_inside = Path(path).resolve().is_relative_to(Path(self._root).resolve())  # a link may lead out
         if not is_inside:
             raise InvalidKeyError(f"{name!r} leads out of {self}, expected a path within it")
         return path
 
 
-def _write_temporary(path: str, data: bytes | pa.Buffer) -> str:
+def _unique_name() -> str:
+    return f".{uuid.uuid4().hex}.tmp"
+
+
+def _write_temporary(path: str, data: "bytes | pa.Buffer", name: str, mode: int = 0o666) -> str:
     """Write the whole content, synced to disk, under a hidden name in the same folder; return its path."""
-    temporary = os.path.join(os.path.dirname(path), f".{uuid.uuid4().hex}.tmp")
+    temporary = os.path.join(os.path.dirname(path), name)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(temporary, "wb") as file:
+    with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -140,5 +222,5 @@ def _sync_folder(path: str) -> None:
         os.close(folder)
 
 
-def _as_bytes(data: bytes | pa.Buffer) -> bytes:
+def _as_bytes(data: "bytes | pa.Buffer") -> bytes:
     return data if isinstance(data, bytes) else data.to_pybytes()

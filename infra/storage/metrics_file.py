@@ -1,20 +1,24 @@
 """`metrics.jsonl`: the reports of a run's finished steps and evaluations, and when it was started and resumed."""
 
 import json
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from infra.storage.atomic import write_atomic
+from infra.storage.lines import Lines
 from schemas.step import EvalReport, RunEvent, StepReport
 
 
 class MetricsFile:
-    """One line per finished step, evaluation and event, in order. A step is finished once its line is in the file."""
+    """One line per finished step, evaluation and event, in order. A step is finished once its line is in the file.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        lines: The file.
+    """
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+
+    def __str__(self) -> str:
+        return str(self._lines)
 
     def append_step(self, report: StepReport) -> None:
         """Append a finished step's report."""
@@ -44,6 +48,10 @@ class MetricsFile:
         """Return the run's starts, resumes and restarts."""
         return [RunEvent.model_validate(row) for row in self._rows() if row["kind"] not in ("step", "eval")]
 
+    def modified(self) -> float | None:
+        """Return when the last line was written, Unix time; None if there is none."""
+        return self._lines.modified()
+
     def truncate(self, num_steps: int) -> None:
         """Drop the reports from after the first `num_steps` steps, which will be run again; events are kept."""
         kept = [
@@ -52,26 +60,16 @@ class MetricsFile:
             if not (row["kind"] == "step" and row["step"] >= num_steps)
             and not (row["kind"] == "eval" and row["policy_version"] > num_steps)
         ]
-        write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._lines.replace(json.dumps(row) + "\n" for row in kept)
 
     def _append(self, row: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._lines.append(json.dumps(row) + "\n")
 
     def _reports(self, kind: str) -> list[dict[str, Any]]:
         """Return the rows of a kind, without the kind; the others are not parsed, as a long run has many."""
         beginning = json.dumps({"kind": kind})[:-1]
-        rows = [json.loads(line) for line in self._lines() if line.startswith(beginning)]
+        rows = [json.loads(line) for line in self._lines.read() if line.startswith(beginning)]
         return [{name: row[name] for name in row if name != "kind"} for row in rows]
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._lines()]
-
-    def _lines(self) -> Iterator[str]:
-        """Yield the lines that are whole: one cut short by a kill was never committed."""
-        if not self.path.exists():
-            return
-        with self.path.open() as file:
-            yield from (line for line in file if line.endswith("\n"))
+        return [json.loads(line) for line in self._lines.read()]

@@ -1,6 +1,6 @@
 """All runs of a folder: which of them are running, and how far each has come."""
 
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
 from typing import Literal
 
@@ -11,6 +11,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import RunError
 
 REWARD_STEPS = 10
+_READERS = 8  # runs that are read at the same time
 
 RunState = Literal["running", "finished", "stopped", "unreadable"]
 
@@ -28,9 +29,14 @@ class RunStatus(Frozen):
     updated_at: float | None = None  # Unix time of its last finished step, evaluation or event
 
 
-def list_runs(runs_dir: Path) -> list[RunStatus]:
-    """Return the runs of a folder, those that were active last first."""
-    runs = [run_status(RunDirectory(path.parent)) for path in runs_dir.glob("*/config.json")]
+def list_runs(runs_dir: str) -> list[RunStatus]:
+    """Return the runs of a folder, those that were active last first.
+
+    Raises:
+        RunError: The folder can't be reached.
+    """
+    with ThreadPoolExecutor(_READERS) as readers:
+        runs = list(readers.map(run_status, RunDirectory.all_in(runs_dir)))
     return sorted(runs, key=lambda run: (run.updated_at or run.started_at or 0.0, run.run_id), reverse=True)
 
 
@@ -41,7 +47,6 @@ def run_status(directory: RunDirectory) -> RunStatus:
         evals, events = directory.metrics.evals(), directory.metrics.events()
     except (RunError, ValueError):  # ValueError: of pydantic or of JSON
         return RunStatus(run_id=directory.run_id, state="unreadable")
-    file = directory.metrics.path
     return RunStatus(
         run_id=directory.run_id,
         state=run_state(directory, config),
@@ -50,7 +55,7 @@ def run_status(directory: RunDirectory) -> RunStatus:
         reward=fmean(report.metrics["reward"] for report in steps[-REWARD_STEPS:]) if steps else None,
         accuracy=evals[-1].accuracy if evals else None,
         started_at=events[0].time if events else None,
-        updated_at=file.stat().st_mtime if file.exists() else None,
+        updated_at=directory.metrics.modified(),
     )
 
 

@@ -3,19 +3,23 @@
 import json
 import os
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from infra.storage.atomic import write_atomic
+from infra.storage import places
 from infra.storage.decisions import DecisionsFile
+from infra.storage.folder import Folder
+from infra.storage.lease import held_lease
 from infra.storage.ledger import Ledger
+from infra.storage.lines import Lines, LocalLines, ObjectLines
 from infra.storage.metrics_file import MetricsFile
 from infra.storage.plans import PlanFiles
 from schemas.batch import SafeName
 from schemas.config.folders import DEFAULT_RUNS_DIR
 from schemas.config.run import RunConfig
-from schemas.errors import RunError
+from schemas.errors import ConfigError, RunError, describe
 from schemas.step import RunHandle, RunSummary
 
 _RUN_ID: TypeAdapter[str] = TypeAdapter(SafeName)
@@ -26,15 +30,51 @@ def new_run_id(name: str) -> str:
     return f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.urandom(2).hex()}"
 
 
+def open_folder(place: str) -> Folder:
+    """Return a folder at a local path or URL, which need not exist, and in which only this process writes.
+
+    Raises:
+        ConfigError: fsspec doesn't know the URL's protocol, or lacks the package for it.
+    """
+    try:
+        return Folder(places.resolve(place), {}, has_one_writer=True)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{place} can't be opened: {error}; for s3:// install the extra: pip install 'sluice-rl[s3]'"
+        ) from None
+
+
+def require_writable(place: str) -> None:
+    """Check that this process can write to a URL and read it back; a local folder is made when it is needed.
+
+    Raises:
+        ConfigError: It can't.
+    """
+    if not places.is_url(place):
+        return
+    folder, probe, content = open_folder(place), f".sluice-{os.urandom(8).hex()}", b"can be written"
+    try:
+        folder.write(probe, content)
+        found = folder.read(probe)
+        folder.remove(probe)
+    except OSError as error:
+        raise ConfigError(
+            f"{place} can't be written: {describe(error.__cause__ or error)}; it needs a bucket that exists, and "
+            "credentials and an endpoint in the environment (AWS_* for S3)"
+        ) from None
+    if found != content:
+        raise ConfigError(f"{place} can't be read back: it must be a file system that all processes share")
+
+
 class RunDirectory:
-    """Paths and small files of one run. Every write is atomic, or appends one flushed line.
+    """Places and small files of one run. Every write is atomic, or appends one flushed line.
 
     Args:
-        path: The run's directory; its name is the run id.
+        place: The run's directory, a local path or any fsspec URL; its name is the run id.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.resolve()
+    def __init__(self, place: str | Path) -> None:
+        self.url = places.resolve(place)
 
     @classmethod
     def create(cls, config: RunConfig, run_id: str) -> "RunDirectory":
@@ -44,8 +84,7 @@ class RunDirectory:
             RunError: The run exists already.
         """
         run = cls.require_absent(config, run_id)
-        run.path.mkdir(parents=True, exist_ok=True)  # a driver may have been killed here
-        run.ledger.create()
+        run.ledger.create()  # a driver may have been killed here
         run.write_config(config)  # last: without it, the directory is not a run yet
         return run
 
@@ -74,12 +113,28 @@ class RunDirectory:
         Raises:
             RunError: There is no such run; the message lists existing ones.
         """
-        for path in (Path(run), Path(runs_dir) / run):
-            if (run_directory := cls(path)).exists:
+        candidates = [run] if places.is_url(run) else [run, places.join(places.resolve(runs_dir), run)]
+        for place in candidates:
+            if (run_directory := cls(place)).exists:
                 return run_directory
-        names = sorted(path.parent.name for path in Path(runs_dir).glob("*/config.json"))
-        known = f"runs in {runs_dir}/: {', '.join(names[-5:])}" if names else f"{runs_dir}/ holds no runs"
+        where = places.split(run.rstrip("/"))[0] if places.is_url(run) else runs_dir.rstrip("/")
+        names = [found.run_id for found in cls.all_in(where)]
+        known = f"runs in {where}/: {', '.join(names[-5:])}" if names else f"{where}/ holds no runs"
         raise RunError(f"no run {run!r}: neither a run directory nor a run id; {known}")
+
+    @classmethod
+    def all_in(cls, runs_dir: str) -> list["RunDirectory"]:
+        """Return the runs in a folder of runs, by id.
+
+        Raises:
+            RunError: The folder can't be reached.
+        """
+        place = places.resolve(runs_dir)
+        try:
+            found = [cls(places.join(place, name)) for name in open_folder(place).subfolders()]
+        except OSError as error:
+            raise RunError(f"the runs in {runs_dir} can't be listed: {describe(error.__cause__ or error)}") from None
+        return [run for run in found if run.exists]
 
     @classmethod
     def at(cls, config: RunConfig, run_id: str) -> "RunDirectory":
@@ -92,57 +147,96 @@ class RunDirectory:
             name = _RUN_ID.validate_python(run_id)
         except ValidationError as error:
             raise RunError(f"the run id {error.errors()[0]['ctx']['error']}") from None
-        return cls(Path(config.runtime.runs_dir) / name)
+        return cls(places.join(places.resolve(config.runtime.runs_dir), name))
 
     @classmethod
     def of(cls, run: RunHandle) -> "RunDirectory":
         """Return the directory of a run's handle."""
-        return cls(Path(run.directory))
+        return cls(run.directory)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a local folder, which may be a mount; files in it can be appended and locked."""
+        return not places.is_url(self.url)
+
+    @property
+    def path(self) -> Path:
+        """The path of a local run directory; others have none."""
+        assert self.is_local, f"{self.url} has no path"
+        return Path(self.url)
+
+    @cached_property
+    def folder(self) -> Folder:
+        """Its files.
+
+        Raises:
+            ConfigError: fsspec doesn't know the URL's protocol, or lacks the package for it.
+        """
+        return open_folder(self.url)
 
     @property
     def exists(self) -> bool:
-        """Whether the run was started."""
-        return (self.path / "config.json").is_file()
+        """Whether the run was started.
+
+        Raises:
+            RunError: The directory can't be reached.
+        """
+        if self.is_local:
+            return (self.path / "config.json").is_file()
+        try:
+            return self.folder.size("config.json") is not None
+        except OSError as error:
+            raise RunError(f"{self.url} can't be read: {describe(error.__cause__ or error)}") from None
 
     @property
     def run_id(self) -> str:
         """The run's id, which is the directory's name."""
-        return self.path.name
+        return places.split(self.url)[1]
+
+    @property
+    def runs_dir(self) -> str:
+        """The folder of runs that holds it."""
+        return places.split(self.url)[0]
 
     @property
     def argument(self) -> str:
-        """What a command takes to find it: its id if it is in the default folder of runs, else its path."""
-        return self.run_id if self.path.parent == Path(DEFAULT_RUNS_DIR).resolve() else str(self.path)
+        """What a command takes to find it: its id if it is in the default folder of runs, else its path or URL."""
+        return self.run_id if self.runs_dir == places.resolve(DEFAULT_RUNS_DIR) else self.url
 
     @property
     def ledger(self) -> Ledger:
         """The committed results of stages."""
-        return Ledger(self.path / "ledger")
+        return Ledger(self.folder, self.run_id)
 
     @property
     def plans(self) -> PlanFiles:
         """The steps' plans."""
-        return PlanFiles(self.path / "plans")
+        return PlanFiles(self.folder)
 
     @property
     def metrics(self) -> MetricsFile:
-        """The reports of finished steps and evaluations."""
-        return MetricsFile(self.path / "metrics.jsonl")
+        """The reports of finished steps and evaluations: `metrics.jsonl`, or objects in `metrics/`."""
+        return MetricsFile(self._lines("metrics", ".jsonl"))
+
+    @property
+    def log(self) -> Lines:
+        """What its drivers log, on a file system without `driver.log`: objects in `driver/`."""
+        return self._lines("driver", ".log")
 
     @property
     def decisions(self) -> DecisionsFile:
         """What people decided when the run paused for approval."""
-        return DecisionsFile(self.path / "decisions.json")
+        return DecisionsFile(self.folder)
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> str:
         """The folder of the checkpoints, unless `checkpoint.url` is set."""
-        return self.path / "policy"
+        return places.join(self.url, "policy")
 
     @property
-    def columns(self) -> Path:
+    def columns(self) -> str:
         """The folder of the durable columns, unless `store.url` is set."""
-        return self.path / "columns"
+        return places.join(self.url, "columns")
 
     def config(self) -> RunConfig:
         """Read `config.json`.
@@ -150,38 +244,47 @@ class RunDirectory:
         Raises:
             RunError: The file is not a run config of this version.
         """
-        path = self.path / "config.json"
+        place = places.join(self.url, "config.json")
+        if (content := self.folder.read("config.json")) is None:
+            raise RunError(f"{place} is missing: there is no such run")
         try:
-            return RunConfig.model_validate_json(_upgrade(path.read_text()))
+            return RunConfig.model_validate_json(_upgrade(content))
         except ValidationError as error:
-            raise RunError(f"{path} is not a config of this version of Sluice: {error}") from None
+            raise RunError(f"{place} is not a config of this version of Sluice: {error}") from None
 
     def write_config(self, config: RunConfig) -> None:
         """Replace `config.json`."""
-        write_atomic(self.path / "config.json", config.model_dump_json(indent=2))
+        self.folder.write("config.json", config.model_dump_json(indent=2).encode())
 
     def write_store_endpoint(self, location: str, token: str, certificate: str) -> None:
         """Replace `store.json`, by which Arrow Flight clients of the same user find the run's column store."""
         endpoint = {"location": location, "token": token, "certificate": certificate}
-        write_atomic(self.path / "store.json", json.dumps(endpoint), mode=0o600)
+        self.folder.write("store.json", json.dumps(endpoint).encode(), mode=0o600)
 
     def summary(self) -> RunSummary | None:
         """Return the finished run's summary; None before the run is finished."""
-        path = self.path / "summary.json"
-        return RunSummary.model_validate_json(path.read_text()) if path.exists() else None
+        content = self.folder.read("summary.json")
+        return RunSummary.model_validate_json(content) if content is not None else None
 
     def write_summary(self, summary: RunSummary) -> None:
         """Write the finished run's summary."""
-        write_atomic(self.path / "summary.json", summary.model_dump_json(indent=2))
+        self.folder.write("summary.json", summary.model_dump_json(indent=2).encode())
+
+    def _lines(self, name: str, suffix: str) -> Lines:
+        if self.is_local:
+            return LocalLines(self.path / f"{name}{suffix}")
+        lease = held_lease(self.folder)
+        return ObjectLines(self.folder, name, suffix, lease.number if lease else None)
 
 
-def _upgrade(text: str) -> str:
+def _upgrade(text: bytes) -> str:
     """Return the config of a run that Sluice 0.2 started as one of this version."""
     config = json.loads(text)
     if config.get("store", {}).get("kind") == "ray":
         config["store"]["kind"] = "shared"
     if config.get("runtime", {}).get("weight_transport") == "object_store":
         config["runtime"]["weight_transport"] = "shared_memory"
+    config.get("runtime", {}).pop("gpus_per_worker", None)
     if config.get("runtime", {}).pop("tensorboard", False):
         config["monitors"] = [{"kind": "tensorboard"}]
     return json.dumps(config)

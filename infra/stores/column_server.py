@@ -1,15 +1,40 @@
-"""The column server of one run on one node: it owns the chunk files there, and sends parts of them to other nodes."""
+"""The column server of one run on one node: it owns the chunk files there, and sends parts of them elsewhere."""
 
+import math
 import threading
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from infra.ray.module_path import enter_working_directory
 from infra.stores.chunk_reads import ChunkRead
 from infra.stores.flight import Endpoint, FlightClient, FlightServer, Handler, Tls
 from infra.stores.node_files import NodeFiles
 from rl_core.columns.gather import Ints, ranges
-from schemas.batch import ChunkRef
+from schemas.batch import ChunkKey, ChunkRef
+
+
+class Limits(NamedTuple):
+    """The settings of a store.
+
+    Attributes:
+        capacity_bytes: The limit on the bytes of all held chunks together.
+        put_timeout_seconds: How long a put waits for other steps to be cleared.
+        lease_seconds: How long a lease lasts unless it is renewed.
+        shared_memory: `runtime.shared_memory`.
+        tls: See `FlightServer`.
+        owner: Who started the run.
+        orphan_seconds: `runtime.orphan_seconds`.
+    """
+
+    capacity_bytes: int
+    put_timeout_seconds: float
+    lease_seconds: float
+    shared_memory: str | None = None
+    tls: Tls | None = None
+    owner: str = ""
+    orphan_seconds: float = math.inf
 
 
 class ColumnServer:
@@ -17,31 +42,23 @@ class ColumnServer:
 
     Args:
         run_id: The run.
-        capacity_bytes: The most that the files will take.
-        shared_memory: `runtime.shared_memory`.
+        limits: The store's settings.
         token: The run's token.
-        tls: See `FlightServer`.
     """
 
-    def __init__(
-        self, run_id: str, capacity_bytes: int, shared_memory: str | None, token: str, tls: Tls | None
-    ) -> None:
+    def __init__(self, run_id: str, limits: Limits, token: str) -> None:
         import ray
 
-        self._files = NodeFiles(run_id, capacity_bytes, shared_memory)
-        handlers: dict[str, Handler] = {"free": self._free, "remove": self._remove}
+        enter_working_directory()
+        self._files = NodeFiles(run_id, limits.capacity_bytes, limits.shared_memory)
+        handlers: dict[str, Handler] = {"free": self._files.free, "remove": self._files.remove}
         host = ray.util.get_node_ip_address()
-        self._server = FlightServer(host, handlers, self._files.send, token=token, tls=tls)
+        files = self._files
+        self._server = FlightServer(host, handlers, files.send, files.receive, token=token, tls=limits.tls)
 
     def place(self) -> tuple[str, str]:
         """Return the server's location, and the folder that it serves."""
         return self._server.endpoint.location, str(self._files.path)
-
-    def _free(self, _: int, names: list[str], spare_bytes: int) -> None:
-        self._files.free(names, spare_bytes)
-
-    def _remove(self, _: int) -> None:
-        self._files.remove()
 
 
 class RemoteColumns:
@@ -75,6 +92,17 @@ class RemoteColumns:
         rows = np.full(ref.num_rows, -1)
         rows[ranges(starts, stops - starts)] = np.arange(received.num_rows)
         return received.take(pa.array(rows, mask=rows < 0))
+
+    def write(self, location: str, key: ChunkKey, columns: pa.RecordBatch, timeout_seconds: float) -> tuple[str, int]:
+        """Have a server write a chunk's file on its node; see `write_chunk`.
+
+        Raises:
+            StoreError: The file can't be written.
+            ConnectionError: The server is gone.
+        """
+        ticket = {"key": str(key), "timeout_seconds": timeout_seconds}
+        name, num_bytes = self._client(location).put(ticket, columns)
+        return str(name), int(num_bytes)
 
     def _client(self, location: str) -> FlightClient:
         with self._lock:

@@ -32,6 +32,8 @@ def length_histogram(lengths: npt.NDArray[np.int64]) -> LengthHistogram | None:
 def summarize_values(column: pa.Array) -> ColumnStats:
     """Return the statistics of one column of N rows."""
     values = column.flatten() if is_jagged(column) else column
+    if pa.types.is_fixed_size_list(values.type):
+        values = values.flatten()
     counts = {
         "num_rows": len(column),
         "num_values": len(values),

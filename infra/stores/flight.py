@@ -5,14 +5,13 @@ once that a client has died. Nothing is pickled.
 """
 
 import hmac
-import itertools
 import json
 import logging
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from schemas import errors
 
 Handler = Callable[..., Any]
 Get = Callable[[dict[str, Any]], pa.RecordBatchReader]
+Put = Callable[[dict[str, Any], pa.RecordBatch], Any]
 _FAILED = (flight.FlightError, StopIteration)
 
 logger = logging.getLogger(__name__)
@@ -48,10 +48,10 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
 
     Args:
         host: The address to listen on.
-        handlers: Handlers of requests by name. Each takes the client's number and the request's arguments, and returns
-            a JSON value. A PipelineError is raised in the client, with its type.
+        handlers: Handlers of requests by name. Each takes the request's arguments, and returns a JSON value. A
+            PipelineError is raised in the client, with its type.
         get: Returns the columns that a ticket, a JSON object, asks for.
-        on_close: Called with a client's number when it has gone.
+        put: Takes a ticket and the columns that belong to it, and returns a JSON value.
         token: The token; empty makes a new one.
         tls: How to encrypt connections; None: they are not.
 
@@ -64,12 +64,11 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
         host: str,
         handlers: Mapping[str, Handler],
         get: Get,
-        on_close: Callable[[int], None] = lambda _: None,
+        put: Put,
         token: str = "",
         tls: Tls | None = None,
     ) -> None:
-        self._handlers, self._get, self._on_close = handlers, get, on_close
-        self._numbers = itertools.count()
+        self._handlers, self._get, self._put = handlers, get, put
         token = token or secrets.token_hex(32)
         pems = read_tls(tls) if tls else ("", "")
         scheme, pairs = ("grpc+tls", [tuple(pem.encode() for pem in pems)]) if tls else ("grpc", None)
@@ -78,26 +77,25 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Answer one client's requests until it goes."""
-        number = next(self._numbers)
-        try:
+        with suppress(*_FAILED, OSError):
             while True:
                 request = json.loads(reader.read_chunk().app_metadata.to_pybytes())
-                writer.write_metadata(pa.py_buffer(json.dumps(self._respond(number, request)).encode()))
-        except (*_FAILED, OSError):
-            pass
-        finally:
-            self._on_close(number)
+                writer.write_metadata(pa.py_buffer(json.dumps(self._respond(request)).encode()))
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.RecordBatchStream:
         """Send the columns that a ticket asks for."""
-        try:
+        with _raised_in_client():
             return flight.RecordBatchStream(self._get(json.loads(ticket.ticket)))
-        except Exception as error:  # noqa: BLE001  raised in the client
-            raise flight.FlightServerError(str(error), extra_info=json.dumps(_describe(error)).encode()) from None
 
-    def _respond(self, number: int, request: dict[str, Any]) -> dict[str, Any]:
+    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """Take the columns that a client sends with a ticket, and respond."""
+        with _raised_in_client():
+            result = self._put(json.loads(descriptor.command), _single_batch(reader.read_all()))
+        writer.write(pa.py_buffer(json.dumps(result).encode()))
+
+    def _respond(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {"result": self._handlers[request["method"]](number, *request["args"])}
+            return {"result": self._handlers[request["method"]](*request["args"])}
         except Exception as error:  # noqa: BLE001  raised in the client
             return _describe(error)
 
@@ -147,14 +145,25 @@ class FlightClient:
             PipelineError: The server raised it.
             ConnectionError: The server is gone.
         """
-        try:
-            table = self._client.do_get(flight.Ticket(json.dumps(ticket).encode()), self._options).read_all()
-        except flight.FlightServerError as error:
-            raise _described(json.loads(error.extra_info)) from None
-        except _FAILED as error:
-            raise _client_error(error) from None
-        (batch,) = table.combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], table.schema)]
-        return batch
+        with _raised_by_server():
+            return _single_batch(
+                self._client.do_get(flight.Ticket(json.dumps(ticket).encode()), self._options).read_all()
+            )
+
+    def put(self, ticket: Mapping[str, object], columns: pa.RecordBatch) -> Any:
+        """Send columns with a ticket, and wait for the result.
+
+        Raises:
+            PipelineError: The server raised it.
+            ConnectionError: The server is gone.
+        """
+        descriptor = flight.FlightDescriptor.for_command(json.dumps(ticket).encode())
+        with _raised_by_server():
+            writer, reader = self._client.do_put(descriptor, columns.schema, self._options)
+            with writer:
+                writer.write_batch(columns)
+                writer.done_writing()
+                return json.loads(reader.read().to_pybytes())
 
     def close(self) -> None:
         """Close the stream; the next request opens one again."""
@@ -190,6 +199,31 @@ def read_tls(tls: Tls) -> tuple[str, str]:
         raise errors.ConfigError(
             f"runtime.tls_certificate and runtime.tls_key must be readable on every node: {error}"
         ) from None
+
+
+def _single_batch(table: pa.Table) -> pa.RecordBatch:
+    (batch,) = table.combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], table.schema)]
+    return batch
+
+
+@contextmanager
+def _raised_in_client() -> Iterator[None]:
+    """Send an error in a server's block to the client, which raises it with its type."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  raised in the client
+        raise flight.FlightServerError(str(error), extra_info=json.dumps(_describe(error)).encode()) from None
+
+
+@contextmanager
+def _raised_by_server() -> Iterator[None]:
+    """Raise in a client's block what the server has raised, or a ConnectionError."""
+    try:
+        yield
+    except flight.FlightServerError as error:
+        raise _described(json.loads(error.extra_info)) from None
+    except _FAILED as error:
+        raise _client_error(error) from None
 
 
 def _close(streams: list[tuple[Any, Any]]) -> None:

@@ -97,6 +97,9 @@ class FsspecColumnStore(ColumnStore):
     def steps(self) -> list[int]:
         return steps_of(self._folder.sizes())
 
+    def chunks(self, step: int) -> list[ChunkRef]:
+        return [record.ref for record in self.records(step)]
+
     def save_batch(self, batch: BatchHandle) -> None:
         self._folder.write(batch_path(batch.step), batch.model_dump_json().encode())
 

@@ -53,6 +53,9 @@ class MemoryStore(ColumnStore):
     def steps(self) -> list[int]:
         return self._index.steps()
 
+    def chunks(self, step: int) -> list[ChunkRef]:
+        return self._index.chunks(step)
+
     def save_batch(self, batch: BatchHandle) -> None:
         self._index.save_batch(batch.step, batch.model_dump_json())
 
@@ -68,8 +71,7 @@ class MemoryStore(ColumnStore):
         if held := self._index.find(key):
             return check_same_content(held.ref, decode(held.payload), columns)
         data = pa.py_buffer(memoryview(encode(columns)).toreadonly())
-        self._index.reserve(key, data.size)
-        return self._index.commit(key, columns.num_rows, data.size, data)
+        return self._index.add(key, columns.num_rows, data.size, data)
 
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
         payloads = self._index.payloads([read.ref for read in reads])

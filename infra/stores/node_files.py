@@ -1,8 +1,8 @@
 """A run's chunk files in one node's memory: who writes them, maps them and removes them.
 
 A removed file's memory is reused for a later one, as most of the time of a write goes into new memory: the file is
-moved to a pool, and a writer takes it from there under a new name. It writes only into a file that no process has open
-or maps, which the kernel tells by granting a lease; so what a read has returned never changes.
+moved to a pool, and a writer takes it from there. It writes only into a file that no process has open or maps, which
+the kernel tells by granting a lease; so what a read has returned never changes.
 """
 
 import errno
@@ -10,18 +10,24 @@ import fcntl
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from infra.storage.shared_memory import SharedFolder, choose_root
-from infra.stores.chunk_errors import chunk_not_found_error
-from infra.stores.chunk_reads import decode_chunk
-from schemas.batch import ChunkRef
+from infra.stores.chunk_errors import chunk_not_found_error, removed_folder_error, shared_memory_full_error
+from infra.stores.chunk_reads import check_num_rows, decode_chunk
+from rl_core.columns import codec
+from schemas.batch import ChunkKey, ChunkRef
+from schemas.errors import StoreError
 
-_POOL = "free"
+_POOL = "pool"
+_FREE, _WRITTEN = ".arrow", ".new"  # suffixes of the pool's files: free to reuse, being written
 _MIN_POOLED_BYTES = 2**18  # smaller files are written as fast into new memory
 _RETRY_SECONDS = 0.2  # between attempts to write into full memory
 
@@ -52,19 +58,32 @@ class NodeFiles:
             except FileNotFoundError:
                 continue
         kept = 0
-        for size, path in sorted(_sizes(self.path / _POOL), reverse=True):
+        for size, path in sorted(_files(self.path / _POOL, _FREE), reverse=True):
             kept += size
             if size < _MIN_POOLED_BYTES or kept > spare_bytes:
                 path.unlink(missing_ok=True)  # a writer may have taken it just now
                 kept -= size
+        for _, path in _files(self.path / _POOL, _WRITTEN):
+            if (file := _open_unused(path)) is not None:  # its writer has died
+                with file:
+                    path.unlink(missing_ok=True)
 
     def send(self, ticket: dict[str, Any]) -> pa.RecordBatchReader:
         """Return the part of a chunk that a ticket of `RemoteColumns` asks for."""
         ref = ChunkRef(**ticket["ref"])
         data = map_chunk(self.path / os.path.basename(ticket["name"]), ref)
         columns = decode_chunk(ref, data, ticket["columns"])
+        check_num_rows(ref, columns)  # here, as the rows that are not asked for don't reach the client
         pieces = [columns.slice(start, stop - start) for start, stop in ticket["rows"]]
         return pa.RecordBatchReader.from_batches(columns.schema, pieces)
+
+    def receive(self, ticket: dict[str, Any], columns: pa.RecordBatch) -> tuple[str, int]:
+        """Write the chunk that a client on no node sends with a ticket of `RemoteColumns`; see `write_chunk`."""
+        key = ChunkKey.parse(ticket["key"])
+        try:
+            return write_chunk(key, self.path, columns, ticket["timeout_seconds"])
+        except FileNotFoundError:
+            raise removed_folder_error(key, self.path) from None
 
 
 def map_chunk(path: Path, ref: ChunkRef) -> pa.Buffer:
@@ -80,70 +99,108 @@ def map_chunk(path: Path, ref: ChunkRef) -> pa.Buffer:
         raise chunk_not_found_error(ref, lease_expired=False) from None
 
 
-def write_file(path: Path, num_bytes: int, write: Callable[[pa.NativeFile], object], timeout_seconds: float) -> None:
-    """Write a file of `num_bytes`, into reused memory if there is any; wait while the file system is full.
+def write_chunk(key: ChunkKey, folder: Path, columns: pa.RecordBatch, timeout_seconds: float) -> tuple[str, int]:
+    """Write a chunk's file; wait while the file system is full.
 
     Args:
-        path: The file, in the folder of a `NodeFiles`.
-        num_bytes: Its size.
+        key: The chunk's name, for errors.
+        folder: The folder of a `NodeFiles`.
+        columns: The chunk.
+        timeout_seconds: How long to wait for space.
+
+    Returns:
+        The file's name in the folder, and its size in bytes.
+
+    Raises:
+        FileNotFoundError: The folder is gone.
+        CapacityError: The file system stayed full.
+        StoreError: The file can't be written.
+    """
+    num_bytes = codec.encoded_bytes(columns)
+    try:
+        return write_file(folder, num_bytes, partial(codec.write, columns), timeout_seconds), num_bytes
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise shared_memory_full_error(key, folder) from None
+        raise StoreError(f"can't put {key}: {folder}: {error.strerror or error}") from None
+
+
+def write_file(folder: Path, num_bytes: int, write: Callable[[pa.NativeFile], object], timeout_seconds: float) -> str:
+    """Write a new file of `num_bytes`, into reused memory if there is any; wait while the file system is full.
+
+    Args:
+        folder: The folder of a `NodeFiles`.
+        num_bytes: The file's size.
         write: Writes all of it.
         timeout_seconds: How long to wait for space.
+
+    Returns:
+        The file's name in the folder.
 
     Raises:
         OSError: The file can't be written: ENOSPC, the file system stayed full; ENOENT, the folder is gone.
     """
     deadline = time.monotonic() + timeout_seconds
+    name = f"{uuid.uuid4().hex}.arrow"
+    path = (folder / _POOL / name).with_suffix(_WRITTEN)  # once its writer has died, `NodeFiles.free` removes it
     while True:
         try:
-            file = os.fdopen(_open(path, num_bytes), "r+b", buffering=0)
+            file = _reuse(path, num_bytes) or FileIO(path, "x+")
             with file, pa.PythonFile(file, "w") as sink:
                 write(sink)
                 file.truncate(num_bytes)
-            return
+                path.rename(folder / name)
+            return name
         except OSError as error:
             path.unlink(missing_ok=True)
             if error.errno != errno.ENOSPC or time.monotonic() > deadline:
                 raise
-        for _, pooled in _sizes(path.parent / _POOL):
+        for _, pooled in _files(path.parent, _FREE):
             pooled.unlink(missing_ok=True)
         time.sleep(_RETRY_SECONDS)
 
 
-def _open(path: Path, num_bytes: int) -> int:
-    """Return a descriptor of a new file, or of a removed one of about this size that nobody reads any more."""
-    pooled = _sizes(path.parent / _POOL) if num_bytes >= _MIN_POOLED_BYTES else []
-    if pooled:
-        _, nearest = min(pooled, key=lambda found: abs(found[0] - num_bytes))
-        if (descriptor := _reuse(nearest, path)) is not None:
-            return descriptor
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-
-
-def _reuse(pooled: Path, path: Path) -> int | None:
-    """Take a file from the pool under a new name, if no process has it open or maps it."""
+def _reuse(path: Path, num_bytes: int) -> FileIO | None:
+    """Take a file of about this size from the pool and name it `path`, if no process has it open or maps it."""
+    pooled = _files(path.parent, _FREE) if num_bytes >= _MIN_POOLED_BYTES else []
+    if not pooled:
+        return None
+    _, nearest = min(pooled, key=lambda found: abs(found[0] - num_bytes))
     try:
-        os.rename(pooled, path)
+        nearest.rename(path)
     except FileNotFoundError:  # another writer has taken it
         return None
-    descriptor = os.open(path, os.O_RDWR)
+    if (file := _open_unused(path)) is None:
+        path.unlink(missing_ok=True)
+    return file
+
+
+def _open_unused(path: Path) -> FileIO | None:
+    """Open a file if nobody has it open or maps it."""
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # if it is opened just now; the usual signal would kill
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError:  # it is read, or this file system has no leases
-        os.close(descriptor)
-        path.unlink()
+        file = FileIO(path, "r+")
+    except FileNotFoundError:
         return None
-    return descriptor
+    try:
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # if it is opened just now; the usual signal would kill
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:  # it is used, or this file system has no leases
+        file.close()
+        return None
+    return file
 
 
-def _sizes(pool: Path) -> list[tuple[int, Path]]:
-    """Return the files of the pool with their sizes."""
+def _files(pool: Path, suffix: str) -> list[tuple[int, Path]]:
+    """Return the pool's files of this kind with their sizes."""
     found = []
     with os.scandir(pool) as entries:
         for entry in entries:
             try:
-                found.append((entry.stat().st_size, Path(entry.path)))
+                if entry.name.endswith(suffix):
+                    found.append((entry.stat().st_size, Path(entry.path)))
             except FileNotFoundError:
                 continue
     return found

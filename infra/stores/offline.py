@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from infra.storage.runs import RunDirectory
+from infra.stores.file_layout import STORE_PATH
 from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.open import open_files
 from schemas.batch import BatchHandle
@@ -61,7 +62,7 @@ def open_run_columns(directory: RunDirectory) -> FsspecColumnStore:
             f'run {directory.run_id} keeps no columns on disk, because its store.kind = "{config.store.kind}"; '
             'a run with store.kind = "tiered" keeps them'
         )
-    if config.store.url is None and not directory.columns.is_dir():
+    if config.store.url is None and directory.folder.size(f"columns/{STORE_PATH}") is None:
         raise RunError(f"run {directory.run_id} has no columns yet: its first step creates {directory.columns}")
     try:
         return open_files(directory, config.store, read_only=True)

@@ -1,7 +1,8 @@
 """The column store of a run, by its configuration."""
 
-from pathlib import Path
+from contextlib import suppress
 
+from infra.storage import places
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, NO_LIMIT, FsspecColumnStore
@@ -13,7 +14,7 @@ from schemas.config.store import FsspecStore, SharedStore, StoreConfig, TieredSt
 from schemas.errors import WorkerLostError
 from schemas.step import RunHandle
 
-_clients: dict[Path, ColumnStore] = {}  # of this process, by run directory: opening one takes several round trips
+_clients: dict[str, ColumnStore] = {}  # of this process, by run directory: opening one takes several round trips
 
 
 def open_store(run: RunHandle) -> ColumnStore:
@@ -23,18 +24,27 @@ def open_store(run: RunHandle) -> ColumnStore:
         WorkerLostError: The store's index is gone.
     """
     directory = RunDirectory.of(run)
-    if directory.path not in _clients:
-        _clients[directory.path] = _open(directory, run.config, start=False)
-    return _clients[directory.path]
+    if directory.url not in _clients:
+        _clients[directory.url] = _open(directory, run.config, start=False)
+    return _clients[directory.url]
 
 
 def start_store(directory: RunDirectory, config: RunConfig) -> tuple[ColumnStore, bool]:
     """Return a new client of the run's store, and whether it had to be started, so that what it held is lost."""
-    _clients.pop(directory.path, None)  # its index may be gone
+    _clients.pop(directory.url, None)  # its index may be gone
     try:
         return _open(directory, config, start=False), False
     except WorkerLostError:
         return _open(directory, config, start=True), True
+
+
+def close_store(directory: RunDirectory, config: RunConfig) -> None:
+    """End the index of the run's shared columns if there is one, with what it holds; durable columns stay."""
+    _clients.pop(directory.url, None)
+    if isinstance(config.store, FsspecStore):
+        return
+    with suppress(WorkerLostError):
+        _open_index(directory, config, start=False).close()
 
 
 def open_files(
@@ -45,7 +55,7 @@ def open_files(
     is_tiered = isinstance(config, TieredStore)
     return FsspecColumnStore(
         directory.run_id,
-        f"{config.url.rstrip('/')}/{directory.run_id}" if config.url else str(directory.columns),
+        places.join(config.url, directory.run_id) if config.url else directory.columns,
         NO_LIMIT if is_tiered else config.capacity_bytes,
         put_timeout_seconds=config.put_timeout_seconds,
         lease_seconds=NO_EXPIRY_SECONDS if is_tiered else config.lease_seconds,
@@ -74,15 +84,24 @@ def _open_index(
     directory: RunDirectory, config: RunConfig, start: bool, incarnation: str | None = None
 ) -> SharedColumnStore:
     # Not at the top: a process that only reads files doesn't need Ray.
+    from infra.ray.health import run_owner
+    from infra.stores.column_server import Limits
     from infra.stores.flight import Tls
-    from infra.stores.shared_index import Limits
     from infra.stores.shared_open import find_shared_store, start_shared_store
 
     if not start:
         return find_shared_store(directory.run_id)
     store, runtime = config.store, config.runtime
     tls = Tls(runtime.tls_certificate, runtime.tls_key) if runtime.tls_certificate and runtime.tls_key else None
-    limits = Limits(store.capacity_bytes, store.put_timeout_seconds, store.lease_seconds, runtime.shared_memory, tls)
+    limits = Limits(
+        store.capacity_bytes,
+        store.put_timeout_seconds,
+        store.lease_seconds,
+        runtime.shared_memory,
+        tls,
+        owner=run_owner(),
+        orphan_seconds=runtime.orphan_seconds,
+    )
     started = start_shared_store(directory.run_id, limits, incarnation=incarnation)
     directory.write_store_endpoint(*started.endpoint)
     return started

@@ -1,26 +1,24 @@
 """A column store in shared memory: chunks are Arrow files that every process of a node maps; other nodes fetch rows.
 
-A chunk lies in the memory of the node that put it. Requests go to the run's index, `StoreIndex`, over Arrow Flight.
+A chunk lies in the memory of the node that put it. A client on no node, that of a driver outside the Ray cluster, sends
+its chunks to the index's node. Requests go to the run's index, `StoreIndex`, over Arrow Flight.
 """
 
-import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from infra.stores.base import ColumnStore
-from infra.stores.chunk_errors import lost_chunk_error, lost_store_error, shared_memory_full_error
+from infra.stores.chunk_errors import lost_chunk_error, lost_store_error, removed_folder_error
 from infra.stores.chunk_reads import ChunkRead, decode_chunk
 from infra.stores.column_server import RemoteColumns
 from infra.stores.duplicates import check_same_content
 from infra.stores.flight import Endpoint, FlightClient
-from infra.stores.node_files import map_chunk, write_file
-from rl_core.columns import codec
+from infra.stores.node_files import map_chunk, write_chunk
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.errors import StoreError
 from schemas.store import StoreUsage
@@ -43,15 +41,15 @@ class Membership(NamedTuple):
     Attributes:
         endpoint: Where its requests go.
         incarnation: The store's incarnation.
-        location: Its node's column server.
-        folder: That server's files.
+        location: The column server of its node, or of the one where its chunks are written if it is on none.
+        folder: That server's files; None if the client is on no node.
         put_timeout_seconds: How long a put waits for memory.
     """
 
     endpoint: Endpoint
     incarnation: str
     location: str
-    folder: str
+    folder: str | None
     put_timeout_seconds: float
 
 
@@ -106,6 +104,9 @@ class SharedColumnStore(ColumnStore):
     def steps(self) -> list[int]:
         return list(self._call("steps"))
 
+    def chunks(self, step: int) -> list[ChunkRef]:
+        return [ChunkRef(**ref) for ref in self._call("chunks", step)]
+
     def save_batch(self, batch: BatchHandle) -> None:
         self._call("save_batch", batch.step, batch.model_dump_json())
 
@@ -117,40 +118,38 @@ class SharedColumnStore(ColumnStore):
         return StoreUsage.model_validate(self._call("usage"))
 
     def _put(self, key: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
-        num_bytes = codec.encoded_bytes(columns)
-        while not (begun := self._call("begin_put", str(key), num_bytes, self._member.location)):
-            self._member = self._join()  # this node's column server was lost, and another one is started
-        if held := begun.get("ref"):
-            ref = ChunkRef(**held)
-            return check_same_content(ref, self._read(ref, File(*begun["file"]), None), columns)
-        try:
-            self._write(key, Path(self._member.folder) / begun["name"], columns, num_bytes)
-            return ChunkRef(**self._call("end_put", str(key), columns.num_rows, num_bytes))
-        except FileNotFoundError:
-            self._call("abort_put", str(key))
-            if not self._call("lose", self._member.location):
-                raise StoreError(f"can't put {key}: {self._member.folder} was removed under a living run") from None
-            return self._put(key, columns)
-        except BaseException:
-            self._call("abort_put", str(key))
-            raise
+        while not (answer := self._add(key, columns)):
+            self._member = self._join()  # the column server was lost, and another one is started
+        ref = ChunkRef(**answer["ref"])
+        if "held" in answer:
+            return check_same_content(ref, self._read(ref, File(*answer["held"]), None), columns)
+        return ref
 
-    def _write(self, key: ChunkKey, path: Path, columns: pa.RecordBatch, num_bytes: int) -> None:
-        """Write a chunk's file; wait while shared memory is full.
+    def _add(self, key: ChunkKey, columns: pa.RecordBatch) -> dict[str, Any]:
+        """Write a chunk's file, and return the answer of `StoreIndex.put`; nothing if the column server was lost."""
+        location, folder = self._member.location, self._member.folder
+        try:
+            name, num_bytes = self._write(key, columns)
+        except (FileNotFoundError, ConnectionError) as error:
+            if self._call("lose", location):
+                return {}
+            if folder is None:
+                raise StoreError(f"can't put {key}: the connection to {location} failed: {error}") from None
+            raise removed_folder_error(key, Path(folder)) from None
+        return dict(self._call("put", str(key), columns.num_rows, num_bytes, File(location, name)))
+
+    def _write(self, key: ChunkKey, columns: pa.RecordBatch) -> tuple[str, int]:
+        """Write a chunk's file, on this node or on the one that stands in for it; return its name and size.
 
         Raises:
-            FileNotFoundError: The folder is gone, as its column server was lost.
+            FileNotFoundError, ConnectionError: The column server was lost.
             CapacityError: Shared memory stayed full.
             StoreError: The file can't be written.
         """
-        try:
-            write_file(path, num_bytes, partial(codec.write, columns), self._member.put_timeout_seconds)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise shared_memory_full_error(key, path.parent) from None
-            raise StoreError(f"can't put {key}: {path}: {error.strerror or error}") from None
+        location, folder, timeout = self._member.location, self._member.folder, self._member.put_timeout_seconds
+        if folder is None:
+            return self._remote.write(location, key, columns, timeout)
+        return write_chunk(key, Path(folder), columns, timeout)
 
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
         files = self._files([read.ref for read in reads])
@@ -158,8 +157,9 @@ class SharedColumnStore(ColumnStore):
 
     def _read(self, ref: ChunkRef, file: File, part: ChunkRead | None) -> pa.RecordBatch:
         """Return a part of a chunk, or all of it: mapped on this node, else fetched."""
-        if file.location == self._member.location:
-            data = map_chunk(Path(self._member.folder) / file.name, ref)
+        folder = self._member.folder
+        if folder is not None and file.location == self._member.location:
+            data = map_chunk(Path(folder) / file.name, ref)
             return decode_chunk(ref, data, part.names if part else None)
         try:
             return self._remote.read(file.location, file.name, ref, part)

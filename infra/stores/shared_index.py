@@ -1,52 +1,34 @@
 """The index of one run's shared columns: an actor that knows every chunk, and the node whose memory holds it."""
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from infra.ray.health import Pingable
+from infra.ray.module_path import enter_working_directory
 from infra.stores.chunk_index import ChunkIndex, Entry
-from infra.stores.column_server import ColumnServer
-from infra.stores.flight import FlightClient, FlightServer, Tls
+from infra.stores.column_server import ColumnServer, Limits
+from infra.stores.flight import FlightClient, FlightServer
 from infra.stores.node_files import NodeFiles
 from infra.stores.prometheus import record_usage
 from infra.stores.shared import File, Membership, SharedColumnStore
 from schemas.batch import ChunkKey, ChunkRef
-from schemas.errors import ChunkNotFoundError, StoreError
+from schemas.errors import ChunkNotFoundError
 
 _MAINTENANCE_SECONDS = 2.0
 
 
-class Limits(NamedTuple):
-    """The settings of a store.
-
-    Attributes:
-        capacity_bytes: The limit on the bytes of all held chunks together.
-        put_timeout_seconds: How long a put waits for other steps to be cleared.
-        lease_seconds: How long a lease lasts unless it is renewed.
-        shared_memory: `runtime.shared_memory`.
-        tls: See `FlightServer`.
-    """
-
-    capacity_bytes: int
-    put_timeout_seconds: float
-    lease_seconds: float
-    shared_memory: str | None = None
-    tls: Tls | None = None
-
-
-class StoreIndex:
+class StoreIndex(Pingable):
     """The server of `SharedColumnStore`; see `ColumnStore` for the contract of its requests.
 
     It serves the files of its own node itself, and starts a `ColumnServer` on each other node from which a client
-    comes. A chunk is put in two requests: `begin_put` reserves its key and its bytes and names its file, `end_put`
-    makes it readable. A put that a client began and did not end is released when its process dies.
+    comes. A chunk is put by one request, once its file is written: it makes the chunk readable.
 
     Args:
         run_id: The run whose columns these are.
@@ -58,93 +40,70 @@ class StoreIndex:
     def __init__(
         self, run_id: str, limits: Limits, incarnation: str | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        enter_working_directory()
         self._run_id, self._limits = run_id, limits
-        self._lock = threading.Condition()  # guards the index and the puts in progress; notified when they change
+        self._lock = threading.Condition()  # guards the index; notified when it frees capacity
         self._dropped: list[File] = []  # files that no chunk needs any more
         self._index = ChunkIndex[File](
             limits.capacity_bytes, limits.lease_seconds, incarnation, clock, on_drop=self._dropped.append
         )
-        self._puts: dict[str, tuple[int, File]] = {}  # key of each put in progress -> its client and file
-        self._num_puts = 0
         self._own = NodeFiles(run_id, limits.capacity_bytes, limits.shared_memory)
         handlers = {name: getattr(self, name) for name in _REQUESTS}
         host = ray.util.get_node_ip_address()
-        self._server = FlightServer(host, handlers, self._send, self._release_all, tls=limits.tls)
-        own_node = ray.get_runtime_context().get_node_id()
-        self._places = {own_node: (self._server.endpoint.location, str(self._own.path))}
+        self._server = FlightServer(host, handlers, self._send, self._own.receive, tls=limits.tls)
+        self._own_node = ray.get_runtime_context().get_node_id()
+        self._places = {self._own_node: (self._server.endpoint.location, str(self._own.path))}
         self._servers = dict[str, tuple[Any, FlightClient]]()  # of the other nodes, by location
-        self._reader = SharedColumnStore(run_id, lambda: self.join(own_node))
+        self._reader = SharedColumnStore(run_id, lambda: self.join(self._own_node))
         threading.Thread(target=self._maintenance_loop, daemon=True).start()
+        self.end_without_driver(limits.owner, limits.orphan_seconds, self.remove)
 
-    def join(self, node: str) -> Membership:
-        """Return what a client on a node needs; an actor call. The node gets a column server, unless it has one."""
-        if node not in self._places:
+    def join(self, node: str | None) -> Membership:
+        """Return what a client on a node needs; an actor call. The node gets a column server, unless it has one.
+
+        A client on no node, that of a driver outside the cluster, has its chunks written on the index's node.
+        """
+        if node is not None and node not in self._places:
             pinned = NodeAffinitySchedulingStrategy(node, soft=False)
             actor: Any = ray.remote(ColumnServer).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned)
             own, limits = self._server.endpoint, self._limits
-            server = actor.remote(self._run_id, limits.capacity_bytes, limits.shared_memory, own.token, limits.tls)
+            server = actor.remote(self._run_id, limits, own.token)
             location, folder = ray.get(server.place.remote())
             self._servers[location] = server, FlightClient(own._replace(location=location))
             self._places[node] = location, folder
         endpoint, timeout = self._server.endpoint, self._limits.put_timeout_seconds
-        return Membership(endpoint, self._index.incarnation, *self._places[node], timeout)
+        location, folder = self._places[node or self._own_node]
+        return Membership(endpoint, self._index.incarnation, location, folder if node else None, timeout)
 
-    def ping(self) -> tuple[str, int]:
-        """Return this actor's node and process id; see `infra.ray.health`."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
-
-    def open_lease(self, _: int, step: int) -> None:
+    def open_lease(self, step: int) -> None:
         with self._lock:
             self._index.open_lease(step)
 
-    def begin_put(self, client: int, key: str, num_bytes: int, location: str) -> dict[str, Any]:
-        """Reserve a key and its bytes; return the name of the file to write.
+    def put(self, key: str, num_rows: int, num_bytes: int, file: list[str]) -> dict[str, Any]:
+        """Add a chunk that a client has written; return its reference.
 
-        If the key is held already, its chunk is returned for the client to compare; if the client's column server is
-        gone, nothing: it has to join again.
+        If the key is held already, the reference and the file of its chunk are returned for the client to compare; if
+        the client's column server is gone, nothing: it has to join again. Files that are not needed are removed.
         """
-        parsed = ChunkKey.parse(key)
+        written = File(*file)
         with self._lock:
-            if not self._serves(location):
+            if not self._serves(written.location):
                 return {}
-            if held := self._admit(parsed, num_bytes):
-                return {"ref": held.ref.model_dump(), "file": held.payload}
-            self._num_puts += 1
-            file = File(location, f"{self._num_puts}.arrow")
-            self._puts[key] = client, file
-            return {"name": file.name}
-
-    def end_put(self, client: int, key: str, num_rows: int, num_bytes: int) -> dict[str, Any]:
-        """Make a chunk readable that its client has written."""
-        with self._lock:
-            owner, file = self._puts.pop(key, (None, None))
-            if file is None or owner != client:
-                raise StoreError(f"the put of {key} was given up, as its writer's connection was lost; put it again")
             try:
-                return self._index.commit(ChunkKey.parse(key), num_rows, num_bytes, file).model_dump()
+                if held := self._admit(ChunkKey.parse(key), num_bytes):
+                    self._dropped.append(written)
+                    return {"ref": held.ref.model_dump(), "held": held.payload}
+                return {"ref": self._index.add(ChunkKey.parse(key), num_rows, num_bytes, written).model_dump()}
             except BaseException:
-                self._dropped.append(file)  # its step was cleared meanwhile
+                self._dropped.append(written)
                 raise
-            finally:
-                self._lock.notify_all()
 
-    def abort_put(self, client: int, key: str) -> None:
-        """Release a put that failed, if it is still this client's."""
-        with self._lock:
-            owner, file = self._puts.get(key, (None, None))
-            if file is not None and owner == client:
-                del self._puts[key]
-                self._dropped.append(file)
-                self._index.release(ChunkKey.parse(key))
-                self._lock.notify_all()
-        self._remove_dropped()
-
-    def files(self, _: int, refs: list[dict[str, Any]]) -> list[File]:
+    def files(self, refs: list[dict[str, Any]]) -> list[File]:
         """Return where chunks are, in order."""
         with self._lock:
             return self._index.payloads([ChunkRef(**ref) for ref in refs])
 
-    def lose(self, _: int, location: str) -> bool:
+    def lose(self, location: str) -> bool:
         """Drop the chunks of a column server that a client misses, if it is gone; return whether it is."""
         try:
             self._request(location, "free", [], 0)
@@ -152,29 +111,33 @@ class StoreIndex:
             self._forget(location)
         return not self._serves(location)
 
-    def delete(self, _: int, refs: list[dict[str, Any]]) -> int:
+    def delete(self, refs: list[dict[str, Any]]) -> int:
         return self._free(lambda: self._index.delete([ChunkRef(**ref) for ref in refs]))
 
-    def clear(self, _: int, step: int) -> int:
+    def clear(self, step: int) -> int:
         return self._free(lambda: self._index.clear(step))
 
-    def save_batch(self, _: int, step: int, batch: str) -> None:
+    def save_batch(self, step: int, batch: str) -> None:
         with self._lock:
             self._index.save_batch(step, batch)
 
-    def load_batch(self, _: int, step: int) -> str | None:
+    def load_batch(self, step: int) -> str | None:
         with self._lock:
             return self._index.load_batch(step)
 
-    def steps(self, _: int) -> list[int]:
+    def steps(self) -> list[int]:
         with self._lock:
             return self._index.steps()
 
-    def usage(self, _: int) -> dict[str, Any]:
+    def chunks(self, step: int) -> list[dict[str, Any]]:
+        with self._lock:
+            return [ref.model_dump() for ref in self._index.chunks(step)]
+
+    def usage(self) -> dict[str, Any]:
         with self._lock:
             return self._index.usage().model_dump()
 
-    def remove(self, _: int) -> None:
+    def remove(self) -> None:
         """Remove all files on all nodes, before this actor is killed."""
         for location in list(self._servers):
             with suppress(ConnectionError):  # its files are removed by the next run on that node
@@ -182,24 +145,13 @@ class StoreIndex:
         self._own.remove()
 
     def _admit(self, key: ChunkKey, num_bytes: int) -> Entry[File] | None:
-        """Wait for another put of the key, and for capacity; reserve the key, or return its chunk if it is held."""
+        """Wait until a chunk fits, if other steps may be cleared; return the chunk that is held under its key."""
         deadline = time.monotonic() + self._limits.put_timeout_seconds
         self._index.require_lease(key)
-        while self._index.is_reserved(key) or self._must_wait(key, num_bytes):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
+        while self._must_wait(key, num_bytes) and (left := deadline - time.monotonic()) > 0:
             self._lock.wait(min(left, self._limits.lease_seconds / 4))
             self._index.require_lease(key)  # waiting counts as work on the step, and a sweep may free capacity
-        if held := self._index.find(key):
-            return held
-        if self._index.is_reserved(key):
-            raise StoreError(
-                f"can't put {key}: another process has been writing it for {self._limits.put_timeout_seconds:g} s; "
-                "end that process, or raise store.put_timeout_seconds"
-            )
-        self._index.reserve(key, num_bytes)
-        return None
+        return self._index.find(key)
 
     def _must_wait(self, key: ChunkKey, num_bytes: int) -> bool:
         """Return whether the chunk doesn't fit now, but would once other steps are cleared."""
@@ -212,13 +164,6 @@ class StoreIndex:
             self._lock.notify_all()
         self._remove_dropped()
         return num_bytes
-
-    def _release_all(self, client: int) -> None:
-        """Release the puts that a client which is gone has left in progress."""
-        with self._lock:
-            left = [key for key, (owner, _) in self._puts.items() if owner == client]
-        for key in left:
-            self.abort_put(client, key)
 
     def _remove_dropped(self) -> None:
         """Remove the files that no chunk needs any more, on all nodes."""
@@ -277,9 +222,7 @@ class StoreIndex:
 
 _REQUESTS = (
     "open_lease",
-    "begin_put",
-    "end_put",
-    "abort_put",
+    "put",
     "files",
     "lose",
     "delete",
@@ -287,6 +230,7 @@ _REQUESTS = (
     "save_batch",
     "load_batch",
     "steps",
+    "chunks",
     "usage",
     "remove",
 )

@@ -10,11 +10,14 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infra.ray.actors import create_actor, find_actor, kill_actors
+from infra.ray.client import own_node
+from infra.ray.health import ACTOR_OPTIONS
 from infra.storage.shared_memory import choose_root
 from infra.stores.chunk_errors import lost_store_error
+from infra.stores.column_server import Limits
 from infra.stores.flight import read_tls
 from infra.stores.shared import Membership, SharedColumnStore
-from infra.stores.shared_index import Limits, StoreIndex
+from infra.stores.shared_index import StoreIndex
 from schemas.errors import WorkerLostError
 
 
@@ -42,7 +45,9 @@ def start_shared_store(
     incarnation: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> SharedColumnStore:
-    """Start the index of a run's store on this node, and return a client; one that is left, but lost, is killed.
+    """Start the index of a run's store, and return a client; one that is left, but lost, is killed.
+
+    The index runs on this node, or on that of the Ray Client server if this process is outside the cluster.
 
     The index is detached, so it outlives the driver. It is never restarted: a new one is a new incarnation of the
     store, unless a durable tier names the incarnation.
@@ -58,12 +63,13 @@ def start_shared_store(
         ConfigError: The folder or the certificate in the settings can't be used.
     """
     _require_ray(run_id)
-    choose_root(limits.shared_memory, limits.capacity_bytes)  # as the index does: its errors and warnings are seen here
-    if limits.tls:
-        read_tls(limits.tls)
+    if own_node() is not None:  # as the index does on the same node: its errors and warnings are seen here
+        choose_root(limits.shared_memory, limits.capacity_bytes)
+        if limits.tls:
+            read_tls(limits.tls)
     kill_actors([index_name(run_id)])  # it may be stopped, and would never answer
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"scheduling_strategy": here}
+    options = {"scheduling_strategy": here, **ACTOR_OPTIONS}
     index = create_actor(index_name(run_id), StoreIndex, run_id, limits, incarnation, clock, options=options)
     return _open(run_id, index)
 
@@ -74,11 +80,16 @@ def _require_ray(run_id: str) -> None:
 
 
 def _open(run_id: str, index: Any) -> SharedColumnStore:
-    return SharedColumnStore(run_id, partial(_join, run_id, index), partial(ray.kill, index))
+    return SharedColumnStore(run_id, partial(join, run_id, index, own_node()), partial(ray.kill, index))
 
 
-def _join(run_id: str, index: Any) -> Membership:
+def join(run_id: str, index: Any, node: str | None) -> Membership:
+    """Return the membership of a client on a node; None: on no node of the cluster.
+
+    Raises:
+        WorkerLostError: The index is gone.
+    """
     try:
-        return Membership(*index.join.remote(ray.get_runtime_context().get_node_id()).future().result())
+        return Membership(*index.join.remote(node).future().result())
     except RayActorError as error:
         raise lost_store_error(run_id, error) from None

@@ -4,37 +4,45 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import reduce
-from operator import add
 
-from infra.storage.ledger import FORMAT
+from infra.storage.ledger import FORMAT, stage_key
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
-from infra.stores.open import open_store, start_store
-from schemas.batch import BatchHandle
+from infra.stores.open import close_store, open_store, start_store
+from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.config.run import RunConfig
-from schemas.errors import PipelineError, StoreError
-from schemas.step import RunHandle, StoredBatch
+from schemas.errors import ChunkNotFoundError, PipelineError, StoreError
+from schemas.step import PolicyHandle, RunHandle, StoredBatch
 from schemas.store import StoreTraffic
 
 RENEWALS_PER_LEASE = 4
+_CHUNKS = {  # by stage
+    "rollout": "partial",
+    "put": "rollout",
+    "logprob": "behavior",
+    "reference": "reference",
+    "advantage": "advantage",
+}
 
 logger = logging.getLogger(__name__)
 
 
-def open_step(run: RunHandle, step: int) -> None:
-    """Open the step's lease. If the step was started before and its columns are lost, drop its ledger entries too."""
-    store = open_store(run)
+def open_step(run: RunHandle, policy: PolicyHandle) -> None:
+    """Open the lease of the policy's step. If the step was started before, keep what its committed stages have put.
+
+    If a committed stage's columns are lost or damaged, the step's ledger entries are dropped with all of its columns.
+    """
+    store, ledger, step = open_store(run), RunDirectory.of(run).ledger, policy.step
     store.open_lease(step)
-    if (batch := store.load_batch(step)) is None:
-        return
+    committed = {name for stage, name in _CHUNKS.items() if ledger.is_committed(stage_key(run, policy, stage))}
+    if _CHUNKS["put"] not in committed:  # the stages after it extend its rows
+        committed &= {_CHUNKS["rollout"]}
     try:
-        store.verify(batch)
+        _keep_committed(store, step, committed)
     except StoreError as error:
         logger.warning("step %d is run again from its start: %s", step, error)
-        RunDirectory.of(run).ledger.drop_step(step)
-        store.clear(step)
-        store.open_lease(step)
+        ledger.drop_step(step)
+        _restart_step(store, step)
 
 
 @asynccontextmanager
@@ -61,7 +69,7 @@ async def renewed_lease(run: RunHandle, step: int) -> AsyncIterator[None]:
 def publish_handle(store: ColumnStore, batch: BatchHandle, traffic: Sequence[StoreTraffic]) -> StoredBatch:
     """Save a stage's batch as the step's newest handle; return it with the stage's total traffic."""
     store.save_batch(batch)
-    return StoredBatch(batch=batch, traffic=reduce(add, traffic, StoreTraffic()))
+    return StoredBatch(batch=batch, traffic=StoreTraffic.total(traffic))
 
 
 def clear_step(run: RunHandle, step: int) -> int:
@@ -110,7 +118,7 @@ def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int) 
         FORMAT,
         first,
     )
-    start_store(directory, config)[0].close()
+    close_store(directory, config)
     store, _ = start_store(directory, config)
     for step in {*directory.ledger.steps(), *store.steps()}:
         if step >= first:
@@ -118,6 +126,14 @@ def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int) 
             store.clear(step)
     directory.ledger.renew()
     return True
+
+
+def drop_steps(directory: RunDirectory, config: RunConfig) -> None:
+    """Drop all columns of the run and all of the ledger's entries: what is not in a checkpoint is run again."""
+    store, _ = start_store(directory, config)
+    for step in {*directory.ledger.steps(), *store.steps()}:
+        _drop_records(directory, step)
+        store.clear(step)
 
 
 def sweep_steps(run: RunHandle, first: int) -> None:
@@ -131,7 +147,8 @@ def sweep_steps(run: RunHandle, first: int) -> None:
             _drop_records(directory, step)
             store.clear(step)
         elif step < first:
-            directory.ledger.drop_step(step)
+            if step + 1 < first or run.config.runtime.max_staleness < 2:  # else step `first` may continue its rollout
+                directory.ledger.drop_step(step)
             store.archive(step)
 
 
@@ -139,3 +156,38 @@ def _drop_records(directory: RunDirectory, step: int) -> None:
     """Delete a step's ledger entries and its plan."""
     directory.ledger.drop_step(step)
     directory.plans.drop(step)
+
+
+def _keep_committed(store: ColumnStore, step: int, committed: set[str]) -> None:
+    """Delete the chunks of a step that are not of these stages, and check the others.
+
+    A stage that is not committed runs again, perhaps with other ranks or on another machine, and could put other
+    chunks under the same keys.
+
+    Raises:
+        StoreError: The columns of these stages are lost or damaged.
+    """
+    chunks = store.chunks(step)
+    stale = [ref for ref in chunks if _stage_of(ref) not in committed]
+    if _CHUNKS["put"] not in committed and len(stale) == len(chunks):
+        if chunks:
+            _restart_step(store, step)
+        return
+    store.delete(stale)
+    if _CHUNKS["put"] not in committed:
+        return
+    if (batch := store.load_batch(step)) is None:
+        raise ChunkNotFoundError("its columns are no longer in the store")
+    kept = batch.replace(groups=[group for group in batch.groups if {*map(_stage_of, group.chunks)} <= committed])
+    store.verify(kept)
+    if kept != batch:
+        store.save_batch(kept)
+
+
+def _restart_step(store: ColumnStore, step: int) -> None:
+    store.clear(step)
+    store.open_lease(step)
+
+
+def _stage_of(ref: ChunkRef) -> str:
+    return ChunkKey.parse(ref.key).stage

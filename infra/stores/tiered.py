@@ -78,6 +78,9 @@ class TieredColumnStore(ColumnStore):
     def steps(self) -> list[int]:
         return sorted({*self.front.steps(), *self.durable.steps()})
 
+    def chunks(self, step: int) -> list[ChunkRef]:
+        return list(dict.fromkeys([*self.front.chunks(step), *self.durable.chunks(step)]))
+
     def save_batch(self, batch: BatchHandle) -> None:
         self.durable.save_batch(batch)
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ import numpy as np
 import pyarrow as pa
 import ray
 
+from infra.ray.actors import find_actor
 from infra.stores.base import ColumnStore
+from infra.stores.column_server import Limits
 from infra.stores.file_layout import data_path
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
 from infra.stores.memory import MemoryStore
 from infra.stores.node_files import map_chunk
 from infra.stores.shared import SharedColumnStore
-from infra.stores.shared_index import Limits
-from infra.stores.shared_open import find_shared_store, start_shared_store
+from infra.stores.shared_open import find_shared_store, index_name, join, start_shared_store
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import jagged, row_lengths
@@ -26,7 +28,7 @@ from rl_core.views import new_batch
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from tests.contracts.clock import ManualClock
 
-COLUMNS = ("response_ids", "loss_mask", "sampler_logprobs", "reward", "response_text", "info")
+COLUMNS = ("response_ids", "loss_mask", "sampler_logprobs", "reward", "response_text", "info", "response_experts")
 CAPACITY = 2**24
 NEVER_SECONDS = 3600  # a put timeout that no test waits for: one that did would run into pytest's
 
@@ -52,7 +54,7 @@ class Backend:
     def another_client(self, store: ColumnStore) -> ColumnStore:
         """Return another client of the same store, as another process has; a memory store is its own only client."""
         if isinstance(store, SharedColumnStore):
-            return find_shared_store(store.run_id)
+            return outside_client(store.run_id) if self.kind == "outside" else find_shared_store(store.run_id)
         if isinstance(store, FsspecColumnStore):
             return self._files(store.run_id)
         if isinstance(store, TieredColumnStore):
@@ -67,8 +69,9 @@ class Backend:
         limits = {"lease_seconds": lease_seconds, "put_timeout_seconds": put_timeout}
         if self.kind == "memory":
             return self._memory(run_id, capacity, lease_seconds)
-        if self.kind == "shared":
-            return start_shared_store(run_id, Limits(capacity, put_timeout, lease_seconds, None), clock=self.clock)
+        if self.kind in ("shared", "outside"):
+            made = start_shared_store(run_id, Limits(capacity, put_timeout, lease_seconds, None), clock=self.clock)
+            return made if self.kind == "shared" else outside_client(run_id)
         if not self.kind.startswith("tiered"):
             return self._files(run_id, capacity, **limits)
         durable = self._files(run_id, lease_seconds=NO_EXPIRY_SECONDS)
@@ -91,6 +94,12 @@ class Backend:
         return FsspecColumnStore(run_id, url, capacity, storage_options=options, clock=self.clock, **limits)
 
 
+def outside_client(run_id: str) -> SharedColumnStore:
+    """Return a client of a shared store as a driver outside the Ray cluster has: it is on no node."""
+    index = find_actor(index_name(run_id))
+    return SharedColumnStore(run_id, partial(join, run_id, index, None), partial(ray.kill, index))
+
+
 def key(store: ColumnStore, step: int, shard: int = 0, stage: str = "rollout") -> ChunkKey:
     return ChunkKey(run_id=store.run_id, step=step, stage=stage, shard=shard)
 
@@ -108,6 +117,7 @@ def rollout_columns(lengths: Sequence[int], seed: int = 0) -> pa.RecordBatch:
             "reward": pa.array(rewards, pa.float32()),
             "response_text": pa.array(["né\n" * (n % 3) for n in lengths], pa.string()),
             "info": pa.array([json.dumps({"seed": seed, "row": row}) for row in range(len(lengths))], pa.string()),
+            "response_experts": jagged(random.integers(0, 256, (num_values, 3)).astype(np.uint8), counts),
         }
     )
 
@@ -123,7 +133,9 @@ def stored_bytes(store: ColumnStore, ref: ChunkRef) -> list[pa.Buffer]:
     """Return a chunk's bytes from each place where the store holds them."""
     if isinstance(store, SharedColumnStore):
         (file,) = store._files([ref])
-        return [map_chunk(Path(store._member.folder) / file.name, ref)]
+        folder = store._member.folder or find_shared_store(store.run_id)._member.folder
+        assert folder is not None
+        return [map_chunk(Path(folder) / file.name, ref)]
     if isinstance(store, MemoryStore):
         return [store._index.payloads([ref])[0]]
     if isinstance(store, FsspecColumnStore):

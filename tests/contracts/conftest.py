@@ -19,6 +19,7 @@ KINDS = [
     "tiered-memory",
     pytest.param("s3", marks=pytest.mark.slow),
     pytest.param("shared", marks=pytest.mark.slow),
+    pytest.param("outside", marks=pytest.mark.slow),
     pytest.param("tiered", marks=pytest.mark.slow),
 ]
 _steps = itertools.count(1)
@@ -34,7 +35,7 @@ def s3_options() -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="module", params=KINDS)
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     """Return a maker of empty stores of one kind."""
-    if request.param in ("shared", "tiered"):
+    if request.param in ("shared", "outside", "tiered"):
         request.getfixturevalue("ray_cluster")
     options = request.getfixturevalue("s3_options") if request.param == "s3" else None
     made = Backend(request.param, tmp_path_factory.mktemp("columns"), options)

@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import ray
 
+from infra.stores.column_server import Limits
 from infra.stores.shared import SharedColumnStore
-from infra.stores.shared_index import Limits
 from infra.stores.shared_open import find_shared_store, start_shared_store
 from schemas.errors import WorkerLostError
 from tests.contracts.backends import CAPACITY, NEVER_SECONDS

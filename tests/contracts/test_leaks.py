@@ -10,8 +10,8 @@ import pytest
 import ray
 
 from infra.stores.base import ColumnStore
+from infra.stores.column_server import Limits
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
-from infra.stores.shared_index import Limits
 from infra.stores.shared_open import start_shared_store
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.jagged import jagged, row_lengths

@@ -101,6 +101,24 @@ def test_the_newest_handle_is_found_by_its_step(backend: Backend, store: ColumnS
     assert store.load_batch(step) is None
 
 
+def test_all_chunks_of_a_step_are_found_whether_or_not_a_handle_has_them(
+    backend: Backend, store: ColumnStore, step: int
+) -> None:
+    other = step * 10
+    store.open_lease(other)
+    store.put(key(store, other), rollout_columns([3]))
+    batch = put_batch(store, step, [rollout_columns([1]), rollout_columns([2])])
+    store.save_batch(batch)
+    late = store.put(key(store, step, 2), rollout_columns([4]))
+    store.flush()
+    assert set(backend.another_client(store).chunks(step)) == {*batch.chunks, late}
+    store.delete([late])
+    assert set(store.chunks(step)) == set(batch.chunks)
+    store.clear(step)
+    store.clear(other)
+    assert store.chunks(step) == []
+
+
 def test_verify_finds_lost_chunks(store: ColumnStore, step: int) -> None:
     batch = put_batch(store, step, [rollout_columns([1]), rollout_columns([2])])
     store.flush()

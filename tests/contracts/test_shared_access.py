@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from pyarrow import flight
 
+from infra.stores.column_server import Limits
 from infra.stores.flight import Endpoint, FlightClient, Tls
 from infra.stores.shared import SharedColumnStore
-from infra.stores.shared_index import Limits
 from infra.stores.shared_open import find_shared_store, start_shared_store
 from rl_core.columns.codec import value_dtypes
 from rl_core.views import new_batch
@@ -34,6 +34,7 @@ from tests.contracts.backends import (
     COLUMNS,
     NEVER_SECONDS,
     key,
+    outside_client,
     put_batch,
     rollout_columns,
     start_producer,
@@ -84,8 +85,8 @@ def test_the_memory_of_a_cleared_chunk_is_reused_once_nobody_reads_it(store: Sha
     store.open_lease(4)
     smaller = put_batch(store, 4, [rollout_columns([*LARGE[:-1], 200_000])])
     assert store.read(smaller, COLUMNS).num_rows == 3
-    free = Path(store._member.folder) / "free"
-    assert sum(path.stat().st_size for path in free.iterdir()) <= CAPACITY
+    pool = Path(store._member.folder) / "pool"
+    assert sum(path.stat().st_size for path in pool.iterdir()) <= CAPACITY
 
 
 def test_the_index_sweeps_without_a_client(ray_cluster: None, tmp_path: Path) -> None:
@@ -120,6 +121,9 @@ def test_a_stranger_gets_nothing(store: SharedColumnStore) -> None:
             stranger.call("usage")
         with pytest.raises(StoreError, match="refuses this client"):
             stranger.get({"step": 1})
+        with pytest.raises(StoreError, match="refuses this client"):
+            stranger.put({"key": str(key(store, 1, 1)), "timeout_seconds": 0}, rollout_columns(SMALL))
+    assert len(files(store)) == 1
     with pytest.raises(flight.FlightUnauthenticatedError):
         list(flight.FlightClient(location).list_flights())
 
@@ -146,6 +150,7 @@ def test_connections_are_encrypted_by_a_certificate(ray_cluster: None, tls: Tls)
         store.save_batch(put_batch(store, 1, [rollout_columns(SMALL)]))
         assert store.endpoint.location.startswith("grpc+tls://")
         assert FlightClient(store.endpoint).get({"step": 1, "columns": ["reward"]}).num_rows == 3
+        assert outside_client("encrypted").put(key(store, 1, 1), rollout_columns(SMALL)).num_rows == 3
         for stranger in (
             store.endpoint._replace(certificate=""),
             Endpoint(store.endpoint.location.replace("+tls", ""), store.endpoint.token),
@@ -174,7 +179,7 @@ def test_any_arrow_client_reads_a_live_step(store: SharedColumnStore) -> None:
 
 
 def test_a_put_waits_for_full_shared_memory_and_then_names_the_setting(ray_cluster: None, small_memory: Path) -> None:
-    chunk = rollout_columns([400_000])  # 2.5 MB of 8 MiB
+    chunk = rollout_columns([400_000]).drop_columns(["response_experts"])  # 2.5 MB of 8 MiB
     store = start_shared_store("full", Limits(2**30, NEVER_SECONDS, 3600, str(small_memory)))
     impatient = start_shared_store("impatient", Limits(2**30, 0.5, 3600, str(small_memory)))
     try:
@@ -182,8 +187,9 @@ def test_a_put_waits_for_full_shared_memory_and_then_names_the_setting(ray_clust
             each.open_lease(1)
         for shard in range(3):
             store.put(key(store, 1, shard), chunk)
-        with pytest.raises(CapacityError, match=r"can't put impatient/1.*is full.*runtime\.shared_memory"):
-            impatient.put(key(impatient, 1), chunk)
+        for client in (impatient, outside_client("impatient")):
+            with pytest.raises(CapacityError, match=r"can't put impatient/1.*is full.*runtime\.shared_memory"):
+                client.put(key(impatient, 1), chunk)
         assert files(impatient) == []
         assert impatient.usage().num_bytes == 0
         store.open_lease(2)

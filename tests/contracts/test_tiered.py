@@ -7,9 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from infra.stores.column_server import Limits
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
 from infra.stores.memory import MemoryStore
-from infra.stores.shared_index import Limits
 from infra.stores.shared_open import start_shared_store
 from infra.stores.tiered import TieredColumnStore
 from rl_core.views import permute

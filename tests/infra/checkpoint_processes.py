@@ -15,13 +15,15 @@ import torch._dynamo  # otherwise the optimizer imports it, in every process
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore
+from rl_core.training.sharding import make_mesh
 
-NUM_RANKS = 2
+NUM_RANKS, NUM_REPLICAS = 2, 2
 POINTS = ("rank-00000-00000.safetensors", "hf/config.json", "manifest.json")  # files before which a save is killed
 WEIGHTS = {"model/a": torch.arange(6.0), "model/b": torch.ones(2, 2)}
 
@@ -47,6 +49,7 @@ def save_assets(folder: Path) -> None:
 def main(folder: Path) -> None:
     """Run everything in forked processes; a fork requires that there are no threads."""
     run_forked([lambda: save_alone(folder / "by-one")])
+    run_forked([lambda rank=rank: be_replica(rank, folder) for rank in range(NUM_RANKS * NUM_REPLICAS)])
     run_forked([lambda rank=rank: be_rank(rank, folder) for rank in range(NUM_RANKS)])
     run_forked([lambda point=point: save_until(folder / f"killed-at-{Path(point).name}", point) for point in POINTS])
 
@@ -59,33 +62,45 @@ def save_alone(folder: Path) -> None:
     save_file({name: value.detach() for name, value in tensors.items()}, folder / "expected.safetensors")
 
 
+def be_replica(rank: int, folder: Path) -> None:
+    """Save and load as one of two replicas' two shards."""
+    join(rank, NUM_RANKS * NUM_REPLICAS, folder / "rendezvous-replicas")
+    mesh = make_mesh("cpu", NUM_RANKS * NUM_REPLICAS, NUM_REPLICAS)
+    shard_and_save(rank, folder / "by-four", mesh)
+    load_shards(rank, folder, "by-one", "loaded-by-four", mesh)
+
+
 def be_rank(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS)
-    shard_and_save(rank, folder)
-    load_shards(rank, folder)
+    join(rank, NUM_RANKS, folder / "rendezvous")
+    shard_and_save(rank, folder / "by-two")
+    for source in ("by-one", "by-two", "by-four"):
+        load_shards(rank, folder, source, "loaded-by-two")
     lose_a_rank(rank, folder)
 
 
-def shard_and_save(rank: int, folder: Path) -> None:
-    model, optimizer = sharded_model()
+def join(rank: int, num_ranks: int, rendezvous: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
+
+
+def shard_and_save(rank: int, folder: Path, mesh: DeviceMesh | None = None) -> None:
+    model, optimizer = sharded_model(mesh)
     train(model, optimizer)
     tensors = policy_tensors(model, optimizer)
-    store = CheckpointStore(str(folder / "by-two"))
+    store = CheckpointStore(str(folder))
     pending = store.save(1, tensors, num_updates=2, report=None, write_assets=save_assets, process_group=group())
     expected = {name: whole(value) for name, value in tensors.items()}
     train(model, optimizer)  # while it is being written
     pending.wait()
     if rank == 0:
-        save_file(expected, folder / "by-two" / "expected.safetensors")
+        save_file(expected, folder / "expected.safetensors")
 
 
-def load_shards(rank: int, folder: Path) -> None:
-    for source in ("by-one", "by-two"):
-        model, optimizer = sharded_model()
-        restore_policy(CheckpointStore(str(folder / source)), 1, model, optimizer)
-        loaded = {name: whole(value) for name, value in policy_tensors(model, optimizer).items()}
-        if rank == 0:
-            save_file(loaded, folder / source / "loaded-by-two.safetensors")
+def load_shards(rank: int, folder: Path, source: str, name: str, mesh: DeviceMesh | None = None) -> None:
+    model, optimizer = sharded_model(mesh)
+    restore_policy(CheckpointStore(str(folder / source)), 1, model, optimizer)
+    loaded = {name: whole(value) for name, value in policy_tensors(model, optimizer).items()}
+    if rank == 0:
+        save_file(loaded, folder / source / f"{name}.safetensors")
 
 
 def lose_a_rank(rank: int, folder: Path) -> None:
@@ -122,11 +137,11 @@ def kill_at(point: str) -> None:
     os.replace = killing_replace  # type: ignore[assignment]
 
 
-def sharded_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded_model(mesh: DeviceMesh | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     model, _ = make_model()
     for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 

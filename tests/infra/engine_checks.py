@@ -1,5 +1,6 @@
 """Shared by the tests of both rollout engines: requests, reference computations and comparisons."""
 
+import importlib.util
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,15 @@ from transformers import PreTrainedModel
 
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling, generate_all
 
+NEEDS_VLLM = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'sluice-rl[cpu]'"
+    ),
+]
+PROMPTS = [[5, 6, 7], [200, 3, 100, 42, 17, 9, 30] * 10, [11]]  # the second one fills two blocks of vLLM's KV cache
+MAX_MODEL_LEN = 128
+HEAD_DIM = 32  # the smallest that vLLM's CPU kernels support
 UNFIT_WEIGHTS = pytest.mark.parametrize(  # changes to a state dict, and how the error names them
     ("changes", "text"),
     [
@@ -70,6 +80,22 @@ def assert_stop_tokens_end_responses(engine: RolloutEngine, prompt: Sequence[int
         assert after.token_ids.tolist() == before.token_ids[:length].tolist()
         assert after.finish_reason == ("stop" if len(hits) else "length")
         assert len(after.logprobs) == length
+
+
+def assert_requests_have_limits_of_their_own(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    """Assert that a response that is continued, beside others, has the log-probs of one forward over all of it."""
+    prompts, sampling = PROMPTS[:2], Sampling(12)
+    first = generate_all(engine, [GenerationRequest(np.array(prompt), (1,), 4) for prompt in prompts], sampling)
+    assert [(len(part.token_ids), part.finish_reason) for part in first] == [(4, "length")] * 2
+    longer = [
+        GenerationRequest(np.array([*prompt, *part.token_ids]), (2,), 8)
+        for prompt, part in zip(prompts, first, strict=True)
+    ]
+    second = generate_all(engine, [*longer, request(PROMPTS[2], 3)], sampling)
+    assert [len(part.token_ids) for part in second] == [8, 8, 12]
+    for prompt, *parts in zip(prompts, first, second[:2], strict=True):
+        ids, logprobs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("token_ids", "logprobs"))
+        np.testing.assert_allclose(logprobs, plain_logprobs(model, prompt, ids, 1.0), rtol=0, atol=1e-5)
 
 
 def assert_degenerate_requests_work(engine: RolloutEngine, prompt: Sequence[int]) -> None:

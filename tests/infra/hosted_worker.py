@@ -29,4 +29,4 @@ class Worker:
 
     def exhaust(self) -> None:
         """Fail as torch does on a GPU without free memory."""
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation.")
+        raise torch.OutOfMemoryError("CUDA out of memory. GPU 0 has a total capacity of 79.10 GiB.\nSee the docs.")

@@ -8,9 +8,10 @@ import pytest
 
 from infra.stores.memory import MemoryStore
 from infra.workers.rollout import RolloutWorker
+from rl_core.rollout.evaluation import split_prompts, summarize
 from rl_core.views import new_batch
 from schemas.rollout import PutResult, RolloutShard
-from schemas.step import RunHandle
+from schemas.step import EvalReport, RunHandle
 from tests.configs import merge, run_config
 from tests.tiny import make_tiny_data, make_tiny_model
 
@@ -70,6 +71,13 @@ def worker_of(run: RunHandle, shard: int = 0, store: MemoryStore | None = None) 
     return worker
 
 
+def evaluate(run: RunHandle, worker: RolloutWorker | None = None) -> EvalReport:
+    """Evaluate version 0 with one worker, by default one of its own; the report's time is 0."""
+    worker = worker or worker_of(run)
+    batches = split_prompts(run.config.eval, worker.num_held_out())
+    return summarize(run.config, 0, [worker.evaluate(0, rows) for rows in batches.values()], seconds=0.0)
+
+
 def open_store() -> MemoryStore:
     store = MemoryStore("run", 2**20)
     for step in range(3):
@@ -91,7 +99,10 @@ def read(store: MemoryStore, shard: RolloutShard, result: PutResult, step: int =
 
 
 def put(worker: RolloutWorker, shard: RolloutShard, step: int = 0, parts: tuple[str, ...] | None = None) -> PutResult:
-    return worker.put(step, shard.shard, shard.kept, tuple(shard.parts) if parts is None else parts)
+    parts = tuple(shard.parts) if parts is None else parts
+    result = worker.put(step, worker.version(), shard.shard, shard.kept, parts)
+    assert result is not None
+    return result
 
 
 def rows_of(store: MemoryStore, worker: RolloutWorker, shard: RolloutShard, step: int = 0) -> dict[str, dict]:

@@ -46,16 +46,19 @@ def test_a_killed_save_leaves_the_previous_checkpoint_the_newest(
     assert not list(Path(store.path(2)).rglob(".*"))
 
 
-@pytest.mark.parametrize("source", ["by-one", "by-two"])
-def test_checkpoints_of_two_ranks_and_of_one_are_the_same(processes: Path, source: str) -> None:
+@pytest.mark.parametrize(("source", "num_ranks"), [("by-one", 1), ("by-two", 2), ("by-four", 4)])
+def test_checkpoints_of_any_ranks_are_the_same(processes: Path, source: str, num_ranks: int) -> None:
     store, folder = CheckpointStore(str(processes / source)), processes / source
     expected = load_file(folder / "expected.safetensors")
-    assert store.verify(1).num_ranks == (1 if source == "by-one" else 2)
+    assert store.verify(1).num_ranks == num_ranks
     assert store.tensor_names(1) == sorted(expected)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     store.load(1, loaded)
     assert_equal(loaded, expected)
-    assert_equal(load_file(folder / "loaded-by-two.safetensors"), expected)
+    for loaded_file in folder.glob("loaded-by-*.safetensors"):
+        assert_equal(load_file(loaded_file), expected)
+    assert (folder / "loaded-by-two.safetensors").exists()
+    assert (folder / "loaded-by-four.safetensors").exists() == (source == "by-one")
 
 
 def test_each_rank_writes_its_part_and_replicated_tensors_are_written_once(processes: Path) -> None:

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra.datasets import load_train_prompts
+from infra.models.tiny import CHAT_TEMPLATE
 from schemas.config.data import DataConfig
 from schemas.errors import DataError
 from tests.infra.dataset_rows import TOKENIZER, load, write_folder
@@ -33,6 +34,19 @@ def test_several_messages_and_an_answer_that_is_not_a_string(tmp_path: Path) -> 
     assert prompts[0].prompt_text == "Be brief.\n\n2 + 2?"
     assert prompts[0].answer == '[4, "four"]'
     assert prompts[0].info == {"data_source": "tiny"}
+
+
+def test_variables_reach_the_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    thinking = "{% if enable_thinking is false %}<think></think>{% endif %}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", CHAT_TEMPLATE + thinking)
+    path = make_tiny_data(tmp_path / "rows.jsonl", 1)
+    prompts = load(path, chat_template_kwargs={"enable_thinking": False})
+    assert TOKENIZER.decode(prompts[0].prompt_ids) == "<|user|>0 + 1 =<|assistant|><think></think>"
+    assert TOKENIZER.decode(load(path)[0].prompt_ids) == "<|user|>0 + 1 =<|assistant|>"
+    with pytest.raises(DataError, match="chat template has no variable thinking_enabled"):
+        load(path, chat_template_kwargs={"thinking_enabled": False})
+    with pytest.raises(ValueError, match="add_generation_prompt can't be set"):
+        load(path, chat_template_kwargs={"add_generation_prompt": False})
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

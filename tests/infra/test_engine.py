@@ -12,21 +12,24 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import infra.engines.base
 from infra.engines.base import GenerationRequest, Sampling, generate_all
 from infra.engines.transformers import TransformersEngine
-from infra.models.load import load_model
+from infra.models.load import experts_dtype, load_model
 from rl_core.rollout.seeding import derive_seed
+from rl_core.scoring import RouterReplay
 from schemas.config.model import ModelConfig
 from schemas.errors import NonFiniteError, WeightsError
 from tests.infra.engine_checks import (
     UNFIT_WEIGHTS,
     assert_degenerate_requests_work,
     assert_logprobs,
+    assert_requests_have_limits_of_their_own,
     assert_same_tokens,
     assert_stop_tokens_end_responses,
     greedy,
     plain_logprobs,
     request,
 )
-from tests.tiny import make_tiny_model
+from tests.infra.weight_tensors import load_state
+from tests.tiny import make_tiny_model, make_tiny_moe
 
 PROMPTS = [[5, 6, 7], [200, 3, 100, 42, 17, 9, 30], [11]]
 
@@ -75,10 +78,18 @@ def test_a_small_cache_budget_splits_the_requests_into_batches(engine: Transform
     split = TransformersEngine(load_model(ModelConfig(path=str(folder))), max_cache_bytes=1)
     assert [len(batch) for batch in split._batches(requests, sampling)] == [1, 1, 1]
     assert_same_tokens(whole, generate_all(split, requests, sampling))
+    lengths = [[len(generation.token_ids) for generation in whole[at : at + 3]] for at in (0, 3, 6)]
+    assert split.usage.running == sum(map(sum, lengths))  # a decoding step adds a token to each row
+    assert split.usage.num_steps == sum(map(max, lengths))
+    assert split.usage.waiting == 6 * max(lengths[0]) + 3 * max(lengths[1])
 
 
 def test_responses_end_with_their_first_stop_token(engine: TransformersEngine) -> None:
     assert_stop_tokens_end_responses(engine, PROMPTS[0])
+
+
+def test_requests_have_limits_of_their_own(engine: TransformersEngine) -> None:
+    assert_requests_have_limits_of_their_own(engine, engine.model)
 
 
 def test_finished_rows_leave_the_batch(engine: TransformersEngine) -> None:
@@ -172,7 +183,7 @@ def test_samples_follow_the_probabilities(engine: TransformersEngine) -> None:
 def test_weights_are_loaded_in_place(engine: TransformersEngine, tmp_path: Path) -> None:
     other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1))))
     before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
-    engine.load_weights(dict(other.named_parameters()), version=3)  # the tied head is not among them
+    load_state(engine, dict(other.named_parameters()), version=3)  # the tied head is not among them
     assert engine.version == 3
     after = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
     assert_same_tokens(after, generate_all(TransformersEngine(other), [request(PROMPTS[0], 1)], Sampling(12)))
@@ -183,14 +194,14 @@ def test_weights_are_loaded_in_place(engine: TransformersEngine, tmp_path: Path)
 def test_weights_that_do_not_fit_change_nothing(engine: TransformersEngine, changes: dict, text: str) -> None:
     state = {name: torch.zeros_like(tensor) for name, tensor in engine.model.named_parameters()} | changes
     with pytest.raises(WeightsError, match="don't fit the model") as caught:
-        engine.load_weights({name: tensor for name, tensor in state.items() if tensor is not None}, version=1)
+        load_state(engine, {name: tensor for name, tensor in state.items() if tensor is not None}, version=1)
     assert text in str(caught.value)
     assert engine.version == 0
     assert engine.model.model.norm.weight.abs().sum() > 0
 
 
 def test_diverged_weights_raise(engine: TransformersEngine) -> None:
-    engine.load_weights({n: torch.full_like(t, torch.nan) for n, t in engine.model.named_parameters()}, version=1)
+    load_state(engine, {n: torch.full_like(t, torch.nan) for n, t in engine.model.named_parameters()}, version=1)
     with pytest.raises(NonFiniteError, match="diverged"):
         generate_all(engine, [request(PROMPTS[0], 1)], Sampling(4))
 
@@ -203,3 +214,22 @@ def test_the_cache_grows_past_its_preallocated_space(engine: TransformersEngine)
     # 64 tokens are preallocated: a response of 150 tokens grows the buffers twice.
     generation = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(150))[0]
     assert_logprobs(generation, plain_logprobs(engine.model, PROMPTS[0], generation.token_ids, 1.0))
+
+
+def test_recorded_experts_are_those_of_a_plain_forward(tmp_path: Path) -> None:
+    config = ModelConfig(path=str(make_tiny_moe(tmp_path, num_experts=300)))
+    engine = TransformersEngine(load_model(config), records_experts=True)
+    requests = [request(prompt, 1, 2, 3) for prompt in PROMPTS]
+    generations = generate_all(engine, requests, Sampling(12, stop_token_ids=tuple(range(0, 260, 9))))
+    assert len({len(generation.token_ids) for generation in generations}) > 1
+    assert experts_dtype(config) == "uint16[4]"
+    model = load_model(config)
+    replay = RouterReplay(model)
+    for number, generation in enumerate(generations):
+        prompt, recorded = PROMPTS[number // 3], generation.experts
+        with replay.recording() as chosen, torch.no_grad():
+            model(torch.tensor([[*prompt, *generation.token_ids.tolist()]]), use_cache=False)
+        assert recorded.prompt.dtype == recorded.response.dtype == np.uint16
+        assert np.array_equal(recorded.prompt, chosen[0][: len(prompt)])
+        assert np.array_equal(recorded.response[:-1], chosen[0][len(prompt) : -1])  # the last one has not been run
+        assert len(recorded.response) == len(generation.token_ids)

@@ -13,7 +13,7 @@ from infra.models.tiny import make_tokenizer
 from rl_core.rollout.seeding import derive_seed
 from schemas.errors import ConfigError
 from schemas.step import EvalReport
-from tests.infra.rollout_workers import GROUPS, make_folder, open_store, put, read, run_of, worker_of
+from tests.infra.rollout_workers import GROUPS, evaluate, make_folder, open_store, put, read, run_of, worker_of
 from tests.tiny import tiny_row, write_rows
 
 
@@ -28,15 +28,14 @@ def _importable_rewards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_evaluation_by_hand(folder: Path) -> None:
-    worker = worker_of(run_of(folder, reward="is_even", eval={"num_prompts": 3}))  # answers 1, 2, 3
-    report = worker.evaluate(0)
+    report = evaluate(run_of(folder, reward="is_even", eval={"num_prompts": 3}))  # answers 1, 2, 3
     assert (report.policy_version, report.num_prompts, report.num_failed) == (0, 3, 0)
     assert report.accuracy == pytest.approx(1 / 3)
     assert report.reward == pytest.approx(1 / 3)
 
 
 def test_failed_rewards_are_not_counted(folder: Path) -> None:
-    report = worker_of(run_of(folder, reward="fails_for_some")).evaluate(0)  # answers 1, 2, 3, 4
+    report = evaluate(run_of(folder, reward="fails_for_some"))  # answers 1, 2, 3, 4
     assert (report.num_prompts, report.num_failed, report.accuracy, report.reward) == (4, 2, 1.0, 1.0)
 
 
@@ -50,6 +49,7 @@ def test_an_evaluation_samples_with_its_own_settings(folder: Path, tmp_path: Pat
         folder,
         data={"eval_path": str(tmp_path / "two.jsonl")},
         eval={
+            "batch_prompts": 3,  # two batches, with prompts of both sources in each
             "samples_per_prompt": n,
             "temperature": 0.7,
             "top_k": 20,
@@ -59,7 +59,7 @@ def test_an_evaluation_samples_with_its_own_settings(folder: Path, tmp_path: Pat
         },
     )
     worker = worker_of(run)
-    report = worker.evaluate(0)
+    report = evaluate(run, worker)
 
     model, tokenizer = load_model(run.config.model), make_tokenizer()
     prompts = load_prompts(str(tmp_path / "two.jsonl"), run.config.data, tokenizer)
@@ -83,14 +83,13 @@ def test_an_evaluation_samples_with_its_own_settings(folder: Path, tmp_path: Pat
         assert source.reward == pytest.approx(np.mean([rewards[index] for index in mine]))
         assert source.response_tokens == pytest.approx(np.mean([len(drawn[index].token_ids) for index in mine]))
         assert source.truncated == pytest.approx(np.mean([drawn[index].finish_reason == "length" for index in mine]))
-    again = worker.evaluate(0)
-    assert again.replace(seconds=report.seconds) == report
+    assert evaluate(run, worker) == report
 
 
 def test_a_source_whose_rewards_all_failed_has_no_figures(folder: Path, tmp_path: Path) -> None:
     rows = [tiny_row(0, data_source="odd"), tiny_row(1, data_source="even")]  # answers 1 and 2
     data = {"eval_path": str(write_rows(tmp_path / "two.jsonl", rows))}
-    report = worker_of(run_of(folder, reward="fails_for_some", data=data)).evaluate(0)
+    report = evaluate(run_of(folder, reward="fails_for_some", data=data))
     assert (report.accuracy, report.num_failed) == (1.0, 1)
     assert [source.mean_at_n for source in report.sources] == [None, 1.0]
     assert EvalReport.model_validate_json(report.model_dump_json()) == report
@@ -98,13 +97,15 @@ def test_a_source_whose_rewards_all_failed_has_no_figures(folder: Path, tmp_path
 
 def test_evaluation_does_not_disturb_the_pending_rows(folder: Path) -> None:
     store = open_store()
-    worker = worker_of(run_of(folder), store=store)
+    run = run_of(folder)
+    worker = worker_of(run, store=store)
     shard = worker.generate(0, 0, 0, GROUPS)
-    worker.evaluate(0)
+    evaluate(run, worker)
     assert read(store, shard, put(worker, shard)).num_rows == len(shard.rewards)
 
 
 def test_evaluation_needs_a_file(folder: Path) -> None:
     worker = worker_of(run_of(folder, data={"eval_path": None}))
-    with pytest.raises(ConfigError, match=r"data\.eval_path is not set"):
-        worker.evaluate(0)
+    for ask in (worker.num_held_out, lambda: worker.evaluate(0, range(1))):
+        with pytest.raises(ConfigError, match=r"data\.eval_path is not set"):
+            ask()

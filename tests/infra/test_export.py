@@ -4,6 +4,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from infra.checkpoints.retention import best_version
 from infra.checkpoints.shards import file_entry
 from infra.checkpoints.state import policy_tensors
 from infra.checkpoints.store import open_checkpoints
-from infra.models.load import describe_adapter, load_model, load_policy, save_assets
+from infra.models.load import describe_adapter, load_model, save_assets
 from infra.models.lora import merged_weights
 from infra.storage.runs import RunDirectory
 from infra.stores.memory import MemoryStore
@@ -30,6 +31,8 @@ from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import CheckpointError, ConfigError, ModelError, RunError
 from schemas.step import EvalReport, RunHandle
 from tests.configs import run_config
+from tests.infra.weight_tensors import load_state
+from tests.policies import load_policy
 from tests.tiny import make_tiny_data, make_tiny_model
 
 IDS = torch.arange(40, 60)[None]
@@ -192,7 +195,7 @@ def test_what_cannot_be_exported_is_reported(run: RunDirectory, tmp_path: Path) 
 
 def test_a_damaged_checkpoint_is_not_exported(run: RunDirectory, tmp_path: Path) -> None:
     save_version(run, 1)
-    (shard,) = run.checkpoints.glob("step-000001/*.safetensors")
+    (shard,) = (run.path / "policy").glob("step-000001/*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError, match="is damaged"):
         export_run(run, tmp_path / "out", version=1)
@@ -201,8 +204,8 @@ def test_a_damaged_checkpoint_is_not_exported(run: RunDirectory, tmp_path: Path)
 def test_weights_that_the_config_does_not_describe_are_rejected(run: RunDirectory) -> None:
     save_version(run, 1)
     store = open_checkpoints(run, run.config().checkpoint)
-    config = run.checkpoints / "step-000001/hf/config.json"
-    manifest = run.checkpoints / "step-000001/manifest.json"
+    config = run.path / "policy" / "step-000001/hf/config.json"
+    manifest = run.path / "policy" / "step-000001/manifest.json"
     changed = config.read_bytes().replace(b'"intermediate_size": 32', b'"intermediate_size": 48')
     config.write_bytes(changed)
     content = json.loads(manifest.read_text())
@@ -241,6 +244,7 @@ def test_an_evaluation_uses_the_newest_checkpoint(
     handle = RunHandle(run_id="run", directory=str(run.path), config=run.config(), store_incarnation="")
     worker = RolloutWorker(handle, store=MemoryStore("run", capacity_bytes=1))
     worker.start()
-    assert worker.evaluate(0).reward != report.reward  # of the starting weights
-    worker.engine.load_weights(merged_weights(trained), 3)
-    assert worker.evaluate(3).reward == report.reward  # of the published weights
+    rows = range(report.num_prompts)
+    assert fmean(worker.evaluate(0, rows).rewards) != report.reward  # of the starting weights
+    load_state(worker.engine, merged_weights(trained), 3)
+    assert fmean(worker.evaluate(3, rows).rewards) == pytest.approx(report.reward)  # of the published weights

@@ -1,17 +1,20 @@
 """Models and tokenizers from Hugging Face folders, and what is said about unusable ones."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from infra.models.load import describe_adapter, load_model, load_policy, load_tokenizer, save_assets, stop_token_ids
+from infra.models.load import describe_adapter, load_model, load_tokenizer, save_assets, stop_token_ids
 from infra.models.lora import trainable_names
 from rl_core.scoring import pack_row, packed_logprobs, use_packed_attention
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import ModelError
+from tests.policies import load_policy
 from tests.tiny import END, make_tiny_model
 
 
@@ -164,6 +167,77 @@ def test_missing_weights_are_rejected_and_not_random(folder: Path) -> None:
 
 def test_unreadable_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not safetensors")
-    with pytest.raises(ModelError, match="the model can't be loaded") as caught:
+    with pytest.raises(ModelError, match=r"model\.safetensors can't be read") as caught:
         load_model(config_of(folder))
     assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_shape_are_named_with_their_file(folder: Path) -> None:
+    edit_json(folder / "config.json", intermediate_size=24)
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.mlp\..* in model\.safetensors has shape .*, but model\.layers\.0"
+    ):
+        load_model(config_of(folder))
+
+
+def test_a_missing_file_of_an_index_is_named(folder: Path) -> None:
+    load_model(config_of(folder)).save_pretrained(folder / "parts", max_shard_size="20KB")
+    parts = sorted((folder / "parts").glob("*.safetensors"))
+    assert len(parts) > 2
+    parts[1].unlink()
+    with pytest.raises(ModelError, match=f"names {parts[1].name}, which is missing"):
+        load_model(config_of(folder / "parts"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"weight_map": {"w": "../other/model.safetensors"}}', "'../other/model.safetensors', which is not a file of"),
+        ('{"weight_map": {"w": "/etc/passwd"}}', "'/etc/passwd', which is not a file of the same folder"),
+        ('{"weight_map": ["w"]}', "is not an index of safetensors files: ValidationError"),
+        ("{", "is not an index of safetensors files: ValidationError"),
+    ],
+)
+def test_an_index_names_files_of_its_own_folder(folder: Path, content: str, message: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match=re.escape(message)):
+        load_policy(config_of(folder))
+
+
+def test_pickled_weights_are_never_read(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"only in pytorch_model\.bin, a pickle, .*use_safetensors=False"):
+        load_model(config_of(folder))
+
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen3_moe", EXPERTS), ("qwen2", {"tie_word_embeddings": True}), ("gemma3_text", {}), ("gpt_neox", {})],
+)
+def test_every_weight_and_buffer_is_that_of_transformers(
+    family: str, changes: dict[str, object], tmp_path: Path
+) -> None:
+    """Experts are stored one by one and composed; bfloat16 in several files becomes float32."""
+    config = AutoConfig.for_model(family, **SIZES, **changes, eos_token_id=1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20KB")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model = load_model(config_of(tmp_path))
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
+    own, theirs = ({**m.state_dict(), **dict(m.named_buffers())} for m in (model, expected))
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(own[name], theirs[name]) for name in own)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model(tokens).logits, expected(tokens).logits)

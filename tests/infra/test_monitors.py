@@ -20,6 +20,7 @@ from schemas.errors import ConfigError
 from schemas.metric_catalog import find_metric
 from schemas.step import EvalReport, SourceReport, StepReport
 from schemas.store import StoreTraffic, StoreUsage
+from schemas.weights import WeightsTransfer
 from tests.configs import run_config
 from tests.progress import wait_until
 
@@ -31,6 +32,15 @@ STEP = StepReport(
     seconds_by_phase={"rollout": 2.0},
     store=StoreUsage(num_chunks=1, num_rows=8, num_bytes=100, peak_bytes=300, capacity_bytes=1000),
     traffic_by_stage={"put": StoreTraffic(put_bytes=100, read_bytes=40)},
+    publish=WeightsTransfer(
+        transport="shared_memory",
+        num_bytes=64,
+        num_receivers=1,
+        write_seconds=0.25,
+        read_seconds=0.5,
+        load_seconds=0.75,
+    ),
+    telemetry={"step/update_mfu": 0.5, "memory/policy-0_allocated_bytes": 128.0},
 )
 SOURCE = SourceReport(
     data_source="sums/easy",
@@ -90,6 +100,12 @@ def test_a_row_has_every_figure_of_a_step() -> None:
             "store/capacity_bytes": 1000,
             "store/put_put_bytes": 100,
             "store/put_read_bytes": 40,
+            "step/update_mfu": 0.5,
+            "memory/policy-0_allocated_bytes": 128.0,
+            "publish/bytes": 64,
+            "publish/write_seconds": 0.25,
+            "publish/read_seconds": 0.5,
+            "publish/load_seconds": 0.75,
             "step": 6,
         },
     )

@@ -78,7 +78,7 @@ def test_missing_columns_and_steps_are_rejected(run: RunDirectory) -> None:
 
 
 def test_a_damaged_file_is_never_served(run: RunDirectory) -> None:
-    next((run.columns / "step-000003").glob("advantage-0-0.*.arrow")).write_bytes(b"")
+    next((run.path / "columns" / "step-000003").glob("advantage-0-0.*.arrow")).write_bytes(b"")
     assert read_step(run.path, 3, ["reward"]).num_rows == 5
     with pytest.raises(ChunkCorruptedError, match="demo/3/advantage/0/0"):
         read_step(run.path, 3)

@@ -9,24 +9,28 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 import ray
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from infra.engines.transformers import TransformersEngine
+from infra.models.load import load_model
+from infra.ray.actors import call
 from infra.ray.group import WorkerGroup
 from infra.stores.open import open_store
-from infra.weights.layout import buffer_as_tensor, tensor_views, verify_buffer
-from infra.workers.launch import check_resources, get_group
+from infra.weights.endpoint import WeightSyncEndpoint
+from infra.workers.launch import get_group
+from infra.workers.placement import check_resources
 from infra.workers.policy import PolicyWorker
 from rl_core.planning import plan_forward
-from rl_core.planning.rows import rank_rows
+from rl_core.planning.rows import rows_by_rank
 from rl_core.views import decode_ints, with_column
 from schemas.batch import BatchHandle
 from schemas.errors import ConfigError, NonFiniteError, WorkerLostError
 from schemas.step import RunHandle, UpdateReport
+from schemas.weights import WeightsRoute
 from tests.infra.policy_runs import Runs, plan_of, put_rows, with_advantages
 from tests.tiny import make_tiny_data, make_tiny_model
 
@@ -60,7 +64,7 @@ async def scored(run: RunHandle, group: "WorkerGroup | Alone", step: int) -> Bat
         token_budget=run.config.packing.token_budget,
     )
     results = await group.call("score", batch, plan, step)
-    rows = np.concatenate([rank_rows(micros) for micros in plan.ranks])
+    rows = rows_by_rank(plan)
     return with_column(batch, results[0].put.dtypes, [result.put.chunk for result in results], rows)
 
 
@@ -69,16 +73,25 @@ async def train_step(run: RunHandle, group: "WorkerGroup | Alone", step: int) ->
     return await group.call("update", batch, plan_of(run, batch), step)
 
 
-async def weights(group: "WorkerGroup | Alone", version: int) -> dict[str, torch.Tensor]:
-    """Return the version's whole weights, as a rollout worker receives them."""
+async def weights(run: RunHandle, group: "WorkerGroup | Alone", version: int) -> dict[str, torch.Tensor]:
+    """Return the version's whole weights, as a rollout worker receives them, loads them, and probes its engine."""
     if isinstance(group, Alone):
         with group.ranks[0].weights(version) as alone:
             return {name: tensor.clone() for name, tensor in alone.items()}
-    sent, *_ = await group.call("send_weights", version, "shared_memory")
-    handle = sent.handle
-    buffer = buffer_as_tensor(Path(sent.file.path).read_bytes())
-    verify_buffer(handle, buffer)
-    return {name: tensor.clone() for name, tensor in tensor_views(buffer, handle.tensors).items()}
+    engine = TransformersEngine(load_model(run.config.model))
+    endpoint = WeightSyncEndpoint(run.run_id, torch.device("cpu"), run.config.runtime, engine)
+    sender, *_ = group.ranks
+    rendezvous = await call(sender, "open_weight_rendezvous", 1)
+    joining = asyncio.to_thread(endpoint.join, rendezvous, 1, on_gpus=False)
+    await asyncio.gather(call(sender, "init_weight_group", rendezvous, 0, False), joining)
+    route = WeightsRoute(transport="broadcast", on_gpus=False)
+    loading = asyncio.create_task(asyncio.to_thread(endpoint.load, version, route.transport))
+    try:
+        await group.call("send_weights", version, route)
+    finally:
+        await asyncio.gather(loading, return_exceptions=True)
+    assert loading.result().probe_difference < 1e-5
+    return {name: parameter.detach() for name, parameter in engine.model.named_parameters()}
 
 
 def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
@@ -93,8 +106,9 @@ async def train(run: RunHandle, group: "WorkerGroup | Alone", steps: range) -> l
     for step in steps:
         open_store(run).clear(step)
         every = await train_step(run, group, step)
-        assert all(report == every[0] for report in every)
-        reports.append(every[0])
+        report, *others = every
+        assert not any(others)  # rank 0 has the report of all ranks
+        reports.append(report)
         if step + 1 == SAVED:
             await group.call("save", SAVED)
             await group.call("finish_saving")
@@ -131,7 +145,7 @@ async def _train_alone(run: RunHandle) -> Trained:
     one = Alone(run)
     version = one.ranks[0].handle().version
     reports = await train(run, one, range(version, STEPS))
-    return Trained(run, reports, await weights(one, STEPS))
+    return Trained(run, reports, await weights(run, one, STEPS))
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +155,7 @@ def pair(runs: Runs) -> Trained:
     async def train_pair(run: RunHandle) -> Trained:
         two = await get_group(run, "policy")
         reports = await train(run, two, range(STEPS))
-        return Trained(run, reports, await weights(two, STEPS))
+        return Trained(run, reports, await weights(run, two, STEPS))
 
     return asyncio.run(train_pair(runs.make("pair", 2, STEPS)))
 
@@ -181,7 +195,7 @@ def test_a_dead_rank_ends_the_group_and_the_next_resumes_from_the_checkpoint(alo
         two = await get_group(pair.run, "policy")
         assert (await two.call("handle"))[0].version == SAVED
         await train(pair.run, two, range(SAVED, STEPS))
-        return await weights(two, STEPS)
+        return await weights(pair.run, two, STEPS)
 
     assert distance(alone.weights, asyncio.run(lose_and_resume())) < 1e-6
 
@@ -213,15 +227,15 @@ def test_two_ranks_resume_from_a_checkpoint_of_one_and_a_stopped_rank_is_lost(ru
         two = await get_group(resumed, "policy")
         assert (await two.call("handle"))[0].version == SAVED
         await train(resumed, two, range(SAVED, STEPS))
-        assert distance(alone.weights, await weights(two, STEPS)) < 1e-6
+        assert distance(alone.weights, await weights(resumed, two, STEPS)) < 1e-6
         shorten_collectives(two)
         os.kill(pids(two)[1], signal.SIGSTOP)
         with pytest.raises(WorkerLostError, match="lost the other ranks"):
-            await weights(two, STEPS)
+            await weights(resumed, two, STEPS)
 
     asyncio.run(resume_and_stop())
 
 
 def test_more_ranks_than_cores_are_rejected(runs: Runs) -> None:
-    with pytest.raises(ConfigError, match=r"runtime\.num_policy_ranks = 64, but the Ray cluster has 2 cores"):
+    with pytest.raises(ConfigError, match=r"runtime\.num_policy_ranks = 64, but the cluster has 2 cores"):
         check_resources(runs.make("many", 64, STEPS).config)

@@ -1,11 +1,14 @@
 """The policy worker as a plain object, on a store in memory: what an update does, and that it does it only once."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from infra.stores.memory import MemoryStore
 from infra.workers.policy import PolicyWorker
@@ -59,7 +62,7 @@ def make_step(
     rollout.start()
     groups = tuple(range(run.config.rollout.num_prompts))
     shard = rollout.generate(0, 0, 0, groups)
-    stored = rollout.put(0, 0, groups, ())
+    stored = rollout.put(0, 0, 0, groups, ())
     batch = new_batch(run.run_id, 0, 0, [stored.chunk], stored.dtypes, shard.prompt_lengths, shard.response_lengths)
     reference = ReferenceWorker(run, store=store)
     reference.start()
@@ -144,6 +147,36 @@ def test_a_restart_from_a_checkpoint_continues_bit_for_bit(run: RunHandle, store
         each.update(batch, plan, 1)
     weights = [parameters(each, 2) for each in (worker, fresh)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.fixture
+def half(run: RunHandle) -> Iterator[RunHandle]:
+    """The run in bfloat16, whose workers are process groups of their own, on CUDA by default."""
+    yield run.replace(config=run.config.replace(model=run.config.model.replace(compute_dtype="bfloat16")))
+    dist.destroy_process_group()
+
+
+def test_in_bfloat16_policy_and_reference_agree_and_a_restart_continues_bit_for_bit(
+    half: RunHandle, store: MemoryStore
+) -> None:
+    worker = started(half, store)
+    batch, plan = make_step(half, store, worker)
+    behavior, reference = map(flat_values, store.read(batch, ["behavior_logprobs", "reference_logprobs"]).columns)
+    assert np.array_equal(behavior, reference)
+    worker.update(batch, plan, 0)
+    worker.save(1)
+    worker.finish_saving()
+    fresh = started(half, store)
+    for each in (worker, fresh):
+        each.update(batch, plan, 1)
+    weights = [{name: whole(tensor) for name, tensor in parameters(each, 2).items()} for each in (worker, fresh)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert {tensor.dtype for tensor in weights[0].values()} == {torch.float32}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, alpha=4)])

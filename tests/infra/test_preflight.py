@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flows.cli.installation import broken_companions, explain_import_error
-from flows.preflight import check_stop_tokens, check_store, check_vllm
+from flows.preflight import check_stop_tokens, check_urls, check_vllm
 from infra.engines.vllm.package import vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, max_model_len
 from schemas.config.rollout import VllmRollout
@@ -30,16 +30,14 @@ def config_of(folder: Path, **overrides: object) -> RunConfig:
     return run_config(folder, data={"max_prompt_tokens": 100}, **overrides)
 
 
-def test_a_store_without_a_known_file_system_is_rejected() -> None:
-    for config in (
-        SharedStore(),
-        TieredStore(),
-        FsspecStore(url="memory://columns"),
-        TieredStore(url="s3://bucket/runs"),
-    ):
-        check_store(config)
-    with pytest.raises(ConfigError, match=r"store\.url = 'nosuch://x' can't be opened: .*nosuch.*sluice-rl\[s3\]"):
-        check_store(TieredStore(url="nosuch://x"))
+def test_a_place_without_a_known_file_system_is_rejected(folder: Path) -> None:
+    for store in (SharedStore(), TieredStore(), FsspecStore(url="memory://columns"), TieredStore(url="s3://bucket/a")):
+        check_urls(config_of(folder, store=store, checkpoint={"url": "memory://checkpoints"}))
+    for key in ("store", "checkpoint"):
+        message = rf"{key}\.url = 'nosuch://x' can't be opened: .*nosuch.*sluice-rl\[s3\].*{key}\.url= clears it"
+        with pytest.raises(ConfigError, match=message):
+            check_urls(config_of(folder, **{key: {"url": "nosuch://x"}}))
+        check_urls(config_of(folder, **{key: {"url": ""}}))
 
 
 def test_stop_tokens_that_the_model_lacks_are_rejected(folder: Path) -> None:

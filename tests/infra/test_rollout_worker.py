@@ -29,6 +29,7 @@ from tests.infra.rollout_workers import (
     NUM_PROMPTS,
     NUM_SAMPLES,
     assert_same_rows,
+    evaluate,
     make_folder,
     open_store,
     put,
@@ -37,7 +38,8 @@ from tests.infra.rollout_workers import (
     run_of,
     worker_of,
 )
-from tests.tiny import make_tiny_model, tiny_row, write_rows
+from tests.infra.weight_tensors import load_state
+from tests.tiny import make_tiny_model, make_tiny_moe, tiny_row, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +54,18 @@ def _importable_rewards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_stored_columns_agree_with_the_report(folder: Path) -> None:
     store = open_store()
-    worker = worker_of(run_of(folder), store=store)
+    experts = {"model": {"path": str(make_tiny_moe(folder / "moe"))}, "rollout": {"router_replay": True}}
+    worker = worker_of(run_of(folder, **experts), store=store)
     shard = worker.generate(0, 0, 0, GROUPS)
     rows = read(store, shard, put(worker, shard))
-
     assert rows.num_rows == NUM_PROMPTS * NUM_SAMPLES
     produced = {name for name, spec in CATALOG.items() if spec.producer == "rollout"}
-    assert set(rows.schema.names) == produced | {"reward_index"}
+    assert set(rows.schema.names) == produced - {"sampler_versions"} | {"reward_index"}
     assert rows["prompt_ids"].type.value_type == pa.uint16()
     assert row_lengths(rows["response_ids"]).tolist() == list(shard.response_lengths) == list(shard.loss_tokens)
     assert flat_values(rows["loss_mask"]).all()
     assert rows["reward"].to_pylist() == [np.float32(reward) for reward in shard.rewards]
-    assert rows["finish_reason"].to_pylist() == list(shard.finish_reasons)
+    assert [reason == "length" for reason in rows["finish_reason"].to_pylist()] == list(shard.truncated)
     assert rows["group_id"].to_pylist() == list(shard.group_ids) == [g for g in range(5) for _ in range(3)]
     assert rows["sample_id"].to_pylist()[:4] == ["0-0-0", "0-0-1", "0-0-2", "0-1-0"]
     assert set(rows["policy_version"].to_pylist()) == {0}
@@ -107,9 +109,9 @@ def test_another_worker_puts_the_same_rows(folder: Path) -> None:
     assert not first.has_shard(1, 0, 0)
     chunk = put(first, shard, 1).chunk
     for worker in (worker_of(run_of(folder), 1, store), first):
-        assert not worker.has_shard(1, 0, 2)  # never generated it, or dropped it
+        assert worker.put(1, 0, 2, shard.kept, tuple(shard.parts)) is None  # never generated it, or dropped it
         again = worker.generate(1, 0, 2, GROUPS)
-        assert again.replace(seconds=shard.seconds, worker=0) == shard
+        assert again.replace(seconds=shard.seconds, telemetry=shard.telemetry, worker=0) == shard
         assert put(worker, again, 1).chunk == chunk  # other content under the same key is rejected
     assert store.usage().num_chunks == 1
 
@@ -199,10 +201,10 @@ def test_only_the_held_version_is_served(folder: Path, tmp_path: Path) -> None:
     worker = worker_of(run_of(folder))
     before = worker.generate(0, 0, 0, GROUPS)
     other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1))))
-    for call in (lambda: worker.generate(0, 1, 0, GROUPS), lambda: worker.evaluate(1)):
+    for call in (lambda: worker.generate(0, 1, 0, GROUPS), lambda: worker.evaluate(1, range(1))):
         with pytest.raises(VersionError, match="holds policy version 0, not the expected 1"):
             call()
-    worker.engine.load_weights(dict(other.named_parameters()), 1)
+    load_state(worker.engine, dict(other.named_parameters()), 1)
     assert worker.version() == 1
     assert worker.has_shard(0, 0, 0)  # the samples of version 0 stay until they are put
     assert worker.generate(0, 1, 0, GROUPS).samples != before.samples
@@ -256,7 +258,7 @@ def test_too_many_failed_rewards_stop_the_step(folder: Path, max_failure_fractio
     with pytest.raises(RewardFailureError, match=r"15 of 15 rewards of step 0 failed.*no reward at all"):
         check_failures(shard.rewards, shard.failure, max_failure_fraction, "step 0")
     with pytest.raises(RewardFailureError, match=r"4 of 4 rewards of the evaluation failed.*no reward at all"):
-        worker_of(run).evaluate(0)
+        evaluate(run)
 
 
 def test_steps_take_their_prompts_from_all_sources(folder: Path, tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.storage.config_changes import check_changes
+from infra.storage.config_changes import resumed_config
 from infra.storage.driver_lock import driver_lock
+from infra.storage.lines import LocalLines
 from infra.storage.metrics_file import MetricsFile
 from infra.storage.run_list import list_runs, run_status
 from infra.storage.runs import RunDirectory
@@ -33,6 +34,7 @@ def test_a_run_is_found_by_id_and_by_directory(tmp_path: Path) -> None:
     created = RunDirectory.create(run_config(tmp_path), "run-1")
     assert RunDirectory.open("run-1", str(tmp_path / "runs")).path == created.path
     assert RunDirectory.open(str(created.path)).config() == run_config(tmp_path)
+    assert RunDirectory.open(f"file://{created.path}").path == created.path
 
 
 def test_what_a_command_takes_to_find_a_run_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,12 +73,12 @@ def test_a_resumed_run_can_not_change_what_it_trains(tmp_path: Path) -> None:
     begun = run_config(tmp_path)
     run = RunDirectory.create(begun, "run-1")
     moved = begun.replace(steps=5, runtime=begun.runtime.replace(num_threads=2, weight_transport="shared_memory"))
-    assert check_changes(run, moved) == ["runtime.num_threads", "runtime.weight_transport", "steps"]
+    assert resumed_config(run, moved) == moved
     correction, stale = TruncatedCorrection(), begun.runtime.replace(max_staleness=1)
     with pytest.raises(
         RunError, match=r"different correction\.cap, .*runtime\.max_staleness: that would be another run"
     ):
-        check_changes(run, begun.replace(correction=correction, runtime=stale))
+        resumed_config(run, begun.replace(correction=correction, runtime=stale))
 
 
 def test_a_config_of_an_earlier_version_is_read(tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_a_config_of_an_earlier_version_is_read(tmp_path: Path) -> None:
         tree["runtime"]["tensorboard"] = tensorboard
         (directory.path / "config.json").write_text(json.dumps(tree))
         assert directory.config() == config.replace(monitors=monitors)
-        assert check_changes(directory, config) == (["monitors"] if tensorboard else [])
+        assert resumed_config(directory, config) == config
     tree |= {"store": {"kind": "ray"}}
     tree["runtime"]["weight_transport"] = "object_store"
     (directory.path / "config.json").write_text(json.dumps(tree))
@@ -96,27 +98,29 @@ def test_a_config_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 
 def test_a_line_cut_short_by_a_kill_was_never_committed(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(LocalLines(path))
     metrics.append_step(step(0))
     metrics.append_step(step(1))
-    whole = metrics.path.read_bytes()
+    whole = path.read_bytes()
     for cut in range(1, 60):
-        metrics.path.write_bytes(whole[:-cut])
+        path.write_bytes(whole[:-cut])
         assert metrics.steps() == [step(0)]
 
 
 def test_appending_after_a_cut_line_keeps_both_lines_whole(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(LocalLines(path))
     metrics.append_step(step(0))
     metrics.append_step(step(1))
-    metrics.path.write_bytes(metrics.path.read_bytes()[:-20])
+    path.write_bytes(path.read_bytes()[:-20])
     metrics.truncate(1)
     metrics.append_step(step(1))
     assert metrics.steps() == [step(0), step(1)]
 
 
 def test_truncating_drops_the_reports_of_steps_that_will_be_run_again(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics = MetricsFile(LocalLines(tmp_path / "metrics.jsonl"))
     metrics.append_eval(evaluation(0))
     for number in range(3):
         metrics.append_step(step(number))
@@ -142,7 +146,10 @@ def test_one_driver_at_a_time_and_a_killed_one_releases_the_lock(tmp_path: Path)
     holder = spawn.Process(target=_hold, args=(directory.path, held))
     holder.start()
     held.wait()
-    with pytest.raises(RunError, match="driven by another process"), driver_lock(directory):
+    with (
+        pytest.raises(RunError, match=r"driven by process \d+ on .*; stop it first: sluice stop"),
+        driver_lock(directory),
+    ):
         pass
     assert run_status(directory).state == "running"
     holder.kill()
@@ -168,7 +175,7 @@ def test_the_list_of_runs_says_how_far_each_has_come(tmp_path: Path) -> None:
         )
     )
     (foreign.path / "config.json").write_text('{"steps": 2, "of another version": true}')
-    runs = {run.run_id: run for run in list_runs(tmp_path / "runs")}
+    runs = {run.run_id: run for run in list_runs(str(tmp_path / "runs"))}
     assert {name: run.state for name, run in runs.items()} == {
         "done": "finished",
         "begun": "stopped",

@@ -1,7 +1,6 @@
 """The vLLM engine against the transformers model of the same weights: its samples, log-probs and weights."""
 
 import copy
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,44 +12,45 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from infra.engines.base import Sampling, generate_all
+from infra.engines.base import EngineUsage, Sampling, generate_all
 from infra.engines.open import open_engine
+from infra.engines.vllm import ranks
 from infra.engines.vllm.engine import VllmEngine
 from infra.engines.vllm.start import open_vllm
+from infra.models.flat_tensors import tensor_specs
 from infra.models.load import load_model, load_tokenizer
+from infra.weights.probe import check_probe
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
-from schemas.errors import ConfigError, NonFiniteError, WeightsError
+from schemas.errors import ConfigError, NonFiniteError, StaleWeightsError, VersionError, WeightsError
+from schemas.weights import ProbeRow, WeightsHandle
 from tests.configs import run_config
 from tests.infra.engine_checks import (
+    HEAD_DIM,
+    MAX_MODEL_LEN,
+    NEEDS_VLLM,
+    PROMPTS,
     UNFIT_WEIGHTS,
     assert_degenerate_requests_work,
     assert_identical,
     assert_logprobs,
+    assert_requests_have_limits_of_their_own,
     assert_stop_tokens_end_responses,
     greedy,
     plain_logprobs,
     request,
 )
+from tests.infra.weight_tensors import load_state
 from tests.tiny import make_tiny_model
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'sluice-rl[cpu]'"
-    ),
-]
+pytestmark = NEEDS_VLLM
 
-PROMPTS = [[5, 6, 7], [200, 3, 100, 42, 17, 9, 30] * 10, [11]]  # the second one fills two blocks of the KV cache
-MAX_MODEL_LEN = 128
 ROLLOUT = VllmRollout(cache_bytes=2**22, max_response_tokens=50, stop=("never in any text",))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(
-        tmp_path_factory.mktemp("model"), head_dim=32
-    )  # the smallest that vLLM's CPU kernels support
+    return make_tiny_model(tmp_path_factory.mktemp("model"), head_dim=HEAD_DIM)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,8 @@ def started(folder: Path, environment: dict[str, str]) -> Iterator[VllmEngine]:
 @pytest.fixture
 def engine(started: VllmEngine, model: PreTrainedModel) -> VllmEngine:
     """The engine with the folder's weights, whatever the previous test has loaded."""
-    if started.version:
-        started.load_weights(dict(model.named_parameters()), version=0)
+    if started.version != 0:
+        load_state(started, dict(model.named_parameters()), version=0)
     return started
 
 
@@ -96,7 +96,7 @@ def test_a_closed_engine_frees_its_memory_for_another(folder: Path, model: PreTr
     torch.set_num_threads(2)
     large = open_vllm(ModelConfig(path=str(folder)), VllmRollout(cache_bytes=2**28, dtype="bfloat16"), MAX_MODEL_LEN)
     assert torch.get_num_threads() == 2
-    large.load_weights(dict(model.named_parameters()), version=1)  # from float32
+    load_state(large, dict(model.named_parameters()), version=1)  # from float32
     (generation,) = generate_all(large, [request(PROMPTS[0], 1)], Sampling(30))
     expected = plain_logprobs(copy.deepcopy(model).to(torch.bfloat16), PROMPTS[0], generation.token_ids, 1)
     assert_logprobs(generation, expected, tolerance=0.3)  # a significand of 8 bits
@@ -169,8 +169,13 @@ def test_a_sample_does_not_depend_on_its_batch(engine: VllmEngine) -> None:
 
 def test_more_samples_than_fit_are_generated_one_after_another(engine: VllmEngine, model: PreTrainedModel) -> None:
     # 300 rows of up to 120 tokens of 1,024 bytes: more than max_num_seqs, and 36 MB in a cache of 4 MiB.
+    usage = engine.usage = EngineUsage()
     generations = generate_all(engine, [request(PROMPTS[1], *range(300))], Sampling(50, stop_token_ids=(5, 50, 150)))
     assert len({generation.token_ids.tobytes() for generation in generations}) > 250  # some are short
+    assert sum(len(generation.token_ids) for generation in generations) <= usage.running <= 300 * usage.num_steps
+    assert usage.waiting > 0
+    assert 0.5 < usage.peak_cache <= 1
+    assert engine.take_peak_memory()["rss"] > 2**22
     for generation in generations[::30]:
         expected = plain_logprobs(model, PROMPTS[1], generation.token_ids, 1)
         assert_logprobs(generation, expected, tolerance=2e-5)
@@ -193,6 +198,10 @@ def test_an_abandoned_call_leaves_nothing_behind(engine: VllmEngine) -> None:
     assert_identical([generation], [whole[number]])
     abandoned.close()  # type: ignore[attr-defined]
     assert_identical(generate_all(engine, requests, sampling), whole)
+
+
+def test_requests_have_limits_of_their_own(engine: VllmEngine, model: PreTrainedModel) -> None:
+    assert_requests_have_limits_of_their_own(engine, model)
 
 
 def test_responses_end_with_their_first_stop_token(engine: VllmEngine) -> None:
@@ -221,17 +230,41 @@ def test_degenerate_requests(engine: VllmEngine) -> None:
 
 
 def test_loaded_weights_are_those_of_a_fresh_engine(engine: VllmEngine, tmp_path: Path) -> None:
-    other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1, head_dim=32))))
+    other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1, head_dim=HEAD_DIM))))
     requests, sampling = [request(prompt, 1, 2) for prompt in PROMPTS], Sampling(30, 0.7)
     before = generate_all(engine, requests, sampling)
     state = load_file(tmp_path / "model.safetensors")  # the tied head is not among them
-    engine.load_weights(state, version=3)
+    load_state(engine, state, version=3)
     assert engine.version == 3
     after = generate_all(engine, requests, sampling)
     assert before[0].token_ids.tolist() != after[0].token_ids.tolist()
     for row, generation in enumerate(after):
         expected = plain_logprobs(other, PROMPTS[row // 2], generation.token_ids, 0.7)
         assert_logprobs(generation, expected, tolerance=2e-5)
+
+
+def test_a_stale_copy_of_the_head_fails_the_probe(
+    engine: VllmEngine, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1, head_dim=HEAD_DIM))))
+    state = dict(other.named_parameters())
+    tokens = np.array(PROMPTS[1])
+    logprobs = tuple(plain_logprobs(other, PROMPTS[1][:1], tokens[1:], 1.0).tolist())
+    probe = ProbeRow(token_ids=tuple(PROMPTS[1]), logprobs=logprobs, temperature=1.0, compute_dtype="float32")
+    handle = WeightsHandle(run_id="run", version=1, tensors=tensor_specs(state), bucket_bytes=64, probe=probe)
+    load_state(engine, state, version=1)
+    difference = check_probe(engine, handle)
+    assert difference is not None
+    assert difference < 2e-5
+    load_state(engine, dict(model.named_parameters()), version=0)
+    monkeypatch.setattr(ranks, "_repack_head", lambda model: None)  # a CPU's packed copy of a tied head
+    load_state(engine, state, version=1)
+    with pytest.raises(StaleWeightsError, match=r"VllmEngine .* version 1 of run run"):
+        check_probe(engine, handle)
+    assert engine.version is None
+    load_state(engine, dict(model.named_parameters()), version=0)
+    monkeypatch.undo()
+    load_state(engine, dict(model.named_parameters()), version=0)
 
 
 @UNFIT_WEIGHTS
@@ -241,14 +274,40 @@ def test_weights_that_do_not_fit_change_nothing(
     before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
     state = {name: torch.zeros_like(tensor) for name, tensor in model.named_parameters()} | changes
     with pytest.raises(WeightsError, match="don't fit the model") as caught:
-        engine.load_weights({name: tensor for name, tensor in state.items() if tensor is not None}, version=1)
+        load_state(engine, {name: tensor for name, tensor in state.items() if tensor is not None}, version=1)
     assert text in str(caught.value)
     assert engine.version == 0
     assert_identical(generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12)), before)
 
 
+def test_asleep_it_frees_what_vllm_can_free_and_says_what_it_keeps(engine: VllmEngine, model: PreTrainedModel) -> None:
+    before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
+    slept = engine.sleep(("weights", "cache"))
+    assert slept.freed == {}  # the CPU build has no sleep mode
+    assert slept.kept == slept.resident
+    assert slept.kept["weights"] == 4 * sum(weight.numel() for weight in model.parameters())
+    assert 0.9 * ROLLOUT.cache_bytes < slept.kept["cache"] <= ROLLOUT.cache_bytes
+    assert engine.wake(("weights", "cache")).resident == slept.resident
+    assert_identical(generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12)), before)
+
+
+def test_in_sleep_mode_it_wakes_by_parts_and_samples_the_same(engine: VllmEngine, model: PreTrainedModel) -> None:
+    """As on CUDA, through the same calls of vLLM, which in its CPU build free nothing."""
+    before = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(12))
+    sleeper = VllmEngine(engine._engine, model, eager=True, can_sleep=True)
+    assert sleeper.sleep(("weights", "cache")).freed.keys() == {"weights", "cache"}
+    assert sleeper.sleep(("weights", "cache")).freed == {}
+    assert (sleeper.version, sleeper.asleep) == (None, {"weights", "cache"})
+    with pytest.raises(VersionError, match="without cache and weights"):
+        generate_all(sleeper, [request(PROMPTS[0], 1)], Sampling(12))
+    assert sleeper.wake(("weights",)).resident.keys() == {"weights"}
+    load_state(sleeper, dict(model.named_parameters()), version=0)
+    assert sleeper.wake(("cache",)).resident.keys() == {"weights", "cache"}
+    assert_identical(generate_all(sleeper, [request(PROMPTS[0], 1)], Sampling(12)), before)
+
+
 def test_diverged_weights_raise(engine: VllmEngine, model: PreTrainedModel) -> None:
-    engine.load_weights({n: torch.full_like(t, torch.nan) for n, t in model.named_parameters()}, version=1)
+    load_state(engine, {n: torch.full_like(t, torch.nan) for n, t in model.named_parameters()}, version=1)
     with pytest.raises(NonFiniteError, match="diverged"):
         generate_all(engine, [request(PROMPTS[0], 1, 2)], Sampling(4))
 

@@ -14,7 +14,7 @@ from infra.ray.actors import call, create_actor, kill_actors, start_actor
 from infra.ray.worker_logs import MAX_LINES
 from infra.workers.actor import WorkerActor, actor_class
 from infra.workers.launch import _CLASSES, Role
-from schemas.errors import ModelError, WorkerFailedError
+from schemas.errors import GpuMemoryError, ModelError
 
 pytestmark = pytest.mark.slow
 
@@ -31,9 +31,10 @@ def test_calls_reach_the_worker(worker: Any) -> None:
     with pytest.raises(ModelError, match="no such model"):
         asyncio.run(call(worker, "fail"))
     with pytest.raises(
-        WorkerFailedError, match=r"'exhaust' of a worker failed: CUDA out of memory.*Lower packing"
+        GpuMemoryError, match=r"'exhaust' of a worker failed: CUDA out of memory.*Lower packing"
     ) as failed:
         asyncio.run(call(worker, "exhaust"))
+    assert failed.value.gpu_bytes == round(79.1 * 2**30)
     assert "hosted_worker.py" in str(failed.value.__cause__)  # where it was raised, for the log
 
 

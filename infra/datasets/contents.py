@@ -1,0 +1,69 @@
+"""Token ids of chats whose texts contain a control token's name: in a text it is text, not the control token.
+
+A tokenizer takes `<|end|>` for the control token wherever it stands, so that a prompt could end its own turn and begin
+one of another role.
+"""
+
+import re
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerBase
+
+Messages = list[dict[str, str]]
+
+_OPEN, _CLOSE = "\ue000", "\ue001"  # of private use; between them, the number of a name that the template must not see
+_HIDDEN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer, such as `<|end|>`.
+
+    Args:
+        tokenizer: The tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._ids = {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._names = sorted(filter(None, self._ids), key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, self._names))})")
+
+    def find(self, messages: Messages) -> str | None:
+        """Return the first name of a control token in the texts of a chat."""
+        texts = (message["content"] for message in messages) if self._names else ()
+        return next((found[0] for text in texts if (found := self._pattern.search(text))), None)
+
+    def encode(self, messages: Messages, render: Callable[[Messages], str]) -> list[int]:
+        """Return the token ids of a chat, in which only the template's control tokens are such.
+
+        Args:
+            messages: The chat.
+            render: Applies the chat template.
+
+        Raises:
+            ValueError: That can't be done with these texts, or with this tokenizer.
+        """
+        if any(mark in message["content"] for message in messages for mark in (_OPEN, _CLOSE)):
+            raise ValueError("it has characters of private use, too")
+        plain = render(_replace(messages, lambda text: self._pattern.sub("", text)))
+        if self._encode(plain) != self._tokenizer(plain, add_special_tokens=False)["input_ids"]:
+            raise ValueError("the tokenizer does not encode the texts between control tokens one by one")
+        return self._encode(render(_replace(messages, self._hide)))
+
+    def _hide(self, text: str) -> str:
+        return self._pattern.sub(lambda found: f"{_OPEN}{self._names.index(found[0])}{_CLOSE}", text)
+
+    def _encode(self, text: str) -> list[int]:
+        """Encode a rendered chat part by part."""
+        token_ids: list[int] = []
+        for part in self._pattern.split(text):
+            if part in self._ids:
+                token_ids.append(self._ids[part])
+            elif part:
+                clear = _HIDDEN.sub(lambda found: self._names[int(found[1])], part)
+                token_ids += self._tokenizer(clear, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return token_ids
+
+
+def _replace(messages: Messages, change: Callable[[str], str]) -> Messages:
+    return [message | {"content": change(message["content"])} for message in messages]

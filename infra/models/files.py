@@ -1,0 +1,146 @@
+"""The safetensors files of a model folder: which tensor is in which file, and slices of them."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from pydantic import BaseModel
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from schemas.errors import ModelError, describe
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MAPPED_BYTES = 2**22  # a file is mapped again after so many bytes: pages that were read count as this process's memory
+
+
+class _Index(BaseModel):
+    """The index of a model of several files, as transformers writes it."""
+
+    weight_map: dict[str, str]  # tensor name -> file
+
+
+class ModelFiles(AbstractContextManager["ModelFiles"]):
+    """Reads tensors of a model folder, or of a model on the hub, by slices. Nothing is unpickled.
+
+    Args:
+        path: The folder, or the model's name on the hub.
+
+    Attributes:
+        names: The names of all tensors.
+
+    Raises:
+        ModelError: The model has no safetensors files, or one is missing or unreadable.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._open_file: Path | None = None
+        self._reader: Any = None
+        self._num_read = 0
+        self._files = self._index()
+        self.names = list(self._files)
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        """Read a tensor in the file's dtype, or its rows [start, stop)."""
+        part = self._slice(name)
+        tensor: Tensor = part[...] if start is None else part[start:stop]
+        self._num_read += tensor.nbytes
+        return tensor
+
+    def describe(self, name: str) -> str:
+        """Return the tensor's name and its file, for messages."""
+        return f"{name} in {self._files[name].name}"
+
+    def _slice(self, name: str) -> Any:
+        file = self._files[name]
+        if file != self._open_file or self._num_read > _MAPPED_BYTES:
+            self._close()
+            self._reader, self._open_file, self._num_read = self._open(file), file, 0
+        try:
+            return self._reader.get_slice(name)
+        except SafetensorError as error:
+            raise ModelError(f"model.path {self._path}: {self.describe(name)} can't be read: {error}") from None
+
+    def _open(self, file: Path) -> Any:
+        try:
+            return safe_open(file, framework="pt").__enter__()
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"model.path {self._path}: {file.name} can't be read: {error}; copy or download the file again"
+            ) from None
+
+    def _close(self) -> None:
+        reader, self._reader, self._open_file = self._reader, None, None
+        if reader is not None:
+            reader.__exit__(None, None, None)
+
+    def _index(self) -> dict[str, Path]:
+        """Return the file of each tensor."""
+        if (index := self._find(INDEX)) is None:
+            if (single := self._find(SINGLE)) is None:
+                raise self._without_safetensors()
+            return dict.fromkeys(self._names_in(single), single)
+        try:
+            names = _Index.model_validate_json(index.read_text()).weight_map
+        except (ValueError, OSError) as error:
+            raise ModelError(
+                f"model.path {self._path}: {index} is not an index of safetensors files: {describe(error)}"
+            ) from None
+        if outside := [file for file in names.values() if Path(file).name != file]:
+            raise ModelError(
+                f"model.path {self._path}: {index.name} names {outside[0]!r}, which is not a file of the same folder"
+            )
+        files = {file: self._find(file) for file in sorted(set(names.values()))}
+        if missing := [file for file, found in files.items() if found is None]:
+            raise ModelError(
+                f"model.path {self._path}: {index.name} names {missing[0]}, which is missing; copy it there"
+            )
+        found = {file: path for file, path in files.items() if path is not None}
+        held = {file: set(self._names_in(path)) for file, path in found.items()}
+        for name, file in names.items():
+            if name not in held[file]:
+                raise ModelError(f"model.path {self._path}: {index.name} places {name} in {file}, which lacks it")
+        return {name: found[file] for name, file in names.items()}
+
+    def _names_in(self, file: Path) -> Iterator[str]:
+        reader = self._open(file)
+        try:
+            yield from reader.keys()
+        finally:
+            reader.__exit__(None, None, None)
+
+    def _find(self, name: str) -> Path | None:
+        """Return a file's local path; None if the model has no such file. Files on the hub are downloaded."""
+        if Path(self._path).is_dir():
+            path = Path(self._path, name)
+            return path if path.exists() else None
+        try:
+            return Path(hf_hub_download(self._path, name))
+        except EntryNotFoundError:
+            return None
+        except OSError as error:
+            raise ModelError(f"model.path {self._path}: {name} can't be downloaded: {error}") from error
+
+    def _without_safetensors(self) -> ModelError:
+        pickled = Path(self._path).is_dir() and [*Path(self._path).glob("*.bin"), *Path(self._path).glob("*.pt*")]
+        if not pickled:
+            return ModelError(
+                f"model.path {self._path}: the model can't be loaded: neither {SINGLE} nor {INDEX} is there; save the "
+                "model with `model.save_pretrained(folder)`"
+            )
+        return ModelError(
+            f"model.path {self._path}: the model can't be loaded: its weights are only in {pickled[0].name}, a pickle, "
+            "which may run any code and is never read; convert a folder that you trust: `AutoModelForCausalLM"
+            f".from_pretrained({self._path!r}, use_safetensors=False).save_pretrained(folder)`"
+        )

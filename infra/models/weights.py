@@ -1,0 +1,186 @@
+"""Fill a model that was built without memory, whole or sharded: each rank reads only the rows that it holds.
+
+Beyond its own shard, a rank needs some MiB at a time; for a weight that transformers composes of several stored ones
+(e.g. the experts of a layer), memory for that weight as a whole.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from infra.models.files import ModelFiles
+from infra.models.lora import new_adapter_weights, without_adapter
+from schemas.errors import ModelError
+
+_PIECE_ELEMENTS = 2**20  # read at once
+
+Rows = Callable[[int | None, int | None], Tensor]  # the rows [start, stop) of a tensor, or all of it
+
+
+def load_weights(
+    model: PreTrainedModel, path: str, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> None:
+    """Give a model's parameters memory, and read its weights; new adapters get their initial values.
+
+    Args:
+        model: The model with parameters on the meta device, adapted and sharded as in use; its buffers exist.
+        path: The model folder, or the model's name on the hub.
+        device: The device of the parameters and buffers.
+        dtype: The dtype of the parameters.
+        seed: The seed of new adapters.
+
+    Raises:
+        ModelError: The folder has no weights that can be read, or they don't cover the model, or not in its shapes.
+    """
+    with ModelFiles(path) as files, torch.no_grad():
+        targets = _Targets(model, device, dtype)
+        converters = []
+        for target, source in _matches(model, files, targets.names):
+            if isinstance(source, WeightConverter):
+                converters.append((target, source))
+            else:
+                targets.fill(target, files.shape(source), _rows_of(files, source), files.describe(source), path)
+        for target, converter in converters:
+            _fill_converted(model, targets, target, converter, path)
+        for name, value in new_adapter_weights(model, seed):
+            targets.fill(without_adapter(name), tuple(value.shape), _rows_in(value), name, path)
+        targets.assign(path)
+
+
+class _Targets:
+    """The parameters and persistent buffers of a model, each to be filled once; tied ones share their memory."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+        self._model, self._device, self._dtype = model, device, dtype
+        self._state = model.state_dict(keep_vars=True)
+        self.names = {without_adapter(name): name for name in self._state}
+        self._new: dict[int, Tensor] = {}  # by the id of what they replace
+
+    def fill(self, target: str, shape: tuple[int, ...], rows: Rows, source: str, path: str) -> None:
+        """Fill this rank's rows of a weight; a second value of a tied weight is ignored.
+
+        Raises:
+            ModelError: The value has another shape than the weight.
+        """
+        old = self._state[self.names[target]]
+        if id(old) in self._new:
+            return
+        if shape != tuple(old.shape):
+            raise ModelError(
+                f"model.path {path}: {source} has shape {list(shape)}, but {target} of {type(self._model).__name__} "
+                f"has {list(old.shape)}; do config.json and weights belong together?"
+            )
+        dtype = self._dtype if old.is_floating_point() else old.dtype
+        if not isinstance(old, DTensor):
+            self._new[id(old)] = _like(old, self._copy(rows, 0, shape, dtype))
+            return
+        start, size = _held_rows(old)
+        local = self._copy(rows, start, (size, *shape[1:]), dtype)
+        placed = DTensor.from_local(
+            local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+        )
+        self._new[id(old)] = _like(old, placed)
+
+    def _copy(self, rows: Rows, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of this shape with the rows from `start` on, which are read piece by piece."""
+        values = torch.empty(shape, dtype=dtype, device=self._device)
+        if not shape:
+            return values.copy_(rows(None, None))
+        step = max(1, _PIECE_ELEMENTS // max(1, math.prod(shape[1:])))
+        for first in range(0, shape[0], step):
+            last = min(first + step, shape[0])
+            values[first:last].copy_(rows(start + first, start + last))
+        return values
+
+    def assign(self, path: str) -> None:
+        """Put the values into the model, and move the other buffers to the device.
+
+        Raises:
+            ModelError: A parameter has no value.
+        """
+        missing = sorted(name for name, old in self._state.items() if id(old) not in self._new)
+        if missing:
+            raise ModelError(
+                f"model.path {path}: {len(missing)} of the model's weights are not in the folder and would be random, "
+                f"e.g. {missing[0]}; does its config.json belong to another model?"
+            )
+        values = {name: self._new[id(old)] for name, old in self._state.items()}
+        self._model.load_state_dict(values, assign=True)
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self._device))
+
+
+def _like(old: Tensor, value: Tensor) -> Tensor:
+    return nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
+
+
+def _held_rows(sharded: DTensor) -> tuple[int, int]:
+    """Return the first row that this rank holds of a tensor, and their number; FSDP shards along the first axis."""
+    start, size = 0, sharded.shape[0]
+    mesh = sharded.device_mesh
+    for axis, placement in enumerate(sharded.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0
+            size, offset = Shard.local_shard_size_and_offset(size, mesh.size(axis), mesh.get_local_rank(axis))
+            start += offset
+    return start, size
+
+
+def _matches(
+    model: PreTrainedModel, files: ModelFiles, own: dict[str, str]
+) -> Iterator[tuple[str, str | WeightConverter]]:
+    """Yield the model's weights with the stored tensor of each, or with the converter that makes it of several.
+
+    Names are matched as transformers does: by its table for the model's class. Converters come last.
+    """
+    table = get_model_conversion_mapping(model)
+    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = model.base_model_prefix
+    composed: dict[str, WeightConverter] = {}
+    for name in sorted(files.names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        if target not in own and name in own:
+            target, pattern = rename_source_key(name, [], [], prefix, own)
+        if target not in own:
+            continue
+        if pattern is None:
+            yield target, name
+        else:
+            converter = composed.setdefault(target, deepcopy(by_pattern[pattern]))
+            read: Any = partial(files.read, name)  # called by the conversion, not now
+            converter.add_tensor(target, name, pattern, read)
+    yield from composed.items()
+
+
+def _fill_converted(
+    model: PreTrainedModel, targets: _Targets, target: str, converter: WeightConverter, path: str
+) -> None:
+    try:
+        values: dict[str, Any] = converter.convert(target, model=model, config=model.config)
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"model.path {path}: the model can't be loaded: {target} can't be made of the stored tensors: {error}"
+        ) from error
+    for name, value in values.items():
+        tensor = value[0] if isinstance(value, list) else value
+        targets.fill(name, tuple(tensor.shape), _rows_in(tensor), f"{name}, as converted", path)
+
+
+def _rows_of(files: ModelFiles, name: str) -> Rows:
+    return lambda start, stop: files.read(name, start, stop)
+
+
+def _rows_in(tensor: Tensor) -> Rows:
+    return lambda start, stop: tensor[start:stop] if tensor.ndim else tensor

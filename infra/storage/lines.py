@@ -1,0 +1,162 @@
+"""Text files that grow by whole lines: a local file, or numbered objects where files can't be appended.
+
+    metrics/000007-0000-000002.jsonl     epoch, revision, number
+
+The epoch is the number of the driver lock under which an object was written. Only the objects of the newest epoch and
+revision are read, so a driver that has lost its lock can't change what its successor reads.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from infra.storage.atomic import write_atomic
+from infra.storage.folder import Folder
+from schemas.errors import RunTakenOverError
+
+SEGMENT_BYTES = 2**18  # from which an object is not written again, and the next lines go to a new one
+_READS = 3  # as a revision may be replaced between the listing and the read
+
+
+class Lines(Protocol):
+    """The lines of one text file, each with its line break."""
+
+    def read(self) -> Iterator[str]:
+        """Yield the lines that are whole: one cut short by a kill was never committed."""
+        ...
+
+    def append(self, text: str) -> None:
+        """Append whole lines, durably."""
+        ...
+
+    def replace(self, lines: Iterable[str]) -> None:
+        """Replace all lines at once."""
+        ...
+
+    def modified(self) -> float | None:
+        """Return when a line was last written, Unix time; None if there is none."""
+        ...
+
+
+class LocalLines:
+    """A local file, as `Lines`.
+
+    Args:
+        path: The file, which need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def read(self) -> Iterator[str]:
+        if not self._path.exists():
+            return
+        with self._path.open() as file:
+            yield from (line for line in file if line.endswith("\n"))
+
+    def append(self, text: str) -> None:
+        with self._path.open("a") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def replace(self, lines: Iterable[str]) -> None:
+        write_atomic(self._path, "".join(lines))
+
+    def modified(self) -> float | None:
+        return self._path.stat().st_mtime if self._path.exists() else None
+
+
+class _Revision(NamedTuple):
+    """The objects that hold all lines."""
+
+    epoch: int
+    number: int
+    names: tuple[str, ...]  # in order
+    last_bytes: int
+
+
+class ObjectLines:
+    """Objects of a remote file system, as `Lines`. A reader sees all of a write or nothing.
+
+    Args:
+        folder: The run's directory.
+        name: The subfolder.
+        suffix: The end of the objects' names.
+        epoch: The number of the lock that this process holds; None if it holds none, and goes on with the newest.
+    """
+
+    def __init__(self, folder: Folder, name: str, suffix: str, epoch: int | None) -> None:
+        self._folder, self._name, self._suffix, self._epoch = folder, name, suffix, epoch
+
+    def __str__(self) -> str:
+        return f"{self._folder}/{self._name}"
+
+    def read(self) -> Iterator[str]:
+        yield from self._read(self._newest()).splitlines(keepends=True)
+
+    def append(self, text: str) -> None:
+        newest = self._newest()
+        epoch = self._own_epoch(newest)
+        if newest is None or newest.epoch != epoch:
+            self._write(epoch, 0, 0, self._read(newest) + text)
+            self._remove(newest)
+        elif newest.last_bytes < SEGMENT_BYTES:
+            last = newest.names[-1]
+            self._folder.write(last, b"".join(self._folder.read_all([last])) + text.encode())
+        else:
+            self._write(epoch, newest.number, len(newest.names), text)
+
+    def replace(self, lines: Iterable[str]) -> None:
+        newest = self._newest()
+        epoch = self._own_epoch(newest)
+        is_own = newest is not None and newest.epoch == epoch
+        self._write(epoch, newest.number + 1 if newest and is_own else 0, 0, "".join(lines))
+        self._remove(newest)
+
+    def modified(self) -> float | None:
+        newest = self._newest()
+        return self._folder.modified(newest.names[-1]) if newest else None
+
+    def _newest(self) -> _Revision | None:
+        sizes = self._folder.sizes(self._name)
+        pattern = re.compile(rf"{re.escape(self._name)}/(\d+)-(\d+)-\d+{re.escape(self._suffix)}")
+        found = {name: (int(match[1]), int(match[2])) for name in sizes if (match := pattern.fullmatch(name))}
+        if not found:
+            return None
+        newest = max(found.values())
+        names = tuple(sorted(name for name, revision in found.items() if revision == newest))
+        return _Revision(*newest, names, sizes[names[-1]])
+
+    def _read(self, revision: _Revision | None) -> str:
+        for _ in range(_READS):
+            try:
+                return b"".join(self._folder.read_all(revision.names)).decode() if revision else ""
+            except FileNotFoundError:
+                revision = self._newest()
+        raise OSError(f"{self} is being replaced again and again by another process; try again")
+
+    def _own_epoch(self, newest: _Revision | None) -> int:
+        """Return the epoch in which this process writes.
+
+        Raises:
+            RunTakenOverError: Another driver writes in a later one.
+        """
+        last = newest.epoch if newest else 0
+        if self._epoch is not None and last > self._epoch:
+            raise RunTakenOverError(f"another driver has taken over the run, and writes {self}: this one stops")
+        return last if self._epoch is None else self._epoch
+
+    def _write(self, epoch: int, revision: int, number: int, text: str) -> None:
+        name = f"{self._name}/{epoch:06d}-{revision:04d}-{number:06d}{self._suffix}"
+        self._folder.write(name, text.encode())
+
+    def _remove(self, revision: _Revision | None) -> None:
+        """Remove what has been replaced; nobody reads it any more."""
+        for name in revision.names if revision else ():
+            self._folder.remove(name)

@@ -1,0 +1,48 @@
+"""The check of a configured Prefect server, one with a login included."""
+
+import base64
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
+from threading import Thread
+
+import pytest
+
+from infra.services.prefect_api import check_prefect_api
+from schemas.errors import ServiceError
+
+LOGIN = "sluice:correct horse"
+
+
+class _Locked(BaseHTTPRequestHandler):
+    """Answers as a Prefect server with PREFECT_SERVER_API_AUTH_STRING: only `health` needs no login."""
+
+    def do_GET(self) -> None:
+        wanted = f"Basic {base64.b64encode(LOGIN.encode()).decode()}"
+        is_allowed = self.path == "/api/health" or self.headers["Authorization"] == wanted
+        self.send_response(200 if is_allowed else 401)
+        self.end_headers()
+        self.wfile.write(json.dumps(True if self.path == "/api/health" else version("prefect")).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def api_url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Locked)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/api"
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_right_login_is_accepted(api_url: str) -> None:
+    check_prefect_api(api_url, LOGIN)
+
+
+@pytest.mark.parametrize("login", [None, "sluice:wrong"])
+def test_a_refused_login_names_the_setting(api_url: str, login: str | None) -> None:
+    with pytest.raises(ServiceError, match="refuses the login; set PREFECT_API_AUTH_STRING to user:password"):
+        check_prefect_api(api_url, login)
