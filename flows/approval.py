@@ -14,6 +14,7 @@ from pydantic import Field
 from flows.flow_run import set_state
 from flows.server import call_through_outages
 from flows.summary import flow_run_url
+from infra.monitors.rows import step_row
 from infra.storage.decisions import Decision
 from infra.storage.runs import RunDirectory
 from schemas.errors import RunStoppedError
@@ -45,10 +46,11 @@ async def ask_for_approval(run: RunHandle, report: StepReport) -> None:
         RunStoppedError: The decision is to stop, or nobody answered in time.
     """
     decisions = RunDirectory.of(run).decisions
-    exceeded = [limit for limit in run.config.runtime.approve_when if limit.is_exceeded(report.metrics)]
+    values = step_row(report).values
+    exceeded = [limit for limit in run.config.runtime.approve_when if limit.is_exceeded(values)]
     if not exceeded or report.step in decisions.load():
         return
-    reason = ", ".join(f"{limit} ({limit.metric} is {report.metrics[limit.metric]:.4g})" for limit in exceeded)
+    reason = ", ".join(f"{limit} ({limit.metric} is {values[limit.metric]:.4g})" for limit in exceeded)
     get_run_logger().warning("paused after step %d: %s; answer at %s", report.step + 1, reason, flow_run_url())
     runtime, attempts = run.config.runtime, count()
     answer = await call_through_outages(

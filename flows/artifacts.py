@@ -6,6 +6,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE
 from collections import deque
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Self
@@ -22,8 +23,10 @@ from prefect.artifacts import (
 from flows.curves import draw_curves
 from flows.progress import progress_table, summary_rows
 from flows.server import shown_in_ui
+from infra.storage import places
 from infra.storage.metrics_file import MetricsFile
 from infra.storage.runs import RunDirectory
+from schemas.placement import WorkerPlace
 from schemas.rollout import RolloutHandle
 from schemas.step import EvalReport, PolicyHandle, RunHandle, RunSummary, StepReport
 
@@ -126,6 +129,13 @@ async def show_samples(run: RunHandle, rollout: RolloutHandle) -> None:
 
 
 @shown_in_ui
+async def show_placement(run_id: str, places: Sequence[WorkerPlace]) -> None:
+    """Add a table of where the workers compute."""
+    rows = [place.model_dump() for place in places]
+    await acreate_table_artifact(rows, key=_key(run_id, "workers"), description="where the workers compute")
+
+
+@shown_in_ui
 async def show_evaluation(run_id: str, report: EvalReport) -> None:
     """Add a table of an evaluation, one row per data source."""
     n = report.samples_per_prompt
@@ -152,15 +162,15 @@ async def report_run(run: RunHandle, directory: RunDirectory, summary: RunSummar
     """Write the report page of a finished run, and add a summary with a link to it."""
     page = await _write_report(directory)
     figures = [f"- **{name}**: {value}" for name, value in summary_rows(summary)]  # a table would not wrap on a phone
-    link = f"Report: [{page}]({page.as_uri()}), on the driver's machine" if page else "The report could not be written."
+    link = _report_link(page) if page else "The report could not be written."
     markdown = "\n".join([f"# {summary.run_id}", "", *figures, "", link])
     key, description = _key(run.run_id, "summary"), "summary of the finished run"
     await acreate_markdown_artifact(markdown, key=key, description=description)
 
 
-async def _write_report(directory: RunDirectory) -> Path | None:
+async def _write_report(directory: RunDirectory) -> str | None:
     """Write the report in a process of its own, since it reads columns; warn and return None if that fails."""
-    command = (sys.executable, "-P", "-m", "flows.report", str(directory.path))
+    command = (sys.executable, "-P", "-m", "flows.report", directory.url)
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     try:
         out, errors = await process.communicate()
@@ -171,7 +181,13 @@ async def _write_report(directory: RunDirectory) -> Path | None:
         reason = errors.decode().strip().rpartition("\n")[2]
         get_run_logger().warning("the report of %s could not be written: %s", directory.run_id, reason)
         return None
-    return Path(out.decode().strip())
+    return out.decode().strip()
+
+
+def _report_link(page: str) -> str:
+    if places.is_url(page):
+        return f"Report: {page}"
+    return f"Report: [{page}]({Path(page).as_uri()}), on the driver's machine"
 
 
 def _rounded(value: float | None) -> float | str:

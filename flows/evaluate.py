@@ -1,6 +1,7 @@
 """`sluice eval`: held-out accuracy of a run's newest checkpoint, in this process, without Ray and Prefect."""
 
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from infra.checkpoints.store import open_checkpoints
 from infra.storage.runs import RunDirectory
 from infra.stores.memory import MemoryStore
 from infra.workers.rollout import RolloutWorker
+from rl_core.rollout.evaluation import split_prompts, summarize
 from schemas.config.load import override_config
 from schemas.errors import ConfigError, RunError
 from schemas.step import EvalReport, RunHandle
@@ -20,7 +22,7 @@ from schemas.step import EvalReport, RunHandle
 def evaluate_run(
     directory: RunDirectory, data_path: str | None, num_prompts: int | None, overrides: Sequence[str] = ()
 ) -> EvalReport:
-    """Evaluate the run's newest checkpoint on held-out prompts.
+    """Evaluate the run's newest checkpoint on held-out prompts, batch by batch as the run's own evaluations do.
 
     Args:
         directory: The run.
@@ -49,10 +51,13 @@ def evaluate_run(
             eval=config.eval.replace(num_prompts=num_prompts or config.eval.num_prompts),
         )
         check(config)
-        run = RunHandle(run_id=directory.run_id, directory=str(directory.path), config=config, store_incarnation="")
+        run = RunHandle(run_id=directory.run_id, directory=directory.url, config=config, store_incarnation="")
         worker = RolloutWorker(run, store=MemoryStore(run.run_id, capacity_bytes=1))  # an evaluation stores nothing
         worker.start()
         try:
-            return worker.evaluate(0).replace(policy_version=version)
+            started = time.perf_counter()
+            batches = split_prompts(config.eval, worker.num_held_out())
+            shards = [worker.evaluate(0, rows) for rows in batches.values()]
+            return summarize(config, version, shards, time.perf_counter() - started)
         finally:
             worker.close()

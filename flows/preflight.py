@@ -6,44 +6,59 @@ from transformers import AutoConfig
 
 from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import open_checkpoints
-from infra.datasets import load_prompts, load_train_prompts
+from infra.datasets import PromptDataset, load_prompts, load_train_prompts
 from infra.datasets.limits import check_prompts
 from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
-from infra.engines.vllm.sizes import cache_bytes_per_sequence
-from infra.models.load import build_meta_model, load_tokenizer, max_positions
+from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
+from infra.models.load import build_meta_model, experts_dtype, load_tokenizer, max_positions
 from infra.models.lora import add_adapter, require_peft
 from infra.monitors import require_monitors
 from infra.ray.tracing import require_tracing
-from infra.storage.runs import RunDirectory
+from infra.storage.runs import RunDirectory, require_writable
 from rl_core.rewards import load_reward
+from rl_core.training.eight_bit import require_bitsandbytes
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
-from schemas.config.store import SharedStore, StoreConfig
 from schemas.errors import CheckpointError, ConfigError, ModelError
 
 
-def check(config: RunConfig) -> None:
-    """Load the tokenizer, the prompts and the reward function, and check every row and the store.
+def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
+    """Load the tokenizer, the prompts and the reward function, and check every row and the URLs.
+
+    Args:
+        config: The run.
+        runs_here: Whether it is to run in this environment, whose vLLM is then checked too.
+
+    Returns:
+        The training prompts.
 
     Raises:
         UserError: A part of the config is not usable; the message says which, where, and how to fix it.
     """
-    check_store(config.store)
+    check_urls(config)
     tokenizer = load_tokenizer(config.model)
     check_stop_tokens(config)
     if isinstance(config.rollout, VllmRollout):
-        check_vllm(config, config.rollout)
+        check_tensor_parallel(config.model, config.rollout)
+        if runs_here:
+            check_vllm(config, config.rollout)
     load_reward(config.reward)
+    prompts = load_train_prompts(config.data, tokenizer)
     check_prompts(
         config,
-        load_train_prompts(config.data, tokenizer),
+        prompts,
         load_prompts(config.data.eval_path, config.data, tokenizer) if config.data.eval_path else None,
         max_positions(config.model),
     )
     if config.model.lora is not None:
         require_peft()
+    if config.rollout.router_replay:
+        experts_dtype(config.model)
+    if config.optim.implementation == "8bit":
+        require_bitsandbytes()
     require_monitors(config)
     require_tracing(config)
+    return prompts
 
 
 def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:
@@ -52,7 +67,7 @@ def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:
     Raises:
         ModelError: It doesn't fit: the model folder no longer holds the model that the run started with.
     """
-    checkpoints = open_checkpoints(directory, config.checkpoint)
+    checkpoints = open_checkpoints(directory, directory.config().checkpoint)  # not moved to another place yet
     if not (versions := checkpoints.complete_versions()):
         return
     model = build_meta_model(config.model)
@@ -67,21 +82,23 @@ def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:
         ) from None
 
 
-def check_store(config: StoreConfig) -> None:
-    """Check that this environment can reach the store's file system.
+def check_urls(config: RunConfig) -> None:
+    """Check that this environment can write the folder of runs, and knows the file systems of columns and checkpoints.
 
     Raises:
-        ConfigError: fsspec doesn't know the URL's protocol, or lacks the package for it.
+        ConfigError: fsspec doesn't know a URL's protocol, or lacks the package for it; or nothing can be written to
+            the folder of runs.
     """
-    if isinstance(config, SharedStore) or config.url is None:
-        return
-    try:
-        fsspec.core.url_to_fs(config.url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"store.url = {config.url!r} can't be opened: {error}; for s3:// install the extra: "
-            "pip install 'sluice-rl[s3]'; omit store.url to keep columns in the run directory"
-        ) from None
+    require_writable(config.runtime.runs_dir)
+    for key, url in {"checkpoint.url": config.checkpoint.url, "store.url": getattr(config.store, "url", None)}.items():
+        try:
+            if url:
+                fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"{key} = {url!r} can't be opened: {error}; for s3:// install the extra: pip install "
+                f"'sluice-rl[s3]'; leave {key} out to use the run directory (on the command line, {key}= clears it)"
+            ) from None
 
 
 def check_stop_tokens(config: RunConfig) -> None:
@@ -113,10 +130,11 @@ def check_vllm(config: RunConfig, rollout: VllmRollout) -> None:
             f"{'CPUs' if on_cpu else 'CUDA'}; install the other build: pip install "
             f"'sluice-rl[{'cuda' if on_cpu else 'cpu'}]'"
         )
-    needed = cache_bytes_per_sequence(config, getattr(torch, rollout.dtype))
+    dtype = rollout.dtype_on("cpu" if on_cpu else "cuda")
+    needed = cache_bytes_per_sequence(config, getattr(torch, dtype))
     if on_cpu and needed > rollout.cache_bytes:
         raise ConfigError(
             f"rollout.cache_bytes = {rollout.cache_bytes} can't hold the keys and values of one longest sequence, "
-            f"{needed} bytes in {rollout.dtype}; raise it, to a multiple of that for many samples at a time, or lower "
+            f"{needed} bytes in {dtype}; raise it, to a multiple of that for many samples at a time, or lower "
             "data.max_prompt_tokens or rollout.max_response_tokens"
         )

@@ -1,8 +1,10 @@
 """Text for steps, evaluations and finished runs; the metric catalog defines which metrics each view shows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from schemas.config.run import RunConfig
 from schemas.metric_catalog import View, metrics_of
+from schemas.placement import WorkerPlace
 from schemas.step import EvalReport, RunSummary, SourceReport, StepReport
 
 
@@ -23,6 +25,27 @@ def progress_table(report: StepReport) -> str:
     """Return a step's UI metrics as a Markdown table."""
     rows = [f"| {name} | {value} |" for name, value in metric_values(report.metrics, "ui").items()]
     return "\n".join(["| metric | value |", "|---|---|", *rows])
+
+
+def place_table(places: Sequence[WorkerPlace]) -> str:
+    """Return where workers compute, one line each."""
+    rows = [("worker", "node", "device", "threads")]
+    rows += [(place.worker, place.node, place.device, str(place.threads)) for place in places]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def sharing_line(config: RunConfig) -> str:
+    """Return how the workers of a colocated run share the memory of a GPU."""
+    if config.takes_turns:
+        return (
+            "colocated: workers take turns in a GPU's memory; engines sleep during scoring and update, policy and "
+            "reference are in host memory during the rollout"
+        )
+    return (
+        "colocated: engine, policy and reference all stay in a GPU's memory, as runtime.max_staleness = 1 has them "
+        "compute at the same time"
+    )
 
 
 def eval_lines(report: EvalReport) -> list[str]:

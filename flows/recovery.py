@@ -1,17 +1,51 @@
 """Recovery of a run: its column store, and the point that policy, finished steps and ledger agree on."""
 
+import logging
 import time
+from contextlib import suppress
 
+from infra.storage.config_changes import resumed_config
 from infra.storage.runs import RunDirectory
 from infra.storage.versions import installed_versions
-from infra.stores.open import start_store
-from infra.stores.steps import drop_outdated_steps
+from infra.stores.open import close_store, start_store
+from infra.stores.steps import drop_outdated_steps, drop_steps
+from infra.workers.generate import sync_workers
 from infra.workers.launch import get_group, kill_workers
 from schemas.config.run import RunConfig
-from schemas.errors import RunError
+from schemas.errors import RunError, StoreError, WorkerLostError
 from schemas.step import PolicyHandle, RunEvent, RunHandle
 from tasks.checkpoint import drop_superseded
 from tasks.stage import is_committed
+
+logger = logging.getLogger(__name__)
+
+
+def change_config(directory: RunDirectory, config: RunConfig) -> RunConfig:
+    """Make `config` the run's, and end what was started with the one before; return it, see `resumed_config`.
+
+    The run's workers are started again, and its column store if that has other settings. Checkpoints are copied to
+    another `checkpoint.url`. Columns aren't moved: with another place for them, unfinished steps are run again.
+
+    Raises:
+        RunError: With `config`, the run would train something else than before.
+        CheckpointError: The checkpoints can't be copied.
+    """
+    before, config = directory.config(), resumed_config(directory, config)
+    if config == before:
+        return config
+    kill_workers(directory.run_id, before)
+    _warn_of_idle_workers(config)
+    if _columns_place(before) != _columns_place(config):
+        _drop_columns(directory, before)
+    if _store_settings(before) != _store_settings(config):
+        close_store(directory, before)
+    if before.checkpoint.url != config.checkpoint.url:
+        from infra.checkpoints import open_checkpoints  # not at the top: torch is imported with it
+
+        source, target = (open_checkpoints(directory, of.checkpoint) for of in (before, config))
+        logger.info("copied checkpoints %s from %s to %s", target.copy_from(source), source, target)
+    directory.write_config(config)
+    return config
 
 
 def drop_outdated_ledger(directory: RunDirectory, config: RunConfig) -> None:
@@ -36,7 +70,7 @@ def open_run(directory: RunDirectory, config: RunConfig) -> RunHandle:
         kill_workers(directory.run_id, config)  # they are clients of the lost store
     return RunHandle(
         run_id=directory.run_id,
-        directory=str(directory.path),
+        directory=directory.url,
         config=config,
         store_incarnation=store.incarnation,
     )
@@ -48,10 +82,15 @@ async def reconcile(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
     The policy is one version ahead of the finished steps if the driver died between the update and the step's line in
     `metrics.jsonl`. The step is then run again from its ledger, and the worker returns the update that it recorded. If
     the ledger's entries are gone, the worker is replaced by one that loads the newest checkpoint.
+
+    All rollout workers get the version that samples next in one transfer.
     """
     directory.ledger.drop_failures()
     policy = await _find_policy(run, directory)
     await drop_superseded(run, await get_group(run, "policy"))
+    if not is_committed(run, policy, "rollout"):
+        with suppress(WorkerLostError):  # a lost worker is created again, and synced, when it gets a job
+            await sync_workers(run, run.config.sampler_version(policy.step))
     return policy
 
 
@@ -66,7 +105,7 @@ async def _find_policy(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
         policy = await _get_policy(run)
     if policy.version > finished:
         raise RunError(
-            f"the policy has version {policy.version}, but {directory.metrics.path} has {finished} steps: the run "
+            f"the policy has version {policy.version}, but {directory.metrics} has {finished} steps: the run "
             "directory was edited by hand; restore that file"
         )
     directory.metrics.truncate(policy.version)
@@ -95,3 +134,34 @@ def record_event(directory: RunDirectory, policy: PolicyHandle, reason: str = ""
         versions=installed_versions(),
     )
     directory.metrics.append_event(event)
+
+
+def _drop_columns(directory: RunDirectory, config: RunConfig) -> None:
+    try:
+        drop_steps(directory, config)
+    except (StoreError, OSError, ImportError, ValueError) as error:
+        logger.warning("the columns of run %s can't be removed from their old place: %s", directory.run_id, error)
+
+
+def _columns_place(config: RunConfig) -> tuple[object, ...]:
+    return config.store.is_durable, getattr(config.store, "url", None)
+
+
+def _store_settings(config: RunConfig) -> tuple[object, ...]:
+    runtime = config.runtime
+    return config.store, runtime.shared_memory, runtime.tls_certificate, runtime.tls_key
+
+
+def _warn_of_idle_workers(config: RunConfig) -> None:
+    rollout = config.rollout
+    num_batches = -(-rollout.num_prompts // rollout.prompts_per_batch)
+    if num_batches < rollout.num_workers:
+        logger.warning(
+            "rollout.batch_prompts = %d makes %d batches of %d prompts, so only as many of the %d rollout workers have "
+            "work; lower it to %d to use them all (samples then differ by rounding)",
+            rollout.prompts_per_batch,
+            num_batches,
+            rollout.num_prompts,
+            rollout.num_workers,
+            -(-rollout.num_prompts // rollout.num_workers),
+        )

@@ -2,33 +2,41 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from prefect import Flow, flow, get_run_logger
+from prefect.filesystems import RemoteFileSystem
 from prefect.runtime import flow_run
 
 from flows.artifacts import show_samples
+from flows.phases import PhaseTimer
+from flows.scoring import score_batch
+from flows.turns import Turns
 from infra.ray.tracing import traced_step
+from infra.storage.driver_lock import holds_lock
 from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
 from infra.stores.steps import archive_step, clear_step, open_step, renewed_lease
 from rl_core.rollout.lengths import count_lengths
+from rl_core.telemetry import packing
+from rl_core.views import with_groups
 from schemas.metrics import merge_metrics, values
-from schemas.step import PolicyHandle, RunHandle, Span, StepReport
+from schemas.rollout import RolloutHandle
+from schemas.step import PolicyHandle, RunHandle, StepReport
 from tasks.advantage import compute_step_advantages
-from tasks.logprob import score_behavior, score_reference
 from tasks.publish import publish_weights
 from tasks.put import put_columns
 from tasks.rollout import generate_rollouts
+from tasks.stage import is_committed
 from tasks.update import update_policy
 
 SAMPLES_EVERY_STEPS = 10
 
 
-def new_step_flow(ledger: Path) -> Flow[[RunHandle, PolicyHandle], Coroutine[Any, Any, StepReport]]:
+def new_step_flow(ledger: Path | RemoteFileSystem) -> Flow[[RunHandle, PolicyHandle], Coroutine[Any, Any, StepReport]]:
     """Return the flow of a step, for the current attempt of the calling flow run.
 
     Prefect knows a subflow by its function's name and the number of calls before. So each attempt has a function of its
@@ -56,12 +64,13 @@ async def run_step(run: RunHandle, policy: PolicyHandle) -> StepReport:
     phase = PhaseTimer()
     try:
         with phase("lease"):
-            open_step(run, policy.step)
+            open_step(run, policy)
         async with renewed_lease(run, policy.step):
             with traced_step(policy.step):
                 report = await _run_stages(run, policy, phase)
     except BaseException:
-        clear_step(run, policy.step)
+        if holds_lock(RunDirectory.of(run)):  # else another driver works on the step
+            clear_step(run, policy.step)
         raise
     # The step is finished once this line is on disk; only then may its columns be released.
     RunDirectory.of(run).metrics.append_step(report)
@@ -69,37 +78,39 @@ async def run_step(run: RunHandle, policy: PolicyHandle) -> StepReport:
     return report
 
 
-async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer") -> StepReport:
+async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -> StepReport:
     traffic = {}
+    turns = Turns(run, policy, phase)
+    await turns.rollout()
     with phase("rollout"):
-        rollout = await generate_rollouts(run, policy)
+        rollout = await generate_rollouts(run, policy, await _find_previous_rollout(run, policy))
     with phase("put"):
         stored = await put_columns(run, policy, rollout)
         traffic["put"] = stored.traffic
-    published = None
-    if run.config.is_one_step_off_policy(policy.step):
+    await turns.scoring()
+    published = turns.published
+    if run.config.overlaps_next_rollout(policy.step):
         with phase("publish"):
-            published = await publish_weights(run, policy)
-    async with next_rollout(run, policy, phase):
-        with phase("logprob"):
-            stored = await score_behavior(run, policy, stored.batch)
-            traffic["logprob"] = stored.traffic
-        if run.config.kl.coef:
-            with phase("reference"):
-                stored = await score_reference(run, policy, stored.batch)
-                traffic["reference"] = stored.traffic
+            published = (await publish_weights(run, policy)).transfer
+    async with next_rollout(run, policy, rollout, phase):
+        scores = await score_batch(run, policy, stored.batch, phase)
+        traffic |= {stage: score.traffic for stage, score in scores.items()}
+        batch = with_groups(stored.batch, [score.group for score in scores.values()])
+        row_kl = scores["reference"].row_kl if "reference" in scores else None
         with phase("advantage"):
-            advantage = await compute_step_advantages(run, policy, stored.batch, rollout, stored.row_kl)
+            advantage = await compute_step_advantages(run, policy, batch, rollout, row_kl)
             traffic["advantage"] = advantage.traffic
+        await turns.update()
         with phase("update"):
             update = await update_policy(run, policy, advantage)
             traffic["update"] = update.traffic
-    if not run.config.runtime.max_staleness:
+    if not run.config.runtime.max_staleness and not run.config.takes_turns:
         with phase("publish"):
-            published = await publish_weights(run, update.policy)
+            published = (await publish_weights(run, update.policy)).transfer
     if policy.step % SAMPLES_EVERY_STEPS == 0 or policy.step == run.config.steps - 1:
         await show_samples(run, rollout)
     metrics = merge_metrics([rollout.metrics, advantage.metrics, update.metrics])
+    measured = [rollout.telemetry, *(score.telemetry for score in scores.values()), update.telemetry]
     return StepReport(
         step=policy.step,
         policy_version=update.policy.version,
@@ -110,24 +121,28 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer")
         traffic_by_stage=traffic,
         plan=advantage.plan.digest,
         publish=published,
+        memory_by_phase=turns.memory,
         started_at=phase.started_at,
         timeline=tuple(phase.spans),
         response_lengths=count_lengths(rollout.response_lengths),
+        telemetry=values(merge_metrics([*measured, packing(advantage.plan)])),
     )
 
 
 @asynccontextmanager
-async def next_rollout(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer") -> AsyncIterator[None]:
-    """Generate the next step's rollouts, with the published policy, during the block if the run is one-step off-policy.
+async def next_rollout(
+    run: RunHandle, policy: PolicyHandle, current: RolloutHandle, phase: PhaseTimer
+) -> AsyncIterator[None]:
+    """Generate the next step's rollouts, with the published policy, during the block if the run is off-policy.
 
-    The result is committed to the ledger, where the next step finds it. A failure does not affect this step: the next
-    step tries again.
+    What `current` has left unfinished is continued. The result is committed to the ledger, where the next step finds
+    it. A failure does not affect this step: the next step tries again.
     """
-    if not run.config.is_one_step_off_policy(policy.step):
+    if not run.config.overlaps_next_rollout(policy.step):
         yield
         return
     next_policy = policy.replace(version=policy.version + 1)
-    rollout = asyncio.create_task(generate_rollouts.with_options(task_run_name="next-rollout")(run, next_policy))
+    rollout = asyncio.create_task(_generate_ahead(run, next_policy, current))
     rollout.add_done_callback(phase.background("rollout of the next step"))
     try:
         yield
@@ -141,26 +156,18 @@ async def next_rollout(run: RunHandle, policy: PolicyHandle, phase: "PhaseTimer"
         get_run_logger().warning("the rollout of step %d failed and will be retried: %s", next_policy.step, error)
 
 
-class PhaseTimer:
-    """A timer of wall-clock seconds by phase, and of when each phase ran."""
+async def _generate_ahead(run: RunHandle, policy: PolicyHandle, current: RolloutHandle) -> RolloutHandle:
+    """Generate the next step's rollouts under its lease: they may store rows of the steps after it."""
+    open_store(run).open_lease(policy.step)
+    async with renewed_lease(run, policy.step):
+        return await generate_rollouts.with_options(task_run_name="next-rollout")(run, policy, current)
 
-    def __init__(self) -> None:
-        self.started, self.started_at = time.perf_counter(), time.time()
-        self.seconds: dict[str, float] = {}
-        self.spans: list[Span] = []
 
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] = self._add_span(phase, start).seconds
-
-    def background(self, name: str) -> Callable[[object], object]:
-        """Return what is to be called when work that overlaps the phases, and begins now, is done."""
-        start = time.perf_counter()
-        return lambda _: self._add_span(name, start)
-
-    def _add_span(self, name: str, start: float) -> Span:
-        span = Span(name=name, start=start - self.started, seconds=time.perf_counter() - start)
-        self.spans.append(span)
-        return span
+async def _find_previous_rollout(run: RunHandle, policy: PolicyHandle) -> RolloutHandle | None:
+    """Return the rollout of the step before from the ledger if this step's is to continue what it left unfinished."""
+    if run.config.runtime.max_staleness < 2 or not policy.step or is_committed(run, policy, "rollout"):
+        return None
+    before = policy.replace(version=policy.version - 1)
+    if not is_committed(run, before, "rollout"):
+        return None
+    return await generate_rollouts.with_options(task_run_name="previous-rollout")(run, before)

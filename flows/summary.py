@@ -5,7 +5,7 @@ from statistics import fmean
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
-from infra.storage.config_changes import check_changes
+from infra.storage.config_changes import resumed_config
 from infra.storage.runs import RunDirectory
 from schemas.config.run import RunConfig
 from schemas.step import RunSummary
@@ -52,7 +52,7 @@ def finished_summary(config: RunConfig, run_id: str) -> RunSummary | None:
     summary = directory.summary()
     if summary is None or summary.steps < config.steps:
         return None
-    check_changes(directory, config)
+    resumed_config(directory, config)
     return summary
 
 

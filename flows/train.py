@@ -10,29 +10,35 @@ from prefect.context import SyncClientContext
 from prefect.runtime import flow_run
 
 from flows.approval import ask_for_approval
-from flows.artifacts import ProgressArtifact, report_run
+from flows.artifacts import ProgressArtifact, report_run, show_placement
 from flows.cancellation import cancellable
+from flows.collection import rare_collections
 from flows.connection import connect, while_ray_lives
 from flows.events import RunEvents
+from flows.ledger_storage import ledger_storage
 from flows.logs import logs_in_prefect
-from flows.recovery import drop_outdated_ledger, open_run, reconcile, record_event
+from flows.progress import place_table, sharing_line
+from flows.recovery import change_config, drop_outdated_ledger, open_run, reconcile, record_event
 from flows.reporter import RunReporter
 from flows.server import call_through_outages
 from flows.step import new_step_flow
 from flows.summary import finished_summary, summarize
+from flows.watched import unless
 from infra.monitors import Monitors, open_monitors
 from infra.ray.tracing import traced_run
-from infra.storage.config_changes import change_config
-from infra.storage.driver_lock import driver_lock
+from infra.storage.driver_lock import driver_lock, holds_lock, watch_lock
 from infra.storage.driver_log import driver_log
 from infra.storage.metrics_file import MetricsFile
 from infra.storage.runs import RunDirectory
-from infra.stores.open import open_store, start_store
-from infra.workers.launch import check_resources, kill_workers, monitored_workers
+from infra.stores.open import close_store, open_store
+from infra.workers.launch import kill_workers, monitored_workers
+from infra.workers.nodes import check_nodes
+from infra.workers.placement import check_resources
 from schemas.config.run import RunConfig
 from schemas.errors import (
     ChunkCorruptedError,
     ChunkNotFoundError,
+    DuplicateChunkError,
     PipelineError,
     RayLostError,
     VersionError,
@@ -45,6 +51,8 @@ from tasks.workers import start_all_workers
 
 _ID_CHARACTERS = 12  # of the flow run's id, in a run's id: the last, as the first ones may be a time
 
+# After these, the step is run again. Log-probs that are computed again, after a rank was lost, may differ by rounding.
+RECOVERABLE = (WorkerLostError, VersionError, ChunkNotFoundError, ChunkCorruptedError, DuplicateChunkError)
 CANCEL_SAVE_SECONDS = 5  # within the 10 s that a cancelled run may take to free its resources
 
 
@@ -72,7 +80,7 @@ async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
         ServiceError: No Ray head responds.
         ConfigError: The Ray cluster has too few cores or GPUs.
         RunError: The run exists and trains something else than `config`, or was written by a newer Sluice.
-        PipelineError: The run stopped; it can be resumed.
+        PipelineError: The run stopped; it can be resumed. Or another driver has taken it over.
         CancelledRun: It was cancelled in the Prefect UI; it can be resumed.
     """
     run_id = run_id or own_run_id(config.name)
@@ -86,25 +94,26 @@ async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
 async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
     """Run the steps that a run still lacks, within the current flow run; see `train`."""
     connect(config.runtime)
-    check_resources(config)
+    device = check_resources(config)
     directory = RunDirectory.open_or_create(config, run_id)
     with (
         driver_lock(directory),
         driver_log(directory),
         logs_in_prefect(),
         monitored_workers(run_id, config),
+        rare_collections(),
         ExitStack() as stack,
     ):
-        before = directory.config()
-        if change_config(directory, config):
-            kill_workers(run_id, before)  # they were started with the old config
+        config = change_config(directory, config)
+        check_nodes(directory, config)
         drop_outdated_ledger(directory, config)
         stack.enter_context(traced_run(run_id, config))
         monitors = stack.enter_context(open_monitors(directory, config, get_run_logger()))
-        run = open_run(directory, config)
-        events = RunEvents(run_id, str(directory.path.parent))
+        run = open_run(directory, config.replace(runtime=config.runtime.replace(device=device)))  # nodes may be lost
+        events = RunEvents(run_id, directory.runs_dir)
         try:
-            run = await while_ray_lives(_training_loop(run, directory, monitors, events))
+            work = while_ray_lives(_training_loop(run, directory, monitors, events))
+            run = await unless(watch_lock(directory), work)
             summary = summarize(directory, open_store(run).usage().num_bytes)
             directory.write_summary(summary)
             await report_run(run, directory, summary)
@@ -112,15 +121,16 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         finally:
             done = len(directory.metrics.steps())
             events.end(done, is_complete=done == config.steps)
-            with suppress(RayLostError):  # they are gone with it
-                kill_workers(run.run_id, config)
-                start_store(directory, config)[0].close()
+            if holds_lock(directory):  # else they belong to another driver by now
+                with suppress(RayLostError):  # they are gone with it
+                    kill_workers(run.run_id, config)
+                    close_store(directory, config)
 
 
 async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Monitors, events: RunEvents) -> RunHandle:
     """Run all remaining steps; return the run's handle, since its column store may have been replaced."""
     logger, restarts = get_run_logger(), 0
-    await start_all_workers(run)
+    await _start_workers(run)
     policy = await reconcile(run, directory)
     record_event(directory, policy)
     monitors.log_recorded(directory.metrics)
@@ -128,7 +138,7 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
     for report in directory.metrics.steps()[-1:]:  # its driver may have been killed while it waited for an answer
         await ask_for_approval(run, report)
     progress = await ProgressArtifact.create(run, policy, directory.metrics)
-    step_flow = new_step_flow(directory.ledger.path)
+    step_flow = new_step_flow(await ledger_storage(directory))
     with ExitStack() as stack:
         stack.enter_context(SyncClientContext.get_or_create())  # else each step makes two, with their TLS certificates
         reporter = RunReporter(run, progress, monitors, events)
@@ -149,13 +159,13 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
                     if policy.step % run.config.checkpoint.every_steps == 0:
                         reporter.checkpoint(await save_checkpoint(run, policy))
                     await ask_for_approval(run, report)
-                except (WorkerLostError, VersionError, ChunkNotFoundError, ChunkCorruptedError) as error:
+                except RECOVERABLE as error:
                     restarts += 1
                     if restarts > run.config.runtime.max_restarts:
                         raise
                     logger.warning("running step %d again (restart %d): %s", policy.step, restarts, error)
                     run = open_run(directory, run.config)
-                    await start_all_workers(run)
+                    await _start_workers(run)
                     policy = await reconcile(run, directory)
                     record_event(directory, policy, reason=str(error))
                     monitors.log_recorded(directory.metrics)
@@ -165,6 +175,15 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
             with suppress(PipelineError, TimeoutError):
                 await asyncio.wait_for(save_on_failure(run, policy), limit)
             raise
+
+
+async def _start_workers(run: RunHandle) -> None:
+    """Start the run's workers, and show where each computes."""
+    places = await start_all_workers(run)
+    get_run_logger().info("%d workers:\n%s", len(places), place_table(places))
+    if run.config.runtime.placement == "colocated":
+        get_run_logger().info(sharing_line(run.config))
+    await show_placement(run.run_id, places)
 
 
 async def _evaluate(run: RunHandle, policy: PolicyHandle, metrics: MetricsFile, reporter: RunReporter) -> None:

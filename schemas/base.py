@@ -1,9 +1,11 @@
 """The base of every value that crosses a process boundary: frozen, strict about its keys, serialized as JSON."""
 
 import hashlib
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+OptionalText = Annotated[str | None, BeforeValidator(lambda text: text or None)]  # an empty text counts as not set
 
 
 class Frozen(BaseModel):
@@ -18,7 +20,12 @@ class Frozen(BaseModel):
     @property
     def digest(self) -> str:
         """The first 16 hex digits of the SHA-256 of the value's JSON; equal values have equal digests."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+        return digest_of(self.model_dump_json())
+
+
+def digest_of(text: str) -> str:
+    """Return the first 16 hex digits of the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class FrozenConfig(Frozen):

@@ -13,6 +13,7 @@ from schemas.errors import ColumnError
 Axis = Literal["row", "prompt", "response"]
 
 TOKEN_DTYPES = ("uint16", "int32")
+EXPERT_DTYPES = ("uint8", "uint16")
 
 
 class ColumnSpec(Frozen):
@@ -24,6 +25,13 @@ class ColumnSpec(Frozen):
     producer: Literal["rollout", "logprob", "reference", "advantage", "other trainers"]
     unit: str = ""
     nullable: bool = False
+    is_vector: bool = False  # each token has as many values, whose number is in the dtype: `uint8[16]`
+
+
+def _experts(axis: Axis) -> ColumnSpec:
+    return ColumnSpec(
+        name=f"{axis}_experts", axis=axis, dtypes=EXPERT_DTYPES, producer="rollout", unit="expert", is_vector=True
+    )
 
 
 def _by_name(*specs: ColumnSpec) -> dict[str, ColumnSpec]:
@@ -34,7 +42,10 @@ CATALOG: dict[str, ColumnSpec] = _by_name(
     ColumnSpec(name="prompt_ids", axis="prompt", dtypes=TOKEN_DTYPES, producer="rollout", unit="token id"),
     ColumnSpec(name="response_ids", axis="response", dtypes=TOKEN_DTYPES, producer="rollout", unit="token id"),
     ColumnSpec(name="loss_mask", axis="response", dtypes=("bool",), producer="rollout"),
+    _experts("prompt"),
+    _experts("response"),
     ColumnSpec(name="sampler_logprobs", axis="response", dtypes=("float",), producer="rollout", unit="nat"),
+    ColumnSpec(name="sampler_versions", axis="response", dtypes=("int32",), producer="rollout"),
     ColumnSpec(name="behavior_logprobs", axis="response", dtypes=("float",), producer="logprob", unit="nat"),
     ColumnSpec(name="reference_logprobs", axis="response", dtypes=("float",), producer="reference", unit="nat"),
     ColumnSpec(name="advantages", axis="row", dtypes=("float",), producer="advantage", unit="reward"),

@@ -122,6 +122,10 @@ class WeightsError(PipelineError):
     """Received weights differ from those that were sent, or don't fit the model that they are loaded into."""
 
 
+class StaleWeightsError(WeightsError):
+    """After a load, an engine's log-probs are not the trainer's: some of its weights are stale or wrong."""
+
+
 class CheckpointError(PipelineError):
     """A checkpoint is incomplete, or its files differ from its manifest."""
 
@@ -130,12 +134,36 @@ class WorkerLostError(PipelineError):
     """A Ray worker died; a new one runs the step again."""
 
 
+class EngineLostError(WorkerLostError):
+    """A process of a rollout engine died or failed, and the engine has closed; its worker is created again."""
+
+
 class RunStoppedError(PipelineError):
     """Somebody stopped the run when it asked for approval, or nobody answered; it can be resumed."""
 
 
+class RunTakenOverError(PipelineError):
+    """Another driver has taken over the run, so this one must not write to it any more."""
+
+
 class WorkerFailedError(PipelineError):
     """A worker raised an error that is not one of Sluice's own, such as out of memory or a full disk."""
+
+
+class GpuMemoryError(WorkerFailedError):
+    """A GPU has too little memory for what a worker computes on it.
+
+    Attributes:
+        gpu_bytes: The GPU's memory; 0: not known.
+    """
+
+    def __init__(self, message: str, gpu_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.gpu_bytes = gpu_bytes
+
+
+class ResourcesError(PipelineError):
+    """The cluster's resources stay in use, or are gone; the run can be resumed once they are free."""
 
 
 class RayLostError(PipelineError):
@@ -146,7 +174,23 @@ class ServerLostError(PipelineError):
     """The Prefect server did not respond again in time."""
 
 
+_GPU_MEMORY = re.compile(r"total capacity of ([\d.]+) ([KMGT]?)iB")  # in torch's message
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")  # Ray colors its messages
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is torch's of a full GPU; torch is not imported here."""
+    return type(error).__name__ == "OutOfMemoryError"
+
+
+def gpu_bytes_in(error: BaseException) -> int:
+    """Return the GPU's memory, as torch's error of a full one says it; 0 if it doesn't.
+
+    >>> gpu_bytes_in(MemoryError("CUDA out of memory. GPU 0 has a total capacity of 1.50 KiB of which 0 is free."))
+    1536
+    """
+    found = _GPU_MEMORY.search(str(error))
+    return round(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else 0
 
 
 def describe(error: BaseException) -> str:
@@ -155,6 +199,6 @@ def describe(error: BaseException) -> str:
     first = next((line.strip() for line in lines if line.strip()), "no message")
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         return f"the disk is full ({first}): free some space, or move the run to another disk"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+    if is_out_of_memory(error):
         return f"{first} Lower packing.token_budget or rollout.batch_prompts, or add ranks (OutOfMemoryError)"
     return f"{type(error).__name__}: {first}"

@@ -1,54 +1,79 @@
 """The step plan: the rows of each update, rank and micro-batch, and the exact denominators of each update."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Self
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import Frozen
+from schemas.packed import PackedInts
 
 
-class MicroBatch(Frozen):
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
     """Rows that one rank packs into one forward and backward pass; without rows, a zero-weight dummy."""
 
-    rows: tuple[NonNegativeInt, ...]  # indices into the batch handle
-    num_tokens: NonNegativeInt  # prompt + response tokens of the rows
+    rows: PackedInts  # indices into the batch handle
+    num_tokens: int  # prompt + response tokens of the rows
 
 
 class RankPlan(Frozen):
-    """The micro-batches of each rank, dummies last. All ranks have the same number, as each one is a collective."""
+    """The micro-batches of each rank, dummies last. All ranks have the same number, as each one is a collective.
 
-    ranks: tuple[tuple[MicroBatch, ...], ...]
-    rank_costs: tuple[NonNegativeFloat, ...]  # of each rank, in units of one token's linear work
+    R ranks, B micro-batches of each, n rows. A large plan has tens of thousands of micro-batches: they are made from
+    the packed numbers where they are used, which is a rank's own part.
+    """
+
+    rows: PackedInts  # n indices into the batch handle, rank by rank and micro-batch by micro-batch
+    micro_rows: PackedInts  # R * B numbers of rows
+    micro_tokens: PackedInts  # R * B, prompt + response tokens
+    rank_costs: tuple[NonNegativeFloat, ...]  # R, in units of one token's linear work
 
     @model_validator(mode="after")
     def _check_counts(self) -> Self:
-        counts = sorted({len(rank) for rank in self.ranks})
-        if len(counts) != 1 or counts == [0]:
-            raise ValueError(f"ranks have {counts} micro-batches; all need the same number, at least one")
-        if len(self.rank_costs) != len(self.ranks):
-            raise ValueError(f"{len(self.rank_costs)} costs were given for {len(self.ranks)} ranks; expected one each")
+        num_ranks, num_micros = len(self.rank_costs), len(self.micro_rows)
+        if not num_ranks or not num_micros or num_micros % num_ranks:
+            raise ValueError(
+                f"{num_ranks} ranks have {num_micros} micro-batches; all need the same number, at least one"
+            )
+        if len(self.micro_tokens) != num_micros or sum(self.micro_rows) != len(self.rows):
+            raise ValueError(
+                f"{num_micros} micro-batches of {sum(self.micro_rows)} rows have {len(self.micro_tokens)} numbers of "
+                f"tokens and {len(self.rows)} rows; expected one each"
+            )
         return self
 
     @property
-    def rows(self) -> tuple[int, ...]:
-        """All rows, rank by rank."""
-        return tuple(row for micro in self._micros for row in micro.rows)
+    def ranks(self) -> tuple[tuple[MicroBatch, ...], ...]:
+        """The micro-batches of all ranks."""
+        micros = self._micros(0, len(self.micro_rows))
+        return tuple(micros[at : at + self.num_micros] for at in range(0, len(micros), self.num_micros))
+
+    def rank(self, number: int) -> tuple[MicroBatch, ...]:
+        """Return the micro-batches of one rank."""
+        return self._micros(number * self.num_micros, (number + 1) * self.num_micros)
+
+    def rank_rows(self, number: int) -> PackedInts:
+        """Return the rows of one rank, micro-batch by micro-batch."""
+        first, stop = number * self.num_micros, (number + 1) * self.num_micros
+        return self.rows[sum(self.micro_rows[:first]) : sum(self.micro_rows[:stop])]
 
     @property
     def num_micros(self) -> int:
         """The number of micro-batches of each rank, dummies included."""
-        return len(self.ranks[0])
+        return len(self.micro_rows) // len(self.rank_costs)
 
     @property
     def num_tokens(self) -> int:
         """Prompt + response tokens of all rows."""
-        return sum(micro.num_tokens for micro in self._micros)
+        return sum(self.micro_tokens)
 
     @property
     def num_dummies(self) -> int:
         """The number of micro-batches without rows, over all ranks."""
-        return sum(not micro.rows for micro in self._micros)
+        return self.micro_rows.count(0)
 
     @property
     def imbalance(self) -> float:
@@ -56,9 +81,10 @@ class RankPlan(Frozen):
         mean = sum(self.rank_costs) / len(self.rank_costs)
         return (max(self.rank_costs) - min(self.rank_costs)) / mean if mean else 0.0
 
-    @property
-    def _micros(self) -> Iterable[MicroBatch]:
-        return (micro for rank in self.ranks for micro in rank)
+    def _micros(self, first: int, stop: int) -> tuple[MicroBatch, ...]:
+        stops = accumulate(self.micro_rows[first:stop], initial=sum(self.micro_rows[:first]))
+        parts = zip(pairwise(stops), self.micro_tokens[first:stop], strict=True)
+        return tuple(MicroBatch(self.rows[start:end], num_tokens) for (start, end), num_tokens in parts)
 
 
 class UpdatePlan(RankPlan):
@@ -105,8 +131,8 @@ _HEADER = ("ranks", "micro-batches", "rows", "tokens", "fill", "dummies", "imbal
 
 def _cells(plan: RankPlan, token_budget: int) -> tuple[str, ...]:
     """Format the columns of `_HEADER`; micro-batches are per rank, and the imbalance is that of the ranks' costs."""
-    fill = plan.num_tokens / (len(plan.ranks) * plan.num_micros * token_budget)
-    counts = _counts(len(plan.ranks), plan.num_micros, len(plan.rows), plan.num_tokens)
+    fill = plan.num_tokens / (len(plan.rank_costs) * plan.num_micros * token_budget)
+    counts = _counts(len(plan.rank_costs), plan.num_micros, len(plan.rows), plan.num_tokens)
     return (*counts, f"{fill:.1%}", *_counts(plan.num_dummies), f"{plan.imbalance:.3%}")
 
 

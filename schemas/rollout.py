@@ -6,15 +6,16 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, model_validator
 
 from schemas.base import Frozen
-from schemas.batch import ChunkRef
+from schemas.batch import BatchHandle, ChunkRef
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.errors import RewardFailureError
 from schemas.metrics import Max, Mean, Metrics, merge_metrics
+from schemas.packed import PackedFloats, PackedInts
 from schemas.store import StoreTraffic
 
 FinishReason = Literal["stop", "length"]
 
-PER_ROW = ("rewards", "group_ids", "prompt_lengths", "response_lengths", "loss_tokens", "finish_reasons")
+PER_ROW = ("rewards", "group_ids", "prompt_lengths", "response_lengths", "loss_tokens", "truncated")
 
 
 class SampleText(Frozen):
@@ -26,6 +27,13 @@ class SampleText(Frozen):
     reward: float | None
 
 
+class PartialGroups(Frozen):
+    """Rows of groups that are under way, stored: the step that will train on them, and their columns so far."""
+
+    step: NonNegativeInt
+    batch: BatchHandle
+
+
 class RolloutShard(Frozen):
     """The rows of the groups that one worker generated in one batch, in order. N rows.
 
@@ -35,16 +43,20 @@ class RolloutShard(Frozen):
     shard: NonNegativeInt  # number within the step
     worker: NonNegativeInt  # the worker that holds the rows until they are put
     groups: tuple[NonNegativeInt, ...]  # numbers of all generated groups within the step, ascending
-    rewards: tuple[float | None, ...]  # N; None: the reward function failed
-    group_ids: tuple[int, ...]  # N; all rows of a prompt have the same one
-    prompt_lengths: tuple[int, ...]  # N, tokens
-    response_lengths: tuple[int, ...]  # N, tokens
-    loss_tokens: tuple[int, ...]  # N, true values of loss_mask
-    finish_reasons: tuple[FinishReason, ...]  # N
-    parts: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)  # N each; None: the row lacks this part
+    rewards: PackedFloats  # N; None: the reward function failed
+    group_ids: PackedInts  # N; all rows of a prompt have the same one
+    prompt_lengths: PackedInts  # N, tokens
+    response_lengths: PackedInts  # N, tokens
+    loss_tokens: PackedInts  # N, true values of loss_mask
+    truncated: PackedInts  # N; 1: the response was cut off by the token limit, 0: it is complete
+    parts: dict[str, PackedFloats] = Field(default_factory=dict)  # N each; None: the row lacks this part
+    token_lag: NonNegativeInt | None = None  # the sum over tokens of step - version, if several versions sampled
+    begun: tuple[PartialGroups, ...] = ()  # what it continued, of its own step and later ones
+    unfinished: tuple[PartialGroups, ...] = ()  # of later steps: what the next rollout continues
     failure: str | None = None  # message of the first reward failure
     samples: tuple[SampleText, ...] = ()  # of kept and dropped groups
     seconds: dict[str, float] = Field(default_factory=dict)  # by phase of the work
+    telemetry: Metrics = Field(default_factory=dict)  # of its generation
 
     @model_validator(mode="after")
     def _same_length(self) -> "RolloutShard":
@@ -64,6 +76,8 @@ class RolloutShard(Frozen):
 
     def keep(self, groups: Collection[int]) -> "RolloutShard":
         """Return the shard with only the rows of `groups`."""
+        if all(group in groups for group in self.groups):
+            return self
         rows = [row for row, group in enumerate(self.group_ids) if group in groups]
         parts = {name: tuple(values[row] for row in rows) for name, values in self.parts.items()}
         return self.replace(
@@ -76,7 +90,7 @@ class RolloutHandle(Frozen):
     """One step's rollouts."""
 
     step: NonNegativeInt
-    policy_version: NonNegativeInt  # of the weights that sampled
+    policy_version: NonNegativeInt  # of the weights that sampled, the newest if several did
     shards: tuple[RolloutShard, ...]
     generated: Metrics = Field(default_factory=dict)  # over all generated groups, if some may have been dropped
 
@@ -87,10 +101,19 @@ class RolloutHandle(Frozen):
             {REWARD_PART_PREFIX + name: Mean(total=sum(present), weight=len(present))}
             for shard in self.shards
             for name, values in shard.parts.items()
-            if (present := [value for value in values if value is not None])
+            if (present := values.present)
         ]
-        staleness = Mean(total=(self.step - self.policy_version) * self.num_rows, weight=self.num_rows)
-        return merge_metrics([*parts, self._seconds(), self.generated, {"rollout/staleness": staleness}])
+        return merge_metrics([*parts, self._seconds(), self.generated, {"rollout/staleness": self._staleness()}])
+
+    def _staleness(self) -> Mean:
+        if lags := [shard.token_lag for shard in self.shards if shard.token_lag is not None]:
+            return Mean(total=sum(lags), weight=sum(self.response_lengths))
+        return Mean(total=(self.step - self.policy_version) * self.num_rows, weight=self.num_rows)
+
+    @property
+    def telemetry(self) -> Metrics:
+        """Measurements of all shards' generation, dropped groups included."""
+        return merge_metrics(shard.telemetry for shard in self.shards)
 
     def _seconds(self) -> Metrics:
         by_worker: dict[int, list[RolloutShard]] = {}
@@ -114,24 +137,28 @@ class RolloutHandle(Frozen):
         return tuple(sorted({part for shard in self.shards for part in shard.parts}))
 
     @property
-    def rewards(self) -> tuple[float | None, ...]:
-        return tuple(reward for shard in self.shards for reward in shard.rewards)
+    def rewards(self) -> PackedFloats:
+        return PackedFloats.concat(shard.rewards for shard in self.shards)
 
     @property
-    def group_ids(self) -> tuple[int, ...]:
-        return tuple(group for shard in self.shards for group in shard.group_ids)
+    def group_ids(self) -> PackedInts:
+        return PackedInts.concat(shard.group_ids for shard in self.shards)
 
     @property
-    def prompt_lengths(self) -> tuple[int, ...]:
-        return tuple(length for shard in self.shards for length in shard.prompt_lengths)
+    def prompt_lengths(self) -> PackedInts:
+        return PackedInts.concat(shard.prompt_lengths for shard in self.shards)
 
     @property
-    def response_lengths(self) -> tuple[int, ...]:
-        return tuple(length for shard in self.shards for length in shard.response_lengths)
+    def response_lengths(self) -> PackedInts:
+        return PackedInts.concat(shard.response_lengths for shard in self.shards)
 
     @property
-    def loss_tokens(self) -> tuple[int, ...]:
-        return tuple(count for shard in self.shards for count in shard.loss_tokens)
+    def loss_tokens(self) -> PackedInts:
+        return PackedInts.concat(shard.loss_tokens for shard in self.shards)
+
+    @property
+    def truncated(self) -> PackedInts:
+        return PackedInts.concat(shard.truncated for shard in self.shards)
 
 
 def check_failures(rewards: Sequence[float | None], failure: str | None, max_fraction: float, where: str) -> None:
@@ -146,7 +173,7 @@ def check_failures(rewards: Sequence[float | None], failure: str | None, max_fra
     Raises:
         RewardFailureError: More than `max_fraction` of them failed, or all.
     """
-    num_failed = sum(reward is None for reward in rewards)
+    num_failed = rewards.count(None)
     if num_failed and (num_failed > max_fraction * len(rewards) or num_failed == len(rewards)):
         raise RewardFailureError(
             f"{num_failed} of {len(rewards)} rewards of {where} failed; reward.max_failure_fraction = "

@@ -5,11 +5,12 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from schemas.base import Frozen
-from schemas.batch import BatchHandle, SafeName
+from schemas.batch import BatchHandle, ColumnGroup, SafeName
 from schemas.config.run import RunConfig
+from schemas.memory import PhaseMemory, TurnPhase
 from schemas.metrics import Metrics
 from schemas.plan import StepPlan
-from schemas.rollout import PutResult
+from schemas.rollout import FinishReason, PutResult
 from schemas.store import StoreTraffic, StoreUsage
 from schemas.summary import LengthHistogram
 from schemas.weights import WeightsTransfer
@@ -51,7 +52,15 @@ class StoredBatch(Frozen):
 
     batch: BatchHandle
     traffic: StoreTraffic
+
+
+class ScoredColumn(Frozen):
+    """The column that a scoring stage added to a batch, and the store traffic that it caused."""
+
+    group: ColumnGroup
+    traffic: StoreTraffic
     row_kl: tuple[float, ...] | None = None  # one per row, if the KL term is part of the reward
+    telemetry: Metrics = Field(default_factory=dict)  # of all ranks
 
 
 class AdvantageHandle(Frozen):
@@ -68,6 +77,7 @@ class ScoreResult(Frozen):
 
     put: PutResult | None  # None: the rank had no rows
     row_kl: tuple[float, ...] = ()  # n, if the KL term is part of the reward
+    telemetry: Metrics = Field(default_factory=dict)  # of this rank
 
 
 class UpdateReport(Frozen):
@@ -76,6 +86,7 @@ class UpdateReport(Frozen):
     policy: PolicyHandle  # after the update
     metrics: Metrics
     traffic: StoreTraffic
+    telemetry: Metrics = Field(default_factory=dict)  # of all ranks; reports of earlier versions of Sluice lack it
 
 
 class Span(Frozen):
@@ -98,9 +109,11 @@ class StepReport(Frozen):
     traffic_by_stage: dict[str, StoreTraffic] = Field(default_factory=dict)
     plan: str | None = None  # the digest of the step's plan
     publish: WeightsTransfer | None = None  # to the rollout workers; None: they already held the weights
+    memory_by_phase: dict[TurnPhase, PhaseMemory] = Field(default_factory=dict)  # if workers take turns on GPUs
     started_at: float | None = None  # Unix time; reports of earlier versions of Sluice lack it, and what follows
     timeline: tuple[Span, ...] = ()  # the phases, and work of the next step that overlaps them
     response_lengths: LengthHistogram | None = None  # in tokens, in buckets that are the same in every step
+    telemetry: dict[str, float] = Field(default_factory=dict)  # measurements, which differ from run to run
 
     @property
     def tokens_per_second(self) -> float:
@@ -123,6 +136,20 @@ class SourceReport(Frozen):
     num_failed: NonNegativeInt  # rewards
     response_tokens: float  # mean per sample
     truncated: float  # fraction of samples that reached the token limit
+
+
+class EvalShard(Frozen):
+    """The samples of one batch of held-out prompts, which one worker generated and scored.
+
+    P prompts of n samples each, N = P * n, prompt by prompt.
+    """
+
+    data_sources: tuple[str, ...]  # P
+    rewards: tuple[float | None, ...]  # N; None: the reward function failed
+    answers: tuple[NonNegativeInt, ...]  # N, of n per prompt: the number of the first sample with the same answer
+    response_lengths: tuple[int, ...]  # N, tokens
+    finish_reasons: tuple[FinishReason, ...]  # N
+    failure: str | None = None  # message of the first reward failure
 
 
 class EvalReport(Frozen):

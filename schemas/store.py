@@ -1,5 +1,7 @@
 """The column store's usage, and a process's traffic with it."""
 
+from collections.abc import Iterable
+
 from pydantic import NonNegativeInt
 
 from schemas.base import Frozen
@@ -26,6 +28,12 @@ class StoreTraffic(Frozen):
     num_reads: NonNegativeInt = 0
     read_bytes: NonNegativeInt = 0  # of the returned columns, whether mapped or copied
     read_seconds: float = 0.0
+
+    @classmethod
+    def total(cls, parts: "Iterable[StoreTraffic]") -> "StoreTraffic":
+        """Add the traffic of several processes or periods."""
+        columns = zip(*((value for _, value in part) for part in parts), strict=True)
+        return cls(**dict(zip(cls.model_fields, map(sum, columns), strict=False)))
 
     def __add__(self, other: "StoreTraffic") -> "StoreTraffic":
         theirs = dict(other)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, Self
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from schemas.base import Frozen
 from schemas.batch import SafeName
@@ -27,30 +27,53 @@ class TensorSpec(Frozen):
     shape: tuple[NonNegativeInt, ...]
 
 
+class ProbeRow(Frozen):
+    """A row of known tokens, and the trainer's log-probs of them; see `infra.weights.probe`."""
+
+    token_ids: tuple[NonNegativeInt, ...]  # [T], T >= 2
+    logprobs: tuple[float, ...]  # [T - 1], of all tokens but the first: nats, of the logits divided by the temperature
+    temperature: PositiveFloat
+    compute_dtype: str  # the trainer's
+
+
 class WeightsHandle(Frozen):
-    """The weights of one policy version in one flat buffer; see `infra.weights.layout`."""
+    """The weights of one policy version, sent in buckets; see `infra.weights.buckets`."""
 
     run_id: SafeName
     version: NonNegativeInt
     tensors: tuple[TensorSpec, ...]
-    num_bytes: PositiveInt  # of the whole buffer, padding included
-    checksum: str  # see `infra.weights.checksum`
+    bucket_bytes: PositiveInt
+    is_complete: bool = True  # False: without those that no version changes
+    probe: ProbeRow | None = None
+    files: str = ""  # the folder of the buckets' files, of which all receivers' node has one per bucket; empty: none
 
 
-class WeightsFile(Frozen):
-    """A buffer in a node's shared memory."""
+class WeightGroupMember(Frozen):
+    """A worker that sends or receives weights."""
 
     node: str  # Ray's id
-    path: str
-    actor: str  # the policy's rank 0, from which receivers on other nodes fetch it
+    gpu: str  # a unique name of the GPU; empty on a CPU
+    dtype: str = ""  # of its engine's weights; empty: it has no engine
+    group_id: str = ""  # the process group that it is in; empty: none
+    group_size: NonNegativeInt = 0
+
+
+class WeightsRoute(Frozen):
+    """How a version is sent to some receivers."""
+
+    transport: Transport
+    on_gpus: bool  # by NCCL, between GPUs; else by gloo
+    dtype: str = "float32"  # of the engines' weights
+    is_complete: bool = True  # False: the receivers hold the weights that no version changes
 
 
 class SentWeights(Frozen):
     """The policy's side of a transfer."""
 
-    handle: WeightsHandle
-    file: WeightsFile | None = None  # None: it was broadcast
-    seconds: NonNegativeFloat  # to gather the tensors, lay them out and compute the checksum
+    version: NonNegativeInt
+    num_bytes: PositiveInt  # of one copy of all buckets
+    seconds: NonNegativeFloat  # to gather the tensors, fill the buckets, and wait until they are received
+    probe_seconds: NonNegativeFloat = 0.0
 
 
 class LoadedWeights(Frozen):
@@ -58,35 +81,36 @@ class LoadedWeights(Frozen):
 
     version: NonNegativeInt
     num_bytes: PositiveInt
-    read_seconds: NonNegativeFloat  # until the buffer is received and verified; a broadcast is timed from its start
-    load_seconds: NonNegativeFloat  # for the engine to copy the weights into its model
-
-
-class WeightGroupMember(Frozen):
-    """A worker that sends or receives weights."""
-
-    gpu: str  # a unique name of the GPU; empty on a CPU
-    group_id: str  # the process group for broadcasts; empty: none
+    read_seconds: NonNegativeFloat  # to wait for the buckets, and to verify them
+    load_seconds: NonNegativeFloat  # for the engine to copy them into its model
+    probe_seconds: NonNegativeFloat = 0.0
+    probe_difference: float | None = None  # of the probe row's log-probs from the trainer's, mean, nats; None: no probe
 
 
 class WeightsTransfer(Frozen):
-    """The measurements of one publish."""
+    """The measurements of one publish; its parts overlap."""
 
     transport: Transport
-    num_bytes: PositiveInt  # of one copy of the buffer
+    num_bytes: PositiveInt  # of one copy of the weights that were sent
     num_receivers: NonNegativeInt
     write_seconds: NonNegativeFloat
     read_seconds: NonNegativeFloat  # of the slowest receiver
     load_seconds: NonNegativeFloat  # of the slowest receiver
+    probe_seconds: NonNegativeFloat = 0.0  # of the trainer and the slowest receiver
+    probe_difference: float | None = None  # of the worst receiver; None: no probe
 
     @classmethod
     def of(cls, transport: Transport, sent: SentWeights, loaded: Sequence[LoadedWeights]) -> Self:
         """Combine the measurements of the sender and of all receivers."""
         return cls(
             transport=transport,
-            num_bytes=sent.handle.num_bytes,
+            num_bytes=sent.num_bytes,
             num_receivers=len(loaded),
             write_seconds=sent.seconds,
             read_seconds=max((each.read_seconds for each in loaded), default=0.0),
             load_seconds=max((each.load_seconds for each in loaded), default=0.0),
+            probe_seconds=sent.probe_seconds + max((each.probe_seconds for each in loaded), default=0.0),
+            probe_difference=max(
+                (each.probe_difference for each in loaded if each.probe_difference is not None), default=None
+            ),
         )

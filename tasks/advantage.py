@@ -1,5 +1,6 @@
 """The advantage stage, computed on the driver from per-row scalars and lengths alone."""
 
+import numpy as np
 import pyarrow as pa
 
 from infra.storage.runs import RunDirectory
@@ -40,7 +41,7 @@ async def compute_step_advantages(
     key = ChunkKey(run_id=run.run_id, step=policy.step, stage="advantage")
     chunk = store.put(key, pa.record_batch({"advantages": pa.array(result.advantages)}), rows)
     store.flush()
-    trained = with_column(rows, {"advantages": "float"}, [chunk], range(rows.num_rows))
+    trained = with_column(rows, {"advantages": "float"}, [chunk], np.arange(rows.num_rows))
     stored = publish_handle(store, trained, [store.take_traffic("advantage")])
     directory = RunDirectory.of(run)
     plan = result.plan.replace(lr_scale=directory.decisions.lr_scale(policy.step))

@@ -2,9 +2,11 @@
 
 from infra.ray.actors import call
 from infra.ray.group import WorkerGroup
+from infra.storage.driver_lock import holds_lock, require_lock
 from infra.storage.runs import RunDirectory
 from infra.stores.steps import sweep_steps
 from infra.workers.launch import find_group, get_group
+from infra.workers.turns import enter_update
 from schemas.step import PolicyHandle, RunHandle
 from tasks.stage import operation
 
@@ -21,6 +23,7 @@ async def save_checkpoint(run: RunHandle, policy: PolicyHandle, wait: bool = Fal
     Raises:
         CheckpointError: This checkpoint or the previous one could not be written.
         VersionError: The policy's workers hold another version.
+        RunTakenOverError: Another driver has taken over the run.
     """
     return await _save(run, await get_group(run, "policy"), policy, wait)
 
@@ -31,11 +34,14 @@ async def save_on_failure(run: RunHandle, policy: PolicyHandle) -> None:
     It is no task: Prefect starts none in a flow run that is ending.
     """
     group = find_group(run, "policy")
-    if group is not None:
+    if group is not None and holds_lock(RunDirectory.of(run)):
         await _save(run, group, policy, wait=True)
 
 
 async def _save(run: RunHandle, group: WorkerGroup, policy: PolicyHandle, wait: bool) -> int | None:
+    require_lock(RunDirectory.of(run))
+    if run.config.takes_turns:  # an evaluation may have been before
+        await enter_update(run)
     await group.call("save", policy.version)
     if wait:
         await group.call("finish_saving")

@@ -9,16 +9,17 @@ from infra.stores.open import open_store
 from infra.stores.steps import publish_handle
 from infra.workers.launch import get_group
 from rl_core.planning import plan_forward
-from rl_core.planning.rows import rank_rows
+from rl_core.planning.rows import rows_by_rank
 from rl_core.views import decode_ints, with_column
 from schemas.batch import BatchHandle
+from schemas.metrics import merge_metrics
 from schemas.plan import ForwardPlan
-from schemas.step import PolicyHandle, RunHandle, ScoreResult, StoredBatch
+from schemas.step import PolicyHandle, RunHandle, ScoredColumn, ScoreResult
 from tasks.stage import stage
 
 
 @stage("logprob")
-async def score_behavior(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> StoredBatch:
+async def score_behavior(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> ScoredColumn:
     """Add `behavior_logprobs`: the trainer's log-probs under the weights that sampled."""
     group = await get_group(run, "policy")
     plan = _plan(run, batch, group)
@@ -26,7 +27,7 @@ async def score_behavior(run: RunHandle, policy: PolicyHandle, batch: BatchHandl
 
 
 @stage("reference")
-async def score_reference(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> StoredBatch:
+async def score_reference(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> ScoredColumn:
     """Add `reference_logprobs`: the log-probs under the frozen starting weights."""
     needs_worker = run.config.needs_reference_worker
     group = await get_group(run, "reference" if needs_worker else "policy")
@@ -40,12 +41,19 @@ def _plan(run: RunHandle, batch: BatchHandle, group: WorkerGroup) -> ForwardPlan
     return plan_forward(*lengths, num_ranks=len(group.ranks), token_budget=run.config.packing.token_budget)
 
 
-def _with_results(run: RunHandle, batch: BatchHandle, plan: ForwardPlan, results: Sequence[ScoreResult]) -> StoredBatch:
+def _with_results(
+    run: RunHandle, batch: BatchHandle, plan: ForwardPlan, results: Sequence[ScoreResult]
+) -> ScoredColumn:
     puts = [result.put for result in results if result.put is not None]
-    rows = np.concatenate([rank_rows(micros) for micros in plan.ranks])
+    rows = rows_by_rank(plan)
     scored = with_column(batch, puts[0].dtypes, [put.chunk for put in puts], rows)
     stored = publish_handle(open_store(run), scored, [put.traffic for put in puts])
-    return stored.replace(row_kl=_by_row(rows, results))
+    return ScoredColumn(
+        group=scored.groups[-1],
+        traffic=stored.traffic,
+        row_kl=_by_row(rows, results),
+        telemetry=merge_metrics(result.telemetry for result in results),
+    )
 
 
 def _by_row(rows: np.ndarray, results: Sequence[ScoreResult]) -> tuple[float, ...] | None:

@@ -9,7 +9,8 @@ from infra.stores.steps import publish_handle
 from infra.workers.generate import generate_shard
 from infra.workers.launch import rollout_pool
 from rl_core.views import new_batch
-from schemas.rollout import PutResult, RolloutHandle, RolloutShard
+from schemas.errors import ChunkNotFoundError
+from schemas.rollout import PER_ROW, PutResult, RolloutHandle, RolloutShard
 from schemas.step import PolicyHandle, RunHandle, StoredBatch
 from tasks.stage import stage
 
@@ -17,9 +18,9 @@ from tasks.stage import stage
 @stage("put")
 async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHandle) -> StoredBatch:
     """Have every rollout worker put the rows that it holds; regenerate rows that were lost with a worker."""
-    shards = [shard for shard in rollout.shards if shard.num_rows]
+    shards, parts = [shard for shard in rollout.shards if shard.num_rows], rollout.reward_parts
     results = await rollout_pool(run).dispatch(
-        {shard.shard: partial(_put, run, policy, rollout, shard) for shard in shards},
+        {shard.shard: partial(_put, run, policy, rollout, parts, shard) for shard in shards},
         owners={shard.shard: shard.worker for shard in shards if shard.worker < run.config.rollout.num_workers},
     )
     batch = new_batch(
@@ -35,8 +36,29 @@ async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHand
 
 
 async def _put(
-    run: RunHandle, policy: PolicyHandle, rollout: RolloutHandle, shard: RolloutShard, worker: Any
+    run: RunHandle,
+    policy: PolicyHandle,
+    rollout: RolloutHandle,
+    parts: tuple[str, ...],
+    shard: RolloutShard,
+    worker: Any,
 ) -> PutResult:
-    if not await call(worker, "has_shard", rollout.step, rollout.policy_version, shard.shard):
-        await generate_shard(run, policy, shard.shard, shard.groups, worker)
-    return await call(worker, "put", rollout.step, shard.shard, shard.kept, rollout.reward_parts)
+    args = rollout.step, rollout.policy_version, shard.shard, shard.kept, parts
+    if (result := await call(worker, "put", *args)) is None:  # the worker doesn't hold the rows
+        again = await generate_shard(run, policy, shard.shard, shard.groups, shard.begun, worker)
+        _check_same_rows(shard, again.keep(shard.kept), f"shard {shard.shard} of step {rollout.step}")
+        result = await call(worker, "put", *args)
+    return result
+
+
+def _check_same_rows(before: RolloutShard, again: RolloutShard, name: str) -> None:
+    """Check that rows that were lost, and generated again, are those that the rollout describes.
+
+    Raises:
+        ChunkNotFoundError: They differ, so that the step must be run again from its start.
+    """
+    if any(getattr(before, field) != getattr(again, field) for field in PER_ROW):
+        raise ChunkNotFoundError(
+            f"the rows of {name} were lost with their worker, and generating them again gave others, as another "
+            "device or engine setting may"
+        )

@@ -1,10 +1,11 @@
 """The rollout stage: sync the workers' weights, generate and score samples, and replace zero-variance groups."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from prefect import get_run_logger
 
+from infra.stores.open import open_store
 from infra.workers.generate import generate_shard
 from infra.workers.launch import rollout_pool
 from rl_core.rollout.dynamic_sampling import (
@@ -15,23 +16,38 @@ from rl_core.rollout.dynamic_sampling import (
     shard_groups,
     short_batch_warning,
 )
-from schemas.rollout import RolloutHandle, RolloutShard, check_failures
+from schemas.errors import StoreError
+from schemas.packed import PackedFloats
+from schemas.rollout import PartialGroups, RolloutHandle, RolloutShard, check_failures
 from schemas.step import PolicyHandle, RunHandle
 from tasks.stage import stage
 
 
 @stage("rollout")
-async def generate_rollouts(run: RunHandle, policy: PolicyHandle) -> RolloutHandle:
+async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: RolloutHandle | None = None) -> RolloutHandle:
     """Generate and score this step's samples, in as many rounds as needed; the rows stay on their workers.
 
-    They are sampled from the policy's own version, or from an older one if `runtime.max_staleness` allows it.
+    They are sampled from the policy's own version, or from older ones if `runtime.max_staleness` allows it.
+
+    Args:
+        run: The run.
+        policy: The policy whose step it is.
+        before: The rollout of the step before, whose unfinished rows are continued; None: there are none.
 
     Raises:
         RewardFailureError: More of the step's rewards failed than the config allows.
     """
     config, rounds = run.config.rollout, list[list[RolloutShard]]()
-    while groups := next_groups(config, find_variance(rounds), len(rounds)):
-        rounds.append(await _generate_round(run, policy, groups, first_shard=sum(map(len, rounds))))
+    begun = _find_begun(run, before) if before else {}
+    if not begun and policy.step and run.config.runtime.max_staleness > 1:
+        get_run_logger().warning(
+            "the unfinished rows before step %d are lost: they are sampled anew, by version %d alone, so that the run "
+            "is no longer the same as an undisturbed one",
+            policy.step,
+            run.config.sampler_version(policy.step),
+        )
+    while groups := next_groups(config, find_variance(rounds) if config.dynamic_sampling else [], len(rounds)):
+        rounds.append(await _generate_round(run, policy, groups, sum(map(len, rounds)), begun))
         _check_failures(run, policy, rounds)
     if (warning := short_batch_warning(config, policy.step, rounds)) is not None:
         get_run_logger().warning(warning)
@@ -43,17 +59,33 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle) -> RolloutHand
     )
 
 
-async def _generate_round(run: RunHandle, policy: PolicyHandle, groups: range, first_shard: int) -> list[RolloutShard]:
+async def _generate_round(
+    run: RunHandle, policy: PolicyHandle, groups: range, first_shard: int, begun: Mapping[int, Sequence[PartialGroups]]
+) -> list[RolloutShard]:
     shards = shard_groups(run.config.rollout, groups, first_shard)
-    jobs = {shard: partial(generate_shard, run, policy, shard, own) for shard, own in shards.items()}
+    jobs = {
+        shard: partial(generate_shard, run, policy, shard, own, begun.get(shard, ())) for shard, own in shards.items()
+    }
     return await rollout_pool(run).dispatch(jobs)
+
+
+def _find_begun(run: RunHandle, before: RolloutHandle) -> dict[int, Sequence[PartialGroups]]:
+    """Return what a rollout has left unfinished, by shard; nothing if a part of it is lost or damaged."""
+    store = open_store(run)
+    try:
+        for part in (part for shard in before.shards for part in shard.unfinished):
+            store.verify(part.batch)
+    except StoreError as error:
+        get_run_logger().warning("the unfinished rows of step %d can't be read: %s", before.step, error)
+        return {}
+    return {shard.shard: shard.unfinished for shard in before.shards if shard.unfinished}
 
 
 def _check_failures(run: RunHandle, policy: PolicyHandle, rounds: Sequence[Sequence[RolloutShard]]) -> None:
     # Count all rounds together: it is no error if all rewards of a single group fail, since it is then replaced.
     shards = [shard for shards in rounds for shard in shards]
     check_failures(
-        [reward for shard in shards for reward in shard.rewards],
+        PackedFloats.concat(shard.rewards for shard in shards),
         next((shard.failure for shard in shards if shard.failure), None),
         run.config.reward.max_failure_fraction,
         f"step {policy.step}",

@@ -17,6 +17,7 @@ from infra.storage import ledger
 from infra.storage.runs import RunDirectory
 from schemas.errors import WorkerLostError
 from schemas.step import PolicyHandle, RunHandle
+from tasks.results import HandleSerializer
 
 MAX_RETRIES = 2
 
@@ -57,7 +58,7 @@ def stage(
     name: str, *, key: Callable[[TaskRunContext, dict[str, Any]], str] = _stage_cache_key
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
     """Return a decorator for a task that takes `run` and `policy` and commits its result to the ledger."""
-    return _decorator(name, persist_result=True, result_serializer="json", cache_key_fn=key)
+    return _decorator(name, persist_result=True, result_serializer=HandleSerializer(), cache_key_fn=key)
 
 
 def operation(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:

@@ -9,5 +9,5 @@ from tasks.stage import stage, update_cache_key
 async def update_policy(run: RunHandle, policy: PolicyHandle, advantage: AdvantageHandle) -> UpdateReport:
     """Apply the planned updates to the policy's version, exactly once."""
     group = await get_group(run, "policy")
-    reports = await group.call("update", advantage.batch, advantage.plan, policy.version)
-    return reports[0]  # every rank returns the same report
+    report, *_ = await group.call("update", advantage.batch, advantage.plan, policy.version)
+    return report  # of all ranks, from rank 0

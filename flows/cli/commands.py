@@ -24,12 +24,12 @@ app = typer.Typer(
 )
 console = Console()
 
-RunArgument = Annotated[str, typer.Argument(help="The run's id or directory.", metavar="RUN")]
+RunArgument = Annotated[str, typer.Argument(help="The run's id, directory or URL.", metavar="RUN")]
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(help="Changes to the config, e.g. optim.lr=1e-4 rollout.num_prompts=32", metavar="[KEY=VALUE]..."),
 ]
-RunsDirOption = Annotated[str, typer.Option(help="The folder that holds the runs.")]
+RunsDirOption = Annotated[str, typer.Option(help="The folder or URL that holds the runs.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -81,6 +81,7 @@ def train(
     run_id: Annotated[str | None, typer.Option(help="The run's id; default: from the config's name.")] = None,
 ) -> None:
     """Train with a config; everything is checked before anything is started."""
+    from flows.cli.capacity import check_capacity
     from flows.cli.run import run_training
     from flows.cli.session import prefect_session
     from flows.preflight import check
@@ -90,7 +91,7 @@ def train(
     if run_id:
         RunDirectory.require_absent(config, run_id)
     with console.status("checking model, data and reward"):
-        check(config)
+        check_capacity(config, check(config))
     with prefect_session(config.runtime, console):
         run_training(console, config, run_id)
 
@@ -103,12 +104,28 @@ def plan(
         Literal["lognormal", "uniform"], typer.Option(help="Distribution of the response lengths.")
     ] = "lognormal",
     fill: Annotated[float, typer.Option(help="Mean response length / rollout.max_response_tokens.")] = 0.5,
+    cluster: Annotated[
+        str | None, typer.Option(help="Plan for other hardware: GPUSxKIND or NODESxGPUSxKIND, e.g. 8xH100, 2x8xH100.")
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure one micro-batch on this machine, for the time of a step.")
+    ] = False,
+    utilization: Annotated[float, typer.Option(help="Fraction of a GPU's published peaks that is reached.")] = 0.4,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value.")] = False,
 ) -> None:
-    """Plan one step without starting anything: rows, micro-batches, memory; fail if it can't fit."""
+    """Plan one step without starting anything: rows, memory, network, time; fail if it can't fit."""
     from flows.cli.plan import plan_config
 
-    plan_config(console, _load(config_path, overrides or []), shape=lengths, fill=fill, as_json=as_json)
+    plan_config(
+        console,
+        _load(config_path, overrides or []),
+        shape=lengths,
+        fill=fill,
+        cluster=cluster,
+        calibrate=calibrate,
+        utilization=utilization,
+        as_json=as_json,
+    )
 
 
 @app.command()
@@ -117,25 +134,26 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
 
     Settings that don't affect what is trained may change, e.g. runtime.num_policy_ranks=2 or steps=100.
     """
+    from flows.cli.capacity import check_capacity
     from flows.cli.run import run_training
     from flows.cli.session import prefect_session
     from flows.preflight import check, check_checkpoint
-    from infra.storage.config_changes import check_changes
+    from infra.storage.config_changes import resumed_config
     from infra.storage.runs import RunDirectory
     from schemas.config.load import override_config
 
     directory = RunDirectory.open(run, runs_dir)
     config = override_config(directory.config(), overrides or [], directory.run_id)
     # A run that was given by its path may have been moved.
-    if Path(config.runtime.runs_dir).resolve() != directory.path.parent:
-        config = config.replace(runtime=config.runtime.replace(runs_dir=str(directory.path.parent)))
-    check_changes(directory, config)
+    if RunDirectory.at(config, directory.run_id).url != directory.url:
+        config = config.replace(runtime=config.runtime.replace(runs_dir=directory.runs_dir))
+    config = resumed_config(directory, config)
     directory.ledger.is_outdated()  # raises if a newer Sluice wrote it
     done = len(directory.metrics.steps())
-    if done >= config.steps and (directory.path / "summary.json").exists():
+    if done >= config.steps and directory.summary() is not None:
         console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")
         return
-    check(config)
+    check_capacity(config, check(config))
     check_checkpoint(directory, config)
     console.print(f"resuming {directory.run_id}: {done} of {config.steps} steps are done")
     with prefect_session(config.runtime, console):

@@ -1,39 +1,24 @@
-"""The memory and storage that one step of a config takes, computed before anything is started."""
+"""The rows, plans and columns of one step of a config, computed before anything is started."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 from pydantic import NonNegativeInt, PositiveInt
-from transformers import PreTrainedModel
 
-from flows.cli.simulate import ColumnBytes, LengthShape, column_bytes, column_dtypes, simulate_step
-from infra.models.load import build_meta_model, num_embeddings
-from infra.models.lora import add_adapter
+from flows.cli.simulate import ColumnBytes, LengthShape, SimulatedStep, column_bytes, column_dtypes, simulate_step
+from infra.datasets import PromptDataset
+from infra.models.load import num_embeddings
 from rl_core.columns.codec import arrow_type, encoded_bytes
 from rl_core.planning import plan_forward, plan_step
 from schemas.base import Frozen
 from schemas.catalog import column_spec
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
-from schemas.plan import ForwardPlan, StepPlan
-
-FLOAT_BYTES = 4  # weights, gradients and both of Adam's moments are float32
-ADAM_MOMENTS = 2
-
-
-class RankBytes(Frozen):
-    """The bytes that one rank holds at all times; activations and gathered layers are not included."""
-
-    weights: NonNegativeInt
-    gradients: NonNegativeInt
-    optimizer: NonNegativeInt
-    previous: NonNegativeInt  # weights of the previous version, kept if the run is one-step off-policy; else 0
-    reference: NonNegativeInt  # weights on a rank of the reference's own workers; 0 without them
+from schemas.plan import ForwardPlan, StepPlan, UpdatePlan
 
 
 class Footprint(Frozen):
-    """The memory and storage that one step takes."""
+    """The rows of one step, their plans, and what their columns take in the store."""
 
     num_rows: PositiveInt
     prompt_tokens: PositiveInt
@@ -46,7 +31,7 @@ class Footprint(Frozen):
     store_bytes: PositiveInt  # the peak, when all columns of the step are stored
     most_store_bytes: PositiveInt  # the same with every response at its longest
     capacity_bytes: PositiveInt
-    rank_bytes: RankBytes
+    micro_tokens: PositiveInt  # the most that a micro-batch computes, padding included, with the longest responses
     plan: StepPlan
     forward: ForwardPlan  # of a scoring pass
     warnings: tuple[str, ...]
@@ -55,6 +40,12 @@ class Footprint(Frozen):
     def pad_waste(self) -> float:
         """The fraction of a padded batch that is padding."""
         return 1 - (self.prompt_tokens + self.response_tokens) / self.padded_tokens
+
+    @property
+    def num_micros(self) -> int:
+        """The most micro-batches with rows that a rank has in an update."""
+        ranks = (rank for update in self.plan.updates for rank in update.ranks)
+        return max(sum(bool(micro.rows) for micro in rank) for rank in ranks)
 
     def check_capacity(self) -> None:
         """Check that the store can hold the step.
@@ -70,19 +61,22 @@ class Footprint(Frozen):
             )
 
 
-def measure_step(config: RunConfig, shape: LengthShape = "lognormal", fill: float = 0.5) -> Footprint:
+def measure_step(
+    config: RunConfig, shape: LengthShape = "lognormal", fill: float = 0.5, data: PromptDataset | None = None
+) -> Footprint:
     """Simulate a step and return its footprint. Every response token counts as trained.
 
     Args:
         config: The run, checked by `flows.preflight.check`.
         shape: The distribution of the response lengths, see `simulate.draw_lengths`.
         fill: The mean response length, as a fraction of `rollout.max_response_tokens`; above 0, at most 1.
+        data: The training prompts; None loads them.
 
     Raises:
         UserError: The model or the data is not usable.
         PlanError: A row is over the token budget.
     """
-    step = simulate_step(config, shape, fill)
+    step = simulate_step(config, shape, fill, data)
     prompts, responses = step.prompt_lengths, step.response_lengths
     packing = {"num_ranks": config.runtime.num_policy_ranks, "token_budget": config.packing.token_budget}
     plan = plan_step(
@@ -104,37 +98,20 @@ def measure_step(config: RunConfig, shape: LengthShape = "lognormal", fill: floa
         store_bytes=store_bytes,
         most_store_bytes=most_store_bytes,
         capacity_bytes=config.store.capacity_bytes,
-        rank_bytes=rank_bytes(config),
+        micro_tokens=_micro_tokens(config, plan.updates, step),
         plan=plan,
         forward=plan_forward(prompts, responses, **packing),
         warnings=_warnings(config, plan, most_store_bytes),
     )
 
 
-def rank_bytes(config: RunConfig) -> RankBytes:
-    """Return the bytes on the fullest rank. Each parameter is sharded evenly along its first dimension.
-
-    Raises:
-        UserError: The model's config is not that of a causal language model, or its adapter can't be made.
-    """
-    model = build_meta_model(config.model)
-    reference = _shard_bytes(model, config.runtime.num_reference_ranks) if config.needs_reference_worker else 0
-    if config.model.lora is not None:
-        add_adapter(model, config.model.lora)
-    ranks = config.runtime.num_policy_ranks
-    trained = _shard_bytes(model, ranks, trained_only=True)
-    return RankBytes(
-        weights=_shard_bytes(model, ranks),
-        gradients=trained,
-        optimizer=ADAM_MOMENTS * trained,
-        previous=trained if config.runtime.max_staleness else 0,
-        reference=reference,
-    )
-
-
-def _shard_bytes(model: PreTrainedModel, num_ranks: int, *, trained_only: bool = False) -> int:
-    shapes = [list(part.shape) for part in model.parameters() if part.requires_grad or not trained_only]
-    return sum(FLOAT_BYTES * -(-shape[0] // num_ranks) * math.prod(shape[1:]) for shape in shapes)
+def _micro_tokens(config: RunConfig, updates: Sequence[UpdatePlan], step: SimulatedStep) -> int:
+    lengths = step.prompt_lengths + step.response_lengths
+    if config.packing.kind == "padded":
+        micros = [micro.rows for update in updates for rank in update.ranks for micro in rank if micro.rows]
+        return max(len(rows) * int(lengths[list(rows)].max()) for rows in micros)
+    longest = step.at_longest()
+    return min(config.packing.token_budget, int((longest.prompt_lengths + longest.response_lengths).sum()))
 
 
 def _chunk_bytes(config: RunConfig, dtypes: Mapping[str, str]) -> int:

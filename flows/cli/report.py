@@ -30,7 +30,7 @@ def write_pages(console: Console, runs: Sequence[str], runs_dir: str, out: Path 
 
     first, *others = (RunDirectory.open(run, runs_dir) for run in runs)
     if others:
-        page = write_comparison([first, *others], out or first.path.parent / "comparison.html")
+        page = write_comparison([first, *others], out)
     else:
         page = write_report(first, out)
         console.print(render_table(first))
@@ -39,22 +39,22 @@ def write_pages(console: Console, runs: Sequence[str], runs_dir: str, out: Path 
 
 def print_runs(console: Console, runs_dir: str, *, as_json: bool) -> None:
     """Print the runs of a folder as a table or as JSON."""
-    runs = list_runs(Path(runs_dir))
+    runs = list_runs(runs_dir)
     if as_json:
         console.print_json(data=[run.model_dump() for run in runs])
     elif runs:
         console.print(render_runs(runs, time.time()))
     else:
-        console.print(f"{runs_dir}/ holds no runs", soft_wrap=True)
+        console.print(f"{runs_dir.rstrip('/')}/ holds no runs", soft_wrap=True)
 
 
-def render_summary(summary: RunSummary, path: Path) -> Table:
+def render_summary(summary: RunSummary, place: str) -> Table:
     """Return a finished run's summary as a table."""
     table = Table(title=f"run {summary.run_id}", show_header=False, title_justify="left")
     for name, value in summary_rows(summary):
         table.add_row(name, value)
     table.add_row("Prefect UI", summary.prefect_ui)
-    table.add_row("files", str(path))
+    table.add_row("files", place)
     return table
 
 

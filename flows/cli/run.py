@@ -12,7 +12,7 @@ from flows.train import train
 from infra.storage.driver_log import log_error
 from infra.storage.runs import RunDirectory, new_run_id
 from schemas.config.run import RunConfig
-from schemas.errors import RunStoppedError
+from schemas.errors import GpuMemoryError, RunError, RunStoppedError, RunTakenOverError
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -33,16 +33,35 @@ def run_training(console: Console, config: RunConfig, run_id: str | None = None)
     except BaseException as error:
         if isinstance(error, CancelledRun):
             error = RunStoppedError("cancelled in the Prefect UI")
-        is_started, was_terminated = directory.path.exists(), _was_terminated(error)
-        if is_started and isinstance(error, Exception) and not was_terminated:
+        is_own = _is_started(directory) and not isinstance(error, RunTakenOverError)
+        was_terminated = _was_terminated(error)
+        if isinstance(error, GpuMemoryError) and error.gpu_bytes:
+            error.add_note(_what_fits(config, error.gpu_bytes))
+        if is_own and isinstance(error, Exception) and not was_terminated:
             log_error(directory, error)
             error.add_note(hint)
-        elif is_started:
+        elif is_own:
             Console(stderr=True).print(hint, markup=False, highlight=False, soft_wrap=True)
         if was_terminated:
             raise typer.Exit(TERMINATED) from None
         raise error from error.__cause__
-    console.print(render_summary(summary, directory.path))
+    console.print(render_summary(summary, directory.url))
+
+
+def _what_fits(config: RunConfig, gpu_bytes: int) -> str:
+    """Return what the plan says of GPUs of this size."""
+    from flows.cli.footprint import measure_step  # not at the top: only a run whose GPU is too small needs them
+    from flows.cli.resources import plan_for_gpu
+
+    return plan_for_gpu(config, measure_step(config), gpu_bytes)
+
+
+def _is_started(directory: RunDirectory) -> bool:
+    """Return whether there is a run to resume, as far as its directory can be reached."""
+    try:
+        return directory.exists
+    except RunError:
+        return False
 
 
 class _Terminated(BaseException):

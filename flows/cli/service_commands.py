@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.commands import app, console
+from flows.cli.commands import RunArgument, RunsDirOption, app, console
+from schemas.config.folders import DEFAULT_RUNS_DIR
 
 ConfigsArgument = Annotated[
     list[str], typer.Argument(help="TOML files, or names of built-in ones.", metavar="CONFIG...")
@@ -17,6 +18,10 @@ CronOption = Annotated[
     str | None,
     typer.Option(help="Start a run of each config by this schedule, e.g. '0 2 * * *' for every night at two."),
 ]
+AddressOption = Annotated[
+    str | None, typer.Option(help="The Ray cluster, as runtime.ray_address; default: the run's, else the local one.")
+]
+ServicesDirOption = Annotated[str, typer.Option(help="Folder with the local services' state.")]
 TimezoneOption = Annotated[str, typer.Option(help="The schedule's time zone, e.g. Europe/Berlin.")]
 
 
@@ -59,8 +64,33 @@ def deploy(
 
 
 @app.command()
+def ps(
+    address: AddressOption = None,
+    services_dir: ServicesDirOption = ".sluice",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value.")] = False,
+) -> None:
+    """List the runs that have processes in the Ray cluster, whoever started them, with what they hold."""
+    from flows.cli.cluster import print_cluster_runs
+
+    print_cluster_runs(console, address, services_dir, as_json=as_json)
+
+
+@app.command()
+def stop(
+    run: RunArgument,
+    address: AddressOption = None,
+    services_dir: ServicesDirOption = ".sluice",
+    runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
+) -> None:
+    """Stop a run: its driver, its workers and its store end, and their GPUs and memory are free; it can be resumed."""
+    from flows.cli.cluster import stop_run
+
+    stop_run(console, run, runs_dir, address, services_dir)
+
+
+@app.command()
 def down(
-    services_dir: Annotated[str, typer.Option(help="Folder with the services' state.")] = ".sluice",
+    services_dir: ServicesDirOption = ".sluice",
 ) -> None:
     """Stop the local Prefect server and Ray that earlier commands started here, and free the memory of dead runs."""
     from infra.services.local import LocalServices

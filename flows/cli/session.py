@@ -34,11 +34,11 @@ DELIVERY_LOGGERS = ("prefect.events", "prefect._internal", "EventsWorker", "APIL
 @contextmanager
 def prefect_session(runtime: RuntimeConfig, console: Console) -> Iterator[None]:
     """Use the configured Prefect API, or a local server, which starts in parallel with the local Ray."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     api_url = runtime.prefect_api_url or PREFECT_API_URL.value()
     if api_url is not None:
-        check_prefect_api(api_url)
+        check_prefect_api(api_url, PREFECT_API_AUTH_STRING.value())
     services = LocalServices(Path(runtime.services_dir))
     with console.status("starting the local services"):
         services.start(prefect=api_url is None, ray=runtime.ray_address is None)

@@ -14,12 +14,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import NonNegativeInt
 
-from infra.datasets import PromptRow, load_train_prompts
-from infra.models.load import load_tokenizer
-from rl_core.columns.codec import arrow_type
+from infra.datasets import PromptDataset, PromptRow, load_train_prompts
+from infra.models.load import experts_dtype, load_tokenizer
+from rl_core.columns.codec import arrow_type, value_bits
 from rl_core.columns.jagged import token_dtype
 from schemas.base import Frozen
-from schemas.catalog import CATALOG, TOKEN_DTYPES, Axis, column_spec
+from schemas.catalog import CATALOG, EXPERT_DTYPES, TOKEN_DTYPES, Axis, column_spec
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 
@@ -57,10 +57,19 @@ class ColumnBytes(Frozen):
     num_bytes: NonNegativeInt  # values and row offsets
 
 
-def simulate_step(config: RunConfig, shape: LengthShape, fill: float) -> SimulatedStep:
-    """Return the prompts of step 0, repeated for their samples, and response lengths drawn with the config's seed."""
+def simulate_step(
+    config: RunConfig, shape: LengthShape, fill: float, data: PromptDataset | None = None
+) -> SimulatedStep:
+    """Return the prompts of step 0, repeated for their samples, and response lengths drawn with the config's seed.
+
+    Args:
+        config: The run.
+        shape: See `draw_lengths`.
+        fill: See `draw_lengths`.
+        data: The training prompts; None loads them.
+    """
     rollout = config.rollout
-    data = load_train_prompts(config.data, load_tokenizer(config.model))
+    data = load_train_prompts(config.data, load_tokenizer(config.model)) if data is None else data
     rows = data.rows_for_step(0, rollout.num_prompts, config.seed, config.data.shuffle)
     prompts = [data[row] for row in rows for _ in range(rollout.samples_per_prompt)]
     random = np.random.Generator(np.random.PCG64(config.seed))
@@ -96,11 +105,15 @@ def draw_lengths(
 def column_dtypes(config: RunConfig, vocab_size: int) -> dict[str, str]:
     """Return the dtype of each column of a step, except reward parts, whose names only the reward function defines."""
     token = "uint16" if token_dtype(vocab_size) == np.uint16 else "int32"
-    return {
-        name: token if spec.dtypes == TOKEN_DTYPES else spec.dtypes[0]
+    expert = experts_dtype(config.model) if config.rollout.router_replay else ""
+    chosen: dict[tuple[str, ...], str] = {TOKEN_DTYPES: token, EXPERT_DTYPES: expert}
+    absent = {"other trainers": True, "logprob": not config.scores_behavior, "reference": not config.kl.coef}
+    dtypes = {
+        name: chosen.get(spec.dtypes, spec.dtypes[0])
         for name, spec in CATALOG.items()
-        if spec.producer != "other trainers" and (spec.producer != "reference" or config.kl.coef)
+        if not absent.get(spec.producer) and (name != "sampler_versions" or config.runtime.max_staleness > 1)
     }
+    return {name: dtype for name, dtype in dtypes.items() if dtype}
 
 
 def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[ColumnBytes, ...]:
@@ -117,9 +130,9 @@ def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[Column
         if pa.types.is_string(type_):
             num_bytes = 4 * (num_rows + 1) + text_bytes[name]
         elif pa.types.is_large_list(type_):
-            num_bytes = 8 * (num_rows + 1) + math.ceil(counts[axis] * type_.value_type.bit_width / 8)
+            num_bytes = 8 * (num_rows + 1) + math.ceil(counts[axis] * value_bits(type_) / 8)
         else:
-            num_bytes = math.ceil(counts[axis] * type_.bit_width / 8)
+            num_bytes = math.ceil(counts[axis] * value_bits(type_) / 8)
         columns.append(ColumnBytes(name=name, axis=axis, dtype=dtype, num_values=counts[axis], num_bytes=num_bytes))
     return tuple(columns)
 

@@ -10,6 +10,7 @@ from flows.report.page import Chart, Panel, Table, write_page
 from flows.report.panels import metric_title
 from flows.report.record import WINDOW_STEPS, RunRecord
 from flows.report.run import read_reportable
+from infra.storage import places
 from infra.storage.runs import RunDirectory
 from schemas.config.differences import differences
 from schemas.errors import UserError
@@ -18,8 +19,8 @@ from schemas.metric_catalog import metrics_of
 ABSENT = "–"
 
 
-def write_comparison(directories: Sequence[RunDirectory], path: Path) -> Path:
-    """Write the comparison of two or more runs to `path`, and return it.
+def write_comparison(directories: Sequence[RunDirectory], path: Path | None) -> str:
+    """Write the comparison of two or more runs to `path`, or next to the first one; return its path or URL.
 
     Raises:
         RunError: A run has no finished step, or its config is not one of this version of Sluice.
@@ -27,7 +28,7 @@ def write_comparison(directories: Sequence[RunDirectory], path: Path) -> Path:
     """
     runs = {directory.run_id: read_reportable(directory) for directory in directories}
     if len(runs) < len(directories):
-        names = ", ".join(str(directory.path) for directory in directories)
+        names = ", ".join(directory.url for directory in directories)
         raise UserError(f"runs to compare need different ids, but these were given: {names}")
     records = list(runs.values())
     changed = differences({run_id: run.config for run_id, run in runs.items()})
@@ -40,7 +41,8 @@ def write_comparison(directories: Sequence[RunDirectory], path: Path) -> Path:
         Panel("Curves", charts=_curves(records)),
         _config_panel(changed, list(runs)),
     ]
-    return write_page(path, " · ".join(runs), verdict, alarms, panels)
+    place = str(path) if path else places.join(directories[0].runs_dir, "comparison.html")
+    return write_page(place, " · ".join(runs), verdict, alarms, panels)
 
 
 def _summary(runs: Sequence[RunRecord]) -> Table:

@@ -15,7 +15,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from flows.report.samples import SampleView
-from infra.storage.atomic import write_atomic
+from infra.storage import places
+from infra.storage.runs import open_folder
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,11 @@ def label(text: str) -> str:
     return escape(text)
 
 
-def write_page(path: Path, title: str, verdict: str, alarms: Sequence[str], panels: Sequence[Panel]) -> Path:
-    """Write a page, and return its path.
+def write_page(place: str, title: str, verdict: str, alarms: Sequence[str], panels: Sequence[Panel]) -> str:
+    """Write a page, and return where it is.
 
     Args:
-        path: The file.
+        place: The file, a local path or any fsspec URL.
         title: Its heading.
         verdict: One line.
         alarms: What stands out; shown below the verdict.
@@ -82,6 +83,7 @@ def write_page(path: Path, title: str, verdict: str, alarms: Sequence[str], pane
         library=get_plotlyjs(),
         figures=",".join(f'"{numbers[id(chart)]}":{chart.figure.to_json()}' for chart in charts),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, page)
-    return path
+    place = places.resolve(place)
+    folder, name = places.split(place)
+    open_folder(folder).write(name, page.encode())
+    return place

@@ -7,7 +7,7 @@ from flows.report.charts import COLORS, Line, length_heat_map, line_chart
 from flows.report.page import Chart, Panel, Table
 from flows.report.record import RunRecord
 from flows.report.samples import read_samples
-from flows.report.timing import store_panel, time_panel
+from flows.report.timing import performance_panel, store_panel, time_panel
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.config.differences import flat_values, non_defaults
 from schemas.metric_catalog import metric_spec, metrics_of
@@ -28,6 +28,7 @@ def run_panels(run: RunRecord) -> list[Panel]:
         _lengths(run),
         _stability(run),
         time_panel(run),
+        performance_panel(run),
         store_panel(run),
         _samples(run),
         _history(run),
@@ -160,7 +161,7 @@ def _configuration(run: RunRecord) -> Panel:
         Table(("hash of", "first 16 hex digits of SHA-256"), hashes, "hashes"),
         Table(("key", "value"), whole, "the whole config", is_folded=True),
     ]
-    return Panel("Configuration", f"{run.directory.path}", tables=tables)
+    return Panel("Configuration", run.directory.url, tables=tables)
 
 
 def _chart(title: str, lines: Sequence[Line], run: RunRecord) -> Chart:

@@ -52,7 +52,8 @@ class RunRecord:
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Return a metric's values by step, counted from 1, for the steps that have it."""
-        found = [(report.step + 1, report.metrics[name]) for report in self.steps if name in report.metrics]
+        values = [(report.step + 1, report.metrics.get(name, report.telemetry.get(name))) for report in self.steps]
+        found = [(step, value) for step, value in values if value is not None]
         return [step for step, _ in found], [value for _, value in found]
 
     def window(self, name: str, last: bool) -> float | None:

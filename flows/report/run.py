@@ -6,20 +6,20 @@ from flows.report.alarms import find_alarms, verdict
 from flows.report.page import write_page
 from flows.report.panels import run_panels
 from flows.report.record import RunRecord
+from infra.storage import places
 from infra.storage.runs import RunDirectory
 from schemas.errors import RunError
 
 
-def write_report(directory: RunDirectory, path: Path | None = None) -> Path:
-    """Write the report of a run with finished steps to `path`, or to its directory; return where it was written.
+def write_report(directory: RunDirectory, path: Path | None = None) -> str:
+    """Write the report of a run with finished steps to `path`, or to its directory; return its path or URL.
 
     Raises:
         RunError: The run has no finished step, or its config is not one of this version of Sluice.
     """
     run = read_reportable(directory)
-    return write_page(
-        path or directory.path / "report.html", run.run_id, verdict(run), find_alarms(run), run_panels(run)
-    )
+    place = str(path) if path else places.join(directory.url, "report.html")
+    return write_page(place, run.run_id, verdict(run), find_alarms(run), run_panels(run))
 
 
 def read_reportable(directory: RunDirectory) -> RunRecord:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ GAP_LEVELS = (0.01, 0.05, 0.2, 1.0)  # nats from which a token has shade 1, 2, 3
 
 SCALARS = ("reward", "advantages")
 TEXTS = ("prompt_text", "response_text", "answer", "finish_reason", "group_id")
-TOKENS = ("response_ids", "sampler_logprobs", "behavior_logprobs")
+TOKENS = ("response_ids", "sampler_logprobs")
+TRAINER = "behavior_logprobs"  # kept if the trainer computes them before the update
 
 
 @dataclass(frozen=True)
@@ -83,22 +85,26 @@ def _views(store: FsspecColumnStore, batch: BatchHandle, model: ModelConfig) -> 
     }
     rows = list(dict.fromkeys(chosen.values()))
     titles = {row: ", ".join(title for title, its_row in chosen.items() if its_row == row) for row in rows}
-    columns = store.read(select(batch, rows), (*SCALARS, *TEXTS, *TOKENS))
+    trainer = (TRAINER,) if TRAINER in batch.columns else ()
+    columns = store.read(select(batch, rows), (*SCALARS, *TEXTS, *TOKENS, *trainer))
     tokenizer = _tokenizer(model)
     return [_view(f"{titles[row]}: row {row}", columns, at, tokenizer) for at, row in enumerate(rows)]
 
 
 def _view(title: str, columns: pa.RecordBatch, at: int, tokenizer: Tokenizer | None) -> SampleView:
-    values = {name: columns[name][at].as_py() for name in (*SCALARS, *TEXTS, *TOKENS)}
-    ids, sampler, behavior = (np.array(values[name]) for name in TOKENS)
-    gaps = behavior - sampler
+    values = {name: columns[name][at].as_py() for name in columns.schema.names}
+    ids, sampler = (np.array(values[name]) for name in TOKENS)
+    trainer = np.array(values[TRAINER]) if TRAINER in values else None
     facts = [
         f"reward {values['reward']:.4g}, advantage {values['advantages']:.4g}, group {values['group_id']}",
         f"{len(ids)} tokens, {values['finish_reason']}, expected answer {values['answer']!r}",
     ]
-    if len(gaps):
+    if trainer is not None and len(ids):
+        gaps = trainer - sampler
         facts.append(f"trainer minus engine log-prob: mean {gaps.mean():.3g}, largest {np.abs(gaps).max():.3g} nat")
-    shown = zip(ids[:MAX_TOKENS].tolist(), sampler.tolist(), behavior.tolist(), strict=False)
+    shown = zip(
+        ids[:MAX_TOKENS].tolist(), sampler.tolist(), repeat(None) if trainer is None else trainer.tolist(), strict=False
+    )
     left_out = len(ids) - MAX_TOKENS
     return SampleView(
         title=title,
@@ -110,11 +116,13 @@ def _view(title: str, columns: pa.RecordBatch, at: int, tokenizer: Tokenizer | N
     )
 
 
-def _token(tokenizer: Tokenizer | None, token_id: int, sampler: float, behavior: float) -> Token:
+def _token(tokenizer: Tokenizer | None, token_id: int, sampler: float, trainer: float | None) -> Token:
     text = f"{token_id} " if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
-    gap = behavior - sampler
+    if trainer is None:
+        return Token(text, 0, f"token {token_id}: engine {sampler:.4f} nat")
+    gap = trainer - sampler
     level = int(np.searchsorted(GAP_LEVELS, abs(gap), side="right"))
-    hint = f"token {token_id}: engine {sampler:.4f}, trainer {behavior:.4f}, difference {gap:+.4f} nat"
+    hint = f"token {token_id}: engine {sampler:.4f}, trainer {trainer:.4f}, difference {gap:+.4f} nat"
     return Token(text, level if gap > 0 else -level, hint)
 
 

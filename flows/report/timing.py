@@ -1,11 +1,27 @@
-"""The panels of time and bytes: where a step's seconds go, what overlaps, and what the column store holds."""
+"""The panels of time and bytes: where a step's seconds go, how fast its phases are, and what the column store holds."""
 
 from flows.report.charts import Line, line_chart, stacked_bars, timeline
-from flows.report.page import Panel
+from flows.report.page import Chart, Panel
 from flows.report.record import RunRecord
+from infra.storage.profiles import find_traces
+from schemas.metric_catalog import METRICS, find_metric
 
 TIMELINE_STEPS = 4
 MIB = 2**20
+MAX_LINES = 16  # of a chart with one line per worker
+MEASURED = {  # each with one line per member of its families
+    "tokens per second of a worker, by phase": ("step/<phase>_tokens_per_second",),
+    "model FLOPs utilization (MFU), by phase": ("step/<phase>_mfu",),
+    "update, seconds per micro-batch": ("update/<part>_seconds", "update/<part>_seconds_max"),
+    "packing": ("packing/fill", "packing/imbalance"),
+    "engine, rows": ("engine/running", "engine/waiting"),
+    "engine, used fraction of the KV cache": ("engine/cache",),
+    "peak memory by worker (MiB)": (
+        "memory/<worker>_allocated_bytes",
+        "memory/<worker>_reserved_bytes",
+        "memory/<worker>_rss_bytes",
+    ),
+}
 
 
 def time_panel(run: RunRecord) -> Panel:
@@ -21,6 +37,27 @@ def time_panel(run: RunRecord) -> Panel:
     charts.append(line_chart("tokens per second", [Line("tokens per second", numbers, speeds)], run.events))
     note = "" if timed else "An earlier version of Sluice wrote this run: when its phases began was not recorded."
     return Panel("Time", note, charts)
+
+
+def performance_panel(run: RunRecord) -> Panel:
+    """Return what the workers measured, and where the traces of the profiler are."""
+    names = list(dict.fromkeys(name for report in run.steps for name in report.telemetry))
+    charts = [chart for title, families in MEASURED.items() if (chart := _measured(run, title, families, names))]
+    traces = find_traces(run.directory)
+    note = "" if names else "An earlier version of Sluice wrote this run: its workers' measurements were not recorded."
+    if traces:
+        note = f"{note} Traces of torch's profiler, for ui.perfetto.dev, in {run.directory.url}: {', '.join(traces)}."
+    return Panel("Performance", note.strip(), charts)
+
+
+def _measured(run: RunRecord, title: str, families: tuple[str, ...], names: list[str]) -> Chart | None:
+    """Chart the metrics of some families; None if the run has none of them."""
+    specs = {name: find_metric(name)[0] for name in names}
+    chosen = [name for family in families for name in names if specs[name] == METRICS[family]][:MAX_LINES]
+    unit = MIB if families[0].endswith("_bytes") else 1
+    series = {name: run.series(name) for name in chosen}
+    lines = [Line(name, steps, [value / unit for value in values]) for name, (steps, values) in series.items()]
+    return line_chart(title, lines, run.events) if lines else None
 
 
 def store_panel(run: RunRecord) -> Panel:

@@ -2,7 +2,7 @@
 
 from pydantic import PositiveInt
 
-from schemas.base import FrozenConfig
+from schemas.base import FrozenConfig, OptionalText
 
 
 class CheckpointConfig(FrozenConfig):
@@ -17,5 +17,5 @@ class CheckpointConfig(FrozenConfig):
     keep_best: bool = True
     """Also keep the checkpoint with the best held-out accuracy."""
 
-    url: str | None = None
+    url: OptionalText = None
     """Any fsspec URL for the checkpoints, e.g. `s3://bucket/prefix`; None: `policy/` in the run directory."""

@@ -1,10 +1,12 @@
 """The prompts to train and evaluate on."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from schemas.base import FrozenConfig
+from schemas.base import FrozenConfig, OptionalText
+
+_TEMPLATE_OPTIONS = {"conversation", "messages", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
 
 
 class PromptSource(FrozenConfig):
@@ -24,13 +26,13 @@ class DataConfig(FrozenConfig):
     Exactly one of `train_path` and `sources` must be set; an empty value counts as not set.
     """
 
-    train_path: Annotated[str | None, BeforeValidator(lambda path: path or None)] = None
+    train_path: OptionalText = None
     """Path of the training prompts; None: `sources` are used."""
 
     sources: tuple[PromptSource, ...] = ()
     """Several weighted sources of training prompts; empty: `train_path` is used."""
 
-    eval_path: str | None = None
+    eval_path: OptionalText = None
     """Path of the held-out prompts; None: no evaluation."""
 
     max_prompt_tokens: PositiveInt = 1024
@@ -38,6 +40,9 @@ class DataConfig(FrozenConfig):
 
     overlong: Literal["error", "drop"] = "error"
     """A longer prompt is an error, or is dropped and counted."""
+
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Variables of the model's chat template, such as `enable_thinking = false`; for training and held-out prompts."""
 
     shuffle: bool = True
     """Shuffle the prompts in every epoch, by the run's seed."""
@@ -55,6 +60,15 @@ class DataConfig(FrozenConfig):
                 "or data.sources=[] clears it)"
             )
         return self
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _not_sluices_own(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if own := sorted(given.keys() & _TEMPLATE_OPTIONS):
+            raise ValueError(
+                f"{', '.join(own)} can't be set: Sluice renders prompts as messages with a generation prompt"
+            )
+        return given
 
     @property
     def train_sources(self) -> tuple[PromptSource, ...]:

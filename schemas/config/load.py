@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from schemas.config.differences import non_defaults
 from schemas.config.kinds import kind_of
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
@@ -45,10 +46,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def override_config(config: RunConfig, overrides: Sequence[str], name: str) -> RunConfig:
     """Apply `section.key=value` overrides to a config; `name` names it in error messages.
 
+    A section's new `kind` starts from its own defaults: keys that had their default values may not exist in it.
+
     Raises:
         ConfigError: An override can't be read, or a key or value is invalid.
     """
-    return _validated(config.model_dump(mode="json"), overrides, name)
+    tree: dict[str, Any] = {}
+    for key, (value, _) in non_defaults(config).items():
+        _set(tree, key, value)
+    return _validated(tree, overrides, name)
 
 
 def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
@@ -78,13 +84,19 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"override {override!r} is not of the form section.key=value, e.g. optim.lr=1e-4")
+    if (value := _set(tree, key, _parse(text))) is not None:
+        raise ConfigError(f"override {override!r}: {value!r} is a value, not a section")
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> str | None:
+    """Set the value of a dotted key; if a part of the key is not a section, return that part."""
     *sections, name = key.split(".")
-    node = tree
     for section in sections:
-        node = node.setdefault(section, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"override {override!r}: {section!r} is a value, not a section")
-    node[name] = _parse(text)
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            return section
+    tree[name] = value
+    return None
 
 
 def _parse(text: str) -> Any:

@@ -17,6 +17,9 @@ class _Loss(FrozenConfig):
     norm_tokens: PositiveFloat | None = None
     """Constant of `seq_mean_token_sum_norm` (Dr. GRPO), in tokens; None: `rollout.max_response_tokens`."""
 
+    behavior: Literal["auto", "recompute"] = "auto"
+    """Behavior log-probs: from the update's own forward where they are the same, or always from a pass before it."""
+
     entropy_coef: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus, which is subtracted from each token's loss; 0: no bonus."""
 

@@ -29,11 +29,17 @@ class ModelConfig(FrozenConfig):
     path: str
     """Local folder, or a name on the Hugging Face hub if there is network access."""
 
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the forwards, by autocast; weights stay in float32."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of weights and activations in forward and backward; auto: bfloat16 on CUDA, float32 on a CPU."""
 
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass: less memory, more time."""
 
     lora: LoraConfig | None = None
     """Low-rank adapters; None: all weights are trained."""
+
+    def dtype_on(self, device: str) -> Literal["float32", "bfloat16"]:
+        """Return the compute dtype on a kind of device, `cpu` or `cuda`."""
+        if self.compute_dtype == "auto":
+            return "bfloat16" if device == "cuda" else "float32"
+        return self.compute_dtype

@@ -30,7 +30,7 @@ class TensorBoardMonitor(_Monitor):
     """Selects TensorBoard."""
 
     folder: str | None = None
-    """Folder that gets a folder of event files, named by the run's id; None: `tensorboard/` in the run directory."""
+    """Folder of a folder of event files, named by the run's id; None: `tensorboard/` in a local run directory."""
 
 
 class WandbMonitor(_Monitor):
@@ -51,7 +51,7 @@ class WandbMonitor(_Monitor):
     """Whether to send metrics, or to write them for `wandb sync`."""
 
     folder: str | None = None
-    """Folder in which the library makes its folder `wandb`; None: the run directory."""
+    """Folder in which the library makes its folder `wandb`; None: a local run directory."""
 
 
 class MlflowMonitor(_Monitor):

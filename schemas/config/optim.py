@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import FrozenConfig
 
@@ -22,6 +22,12 @@ class OptimConfig(FrozenConfig):
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay; 0: none."""
 
+    implementation: Literal["auto", "for_loop", "foreach", "fused", "8bit"] = "auto"
+    """AdamW's kernels; auto: fused on CUDA, torch's choice on a CPU; 8bit: 8-bit moments (extra `bitsandbytes`)."""
+
+    offload: bool = False
+    """Keep AdamW's moments in host memory, and move some of them at a time to the GPU for the step."""
+
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm, over all ranks."""
 
@@ -33,3 +39,12 @@ class OptimConfig(FrozenConfig):
 
     updates_per_step: PositiveInt = 1
     """Optimizer updates per step, each on an equal part of its rows."""
+
+    @model_validator(mode="after")
+    def _offloads_float_moments(self) -> "OptimConfig":
+        if self.offload and self.implementation == "8bit":
+            raise ValueError(
+                'optim.offload = true moves float32 moments, but optim.implementation = "8bit" keeps them in 8 bits on '
+                "the device; set one of the two"
+            )
+        return self

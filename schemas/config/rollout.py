@@ -6,7 +6,11 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, Posi
 
 from schemas.base import FrozenConfig
 from schemas.config.kinds import default_kind
+from schemas.placement import Device
 
+OWN_GPU_FRACTION, COLOCATED_GPU_FRACTION = 0.85, 0.4  # of a GPU's memory, for an engine
+
+EngineDtype = Literal["float32", "bfloat16"]
 Probability = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, lt=1)]
 
@@ -72,6 +76,9 @@ class EngineRollout(FrozenConfig):
     batch_prompts: PositiveInt | None = None
     """Prompts that one worker generates together; None: `num_prompts` / `num_workers`, rounded up."""
 
+    router_replay: bool = False
+    """Record the experts that the engine routes each token to, and score with them; mixtures of experts only."""
+
     dynamic_sampling: DynamicSampling | None = None
     """Dynamic sampling; None: zero-variance groups are kept, with advantages of 0."""
 
@@ -79,6 +86,15 @@ class EngineRollout(FrozenConfig):
     def prompts_per_batch(self) -> int:
         """Prompts that are generated together: the unit of work that is dispatched to a free worker."""
         return self.batch_prompts or -(-self.num_prompts // self.num_workers)
+
+    @property
+    def gpus_per_worker(self) -> int:
+        """GPUs of one engine, all on one node; without GPUs, its processes."""
+        return 1
+
+    def dtype_on(self, device: Device) -> EngineDtype:
+        """Return the dtype of weights and KV cache on a device."""
+        return "float32"
 
 
 class TransformersRollout(EngineRollout):
@@ -92,13 +108,16 @@ class TransformersRollout(EngineRollout):
 
 
 class VllmRollout(EngineRollout):
-    """vLLM, in the rollout worker's own process (extra `cpu` or `cuda`)."""
+    """vLLM, in the rollout worker's own process, or in one per GPU (extra `cpu` or `cuda`)."""
 
     kind: Literal["vllm"] = "vllm"
     """Selects vLLM."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of weights, activations and KV cache."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of one engine, all on one node, over which it shards each layer; on a CPU, its processes."""
+
+    dtype: EngineDtype | None = None
+    """Dtype of weights, activations and KV cache; None: bfloat16 on CUDA, float32 on a CPU."""
 
     max_num_seqs: PositiveInt = 256
     """Maximum number of sequences that are decoded at the same time."""
@@ -106,11 +125,37 @@ class VllmRollout(EngineRollout):
     cache_bytes: PositiveInt = 2**30
     """Bytes of the KV cache on a CPU."""
 
-    gpu_memory_utilization: Probability = 0.4
-    """Fraction of the GPU's memory for weights and KV cache."""
+    gpu_memory_utilization: Probability | None = None
+    """Fraction of each GPU's memory for weights and KV cache; None: 0.85, or 0.4 if the workers are colocated."""
 
-    enforce_eager: bool = True
-    """On a GPU, don't capture CUDA graphs; false: a slower start, faster decoding."""
+    enforce_eager: bool = False
+    """On CUDA, compile nothing and capture no CUDA graphs: a faster start, slower decoding. A CPU always does so."""
+
+    prefix_cache: Literal["call", "version"] = "call"
+    """Lifetime of cached prefixes: one call, whose samples can then be repeated bit for bit; or one policy version."""
+
+    @model_validator(mode="after")
+    def _returns_no_experts(self) -> "VllmRollout":
+        if self.router_replay:
+            raise ValueError(
+                "rollout.router_replay = true needs the experts that the engine chose, which vLLM returns only from a "
+                "model runner that its CPU build lacks and Sluice doesn't use; set rollout.router_replay = false, or "
+                'rollout.kind = "transformers"'
+            )
+        return self
+
+    @property
+    def gpus_per_worker(self) -> int:
+        """GPUs of one engine, all on one node; without GPUs, its processes."""
+        return self.tensor_parallel
+
+    def dtype_on(self, device: Device) -> EngineDtype:
+        """Return the dtype on a device."""
+        return self.dtype or ("bfloat16" if device == "cuda" else "float32")
+
+    def gpu_fraction(self, *, is_colocated: bool) -> float:
+        """Return the fraction of each GPU's memory for weights and KV cache."""
+        return self.gpu_memory_utilization or (COLOCATED_GPU_FRACTION if is_colocated else OWN_GPU_FRACTION)
 
 
 RolloutConfig = Annotated[
@@ -126,6 +171,9 @@ class EvalConfig(FrozenConfig):
 
     num_prompts: PositiveInt = 256
     """Maximum number of held-out prompts, from the start of the file."""
+
+    batch_prompts: PositiveInt = 64
+    """Prompts that one rollout worker generates together; the batches don't depend on the number of workers."""
 
     samples_per_prompt: PositiveInt = 1
     """Samples per prompt, the n of mean@n, best@n and maj@n."""

@@ -98,18 +98,81 @@ class RunConfig(FrozenConfig):
     def _stale_rows_are_corrected(self) -> "RunConfig":
         if self.runtime.max_staleness and isinstance(self.correction, NoCorrection):
             raise ValueError(
-                "runtime.max_staleness = 1 trains on rows sampled by an older policy version, without a correction; "
-                'set correction.kind = "truncated" (or "masked"), or runtime.max_staleness = 0'
+                f"runtime.max_staleness = {self.runtime.max_staleness} trains on rows sampled by an older policy "
+                'version, without a correction; set correction.kind = "truncated" (or "masked"), or '
+                "runtime.max_staleness = 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_can_be_kept(self) -> "RunConfig":
+        n, limit = self.runtime.max_staleness, self.rollout.max_response_tokens
+        problems = {
+            'store.kind is not durable; set store.kind = "tiered"': not self.store.is_durable,
+            "store.keep_steps = 0; set it to 1 or more": self.store.keep_steps == 0,
+            "rollout.dynamic_sampling replaces groups of a whole step; remove it": self.rollout.dynamic_sampling,
+            "rollout.stop may be cut between two parts; use rollout.stop_token_ids": self.rollout.stop,
+            "rollout.router_replay needs whole responses; set it to false": self.rollout.router_replay,
+            f"rollout.max_response_tokens = {limit} can't be split into {n} parts; raise it": limit < n,
+        }
+        if n > 1 and (found := next((problem for problem, holds in problems.items() if holds), None)):
+            raise ValueError(
+                f"runtime.max_staleness = {n} samples responses in {n} parts, over several steps, but {found}, or set "
+                "runtime.max_staleness = 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_have_whole_gpus(self) -> "RunConfig":
+        if self.rollout.gpus_per_worker > 1 and self.runtime.placement == "colocated":
+            raise ValueError(
+                f"rollout.tensor_parallel = {self.rollout.gpus_per_worker} gives an engine GPUs of its own, but with "
+                'runtime.placement = "colocated" it would share one; set runtime.placement = "separate", or '
+                "rollout.tensor_parallel = 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _profiled_steps_exist(self) -> "RunConfig":
+        if outside := [step for step in self.runtime.profile_steps if step >= self.steps]:
+            raise ValueError(
+                f"runtime.profile_steps = {list(self.runtime.profile_steps)} names {outside}, but with steps = "
+                f"{self.steps} the run has steps 0 to {self.steps - 1}; choose among these, or leave it empty"
             )
         return self
 
     def sampler_version(self, step: int) -> int:
-        """Return the policy version that samples a step's rows, which update version `step`."""
-        return max(0, step - self.runtime.max_staleness)
+        """Return the newest policy version that samples a step's rows, which update version `step`."""
+        return max(0, step - min(1, self.runtime.max_staleness))
 
-    def is_one_step_off_policy(self, step: int) -> bool:
+    def sampled_steps(self, step: int) -> range:
+        """Return the steps of which rows are sampled when those of `step` are finished: it, and steps that follow."""
+        return range(step, max(step + 1, min(step + self.runtime.max_staleness, self.steps)))
+
+    def token_limit(self, steps_ahead: int) -> int:
+        """Return the most tokens that a response has so many steps before the rows of its own step are finished."""
+        parts = max(1, self.runtime.max_staleness)
+        return -(-self.rollout.max_response_tokens * (parts - steps_ahead) // parts)
+
+    def overlaps_next_rollout(self, step: int) -> bool:
         """Return whether the rollout of the next step overlaps the training of `step`."""
         return self.runtime.max_staleness > 0 and step + 1 < self.steps
+
+    @property
+    def scores_behavior(self) -> bool:
+        """Whether behavior log-probs need a pass of their own, before the update.
+
+        If the step's only update computes them anyway, and nothing reads them before, they don't.
+        """
+        return self.loss.behavior == "recompute" or self.optim.updates_per_step > 1 or self.kl.in_reward
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether workers that share a GPU move out of its memory while others compute.
+
+        Off-policy, engine and policy compute at the same time, so that both stay in it.
+        """
+        return self.runtime.placement == "colocated" and not self.runtime.max_staleness
 
     @property
     def needs_reference_worker(self) -> bool:

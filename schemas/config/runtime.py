@@ -14,13 +14,16 @@ class RuntimeConfig(FrozenConfig):
     """Services, processes, devices and retries."""
 
     runs_dir: str = DEFAULT_RUNS_DIR
-    """Folder of the run directories."""
+    """Folder of the run directories: a local path that all nodes share, or any fsspec URL, e.g. `s3://bucket/runs`."""
 
     services_dir: str = ".sluice"
     """Folder for the state of the local services that Sluice starts."""
 
     ray_address: str | None = None
-    """Address of a Ray cluster; None: Sluice starts a local one."""
+    """Ray cluster: host:port; auto: this machine's; ray://host:port: from outside, by Ray Client; None: a local one."""
+
+    py_modules: tuple[str, ...] = ()
+    """Python files, packages' folders or wheels that Ray copies to every node, such as reward functions."""
 
     prefect_api_url: str | None = None
     """URL of a Prefect API; None: `PREFECT_API_URL`, else Sluice starts a local server."""
@@ -31,17 +34,35 @@ class RuntimeConfig(FrozenConfig):
     num_policy_ranks: PositiveInt = 1
     """Data-parallel processes of the policy, which is sharded over them."""
 
+    num_policy_replicas: PositiveInt = 1
+    """Copies of the sharded policy, of equally many ranks: with one per node, weights are gathered within nodes."""
+
+    gradient_sync: Literal["last_micro_batch", "every_micro_batch"] = "last_micro_batch"
+    """When ranks sum gradients; the last: less traffic, but each rank holds whole gradients during an update."""
+
     num_reference_ranks: PositiveInt = 1
     """Data-parallel processes of the reference, if it has its own workers."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the workers; auto: CUDA if the Ray cluster has enough GPUs for all workers."""
+    """Device of the workers; auto: CUDA if the Ray cluster has GPUs, of which there must be enough, else the CPU."""
 
-    gpus_per_worker: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """GPUs reserved for each worker; workers share GPUs if less than 1."""
+    placement: Literal["separate", "colocated"] = "separate"
+    """GPUs of the workers; separate: one each; colocated: a worker of each role shares one, and they take turns."""
+
+    resource_timeout_seconds: NonNegativeFloat = 600
+    """Seconds that a run waits for GPUs that others hold, or for a node in place of a lost one, before it stops."""
+
+    orphan_seconds: PositiveFloat = 3600
+    """Seconds after which a run's workers and its store end if no driver has been there; it can be resumed then."""
 
     weight_transport: Literal["auto", "shared_memory", "broadcast"] = "auto"
-    """Transport of new weights to the rollout workers; auto: broadcast if every worker has its own GPU."""
+    """Transport of new weights to the rollout workers; auto: shared memory on one node, unless each has its own GPU."""
+
+    weight_bucket_bytes: Annotated[int, Field(ge=64)] = 256 * 2**20
+    """Bytes of a bucket of weights, of which a receiver holds two; a larger tensor is a bucket of its own."""
+
+    weight_probe: bool = True
+    """Compare an engine's log-probs of a known row with the trainer's after each load; a stale engine stops the run."""
 
     shared_memory: str | None = None
     """Folder of the files that the processes of a node map; None: `/dev/shm`, or one on disk if that is too small."""
@@ -58,11 +79,11 @@ class RuntimeConfig(FrozenConfig):
     worker_timeout_seconds: PositiveFloat = 300
     """Seconds after which a worker that doesn't answer is killed; its start may take five times as long."""
 
-    max_staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """0: on-policy; 1: one step off-policy, step k + 1 is sampled by version k while step k is trained."""
+    max_staleness: Annotated[int, Field(ge=0, le=8)] = 0
+    """0: on-policy; n: a step's rows are sampled in n parts during the n steps before it, each with their weights."""
 
     num_threads: NonNegativeInt = 0
-    """Torch threads of each worker; 0: one per core of the machine."""
+    """Torch threads of each worker; 0: the cores of its node, divided by the workers of its role there."""
 
     max_restarts: NonNegativeInt = 3
     """Number of times that a run may recover from lost workers."""
@@ -78,6 +99,18 @@ class RuntimeConfig(FrozenConfig):
 
     tracing: bool = False
     """Send OpenTelemetry spans to the collector that the `OTEL_*` variables name (extra `otel`)."""
+
+    profile_steps: tuple[NonNegativeInt, ...] = ()
+    """Steps, from 0, of which each worker writes traces of torch's profiler to the run's folder `profile`."""
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.num_policy_ranks % self.num_policy_replicas:
+            raise ValueError(
+                f"num_policy_ranks = {self.num_policy_ranks} is not a multiple of num_policy_replicas = "
+                f"{self.num_policy_replicas}; every replica has equally many ranks"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

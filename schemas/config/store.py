@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from schemas.base import FrozenConfig
+from schemas.base import FrozenConfig, OptionalText
 from schemas.config.kinds import default_kind
 
 
@@ -35,7 +35,7 @@ class SharedStore(_Limits):
 
 
 class _Durable(_Limits):
-    url: str | None = None
+    url: OptionalText = None
     """Any fsspec URL for the columns, e.g. `s3://bucket/prefix`; None: `columns/` in the run directory."""
 
     keep_steps: NonNegativeInt = 1

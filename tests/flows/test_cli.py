@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from flows.cli import bench
+from infra.storage.runs import RunDirectory
+from schemas.config.load import load_config
 from tests.command import Command, assert_rejected, make_command
 from tests.services import Workplace
 from tests.tiny import make_tiny_model, tiny_row, write_rows
@@ -109,6 +111,13 @@ def test_a_prefect_that_does_not_answer(sluice: Command) -> None:
         ),
         "no Prefect API responds at http://127.0.0.1:9/api",
     )
+
+
+def test_a_step_that_the_store_can_not_hold(sluice: Command, tmp_path: Path) -> None:
+    expected = ("the columns of one step take", "more than store.capacity_bytes = 2000; raise it")
+    assert_rejected(sluice("train", "tiny.toml", "store.capacity_bytes=2000"), *expected)
+    directory = RunDirectory.create(load_config(Path("tiny.toml"), [f"runtime.runs_dir={tmp_path}"]), "begun")
+    assert_rejected(sluice("resume", str(directory.path), "store.capacity_bytes=2000"), *expected)
 
 
 def test_an_unknown_run_names_the_known_ones(sluice: Command, folder: Path) -> None:

@@ -202,6 +202,12 @@ def test_a_checkpoint_is_evaluated_and_exported(deployed: Deployed, checkpoint: 
 
 def test_a_run_that_was_cancelled_crashed_and_suspended_goes_on(deployed: Deployed, collapsed: UUID) -> None:
     run = deployed.run_of(collapsed)
+
+    def has_ended() -> bool:  # else Prefect's worker, which knows the run as running, does not start it again
+        printed = deployed.worker.printed.rpartition("Suspended by Automation")[2]
+        return f"Process for flow run '{run.run_id}' exited" in printed
+
+    deployed.wait_for(has_ended)
     deployed.place.ask(lambda client: client.resume_flow_run(collapsed))
     deployed.wait_for_steps(collapsed, run.num_done + 1)
     deployed.place.ask(lambda client: client.set_flow_run_state(collapsed, Cancelling()))
@@ -255,7 +261,7 @@ def test_a_run_from_a_terminal_can_be_cancelled_in_the_ui(workplace: Workplace) 
 
 
 def test_the_deployments_of_prefect_yaml(workplace: Workplace, deployed: Deployed) -> None:
-    folder = workplace.folder / "elsewhere"
+    folder = workplace.folder / "cloned"
     folder.mkdir()
     (folder / "prefect.yaml").write_text((Path(__file__).parents[2] / "deploy" / "prefect.yaml").read_text())
     kinds = ("process", "docker", "kubernetes")

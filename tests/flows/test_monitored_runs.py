@@ -13,6 +13,7 @@ import pytest
 
 from infra.monitors.rows import recorded_rows
 from infra.services.local import PROMETHEUS_TARGETS
+from infra.storage.profiles import find_traces
 from tests.otlp import ReceivedSpan, collecting
 from tests.progress import wait_until
 from tests.services import Workplace
@@ -34,6 +35,7 @@ SETTINGS = (
     f"steps={STEPS}",
     "eval.every_steps=2",
     "runtime.tracing=true",
+    "runtime.profile_steps=[1]",
     'reward={kind="weighted", num_processes=0, timeout_seconds=inf, '
     'parts={short={reward={kind="function", path="held_rewards:short"}}}}',
     'monitors=[{kind="jsonl", folder="lines"}, {kind="tensorboard"}, {kind="wandb", project="p", mode="offline"}, '
@@ -53,6 +55,7 @@ def short(prompt, completion, answer, info):
         time.sleep(0.05)
     return tiny_rewards.short(prompt, completion, answer, info)
 """
+OF_GPUS = re.compile(r"_mfu$|_(allocated|reserved)_bytes$")
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "sluice.json"
 
 
@@ -101,8 +104,8 @@ def names_of(series: dict[str, float]) -> set[str]:
 
 
 def dashboard_series() -> set[str]:
-    """Return the series that the Grafana dashboard shows."""
-    return set(re.findall(r"ray_sluice_\w+", DASHBOARD.read_text()))
+    """Return the series that the Grafana dashboard shows, without those of GPUs."""
+    return {name for name in re.findall(r"ray_sluice_\w+", DASHBOARD.read_text()) if not OF_GPUS.search(name)}
 
 
 def history_of(watched: SimpleNamespace, kind: str) -> History:
@@ -151,6 +154,12 @@ def test_ray_exports_what_the_dashboard_shows(watched: SimpleNamespace) -> None:
     step = watched.run.metrics.steps()[int(exported["ray_sluice_step"])]
     assert exported["ray_sluice_tokens_per_second"] == pytest.approx(step.tokens_per_second)
     assert exported['ray_sluice_step_phase_seconds{phase="update"}'] == pytest.approx(step.seconds_by_phase["update"])
+
+
+def test_each_worker_writes_traces_of_a_profiled_step(watched: SimpleNamespace) -> None:
+    phases = {"policy-0": ("update",), "reference-0": ("reference",), "rollout-0": ("rollout",)}
+    expected = [f"profile/step-000001/{worker}-{phase}.json.gz" for worker in phases for phase in phases[worker]]
+    assert find_traces(watched.run) == expected
 
 
 def test_a_steps_spans_are_one_trace_through_driver_and_workers(watched: SimpleNamespace) -> None:

@@ -7,6 +7,7 @@ from prefect.events import Event
 
 from flows.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, RunEvents, RunStarted, StepCompleted
 from infra.storage.decisions import Decision, DecisionsFile
+from infra.storage.folder import Folder
 from schemas.config.approval import MetricLimit
 from schemas.config.load import load_config
 from schemas.errors import ConfigError
@@ -55,7 +56,7 @@ def test_a_limit_is_exceeded_on_its_side_only() -> None:
 
 
 def test_decisions_change_the_learning_rate_of_later_steps_only(tmp_path: Path) -> None:
-    decisions = DecisionsFile(tmp_path / "decisions.json")
+    decisions = DecisionsFile(Folder(str(tmp_path), {}))
     assert decisions.lr_scale(9) == 1
     for step, factor in ((2, 0.5), (5, 0.25), (7, 1.0)):
         decisions.add(Decision(step=step, reason="kl > 0.2", lr_factor=factor))

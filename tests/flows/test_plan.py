@@ -11,23 +11,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from flows.cli.footprint import measure_step, rank_bytes
+from flows.cli.footprint import measure_step
 from flows.cli.simulate import SimulatedStep, column_bytes, column_dtypes, draw_lengths, simulate_step
 from infra.datasets import load_prompts
-from infra.engines.base import Generation
-from infra.models.load import load_model, load_policy, load_tokenizer
+from infra.engines.base import Generation, TokenExperts
+from infra.models.load import load_tokenizer
 from infra.workers.samples import Sample, to_columns
 from infra.workers.sampling import ScoredResponse
 from rl_core.columns.codec import encoded_bytes
 from rl_core.columns.jagged import is_jagged
 from rl_core.rewards import RewardOutcome
 from schemas.config.load import load_config
-from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig
-from schemas.errors import ConfigError, ModelError
+from schemas.errors import ConfigError
 from schemas.plan import ForwardPlan, StepPlan
 from tests.command import Command, Result, assert_rejected, make_command
 from tests.services import Workplace
+from tests.tiny import make_tiny_moe
 
 VOCAB_SIZE = 300  # fits uint16, as the tiny model's does
 
@@ -55,7 +55,7 @@ def planned(result: Result) -> dict[str, Any]:
     """The JSON value of a command that succeeded."""
     code, out, err = result
     assert (code, err) == (0, "")
-    value: dict[str, Any] = json.loads(out)
+    value: dict[str, Any] = json.loads(out)["footprint"]
     return value
 
 
@@ -118,7 +118,7 @@ def test_what_can_not_fit_is_rejected(sluice: Command) -> None:
 def test_a_step_over_the_stores_capacity_is_shown_and_rejected(sluice: Command) -> None:
     result = sluice("store.capacity_bytes=2000", "--json")
     assert_rejected(result, "one step take", "more than store.capacity_bytes = 2000", "lower rollout.num_prompts")
-    assert json.loads(result[1])["store_bytes"] > 2000
+    assert json.loads(result[1])["footprint"]["store_bytes"] > 2000
 
 
 def test_a_store_that_long_responses_would_fill_is_a_warning(load: Callable[..., RunConfig]) -> None:
@@ -132,11 +132,17 @@ def test_a_store_that_long_responses_would_fill_is_a_warning(load: Callable[...,
     )
 
 
-def test_column_bytes_are_those_of_what_workers_put(load: Callable[..., RunConfig]) -> None:
-    draw = simulate_step(load(), "lognormal", 0.5)
-    columns = to_columns(samples_of(draw), 0, VOCAB_SIZE, [])
-    dtypes = column_dtypes(load(), VOCAB_SIZE)
-    assert set(dtypes) - set(columns.schema.names) == {"behavior_logprobs", "reference_logprobs", "advantages"}
+@pytest.mark.parametrize("experts", [0, 2 * 2])  # of a token: without and with router replay
+def test_column_bytes_are_those_of_what_workers_put(folder: Path, load: Callable[..., RunConfig], experts: int) -> None:
+    config = load("model.path=moe", "rollout.router_replay=true") if experts else load()
+    make_tiny_moe(folder / "moe")
+    draw = simulate_step(config, "lognormal", 0.5)
+    columns = to_columns(samples_of(draw, experts), 0, VOCAB_SIZE, [])
+    dtypes = column_dtypes(config, VOCAB_SIZE)
+    assert dtypes.get("response_experts") == ("uint8[4]" if experts else None)
+    assert set(dtypes) - set(columns.schema.names) == {"reference_logprobs", "advantages"}
+    every = set(column_dtypes(config.replace(loss=config.loss.replace(behavior="recompute")), VOCAB_SIZE))
+    assert every - set(dtypes) == {"behavior_logprobs"}
     ours = {column.name: column.num_bytes for column in column_bytes(draw, dtypes)}
     for name in set(columns.schema.names) - {"response_text"}:  # no text is drawn
         assert ours[name] == plain_bytes(columns[name]), name
@@ -153,13 +159,16 @@ def plain_bytes(column: pa.Array) -> int:
     return int(column.offsets.nbytes + column.values.nbytes if is_jagged(column) else column.nbytes)
 
 
-def samples_of(draw: SimulatedStep) -> list[Sample]:
+def samples_of(draw: SimulatedStep, experts: int) -> list[Sample]:
     """Generations of the drawn lengths."""
     samples = []
     for row, (prompt, length) in enumerate(zip(draw.prompts, draw.response_lengths.tolist(), strict=True)):
         group, sample = divmod(row, draw.samples_per_prompt)
         reason = "length" if length == draw.max_response_tokens else "stop"
-        generation = Generation(np.ones(length, dtype=np.int32), np.zeros(length, dtype=np.float32), reason)
+        chosen = TokenExperts(*(np.zeros((size, experts), np.uint8) for size in (len(prompt.prompt_ids), length)))
+        logprobs = np.zeros(length, dtype=np.float32)
+        ids = np.ones(length, dtype=np.int32)
+        generation = Generation(ids, logprobs, reason, experts=chosen if experts else None)
         response = ScoredResponse(generation, "", RewardOutcome(reward=0.5))
         samples.append(Sample(f"0-{group}-{sample}", group, prompt, response))
     return samples
@@ -169,29 +178,6 @@ def test_no_reference_column_without_kl(load: Callable[..., RunConfig]) -> None:
     assert "reference_logprobs" in column_dtypes(load(), VOCAB_SIZE)
     assert "reference_logprobs" not in column_dtypes(load("kl.coef=0"), VOCAB_SIZE)
     assert column_dtypes(load(), 2**17)["response_ids"] == "int32"
-
-
-def test_rank_bytes_are_those_of_the_model(load: Callable[..., RunConfig]) -> None:
-    whole = 4 * sum(part.numel() for part in load_model(ModelConfig(path="model")).parameters())
-    alone, halves = rank_bytes(load()), rank_bytes(load("runtime.num_policy_ranks=2"))
-    assert (alone.weights, alone.gradients, alone.optimizer, alone.reference) == (whole, whole, 2 * whole, whole)
-    assert (halves.weights, halves.optimizer, halves.reference) == (whole / 2, whole, whole)  # all shapes are even
-
-
-def test_only_an_adapter_has_gradients(load: Callable[..., RunConfig]) -> None:
-    pytest.importorskip("peft")
-    config = load("model.lora.rank=2")
-    adapted = list(load_policy(config.model).parameters())
-    lora = rank_bytes(config)
-    assert lora.weights == 4 * sum(part.numel() for part in adapted)
-    assert lora.gradients == 4 * sum(part.numel() for part in adapted if part.requires_grad)
-    assert lora.reference == 0  # the policy without its adapter
-
-
-def test_a_model_that_is_no_causal_one_is_rejected(load: Callable[..., RunConfig], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
-    with pytest.raises(ModelError, match="not a causal language model"):
-        rank_bytes(load(f"model.path={tmp_path}"))
 
 
 @pytest.mark.parametrize("shape", ["lognormal", "uniform"])

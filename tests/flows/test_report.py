@@ -8,6 +8,7 @@ import pytest
 
 from flows.report.alarms import find_alarms
 from flows.report.record import RunRecord
+from infra.storage.profiles import write_trace
 from infra.storage.runs import RunDirectory
 from schemas.step import EvalReport, RunEvent, SourceReport, Span, StepReport
 from schemas.store import StoreTraffic, StoreUsage
@@ -21,8 +22,8 @@ from tests.tiny import make_tiny_model
 
 ATTACK = "</pre></script><script>window.attacked = 1</script><img src=x onerror='window.attacked = 2'>"
 PANELS = (
-    *("Reward", "Evaluation", "Response length", "Stability", "Time", "Store and weights", "Rows"),
-    *("Starts and resumes", "Configuration"),
+    *("Reward", "Evaluation", "Response length", "Stability", "Time", "Performance", "Store and weights"),
+    *("Rows", "Starts and resumes", "Configuration"),
 )
 IS_DRAWN = """
     document.querySelector('.main-svg') !== null
@@ -72,6 +73,7 @@ def step_report(step: int, **changes: object) -> StepReport:
         started_at=1000.0 + 4 * step,
         timeline=(Span(name="rollout", start=0.0, seconds=2.0), Span(name="update", start=2.0, seconds=1.0)),
         response_lengths=LengthHistogram(edges=(4, 6, 8), num_rows=(3, 3)),
+        telemetry={"step/update_tokens_per_second": 100.0, "memory/policy-0_rss_bytes": 2.0**30, "packing/fill": 0.9},
     ).replace(**changes)
 
 
@@ -113,10 +115,18 @@ def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole.metrics.append_event(RunEvent(kind="restart", step=2, time=1010.0, reason=ATTACK))
     whole.metrics.append_eval(evaluation(0))
     whole.metrics.append_eval(evaluation(NUM_STEPS))
+    write_trace(whole, 2, "policy-0", "update", b"")
     shutil.copytree(whole.path, whole.path.with_name("other"))
     other = RunDirectory(whole.path.with_name("other"))
     other.write_config(other.config().replace(seed=1))
-    absent = {"store": None, "publish": None, "started_at": None, "timeline": (), "response_lengths": None}
+    absent = {
+        "store": None,
+        "publish": None,
+        "started_at": None,
+        "timeline": (),
+        "response_lengths": None,
+        "telemetry": {},
+    }
     old.metrics.append_step(step_report(0, metrics={"reward": 0.5, "tokens": 10.0}, **absent))
     return folder / "runs"
 
@@ -155,7 +165,14 @@ def test_the_report_has_every_panel(runs_dir: Path, sluice: Command, page: Page)
     text = page.text()
     for shown in ("stopped, 12 of 12 steps", "no alarms", "share of responses by length", "timeline of the last steps"):
         assert shown in text
-    for shown in ("mismatch/ess", "torch 2.13.0", "best reward", "hash of"):
+    for shown in (
+        "profile/step-000002/policy-0-update.json.gz",
+        "peak memory by worker (MiB)",
+        "mismatch/ess",
+        "torch 2.13.0",
+        "best reward",
+        "hash of",
+    ):
         assert shown in text
 
 
@@ -176,7 +193,7 @@ def test_a_panel_without_data_says_so(runs_dir: Path, sluice: Command, page: Pag
     assert sluice("report", "old", "--out", str(runs_dir / "pages" / "old.html"))[0] == 0
     assert assert_drawn(page, runs_dir / "pages" / "old.html") == list(PANELS)
     text = page.text()
-    assert text.count("An earlier version of Sluice wrote this run") == 4
+    assert text.count("An earlier version of Sluice wrote this run") == 5
     assert "No step published weights" in text
     assert "data.eval_path is not set" in text
 

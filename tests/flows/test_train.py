@@ -79,7 +79,7 @@ def test_the_summary_and_the_metrics(directory: RunDirectory) -> None:
     assert summary["prefect_ui"].startswith("http://127.0.0.1:")
     assert "/runs/flow-run/" in summary["prefect_ui"]
     assert set(summary["seconds_by_phase"]) == {
-        *("lease", "rollout", "put", "logprob", "reference", "advantage", "update", "publish"),
+        *("lease", "rollout", "put", "reference", "advantage", "update", "publish"),
     }
     steps = directory.metrics.steps()
     assert [report.step for report in steps] == list(range(STEPS))
@@ -147,6 +147,7 @@ def test_the_ui_has_named_runs_and_artifacts(workplace: Workplace, printed: str)
         ("markdown", f"{RUN_ID}-summary"),
         ("table", f"{RUN_ID}-samples"),
         ("table", f"{RUN_ID}-eval"),
+        ("table", f"{RUN_ID}-workers"),
     }
     table = next(json.loads(str(artifact.data)) for artifact in artifacts if artifact.key == f"{RUN_ID}-eval")
     assert [row["source"] for row in table] == ["tiny"]

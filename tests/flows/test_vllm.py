@@ -1,4 +1,4 @@
-"""A whole run whose rollout workers generate with vLLM."""
+"""A whole run whose rollout worker generates with vLLM, on two tensor-parallel ranks."""
 
 import importlib.util
 
@@ -15,19 +15,26 @@ pytestmark = [
 STEPS = 3
 
 
-def test_a_run_whose_vllm_worker_is_lost(workplace: Workplace) -> None:
+def test_a_run_whose_engine_loses_a_rank(workplace: Workplace) -> None:
     run = workplace.run("vllm")
     make_tiny_model(workplace.folder / "vllm-model", head_dim=32)  # the smallest of vLLM's kernels on a CPU
     driver = workplace.start(
         *("train", "tiny.toml", "--run-id", run.run_id, f"steps={STEPS}", "model.path=vllm-model", "kl.coef=0"),
         *("rollout.kind=vllm", "rollout.cache_bytes=16777216", "rollout.temperature=0.8", "rollout.stop=['zz']"),
+        "rollout.tensor_parallel=2",
         *("runtime.max_restarts=0", "data.max_prompt_tokens=64", "eval.samples_per_prompt=2", "eval.temperature=1.0"),
     )
     driver.wait_for(lambda: run.committed(1, "rollout"))
-    assert workplace.kill_worker("RolloutWorker")  # its successor starts with version 0, and is sent version 1
-    assert "weight transport: shared_memory" in driver.finish()
+    children = [child for worker in workplace.find_workers("RolloutWorker") for child in worker.children()]
+    ranks = [child for child in children if "Worker_TP" in child.name()]
+    assert len(ranks) == 2
+    ranks[1].kill()  # the successor of its rollout worker starts with version 0, and is sent version 1
+    out = driver.finish()
+    assert "weight transport: shared_memory" in out
+    assert "vLLM's 2 tensor-parallel processes failed, and were ended" in out
     steps = run.step_metrics()
     assert len(steps) == STEPS
     for step in steps:  # sampler and trainer agree, whatever version sampled
         assert 0 < step["mismatch/mean"] <= step["mismatch/max"] < 1e-3
     assert not [name for name in workplace.worker_names() if name.startswith("RolloutWorker")]
+    assert not [rank for rank in ranks if rank.is_running()]

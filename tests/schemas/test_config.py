@@ -41,7 +41,7 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optim.lrr=1", "unknown key optim.lrr; did you mean 'lr'? allowed here: betas, epsilon, lr,"),
+        ("optim.lrr=1", "unknown key optim.lrr; did you mean 'lr'? allowed here: betas, epsilon, implementation, lr,"),
         ("optm.lr=1", "unknown key optm; did you mean 'optim'?"),
         ("optim.lr=-1", "optim.lr = -1: Input should be greater than 0"),
         ("optim.schedule=linear", "optim.schedule = 'linear': Input should be 'constant' or 'cosine'"),
@@ -68,9 +68,11 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
         ("rollout.stop=['.', '']", "'' is not a stop string"),
         ("rollout.stop_token_ids=[-1]", "Input should be greater than or equal to 0"),
         ("rollout.min_p=1", "rollout.min_p = 1: Input should be less than 1"),
+        ("rollout={kind='vllm', router_replay=true}", "which vLLM returns only from a model runner that its CPU build"),
         ("rollout.cache_bytes=9", "unknown key rollout.cache_bytes"),
-        ("runtime.max_staleness=2", "runtime.max_staleness = 2: Input should be less than or equal to 1"),
+        ("runtime.max_staleness=9", "runtime.max_staleness = 9: Input should be less than or equal to 8"),
         ("runtime.max_staleness=1", 'set correction.kind = "truncated" (or "masked"), or runtime.max_staleness = 0'),
+        ("runtime.profile_steps=[9999]", "runtime.profile_steps = [9999] names [9999], but with steps = "),
         ("monitors=[{project='p'}]", "missing key monitors.0.kind"),
         ("monitors=[{kind='wandb', project='p', mod='offline'}]", "unknown key monitors.0.mod; did you mean 'mode'?"),
         ("monitors=[{kind='wandb'}]", "missing key monitors.0.project"),
@@ -82,6 +84,24 @@ def test_errors_name_the_key_the_value_and_the_allowed_ones(path: Path, override
         load_config(path, [override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("store.kind=shared", 'store.kind is not durable; set store.kind = "tiered", or set runtime.max_staleness = 1'),
+        ("store.keep_steps=0", "store.keep_steps = 0; set it to 1 or more"),
+        ("rollout.dynamic_sampling.max_rounds=2", "rollout.dynamic_sampling replaces groups of a whole step"),
+        ("rollout.stop=['.']", "rollout.stop may be cut between two parts; use rollout.stop_token_ids"),
+        ("rollout.router_replay=true", "rollout.router_replay needs whole responses; set it to false"),
+        ("rollout.max_response_tokens=2", "rollout.max_response_tokens = 2 can't be split into 3 parts; raise it"),
+    ],
+)
+def test_what_can_not_be_sampled_in_parts_is_rejected(path: Path, change: str, problem: str) -> None:
+    load_config(path, ["runtime.max_staleness=3", "correction.kind=truncated"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["runtime.max_staleness=3", "correction.kind=truncated", change])
+    assert f"samples responses in 3 parts, over several steps, but {problem}" in str(caught.value)
 
 
 def test_every_section_names_its_kinds_if_another_one_is_given(path: Path) -> None:

@@ -62,7 +62,7 @@ def rollout_of(rewards: list[float | None]) -> RolloutHandle:
                 prompt_lengths=(20,) * ROWS_PER_SHARD,
                 response_lengths=tuple(LENGTHS[rows]),
                 loss_tokens=tuple(LENGTHS[rows]),
-                finish_reasons=tuple(sample[2] for sample in SAMPLES[rows]),
+                truncated=tuple(sample[2] == "length" for sample in SAMPLES[rows]),
             )
         )
     return RolloutHandle(step=STEP, policy_version=STEP, shards=tuple(shards))

@@ -55,7 +55,7 @@ def shard_of(
         prompt_lengths=tuple(group + 1 for group, _ in rows),
         response_lengths=(3,) * len(rows),
         loss_tokens=(3,) * len(rows),
-        finish_reasons=("stop",) * len(rows),
+        truncated=(0,) * len(rows),
         parts={"style": tuple(reward for _, reward in rows)} if any(reward is not None for _, reward in rows) else {},
         seconds={"generate": 1.0, "reward": 0.5},
     )

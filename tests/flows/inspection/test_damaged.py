@@ -15,7 +15,7 @@ from tests.small_run import (
 
 
 def test_a_damaged_chunk(inspect: Command, run: RunDirectory) -> None:
-    path = next((run.columns / "step-000003").glob("behavior-0-0.*.arrow"))
+    path = next((run.path / "columns" / "step-000003").glob("behavior-0-0.*.arrow"))
     damaged = bytearray(path.read_bytes())
     damaged[200] ^= 1
     path.write_bytes(damaged)
@@ -31,7 +31,7 @@ def test_a_damaged_chunk(inspect: Command, run: RunDirectory) -> None:
 
 
 def test_a_chunk_of_the_batch_that_is_gone(inspect: Command, run: RunDirectory) -> None:
-    for path in (run.columns / "step-000003").glob("rollout-1-0.*"):
+    for path in (run.path / "columns" / "step-000003").glob("rollout-1-0.*"):
         path.unlink()
     out = stopped(inspect("demo"), "ChunkNotFoundError", "demo/3/rollout/1/0")
     assert out.count("  can't be read") == 12
@@ -40,27 +40,33 @@ def test_a_chunk_of_the_batch_that_is_gone(inspect: Command, run: RunDirectory) 
 
 
 def test_a_damaged_record_of_a_chunk(inspect: Command, run: RunDirectory) -> None:
-    (run.columns / "step-000003" / "advantage-0-0.json").write_text("{}")
+    (run.path / "columns" / "step-000003" / "advantage-0-0.json").write_text("{}")
     out = stopped(inspect("demo"), "ChunkCorruptedError: step-000003/advantage-0-0.json")
     assert "demo/3/rollout/1/0" in out
 
 
 def test_a_damaged_note_of_the_batch(inspect: Command, run: RunDirectory) -> None:
-    (run.columns / "step-000003" / "_batch.json").write_text("{")
+    (run.path / "columns" / "step-000003" / "_batch.json").write_text("{")
     assert not stopped(inspect("demo"), "ChunkCorruptedError: step-000003/_batch.json")
     assert shown(inspect("demo", "2")).startswith("run demo, step 2")
+
+
+def test_a_plan_of_an_older_version(inspect: Command, run: RunDirectory) -> None:
+    (run.path / "plans").mkdir(exist_ok=True)
+    (run.path / "plans" / "step-000003.json").write_text('{"updates": [{"ranks": []}]}')
+    rejected(inspect("demo"), "plans/step-000003.json is damaged, or of an older version of Sluice")
 
 
 def test_damage_in_a_put_that_is_not_done(inspect: Command, run: RunDirectory) -> None:
     store = begin_step(run)
     put_rollout(store, 4)
-    next((run.columns / "step-000004").glob("rollout-0-0.*.arrow")).write_bytes(b"nothing")
+    next((run.path / "columns" / "step-000004").glob("rollout-0-0.*.arrow")).write_bytes(b"nothing")
     out = stopped(inspect("demo"), "ChunkCorruptedError: chunk demo/4/rollout/0/0: 7 bytes are stored")
     assert "3 rows" in out
 
 
 def test_a_column_that_this_version_does_not_know(inspect: Command, run: RunDirectory) -> None:
-    note = run.columns / "step-000003" / "_batch.json"
+    note = run.path / "columns" / "step-000003" / "_batch.json"
     note.write_text(note.read_text().replace('"advantages"', '"teacher"'))
     lines = stopped(inspect("demo"), "'teacher'").splitlines()
     assert "teacher advantage - float can't be read" in [" ".join(line.split()) for line in lines]

@@ -1,0 +1,149 @@
+"""The host memory of a planned run's fullest node."""
+
+from collections.abc import Mapping
+
+from pydantic import NonNegativeInt
+
+from flows.cli.footprint import Footprint
+from flows.cli.resources.placement import Placement
+from flows.cli.resources.workers import ModelMemory, WorkerMemory, bucket_bytes, weight_carrier
+from infra.checkpoints.writing import FILE_BYTES
+from infra.workers.roles import Role
+from rl_core.planning.memory import PHASES, Phase, PhaseBytes
+from schemas.base import Frozen
+from schemas.catalog import column_spec
+from schemas.config.run import RunConfig
+
+PROCESS_BYTES = 512 * 2**20  # of a worker before it loads a model: measured, without CUDA
+NO_BYTES = PhaseBytes(load=0, rollout=0, scoring=0, update=0, publish=0)
+
+
+class HostMemory(Frozen):
+    """The host memory of one node."""
+
+    node: NonNegativeInt
+    parts: dict[str, NonNegativeInt]  # the most of each; not all of them exist at the same time
+    phase: Phase  # with the most bytes
+    num_bytes: NonNegativeInt
+
+
+def host_memory(
+    config: RunConfig,
+    footprint: Footprint,
+    model: ModelMemory,
+    workers: tuple[WorkerMemory, ...],
+    placement: Placement,
+) -> HostMemory:
+    """Return the memory of the fullest node: shared memory, checkpoint staging and processes.
+
+    Without GPUs the workers' weights, activations and caches are in it too. Rewards, data and Prefect are not counted.
+    """
+    nodes = [_node(config, footprint, model, workers, placement, node) for node in placement.used_nodes]
+    return max(nodes, key=lambda node: node.num_bytes)
+
+
+def producer_role(config: RunConfig, producer: str) -> Role:
+    """Return the role whose workers put a producer's columns; the driver's count as the policy's."""
+    if producer == "rollout":
+        return "rollout"
+    return "reference" if producer == "reference" and config.needs_reference_worker else "policy"
+
+
+def _node(
+    config: RunConfig,
+    footprint: Footprint,
+    model: ModelMemory,
+    workers: tuple[WorkerMemory, ...],
+    placement: Placement,
+    node: int,
+) -> HostMemory:
+    counts = placement.of_node(node)
+    columns = _columns(config, footprint, placement, counts)
+    staging = _staging(config, model) * counts["policy"]
+    ranks = config.rollout.gpus_per_worker
+    processes = PROCESS_BYTES * (sum(counts.values()) + (ranks * counts["rollout"] if ranks > 1 else 0))
+    sent = _published(config, model, counts, placement, node)
+    loading = _loading(model, workers, counts) if placement.on_gpus else 0
+    moments = model.policy.optimizer * counts["policy"] if config.optim.offload and placement.on_gpus else 0
+    device = NO_BYTES
+    if not placement.on_gpus:
+        for worker in workers:
+            device = device + worker.phases.scaled(counts[worker.role])
+    always = processes + columns + moments
+    # A checkpoint is copied after the update, and written while the next steps run.
+    extra = {"load": loading - columns, "publish": sent + staging, "rollout": staging}
+    moved = _moved_out(config, model, counts) if placement.takes_turns else {}
+    totals = {
+        phase: always + getattr(device, phase) + extra.get(phase, staging) + moved.get(phase, 0) for phase in PHASES
+    }
+    fullest = max(PHASES, key=lambda phase: totals[phase])
+    parts = {
+        "columns in shared memory": columns,
+        "published weights": sent,
+        "checkpoint staging": staging,
+        "processes": processes,
+        "weights while loading": loading,
+        "optimizer": moments,
+        "moved out of GPUs": max(moved.values(), default=0),
+        "workers' tensors": device.peak,
+    }
+    parts = {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
+    return HostMemory(node=node, parts=parts, phase=fullest, num_bytes=totals[fullest])
+
+
+def _columns(config: RunConfig, footprint: Footprint, placement: Placement, counts: Mapping[Role, int]) -> int:
+    """Return the columns that the node's workers put, of all steps that are stored at the same time."""
+    if config.store.kind == "fsspec":
+        return 0
+    total = 0.0
+    for column in footprint.columns:
+        role = producer_role(config, column_spec(column.name).producer)
+        total += column.num_bytes * counts[role] / placement.count(role)
+    steps = 1 + config.runtime.max_staleness
+    scale = footprint.most_store_bytes / footprint.store_bytes
+    return round(steps * scale * total)
+
+
+def _loading(model: ModelMemory, workers: tuple[WorkerMemory, ...], counts: Mapping[Role, int]) -> int:
+    """Return what loads pass through host memory: an engine's weights, but of a sharded model a tensor's slice."""
+    total = 0
+    for worker in workers:
+        weights = model.reference if worker.role == "reference" else model.policy
+        assert weights is not None
+        slices = weights.largest // weights.num_ranks
+        total += counts[worker.role] * (worker.phases.load if worker.role == "rollout" else slices)
+    return total
+
+
+def _moved_out(config: RunConfig, model: ModelMemory, counts: Mapping[Role, int]) -> dict[Phase, int]:
+    """Return what policy and reference keep in host memory while others compute on their GPUs."""
+    weights, reference = model.policy, model.reference
+    optimizer = 0 if config.optim.offload else weights.optimizer * counts["policy"]
+    frozen = reference.computed(reference.held) * counts["reference"] if reference else 0
+    return {
+        "rollout": optimizer + weights.held * counts["policy"] + frozen,
+        "publish": optimizer + frozen,
+        "scoring": optimizer,
+        "update": frozen,
+    }
+
+
+def _published(
+    config: RunConfig, model: ModelMemory, counts: Mapping[Role, int], placement: Placement, node: int
+) -> int:
+    """Return the buckets of weights: two files; or the two of each side of gloo, which are tensors without GPUs."""
+    carrier, bucket = weight_carrier(config, placement), bucket_bytes(config, model)
+    sides = int(node == placement.nodes["policy"][0])
+    if carrier == "gloo":
+        sides = sides + counts["rollout"] if placement.on_gpus else 0
+    held = 0 if carrier == "nccl" else 2 * bucket * sides
+    if config.rollout.gpus_per_worker > 1 and carrier != "shared_memory":
+        held += bucket * counts["rollout"]  # an engine's ranks map a copy of what did not come as a file
+    return held
+
+
+def _staging(config: RunConfig, model: ModelMemory) -> int:
+    """Return what a policy rank copies for a checkpoint, and a file that it encodes, with the copy that this takes."""
+    weights = model.policy
+    copied = weights.trained + weights.optimizer + (weights.trained if config.runtime.max_staleness else 0)
+    return copied + min(FILE_BYTES, copied)

@@ -1,0 +1,298 @@
+"""The device memory of each worker of a planned run, by phase: a GPU's, or on a CPU its part of the node's."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import NonNegativeInt, PositiveInt
+from transformers import PreTrainedModel
+
+from flows.cli.footprint import Footprint
+from flows.cli.resources.placement import Placement
+from infra.engines.cache import cache_bytes_per_token
+from infra.engines.vllm.sizes import num_cache_copies
+from infra.models.load import build_meta_model, max_positions
+from infra.models.lora import add_adapter
+from infra.workers.roles import Role
+from rl_core.planning.activations import Activations, trace_activations
+from rl_core.planning.hardware import Cluster, format_bytes
+from rl_core.planning.memory import (
+    FLOAT_BYTES,
+    FORWARD_BUFFERS,
+    HALF_BYTES,
+    SAMPLING_BYTES,
+    HeadSizes,
+    PhaseBytes,
+    WeightBytes,
+    cache_bytes,
+    scoring_bytes,
+    update_bytes,
+)
+from schemas.base import Frozen
+from schemas.config.rollout import VllmRollout
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError, ModelError
+
+KV_CACHE = "KV cache"  # of vLLM on a GPU, with its working memory
+
+
+class WorkerMemory(Frozen):
+    """The device memory of one worker of a role: of each of its GPUs, or without GPUs of all its processes."""
+
+    role: Role
+    count: PositiveInt
+    gpus: PositiveInt = 1  # of the worker
+    parts: dict[str, NonNegativeInt]  # what the phases consist of, in bytes
+    phases: PhaseBytes
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """What the memory of a run's workers is computed from.
+
+    Attributes:
+        policy: The weights of a policy rank, adapters included.
+        reference: Those of a reference rank; None without reference workers.
+        whole: All weights, adapters merged, in float32.
+        activations: Of a micro-batch with the most tokens.
+        micro_tokens: Its tokens.
+        token_bytes: Float32 KV-cache bytes of a token.
+        engine_itemsize: Bytes of a number in the engine's weights and KV cache.
+        vocab_size: Entries.
+        warnings: What could not be counted.
+    """
+
+    policy: WeightBytes
+    reference: WeightBytes | None
+    whole: int
+    activations: Activations
+    micro_tokens: int
+    token_bytes: int
+    engine_itemsize: int
+    vocab_size: int
+    warnings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: RunConfig, footprint: Footprint, *, on_gpus: bool) -> "ModelMemory":
+        """Measure a config's model on the meta device.
+
+        Args:
+            config: The run.
+            footprint: Its step.
+            on_gpus: Whether it computes on GPUs, which decides the compute dtype unless the config does.
+
+        Raises:
+            UserError: The model's config is not that of a causal language model, or its adapter can't be made.
+        """
+        base = build_meta_model(config.model)
+        whole = WeightBytes.of(base, 1).whole
+        reference, runtime = None, config.runtime
+        half = computes_in_bfloat16(config, on_gpus=on_gpus)
+        if config.needs_reference_worker:
+            reference = WeightBytes.of(base, runtime.num_reference_ranks, bfloat16=half)
+        if config.model.lora is not None:
+            add_adapter(base, config.model.lora)
+        tokens = footprint.micro_tokens
+        if half:
+            base.bfloat16()
+        activations, warnings = _activations(config, base, tokens)
+        return cls(
+            policy=WeightBytes.of(
+                base,
+                runtime.num_policy_ranks // runtime.num_policy_replicas,
+                bfloat16=half,
+                eight_bit=config.optim.implementation == "8bit",
+            ),
+            reference=reference,
+            whole=whole,
+            activations=activations,
+            micro_tokens=tokens,
+            token_bytes=cache_bytes_per_token(base.config, torch.float32),
+            engine_itemsize=engine_itemsize(config, on_gpus=on_gpus),
+            vocab_size=base.config.get_text_config().vocab_size,
+            warnings=warnings,
+        )
+
+
+def _activations(config: RunConfig, model: PreTrainedModel, tokens: int) -> tuple[Activations, tuple[str, ...]]:
+    longest = min(config.data.max_prompt_tokens + config.rollout.max_response_tokens, max_positions(config.model))
+    try:
+        return trace_activations(model, tokens, longest=min(longest, tokens)), ()
+    except ModelError as error:
+        return Activations((), 0, 0, 0), (f"activations are not counted: {error}",)
+
+
+def worker_memory(
+    config: RunConfig, footprint: Footprint, model: ModelMemory, cluster: Cluster, placement: Placement
+) -> tuple[WorkerMemory, ...]:
+    """Return the memory of one worker of each role that the run has."""
+    workers = [_policy(config, footprint, model, placement)]
+    if model.reference is not None:
+        workers.append(_reference(config, model, model.reference, placement))
+    workers.append(_rollout(config, footprint, model, cluster, placement))
+    return tuple(workers)
+
+
+def engine_itemsize(config: RunConfig, *, on_gpus: bool) -> int:
+    """Return the bytes of a number in the engine's weights and KV cache."""
+    return HALF_BYTES if config.rollout.dtype_on("cuda" if on_gpus else "cpu") == "bfloat16" else FLOAT_BYTES
+
+
+def computes_in_bfloat16(config: RunConfig, *, on_gpus: bool) -> bool:
+    """Return whether forward and backward compute in bfloat16."""
+    return config.model.dtype_on("cuda" if on_gpus else "cpu") == "bfloat16"
+
+
+def weight_carrier(config: RunConfig, placement: Placement) -> Literal["nccl", "gloo", "shared_memory"]:
+    """Return what carries weights to the rollout workers; see `infra.weights.transport`."""
+    setting = config.runtime.weight_transport
+    own_gpus = placement.on_gpus and not placement.is_colocated
+    one_node = len({placement.nodes["policy"][0], *placement.nodes["rollout"]}) == 1
+    if setting == "shared_memory" or (setting == "auto" and one_node and not own_gpus):
+        return "shared_memory"
+    return "nccl" if own_gpus else "gloo"
+
+
+def sent_bytes(model: ModelMemory) -> int:
+    """Return the bytes of all weights in the engines' dtype."""
+    return model.whole * model.engine_itemsize // FLOAT_BYTES
+
+
+def bucket_bytes(config: RunConfig, model: ModelMemory) -> int:
+    """Return the bytes of the largest bucket of weights: a tensor larger than the setting is one of its own."""
+    largest = model.policy.largest * model.engine_itemsize // FLOAT_BYTES
+    return max(largest, min(config.runtime.weight_bucket_bytes, sent_bytes(model)))
+
+
+def kv_cache(config: RunConfig, workers: tuple[WorkerMemory, ...]) -> int:
+    """Return the bytes of an engine's KV cache, of which its ranks may hold copies."""
+    rollout = next(worker for worker in workers if worker.role == "rollout")
+    return rollout.gpus * rollout.parts[KV_CACHE] // num_cache_copies(config)
+
+
+def _head(config: RunConfig, model: ModelMemory, placement: Placement, *, is_update: bool) -> HeadSizes:
+    return HeadSizes(
+        chunk_tokens=min(config.packing.logits_chunk_tokens, model.micro_tokens),
+        vocab_size=model.vocab_size,
+        has_entropy=is_update,
+        has_entropy_grad=is_update and bool(config.loss.entropy_coef),
+        bfloat16=model.policy.bfloat16,
+        on_cpu=not placement.on_gpus,
+    )
+
+
+def _policy(config: RunConfig, footprint: Footprint, model: ModelMemory, placement: Placement) -> WorkerMemory:
+    weights, head = model.policy, _head(config, model, placement, is_update=True)
+    previous = weights.trained if config.runtime.max_staleness else 0
+    on_host = weights.optimizer if config.optim.offload and placement.on_gpus else 0
+    idle = weights.held + weights.optimizer - on_host + previous
+    checkpointing, num_micros = config.model.gradient_checkpointing, footprint.num_micros
+    syncs_last = config.runtime.gradient_sync == "last_micro_batch"
+    update = update_bytes(
+        weights,
+        model.activations,
+        head,
+        num_micros=num_micros,
+        checkpointing=checkpointing,
+        syncs_last=syncs_last,
+    )
+    scoring = scoring_bytes(weights, model.activations, _head(config, model, placement, is_update=False))
+    sent = weights.largest if weights.is_sharded else 0
+    sent += _buckets_on_device(config, model, placement)
+    layers = model.activations
+    saved = len(layers.layers) * layers.layer_input if checkpointing else sum(layers.layers)
+    return WorkerMemory(
+        role="policy",
+        count=config.runtime.num_policy_ranks,
+        parts={
+            "weights": weights.held,
+            "gradients": weights.gradients(num_micros, syncs_last=syncs_last) or weights.trained,
+            "optimizer": weights.optimizer - on_host,
+            **({"previous weights": previous} if previous else {}),
+            **({"gathered layers": weights.gathered} if weights.gathered else {}),
+            "activations": layers.other + saved,
+            "logits chunk": head.forward(weights),
+        },
+        phases=PhaseBytes(
+            load=weights.held,
+            rollout=0 if placement.takes_turns else idle,
+            scoring=(weights.held if placement.takes_turns else idle) + scoring,
+            update=idle + update,
+            publish=(weights.held if placement.takes_turns else idle) + sent,
+        ),
+    )
+
+
+def _reference(config: RunConfig, model: ModelMemory, weights: WeightBytes, placement: Placement) -> WorkerMemory:
+    head = _head(config, model, placement, is_update=False)
+    forward = scoring_bytes(weights, model.activations, head)
+    held = weights.computed(weights.held)  # frozen weights are kept in the compute dtype
+    parts = {"weights": held, "logits chunk": head.forward(weights)}
+    if weights.gathered:
+        parts["gathered layers"] = weights.gathered
+    phases = PhaseBytes(load=held, rollout=held, scoring=held + forward, update=held, publish=held)
+    if placement.takes_turns:
+        phases = phases.replace(rollout=0, update=0, publish=0)
+    return WorkerMemory(role="reference", count=weights.num_ranks, parts=parts, phases=phases)
+
+
+def _rollout(
+    config: RunConfig, footprint: Footprint, model: ModelMemory, cluster: Cluster, placement: Placement
+) -> WorkerMemory:
+    if is_vllm := isinstance(config.rollout, VllmRollout):
+        parts = _vllm_parts(config.rollout, model, cluster, placement)
+    else:
+        parts = _embedded_parts(config, footprint, model)
+    weights, total = parts["weights"], sum(parts.values())
+    # vLLM reserves its memory for good, unless it sleeps between rollouts; the other engine allocates as needed.
+    busy = total if is_vllm and not placement.takes_turns else weights
+    idle = 0 if placement.takes_turns else busy
+    received = _buckets_on_device(config, model, placement)
+    phases = PhaseBytes(
+        load=total if is_vllm else weights, rollout=total, scoring=idle, update=idle, publish=busy + received
+    )
+    gpus = config.rollout.gpus_per_worker if placement.on_gpus else 1
+    return WorkerMemory(role="rollout", count=config.rollout.num_workers, gpus=gpus, parts=parts, phases=phases)
+
+
+def _buckets_on_device(config: RunConfig, model: ModelMemory, placement: Placement) -> int:
+    """Return the two buckets that each side of a broadcast holds, where the workers' tensors are."""
+    carrier = weight_carrier(config, placement)
+    on_device = carrier == "nccl" or (carrier == "gloo" and not placement.on_gpus)
+    return 2 * bucket_bytes(config, model) if on_device else 0
+
+
+def _vllm_parts(rollout: VllmRollout, model: ModelMemory, cluster: Cluster, placement: Placement) -> dict[str, int]:
+    """Return what each GPU of an engine holds, a shard of weights and cache; on a CPU, what all ranks hold."""
+    dtype, ranks = rollout.dtype_on("cuda" if placement.on_gpus else "cpu"), rollout.tensor_parallel
+    whole = sent_bytes(model)
+    if not placement.on_gpus:
+        return {"weights": whole, KV_CACHE: rollout.cache_bytes}
+    weights, fraction = whole // ranks, rollout.gpu_fraction(is_colocated=placement.is_colocated)
+    reserved = round(fraction * cluster.gpu_bytes)
+    if reserved <= weights:
+        held = f"weights in {dtype} take {format_bytes(weights)}" + (f" on each of {ranks} GPUs" if ranks > 1 else "")
+        raise ConfigError(
+            f"rollout.gpu_memory_utilization = {fraction:g} gives vLLM {format_bytes(reserved)} of a GPU, but {held}; "
+            f"raise it to more than {weights / cluster.gpu_bytes:.2f}, or raise rollout.tensor_parallel"
+            if weights < cluster.gpu_bytes
+            else f"{held}, more than a GPU of {cluster.name} has, {format_bytes(cluster.gpu_bytes)}; raise "
+            f"rollout.tensor_parallel above {whole // cluster.gpu_bytes}, or use GPUs with more memory"
+        )
+    return {"weights": weights, KV_CACHE: reserved - weights}
+
+
+def _embedded_parts(config: RunConfig, footprint: Footprint, model: ModelMemory) -> dict[str, int]:
+    rollout, group = config.rollout, config.rollout.samples_per_prompt
+    assert not isinstance(rollout, VllmRollout)
+    num_rows = min(rollout.prompts_per_batch, rollout.num_prompts) * group
+    row_tokens = footprint.longest_prompt + rollout.max_response_tokens
+    cache = cache_bytes(num_rows, row_tokens, model.token_bytes, rollout.max_cache_bytes, group)
+    batch = cache // (row_tokens * model.token_bytes)
+    per_token = FORWARD_BUFFERS * (model.activations.widest + model.activations.layer_input) // model.micro_tokens
+    return {
+        "weights": model.whole,
+        KV_CACHE: cache,
+        "prefill": batch // group * footprint.longest_prompt * per_token,
+        "sampling": batch * model.vocab_size * SAMPLING_BYTES,
+    }

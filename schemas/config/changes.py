@@ -1,0 +1,85 @@
+"""Which settings may differ when a run is resumed, and digests of the settings that a stage's result depends on."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+
+from schemas.config.differences import flat_values
+from schemas.config.load import changed_keys
+from schemas.config.run import RunConfig
+
+# Where, how long and within which limits a run trains, and what it reports; a name that ends with "." is a section.
+CHANGEABLE = (
+    "steps",
+    "note",
+    "monitors",
+    "eval.",
+    "data.eval_path",
+    "checkpoint.",
+    "store.",
+    "packing.",
+    "runtime.",
+    "model.gradient_checkpointing",
+    "optim.offload",
+    "reward.max_failure_fraction",
+    "reward.num_processes",
+    "reward.timeout_seconds",
+    "rollout.num_workers",
+    "rollout.batch_prompts",
+    "rollout.max_cache_bytes",
+    "rollout.max_num_seqs",
+    "rollout.cache_bytes",
+    "rollout.gpu_memory_utilization",
+    "rollout.enforce_eager",
+    "rollout.tensor_parallel",
+    "rollout.prefix_cache",
+)
+FIXED = ("runtime.max_staleness",)
+# Those of them on which log-probs and plans depend: who computes them, and in which micro-batches.
+SCORING = ("packing.", "runtime.device", "runtime.num_policy_ranks")
+
+
+def is_changeable(key: str) -> bool:
+    """Return whether the value of a dotted key may differ when a run is resumed."""
+    return _is_in(key, CHANGEABLE) and not _is_in(key, FIXED)
+
+
+def rejected_changes(before: RunConfig, after: RunConfig) -> list[str]:
+    """Return the dotted keys in which two configs differ although that would be another run, sorted."""
+    return [key for key in changed_keys(before, after) if not is_changeable(key)]
+
+
+def keep_batches(before: RunConfig, after: RunConfig) -> RunConfig:
+    """Return `after` with the batches of `before`, unless it sets `rollout.batch_prompts` itself.
+
+    Otherwise another number of workers would decode other prompts together, and so change samples.
+    """
+    size = before.rollout.prompts_per_batch
+    if after.rollout.batch_prompts is not None or after.rollout.prompts_per_batch == size:
+        return after
+    return after.replace(rollout=after.rollout.replace(batch_prompts=size))
+
+
+def sampling_digest(config: RunConfig) -> str:
+    """Return a digest of what a run trains, the same for as long as it may be resumed: stored rows depend on it."""
+    return _digest(config.model_dump_json(), ())
+
+
+def scoring_digest(config: RunConfig) -> str:
+    """Return a digest of what a run trains and how it scores and plans: log-probs and plans depend on it."""
+    return _digest(config.model_dump_json(), SCORING)
+
+
+@lru_cache  # asked for several times in each step
+def _digest(config: str, included: tuple[str, ...]) -> str:
+    values = {
+        key: value
+        for key, value in flat_values(RunConfig.model_validate_json(config)).items()
+        if _is_in(key, included) or not is_changeable(key)
+    }
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _is_in(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)

@@ -1,0 +1,197 @@
+"""What may change when a run is resumed: every key is decided on, and all that an error advises is possible."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import schemas
+from schemas.config.changes import (
+    CHANGEABLE,
+    SCORING,
+    is_changeable,
+    keep_batches,
+    rejected_changes,
+    sampling_digest,
+    scoring_digest,
+)
+from schemas.config.load import _models_in, changed_keys, override_config
+from schemas.config.rollout import TransformersRollout, VllmRollout
+from schemas.config.run import RunConfig
+from tests.configs import run_config
+
+ROOT = Path(schemas.__file__).parents[1]
+SECTIONS = [name for name, field in RunConfig.model_fields.items() if list(_models_in(field.annotation))]
+KEY = re.compile(rf"\b(?:{'|'.join(SECTIONS)})\.[a-z][a-z_]*(?:\.[a-z_]+)*")
+
+# Sections, and keys of other sections, that decide what is trained.
+TRAINED_SECTIONS = {"overlong", "advantage", "loss", "kl", "correction", "optim"}
+WHERE_ONLY = {"optim.offload"}  # in such a section, but the same bit for bit
+TRAINED = {
+    *("name", "seed", "runtime.max_staleness"),
+    *(f"model.{name}" for name in ("path", "compute_dtype", "lora")),
+    *(f"data.{name}" for name in ("train_path", "sources", "max_prompt_tokens", "overlong", "shuffle")),
+    "data.chat_template_kwargs",
+    *(f"reward.{name}" for name in ("kind", "path", "full_marks_only", "relative_tolerance", "absolute_tolerance")),
+    *(f"reward.{name}" for name in ("pattern", "parts", "target", "unit")),
+    *(f"rollout.{name}" for name in ("kind", "dtype", "num_prompts", "samples_per_prompt", "max_response_tokens")),
+    *(f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")),
+    *("rollout.dynamic_sampling", "rollout.router_replay"),
+}
+
+# Of the keys that decide what is trained, those that messages name: they are for `sluice train`, before a run exists,
+# describe data or model, or offer a second remedy beside one that works.
+FOR_A_NEW_RUN = {
+    *(
+        "correction.kind",
+        "data.chat_template_kwargs",
+        "data.max_prompt_tokens",
+        "data.overlong",
+        "data.sources",
+        "data.train_path",
+        "kl.coef",
+    ),
+    *("kl.in_reward", "loss.entropy_coef", "model.lora", "model.path", "optim.lr", "optim.updates_per_step"),
+    *("optim.implementation", "rollout.router_replay"),
+    *("overlong.buffer_tokens", "reward.kind", "reward.path", "rollout.dynamic_sampling", "rollout.kind"),
+    *("rollout.max_response_tokens", "rollout.num_prompts", "rollout.samples_per_prompt", "rollout.stop_token_ids"),
+    *(
+        "model.compute_dtype",
+        "rollout.stop",
+        "runtime.max_staleness",
+        "model.lora.target_modules",
+        "rollout.dynamic_sampling.max_rounds",
+    ),
+}
+# Another value for each key that may change and that the code names.
+OTHER = {
+    "checkpoint.url": "elsewhere",
+    "data.eval_path": "other.parquet",
+    "eval.samples_per_prompt": "4 eval.temperature=1.0",
+    "eval.temperature": "0.5",
+    "model.gradient_checkpointing": "true",
+    "optim.offload": "true",
+    "packing.kind": "padded",
+    "packing.token_budget": "9999",
+    "reward.max_failure_fraction": "1",
+    "reward.num_processes": "7",
+    "reward.timeout_seconds": "7",
+    "rollout.batch_prompts": "3",
+    "rollout.cache_bytes": "9999",
+    "rollout.enforce_eager": "true",
+    "rollout.gpu_memory_utilization": "0.7",
+    "rollout.max_cache_bytes": "9999",
+    "rollout.max_num_seqs": "7",
+    "rollout.num_workers": "3",
+    "rollout.prefix_cache": "version",
+    "rollout.tensor_parallel": "2",
+    "runtime.device": "cpu",
+    "runtime.gradient_sync": "every_micro_batch",
+    "runtime.num_reference_ranks": "2",
+    "runtime.orphan_seconds": "9",
+    "runtime.placement": "colocated",
+    "runtime.resource_timeout_seconds": "9",
+    "runtime.runs_dir": "elsewhere",
+    "runtime.gpus_per_worker": "0.5",
+    "runtime.num_policy_ranks": "2",
+    "runtime.profile_steps": "[0]",
+    "runtime.prefect_api_url": "http://localhost:4200/api",
+    "runtime.prefect_patience_seconds": "7",
+    "runtime.ray_address": "localhost:6379",
+    "runtime.shared_memory": "memory",
+    "runtime.tls_certificate": "certificate.pem runtime.tls_key=key.pem",
+    "runtime.tls_key": "key.pem runtime.tls_certificate=certificate.pem",
+    "runtime.tracing": "true",
+    "runtime.weight_transport": "broadcast",
+    "runtime.weight_bucket_bytes": "99999",
+    "runtime.weight_probe": "false",
+    "runtime.worker_timeout_seconds": "7",
+    "store.capacity_bytes": "9999",
+    "store.keep_steps": "7",
+    "store.kind": "shared",
+    "store.lease_seconds": "7",
+    "store.url": "memory://columns",
+}
+
+
+def test_every_key_is_decided_on() -> None:
+    decided = {key for key in _keys() if key in TRAINED or key.partition(".")[0] in TRAINED_SECTIONS} - WHERE_ONLY
+    assert {key for key in _keys() if not is_changeable(key)} == decided
+    assert all(any(key == name or key.startswith(name) for key in _keys()) for name in (*CHANGEABLE, *SCORING))
+
+
+def _keys() -> set[str]:
+    keys = set()
+    for name, field in RunConfig.model_fields.items():
+        models = list(_models_in(field.annotation)) if name != "monitors" else []
+        keys |= {f"{name}.{key}" for model in models for key in model.model_fields if name in SECTIONS} or {name}
+    return keys
+
+
+@cache
+def _mentioned() -> frozenset[str]:
+    """Return the keys that messages of the code name."""
+    files = [
+        path for layer in ("schemas", "rl_core", "infra", "tasks", "flows") for path in (ROOT / layer).rglob("*.py")
+    ]
+    return frozenset(key for path in files for text in _texts(path) for key in KEY.findall(text))
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """Yield a file's string literals that are sentences or single keys, but no docstrings."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+            yield from [node.value] if " " in node.value or KEY.fullmatch(node.value) else []
+
+
+NAMED = sorted(key for key in _mentioned() if key in _keys() and is_changeable(key))
+
+
+def test_what_a_message_names_may_change_or_is_for_a_new_run() -> None:
+    fixed = {key for key in _mentioned() if not is_changeable(key)}
+    names = {"model.save_pretrained", "model.safetensors", "model.safetensors.index.json"}  # not keys
+    assert fixed - names <= FOR_A_NEW_RUN
+
+
+@pytest.mark.parametrize("key", NAMED)
+def test_an_advised_change_is_accepted(key: str) -> None:
+    is_of_vllm = key.removeprefix("rollout.") in VllmRollout.model_fields.keys() - TransformersRollout.model_fields
+    begun = run_config(reward={"kind": "math"}, rollout={"kind": "vllm" if is_of_vllm else "transformers"})
+    resumed = override_config(begun, f"{key}={OTHER[key]}".split(" "), "demo")
+    assert key in changed_keys(begun, resumed)
+    assert rejected_changes(begun, resumed) == []
+    assert sampling_digest(resumed) == sampling_digest(begun)
+    is_scoring = any(key == name or key.startswith(name) for name in SCORING)
+    assert (scoring_digest(resumed) != scoring_digest(begun)) == is_scoring
+
+
+def test_a_change_of_what_is_trained_changes_all_digests() -> None:
+    begun = run_config()
+    other = begun.replace(seed=1)
+    assert rejected_changes(begun, other) == ["seed"]
+    assert sampling_digest(other) != sampling_digest(begun)
+    assert scoring_digest(other) != scoring_digest(begun)
+    stale = override_config(begun, ["runtime.max_staleness=1", "correction.kind=truncated"], "demo")
+    assert rejected_changes(begun, stale) == [
+        "correction.cap",
+        "correction.kind",
+        "correction.level",
+        "runtime.max_staleness",
+    ]
+
+
+@pytest.mark.parametrize(("workers", "batch_prompts", "kept"), [(3, None, 8), (1, None, 8), (3, 2, 2), (2, None, None)])
+def test_another_number_of_workers_decodes_the_same_prompts_together(
+    workers: int, batch_prompts: int | None, kept: int | None
+) -> None:
+    begun = run_config(rollout={"num_prompts": 16, "num_workers": 2})
+    asked = run_config(rollout={"num_prompts": 16, "num_workers": workers, "batch_prompts": batch_prompts})
+    resumed = keep_batches(begun, asked)
+    assert resumed.rollout.batch_prompts == kept
+    assert resumed.rollout.num_workers == workers
+    assert keep_batches(resumed, asked) == resumed  # asked for again, as a deployment does
