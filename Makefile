@@ -3,11 +3,11 @@
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
-EXTRAS ?= bench,cpu,demo,docs,lora,math,mlflow,otel,s3,tensorboard,trackio,wandb,dev
+EXTRAS ?= bench,bitsandbytes,cpu,demo,docs,lora,math,mlflow,otel,s3,tensorboard,trackio,wandb,dev
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test chaos lint format docs down
+.PHONY: venv demo test chaos gpu lint format docs down
 
 venv: $(VENV)/installed
 
@@ -42,6 +42,10 @@ test: lint  ## lint, then the whole test suite, three files at a time: some only
 KILLS ?= 10
 chaos: venv  ## disturb real runs at random moments and resume them; KILLS=n sets the number of faults
 	$(BIN)/sluice bench chaos --kills $(KILLS)
+
+gpu: EXTRAS = cuda,demo,dev
+gpu: venv  ## the checklist of a GPU machine, about 25 minutes with the installation; writes gpu.json and gpu.md
+	$(BIN)/sluice bench gpu
 
 docs: venv  ## build the documentation site in site/; broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

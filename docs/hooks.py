@@ -122,7 +122,7 @@ def columns_page() -> str:
     ]
     for spec in CATALOG.values():
         nullable = "yes" if spec.nullable else ""
-        dtypes = " or ".join(spec.dtypes)
+        dtypes = " or ".join(spec.dtypes) + (", a vector for each token" if spec.is_vector else "")
         lines.append(f"| `{spec.name}` | {spec.axis} | {dtypes} | {spec.unit} | {spec.producer} | {nullable} |")
     return "\n".join(lines) + "\n"
 

@@ -30,4 +30,4 @@ def draw(run: RunDirectory, path: Path, title: str) -> None:
 if __name__ == "__main__":
     run, out = RunDirectory.open(sys.argv[1]), Path(sys.argv[2])
     draw(run, out, " ".join(sys.argv[3:]) or run.run_id)
-    print(f"drew {out} from {run.path / 'metrics.jsonl'}")
+    print(f"drew {out} from {run.metrics}")

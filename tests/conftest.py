@@ -32,6 +32,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, on models too small for two threads
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Have Ray make the user's token once, as `sluice` does, before processes side by side would each make one."""
+    from infra.services.local import RAY_COMMAND
+
+    if not hasattr(config, "workerinput"):
+        subprocess.run([*RAY_COMMAND, "get-auth-token", "--generate"], capture_output=True, check=True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take minutes, so that none of them is left over at the end, alone."""
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}

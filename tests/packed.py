@@ -10,25 +10,25 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rl_core.scoring import PackedRow, pack_row
 
 VOCAB_SIZE = 61
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,  # log-probs far from uniform, so that a wrong token shows
+    "pad_token_id": None,
+}
 
 
 def tiny_qwen3(*, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Qwen3ForCausalLM:
     """Create a random Qwen3 with grouped heads; `overrides` are fields of `Qwen3Config`."""
-    fields: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,  # log-probs far from uniform, so that a wrong token shows
-        "pad_token_id": None,
-    }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(Qwen3Config(**{**fields, **overrides})).to(dtype).eval()
+        return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **overrides})).to(dtype).eval()
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from infra.storage.runs import RunDirectory
 from infra.storage.step_folders import step_folder
+from schemas.step import EvalReport
 
 
 class Run(RunDirectory):
@@ -13,9 +14,12 @@ class Run(RunDirectory):
 
     def committed(self, step: int, stage: str) -> bool:
         """Return whether the ledger holds a stage of a step, whole: Prefect writes an entry in place."""
+        entries = self.folder.within(f"ledger/{step_folder(step)}")
         try:
-            return any(json.loads(entry.read_text()) for entry in self.step_ledger(step).glob(f"{stage}-*"))
-        except (FileNotFoundError, json.JSONDecodeError):
+            return any(
+                json.loads(entries.read(name) or "null") for name in entries.sizes() if name.startswith(f"{stage}-")
+            )
+        except json.JSONDecodeError:
             return False
 
     def passed(self, step: int, stage: str) -> bool:
@@ -25,22 +29,22 @@ class Run(RunDirectory):
     @property
     def num_done(self) -> int:
         """How many steps are done, without reading their metrics: it is asked in waits, many times a second."""
-        path = self.metrics.path
-        return path.read_bytes().count(b'{"kind": "step"') if path.exists() else 0
+        return sum(line.startswith('{"kind": "step"') for line in self._lines("metrics", ".jsonl").read())
 
-    def entries(self, step: int) -> dict[str, int]:
+    def entries(self, step: int) -> dict[str, float]:
         """Return when each of a step's ledger entries was written, by name."""
-        return {path.name: path.stat().st_mtime_ns for path in self.step_ledger(step).glob("*") if path.exists()}
+        entries = self.folder.within(f"ledger/{step_folder(step)}")
+        return {name: time for name in entries.sizes() if (time := entries.modified(name)) is not None}
 
     def step_ledger(self, step: int) -> Path:
-        return self.ledger.path / step_folder(step)
+        return self.path / "ledger" / step_folder(step)
 
     def weights(self, version: int) -> str:
         """Return the digest of a checkpoint's weights and optimizer state."""
-        folder = self.checkpoints / f"step-{version:06d}"
-        shards = sorted(folder.glob("rank-*.safetensors"))
+        folder = self.folder.within(f"policy/step-{version:06d}")
+        shards = sorted(name for name in folder.sizes() if name.endswith(".safetensors"))
         assert shards, f"{folder} holds no checkpoint"
-        return hashlib.sha256(b"".join(shard.read_bytes() for shard in shards)).hexdigest()
+        return hashlib.sha256(b"".join(folder.read_all(shards))).hexdigest()
 
     def step_metrics(self) -> list[dict[str, float]]:
         """Return each step's metrics, without times."""
@@ -48,6 +52,10 @@ class Run(RunDirectory):
             {name: value for name, value in report.metrics.items() if not name.endswith("_seconds")}
             for report in self.metrics.steps()
         ]
+
+    def evaluations(self) -> list[EvalReport]:
+        """Return the evaluations, without times."""
+        return [report.replace(seconds=0.0) for report in self.metrics.evals()]
 
     def generate_seconds(self) -> list[float]:
         """Return how long each step's rollout took when it was generated."""

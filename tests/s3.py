@@ -9,6 +9,8 @@ from typing import Any
 
 import boto3
 import psutil
+import pytest
+from s3fs import S3FileSystem
 
 from tests.progress import Progress, wait_until
 
@@ -36,6 +38,19 @@ def s3_server(bucket: str) -> Iterator[dict[str, Any]]:
     finally:
         server.kill()
         server.wait()
+
+
+@contextmanager
+def s3_in_environment(bucket: str) -> Iterator[None]:
+    """Serve one empty bucket, which this process and its children reach by their environment alone."""
+    with s3_server(bucket) as options, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", options["key"])
+        patch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
+        patch.setenv("AWS_ENDPOINT_URL", options["client_kwargs"]["endpoint_url"])
+        patch.setenv("AWS_DEFAULT_REGION", options["client_kwargs"]["region_name"])
+        S3FileSystem.clear_instance_cache()  # else those of another environment are used
+        yield
+    S3FileSystem.clear_instance_cache()
 
 
 def _responds(port: int) -> bool:

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -60,6 +60,7 @@ class Workplace:
         self.folder = folder
         self.still_seconds = STILL_SECONDS  # without progress of a command that make a deadlock
         self._runner, self._asked = asyncio.Runner(), ""
+        self._run_ids: dict[str, str] = {}  # of the runs started here, with the test file that started each
         self.environment: dict[str, str] = {}  # of its commands, besides the caller's; PYTHONPATH is extended
         make_tiny_model(folder / "model")
         make_tiny_data(folder / "train.parquet", 12)
@@ -82,6 +83,10 @@ class Workplace:
 
     def start(self, *arguments: str) -> "Command":
         """Start a `sluice` command."""
+        if "--run-id" in arguments:  # a workplace is shared: another file's run would look like this one's progress
+            run_id = arguments[arguments.index("--run-id") + 1]
+            file = os.environ.get("PYTEST_CURRENT_TEST", "").split("::")[0]
+            assert self._run_ids.setdefault(run_id, file) == file, f"{run_id} is a run of {self._run_ids[run_id]}"
         return Command(self, "-P", "-m", "flows.cli.main", *arguments)
 
     def sluice(self, *arguments: str, exit_code: int = 0) -> str:
@@ -162,13 +167,7 @@ class Workplace:
 
     def _workers(self) -> Iterator[tuple[str, psutil.Process]]:
         state = self.services.state("ray")
-        for process in process_tree(state.pid) if state else ():
-            try:
-                title = "".join(process.cmdline()[:1])
-            except psutil.NoSuchProcess:
-                continue
-            if title.startswith("ray::"):
-                yield title.removeprefix("ray::"), process
+        return ray_workers_in(process_tree(state.pid) if state else ())
 
 
 class Command:
@@ -245,18 +244,34 @@ class Command:
         self._process.terminate()
 
     def _working(self) -> list[psutil.Process]:
-        """Return the processes that work for it: itself, its children and Ray's workers, but no service."""
+        """Return the processes that work for it: itself, its children and Ray's workers, but no service.
+
+        The workers may be of the local Ray or of a cluster that the test has started.
+        """
         states = (self._place.services.state(name) for name in ("prefect", "ray"))
         services = {state.pid for state in states if state}
         own: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
             own.append(psutil.Process(self._process.pid))
             own += own[0].children()
-        return [process for process in own if process.pid not in services] + self._place.worker_processes()
+        clusters = ray_workers_in(psutil.Process().children(recursive=True))
+        workers = [*self._place.worker_processes(), *(process for _, process in clusters)]
+        return [process for process in own if process.pid not in services] + workers
 
     def _written(self) -> object:
         runs = (self._place.folder / "runs").glob("*/metrics.jsonl")
         return [path.stat().st_size for path in (self._out, self._err, *runs)]
+
+
+def ray_workers_in(processes: Iterable[psutil.Process]) -> Iterator[tuple[str, psutil.Process]]:
+    """Yield those of some processes that are Ray workers, each after Ray's name of it."""
+    for process in processes:
+        try:
+            title = "".join(process.cmdline()[:1])
+        except psutil.NoSuchProcess:
+            continue
+        if title.startswith("ray::"):
+            yield title.removeprefix("ray::"), process
 
 
 def _new_file(folder: Path, suffix: str) -> Path:

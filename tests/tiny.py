@@ -7,6 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from infra.models.tiny import make_model
 
@@ -32,6 +34,18 @@ def make_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
         "initializer_range": 0.3,  # far from uniform, so that greedy paths don't hang on rounding
     }
     return make_model(folder, seed=seed, **{**fields, **overrides})
+
+
+def make_tiny_moe(folder: Path, *, num_experts: int = 4) -> Path:
+    """Write a Qwen3-MoE folder of two layers, whose tokens are routed to two experts, and return it."""
+    make_tiny_model(folder)
+    dense = json.loads((folder / "config.json").read_text())
+    sizes = {name: value for name, value in dense.items() if name not in ("model_type", "architectures")}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen3MoeConfig(**sizes, num_experts=num_experts, num_experts_per_tok=2, moe_intermediate_size=16)
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def tiny_row(

@@ -59,7 +59,7 @@ class Fault(NamedTuple):
         if self.moment == "clear":
             return done > self.step
         if self.moment == "checkpoint":
-            return (run.checkpoints / f"step-{self.step + 1:06d}").exists() or done > self.step + 1
+            return (run.path / "policy" / f"step-{self.step + 1:06d}").exists() or done > self.step + 1
         before = STAGES[self.moment]
         return done >= self.step if before is None else run.passed(self.step, before)
 

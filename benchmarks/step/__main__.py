@@ -1,13 +1,14 @@
 """The command that `sluice bench step` runs in a process of its own."""
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
 from benchmarks.command import benchmark_place, print_report
 from benchmarks.step.report import render
-from benchmarks.step.run import QUICK, Plan, measure
+from benchmarks.step.run import measure
+from benchmarks.step.workload import PEER_PROMPTS, QUICK, Plan
 from benchmarks.step.workspace import Workspace
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
@@ -22,9 +23,18 @@ def main(
     steps: Annotated[int | None, typer.Option(min=3, help="Steps per run.")] = None,
     repetitions: Annotated[int | None, typer.Option(min=1, help="Runs per path.")] = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Cores that the workers share.")] = None,
+    peer: Annotated[Literal["trl"] | None, typer.Option(help="Run its trainer beside synchronous steps.")] = None,
 ) -> None:
-    """Measure whole steps: rollout and training in turn, or overlapped."""
-    chosen = {"model": model, "tokens": tokens, "steps": steps, "repetitions": repetitions, "cores": cores}
+    """Measure whole steps: rollout and training in turn, or overlapped; or beside those of another trainer."""
+    chosen: dict[str, Any] = {
+        "model": model,
+        "tokens": tokens,
+        "steps": steps,
+        "repetitions": repetitions,
+        "cores": cores,
+    }
+    if peer is not None:
+        chosen |= {"peer": peer, "paths": ("synchronous",), "num_prompts": None if quick else PEER_PROMPTS}
     plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
     with benchmark_place(Workspace) as workspace:
         report = measure(plan, workspace)

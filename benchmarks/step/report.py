@@ -30,4 +30,12 @@ def render(report: dict[str, Any]) -> Group:
         for name, value in report["speedup"].items()
         if name != "overlapped"
     ]
+    for name, peer in report["peers"].items():
+        speedups.append(
+            f"{name} {peer['version']}: {peer['seconds_per_step']:.2f} s/step (generation "
+            f"{peer['generate_seconds']:.2f}, the rest {peer['other_seconds']:.2f}; {peer['rows_per_forward']} rows "
+            "per forward, the fastest)"
+        )
+        for path, value in report["speedup_over_peers"][name].items():
+            speedups.append(f"{path} is {value:.2f} times as fast as {name}")
     return Group(table, Text("\n".join(speedups)))

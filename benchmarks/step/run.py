@@ -3,58 +3,20 @@
 import logging
 import os
 import platform
-from dataclasses import asdict, dataclass
-from statistics import median
+from dataclasses import asdict
+from statistics import fmean, median
 from typing import Any
 
 import torch
 
+from benchmarks.step.peer import TrlRuns
+from benchmarks.step.workload import PATHS, WARM_UP_STEPS, Plan, write_inputs
 from benchmarks.step.workspace import Workspace
-from benchmarks.train.models import size_of
-from infra.models.tiny import make_model
 from infra.storage.runs import RunDirectory
 from schemas.step import StepReport
 from schemas.store import StoreTraffic
 
 logger = logging.getLogger(__name__)
-
-FIRST_STOP_TOKEN = 300  # after the tokenizer's own tokens; decodes to nothing
-WARM_UP_STEPS = 2  # a run's first steps, during which the overlap starts
-
-# The paths' max_staleness, and threads per worker as a fraction of the cores.
-PATHS: dict[str, tuple[int, float]] = {
-    "synchronous": (0, 1.0),
-    "synchronous_half": (0, 0.5),  # each worker has as many threads as when overlapped
-    "overlapped": (1, 0.5),
-}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The settings of a measurement.
-
-    Attributes:
-        model: One of the sizes of `benchmarks/train`.
-        num_prompts: Prompts per step.
-        samples_per_prompt: Responses per prompt.
-        tokens: Maximum tokens per response; random stop tokens end one after about a quarter of them.
-        steps: Steps per run.
-        repetitions: Runs per path; the paths take turns.
-        cores: Cores that the workers share; 0 for all of the machine's.
-        paths: A selection of `PATHS`.
-    """
-
-    model: str = "small"
-    num_prompts: int = 8
-    samples_per_prompt: int = 8
-    tokens: int = 192
-    steps: int = 8
-    repetitions: int = 3
-    cores: int = 0
-    paths: tuple[str, ...] = tuple(PATHS)
-
-
-QUICK = Plan(model="tiny", num_prompts=2, samples_per_prompt=2, tokens=8, steps=4, repetitions=1)
 
 
 def measure(plan: Plan, workspace: Workspace) -> dict[str, Any]:
@@ -67,52 +29,45 @@ def measure(plan: Plan, workspace: Workspace) -> dict[str, Any]:
     Returns:
         `paths`: by name, `seconds_per_step`, `tokens_per_s`, `seconds_by_phase`, `threads`, the mean `staleness` of a
         step's rows, and `data_plane`, see `_data_plane`; `speedup`: the seconds of the others over those of
-        `overlapped`; the plan, and the machine.
+        `overlapped`; `peers`, see `TrlRuns.summary`, and `speedup_over_peers`: a peer's seconds over those of each
+        path; the plan, and the machine.
     """
     cores = plan.cores or os.cpu_count() or 1
-    threads = {name: max(1, round(cores * PATHS[name][1])) for name in plan.paths}
-    common = _write_inputs(workspace, plan)
+    peer = TrlRuns(plan, cores) if plan.peer == "trl" else None
+    threads = {name: max(1, round(cores * PATHS[name].threads)) for name in plan.paths}
+    common = write_inputs(workspace, plan)
     reports: dict[str, list[StepReport]] = {name: [] for name in plan.paths}
     first_steps: dict[str, list[StepReport]] = {name: [] for name in plan.paths}
     for repetition in range(plan.repetitions):
         for name in plan.paths:
             run_id = f"{name}-{repetition}"
-            varied = (f"runtime.max_staleness={PATHS[name][0]}", f"runtime.num_threads={threads[name]}")
-            workspace.train("--run-id", run_id, *common, *varied)
+            path = PATHS[name]
+            varied = (f"runtime.max_staleness={path.max_staleness}", f"runtime.num_threads={threads[name]}")
+            workspace.train("--run-id", run_id, *common, *varied, *path.overrides)
             all_steps = RunDirectory(workspace.folder / "runs" / run_id).metrics.steps()
             steps = all_steps[WARM_UP_STEPS:]
             logger.info("%s: %.2f s per step", run_id, median(step.seconds for step in steps))
             reports[name] += steps
             first_steps[name].append(all_steps[0])
+        if peer is not None:
+            peer.run(workspace, repetition)
     paths = {
         name: {"threads": threads[name], **_summary(steps), "data_plane": _data_plane(steps, first_steps[name])}
         for name, steps in reports.items()
     }
     seconds = {name: path["seconds_per_step"] for name, path in paths.items()}
+    peers = {} if peer is None else {"trl": peer.summary()}
     return {
         "paths": paths,
         "speedup": {name: own / seconds["overlapped"] for name, own in seconds.items() if "overlapped" in seconds},
+        "peers": peers,
+        "speedup_over_peers": {
+            name: {path: each["seconds_per_step"] / own for path, own in seconds.items()}
+            for name, each in peers.items()
+        },
         "plan": asdict(plan) | {"cores": cores},
         "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
     }
-
-
-def _write_inputs(workspace: Workspace, plan: Plan) -> list[str]:
-    """Write the model, and return the overrides that all runs share."""
-    size = {**size_of(plan.model), "vocab_size": max(size_of(plan.model)["vocab_size"], 1024)}
-    make_model(workspace.folder / "bench-model", max_position_embeddings=4096, initializer_range=0.02, **size)
-    # Sampling is nearly uniform: about one in tokens / 4 of the tokens stops a response.
-    num_stop_tokens = min(round(size["vocab_size"] * 4 / plan.tokens), 512)
-    return [
-        f"steps={plan.steps}",
-        "model.path=bench-model",
-        f"rollout.num_prompts={plan.num_prompts}",
-        f"rollout.samples_per_prompt={plan.samples_per_prompt}",
-        f"rollout.max_response_tokens={plan.tokens}",
-        f"rollout.stop_token_ids={[FIRST_STOP_TOKEN + index for index in range(num_stop_tokens)]}",
-        'correction.kind="truncated"',  # on every path, so that all do the same work
-        "optim.lr=1e-6",
-    ]
 
 
 def _summary(steps: list[StepReport]) -> dict[str, Any]:
@@ -120,6 +75,7 @@ def _summary(steps: list[StepReport]) -> dict[str, Any]:
     return {
         "seconds_per_step": median(step.seconds for step in steps),
         "tokens_per_s": median(step.metrics["tokens"] / step.seconds for step in steps),
+        "response_tokens": fmean(step.metrics["response/tokens"] for step in steps),
         "seconds_by_phase": {
             phase: median(step.seconds_by_phase.get(phase, 0.0) for step in steps) for phase in phases
         },
@@ -137,7 +93,8 @@ def _data_plane(steps: list[StepReport], first_steps: list[StepReport]) -> dict[
 
     Returns:
         `share`, the median; `max_share`; `put_ms` and `put_bytes`, the mean of a put; `first_put_ms`, the mean of a put
-        in the first steps.
+        in the first steps; and, of the rollout workers' puts alone, `rollout_put_bytes`, `rollout_put_ms`,
+        `first_rollout_put_ms` and `max_rollout_put_ms`, of which the last is the mean of the slowest step.
     """
     traffic = [sum(step.traffic_by_stage.values(), StoreTraffic()) for step in steps]
     shares = [(each.put_seconds + each.read_seconds) / step.seconds for each, step in zip(traffic, steps, strict=True)]
@@ -146,7 +103,23 @@ def _data_plane(steps: list[StepReport], first_steps: list[StepReport]) -> dict[
     return {
         "share": median(shares),
         "max_share": max(shares),
-        "put_ms": 1e3 * total.put_seconds / total.num_puts,
+        "put_ms": _put_ms(total),
         "put_bytes": total.put_bytes / total.num_puts,
-        "first_put_ms": 1e3 * first.put_seconds / first.num_puts,
+        "first_put_ms": _put_ms(first),
+        **_rollout_puts(steps, first_steps),
     }
+
+
+def _rollout_puts(steps: list[StepReport], first_steps: list[StepReport]) -> dict[str, float]:
+    later, first = ([step.traffic_by_stage["put"] for step in each] for each in (steps, first_steps))
+    total = sum(later, StoreTraffic())
+    return {
+        "rollout_put_bytes": total.put_bytes / total.num_puts,
+        "rollout_put_ms": _put_ms(total),
+        "first_rollout_put_ms": _put_ms(sum(first, StoreTraffic())),
+        "max_rollout_put_ms": max(map(_put_ms, later)),
+    }
+
+
+def _put_ms(traffic: StoreTraffic) -> float:
+    return 1e3 * traffic.put_seconds / traffic.num_puts

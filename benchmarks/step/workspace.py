@@ -10,22 +10,25 @@ import pyarrow.parquet as pq
 
 from infra.services.local import LocalServices
 
-CONFIG = """
+MODEL = "bench-model"
+DATA = "bench.parquet"
+KL_COEF = 0.01
+CONFIG = f"""
 name = "bench"
 steps = 4
 
 [model]
-path = "bench-model"
+path = "{MODEL}"
 
 [data]
-train_path = "bench.parquet"
+train_path = "{DATA}"
 
 [reward]
 kind = "function"
 path = "bench_rewards:few_vowels"
 
 [kl]
-coef = 0.01
+coef = {KL_COEF}
 """
 
 REWARDS = """
@@ -34,6 +37,8 @@ def few_vowels(prompt, completion, answer, info):
 """
 
 NUM_ROWS = 12
+LARGE_ROWS = "bench-large.parquet"
+LARGE_INFO_BYTES = 2**16  # per row, and so per sample
 
 
 class Workspace:
@@ -55,7 +60,9 @@ class Workspace:
             }
             for number in range(NUM_ROWS)
         ]
-        pq.write_table(pa.Table.from_pylist(rows), folder / "bench.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), folder / DATA)
+        large = [{**row, "extra_info": {"text": "a" * LARGE_INFO_BYTES}} for row in rows]
+        pq.write_table(pa.Table.from_pylist(large), folder / LARGE_ROWS)
 
     def train(self, *arguments: str) -> None:
         """Run `sluice train bench.toml` to completion.

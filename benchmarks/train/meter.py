@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -24,13 +25,19 @@ class Meter:
     peak_mb: float = 0.0
     seconds: list[float] = field(default_factory=list)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Real tokens per second of all micro-batches, extrapolated from the ones that were run."""
+        path = self.path
+        return path.run_positions / statistics.median(self.seconds) * path.num_tokens / path.num_positions
+
 
 def measure_peak(model: PreTrainedModel, meter: Meter, is_training: bool) -> None:
     """Record the memory of the largest micro-batch beyond the weights: activations and, in training, gradients."""
     meter.path.switch(model)
-    before = _reset_peak(model.device)
+    before = reset_peak(model.device)
     _run(model, meter.path, [max(meter.path.micro_batches, key=lambda row: len(row.input_ids))], is_training)
-    meter.peak_mb = (_peak_bytes(model.device) - before) / 1e6
+    meter.peak_mb = (peak_bytes(model.device) - before) / 1e6
     model.zero_grad(set_to_none=True)
 
 
@@ -59,7 +66,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _reset_peak(device: torch.device) -> int:
+def reset_peak(device: torch.device) -> int:
     """Reset the high-water mark, and return the bytes in use now."""
     gc.collect()
     if device.type == "cuda":
@@ -71,7 +78,8 @@ def _reset_peak(device: torch.device) -> int:
     return _status_bytes("VmRSS")
 
 
-def _peak_bytes(device: torch.device) -> int:
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that were in use at once since `reset_peak`."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status_bytes("VmHWM")
 
 

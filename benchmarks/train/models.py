@@ -116,18 +116,3 @@ def make_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTraine
     torch.manual_seed(0)
     with device:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
-
-
-def model_flops(model: PreTrainedModel, lengths: list[int], num_targets: int, is_training: bool) -> float:
-    """Return the multiplications and additions that the model itself needs: no padding, no recomputation.
-
-    Two per weight and token in the decoder's linear layers, two per weight and target in the head; causal attention
-    takes 4 * width * (len^2 / 2) per layer. The backward costs twice the forward.
-    """
-    config = model.config
-    head = config.vocab_size * config.hidden_size
-    linear = sum(weight.numel() for name, weight in model.named_parameters() if "proj" in name)
-    width = config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    attention = 2 * width * sum(length**2 for length in lengths)
-    forward = 2 * linear * sum(lengths) + 2 * head * num_targets + attention
-    return forward * (3 if is_training else 1)

@@ -83,7 +83,7 @@ def random_lengths(num_tokens: int, fill: float, longest: int, seed: int = 0) ->
 def all_paths(workload: Workload) -> list[Path]:
     """Return every path, with its micro-batches on the device."""
     return [
-        _packed(workload),
+        packed_path(workload),
         _padded(workload),
         _row_by_row(workload),
         _dense(workload, "dense", _equal_work_rows(workload.lengths)),
@@ -98,7 +98,7 @@ def packed_logprobs(workload: Workload, model: PreTrainedModel, row: PackedRow) 
 
 def padded_logprobs(workload: Workload, width: int, model: PreTrainedModel, row: PackedRow) -> Tensor:
     """Return log-probs [R] computed on a batch padded to `width`, with the same scoring head as the packed row's."""
-    options = HeadOptions(1.0, None, workload.chunk_tokens, top_k=0, has_entropy=False, has_entropy_grad=False)
+    options = HeadOptions(1.0, 1.0, None, workload.chunk_tokens, top_k=0, has_entropy=False, has_entropy_grad=False)
     states, index = padded_hidden_states(model, row, width)
     return score_hidden_states(model, states.index_select(0, index[row.predict_index]), row.targets, options).logprobs
 
@@ -111,7 +111,8 @@ def random_row(lengths: Lengths, workload: Workload) -> PackedRow:
     return pack_row(ids[0], prompts, ids[1][: int((lengths - prompts).sum())], lengths - prompts).to(workload.device)
 
 
-def _packed(workload: Workload) -> Path:
+def packed_path(workload: Workload) -> Path:
+    """Return the path that Sluice takes: rows packed up to the budget."""
     lengths = workload.lengths
     groups = [lengths[rows] for rows in pack(np.arange(len(lengths)), lengths, workload.token_budget)]
     return _path("packed", workload, use_packed_attention, partial(packed_logprobs, workload), groups)

@@ -3,7 +3,6 @@
 import logging
 import os
 import platform
-import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.train.meter import Meter, measure_peak, measure_time
-from benchmarks.train.models import make_model, model_flops
+from benchmarks.train.models import make_model
 from benchmarks.train.paths import (
     Workload,
     all_paths,
@@ -20,6 +19,7 @@ from benchmarks.train.paths import (
     random_lengths,
     random_row,
 )
+from rl_core.planning.throughput import ModelWork
 from rl_core.scoring import use_packed_attention, use_padded_attention
 from schemas.errors import ConfigError, ScoringError
 
@@ -110,7 +110,7 @@ def _measure_case(plan: Plan, model: PreTrainedModel, workload: Workload, is_tra
     for meter in meters:  # also warms up
         measure_peak(model, meter, is_training)
     _time_in_turn(plan, model, meters, is_training)
-    speeds = {meter.path.name: _tokens_per_second(meter) for meter in meters}
+    speeds = {meter.path.name: meter.tokens_per_second for meter in meters}
     cases = []
     for meter in meters:
         path, speed = meter.path, speeds[meter.path.name]
@@ -128,7 +128,7 @@ def _measure_case(plan: Plan, model: PreTrainedModel, workload: Workload, is_tra
         if path.name == "packed":
             case["speedup_x_fill"] = speed / speeds["padded"] * workload.fill
         if model.device.type == "cuda":
-            case["mfu"] = _flops_per_token(model, meter, is_training) * speed / (plan.peak_tflops * 1e12)
+            case["mfu"] = utilization(model, meter, is_training, plan.peak_tflops)
         cases.append(case)
     return cases
 
@@ -144,16 +144,18 @@ def _time_in_turn(plan: Plan, model: PreTrainedModel, meters: list[Meter], is_tr
         min_seconds = min(sum(meter.seconds) for meter in meters if meter.path.name not in SECONDARY)
 
 
-def _tokens_per_second(meter: Meter) -> float:
-    """Return real tokens per second of all micro-batches, extrapolated from the ones that were run."""
-    positions_per_second = meter.path.run_positions / statistics.median(meter.seconds)
-    return positions_per_second * meter.path.num_tokens / meter.path.num_positions
-
-
-def _flops_per_token(model: PreTrainedModel, meter: Meter, is_training: bool) -> float:
-    rows = meter.path.micro_batches
-    lengths = [length for row in rows for length in row.cu_seqlens.diff().tolist()]
-    return model_flops(model, lengths, sum(len(row.targets) for row in rows), is_training) / sum(lengths)
+def utilization(model: PreTrainedModel, meter: Meter, is_training: bool, peak_tflops: float) -> float:
+    """Return the model FLOPs utilization (MFU): the model's own operations per second over the device's peak."""
+    rows, work = meter.path.micro_batches, ModelWork.of(model)
+    lengths, responses = (
+        torch.cat(parts).cpu().numpy()
+        for parts in zip(*((row.cu_seqlens.diff(), row.response_lengths) for row in rows), strict=True)
+    )
+    prompts = lengths - responses
+    operations = (
+        work.update(prompts, responses, checkpointing=False) if is_training else work.forward(prompts, responses)
+    )
+    return operations / int(lengths.sum()) * meter.tokens_per_second / (peak_tflops * 1e12)
 
 
 @torch.no_grad()

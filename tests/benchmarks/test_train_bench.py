@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.train.models import make_model, model_flops
+from benchmarks.train.models import make_model
 from benchmarks.train.paths import Path as BenchPath
 from benchmarks.train.paths import Workload, all_paths, random_lengths
 from benchmarks.train.run import Plan, measure
@@ -100,16 +100,6 @@ def test_all_paths_give_a_log_prob_per_target() -> None:
         assert len(logprobs) == sum(len(row.targets) for row in path.micro_batches)
         # A random model is near uniform over its 260 tokens.
         assert float(-logprobs.mean()) == pytest.approx(np.log(260), rel=0.1)
-
-
-def test_flops_by_hand() -> None:
-    # tiny, per layer: queries and outputs 64 * 64, keys and values 64 * 32, and three of 64 * 176; two layers.
-    linear = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176)
-    model = make_model("tiny", CPU, torch.float32)
-    # Rows of 3 and 5 tokens, 4 of them scored; attention of width 64: 4 * 64 * len^2 / 2 per layer.
-    forward = 2 * linear * 8 + 2 * 260 * 64 * 4 + 2 * 2 * 64 * (9 + 25)
-    assert model_flops(model, [3, 5], 4, is_training=False) == forward
-    assert model_flops(model, [3, 5], 4, is_training=True) == 3 * forward
 
 
 def test_lengths_that_no_rows_can_have_are_refused() -> None:

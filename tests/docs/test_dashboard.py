@@ -37,7 +37,7 @@ def test_grafanas_own_models_read_it_without_loss(dashboard: dict[str, Any]) -> 
 
 def test_rows_and_panels(dashboard: dict[str, Any]) -> None:
     rows = [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"]
-    assert rows == ["Train", "Stability", "Evaluation", "Performance", "Store"]
+    assert rows == ["Train", "Stability", "Evaluation", "Performance", "GPUs", "Store"]
     shown = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     places = [tuple(panel["gridPos"][key] for key in "xy") for panel in dashboard["panels"]]
     assert len(set(places)) == len(places)

@@ -34,6 +34,7 @@ CONFIG = (
     ),
     *("rollout.num_workers=2", "rollout.batch_prompts=1", "rollout.dynamic_sampling.max_rounds=6"),
     *("runtime.max_staleness=1", "correction.kind=truncated", "checkpoint.every_steps=2", "eval.every_steps=3"),
+    "eval.batch_prompts=1",
     "runtime.weight_transport=broadcast",  # by gloo, here
 )
 
@@ -94,6 +95,8 @@ def test_then_all_that_is_volatile_is_lost(
     assert f"step   2/{STEPS}" not in printed
     assert run.weights(STEPS) == workplace.run("off-policy").weights(STEPS)
     assert run.step_metrics() == metrics
+    assert run.evaluations() == workplace.run("off-policy").evaluations()
+    assert [report.policy_version for report in run.evaluations()] == [0, 3, STEPS]
     assert run.store_bytes_at_end() == 0
 
 

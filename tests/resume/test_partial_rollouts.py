@@ -1,0 +1,69 @@
+"""Responses that are sampled over three steps: their versions, and a run whose processes die in between."""
+
+import pytest
+
+from infra.stores.offline import read_step
+from tests.run_results import Run
+from tests.services import Workplace
+
+pytestmark = pytest.mark.slow
+
+STEPS, STALENESS, LIMIT = 4, 3, 12
+CONFIG = (
+    *("train", "tiny.toml", f"steps={STEPS}", "kl.coef=0", "eval.every_steps=0", "store.keep_steps=4"),
+    *("rollout.num_workers=2", "rollout.batch_prompts=2", "checkpoint.every_steps=2"),
+    *(f"runtime.max_staleness={STALENESS}", "correction.kind=truncated"),
+)
+
+
+@pytest.fixture(scope="module")
+def expected(workplace: Workplace) -> Run:
+    """An undisturbed run."""
+    workplace.sluice(*CONFIG, "--run-id", "in-parts")
+    return workplace.run("in-parts")
+
+
+def test_each_part_is_sampled_by_the_version_of_its_step(expected: Run) -> None:
+    for step in range(STEPS):
+        columns = read_step(expected.path, step, columns=["response_ids", "sampler_versions", "policy_version"])
+        part = LIMIT // STALENESS
+        by_token = [max(0, step - STALENESS + at // part) for at in range(LIMIT)]
+        rows = columns.to_pydict()
+        for ids, versions, newest in zip(*(rows[name] for name in columns.column_names), strict=True):
+            assert versions == by_token[: len(ids)]
+            assert newest == versions[-1]
+    staleness = [step["rollout/staleness"] for step in expected.step_metrics()]
+    assert staleness[0] == 0 < staleness[1] <= 1
+    assert 1 < staleness[-1] <= STALENESS
+
+
+def test_only_later_steps_are_off_policy(expected: Run) -> None:
+    longest = read_step(expected.path, STEPS - 1, columns=["sampler_logprobs"]).to_pydict()["sampler_logprobs"]
+    assert max(map(len, longest)) == LIMIT
+    mismatch = [step["mismatch/max"] for step in expected.step_metrics()]
+    assert mismatch[0] < 1e-4 < min(mismatch[1:])
+
+
+def test_whatever_dies_the_weights_are_the_same(workplace: Workplace, expected: Run) -> None:
+    run = workplace.run("in-parts-disturbed")
+    driver = workplace.start(*CONFIG, "--run-id", "in-parts-disturbed")
+    driver.wait_for(lambda: run.committed(1, "rollout"))
+    workplace.kill_worker("RolloutWorker")  # their finished rows, and what they were about to sample
+    driver.wait_for(lambda: run.committed(2, "put"))
+    driver.kill()
+    workplace.stop_ray()
+    printed = workplace.sluice("resume", "in-parts-disturbed")
+    assert "are lost" not in printed
+    assert run.weights(STEPS) == expected.weights(STEPS)
+
+
+def test_parts_that_are_lost_are_sampled_anew(workplace: Workplace, expected: Run) -> None:
+    run = workplace.run("in-parts-lost")
+    driver = workplace.start(*CONFIG, "--run-id", "in-parts-lost", "steps=3")
+    driver.wait_for(lambda: run.committed(1, "put"))
+    driver.kill()
+    workplace.stop_ray()
+    for part in (run.path / "columns").glob("step-*/partial-*"):
+        part.unlink()
+    assert "the unfinished rows before step" in workplace.sluice("resume", "in-parts-lost")
+    assert run.num_done == 3
