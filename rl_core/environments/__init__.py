@@ -1,0 +1,1 @@
+"""Environments: the protocol, and tools as an environment."""

@@ -1,0 +1,52 @@
+"""The protocol of environments, which answer a model's turns."""
+
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypedDict
+
+
+class Task(TypedDict):
+    """A data row, from which an environment is made."""
+
+    prompt: list[dict[str, str]]  # the chat, each message with `role` and `content`
+    answer: str
+    info: dict[str, Any]  # `extra_info` and `data_source`
+
+
+class Step(NamedTuple):
+    """What an environment answers to a turn; a plain tuple of its first three fields will do.
+
+    >>> Step("too low")
+    Step(observation='too low', reward=0.0, done=False, metrics={})
+    """
+
+    observation: str | Sequence[str]  # the next message to the model, or several; nobody reads it if `done`
+    reward: float = 0.0  # of this turn
+    done: bool = False  # whether the trajectory ends
+    metrics: Mapping[str, float] = {}  # by name; summed over a trajectory, and averaged over trajectories
+
+
+class Environment(Protocol):
+    """One trajectory's world. A class of this shape is named in the config by its import path.
+
+    It is made from a data row and a seed, with the config's `arguments` as keyword arguments: `Game(task, seed, size=7)`.
+    All samples of a prompt have the same seed. Its methods may be plain or async. It runs in a process of its own pool,
+    in which others may run, too, and is made again, with the same calls, if that process is lost: so it should depend
+    on nothing but its task, its seed and the actions.
+
+    Attributes:
+        role: The role of its messages in the chat template; optional, "user" if absent.
+    """
+
+    role: str
+
+    def reset(self) -> str | None | Awaitable[str | None]:
+        """Begin the trajectory; return a message to add to the prompt, or None if the data row has all of it."""
+        ...
+
+    def step(self, action: str) -> Step | tuple[str, float, bool] | Awaitable[Step | tuple[str, float, bool]]:
+        """Answer the model's turn, given as text with its special tokens, but without the one that ended it."""
+        ...
+
+    def close(self) -> None | Awaitable[None]:
+        """Free what it holds, when its trajectory has ended; optional."""
+        ...

@@ -1,0 +1,73 @@
+"""Environments: what answers the model's turns."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from schemas.base import FrozenConfig
+
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+
+
+class TurnLimits(FrozenConfig):
+    """Settings of every environment: its limits, and the processes that it runs in."""
+
+    max_turns: PositiveInt = 8
+    """Most turns of the model in a trajectory."""
+
+    max_turn_tokens: PositiveInt | None = None
+    """Most tokens that the model samples in one turn; None: what is left of `rollout.max_response_tokens`."""
+
+    max_observation_characters: PositiveInt = 10_000
+    """Longest observation in characters; a longer one is cut, and its end says so."""
+
+    drops_reasoning: bool = False
+    """Accept a chat template that would drop earlier turns' reasoning: it is kept, as it was sampled."""
+
+    num_processes: PositiveInt = 2
+    """Environment processes per rollout worker; each runs many environments."""
+
+    reset_timeout_seconds: PositiveFloat = 60.0
+    """Time limit of making and resetting one environment."""
+
+    step_timeout_seconds: PositiveFloat = 30.0
+    """Time limit of one step."""
+
+    trajectory_timeout_seconds: PositiveFloat = 600.0
+    """Time limit of all of a trajectory's calls together."""
+
+
+class ClassEnvironment(TurnLimits):
+    """A Python class with `reset()` and `step(action)`, made from a data row and a seed."""
+
+    kind: Literal["class"] = "class"
+    """Selects a Python class."""
+
+    path: ImportPath
+    """Import path of the class, `module:Class`."""
+
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class, in JSON's types."""
+
+
+class ToolsEnvironment(TurnLimits):
+    """Python functions that the model may call; a turn without a call is its answer, and ends the trajectory."""
+
+    kind: Literal["tools"] = "tools"
+    """Selects tools."""
+
+    tools: Annotated[tuple[ImportPath, ...], Field(min_length=1)]
+    """Import paths of the functions, `module:function`; the schema is made of type hints and docstring."""
+
+    parser: Literal["hermes", "json"] = "hermes"
+    """How calls are written: JSON objects between `<tool_call>` and `</tool_call>`, or one as the whole turn."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "ToolsEnvironment":
+        names = [path.partition(":")[2] for path in self.tools]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two tools are named {', '.join(twice)}; rename one: the model calls them by name")
+        return self
+
+
+EnvironmentConfig = Annotated[ClassEnvironment | ToolsEnvironment, Field(discriminator="kind")]
