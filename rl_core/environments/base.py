@@ -28,10 +28,10 @@ class Step(NamedTuple):
 class Environment(Protocol):
     """One trajectory's world. A class of this shape is named in the config by its import path.
 
-    It is made from a data row and a seed, with the config's `arguments` as keyword arguments: `Game(task, seed, size=7)`.
-    All samples of a prompt have the same seed. Its methods may be plain or async. It runs in a process of its own pool,
-    in which others may run, too, and is made again, with the same calls, if that process is lost: so it should depend
-    on nothing but its task, its seed and the actions.
+    It is made from a data row and a seed, with the config's `arguments` as keyword arguments: `Game(task, seed, top=7)`.
+    All samples of a prompt have the same seed. Its methods may be plain or async. It runs in a separate process, in
+    which others may run, too, and is made again, with the same calls, if that process is lost: so it should depend on
+    nothing but its task, its seed and the actions.
 
     Attributes:
         role: The role of its messages in the chat template; optional, "user" if absent.
@@ -39,7 +39,7 @@ class Environment(Protocol):
 
     role: str
 
-    def reset(self) -> str | None | Awaitable[str | None]:
+    def reset(self) -> str | Awaitable[str | None] | None:
         """Begin the trajectory; return a message to add to the prompt, or None if the data row has all of it."""
         ...
 
@@ -47,6 +47,6 @@ class Environment(Protocol):
         """Answer the model's turn, given as text with its special tokens, but without the one that ended it."""
         ...
 
-    def close(self) -> None | Awaitable[None]:
+    def close(self) -> Awaitable[None] | None:
         """Free what it holds, when its trajectory has ended; optional."""
         ...
