@@ -10,6 +10,7 @@ from infra.datasets import PromptDataset, load_prompts, load_train_prompts
 from infra.datasets.limits import check_prompts
 from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
+from infra.environments.open import check_environment, schemas_of_tools
 from infra.models.load import build_meta_model, experts_dtype, load_tokenizer, max_positions
 from infra.models.lora import add_adapter, require_peft
 from infra.monitors import require_monitors
@@ -43,11 +44,13 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
         if runs_here:
             check_vllm(config, config.rollout)
     load_reward(config.reward)
-    prompts = load_train_prompts(config.data, tokenizer)
+    tools = schemas_of_tools(config.environment)
+    prompts = load_train_prompts(config.data, tokenizer, tools)
+    check_environment(config, tokenizer, prompts[0])
     check_prompts(
         config,
         prompts,
-        load_prompts(config.data.eval_path, config.data, tokenizer) if config.data.eval_path else None,
+        load_prompts(config.data.eval_path, config.data, tokenizer, tools) if config.data.eval_path else None,
         max_positions(config.model),
     )
     if config.model.lora is not None:

@@ -12,9 +12,9 @@ from prefect.filesystems import RemoteFileSystem
 from prefect.runtime import flow_run
 
 from flows.artifacts import show_samples
+from flows.colocation import Turns
 from flows.phases import PhaseTimer
 from flows.scoring import score_batch
-from flows.turns import Turns
 from infra.ray.tracing import traced_step
 from infra.storage.driver_lock import holds_lock
 from infra.storage.runs import RunDirectory

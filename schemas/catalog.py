@@ -1,7 +1,8 @@
 """The column catalog: all columns with their axis, dtype, unit and producer.
 
 Axes: `row` has one value per sample; `prompt` and `response` are jagged, with one list per sample, whose offsets say
-which tokens exist. A column's name is also the name of the variable that holds it, everywhere in the code.
+which tokens exist; `turn` is jagged, too, with a value for each of the model's turns. A column's name is also the name
+of the variable that holds it, everywhere in the code.
 """
 
 import re
@@ -10,7 +11,7 @@ from typing import Literal, cast
 from schemas.base import Frozen
 from schemas.errors import ColumnError
 
-Axis = Literal["row", "prompt", "response"]
+Axis = Literal["row", "prompt", "response", "turn"]
 
 TOKEN_DTYPES = ("uint16", "int32")
 EXPERT_DTYPES = ("uint8", "uint16")
@@ -57,6 +58,10 @@ CATALOG: dict[str, ColumnSpec] = _by_name(
     ColumnSpec(name="sample_id", axis="row", dtypes=("string",), producer="rollout"),
     ColumnSpec(name="group_id", axis="row", dtypes=("int32",), producer="rollout"),
     ColumnSpec(name="finish_reason", axis="row", dtypes=("string",), producer="rollout"),
+    ColumnSpec(name="turn_tokens", axis="turn", dtypes=("int32",), producer="rollout", unit="token"),
+    ColumnSpec(name="turn_bridge_tokens", axis="turn", dtypes=("int32",), producer="rollout", unit="token"),
+    ColumnSpec(name="turn_rewards", axis="turn", dtypes=("float",), producer="rollout", unit="reward"),
+    ColumnSpec(name="episode_end", axis="row", dtypes=("string",), producer="rollout"),
     ColumnSpec(name="policy_version", axis="row", dtypes=("int32",), producer="rollout"),
     ColumnSpec(name="token_advantages", axis="response", dtypes=("float",), producer="other trainers", unit="reward"),
     ColumnSpec(name="token_scores", axis="response", dtypes=("float",), producer="other trainers", unit="reward"),

@@ -30,6 +30,10 @@ class ModelError(UserError):
     """A model folder is missing, incomplete or inconsistent with its tokenizer."""
 
 
+class ChatTemplateError(UserError):
+    """A model's chat template can't continue a chat of several turns token by token."""
+
+
 class RewardImportError(UserError):
     """A reward function can't be found by its import path."""
 

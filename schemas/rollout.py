@@ -56,6 +56,7 @@ class RolloutShard(Frozen):
     failure: str | None = None  # message of the first reward failure
     samples: tuple[SampleText, ...] = ()  # of kept and dropped groups
     seconds: dict[str, float] = Field(default_factory=dict)  # by phase of the work
+    turns: Metrics = Field(default_factory=dict)  # of its trajectories, if an environment answers
     telemetry: Metrics = Field(default_factory=dict)  # of its generation
 
     @model_validator(mode="after")
@@ -96,14 +97,17 @@ class RolloutHandle(Frozen):
 
     @property
     def metrics(self) -> Metrics:
-        """Mean reward parts, seconds of the slowest worker by phase, staleness, and the metrics in `generated`."""
+        """Mean reward parts, turns, seconds of the slowest worker by phase, staleness, and `generated`."""
         parts = [
             {REWARD_PART_PREFIX + name: Mean(total=sum(present), weight=len(present))}
             for shard in self.shards
             for name, values in shard.parts.items()
             if (present := values.present)
         ]
-        return merge_metrics([*parts, self._seconds(), self.generated, {"rollout/staleness": self._staleness()}])
+        turns = [shard.turns for shard in self.shards]
+        return merge_metrics(
+            [*parts, *turns, self._seconds(), self.generated, {"rollout/staleness": self._staleness()}]
+        )
 
     def _staleness(self) -> Mean:
         if lags := [shard.token_lag for shard in self.shards if shard.token_lag is not None]:

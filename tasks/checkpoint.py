@@ -5,8 +5,8 @@ from infra.ray.group import WorkerGroup
 from infra.storage.driver_lock import holds_lock, require_lock
 from infra.storage.runs import RunDirectory
 from infra.stores.steps import sweep_steps
+from infra.workers.colocation import enter_update
 from infra.workers.launch import find_group, get_group
-from infra.workers.turns import enter_update
 from schemas.step import PolicyHandle, RunHandle
 from tasks.stage import operation
 

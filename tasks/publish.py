@@ -1,7 +1,7 @@
 """The publish operation: load the policy's weights into the rollout workers."""
 
+from infra.workers.colocation import Synced
 from infra.workers.generate import sync_workers
-from infra.workers.turns import Synced
 from schemas.step import PolicyHandle, RunHandle
 from tasks.stage import operation
 

@@ -6,7 +6,7 @@ The prompts are those of the data file's first step; response lengths are drawn 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -35,6 +35,7 @@ class SimulatedStep:
     response_lengths: NDArray[np.int64]  # [N], tokens, at least 1
     samples_per_prompt: int
     max_response_tokens: int
+    max_turns: int = 1
 
     @property
     def prompt_lengths(self) -> NDArray[np.int64]:
@@ -44,7 +45,7 @@ class SimulatedStep:
     def at_longest(self) -> "SimulatedStep":
         """Return the same rows with every response at its maximum length."""
         full = np.full_like(self.response_lengths, self.max_response_tokens)
-        return SimulatedStep(self.prompts, full, self.samples_per_prompt, self.max_response_tokens)
+        return replace(self, response_lengths=full)
 
 
 class ColumnBytes(Frozen):
@@ -74,7 +75,8 @@ def simulate_step(
     prompts = [data[row] for row in rows for _ in range(rollout.samples_per_prompt)]
     random = np.random.Generator(np.random.PCG64(config.seed))
     lengths = draw_lengths(random, shape, fill, rollout.max_response_tokens, len(prompts))
-    return SimulatedStep(prompts, lengths, rollout.samples_per_prompt, rollout.max_response_tokens)
+    turns = config.environment.max_turns if config.environment else 1
+    return SimulatedStep(prompts, lengths, rollout.samples_per_prompt, rollout.max_response_tokens, turns)
 
 
 def draw_lengths(
@@ -111,9 +113,16 @@ def column_dtypes(config: RunConfig, vocab_size: int) -> dict[str, str]:
     dtypes = {
         name: chosen.get(spec.dtypes, spec.dtypes[0])
         for name, spec in CATALOG.items()
-        if not absent.get(spec.producer) and (name != "sampler_versions" or config.runtime.max_staleness > 1)
+        if not absent.get(spec.producer) and name not in _absent_columns(config)
     }
     return {name: dtype for name, dtype in dtypes.items() if dtype}
+
+
+def _absent_columns(config: RunConfig) -> set[str]:
+    """Return the rollout's columns that a run lacks by its settings."""
+    versions = set() if config.runtime.max_staleness > 1 else {"sampler_versions"}
+    turns = {name for name, spec in CATALOG.items() if spec.axis == "turn" or name == "episode_end"}
+    return versions if config.environment else versions | turns
 
 
 def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[ColumnBytes, ...]:
@@ -123,6 +132,7 @@ def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[Column
         "row": num_rows,
         "prompt": int(step.prompt_lengths.sum()),
         "response": int(step.response_lengths.sum()),
+        "turn": num_rows * step.max_turns,
     }
     columns = []
     for name, dtype in dtypes.items():
@@ -149,5 +159,6 @@ def _text_bytes(step: SimulatedStep) -> dict[str, int]:
         "answer": sum(len(prompt.answer.encode()) for prompt in prompts),
         "info": sum(len(json.dumps(prompt.info, default=str).encode()) for prompt in prompts),
         "sample_id": sum(len(f"0-{group}-{sample}") for group, sample in groups),
+        "episode_end": len("turn_length") * len(prompts),
         "finish_reason": len("length") * num_cut + len("stop") * (len(prompts) - num_cut),
     }

@@ -1,9 +1,10 @@
 """The rows of a run's newest readable step that are worth reading, token by token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +24,8 @@ GAP_LEVELS = (0.01, 0.05, 0.2, 1.0)  # nats from which a token has shade 1, 2, 3
 
 SCALARS = ("reward", "advantages")
 TEXTS = ("prompt_text", "response_text", "answer", "finish_reason", "group_id")
-TOKENS = ("response_ids", "sampler_logprobs")
+TOKENS = ("response_ids", "sampler_logprobs", "loss_mask")
+TURNS = ("turn_rewards", "episode_end")  # if an environment answers the model's turns
 TRAINER = "behavior_logprobs"  # kept if the trainer computes them before the update
 
 
@@ -34,6 +36,7 @@ class Token:
     text: str
     level: int  # shade of the log-prob gap, with its sign; 0: none
     hint: str
+    is_sampled: bool = True  # by the model; else it is its environment's
 
 
 @dataclass(frozen=True)
@@ -85,26 +88,26 @@ def _views(store: FsspecColumnStore, batch: BatchHandle, model: ModelConfig) -> 
     }
     rows = list(dict.fromkeys(chosen.values()))
     titles = {row: ", ".join(title for title, its_row in chosen.items() if its_row == row) for row in rows}
-    trainer = (TRAINER,) if TRAINER in batch.columns else ()
-    columns = store.read(select(batch, rows), (*SCALARS, *TEXTS, *TOKENS, *trainer))
+    others = [name for name in (*TURNS, TRAINER) if name in batch.columns]
+    columns = store.read(select(batch, rows), (*SCALARS, *TEXTS, *TOKENS, *others))
     tokenizer = _tokenizer(model)
     return [_view(f"{titles[row]}: row {row}", columns, at, tokenizer) for at, row in enumerate(rows)]
 
 
 def _view(title: str, columns: pa.RecordBatch, at: int, tokenizer: Tokenizer | None) -> SampleView:
     values = {name: columns[name][at].as_py() for name in columns.schema.names}
-    ids, sampler = (np.array(values[name]) for name in TOKENS)
+    ids, sampler, trained = (np.array(values[name]) for name in TOKENS)
     trainer = np.array(values[TRAINER]) if TRAINER in values else None
     facts = [
         f"reward {values['reward']:.4g}, advantage {values['advantages']:.4g}, group {values['group_id']}",
         f"{len(ids)} tokens, {values['finish_reason']}, expected answer {values['answer']!r}",
+        *_turns(values),
     ]
     if trainer is not None and len(ids):
-        gaps = trainer - sampler
+        gaps = (trainer - sampler)[trained]
         facts.append(f"trainer minus engine log-prob: mean {gaps.mean():.3g}, largest {np.abs(gaps).max():.3g} nat")
-    shown = zip(
-        ids[:MAX_TOKENS].tolist(), sampler.tolist(), repeat(None) if trainer is None else trainer.tolist(), strict=False
-    )
+    by_trainer = repeat(None) if trainer is None else trainer.tolist()
+    shown = zip(ids[:MAX_TOKENS].tolist(), trained.tolist(), sampler.tolist(), by_trainer, strict=False)
     left_out = len(ids) - MAX_TOKENS
     return SampleView(
         title=title,
@@ -116,8 +119,20 @@ def _view(title: str, columns: pa.RecordBatch, at: int, tokenizer: Tokenizer | N
     )
 
 
-def _token(tokenizer: Tokenizer | None, token_id: int, sampler: float, trainer: float | None) -> Token:
+def _turns(values: Mapping[str, Any]) -> list[str]:
+    """Say what a row's environment reported, if there is one."""
+    if TURNS[0] not in values:
+        return []
+    rewards = ", ".join(f"{reward:.4g}" for reward in values[TURNS[0]])
+    return [f"rewards of {len(values[TURNS[0]])} turns: {rewards}; ended: {values[TURNS[1]]}"]
+
+
+def _token(
+    tokenizer: Tokenizer | None, token_id: int, is_sampled: bool, sampler: float, trainer: float | None
+) -> Token:
     text = f"{token_id} " if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+    if not is_sampled:
+        return Token(text, 0, f"token {token_id}: of the environment, not trained on", is_sampled=False)
     if trainer is None:
         return Token(text, 0, f"token {token_id}: engine {sampler:.4f} nat")
     gap = trainer - sampler

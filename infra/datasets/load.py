@@ -2,8 +2,7 @@
 
 import json
 import logging
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,8 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from infra.datasets.contents import ControlTokens, Messages
+from infra.datasets.chat import ChatTemplate
+from infra.datasets.contents import Messages
 from infra.datasets.files import REQUIRED_COLUMNS, read_rows
 from infra.datasets.prompts import PromptDataset, PromptRow
 from schemas.config.data import DataConfig
@@ -35,35 +35,42 @@ class _ParsedRow:
             answer=self.answer,
             info=self.info,
             data_source=self.info["data_source"],
+            messages=self.messages,
         )
 
 
-def load_train_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+def load_train_prompts(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+) -> PromptDataset:
     """Read a run's training prompts: `data.train_path`, or the weighted `data.sources`.
 
     Raises:
         DataError: See `load_prompts`.
     """
-    parts = [load_prompts(source.path, config, tokenizer) for source in config.train_sources]
+    parts = [load_prompts(source.path, config, tokenizer, tools) for source in config.train_sources]
     return PromptDataset.mix(parts, [source.weight for source in config.train_sources])
 
 
-def load_prompts(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
+def load_prompts(
+    path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+) -> PromptDataset:
     """Read one file or folder in verl's columns: `data_source`, `prompt`, `reward_model`, `extra_info`.
 
     Args:
         path: A path that `infra.datasets.files.read_rows` accepts: Parquet, JSONL, or a folder of `save_to_disk`.
         config: The most tokens of a prompt, what happens to longer ones, and the variables of the chat template.
         tokenizer: The tokenizer whose chat template formats the prompts.
+        tools: JSON schemas of the tools that the model may call.
 
     Raises:
         DataError: The file is missing or unreadable, or a row is unusable; the message names file, row (counted from 1)
-            and column; or the chat template has no variable of a name in `chat_template_kwargs`.
+            and column; or the chat template lacks a variable, see `ChatTemplate`.
     """
     parsed = [_parse_row(f"{path}, row {number}", row) for number, row in enumerate(read_rows(path), start=1)]
     if not parsed:
         raise DataError(f"{path} has no rows; a run needs at least one prompt")
-    token_ids = _tokenize(path, [row.messages for row in parsed], tokenizer, config.chat_template_kwargs)
+    chat = ChatTemplate(tokenizer, config.chat_template_kwargs, tools)
+    token_ids = _tokenize(path, [row.messages for row in parsed], chat)
     limit = config.max_prompt_tokens
     too_long = [number for number, ids in enumerate(token_ids, start=1) if len(ids) > limit]
     if too_long and config.overlong == "error":
@@ -122,34 +129,21 @@ def _parse_messages(place: str, prompt: Any) -> Messages:
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
 
-def _tokenize(
-    path: str, prompts: list[Messages], tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]
-) -> list[list[int]]:
+def _tokenize(path: str, prompts: list[Messages], chat: ChatTemplate) -> list[list[int]]:
     """Return the token ids of each prompt under the chat template; tokenizes all prompts in one call."""
-    template = tokenizer.get_chat_template()
-    if unused := [name for name in variables if not re.search(rf"\b{re.escape(name)}\b", template)]:
-        raise DataError(
-            f"data.chat_template_kwargs: the model's chat template has no variable {', '.join(unused)}; remove it, or "
-            "check its name in the tokenizer's chat_template.jinja"
-        )
-
-    def render(messages: Messages) -> str:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
-
     texts: list[str] = []
     for number, messages in enumerate(prompts, start=1):
         try:
-            texts.append(render(messages))
+            texts.append(chat.render(messages))
         except TemplateError as error:
             raise DataError(f"{path}, row {number}: the model's chat template rejects the prompt: {error}") from error
-    token_ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    control = ControlTokens(tokenizer)
+    token_ids: list[list[int]] = chat.tokenizer(texts, add_special_tokens=False)["input_ids"]
     for number, (messages, ids) in enumerate(zip(prompts, token_ids, strict=True), start=1):
         if not ids:
             raise DataError(f"{path}, row {number}: the prompt has no tokens under the model's chat template")
-        if name := control.find(messages):
+        if name := chat.find_control_token(messages):
             try:
-                token_ids[number - 1] = control.encode(messages, render)
+                token_ids[number - 1] = chat.encode(messages)
             except ValueError as error:
                 raise DataError(
                     f"{path}, row {number}: the prompt contains {name!r}, the name of a control token, which can't be "

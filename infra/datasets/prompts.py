@@ -1,12 +1,13 @@
 """The prompts of a run: rows ready to generate from, and which of them a step takes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from infra.datasets.contents import Messages
 from infra.datasets.order import RowOrder
 
 
@@ -19,6 +20,7 @@ class PromptRow:
     answer: str
     info: dict[str, Any]  # `extra_info` and `data_source`
     data_source: str
+    messages: Messages = field(default_factory=list)  # the chat
 
 
 class PromptDataset:

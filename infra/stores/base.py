@@ -99,7 +99,7 @@ class ColumnStore(ABC):
         arrays = self._read_arrays(BatchRead(batch, frozenset(columns)))
         lengths = _lengths(batch)
         for name in columns:
-            if (axis := column_spec(name).axis) != "row":
+            if (axis := column_spec(name).axis) in lengths:
                 check_row_lengths(name, arrays[name], lengths[axis])
         result = pa.RecordBatch.from_arrays([arrays[name] for name in columns], names=list(columns))
         ColumnStore.bytes_read += result.nbytes

@@ -172,6 +172,7 @@ def _sample_rows(num_rows: int, num_samples: int) -> npt.NDArray[np.int64]:
 def _sample(at: int, row: int, lengths: tuple[int, int], sampled: dict[str, pa.Array]) -> SampleRow:
     """Return row `row` of the batch, which is row `at` of the sampled columns, [S] each."""
     values = {name: column[at].as_py() for name, column in sampled.items() if column_spec(name).axis == "row"}
+    trained = sampled["loss_mask"][at].values if "loss_mask" in sampled else None  # an environment's tokens don't count
     return SampleRow(
         row=row,
         prompt_tokens=lengths[0],
@@ -185,7 +186,9 @@ def _sample(at: int, row: int, lengths: tuple[int, int], sampled: dict[str, pa.A
         reward_parts={name: value for name, value in values.items() if name.startswith(REWARD_PART_PREFIX)},
         advantages=values.get("advantages"),
         mean_logprobs={
-            name: pc.mean(column[at].values).as_py() for name, column in sampled.items() if name.endswith("_logprobs")
+            name: pc.mean(column[at].values if trained is None else column[at].values.filter(trained)).as_py()
+            for name, column in sampled.items()
+            if name.endswith("_logprobs")
         },
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from infra.datasets import PromptDataset
 from infra.engines.base import Sampling
 from infra.workers.samples import first_failure
-from infra.workers.sampling import ResponseSampler
+from infra.workers.sampling import ResponseSampler, ResponseStart
 from rl_core.rollout.evaluation import number_answers
 from rl_core.rollout.seeding import derive_seed
 from schemas.config.run import RunConfig
@@ -36,9 +36,15 @@ class Evaluator:
         They are a function of the config, the weights and the rows.
         """
         n = self._config.eval.samples_per_prompt
-        prompts = [self._prompts[row] for row in rows]
-        seeds = [tuple(derive_seed(self._config.seed, "eval", row, sample) for sample in range(n)) for row in rows]
-        responses, _ = self._sampler.sample(prompts, seeds, self._sampling)
+        seed, prompts = self._config.seed, [self._prompts[row] for row in rows]
+        starts = [
+            ResponseStart(
+                prompt, row, derive_seed(seed, "eval", row, sample), derive_seed(seed, "eval environment", row)
+            )
+            for row, prompt in zip(rows, prompts, strict=True)
+            for sample in range(n)
+        ]
+        _, responses, _ = self._sampler.sample(starts, self._sampling)
         outcomes = [response.outcome for response in responses]
         texts = [response.text for response in responses]
         return EvalShard(

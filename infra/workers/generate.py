@@ -6,8 +6,8 @@ from typing import Any
 
 from infra.ray.actors import call
 from infra.weights.sync import sync_weights
+from infra.workers.colocation import GetWorkers, Synced, enter_rollout
 from infra.workers.launch import get_group, rollout_pool
-from infra.workers.turns import GetWorkers, Synced, enter_rollout
 from schemas.errors import VersionError
 from schemas.rollout import PartialGroups, RolloutShard
 from schemas.step import EvalShard, PolicyHandle, RunHandle

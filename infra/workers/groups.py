@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from infra.datasets import PromptDataset
+from infra.datasets import PromptDataset, PromptRow
 from infra.engines.base import Generation, Sampling
 from infra.stores.base import ColumnStore
 from infra.workers.partial_rows import PARTIAL_COLUMNS, Row, continue_rows, from_partial_columns, to_partial_columns
 from infra.workers.samples import Sample
-from infra.workers.sampling import ResponseSampler
+from infra.workers.sampling import ResponseSampler, ResponseStart, ScoredResponse
 from rl_core.columns.codec import value_dtypes
+from rl_core.rollout.seeding import derive_seed
 from rl_core.views import new_batch
 from schemas.batch import ChunkKey
 from schemas.config.run import RunConfig
@@ -64,6 +65,8 @@ class GroupSampler:
         Raises:
             StoreError: What was begun can't be read.
         """
+        if self._config.runtime.max_staleness <= 1:
+            return self._sample_whole(step, groups)
         left = {part.step: part for part in begun}
         steps = self._config.sampled_steps(step)
         everything = [row for each in steps for row in self._rows(each, groups, left.get(each))]
@@ -72,9 +75,8 @@ class GroupSampler:
 
         def finished() -> Iterator[tuple[int, Generation]]:
             """Yield the responses of the step itself; keep the others."""
-            config, engine = self._config, self._sampler.engine
-            in_parts = config.runtime.max_staleness > 1
-            for index, response in continue_rows(engine, everything, limits, self._sampling, config.seed, in_parts):
+            engine, seed = self._sampler.engine, self._config.seed
+            for index, response in continue_rows(engine, everything, limits, self._sampling, seed):
                 if everything[index].step == step:
                     yield index, response
                 else:
@@ -82,18 +84,26 @@ class GroupSampler:
 
         own = [row for row in everything if row.step == step]
         responses, seconds = self._sampler.score([row.prompt for row in own], finished())
-        samples = [
-            Sample(f"{step}-{row.group}-{row.number}", row.group, row.prompt, response)
-            for row, response in zip(own, responses, strict=True)
-        ]
+        samples = [_sample(row, row.prompt, response) for row, response in zip(own, responses, strict=True)]
         kept = []
         for each in steps[1:]:
             indices = [index for index, row in enumerate(everything) if row.step == each]
             rows, so_far = [everything[index] for index in indices], [later[index] for index in indices]
             kept.append(self._keep(step, shard, each, rows, so_far))
-        if kept:
-            self._store.flush()
+        self._store.flush()
         return samples, tuple(kept), seconds
+
+    def _sample_whole(
+        self, step: int, groups: Sequence[int]
+    ) -> tuple[list[Sample], tuple[PartialGroups, ...], dict[str, float]]:
+        """Sample the groups of one step, from beginning to end."""
+        seed, rows = self._config.seed, self._rows(step, groups, None)
+        starts = [
+            ResponseStart(row.prompt, row.group, row.seed(seed), derive_seed(seed, "environment", step, row.group))
+            for row in rows
+        ]
+        prompts, responses, seconds = self._sampler.sample(starts, self._sampling)
+        return [_sample(*each) for each in zip(rows, prompts, responses, strict=True)], (), seconds
 
     def _rows(self, step: int, groups: Sequence[int], begun: PartialGroups | None) -> list[Row]:
         """Return the rows of these groups of `step`, with what was sampled of them before."""
@@ -129,3 +139,7 @@ class GroupSampler:
             response_lengths=np.array([len(response.token_ids) for response in responses]),
         )
         return PartialGroups(step=later, batch=batch)
+
+
+def _sample(row: Row, prompt: PromptRow, response: ScoredResponse) -> Sample:
+    return Sample(f"{row.step}-{row.group}-{row.number}", row.group, prompt, response)

@@ -56,7 +56,6 @@ def continue_rows(
     limits: Sequence[int],
     sampling: Sampling,
     seed: int,
-    with_versions: bool,
 ) -> Iterator[tuple[int, Generation]]:
     """Sample on until each row has ended or has its limit of tokens, all rows together.
 
@@ -66,11 +65,11 @@ def continue_rows(
         limits: N, the tokens that a row may have by now.
         sampling: How tokens are sampled.
         seed: The run's.
-        with_versions: Whether to note the version of each token.
 
     Yields:
-        A row's index and its whole response so far, as soon as it is known.
+        A row's index and its whole response so far, with the version of each token, as soon as it is known.
     """
+    assert engine.version is not None, "an engine without a version can't sample"
     under_way: list[int] = []
     for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
         if row.response is not None and row.is_complete(limit):
@@ -86,8 +85,7 @@ def continue_rows(
         seeds = tuple(rows[index].seed(seed) for index in same)
         requests.append(GenerationRequest(history, seeds, limit - first.num_tokens))
     for number, generation in engine.generate(requests, sampling):
-        version = engine.version if with_versions else None
-        yield under_way[number], _joined(rows[under_way[number]].response, generation, version)
+        yield under_way[number], _joined(rows[under_way[number]].response, generation, engine.version)
 
 
 def to_partial_columns(responses: Sequence[Generation], vocab_size: int) -> pa.RecordBatch:
@@ -121,9 +119,7 @@ def _history_of(row: Row, index: int) -> tuple[int, ...]:
     return (index,) if row.num_tokens else (row.step, row.group)
 
 
-def _joined(before: Generation | None, after: Generation, version: int | None) -> Generation:
-    if version is None:
-        return after
+def _joined(before: Generation | None, after: Generation, version: int) -> Generation:
     versions = np.full(len(after.token_ids), version, dtype=np.int32)
     if before is None:
         return Generation(after.token_ids, after.logprobs, after.finish_reason, versions)

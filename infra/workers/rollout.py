@@ -10,6 +10,8 @@ from infra.datasets import load_prompts, load_train_prompts
 from infra.datasets.limits import check_prompts
 from infra.engines.base import EngineUsage, RolloutEngine, Sampling, require_awake
 from infra.engines.open import open_engine
+from infra.environments.metrics import describe, measure
+from infra.environments.open import open_episodes, schemas_of_tools
 from infra.models.load import load_tokenizer, max_positions, num_embeddings, stop_token_ids
 from infra.ray.device import choose_device, set_threads
 from infra.ray.tracing import start_tracing, traced
@@ -20,7 +22,7 @@ from infra.weights.endpoint import WeightSyncEndpoint
 from infra.workers.evaluation import Evaluator
 from infra.workers.groups import GroupSampler
 from infra.workers.profile import profiled
-from infra.workers.samples import Sample, make_shard, to_columns
+from infra.workers.samples import Sample, make_shard, num_sampled, to_columns, trajectories_of
 from infra.workers.sampling import ResponseSampler
 from infra.workers.telemetry import WorkerTelemetry
 from rl_core.columns.codec import value_dtypes
@@ -78,9 +80,9 @@ class RolloutWorker:
         set_threads(config.runtime.num_threads)
         self._columns = self._store or open_store(self._run)
         self._scorer = scorer = open_reward_scorer(config.reward)
-        tokenizer = load_tokenizer(config.model)
-        self._prompts = load_train_prompts(config.data, tokenizer)
-        held_out = load_prompts(config.data.eval_path, config.data, tokenizer) if config.data.eval_path else None
+        tokenizer, tools = load_tokenizer(config.model), schemas_of_tools(config.environment)
+        self._prompts = load_train_prompts(config.data, tokenizer, tools)
+        held_out = load_prompts(config.data.eval_path, config.data, tokenizer, tools) if config.data.eval_path else None
         check_prompts(config, self._prompts, held_out, max_positions(config.model))
         self._vocab_size = num_embeddings(config.model)
         self._stop_token_ids = stop_token_ids(config.model, tokenizer) + config.rollout.stop_token_ids
@@ -94,7 +96,8 @@ class RolloutWorker:
             config.rollout.gpus_per_worker,
         )
         self._weight_sync = WeightSyncEndpoint(self._run.run_id, device, config.runtime, self.engine)
-        sampler, sampled = ResponseSampler(self.engine, scorer, tokenizer), config.rollout
+        self._episodes = open_episodes(config, self.engine, tokenizer)
+        sampler, sampled = ResponseSampler(self.engine, scorer, tokenizer, self._episodes), config.rollout
         sampling = self._sampling(sampled, sampled.max_response_tokens)
         self._groups = GroupSampler(
             config, self._run.run_id, sampler, self._prompts, self._columns, sampling, self._vocab_size
@@ -106,9 +109,11 @@ class RolloutWorker:
         self._started = True
 
     def close(self) -> None:
-        """Release the weights, and kill the reward processes."""
+        """Release the weights, and kill the processes of rewards and environments."""
         self.engine.close()
         self._scorer.close()
+        if self._episodes is not None:
+            self._episodes.close()
 
     def version(self) -> int | None:
         """Return the policy version whose weights it holds; None if a load failed, or if it has dropped them."""
@@ -184,8 +189,11 @@ class RolloutWorker:
         self._pending = {key: pending for key, pending in self._pending.items() if key[0] >= step}
         self._pending[step, shard] = _PendingShard(policy_version, samples)
         made = make_shard(step, shard, self._number, groups, samples, seconds)
-        telemetry = self._measure(samples, seconds["generate"], usage)
-        return made.replace(begun=tuple(begun), unfinished=unfinished, telemetry=telemetry)
+        trajectories = trajectories_of(samples)
+        telemetry = self._measure(samples, seconds["generate"], usage) | measure(trajectories)
+        return made.replace(
+            begun=tuple(begun), unfinished=unfinished, turns=describe(trajectories), telemetry=telemetry
+        )
 
     def has_shard(self, step: int, policy_version: int, shard: int) -> bool:
         """Return whether it has the rows of a shard, generated but not put yet."""
@@ -250,7 +258,7 @@ class RolloutWorker:
         Responses that are sampled in parts count with their step.
         """
         prompt_lengths = np.array([len(sample.prompt.prompt_ids) for sample in samples])
-        response_lengths = np.array([len(sample.response.generation.token_ids) for sample in samples])
+        response_lengths = np.array([num_sampled(sample.response.generation) for sample in samples])
         speed = self._telemetry.throughput(
             "rollout",
             int(response_lengths.sum()),

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from infra.datasets import PromptRow
 from infra.engines.base import Generation, TokenExperts
+from infra.environments.trajectory import Trajectory
 from infra.workers.sampling import ScoredResponse
 from rl_core.columns.jagged import jagged, token_dtype
 from rl_core.rewards import RewardOutcome
@@ -34,7 +35,8 @@ def to_columns(
     """Flatten `samples` into one record batch of all rollout columns, N rows in order.
 
     It has a `reward_<part>` column for each of `reward_parts`, null for samples without that part. If several versions
-    sampled, it has `sampler_versions`, and `policy_version` is that of a row's last token.
+    sampled, it has `sampler_versions`, and `policy_version` is that of a row's last token. Of several turns, it has the
+    columns of the axis `turn`, and `episode_end`.
     """
     dtype = token_dtype(vocab_size)
     generations = [sample.response.generation for sample in samples]
@@ -43,7 +45,7 @@ def to_columns(
         {
             "prompt_ids": _tokens([sample.prompt.prompt_ids for sample in samples], dtype),
             "response_ids": _tokens([generation.token_ids for generation in generations], dtype),
-            "loss_mask": jagged(np.ones(response_lengths.sum(), dtype=bool), response_lengths),
+            "loss_mask": jagged(np.concatenate([_trained(generation) for generation in generations]), response_lengths),
             "sampler_logprobs": _tokens([generation.logprobs for generation in generations], np.dtype(np.float32)),
             **_experts([generation.experts for generation in generations if generation.experts is not None]),
             **_rewards([sample.response.outcome for sample in samples], reward_parts),
@@ -54,6 +56,7 @@ def to_columns(
             "sample_id": _texts(sample.sample_id for sample in samples),
             "group_id": pa.array([sample.group_id for sample in samples], type=pa.int32()),
             "finish_reason": _texts(generation.finish_reason for generation in generations),
+            **_turns(trajectories_of(samples)),
             **_versions(generations, response_lengths, policy_version),
         }
     )
@@ -64,7 +67,7 @@ def make_shard(
 ) -> RolloutShard:
     """Return the scalars of a worker's `samples`, all those of `groups`, and the text of a few of them."""
     outcomes = [sample.response.outcome for sample in samples]
-    response_lengths = tuple(len(sample.response.generation.token_ids) for sample in samples)
+    generations = [sample.response.generation for sample in samples]
     first_of_group = {sample.group_id: sample for sample in reversed(samples)}
     return RolloutShard(
         shard=shard,
@@ -73,15 +76,20 @@ def make_shard(
         rewards=tuple(outcome.reward for outcome in outcomes),
         group_ids=tuple(sample.group_id for sample in samples),
         prompt_lengths=tuple(len(sample.prompt.prompt_ids) for sample in samples),
-        response_lengths=response_lengths,
-        loss_tokens=response_lengths,
+        response_lengths=tuple(len(generation.token_ids) for generation in generations),
+        loss_tokens=tuple(num_sampled(generation) for generation in generations),
         token_lag=_token_lag(step, samples),
-        truncated=[sample.response.generation.finish_reason == "length" for sample in samples],
+        truncated=[generation.finish_reason == "length" for generation in generations],
         parts={name: tuple(outcome.parts.get(name) for outcome in outcomes) for name in _part_names(outcomes)},
         failure=first_failure(outcomes),
         samples=tuple(_sample_text(first_of_group[group]) for group in sorted(first_of_group)[:MAX_SAMPLE_TEXTS]),
         seconds=seconds,
     )
+
+
+def num_sampled(generation: Generation) -> int:
+    """Return how many tokens of a response the model sampled; the others are an environment's."""
+    return int(_trained(generation).sum())
 
 
 def first_failure(outcomes: Sequence[RewardOutcome]) -> str | None:
@@ -92,6 +100,31 @@ def first_failure(outcomes: Sequence[RewardOutcome]) -> str | None:
 def _tokens(rows: Sequence[np.ndarray], dtype: np.dtype) -> pa.LargeListArray:
     values = np.concatenate([np.empty(0, dtype), *(row.astype(dtype) for row in rows)])
     return jagged(values, np.array([len(row) for row in rows], dtype=np.int64))
+
+
+def trajectories_of(samples: Sequence[Sample]) -> list[Trajectory]:
+    """Return the responses of several turns."""
+    generations = (sample.response.generation for sample in samples)
+    return [generation for generation in generations if isinstance(generation, Trajectory)]
+
+
+def _trained(generation: Generation) -> np.ndarray:
+    if isinstance(generation, Trajectory):
+        return generation.loss_mask
+    return np.ones(len(generation.token_ids), dtype=bool)
+
+
+def _turns(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
+    if not trajectories:
+        return {}
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    lengths = np.array([len(trajectory.turns) for trajectory in trajectories])
+    return {
+        "turn_tokens": jagged(np.array([turn.num_tokens for turn in turns], dtype=np.int32), lengths),
+        "turn_bridge_tokens": jagged(np.array([turn.num_bridge_tokens for turn in turns], dtype=np.int32), lengths),
+        "turn_rewards": jagged(np.array([turn.reward for turn in turns], dtype=np.float32), lengths),
+        "episode_end": _texts(trajectory.end for trajectory in trajectories),
+    }
 
 
 def _versions(generations: Sequence[Generation], lengths: np.ndarray, version: int) -> dict[str, pa.Array]:

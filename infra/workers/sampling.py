@@ -4,12 +4,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 
+import numpy as np
 from torch.profiler import record_function
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptRow
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
+from infra.environments.episodes import Episodes
+from infra.environments.trajectory import Trajectory
 from infra.ray.tracing import span
 from infra.rewards import RewardScorer
 from rl_core.rewards import RewardItem, RewardOutcome
@@ -17,11 +21,28 @@ from rl_core.rewards import RewardItem, RewardOutcome
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """One response, its text without special tokens, and its reward."""
+    """One response, its text, and its reward."""
 
     generation: Generation
-    text: str
+    text: str  # without special tokens; of several turns, with them
     outcome: RewardOutcome
+
+
+@dataclass(frozen=True)
+class ResponseStart:
+    """What a response begins with.
+
+    Attributes:
+        prompt: Its prompt.
+        group: The number of its prompt in the batch: those to one prompt are next to each other, and share a prefill.
+        seed: The seed of its tokens.
+        environment_seed: The seed of its environment, if there is one; all responses to a prompt have the same.
+    """
+
+    prompt: PromptRow
+    group: int
+    seed: int
+    environment_seed: int
 
 
 class ResponseSampler:
@@ -31,28 +52,44 @@ class ResponseSampler:
         engine: The engine.
         scorer: The reward scorer.
         tokenizer: The tokenizer of the engine's model.
+        episodes: Plays responses of several turns; None: a response is one turn.
     """
 
-    def __init__(self, engine: RolloutEngine, scorer: RewardScorer, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.engine, self._scorer, self._tokenizer = engine, scorer, tokenizer
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        scorer: RewardScorer,
+        tokenizer: PreTrainedTokenizerBase,
+        episodes: Episodes | None = None,
+    ) -> None:
+        self.engine, self.episodes, self._scorer, self._tokenizer = engine, episodes, scorer, tokenizer
 
     def sample(
-        self, prompts: Sequence[PromptRow], seeds: Sequence[tuple[int, ...]], sampling: Sampling
-    ) -> tuple[list[ScoredResponse], dict[str, float]]:
-        """Sample one response per prompt and seed.
+        self, starts: Sequence[ResponseStart], sampling: Sampling
+    ) -> tuple[list[PromptRow], list[ScoredResponse], dict[str, float]]:
+        """Sample N responses together.
 
         Args:
-            prompts: P prompts.
-            seeds: P tuples, one seed per response.
+            starts: What they begin with.
             sampling: How tokens are sampled.
 
         Returns:
-            The responses, prompt by prompt; and the seconds of `generate` and of `reward`, the wait for rewards after
-            the last response.
+            Their prompts, to which an environment may have added; the responses; and the seconds of `generate` and of
+            `reward`, the wait for rewards after the last response.
         """
-        requests = [GenerationRequest(prompt.prompt_ids, own) for prompt, own in zip(prompts, seeds, strict=True)]
-        prompt_of = [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
-        return self.score(prompt_of, self.engine.generate(requests, sampling))
+        prompts, seeds = [start.prompt for start in starts], [start.seed for start in starts]
+        responses: Iterator[tuple[int, Generation]]
+        if self.episodes is not None:
+            prompts = self.episodes.begin(prompts, [start.environment_seed for start in starts])
+            responses = self.episodes.play(prompts, seeds, sampling)
+        else:
+            requests = [
+                GenerationRequest(same[0].prompt.prompt_ids, tuple(start.seed for start in same))
+                for same in (list(members) for _, members in groupby(starts, key=lambda start: start.group))
+            ]
+            responses = self.engine.generate(requests, sampling)
+        scored, seconds = self.score(prompts, responses)
+        return prompts, scored, seconds
 
     def score(
         self, prompts: Sequence[PromptRow], responses: Iterator[tuple[int, Generation]]
@@ -64,21 +101,38 @@ class ResponseSampler:
             responses: Each response with its number, in any order.
 
         Returns:
-            As `sample`.
+            The responses, and the seconds; see `sample`.
         """
         generated: dict[int, tuple[Generation, str]] = {}
+        failed: dict[int, RewardOutcome] = {}
         started = time.perf_counter()
         with ExitStack() as reward_span, self._scorer.open_batch() as batch:
             with span("rl.sample"), record_function("generate"):
                 for number, generation in responses:
                     if not generated:  # rewards are computed from the first response on
                         reward_span.enter_context(span("rl.reward"))
-                    text = str(self._tokenizer.decode(generation.token_ids, skip_special_tokens=True))
-                    prompt = prompts[number]
-                    batch.add(number, RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info))
-                    generated[number] = generation, text
+                    generated[number] = generation, self._text(generation)
+                    if isinstance(generation, Trajectory) and generation.failure is not None:
+                        failed[number] = RewardOutcome(reward=None, failure=f"environment, {generation.failure}")
+                    else:
+                        batch.add(number, self._reward_item(prompts[number], generation))
             all_generated = time.perf_counter()
             with record_function("reward"):
-                outcomes = batch.finish()
+                outcomes = batch.finish() | failed
         seconds = {"generate": all_generated - started, "reward": time.perf_counter() - all_generated}
         return [ScoredResponse(*generated[number], outcomes[number]) for number in range(len(prompts))], seconds
+
+    def _text(self, generation: Generation) -> str:
+        return self._decode(generation.token_ids, with_special_tokens=isinstance(generation, Trajectory))
+
+    def _reward_item(self, prompt: PromptRow, generation: Generation) -> RewardItem:
+        """Return what the reward function gets: of several turns, the last one is the completion."""
+        token_ids, info = generation.token_ids, prompt.info
+        if isinstance(generation, Trajectory):
+            token_ids = generation.last_turn_ids
+            info = info | generation.reward_info()
+        text = self._decode(token_ids, with_special_tokens=False)
+        return RewardItem(prompt.prompt_text, text, prompt.answer, info)
+
+    def _decode(self, token_ids: np.ndarray, *, with_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=not with_special_tokens))

@@ -71,7 +71,11 @@ def prepare_updates(
     return StepAdvantages(
         rows=live,
         advantages=compute_advantages(
-            shaped.rewards, groups, config.advantage, response_lengths=lengths, loss_tokens=shaped.loss_tokens
+            shaped.rewards,
+            groups,
+            config.advantage,
+            response_lengths=as_int64(rollout.loss_tokens)[live],  # an environment's tokens don't count
+            loss_tokens=shaped.loss_tokens,
         ),
         plan=plan,
         metrics=_metrics(rewards, shaped.rewards, groups, rollout, plan.num_skipped_rows) | shaped.metrics,
@@ -84,7 +88,7 @@ def _shape(
     assert row_kl is None or len(row_kl) == rollout.num_rows, "row_kl must have one value per row of the rollout"
     return shape_rows(
         rewards,
-        response_lengths=as_int64(rollout.response_lengths)[live],
+        response_lengths=as_int64(rollout.loss_tokens)[live],
         loss_tokens=as_int64(rollout.loss_tokens)[live],
         is_truncated=np.asarray(rollout.truncated, dtype=np.bool_)[live],
         row_kl=None if row_kl is None else np.asarray(row_kl)[live].tolist(),
@@ -96,9 +100,9 @@ def _shape(
 
 def _metrics(rewards: Floats, shaped: Floats, groups: Ints, rollout: RolloutHandle, num_skipped: int) -> Metrics:
     lowest, highest = find_extremes(shaped, groups, int(groups.max()) + 1)
-    lengths, truncated = as_int64(rollout.response_lengths), as_int64(rollout.truncated)
+    lengths, truncated = as_int64(rollout.loss_tokens), as_int64(rollout.truncated)
     low, high = np.quantile(rewards, (0.1, 0.9)).tolist()
-    num_tokens = int(lengths.sum())
+    num_tokens = int(as_int64(rollout.response_lengths).sum() + as_int64(rollout.prompt_lengths).sum())
     return {
         "reward": Mean(total=float(rewards.sum()), weight=len(rewards)),
         "reward/p10": Single(value=low),
@@ -106,8 +110,8 @@ def _metrics(rewards: Floats, shaped: Floats, groups: Ints, rollout: RolloutHand
         "reward/failed": Sum(value=rollout.num_rows - len(rewards)),
         "reward/failed_fraction": Mean(total=rollout.num_rows - len(rewards), weight=rollout.num_rows),
         "groups/zero_variance": Mean(total=int((lowest == highest).sum()), weight=len(lowest)),
-        "response/tokens": Mean(total=num_tokens, weight=len(lengths)),
+        "response/tokens": Mean(total=int(lengths.sum()), weight=len(lengths)),
         "response/truncated": Mean(total=int(truncated.sum()), weight=len(truncated)),
-        "tokens": Sum(value=num_tokens + int(as_int64(rollout.prompt_lengths).sum())),
+        "tokens": Sum(value=num_tokens),
         "rows/skipped": Sum(value=num_skipped),
     }

@@ -28,7 +28,7 @@ class Step(NamedTuple):
 class Environment(Protocol):
     """One trajectory's world. A class of this shape is named in the config by its import path.
 
-    It is made from a data row and a seed, with the config's `arguments` as keyword arguments: `Game(task, seed, top=7)`.
+    It is made from a data row and a seed, with the config's `arguments` as keyword arguments: `Game(task, seed, n=7)`.
     All samples of a prompt have the same seed. Its methods may be plain or async. It runs in a separate process, in
     which others may run, too, and is made again, with the same calls, if that process is lost: so it should depend on
     nothing but its task, its seed and the actions.

@@ -12,6 +12,7 @@ from rl_core.rewards.base import (
     score_all,
     score_one,
 )
+from rl_core.rewards.environment import score_environment
 from rl_core.rewards.exact import score_exact
 from rl_core.rewards.format import load_format
 from rl_core.rewards.length import load_length
@@ -19,6 +20,7 @@ from rl_core.rewards.math import require_math_verify, score_math
 from rl_core.rewards.numeric import load_numeric
 from rl_core.rewards.reasoning_gym import require_reasoning_gym, score_full_marks, score_reasoning_gym
 from schemas.config.reward import (
+    EnvironmentReward,
     ExactReward,
     FormatReward,
     FunctionReward,
@@ -75,6 +77,10 @@ def _load_exact(_: ExactReward) -> RewardFunction:
     return score_exact
 
 
+def _load_environment(_: EnvironmentReward) -> RewardFunction:
+    return score_environment
+
+
 def _load_reasoning_gym(config: ReasoningGymReward) -> RewardFunction:
     require_reasoning_gym()
     return score_full_marks if config.full_marks_only else score_reasoning_gym
@@ -94,6 +100,7 @@ LOADERS: Registry[[], RewardFunction] = Registry(
     RewardConfig,
     entry(FunctionReward, _load_function),
     entry(ExactReward, _load_exact),
+    entry(EnvironmentReward, _load_environment),
     entry(ReasoningGymReward, _load_reasoning_gym),
     entry(NumericReward, load_numeric),
     entry(MathReward, _load_math),

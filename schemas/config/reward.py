@@ -48,6 +48,11 @@ class InProcessReward(FrozenConfig):
         """Whether the reward is computed in separate processes."""
         return False
 
+    @property
+    def reads_environment(self) -> bool:
+        """Whether it takes the rewards that an environment gave."""
+        return False
+
 
 class IsolatedReward(InProcessReward):
     """The base of rewards that may hang or crash, and are computed in separate processes, which are replaced."""
@@ -91,6 +96,18 @@ class ExactReward(InProcessReward):
 
     kind: Literal["exact"] = "exact"
     """Selects an exact match."""
+
+
+class EnvironmentReward(InProcessReward):
+    """The sum of the rewards that the environment gave to a trajectory's turns."""
+
+    kind: Literal["environment"] = "environment"
+    """Selects the environment's own rewards."""
+
+    @property
+    def reads_environment(self) -> bool:
+        """Whether it takes the rewards that an environment gave."""
+        return True
 
 
 class ReasoningGymReward(IsolatedReward):
@@ -159,7 +176,14 @@ class LengthReward(InProcessReward):
 
 
 PartReward = Annotated[
-    FunctionReward | ExactReward | ReasoningGymReward | NumericReward | MathReward | FormatReward | LengthReward,
+    FunctionReward
+    | ExactReward
+    | EnvironmentReward
+    | ReasoningGymReward
+    | NumericReward
+    | MathReward
+    | FormatReward
+    | LengthReward,
     Field(discriminator="kind"),
 ]
 
@@ -198,6 +222,11 @@ class WeightedReward(IsolatedReward):
         """Whether the reward is computed in separate processes, because a part may hang or crash."""
         return self.num_processes > 0 and any(part.reward.needs_processes for part in self.parts.values())
 
+    @property
+    def reads_environment(self) -> bool:
+        """Whether a part takes the rewards that an environment gave."""
+        return any(part.reward.reads_environment for part in self.parts.values())
+
     @model_validator(mode="after")
     def _has_nonzero_weight(self) -> "WeightedReward":
         if not any(part.weight for part in self.parts.values()):
@@ -208,6 +237,7 @@ class WeightedReward(IsolatedReward):
 RewardConfig = Annotated[
     FunctionReward
     | ExactReward
+    | EnvironmentReward
     | ReasoningGymReward
     | NumericReward
     | MathReward

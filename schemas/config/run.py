@@ -8,6 +8,7 @@ from schemas.config.advantage import AdvantageConfig, GrpoAdvantage
 from schemas.config.checkpoint import CheckpointConfig
 from schemas.config.correction import CorrectionConfig, NoCorrection
 from schemas.config.data import DataConfig
+from schemas.config.environment import EnvironmentConfig
 from schemas.config.kl import KlConfig
 from schemas.config.loss import ClippedLoss, LossConfig
 from schemas.config.model import ModelConfig
@@ -44,6 +45,9 @@ class RunConfig(FrozenConfig):
 
     reward: RewardConfig
     """The reward function; its `kind` must be given."""
+
+    environment: EnvironmentConfig | None = None
+    """What answers the model's turns; None: a response is one turn."""
 
     rollout: RolloutConfig = Field(default_factory=TransformersRollout)
     """The rollout engine and its sampling settings."""
@@ -111,6 +115,7 @@ class RunConfig(FrozenConfig):
             'store.kind is not durable; set store.kind = "tiered"': not self.store.is_durable,
             "store.keep_steps = 0; set it to 1 or more": self.store.keep_steps == 0,
             "rollout.dynamic_sampling replaces groups of a whole step; remove it": self.rollout.dynamic_sampling,
+            "environment plays whole trajectories; remove it": self.environment,
             "rollout.stop may be cut between two parts; use rollout.stop_token_ids": self.rollout.stop,
             "rollout.router_replay needs whole responses; set it to false": self.rollout.router_replay,
             f"rollout.max_response_tokens = {limit} can't be split into {n} parts; raise it": limit < n,
@@ -119,6 +124,20 @@ class RunConfig(FrozenConfig):
             raise ValueError(
                 f"runtime.max_staleness = {n} samples responses in {n} parts, over several steps, but {found}, or set "
                 "runtime.max_staleness = 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _environment_fits(self) -> "RunConfig":
+        if self.environment is None and self.reward.reads_environment:
+            raise ValueError(
+                'reward.kind = "environment" takes an environment\'s rewards, but there is none; set environment.kind '
+                "and its settings, or another reward.kind"
+            )
+        if self.environment is not None and self.rollout.router_replay:
+            raise ValueError(
+                "rollout.router_replay = true records the experts of one turn's tokens, not those of an environment's; "
+                "set it to false, or remove environment"
             )
         return self
 

@@ -35,6 +35,9 @@ def hangs_for_one(prompt, completion, answer, info):
         pass
     return {"reward": 1.0, "length": len(completion)}
 
+def of_turns(prompt, completion, answer, info):
+    return {"reward": info["environment_reward"], "turns": len(info["turns"])}
+
 def is_even(prompt, completion, answer, info):
     return 1.0 - int(answer) % 2
 """

@@ -4,9 +4,9 @@ from flows.phases import PhaseTimer
 from schemas.memory import PhaseMemory, TurnPhase
 from schemas.step import PolicyHandle, RunHandle
 from schemas.weights import WeightsTransfer
+from tasks.colocation import enter_scoring, enter_update
 from tasks.publish import publish_weights
 from tasks.stage import is_committed
-from tasks.turns import enter_scoring, enter_update
 
 
 class Turns:

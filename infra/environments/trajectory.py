@@ -1,0 +1,122 @@
+"""A trajectory: the turns of the model, and what an environment answered to each."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from infra.engines.base import Generation
+
+EpisodeEnd = Literal["done", "turns", "turn_length", "length", "failed"]
+"""Why a trajectory ended: its environment said so; after `environment.max_turns`; the model's turn was cut off at
+`environment.max_turn_tokens`; it has `rollout.max_response_tokens`, or no room for an observation and a further token;
+or its environment failed."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the model, and its answer."""
+
+    num_tokens: int  # that the model sampled
+    action: str  # the same as text, without the token that ended it
+    num_bridge_tokens: int = 0  # of the environment, that follow in the row
+    observations: Sequence[str] = ()
+    reward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trajectory(Generation):
+    """The R tokens after a prompt: sampled by the model, or an environment's, whose log-probs are 0."""
+
+    loss_mask: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=bool))  # bool [R]; the model's tokens
+    turns: tuple[Turn, ...] = ()  # at least one
+    end: EpisodeEnd = "done"
+    failure: str | None = None  # the environment's
+    metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's, summed over the turns
+    environment_seconds: float = 0.0
+
+    @property
+    def reward(self) -> float:
+        """The sum of the turns' rewards."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def last_turn_ids(self) -> np.ndarray:
+        """The tokens of the model's last turn: int32."""
+        turn = self.turns[-1]
+        return self.token_ids[len(self.token_ids) - turn.num_tokens - turn.num_bridge_tokens :][: turn.num_tokens]
+
+    def reward_info(self) -> dict[str, Any]:
+        """Return what a reward function gets in `info`, beside the data row's own."""
+        turns = [
+            {"action": turn.action, "observations": list(turn.observations), "reward": turn.reward}
+            for turn in self.turns
+        ]
+        return {"turns": turns, "environment_reward": self.reward, "end": self.end}
+
+
+class TrajectoryBuilder:
+    """A trajectory that is under way.
+
+    Args:
+        number: The number of its row in a batch.
+        prompt_ids: Integers [P], its prompt.
+        seed: The seed of its first turn.
+        failure: Why its environment can't be used; None: it can.
+    """
+
+    def __init__(self, number: int, prompt_ids: np.ndarray, seed: int, failure: str | None) -> None:
+        self.number, self.seed, self.failure = number, seed, failure
+        self.history = np.asarray(prompt_ids, dtype=np.int64)  # [P + R], prompt and tokens so far
+        self.turns: list[Turn] = []
+        self._num_prompt = len(self.history)
+        self._logprobs: list[np.ndarray] = []
+        self._masks: list[np.ndarray] = []
+        self._metrics: Counter[str] = Counter()
+        self._seconds = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens after the prompt."""
+        return len(self.history) - self._num_prompt
+
+    def add_turn(self, generation: Generation, action: str) -> None:
+        """Add what the model has sampled."""
+        self._append(generation.token_ids, generation.logprobs, is_sampled=True)
+        self.turns.append(Turn(len(generation.token_ids), action))
+
+    def add_answer(
+        self, observations: Sequence[str], reward: float, metrics: Mapping[str, float], seconds: float
+    ) -> None:
+        """Note what the environment answered to the newest turn."""
+        turn = self.turns[-1]
+        self.turns[-1] = Turn(turn.num_tokens, turn.action, 0, tuple(observations), reward)
+        self._metrics.update(metrics)
+        self._seconds += seconds
+
+    def add_bridge(self, token_ids: np.ndarray) -> None:
+        """Add the tokens between the newest turn and the next one."""
+        self._append(token_ids, np.zeros(len(token_ids), dtype=np.float32), is_sampled=False)
+        turn = self.turns[-1]
+        self.turns[-1] = Turn(turn.num_tokens, turn.action, len(token_ids), turn.observations, turn.reward)
+
+    def finish(self, end: EpisodeEnd) -> Trajectory:
+        """Return the trajectory."""
+        return Trajectory(
+            token_ids=self.history[self._num_prompt :].astype(np.int32),
+            logprobs=np.concatenate(self._logprobs),
+            finish_reason="stop" if end == "done" else "length",
+            loss_mask=np.concatenate(self._masks),
+            turns=tuple(self.turns),
+            end=end,
+            failure=self.failure,
+            metrics=dict(self._metrics),
+            environment_seconds=self._seconds,
+        )
+
+    def _append(self, token_ids: np.ndarray, logprobs: np.ndarray, *, is_sampled: bool) -> None:
+        self.history = np.concatenate([self.history, token_ids])
+        self._logprobs.append(logprobs)
+        self._masks.append(np.full(len(token_ids), is_sampled))

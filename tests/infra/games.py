@@ -1,0 +1,57 @@
+"""Environments for tests."""
+
+import time
+from typing import Any
+
+
+class Echo:
+    """Says how long the turn was; ends after so many turns, which differ from task to task, with their number."""
+
+    def __init__(self, task: Any, seed: int, longest: int = 3) -> None:
+        self._turns, self._last, self._seed = 0, 1 + task["info"]["index"] % longest, seed
+
+    def reset(self) -> None:
+        pass
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        self._turns += 1
+        return f"{self._seed % 100}: {len(action)}", 0.5, self._turns == self._last
+
+
+class Endless(Echo):
+    """Never ends."""
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return *super().step(action)[:2], False
+
+
+class Greeting(Echo):
+    """Has the first word, too."""
+
+    def reset(self) -> str:  # type: ignore[override]
+        return f"I am {self._seed % 1000}"
+
+
+class Slow(Echo):
+    """Takes its time, a different one each time."""
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        time.sleep(0.05 * (time.monotonic_ns() % 3))
+        return super().step(action)
+
+
+class Fragile(Echo):
+    """Fails at its second turn, if its index is odd."""
+
+    def __init__(self, task: Any, seed: int) -> None:
+        super().__init__(task, seed)
+        self._is_odd = task["info"]["index"] % 2 == 1
+
+    def reset(self) -> None:
+        if self._is_odd and self._last == 2:
+            raise ValueError("no such game")
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        if self._is_odd:
+            raise ValueError("out of cards")
+        return super().step(action)

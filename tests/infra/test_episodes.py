@@ -1,0 +1,162 @@
+"""Trajectories of several turns: their tokens are the engine's, their columns and limits are as declared."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infra.models.load import load_model, load_tokenizer
+from infra.models.tiny import END
+from schemas.errors import EnvironmentImportError
+from schemas.rollout import RolloutShard
+from schemas.step import RunHandle
+from tests.configs import merge
+from tests.infra.engine_checks import plain_logprobs
+from tests.infra.rollout_workers import (
+    GROUPS,
+    NUM_SAMPLES,
+    assert_same_rows,
+    evaluate,
+    make_folder,
+    open_store,
+    rows_of,
+    run_of,
+    worker_of,
+)
+
+pytestmark = pytest.mark.slow
+
+Rows = dict[str, dict[str, Any]]
+ENDS = tuple(range(64))  # tokens that end a turn: a tiny model samples its real one too rarely
+TURN_COLUMNS = ("turn_tokens", "turn_bridge_tokens", "turn_rewards", "episode_end")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(autouse=True)
+def _importable_rewards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+
+
+def run_with(folder: Path, game: str = "Echo", **overrides: Any) -> RunHandle:
+    """Return a run with an environment of `tests.infra.games`, whose rewards are those of `rollout_rewards:turns`."""
+    fields = {
+        "environment": {"kind": "class", "path": f"tests.infra.games:{game}", "num_processes": 1},
+        "rollout": {"max_response_tokens": 200, "stop_token_ids": ENDS},
+    }
+    return run_of(folder, **merge(fields, overrides))
+
+
+def play(run: RunHandle) -> tuple[RolloutShard, Rows]:
+    """Have a worker generate step 0; return its report, and its rows by sample."""
+    store = open_store()
+    worker = worker_of(run, store=store)
+    try:
+        shard = worker.generate(0, 0, 0, GROUPS)
+        return shard, rows_of(store, worker, shard)
+    finally:
+        worker.close()
+
+
+def turns_of(row: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the tokens of each turn, and those of the environment after it."""
+    at = 0
+    for sampled, bridge in zip(row["turn_tokens"], row["turn_bridge_tokens"], strict=True):
+        yield row["response_ids"][at : at + sampled], row["response_ids"][at + sampled : at + sampled + bridge]
+        at += sampled + bridge
+    assert at == len(row["response_ids"])
+
+
+def test_a_trajectory_is_what_the_engine_sampled_and_the_environment_answered(folder: Path) -> None:
+    run = run_with(folder, "Greeting")
+    shard, rows = play(run)
+    model, tokenizer = load_model(run.config.model), load_tokenizer(run.config.model)
+    assert len(rows) == len(GROUPS) * NUM_SAMPLES
+    for number, row in enumerate(rows.values()):
+        trained, sampled = np.array(row["loss_mask"]), np.array(row["sampler_logprobs"])
+        expected = plain_logprobs(model, row["prompt_ids"], np.array(row["response_ids"]), 1.0)
+        np.testing.assert_allclose(sampled[trained], expected[trained], rtol=0, atol=1e-5)
+        assert not sampled[~trained].any()
+        assert [len(turn) for turn, _ in turns_of(row)] == row["turn_tokens"]
+        np.testing.assert_array_equal(
+            trained,
+            np.concatenate([np.repeat([True, False], [len(turn), len(bridge)]) for turn, bridge in turns_of(row)]),
+        )
+        assert shard.loss_tokens[number] == trained.sum()
+        assert shard.response_lengths[number] == len(trained)
+        assert row["prompt_text"].splitlines()[-1].startswith("I am ")
+        for turn, bridge in [*turns_of(row)][:-1]:
+            said = len(tokenizer.decode(turn[:-1]))
+            assert tokenizer.decode(bridge).endswith(f": {said}<|assistant|>")
+            assert tokenizer.decode(bridge).startswith(f"{END}<|user|>")
+    assert {row["episode_end"] for row in rows.values()} == {"done"}
+    assert sorted({len(row["turn_tokens"]) for row in rows.values()}) == [1, 2, 3]
+    assert len({(row["group_id"], row["prompt_text"]) for row in rows.values()}) == len(GROUPS)
+    assert shard.turns["turns"].value == np.mean([len(row["turn_tokens"]) for row in rows.values()])
+
+
+def test_slow_environments_change_no_bit(folder: Path) -> None:
+    assert play(run_with(folder, "Slow"))[1] == play(run_with(folder, "Echo"))[1]
+
+
+def test_one_turn_is_the_response_without_an_environment(folder: Path) -> None:
+    _, single = play(run_with(folder, environment={"arguments": {"longest": 1}}))
+    _, plain = play(run_of(folder, rollout={"max_response_tokens": 200, "stop_token_ids": ENDS}))
+    of_turns = {*TURN_COLUMNS, "response_text"}
+    assert_same_rows(
+        {
+            sample: {name: value for name, value in row.items() if name not in of_turns}
+            for sample, row in single.items()
+        },
+        {sample: {name: value for name, value in row.items() if name not in of_turns} for sample, row in plain.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "environment", "limit"),
+    [("turns", {"max_turns": 2}, 400), ("turn_length", {"max_turn_tokens": 2}, 400), ("length", {}, 40)],
+)
+def test_limits_end_a_trajectory(folder: Path, end: str, environment: dict[str, int], limit: int) -> None:
+    run = run_with(folder, "Endless", environment=environment, rollout={"max_response_tokens": limit})
+    shard, rows = play(run)
+    ended = [row for row in rows.values() if row["episode_end"] == end]
+    assert len(ended) >= len(rows) / 2
+    assert {row["finish_reason"] for row in rows.values()} == {"length"}
+    assert set(shard.truncated) == {1}
+    for row in ended:
+        assert len(row["response_ids"]) <= limit
+        assert len(row["turn_tokens"]) <= run.config.environment.max_turns
+        assert row["turn_bridge_tokens"][-1] == 0
+    assert shard.turns[f"turns/ended_{end}"].value == len(ended) / len(rows)
+
+
+def test_a_failed_environment_costs_its_trajectory_only(folder: Path) -> None:
+    (shard, rows), (_, healthy) = play(run_with(folder, "Fragile")), play(run_with(folder, "Echo"))
+    failed = {sample for sample, row in rows.items() if row["episode_end"] == "failed"}
+    assert failed == {sample for sample, row in rows.items() if row["reward"] is None}
+    assert len(failed) == 2 * NUM_SAMPLES == shard.turns["turns/failed"].value
+    assert shard.failure is not None
+    assert shard.failure.startswith("environment, ")
+    for sample in rows.keys() - failed:
+        assert rows[sample]["turn_rewards"] == healthy[sample]["turn_rewards"]
+
+
+def test_rewards_see_the_turns(folder: Path) -> None:
+    _, rows = play(run_with(folder, reward={"path": "rollout_rewards:of_turns"}))
+    for row in rows.values():
+        assert row["reward"] == sum(row["turn_rewards"]) == row["reward_turns"] / 2
+
+
+def test_agents_are_evaluated_by_the_same_code(folder: Path) -> None:
+    report = evaluate(run_with(folder, reward={"path": "rollout_rewards:of_turns"}))  # of 1, 2, 3 and 1 turns
+    assert (report.num_prompts, report.num_failed, report.reward) == (4, 0, 7 / 8)
+
+
+def test_an_environment_that_is_not_there(folder: Path) -> None:
+    with pytest.raises(EnvironmentImportError, match=r"tests\.infra\.games.*Nothing"):
+        worker_of(run_with(folder, "Nothing"))
