@@ -6,23 +6,18 @@ line per item as soon as it is scored.
 """
 
 import asyncio
-import fcntl
 import json
-import os
 import pickle
-import select
-import signal
 import socket
 import struct
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO
 
+from infra.processes.lifeline import end_with_parent
 from rl_core.rewards import RewardFunction, RewardItem, RewardOutcome, is_concurrent, load_reward, score_one
 from schemas.errors import RewardImportError
 
-LIFELINE = 0  # standard input: a pipe that the parent holds open and never writes to
 MESSAGE_BYTES = struct.Struct("!Q")  # the length of the message that follows
 
 Chunk = Sequence[tuple[int, RewardItem]]
@@ -47,22 +42,6 @@ def main(descriptor: int) -> None:
                 return
             while True:
                 runner.run(_score_in_order(connection, function, _read(messages), config.timeout_seconds))
-
-
-def end_with_parent() -> None:
-    """Make the kernel kill this process and its children when the lifeline closes.
-
-    The kernel signals the whole process group, and the signal's default action needs no Python: even a reward function
-    that holds the interpreter is killed.
-    """
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
-    fcntl.fcntl(LIFELINE, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(LIFELINE, fcntl.F_SETFL, fcntl.fcntl(LIFELINE, fcntl.F_GETFL) | os.O_ASYNC)
-    lifeline = select.poll()
-    lifeline.register(LIFELINE, 0)
-    if lifeline.poll(0):  # it has closed already
-        sys.exit(1)
 
 
 async def _score_in_order(

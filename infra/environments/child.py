@@ -1,0 +1,284 @@
+"""The program of an environment process: makes and steps environments as its parent asks.
+
+It needs the standard library only, because it also runs in interpreters without Sluice. Messages are lines of JSON:
+first the settings, answered by `{"ready": true}` or `{"error": str}`; then requests with an environment's `number`,
+answered in any order. A request makes the environment if it has a `make`, and then takes its `action`, if any; or, with
+`close`, it forgets the environment.
+"""
+
+import asyncio
+import importlib
+import inspect
+import json
+import math
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from numbers import Real
+from operator import methodcaller
+from typing import Any
+
+from infra.environments.child_calls import Call, CallError, Mark, create_task, describe, outside_of_loop
+from infra.processes.lifeline import end_with_parent
+
+BEAT_SECONDS = 1.0  # between two signs of life
+MAX_LINE_BYTES = 2**30
+MAX_MESSAGES = 64  # of one observation
+RESULT = "return (observation, reward, done), or Step(observation, reward, done, metrics)"
+
+
+class LoadError(Exception):
+    """The class can't be imported, or is none of an environment."""
+
+
+def main(connection: int, mark: int) -> None:
+    """Serve the parent at the other end of a socket until it closes.
+
+    Args:
+        connection: The socket's descriptor.
+        mark: The descriptor of the memory in which the parent sees what this process does.
+    """
+    end_with_parent()
+    os.dup2(2, 1)  # what the user's code prints
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for descriptor in (connection, mark):
+        os.set_inheritable(descriptor, False)
+    asyncio.run(_serve(socket.socket(fileno=connection), Mark(mark)))
+
+
+async def _serve(connection: socket.socket, mark: Mark) -> None:
+    requests, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
+    settings = json.loads(await requests.readline())
+    try:
+        with outside_of_loop():
+            environment_class = load(settings["path"], settings["arguments"], settings["module_path"])
+    except LoadError as error:
+        writer.write(_line(error=str(error)))
+        await writer.drain()
+        return
+    mark.beat()
+    writer.write(_line(ready=True))
+    asyncio.get_running_loop().set_task_factory(create_task)
+    beats = asyncio.create_task(_beat(mark))
+    await Server(settings, environment_class, mark, writer).serve(requests)
+    beats.cancel()
+
+
+async def _beat(mark: Mark) -> None:
+    while True:
+        mark.beat()
+        await asyncio.sleep(BEAT_SECONDS)
+
+
+class Server:
+    """The environments of one process.
+
+    Args:
+        settings: The parent's first message.
+        environment_class: Makes environments.
+        mark: Says whose code is running.
+        writer: Takes the answers.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        environment_class: Callable[..., Any],
+        mark: Mark,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._settings, self._class, self._mark, self._writer = settings, environment_class, mark, writer
+        self._environments: dict[int, Any] = {}
+        self._calls: dict[int, asyncio.Task[None]] = {}  # the latest one of each environment, if it runs
+
+    async def serve(self, requests: asyncio.StreamReader) -> None:
+        """Begin each request as soon as it arrives and no other code runs, until the parent is gone."""
+        async for line in requests:
+            request = json.loads(line)
+            number = request["number"]
+            if "close" in request:
+                if number in self._calls:
+                    self._calls[number].cancel()
+                work = self._close(number)
+            else:
+                work = self._answer(**request)
+            self._calls[number] = task = asyncio.create_task(work)
+            task.add_done_callback(partial(self._end, number))
+
+    def _end(self, number: int, task: "asyncio.Task[None]") -> None:
+        if self._calls[number] is task:
+            del self._calls[number]
+        if not task.cancelled() and (error := task.exception()) is not None:  # not the user's, whose are answers
+            traceback.print_exception(error)
+            os._exit(os.EX_SOFTWARE)
+
+    async def _answer(
+        self, number: int, seconds: float, make: dict[str, Any] | None = None, action: str | None = None
+    ) -> None:
+        """Make the environment, or let it take an action in `seconds`, and answer."""
+        call = Call(self._mark, number, 0.0)
+        try:
+            if make is not None and action is not None:
+                await self._make_again(number, **make)
+            with Call(self._mark, number, seconds) as call:
+                if make is not None and action is None:
+                    result = await self._open(call, number, make["task"], make["seed"])
+                else:
+                    result = await call.run(methodcaller("step", action), self._environments[number])
+                environment, limit = self._environments[number], self._settings["max_observation_characters"]
+                read = read_message if action is None else read_step
+                reply = await call.run(read, result, limit) | {"role": await call.run(read_role, environment)}
+            answer = _line(number=number, seconds=call.seconds, **reply)
+        except CallError as error:
+            answer = _line(number=number, seconds=call.seconds, kind=error.kind, failure=str(error))
+        self._writer.write(answer)
+
+    async def _open(self, call: Call, number: int, task: dict[str, Any], seed: int) -> Any:
+        """Make and reset an environment; return the result of the latter."""
+        await self._close(number)
+        arguments = self._settings["arguments"]
+        self._environments[number] = await call.run(lambda: self._class(task, seed, **arguments))
+        return await call.run(methodcaller("reset"), self._environments[number])
+
+    async def _make_again(self, number: int, task: dict[str, Any], seed: int, history: list[str]) -> None:
+        with Call(self._mark, number, self._settings["reset_seconds"], is_remade=True) as call:
+            await self._open(call, number, task, seed)
+        for action in history:
+            with Call(self._mark, number, self._settings["step_seconds"], is_remade=True) as call:
+                await call.run(methodcaller("step", action), self._environments[number])
+
+    async def _close(self, number: int) -> None:
+        environment = self._environments.pop(number, None)
+        try:
+            with Call(self._mark, number, self._settings["step_seconds"]) as call:
+                await call.run(lambda: environment.close() if hasattr(environment, "close") else None)
+        except CallError as error:
+            self._writer.write(_line(warning=f"close() of an environment failed: {error}"))
+
+
+def load(path: str, arguments: dict[str, Any], module_path: list[str]) -> Callable[..., Any]:
+    """Return the class at an import path.
+
+    Raises:
+        LoadError: It isn't there, or is no class of environments that take these arguments.
+    """
+    sys.path[:] = module_path
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:  # a user's module may raise anything
+        raise LoadError(
+            f"environment.path {path!r}: importing {module_name!r} raised {describe(error)}; "
+            "is the module's folder the current one, or on PYTHONPATH?"
+        ) from error
+    file = getattr(module, "__file__", None) or module_name
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        what = "is not a class" if hasattr(module, name) else "is not there"
+        raise LoadError(
+            f"environment.path {path!r}: {name!r} {what} in {file}; define `class {name}` there, "
+            "with `reset(self)` and `step(self, action)`"
+        )
+    for method in ("reset(self)", "step(self, action)"):
+        if not callable(getattr(found, method.partition("(")[0], None)):
+            raise LoadError(f"environment.path {path!r}: class {name} of {file} has no `{method}`; define it")
+    try:
+        inspect.signature(found).bind({}, 0, **arguments)
+    except TypeError as error:
+        raise LoadError(
+            f"environment.path {path!r}: class {name} of {file} can't be called with (task, seed) and "
+            f"environment.arguments {sorted(arguments)}: {error}; change its `__init__(self, task, seed, ...)` or them"
+        ) from error
+    except ValueError:  # of a class without a signature, such as a compiled one: its first call will show
+        pass
+    return found
+
+
+def read_message(result: object, max_characters: int) -> dict[str, Any]:
+    """Return what `reset` returned, in JSON's types; None is no message."""
+    return {"observations": [] if result is None else read_observation("reset", result, max_characters)}
+
+
+def read_step(result: object, max_characters: int) -> dict[str, Any]:
+    """Return what `step` returned, in JSON's types.
+
+    Raises:
+        CallError: It is no observation, reward, done, and metrics.
+    """
+    if not isinstance(result, tuple) or len(result) not in (3, 4):
+        kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise CallError("invalid", f"step() returned {kind}: {result!r:.80}; {RESULT}")
+    observation, reward, done, metrics = result if len(result) == 4 else (*result, {})
+    if type(done).__name__ not in ("bool", "bool_"):  # the latter is numpy's
+        raise CallError("invalid", f"step() returned done={done!r:.80}, a {type(done).__name__}; return True or False")
+    if not isinstance(metrics, Mapping):
+        raise CallError("invalid", f"step() returned metrics={metrics!r:.80}; return a dict of numbers")
+    return {
+        "observations": read_observation("step", observation, max_characters),
+        "reward": _number("reward", reward),
+        "done": bool(done),
+        "metrics": {str(name): _number(f"metric {name!r}", value) for name, value in metrics.items()},
+    }
+
+
+def read_observation(method: str, value: object, max_characters: int) -> list[str]:
+    """Return an observation as a list of texts, of which all together are cut at `max_characters`.
+
+    Raises:
+        CallError: It is no text or list of texts, or can't be encoded.
+    """
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        what = f"{value!r:.80}, a {type(value).__name__}"
+        raise CallError("invalid", f"{method}() returned the observation {what}; return a text, or a list of texts")
+    if len(texts) > MAX_MESSAGES:
+        raise CallError("invalid", f"{method}() returned {len(texts)} messages; return at most {MAX_MESSAGES}")
+    left, kept = max_characters, []
+    for text in texts:
+        kept.append(text[:left])
+        left -= len(kept[-1])
+        if (num_cut := sum(map(len, texts)) - max_characters) > 0 and left == 0:
+            kept[-1] += f"\n[{num_cut} more characters were cut]"
+            break
+    for text in kept:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise CallError(
+                "invalid",
+                f"{method}() returned an observation with the lone surrogate {text[error.start]!r} at character "
+                f"{error.start}, which no tokenizer can encode; decode its bytes with errors='replace'",
+            ) from error
+    return kept
+
+
+def read_role(environment: object) -> str:
+    """Return the role of the environment's messages.
+
+    Raises:
+        CallError: It is no text.
+    """
+    role = getattr(environment, "role", "user")
+    if not isinstance(role, str) or not role:
+        raise CallError("invalid", f"the environment's role is {role!r:.80}; set it to a text, such as 'tool'")
+    return role
+
+
+def _number(what: str, value: object) -> float:
+    if not isinstance(value, Real):  # floats, ints, bools and numpy's scalars
+        kind = type(value).__name__
+        raise CallError("invalid", f"step() returned the {what} {value!r:.80}, a {kind}; return a finite number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise CallError("invalid", f"step() returned the {what} {value!r:.80}; return a finite number")
+    return number
+
+
+def _line(**values: Any) -> bytes:
+    return json.dumps(values).encode() + b"\n"

@@ -1,0 +1,195 @@
+"""Calls of environments, in their process: their time limits, and whose code is running.
+
+Needs the standard library only, like `infra.environments.child`.
+"""
+
+import asyncio
+import inspect
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from traceback import extract_tb
+from types import TracebackType
+from typing import Any, NamedTuple
+
+MAX_FAILURE_CHARACTERS = 1000  # of a failure's message, which is logged
+
+
+class CallError(Exception):
+    """A call of an environment failed; `kind` is that of `infra.environments.pool.Failure`."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Running(NamedTuple):
+    """Whose code a process is running right now."""
+
+    number: int = -1  # of the environment; -1: none
+    deadline: float = 0.0  # of `time.monotonic`, which is the same clock in all processes
+    limit_seconds: float = 0.0
+    is_remade: bool = False  # whether it is being made again
+
+
+class Mark:
+    """What a process is doing, in memory that its parent can read whatever the process does, and after its end.
+
+    Args:
+        descriptor: A file in memory of `SIZE` bytes; the mark doesn't close it.
+    """
+
+    _BEAT, _RUNNING = struct.Struct("d"), struct.Struct("qdd?")
+    SIZE = _BEAT.size + _RUNNING.size
+
+    def __init__(self, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, self.SIZE)
+        self.running = Running()
+
+    @property
+    def running(self) -> Running:
+        return Running(*self._RUNNING.unpack_from(self._memory, self._BEAT.size))
+
+    @running.setter
+    def running(self, value: Running) -> None:
+        self._RUNNING.pack_into(self._memory, self._BEAT.size, *value)
+
+    @property
+    def last_beat(self) -> float:
+        """When the process last showed a sign of life; 0.0: not yet."""
+        return float(self._BEAT.unpack_from(self._memory)[0])
+
+    def beat(self) -> None:
+        self._BEAT.pack_into(self._memory, 0, time.monotonic())
+
+
+class Call:
+    """A limit on the time of an environment's code; the clock stands still while code of other environments runs."""
+
+    current: ContextVar["Call"] = ContextVar("current")
+    all_busy_seconds = 0.0  # for which code of any environment has been running
+
+    def __init__(self, mark: Mark, number: int, limit_seconds: float, *, is_remade: bool = False) -> None:
+        self._mark, self._number, self._limit_seconds, self._is_remade = mark, number, limit_seconds, is_remade
+        self._began, self._busy_before, self._busy_seconds = time.monotonic(), Call.all_busy_seconds, 0.0
+        self._is_over = False  # then what still runs in the background gets the limit anew
+
+    def __enter__(self) -> "Call":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
+    ) -> None:
+        self._is_over = True
+        if isinstance(error, CallError) and self._is_remade:
+            raise CallError(error.kind, f"when it was made again: {error}") from error
+
+    @property
+    def seconds(self) -> float:
+        """The seconds spent so far."""
+        others = Call.all_busy_seconds - self._busy_before - self._busy_seconds
+        return time.monotonic() - self._began - others
+
+    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what an environment's function returns, awaited if it is async.
+
+        Raises:
+            CallError: The function raised, or awaited for too long. One that blocks for too long ends with the process.
+        """
+        try:
+            with self.marked(), outside_of_loop():
+                result = function(*arguments)
+        except CallError:
+            raise
+        except BaseException as raised:  # a user's code may raise anything
+            raise CallError("raised", describe(raised)) from raised
+        if not inspect.isawaitable(result):
+            return result
+        Call.current.set(self)
+        task = asyncio.ensure_future(result)
+        try:
+            while not task.done() and (left := self._limit_seconds - self.seconds) > 0:
+                await asyncio.wait([task], timeout=left)
+            if not task.done():
+                raise CallError("timeout", f"no answer within {self._limit_seconds:g} s")
+        finally:
+            self._is_over = not task.done()
+            task.cancel()
+        if task.cancelled():
+            raise CallError("raised", "CancelledError: the call was cancelled")
+        if (error := task.exception()) is not None:
+            raise error if isinstance(error, CallError) else CallError("raised", describe(error)) from error
+        return task.result()
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Hold the mark: what runs in this context is the environment's code."""
+        before, began = self._mark.running, time.monotonic()
+        left = self._limit_seconds - (0.0 if self._is_over else self.seconds)
+        self._mark.running = Running(self._number, began + left, self._limit_seconds, self._is_remade)
+        try:
+            yield
+        finally:
+            busy_seconds = time.monotonic() - began
+            self._busy_seconds += busy_seconds
+            Call.all_busy_seconds += busy_seconds
+            self._mark.running = before
+
+
+class MarkedCoroutine(Coroutine[Any, Any, Any]):
+    """A coroutine of an environment, which holds the mark whenever it runs."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], call: Call) -> None:
+        self._coroutine, self._call = coroutine, call
+
+    def send(self, value: Any) -> Any:
+        return self._run(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._run(self._coroutine.throw, *error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            with self._call.marked():
+                return function(*arguments)
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop
+            raise CallError("raised", describe(error)) from error
+
+
+@contextmanager
+def outside_of_loop() -> Iterator[None]:
+    """Run plain code as if no event loop were running, so that it may run one of its own."""
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(loop)
+
+
+def create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
+    """Create a task, as the factory of a loop's tasks; one of an environment's, or of its tasks', holds the mark."""
+    call = Call.current.get(None)
+    return asyncio.Task(coroutine if call is None else MarkedCoroutine(coroutine, call), loop=loop, **options)
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's type, message and place as a text without lone surrogates."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - the __str__ of a user's exception may raise anything
+        text = f"{type(error).__name__}, whose message can't be formatted"
+    own = ("<frozen", os.path.dirname(__file__))
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return text.encode(errors="replace").decode()[:MAX_FAILURE_CHARACTERS] + place

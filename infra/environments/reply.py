@@ -1,0 +1,43 @@
+"""What an environment answers to a call."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FailureKind = Literal["raised", "invalid", "timeout", "died"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call has no answer.
+
+    Attributes:
+        kind: The environment's code raised, returned something invalid, took too long, or ended its process.
+        message: What happened, and where it is known, what to do.
+    """
+
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An environment's answer to its reset or to a step.
+
+    Attributes:
+        observations: Messages to the model.
+        reward: Of this turn.
+        done: Whether the trajectory ends.
+        metrics: Of this turn, by name.
+        role: Of the messages.
+        seconds: Time spent in the call.
+        failure: Why there is no answer; then all of the above but `seconds` are defaults.
+    """
+
+    observations: tuple[str, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    role: str = "user"
+    seconds: float = 0.0
+    failure: Failure | None = None

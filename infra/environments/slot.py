@@ -1,0 +1,207 @@
+"""One process of a pool with the environments that it holds; if it is lost, another one takes its place."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from infra.environments.process import EnvironmentProcess
+from infra.environments.reply import Failure, Reply
+from rl_core.environments.base import Task
+from schemas.errors import EnvironmentImportError
+
+logger = logging.getLogger(__name__)
+
+READY_SECONDS = 300.0  # for importing the environment's module
+POLL_SECONDS = 1.0  # between checks that a silent process is still alive
+GRACE_SECONDS = 1.0  # added to a call's limit, after which its process cancels it by itself if it can
+SILENT_SECONDS = 60.0  # without a sign of life, while it is not known to run an environment's code
+
+Loss = Literal["ended", "late", "silent"]
+
+
+@dataclass(eq=False)
+class HeldEnvironment:
+    """A row's environment, from `open` to `end`.
+
+    Attributes:
+        row: The row.
+        number: Differs from that of all other environments of the pool.
+        task: The data row.
+        seed: The seed.
+        history: The actions that its state depends on.
+        seconds: Time spent in all of its calls.
+        is_made: Whether its process holds it, in the state after its latest successful call.
+        action: The action of its outstanding call; None: it is reset.
+        limit_seconds: The time limit of its outstanding call.
+        is_suspect: Whether its outstanding call may have been the cause of the loss of its process.
+    """
+
+    row: int
+    number: int
+    task: Task
+    seed: int
+    history: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    is_made: bool = False
+    action: str | None = None
+    limit_seconds: float = 0.0
+    is_suspect: bool = False
+
+
+class Slot:
+    """A process, or its replacement, and the environments that it holds.
+
+    Args:
+        settings: The process's; see `infra.environments.child`.
+        replays: See `infra.environments.pool.EnvironmentPool`.
+        replies: Takes each reply by its row.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], replays: bool, replies: dict[int, Reply]) -> None:
+        self._settings, self._replays, self._replies = settings, replays, replies
+        self.process = EnvironmentProcess(settings)
+        self._environments: dict[int, HeldEnvironment] = {}  # this and the next by number
+        self._sent: dict[int, HeldEnvironment] = {}  # whose calls are sent, but not answered
+        self._waiting: deque[HeldEnvironment] = deque()  # whose calls are to be sent, suspects first
+
+    @property
+    def num_environments(self) -> int:
+        return len(self._environments)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call has no reply yet."""
+        return bool(self._sent or self._waiting)
+
+    def add(self, environment: HeldEnvironment) -> None:
+        """Take an environment, which is made when its first call begins."""
+        self._environments[environment.number] = environment
+
+    def begin(self, environment: HeldEnvironment, action: str | None, limit_seconds: float) -> None:
+        """Begin a call of an environment that has none."""
+        environment.action, environment.limit_seconds = action, limit_seconds
+        self._waiting.append(environment)
+        self.dispatch()
+
+    def remove(self, environment: HeldEnvironment) -> None:
+        """Close and forget an environment, and its call if it has one."""
+        del self._environments[environment.number]
+        self._sent.pop(environment.number, None)
+        if environment in self._waiting:
+            self._waiting.remove(environment)
+        self.process.send({"number": environment.number, "close": True})
+
+    def dispatch(self) -> None:
+        """Send what the process can take now: a suspect's call on its own, others together."""
+        self.process.flush()
+        while self._waiting:
+            environment = self._waiting[0]
+            if self._sent and (environment.is_suspect or any(sent.is_suspect for sent in self._sent.values())):
+                break
+            self._waiting.popleft()
+            self._sent[environment.number] = environment
+            message: dict[str, Any] = {"number": environment.number, "seconds": environment.limit_seconds}
+            if not environment.is_made:
+                history = environment.history if self._replays else []
+                message["make"] = {"task": environment.task, "seed": environment.seed, "history": history}
+                environment.is_made = True
+            self.process.send(message | {"action": environment.action})
+
+    def seconds_to_wait(self) -> float:
+        """Return after how many seconds to call `serve` if the process doesn't answer."""
+        running = self.process.mark.running
+        if running.number < 0:
+            return POLL_SECONDS
+        return min(max(0.0, running.deadline + GRACE_SECONDS - time.monotonic()), POLL_SECONDS)
+
+    def serve(self) -> None:
+        """Record answers that have arrived, and replace the process if it is lost.
+
+        Raises:
+            EnvironmentImportError: The process can't import the class, or ended while importing it.
+        """
+        self._record(self.process.receive())
+        loss = self._loss()
+        if loss is not None:
+            self._replace(loss)
+
+    def _loss(self) -> Loss | None:
+        """Return why the process is lost, or None.
+
+        However late this thread itself runs, a call in time counts: only one that is still running is late.
+        """
+        process, now = self.process, time.monotonic()
+        if process.ended or process.has_died():
+            return "ended"
+        if not process.is_ready:
+            return "late" if now > process.started_at + READY_SECONDS else None
+        if process.mark.running.number >= 0:
+            return "late" if now > process.mark.running.deadline + GRACE_SECONDS else None
+        return "silent" if self._sent and now > process.mark.last_beat + SILENT_SECONDS else None
+
+    def _record(self, answers: Iterable[dict[str, Any]]) -> None:
+        for answer in answers:
+            if "error" in answer:
+                raise EnvironmentImportError(answer["error"])
+            if "warning" in answer:
+                logger.warning("%s", answer["warning"])
+            elif "ready" in answer:
+                self.process.is_ready = True
+            elif (environment := self._sent.pop(answer.pop("number"), None)) is not None:
+                if "failure" in answer:
+                    failure = Failure(answer["kind"], answer["failure"])
+                    self._reply(environment, Reply(seconds=answer["seconds"], failure=failure))
+                else:
+                    self._reply(environment, Reply(**answer | {"observations": tuple(answer["observations"])}))
+
+    def _reply(self, environment: HeldEnvironment, reply: Reply) -> None:
+        """End an environment's call. A failed one leaves no trace: the environment is then made again."""
+        environment.seconds += reply.seconds
+        environment.is_suspect = False
+        if reply.failure is not None:
+            environment.is_made = False
+        elif environment.action is not None and self._replays:
+            environment.history.append(environment.action)
+        self._replies[environment.row] = reply
+
+    def _replace(self, loss: Loss) -> None:
+        """Replace a lost process: the call that was the cause fails, all others begin anew.
+
+        If it is not known whose code was the cause, each outstanding call is suspect, and begins anew on its own.
+        """
+        process, now = self.process, time.monotonic()
+        how = process.kill()
+        self._record(process.receive())  # what it sent before it was killed
+        if not process.is_ready:
+            what = f"ended with {how}" if loss == "ended" else f"took more than {READY_SECONDS:g} s"
+            raise EnvironmentImportError(
+                f"environment.path {self._settings['path']!r}: a process {what} while it imported the class"
+            )
+        running, outstanding = process.mark.running, list(self._sent.values())
+        process.close()
+        self._sent.clear()
+        for environment in self._environments.values():
+            environment.is_made = False
+        if running.number >= 0:
+            is_cause = loss == "ended" or now > running.deadline  # else it went on just before it was killed
+            causes = [held for held in outstanding if held.number == running.number and is_cause]
+        else:
+            causes = outstanding if len(outstanding) == 1 else []
+            for environment in outstanding:
+                environment.is_suspect = True
+        self._waiting.extendleft(held for held in reversed(outstanding) if held not in causes)
+        self.process = EnvironmentProcess(self._settings)
+        message = {
+            "ended": f"the environment's process ended with {how}",
+            "late": f"no answer within {running.limit_seconds:g} s",
+            "silent": f"the environment's process showed no sign of life for {SILENT_SECONDS:g} s",
+        }[loss]
+        logger.warning("environment process %d is replaced: %s", process.pid, message)
+        for environment in causes:
+            seconds = min(max(0.0, now - running.deadline + running.limit_seconds), running.limit_seconds)
+            again = "when it was made again: " if running.is_remade else ""
+            kind: Literal["died", "timeout"] = "died" if loss == "ended" else "timeout"
+            self._reply(environment, Reply(seconds=seconds, failure=Failure(kind, again + message)))
