@@ -34,6 +34,10 @@ class RewardImportError(UserError):
     """A reward function can't be found by its import path."""
 
 
+class EnvironmentImportError(UserError):
+    """An environment's class or a tool can't be found by its import path, or lacks what it needs."""
+
+
 class RunError(UserError):
     """A run directory is missing, or not in the state that the command needs."""
 
