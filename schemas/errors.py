@@ -39,7 +39,7 @@ class RewardImportError(UserError):
 
 
 class EnvironmentImportError(UserError):
-    """An environment's class can't be found by its import path, or has another shape than it needs."""
+    """An environment's class or a tool can't be found by its import path, or lacks what it needs."""
 
 
 class RunError(UserError):

@@ -24,9 +24,9 @@ __all__ = ["EnvironmentPool", "Failure", "Reply"]
 class EnvironmentPool:
     """The environment processes of one rollout worker, to be used by one thread.
 
-    Each row's environment lives in one process. If that process dies or hangs, the call whose code it ran fails. The
-    process is replaced; each of its environments is made again when its next call begins, with the same task and seed,
-    and its earlier actions are replayed. Other calls that were outstanding begin anew. A failed call leaves no trace:
+    Each row's environment lives in one process. If that process hangs, or dies twice, the call whose code it ran fails.
+    The process is replaced; each of its environments is made again when its next call begins, with the same task and
+    seed, and its earlier actions are replayed. Other calls that were outstanding begin anew. A failed call leaves no trace:
     its environment is made again in the same way.
 
     Args:
@@ -120,6 +120,11 @@ class EnvironmentPool:
         slot.remove(environment)
         self._calling.discard(row)
         self._replies.pop(row, None)
+
+    def end_all(self) -> None:
+        """End the environments of all rows; see `end`."""
+        for row in list(self._rows):
+            self.end(row)
 
     def close(self) -> None:
         """Kill all processes, and forget all environments without closing them."""

@@ -37,6 +37,7 @@ class HeldEnvironment:
         action: The action of its outstanding call; None: it is reset.
         limit_seconds: The time limit of its outstanding call.
         is_suspect: Whether its outstanding call may have been the cause of the loss of its process.
+        has_ended_process: Whether its outstanding call was the cause of one.
     """
 
     row: int
@@ -49,6 +50,7 @@ class HeldEnvironment:
     action: str | None = None
     limit_seconds: float = 0.0
     is_suspect: bool = False
+    has_ended_process: bool = False
 
 
 class Slot:
@@ -160,7 +162,7 @@ class Slot:
     def _reply(self, environment: HeldEnvironment, reply: Reply) -> None:
         """End an environment's call. A failed one leaves no trace: the environment is then made again."""
         environment.seconds += reply.seconds
-        environment.is_suspect = False
+        environment.is_suspect = environment.has_ended_process = False
         if reply.failure is not None:
             environment.is_made = False
         elif environment.action is not None and self._replays:
@@ -170,7 +172,7 @@ class Slot:
     def _replace(self, loss: Loss) -> None:
         """Replace a lost process: the call that was the cause fails, all others begin anew.
 
-        If it is not known whose code was the cause, each outstanding call is suspect, and begins anew on its own.
+        A call that ended its process fails the second time; the first one may have been somebody else's doing. If it is not known whose code was the cause, each outstanding call is suspect, and begins anew on its own.
         """
         process, now = self.process, time.monotonic()
         how = process.kill()
@@ -192,6 +194,10 @@ class Slot:
             causes = outstanding if len(outstanding) == 1 else []
             for environment in outstanding:
                 environment.is_suspect = True
+        if loss == "ended":  # maybe by somebody else: its call gets another chance, on its own
+            for held in (first := [held for held in causes if not held.has_ended_process]):
+                held.is_suspect = held.has_ended_process = True
+            causes = [held for held in causes if held not in first]
         self._waiting.extendleft(held for held in reversed(outstanding) if held not in causes)
         self.process = EnvironmentProcess(self._settings)
         message = {

@@ -1,0 +1,141 @@
+"""Parsers of tool calls in a model's text, by name.
+
+What comes before the first `</think>` is the model's reasoning: a call that is written there is not one.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from math import isinf
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+MAX_DIGITS = 1000  # of an integer; Python itself refuses to print one of more than 4300
+
+
+class Call(NamedTuple):
+    """A call of a tool."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class MalformedCall(NamedTuple):
+    """A call that can't be read, and what the model should know about it."""
+
+    reason: str
+
+
+ParsedCalls = Sequence[Call | MalformedCall]
+"""A turn's calls in order; empty: the turn is an answer."""
+
+_CALL = '{"name": "...", "arguments": {...}}'
+_TAGS = f"<tool_call>{_CALL}</tool_call>"
+_TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_FENCED = re.compile(r"```\w*\n(.*)```", re.DOTALL)
+
+
+def parse_hermes(text: str) -> ParsedCalls:
+    """Return the calls between `<tool_call>` and `</tool_call>`, whatever is around them.
+
+    >>> parse_hermes('Let me see: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    [Call(name='add', arguments={'a': 1})]
+    """
+    return [
+        _read(body, _TAGS) if end else MalformedCall(f"The call has no </tool_call> at its end. Write {_TAGS}")
+        for body, end in _TAGGED.findall(_without_reasoning(text))
+    ]
+
+
+def parse_json(text: str) -> ParsedCalls:
+    """Return the call that the whole text is, with or without a code fence; any other text is an answer.
+
+    >>> parse_json('{"name": "add", "arguments": {"a": 1}}')
+    [Call(name='add', arguments={'a': 1})]
+    >>> parse_json('{"sum": 3}')
+    []
+    """
+    text = _without_reasoning(text).strip()
+    if fenced := _FENCED.fullmatch(text):
+        text = fenced[1].strip()
+    if not text.startswith("{"):
+        return []
+    try:
+        value = _decode(text)
+    except ValueError:
+        return [_read(text, _CALL)]
+    return [_read(text, _CALL)] if "name" in value and ("arguments" in value or "parameters" in value) else []
+
+
+PARSERS: Mapping[str, Callable[[str], ParsedCalls]] = MappingProxyType({"hermes": parse_hermes, "json": parse_json})
+"""Parsers of a turn's text, by the config's `parser`."""
+
+
+def _without_reasoning(text: str) -> str:
+    _, end, rest = text.partition("</think>")
+    return rest if end else text
+
+
+def _read(text: str, form: str) -> Call | MalformedCall:
+    try:
+        return _call(_decode(text))
+    except ValueError as error:
+        return MalformedCall(f"The call is malformed: {error}. Write {form}")
+
+
+def _call(value: Any) -> Call:
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    if not isinstance(name := value.get("name"), str):
+        raise ValueError('"name" must be the name of a tool')
+    given = [key for key in ("arguments", "parameters") if key in value]
+    if len(given) != 1:
+        raise ValueError('it has both "arguments" and "parameters"' if given else '"arguments" is missing')
+    arguments = value[given[0]]
+    if isinstance(arguments, str):
+        arguments = _decode(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError(f'"{given[0]}" must be a JSON object')
+    return Call(name, arguments)
+
+
+def _decode(text: str) -> Any:
+    """Return the value of strict JSON, all of which can be written as JSON, and in UTF-8, again.
+
+    Raises:
+        ValueError: It is not; the message says why.
+    """
+    try:
+        value = _DECODER.decode(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("it has half of a surrogate pair (\\ud800 to \\udfff)") from None
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("an object has the same key twice")
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has more than {MAX_DIGITS} digits")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if isinf(value := float(digits)):
+        raise ValueError("a number is too large")
+    return value
+
+
+def _constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON value")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant)
