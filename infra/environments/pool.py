@@ -26,8 +26,8 @@ class EnvironmentPool:
 
     Each row's environment lives in one process. If that process hangs, or dies twice, the call whose code it ran fails.
     The process is replaced; each of its environments is made again when its next call begins, with the same task and
-    seed, and its earlier actions are replayed. Other calls that were outstanding begin anew. A failed call leaves no trace:
-    its environment is made again in the same way.
+    seed, and its earlier actions are replayed. Other calls that were outstanding begin anew. A failed call leaves no
+    trace: its environment is made again in the same way.
 
     Args:
         path: Import path of the class, `module:Class`.

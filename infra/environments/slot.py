@@ -172,7 +172,8 @@ class Slot:
     def _replace(self, loss: Loss) -> None:
         """Replace a lost process: the call that was the cause fails, all others begin anew.
 
-        A call that ended its process fails the second time; the first one may have been somebody else's doing. If it is not known whose code was the cause, each outstanding call is suspect, and begins anew on its own.
+        A call that ended its process fails the second time only: it may have been killed from outside. If it is not
+        known whose code was the cause, each outstanding call is suspect, and begins anew on its own.
         """
         process, now = self.process, time.monotonic()
         how = process.kill()

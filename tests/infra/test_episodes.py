@@ -147,13 +147,13 @@ def test_a_failed_environment_costs_its_trajectory_only(folder: Path) -> None:
 
 
 def test_rewards_see_the_turns(folder: Path) -> None:
-    _, rows = play(run_with(folder, reward={"path": "rollout_rewards:of_turns"}))
+    _, rows = play(run_with(folder, reward="of_turns"))
     for row in rows.values():
         assert row["reward"] == sum(row["turn_rewards"]) == row["reward_turns"] / 2
 
 
 def test_agents_are_evaluated_by_the_same_code(folder: Path) -> None:
-    report = evaluate(run_with(folder, reward={"path": "rollout_rewards:of_turns"}))  # of 1, 2, 3 and 1 turns
+    report = evaluate(run_with(folder, reward="of_turns", eval={"temperature": 1.0}))  # of 1, 2, 3 and 1 turns
     assert (report.num_prompts, report.num_failed, report.reward) == (4, 0, 7 / 8)
 
 
