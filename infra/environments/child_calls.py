@@ -9,7 +9,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from traceback import extract_tb
@@ -110,7 +110,7 @@ class Call:
         if not inspect.isawaitable(result):
             return result
         Call.current.set(self)
-        task = asyncio.ensure_future(result)
+        task = asyncio.create_task(_await(result))
         try:
             while not task.done() and (left := self._limit_seconds - self.seconds) > 0:
                 await asyncio.wait([task], timeout=left)
@@ -164,6 +164,10 @@ class MarkedCoroutine(Coroutine[Any, Any, Any]):
                 return function(*arguments)
         except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop
             raise CallError("raised", describe(error)) from error
+
+
+async def _await(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 @contextmanager
