@@ -109,7 +109,7 @@ class Server:
             task.add_done_callback(partial(self._end, number))
 
     def _end(self, number: int, task: "asyncio.Task[None]") -> None:
-        if self._calls[number] is task:
+        if self._calls.get(number) is task:
             del self._calls[number]
         if not task.cancelled() and (error := task.exception()) is not None:  # not the user's, whose are answers
             traceback.print_exception(error)
@@ -121,6 +121,8 @@ class Server:
         """Make the environment, or let it take an action in `seconds`, and answer."""
         call = Call(self._mark, number, 0.0)
         try:
+            if make is not None:
+                await self._close(number)
             if make is not None and action is not None:
                 await self._make_again(number, **make)
             with Call(self._mark, number, seconds) as call:
@@ -138,7 +140,6 @@ class Server:
 
     async def _open(self, call: Call, number: int, task: dict[str, Any], seed: int) -> Any:
         """Make and reset an environment; return the result of the latter."""
-        await self._close(number)
         arguments = self._settings["arguments"]
         self._environments[number] = await call.run(lambda: self._class(task, seed, **arguments))
         return await call.run(methodcaller("reset"), self._environments[number])

@@ -9,7 +9,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from traceback import extract_tb
@@ -43,8 +43,9 @@ class Mark:
         descriptor: A file in memory of `SIZE` bytes; the mark doesn't close it.
     """
 
-    _BEAT, _RUNNING = struct.Struct("d"), struct.Struct("qdd?")
-    SIZE = _BEAT.size + _RUNNING.size
+    _BEAT, _NUMBER, _REST = struct.Struct("d"), struct.Struct("q"), struct.Struct("dd?")
+    _REST_OFFSET = _BEAT.size + _NUMBER.size
+    SIZE = _REST_OFFSET + _REST.size
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, self.SIZE)
@@ -52,11 +53,14 @@ class Mark:
 
     @property
     def running(self) -> Running:
-        return Running(*self._RUNNING.unpack_from(self._memory, self._BEAT.size))
+        (number,) = self._NUMBER.unpack_from(self._memory, self._BEAT.size)
+        return Running(number, *self._REST.unpack_from(self._memory, self._REST_OFFSET))
 
     @running.setter
     def running(self, value: Running) -> None:
-        self._RUNNING.pack_into(self._memory, self._BEAT.size, *value)
+        if value.number >= 0:  # and before the number is: who reads both meanwhile takes none for late
+            self._REST.pack_into(self._memory, self._REST_OFFSET, *value[1:])
+        self._NUMBER.pack_into(self._memory, self._BEAT.size, value.number)
 
     @property
     def last_beat(self) -> float:
@@ -110,7 +114,7 @@ class Call:
         if not inspect.isawaitable(result):
             return result
         Call.current.set(self)
-        task = asyncio.ensure_future(result)
+        task = asyncio.create_task(_await(result))
         try:
             while not task.done() and (left := self._limit_seconds - self.seconds) > 0:
                 await asyncio.wait([task], timeout=left)
@@ -137,6 +141,7 @@ class Call:
             busy_seconds = time.monotonic() - began
             self._busy_seconds += busy_seconds
             Call.all_busy_seconds += busy_seconds
+            self._mark.beat()
             self._mark.running = before
 
 
@@ -164,6 +169,10 @@ class MarkedCoroutine(Coroutine[Any, Any, Any]):
                 return function(*arguments)
         except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop
             raise CallError("raised", describe(error)) from error
+
+
+async def _await(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 @contextmanager

@@ -140,8 +140,9 @@ class Slot:
             return "ended"
         if not process.is_ready:
             return "late" if now > process.started_at + READY_SECONDS else None
-        if process.mark.running.number >= 0:
-            return "late" if now > process.mark.running.deadline + GRACE_SECONDS else None
+        running = process.mark.running
+        if running.number >= 0:
+            return "late" if now > running.deadline + GRACE_SECONDS else None
         return "silent" if self._sent and now > process.mark.last_beat + SILENT_SECONDS else None
 
     def _record(self, answers: Iterable[dict[str, Any]]) -> None:
@@ -188,9 +189,11 @@ class Slot:
         self._sent.clear()
         for environment in self._environments.values():
             environment.is_made = False
-        if running.number >= 0:
-            is_cause = loss == "ended" or now > running.deadline  # else it went on just before it was killed
-            causes = [held for held in outstanding if held.number == running.number and is_cause]
+        is_known = running.number >= 0
+        if (loss == "late" and (not is_known or now < running.deadline)) or (loss == "silent" and is_known):
+            causes = []  # it went on just before it was killed
+        elif is_known:
+            causes = [environment for environment in outstanding if environment.number == running.number]
         else:
             causes = outstanding if len(outstanding) == 1 else []
             for environment in outstanding:
@@ -199,7 +202,7 @@ class Slot:
             for held in (first := [held for held in causes if not held.has_ended_process]):
                 held.is_suspect = held.has_ended_process = True
             causes = [held for held in causes if held not in first]
-        self._waiting.extendleft(held for held in reversed(outstanding) if held not in causes)
+        self._waiting.extendleft(environment for environment in reversed(outstanding) if environment not in causes)
         self.process = EnvironmentProcess(self._settings)
         message = {
             "ended": f"the environment's process ended with {how}",
