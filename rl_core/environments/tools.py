@@ -77,7 +77,9 @@ class Tool:
             if name not in self.parameters:
                 problems.append(f'"{name}" is unknown')
             elif not (kind := self.parameters[name].kind).allows(value):
-                problems.append(f'"{name}" must be {kind.name}, not {_KINDS[type(value)].name}')
+                given = _KINDS[type(value)].name
+                other = "" if kind.name.startswith(given) else f", not {given}"  # else an item is wrong
+                problems.append(f'"{name}" must be {kind.name}{other}')
         if not problems:
             return None
         return f"{self.name}: {', '.join(problems)[:MAX_PROBLEM_CHARACTERS]}. Its arguments are {self.usage}"

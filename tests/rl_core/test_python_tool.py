@@ -9,16 +9,19 @@ import tempfile
 import psutil
 import pytest
 
+from rl_core.environments import python_tool
 from rl_core.environments.python_tool import OUTPUT_CHARACTERS, Limits, python, run_python
 from rl_core.environments.tools import ToolEnvironment, load_tools, tool_schemas
 from tests.progress import wait_until
 
+PATIENT_SECONDS = 1000  # on a busy machine, too
 PATH = "rl_core.environments.python_tool:python"
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(python_tool, "LIMITS", Limits(wall_seconds=PATIENT_SECONDS))
     before = set(psutil.Process().children(recursive=True))
     yield
     assert list(tmp_path.iterdir()) == []
@@ -70,14 +73,14 @@ def test_long_output_is_cut() -> None:
 
 @pytest.mark.slow
 def test_an_endless_loop_is_stopped_and_keeps_its_output() -> None:
-    output = run_python("print('begin')\nwhile True: pass", Limits(cpu_seconds=1, wall_seconds=1000))
+    output = run_python("print('begin')\nwhile True: pass", Limits(cpu_seconds=1, wall_seconds=PATIENT_SECONDS))
     assert output == "begin\nStopped: it used more than 1 s of CPU time."
 
 
 @pytest.mark.slow
 def test_code_that_ignores_the_warning_is_killed() -> None:
     code = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
-    assert run_python(code, Limits(cpu_seconds=1, wall_seconds=1000)) == "Stopped by SIGKILL."
+    assert run_python(code, Limits(cpu_seconds=1, wall_seconds=PATIENT_SECONDS)) == "Stopped by SIGKILL."
 
 
 def test_code_that_only_waits_is_stopped() -> None:
@@ -85,7 +88,7 @@ def test_code_that_only_waits_is_stopped() -> None:
 
 
 def test_endless_output_is_stopped() -> None:
-    output = run_python("while True: print('x' * 10_000)", Limits(file_bytes=2**20))
+    output = run_python("while True: print('x' * 10_000)", Limits(file_bytes=2**20, wall_seconds=PATIENT_SECONDS))
     assert output.startswith("xxx")
     assert len(output) <= OUTPUT_CHARACTERS
 
@@ -141,7 +144,7 @@ def test_code_ends_with_the_process_that_runs_it(tmp_path) -> None:
     """A pool kills an environment process that takes too long; what it has started must not go on."""
     begun = tmp_path / "begun"
     code = f"import time; open({str(begun)!r}, 'w'); time.sleep(1e6)"
-    program = f"from rl_core.environments.python_tool import python; python({code!r})"
+    program = f"from rl_core.environments.python_tool import *; run_python({code!r}, Limits(wall_seconds=10**6))"
     process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         wait_until(lambda: begun.exists() or process.poll() is not None)
