@@ -1,4 +1,4 @@
-"""Environments for tests."""
+"""Environments and tools for tests."""
 
 import time
 from typing import Any
@@ -55,3 +55,19 @@ class Fragile(Echo):
         if self._is_odd:
             raise ValueError("out of cards")
         return super().step(action)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+def wait() -> str:
+    """Wait for ever."""
+    while True:
+        time.sleep(1)

@@ -1,0 +1,85 @@
+"""Tools in trajectories, with turns that are given: a tiny model writes no calls."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from infra.datasets import PromptRow
+from infra.datasets.chat import ChatTemplate
+from infra.engines.base import Generation, GenerationRequest, Sampling
+from infra.environments.episodes import Episodes
+from infra.environments.open import schemas_of_tools
+from infra.environments.pool import EnvironmentPool
+from infra.environments.trajectory import Trajectory
+from infra.models.tiny import CHAT_TEMPLATE, make_tokenizer
+from schemas.config.environment import ToolsEnvironment
+
+CONFIG = ToolsEnvironment(
+    tools=("tests.infra.games:add", "tests.infra.games:wait"),
+    num_processes=1,
+    step_timeout_seconds=2,
+    max_turns=4,
+)
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+WAIT = '<tool_call>{"name": "wait", "arguments": {}}</tool_call>'
+
+
+class GivenTurns:
+    """Takes the turns of rows from lists of texts, each ended by the chat's end token."""
+
+    def __init__(self, turns: Sequence[Sequence[str]]) -> None:
+        self._tokenizer, self._turns = make_tokenizer(), [list(texts) for texts in turns]
+        self.prompts: list[str] = []
+
+    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[tuple[int, Generation]]:
+        waiting = [turns for turns in self._turns if turns]
+        prompts = [request.prompt_ids for request in requests for _ in request.seeds]
+        for number, (prompt_ids, turns) in enumerate(zip(prompts, waiting, strict=True)):
+            self.prompts.append(self._tokenizer.decode(prompt_ids))
+            ids = np.array([*self._tokenizer(turns.pop(0))["input_ids"], self._tokenizer.eos_token_id])
+            yield number, Generation(ids, np.zeros(len(ids), dtype=np.float32), "stop")
+
+
+def play(engine: GivenTurns, num_rows: int) -> list[Trajectory]:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ '<|pad|>' if tools else '' }}" + CHAT_TEMPLATE
+    chat = ChatTemplate(tokenizer, {}, schemas_of_tools(CONFIG))
+    arguments = {"tools": list(CONFIG.tools), "parser": CONFIG.parser}
+    pool = EnvironmentPool("rl_core.environments.tools:ToolEnvironment", arguments, CONFIG, replays=False)
+    pool.start()
+    try:
+        episodes = Episodes(CONFIG, engine, pool, chat, 64)  # type: ignore[arg-type]
+        messages = [{"role": "user", "content": "2 + 3 ="}]
+        prompt = PromptRow(np.array(chat.encode(messages)), "2 + 3 =", "5", {}, "sums", messages)
+        sampling = Sampling(max_response_tokens=2000, stop_token_ids=(tokenizer.eos_token_id,))
+        begun = episodes.begin([prompt] * num_rows, range(num_rows))
+        played = dict(episodes.play(begun, range(num_rows), sampling))
+        return [played[number] for number in range(num_rows)]
+    finally:
+        pool.close()
+
+
+@pytest.mark.slow
+def test_calls_are_answered_and_a_turn_without_one_is_the_answer() -> None:
+    engine = GivenTurns([[ADD, "It is 5."], ["5"], [f"{ADD} and {ADD}", "<tool_call>{oops</tool_call>", "5"]])
+    called, answered, malformed = play(engine, 3)
+    assert [turn.observations for turn in called.turns] == [("5",), ("",)]
+    assert [trajectory.end for trajectory in (called, answered, malformed)] == ["done"] * 3
+    assert len(answered.turns) == 1
+    assert malformed.turns[0].observations == ("5", "5")
+    assert "JSON" in malformed.turns[1].observations[0]
+    assert (called.metrics["tool_calls"], malformed.metrics["tool_calls"]) == (1, 3)
+    assert malformed.metrics["malformed_calls"] == 1
+    assert engine.prompts[0].startswith("<|pad|><|user|>2 + 3 =")  # the template has seen the tools
+    assert engine.prompts[3] == f"{engine.prompts[0]}{ADD}<|end|><|tool|>5<|assistant|>"
+
+
+@pytest.mark.slow
+def test_a_call_that_takes_too_long_is_an_observation_and_the_row_goes_on() -> None:
+    slow, other = play(GivenTurns([[WAIT, ADD, "5"], [ADD, ADD, "6"]]), 2)
+    assert slow.failure is other.failure is None
+    assert slow.turns[0].observations == ("error: the call took longer than 2 s and was stopped",)
+    assert [turn.observations for turn in other.turns] == [("5",), ("5",), ("",)]
+    assert slow.turns[1].observations == ("5",)
+    assert (slow.end, slow.metrics["tool_timeouts"], slow.metrics["tool_calls"]) == ("done", 1, 1)
