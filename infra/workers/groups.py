@@ -81,7 +81,7 @@ class GroupSampler:
                     later[index] = response
 
         own = [row for row in everything if row.step == step]
-        responses, seconds = self._sampler.score([row.prompt for row in own], finished())
+        responses, seconds = self._sampler.score([row.prompt for row in own], [row.group for row in own], finished())
         samples = [
             Sample(f"{step}-{row.group}-{row.number}", row.group, row.prompt, response)
             for row, response in zip(own, responses, strict=True)

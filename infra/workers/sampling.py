@@ -51,16 +51,17 @@ class ResponseSampler:
             the last response.
         """
         requests = [GenerationRequest(prompt.prompt_ids, own) for prompt, own in zip(prompts, seeds, strict=True)]
-        prompt_of = [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
-        return self.score(prompt_of, self.engine.generate(requests, sampling))
+        groups = [group for group, own in enumerate(seeds) for _ in own]
+        return self.score([prompts[group] for group in groups], groups, self.engine.generate(requests, sampling))
 
     def score(
-        self, prompts: Sequence[PromptRow], responses: Iterator[tuple[int, Generation]]
+        self, prompts: Sequence[PromptRow], groups: Sequence[int], responses: Iterator[tuple[int, Generation]]
     ) -> tuple[list[ScoredResponse], dict[str, float]]:
         """Compute the rewards of N responses while they are generated.
 
         Args:
             prompts: N prompts.
+            groups: N, the group of each response: those to one prompt.
             responses: Each response with its number, in any order.
 
         Returns:
@@ -68,7 +69,7 @@ class ResponseSampler:
         """
         generated: dict[int, tuple[Generation, str]] = {}
         started = time.perf_counter()
-        with ExitStack() as reward_span, self._scorer.open_batch() as batch:
+        with ExitStack() as reward_span, self._scorer.open_batch(groups) as batch:
             with span("rl.sample"), record_function("generate"):
                 for number, generation in responses:
                     if not generated:  # rewards are computed from the first response on
