@@ -92,7 +92,7 @@ def _import(path: str, signature: str) -> Any:
         found = "is not a function" if hasattr(module, name) else "has no such function"
         raise RewardImportError(
             f"reward.path {path!r}: {module.__file__ or module_name} {found} {name!r}; "
-            "define `def {signature}` there and name it after the colon"
+            f"define `def {signature}` there and name it after the colon"
         )
     return function
 

@@ -65,7 +65,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "calls"
 
 
-RANKED = {"reward": {"kind": "group_function", "path": "group_rewards:ranks"}}
+RANKED = {"kind": "group_function", "path": "group_rewards:ranks"}
 IN_PROCESS = {"num_processes": 0, "timeout_seconds": None}
 
 
@@ -157,7 +157,7 @@ class TestInTheRolloutWorker:
 
     def test_a_step_is_ranked_group_by_group(self, calls: Path, folder: Path) -> None:
         store = open_store()
-        worker = worker_of(run_of(folder, **RANKED), store=store)
+        worker = worker_of(run_of(folder, limits=RANKED), store=store)
         shard = worker.generate(0, 0, 0, GROUPS)
         rows = rows_of(store, worker, shard).values()
         for group in GROUPS:
@@ -170,7 +170,7 @@ class TestInTheRolloutWorker:
         worker.close()
 
     def test_an_evaluation_ranks_its_own_samples(self, calls: Path, folder: Path) -> None:
-        report = evaluate(run_of(folder, **RANKED, eval={"samples_per_prompt": 4, "temperature": 1.0}))
+        report = evaluate(run_of(folder, limits=RANKED, eval={"samples_per_prompt": 4, "temperature": 1.0}))
         assert (report.num_prompts, report.num_failed) == (4, 0)
         assert report.reward == pytest.approx(1.5)  # the mean of 0 to 3
         assert len(calls.read_text().splitlines()) == 4

@@ -55,9 +55,9 @@ def test_a_judge_that_is_down_at_the_start_says_so(limits: dict) -> None:
 
 def test_a_missing_key_is_an_error_of_its_own(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with judged_by(server, api_key_variable="JUDGE_KEY") as scorer:
-        with pytest.raises(ConfigError, match=r"reward\.api_key_variable = 'JUDGE_KEY' is not set"):
-            scorer.wait_until_ready()
+    unset = pytest.raises(ConfigError, match=r"reward\.api_key_variable = 'JUDGE_KEY' is not set")
+    with judged_by(server, api_key_variable="JUDGE_KEY") as scorer, unset:
+        scorer.wait_until_ready()
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with judged_by(server, api_key_variable="JUDGE_KEY") as scorer:
         assert rewards(scorer, "5") == [0.5]
