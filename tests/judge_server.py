@@ -1,6 +1,7 @@
 """A judge on a loopback port that speaks the protocol of chat completions, and does what a question says."""
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ READY_QUESTION = "Reply with the number 1."
 class JudgeServer(ThreadingHTTPServer):
     """Answers a question with the text after "Response: ".
 
-    Words in it ask for something else: `status 500 twice` for two failures first, `again 429` for as many as there are
-    requests, `cut` for an answer cut at its limit, `odd` for something else than a completion, `hang` for no answer.
+    Words in it ask for something else: `status 500 twice` and `status 429 once` for failures first, `again 429` for
+    failures only, `denied` for a refusal that repeats the key, `cut` for an answer cut at its limit, `uncounted` for one
+    without its tokens, `odd` for something else than a completion, `hang` for no answer.
 
     Attributes:
         requests: The requests so far: question, body, authorization and time.
@@ -34,6 +36,11 @@ class JudgeServer(ThreadingHTTPServer):
         self.num_open = self.max_open = 0
         self.is_down = False
         self.gate.set()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print errors, but not that a client has gone."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:

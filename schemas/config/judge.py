@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -17,6 +18,7 @@ from pydantic import (
 from schemas.base import OptionalText
 from schemas.config.reward_base import IsolatedReward, Pattern, TimeLimit
 
+EMPTY_IS_NONE = BeforeValidator(lambda value: None if value == "" else value)  # TOML has no None
 PROMPT_FIELDS = ("prompt", "response", "answer")
 LAST_NUMBER = r"(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?"
 """A number, as the score; that of "8/10" and "8 out of 10" is 8."""
@@ -78,11 +80,11 @@ class JudgeReward(IsolatedReward):
     api_key_variable: OptionalText = None
     """Environment variable of the rollout workers that holds the endpoint's key; None: it needs none."""
 
-    max_tokens: PositiveInt | None = 1024
-    """Most tokens of the judge's answer; None: not sent."""
+    max_tokens: Annotated[PositiveInt | None, EMPTY_IS_NONE] = 1024
+    """Most tokens of the judge's answer; "" or None: not sent."""
 
-    temperature: NonNegativeFloat | None = 0.0
-    """The judge's temperature; None: not sent."""
+    temperature: Annotated[NonNegativeFloat | None, EMPTY_IS_NONE] = 0.0
+    """The judge's temperature; "" or None: not sent."""
 
     max_retries: NonNegativeInt = 5
     """Repetitions of a request after a lost connection, or an answer of status 429 or 5xx."""

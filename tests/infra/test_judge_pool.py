@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,9 @@ from infra.rewards.pool import RewardPool
 from rl_core.rewards import RewardOutcome
 from schemas.config.judge import JudgeReward
 from schemas.errors import ConfigError, ServiceError
+from schemas.rollout import RolloutHandle
 from tests.infra.reward_pools import LATE, LIMIT_SECONDS, items, rewards
+from tests.infra.rollout_workers import GROUPS, make_folder, open_store, rows_of, run_of, worker_of
 from tests.judge_server import PROMPT, READY_QUESTION, JudgeServer, served
 from tests.progress import wait_until
 
@@ -110,3 +113,17 @@ def test_one_process_keeps_to_its_number_of_requests(server: JudgeServer) -> Non
         found = batch.finish()
     assert [found[number].reward for number in range(10)] == [number / 10 for number in range(10)]
     assert server.max_open == 3
+
+
+def test_the_rows_of_a_step_have_scores_and_costs(server: JudgeServer, tmp_path: Path) -> None:
+    fields = {"url": server.url, "model": "wise", "prompt": "{response} Response: {answer}"}  # an answer is 1 to 7
+    run = run_of(make_folder(tmp_path))
+    run = run.replace(config=run.config.replace(reward=JudgeReward.model_validate(fields)))
+    store = open_store()
+    worker = worker_of(run, store=store)
+    shard = worker.generate(0, 0, 0, GROUPS)
+    for row in rows_of(store, worker, shard).values():
+        assert row["reward"] == pytest.approx(int(row["answer"]) / 10)
+        assert row["reward_judge_completion_tokens"] in (0, 1)
+    assert RolloutHandle(step=0, policy_version=0, shards=(shard,)).metrics["reward_judge_prompt_tokens"].weight == 15
+    worker.close()

@@ -54,7 +54,7 @@ def test_the_judge_is_asked_by_the_protocol(server: JudgeServer) -> None:
     messages = [{"role": "user", "content": question}]
     assert request["body"] == {"model": "wise", "messages": messages, "max_tokens": 99, "temperature": 0.0}
     assert request["key"] is None
-    outcomes(server, "3", max_tokens=None, temperature=None)
+    outcomes(server, "3", max_tokens="", temperature=None)
     assert server.requests[-1]["body"].keys() == {"model", "messages"}
 
 
