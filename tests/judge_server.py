@@ -17,8 +17,8 @@ class JudgeServer(ThreadingHTTPServer):
     """Answers a question with the text after "Response: ".
 
     Words in it ask for something else: `status 500 twice` and `status 429 once` for failures first, `again 429` for
-    failures only, `denied` for a refusal that repeats the key, `cut` for an answer cut at its limit, `uncounted` for one
-    without its tokens, `odd` for something else than a completion, `hang` for no answer.
+    failures only, `denied` for a refusal that repeats the key, `cut` for an answer cut at its limit, `uncounted` for
+    one without its tokens, `odd` for something else than a completion, `hang` for no answer.
 
     Attributes:
         requests: The requests so far: question, body, authorization and time.
