@@ -114,7 +114,7 @@ def columns_page() -> str:
         "# Columns",
         "",
         "The only columns there are. `row` columns have one value per sample; `prompt` and `response` columns are "
-        "jagged: one list per sample. `reward_<part>` columns are like `reward`. This page is generated from "
+        "jagged: one list per sample, of tokens; `turn` columns have a value for each of the model's turns. `reward_<part>` columns are like `reward`. This page is generated from "
         "`schemas/catalog.py`.",
         "",
         "| column | axis | dtype | unit | produced by | null allowed |",
@@ -162,7 +162,10 @@ def _default_kinds(section: str) -> str:
         return f"{field.description} Each has a `kind`."
     if field.is_required():
         return f"`{section}.kind` must be given."
-    absent = kind_of(type(field.get_default(call_default_factory=True)))
+    default = field.get_default(call_default_factory=True)
+    if default is None:
+        return f"{field.description} If the section is there, `{section}.kind` must be given."
+    absent = kind_of(type(default))
     unnamed = [each.func({})["kind"] for each in field.metadata if isinstance(each, BeforeValidator)]
     if unnamed in ([], [absent]):
         return f'`{section}.kind` is `"{absent}"` by default.'

@@ -47,7 +47,7 @@ class RunError(UserError):
 
 
 class ServiceError(UserError):
-    """A local or configured service (Prefect server, Ray) can't be reached or started."""
+    """A local or configured service (Prefect server, Ray, a judge) can't be reached or started."""
 
 
 class StoreError(PipelineError):

@@ -19,7 +19,7 @@ class RewardBatch(ABC):
         """Submit `item`; its outcome will be returned under `number`, which must be new.
 
         Raises:
-            RewardImportError: A replacement process can't load the reward function.
+            UserError: A replacement process can't load the reward function, or what that needs doesn't respond.
         """
 
     @abstractmethod
@@ -29,7 +29,7 @@ class RewardBatch(ABC):
         A failed reward is an outcome that says why.
 
         Raises:
-            RewardImportError: See `add`.
+            UserError: See `add`.
         """
 
     @abstractmethod
@@ -50,27 +50,36 @@ class RewardScorer(ABC):
 
     @abstractmethod
     def wait_until_ready(self) -> None:
-        """Wait until the reward function is loaded.
+        """Wait until the reward function is loaded and can be called.
 
         Raises:
             RewardImportError: It can't be loaded.
+            UserError: It needs something that it lacks, such as a judge that responds.
         """
 
     @abstractmethod
-    def open_batch(self) -> RewardBatch:
-        """Begin a batch; the previous one must be finished or closed."""
+    def open_batch(self, groups: Sequence[int] = ()) -> RewardBatch:
+        """Begin a batch; the previous one must be finished or closed.
+
+        Args:
+            groups: The group of each item, by the item's number; only a group function needs it.
+        """
 
     @abstractmethod
     def close(self) -> None:
         """Stop everything that the scorer has started."""
 
-    def score(self, items: Sequence[RewardItem]) -> list[RewardOutcome]:
+    def score(self, items: Sequence[RewardItem], groups: Sequence[int] = ()) -> list[RewardOutcome]:
         """Return the items' outcomes, in order.
 
+        Args:
+            items: N items.
+            groups: N, or none; see `open_batch`.
+
         Raises:
-            RewardImportError: See `RewardBatch.add`.
+            UserError: See `RewardBatch.add`.
         """
-        with self.open_batch() as batch:
+        with self.open_batch(groups) as batch:
             for number, item in enumerate(items):
                 batch.add(number, item)
             outcomes = batch.finish()

@@ -1,8 +1,8 @@
 """The program of a reward process: loads one reward function and scores the items that its parent sends.
 
 Messages from the parent are pickled and preceded by their length (`MESSAGE_BYTES`): first the reward's config, then
-lists of `(number, RewardItem)`. Answers are lines of JSON: first `{"concurrent": bool}` or `{"error": str}`, then one
-line per item as soon as it is scored.
+lists of `(number, RewardItem)`. Answers are lines of JSON: first `{"concurrent": bool}`, or the message and class of an
+error as `{"error": str, "type": str}`, then one line per item as soon as it is scored.
 """
 
 import asyncio
@@ -12,11 +12,21 @@ import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, BinaryIO
 
 from infra.processes.lifeline import end_with_parent
-from rl_core.rewards import RewardFunction, RewardItem, RewardOutcome, is_concurrent, load_reward, score_one
-from schemas.errors import RewardImportError
+from rl_core.rewards import (
+    AnyRewardFunction,
+    RewardItem,
+    RewardOutcome,
+    is_concurrent,
+    load_reward,
+    prepare,
+    score_one,
+    turns_of,
+)
+from schemas.errors import UserError
 
 MESSAGE_BYTES = struct.Struct("!Q")  # the length of the message that follows
 
@@ -28,24 +38,24 @@ def main(descriptor: int) -> None:
     end_with_parent()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    with connection.makefile("rb") as messages:
+    with connection.makefile("rb") as messages, suppress(EOFError), asyncio.Runner() as runner:
         config = _read(messages)
         try:
             function = load_reward(config)
-        except RewardImportError as error:
-            connection.sendall(_line(error=str(error)))
+            runner.run(prepare(function))
+        except UserError as error:
+            connection.sendall(_line(error=str(error), type=type(error).__name__))
             return
         connection.sendall(_line(concurrent=is_concurrent(function)))
-        with suppress(EOFError), asyncio.Runner() as runner:
-            if is_concurrent(function):
-                runner.run(_score_concurrently(connection, function, config.timeout_seconds))
-                return
-            while True:
-                runner.run(_score_in_order(connection, function, _read(messages), config.timeout_seconds))
+        if is_concurrent(function):
+            runner.run(_score_concurrently(connection, function, config.timeout_seconds))
+            return
+        while True:
+            runner.run(_score_in_order(connection, function, _read(messages), config.timeout_seconds))
 
 
 async def _score_in_order(
-    connection: socket.socket, function: RewardFunction, chunk: Chunk, timeout_seconds: float | None
+    connection: socket.socket, function: AnyRewardFunction, chunk: Chunk, timeout_seconds: float | None
 ) -> None:
     """Answer each item before the next begins: the parent takes the first unanswered item as the one being scored."""
     for number, item in chunk:
@@ -53,13 +63,15 @@ async def _score_in_order(
 
 
 async def _score_concurrently(
-    connection: socket.socket, function: RewardFunction, timeout_seconds: float | None
+    connection: socket.socket, function: AnyRewardFunction, timeout_seconds: float | None
 ) -> None:
     """Begin every item as soon as it arrives, while others are still being scored."""
     reader, writer = await asyncio.open_connection(sock=connection)
+    turns = turns_of(function)
 
     async def score(number: int, item: RewardItem) -> None:
-        writer.write(_answer(number, await score_one(function, item, timeout_seconds)))
+        async with turns:  # only then does its time begin
+            writer.write(_answer(number, await score_one(function, item, timeout_seconds)))
 
     async with asyncio.TaskGroup() as calls:
         with suppress(EOFError):
@@ -78,7 +90,7 @@ def _read(messages: BinaryIO) -> Any:
 
 
 def _answer(number: int, outcome: RewardOutcome) -> bytes:
-    return _line(item=number, reward=outcome.reward, parts=outcome.parts, failure=outcome.failure)
+    return _line(item=number, **asdict(outcome))
 
 
 def _line(**values: Any) -> bytes:

@@ -1,9 +1,18 @@
 """Rewards computed in the process that generates."""
 
 import asyncio
+from collections.abc import Sequence
 
 from infra.rewards.base import RewardBatch, RewardScorer
-from rl_core.rewards import RewardFunction, RewardItem, RewardOutcome, is_concurrent, score_all, score_one
+from rl_core.rewards import (
+    AnyRewardFunction,
+    RewardItem,
+    RewardOutcome,
+    is_concurrent,
+    prepare,
+    score_concurrently,
+    score_one,
+)
 
 
 class LocalRewardScorer(RewardScorer):
@@ -13,18 +22,21 @@ class LocalRewardScorer(RewardScorer):
         function: The reward function.
     """
 
-    def __init__(self, function: RewardFunction) -> None:
+    def __init__(self, function: AnyRewardFunction) -> None:
         self._function = function
+        self._runner = asyncio.Runner()  # of all batches: a function may keep connections, which belong to its loop
 
     def wait_until_ready(self) -> None:
-        """Return at once."""
+        """Prepare the function."""
+        self._runner.run(prepare(self._function))
 
-    def open_batch(self) -> RewardBatch:
+    def open_batch(self, groups: Sequence[int] = ()) -> RewardBatch:
         """Begin a batch."""
-        return LocalRewardBatch(self._function)
+        return LocalRewardBatch(self._function, self._runner)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Close the event loop."""
+        self._runner.close()
 
 
 class LocalRewardBatch(RewardBatch):
@@ -32,12 +44,12 @@ class LocalRewardBatch(RewardBatch):
 
     Args:
         function: The reward function.
+        runner: Runs it.
     """
 
-    def __init__(self, function: RewardFunction) -> None:
-        self._function = function
+    def __init__(self, function: AnyRewardFunction, runner: asyncio.Runner) -> None:
+        self._function, self._runner = function, runner
         self._concurrent = is_concurrent(function)
-        self._runner = asyncio.Runner()
         self._waiting: dict[int, RewardItem] = {}
         self._outcomes: dict[int, RewardOutcome] = {}
 
@@ -51,10 +63,8 @@ class LocalRewardBatch(RewardBatch):
 
     def finish(self) -> dict[int, RewardOutcome]:
         """Make the calls that may overlap, and return all outcomes by number."""
-        self.close()
-        outcomes = score_all(self._function, list(self._waiting.values()))
+        outcomes = self._runner.run(score_concurrently(self._function, list(self._waiting.values())))
         return self._outcomes | dict(zip(self._waiting, outcomes, strict=True))
 
     def close(self) -> None:
-        """Make no further calls."""
-        self._runner.close()
+        """Do nothing: no call is open between two of the methods."""

@@ -9,7 +9,7 @@ import math
 import selectors
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from infra.rewards.base import RewardBatch, RewardScorer
@@ -17,7 +17,8 @@ from infra.rewards.pool_batch import PoolRewardBatch
 from infra.rewards.process import RewardProcess
 from infra.rewards.queue import RewardQueue
 from rl_core.rewards import RewardOutcome
-from schemas.config.reward import IsolatedReward
+from schemas import errors
+from schemas.config.reward_base import IsolatedReward
 from schemas.errors import RewardImportError
 
 logger = logging.getLogger(__name__)
@@ -49,17 +50,18 @@ class RewardPool(RewardScorer):
             self._add_process()
 
     def wait_until_ready(self) -> None:
-        """Wait until all processes have loaded the reward function.
+        """Wait until all processes have loaded the reward function, and can call it.
 
         Raises:
             RewardImportError: A process can't load it, or ended while loading it.
+            UserError: It needs something that it lacks, such as a judge that responds.
         """
         assert self._batch is None, "an open batch does its own waiting"
         while any(process.concurrent is None for process in self._processes):
             self._wait()
 
-    def open_batch(self) -> RewardBatch:
-        """Begin a batch; the previous one must be finished or closed.
+    def open_batch(self, groups: Sequence[int] = ()) -> RewardBatch:
+        """Begin a batch; the previous one must be finished or closed. Its items may be of any groups.
 
         An item fails if it has no answer within `timeout_seconds`, counted from when its process last responded, or if
         its process ends. The process is then replaced, and its other items are dispatched again. If several calls
@@ -157,12 +159,12 @@ class RewardPool(RewardScorer):
     def _record(self, process: RewardProcess, answers: Iterable[dict[str, Any]], queue: RewardQueue | None) -> None:
         for answer in answers:
             if "error" in answer:
-                raise RewardImportError(answer["error"])
+                raise getattr(errors, answer["type"])(answer["error"])
             if "concurrent" in answer:
                 process.concurrent = answer["concurrent"]
                 continue
             assert queue is not None, "an item was answered outside of a batch"
-            queue.record(answer["item"], RewardOutcome(answer["reward"], answer["parts"], answer["failure"]))
+            queue.record(answer.pop("item"), RewardOutcome.from_json(answer))
 
     def _replace(self, process: RewardProcess, reason: Loss, queue: RewardQueue | None) -> None:
         how = process.kill()

@@ -12,7 +12,7 @@ from typing import Any
 from infra.processes.isolated import IsolatedProcess
 from infra.rewards.child import MESSAGE_BYTES
 from rl_core.rewards import RewardItem
-from schemas.config.reward import IsolatedReward
+from schemas.config.reward_base import IsolatedReward
 
 # Not multiprocessing's spawn: it would import the parent's __main__, which is Ray's worker, and with it Ray.
 PROGRAM = (

@@ -83,7 +83,8 @@ class GroupSampler:
                     later[index] = response
 
         own = [row for row in everything if row.step == step]
-        responses, seconds = self._sampler.score([row.prompt for row in own], finished())
+        groups_of = [row.group for row in own]
+        responses, seconds = self._sampler.score([row.prompt for row in own], groups_of, finished())
         samples = [_sample(row, row.prompt, response) for row, response in zip(own, responses, strict=True)]
         kept = []
         for each in steps[1:]:

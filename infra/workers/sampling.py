@@ -88,16 +88,17 @@ class ResponseSampler:
                 for same in (list(members) for _, members in groupby(starts, key=lambda start: start.group))
             ]
             responses = self.engine.generate(requests, sampling)
-        scored, seconds = self.score(prompts, responses)
+        scored, seconds = self.score(prompts, [start.group for start in starts], responses)
         return prompts, scored, seconds
 
     def score(
-        self, prompts: Sequence[PromptRow], responses: Iterator[tuple[int, Generation]]
+        self, prompts: Sequence[PromptRow], groups: Sequence[int], responses: Iterator[tuple[int, Generation]]
     ) -> tuple[list[ScoredResponse], dict[str, float]]:
         """Compute the rewards of N responses while they are generated.
 
         Args:
             prompts: N prompts.
+            groups: N, the group of each response: those to one prompt.
             responses: Each response with its number, in any order.
 
         Returns:
@@ -106,7 +107,7 @@ class ResponseSampler:
         generated: dict[int, tuple[Generation, str]] = {}
         failed: dict[int, RewardOutcome] = {}
         started = time.perf_counter()
-        with ExitStack() as reward_span, self._scorer.open_batch() as batch:
+        with ExitStack() as reward_span, self._scorer.open_batch(groups) as batch:
             with span("rl.sample"), record_function("generate"):
                 for number, generation in responses:
                     if not generated:  # rewards are computed from the first response on

@@ -1,16 +1,22 @@
 """Rewards: `load_reward`, `score_one`, `score_all`; a new one is a config class, a module and a line in `LOADERS`."""
 
 from importlib import import_module
+from typing import Any
 
 from rl_core.registry import Registry, entry
 from rl_core.rewards.base import (
+    AnyRewardFunction,
+    GroupFunction,
     RewardFunction,
     RewardItem,
     RewardOutcome,
     WeightedSum,
     is_concurrent,
+    prepare,
     score_all,
+    score_concurrently,
     score_one,
+    turns_of,
 )
 from rl_core.rewards.environment import score_environment
 from rl_core.rewards.exact import score_exact
@@ -19,11 +25,13 @@ from rl_core.rewards.length import load_length
 from rl_core.rewards.math import require_math_verify, score_math
 from rl_core.rewards.numeric import load_numeric
 from rl_core.rewards.reasoning_gym import require_reasoning_gym, score_full_marks, score_reasoning_gym
+from schemas.config.judge import JudgeReward
 from schemas.config.reward import (
     EnvironmentReward,
     ExactReward,
     FormatReward,
     FunctionReward,
+    GroupFunctionReward,
     LengthReward,
     MathReward,
     NumericReward,
@@ -35,17 +43,20 @@ from schemas.errors import RewardImportError
 
 __all__ = [
     "LOADERS",
-    "RewardFunction",
+    "AnyRewardFunction",
     "RewardItem",
     "RewardOutcome",
     "is_concurrent",
     "load_reward",
+    "prepare",
     "score_all",
+    "score_concurrently",
     "score_one",
+    "turns_of",
 ]
 
 
-def load_reward(config: RewardConfig) -> RewardFunction:
+def load_reward(config: RewardConfig) -> AnyRewardFunction:
     """Return the reward function of the config's `kind`.
 
     Raises:
@@ -55,22 +66,37 @@ def load_reward(config: RewardConfig) -> RewardFunction:
 
 
 def _load_function(config: FunctionReward) -> RewardFunction:
-    module_name, _, name = config.path.partition(":")
+    return _import(config.path, "score(prompt, completion, answer, info) -> float")  # type: ignore[no-any-return]
+
+
+def _load_group_function(config: GroupFunctionReward) -> GroupFunction:
+    signature = "score(prompt, completions, answer, info) -> list[float]"
+    return _import(config.path, signature)  # type: ignore[no-any-return]
+
+
+def _load_judge(config: JudgeReward) -> RewardFunction:
+    from rl_core.rewards.judge import Judge  # only then, because it imports httpx
+
+    return Judge(config)
+
+
+def _import(path: str, signature: str) -> Any:
+    module_name, _, name = path.partition(":")
     try:
         module = import_module(module_name)
     except Exception as error:  # importing a user's module may raise anything
         raise RewardImportError(
-            f"reward.path {config.path!r}: importing {module_name!r} raised {type(error).__name__}: {error}; "
+            f"reward.path {path!r}: importing {module_name!r} raised {type(error).__name__}: {error}; "
             "is the module's folder the current one, or on PYTHONPATH?"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
         found = "is not a function" if hasattr(module, name) else "has no such function"
         raise RewardImportError(
-            f"reward.path {config.path!r}: {module.__file__ or module_name} {found} {name!r}; "
-            "define `def score(prompt, completion, answer, info) -> float` there and name it after the colon"
+            f"reward.path {path!r}: {module.__file__ or module_name} {found} {name!r}; "
+            f"define `def {signature}` there and name it after the colon"
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _load_exact(_: ExactReward) -> RewardFunction:
@@ -95,10 +121,12 @@ def _load_weighted(config: WeightedReward) -> RewardFunction:
     return WeightedSum({name: (part.weight, load_reward(part.reward)) for name, part in config.parts.items()})
 
 
-LOADERS: Registry[[], RewardFunction] = Registry(
+LOADERS: Registry[[], AnyRewardFunction] = Registry(
     "rl_core.rewards.LOADERS",
     RewardConfig,
     entry(FunctionReward, _load_function),
+    entry(GroupFunctionReward, _load_group_function),
+    entry(JudgeReward, _load_judge),
     entry(ExactReward, _load_exact),
     entry(EnvironmentReward, _load_environment),
     entry(ReasoningGymReward, _load_reasoning_gym),

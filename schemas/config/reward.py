@@ -1,29 +1,20 @@
 """Rewards: how a response is scored."""
 
-import math
-import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
     Field,
     FiniteFloat,
     NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
 from schemas.base import FrozenConfig
-
-
-def _compiles(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"not a regular expression: {error}; in TOML, quote it with '...'") from None
-    return pattern
+from schemas.config.judge import JudgeReward
+from schemas.config.reward_base import InProcessReward, IsolatedReward, Pattern
 
 
 def _is_part_name(name: str) -> str:
@@ -32,50 +23,8 @@ def _is_part_name(name: str) -> str:
     return name
 
 
-Pattern = Annotated[str, AfterValidator(_compiles)]
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 PartName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$"), AfterValidator(_is_part_name)]  # of column reward_<name>
-TimeLimit = Annotated[PositiveFloat | None, AfterValidator(lambda value: None if value == math.inf else value)]
-
-
-class InProcessReward(FrozenConfig):
-    """The base of rewards that always end quickly, and are computed in the rollout worker's process."""
-
-    max_failure_fraction: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The run stops if a larger fraction of a step's rewards fails, or all of them."""
-
-    @property
-    def needs_processes(self) -> bool:
-        """Whether the reward is computed in separate processes."""
-        return False
-
-    @property
-    def reads_environment(self) -> bool:
-        """Whether it takes the rewards that an environment gave."""
-        return False
-
-
-class IsolatedReward(InProcessReward):
-    """The base of rewards that may hang or crash, and are computed in separate processes, which are replaced."""
-
-    timeout_seconds: TimeLimit = 30.0
-    """Time limit per response, in seconds; inf or None: no limit."""
-
-    num_processes: NonNegativeInt = 2
-    """Reward processes per rollout worker; 0: computed in the rollout worker's process, without a time limit."""
-
-    @property
-    def needs_processes(self) -> bool:
-        """Whether the reward is computed in separate processes."""
-        return self.num_processes > 0
-
-    @model_validator(mode="after")
-    def _can_enforce_limit(self) -> "IsolatedReward":
-        if self.num_processes == 0 and self.timeout_seconds is not None:
-            raise ValueError(
-                f"timeout_seconds = {self.timeout_seconds:g} needs num_processes of at least 1, as only a separate "
-                "process can be killed; raise it, or set timeout_seconds = inf"
-            )
-        return self
 
 
 class FunctionReward(IsolatedReward):
@@ -87,7 +36,20 @@ class FunctionReward(IsolatedReward):
     kind: Literal["function"] = "function"
     """Selects a Python function."""
 
-    path: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+    path: ImportPath
+    """Import path of the function, `module:function`."""
+
+
+class GroupFunctionReward(IsolatedReward):
+    """A Python function `score(prompt, completions, answer, info) -> list[float | dict[str, float]]`, plain or async.
+
+    It scores all responses to a prompt at once, such as by rank. A time limit, and a failure, is that of all of them.
+    """
+
+    kind: Literal["group_function"] = "group_function"
+    """Selects a Python function of all responses to a prompt."""
+
+    path: ImportPath
     """Import path of the function, `module:function`."""
 
 
@@ -177,6 +139,7 @@ class LengthReward(InProcessReward):
 
 PartReward = Annotated[
     FunctionReward
+    | JudgeReward
     | ExactReward
     | EnvironmentReward
     | ReasoningGymReward
@@ -196,6 +159,18 @@ class WeightedPart(FrozenConfig):
 
     reward: PartReward
     """The reward of this part; its time limit and processes are those of the whole sum."""
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _scores_one_response(cls, reward: Any) -> Any:
+        if isinstance(reward, GroupFunctionReward) or (
+            isinstance(reward, dict) and reward.get("kind") == "group_function"
+        ):
+            raise ValueError(
+                "a group function can't be a part of a sum, whose parts score one response each; compute the sum in "
+                'the function and set reward.kind = "group_function"'
+            )
+        return reward
 
     @model_validator(mode="after")
     def _has_no_limits(self) -> "WeightedPart":
@@ -236,6 +211,8 @@ class WeightedReward(IsolatedReward):
 
 RewardConfig = Annotated[
     FunctionReward
+    | GroupFunctionReward
+    | JudgeReward
     | ExactReward
     | EnvironmentReward
     | ReasoningGymReward

@@ -150,6 +150,11 @@ def test_length_grows_up_to_its_target() -> None:
         ({"kind": "weighted", "parts": {"a": {"weight": "much", "reward": {"kind": "exact"}}}}, "valid number"),
         ({"kind": "weighted", "parts": {"a": {"reward": {"kind": "weighted", "parts": {}}}}}, "expected tags"),
         (
+            {"kind": "weighted", "parts": {"a": {"reward": {"kind": "group_function", "path": "a:b"}}}},
+            "a group function can't be a part of a sum",
+        ),
+        ({"kind": "group_function", "path": "a.b"}, "should match pattern"),
+        (
             {"kind": "weighted", "parts": {"a": {"reward": {"kind": "math", "timeout_seconds": 5}}}},
             "set reward.timeout_seconds, not that of a part",
         ),

@@ -18,7 +18,9 @@ from schemas.config.changes import (
     sampling_digest,
     scoring_digest,
 )
+from schemas.config.judge import JudgeReward
 from schemas.config.load import _models_in, changed_keys, override_config
+from schemas.config.reward_base import IsolatedReward
 from schemas.config.rollout import TransformersRollout, VllmRollout
 from schemas.config.run import RunConfig
 from tests.configs import run_config
@@ -37,6 +39,7 @@ TRAINED = {
     "data.chat_template_kwargs",
     *(f"reward.{name}" for name in ("kind", "path", "full_marks_only", "relative_tolerance", "absolute_tolerance")),
     *(f"reward.{name}" for name in ("pattern", "parts", "target", "unit")),
+    *(f"reward.{name}" for name in ("model", "prompt", "scale", "max_tokens", "temperature")),
     *(f"rollout.{name}" for name in ("kind", "dtype", "num_prompts", "samples_per_prompt", "max_response_tokens")),
     *(f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")),
     *("rollout.dynamic_sampling", "rollout.router_replay"),
@@ -56,6 +59,7 @@ FOR_A_NEW_RUN = {
     ),
     *("kl.in_reward", "loss.entropy_coef", "model.lora", "model.path", "optim.lr", "optim.updates_per_step"),
     *("optim.implementation", "rollout.router_replay"),
+    *(f"reward.{name}" for name in ("model", "pattern", "scale", "max_tokens")),  # of a judge
     *("overlong.buffer_tokens", "reward.kind", "reward.path", "rollout.dynamic_sampling", "rollout.kind"),
     *("rollout.max_response_tokens", "rollout.num_prompts", "rollout.samples_per_prompt", "rollout.stop_token_ids"),
     *(
@@ -76,9 +80,13 @@ OTHER = {
     "optim.offload": "true",
     "packing.kind": "padded",
     "packing.token_budget": "9999",
+    "reward.api_key_variable": "JUDGE_KEY",
+    "reward.concurrency": "7",
     "reward.max_failure_fraction": "1",
+    "reward.max_retries": "7",
     "reward.num_processes": "7",
     "reward.timeout_seconds": "7",
+    "reward.url": "http://other/v1",
     "rollout.batch_prompts": "3",
     "rollout.cache_bytes": "9999",
     "rollout.enforce_eager": "true",
@@ -161,7 +169,11 @@ def test_what_a_message_names_may_change_or_is_for_a_new_run() -> None:
 @pytest.mark.parametrize("key", NAMED)
 def test_an_advised_change_is_accepted(key: str) -> None:
     is_of_vllm = key.removeprefix("rollout.") in VllmRollout.model_fields.keys() - TransformersRollout.model_fields
-    begun = run_config(reward={"kind": "math"}, rollout={"kind": "vllm" if is_of_vllm else "transformers"})
+    is_of_judge = key.removeprefix("reward.") in JudgeReward.model_fields.keys() - IsolatedReward.model_fields
+    reward = {"kind": "judge", "url": "http://one/v1", "model": "judge", "prompt": "{response}"}
+    begun = run_config(
+        reward=reward if is_of_judge else {"kind": "math"}, rollout={"kind": "vllm" if is_of_vllm else "transformers"}
+    )
     resumed = override_config(begun, f"{key}={OTHER[key]}".split(" "), "demo")
     assert key in changed_keys(begun, resumed)
     assert rejected_changes(begun, resumed) == []

@@ -54,8 +54,8 @@ def test_kl_estimators() -> None:
     assert tuple(kl._ESTIMATORS) == get_args(KlEstimator)
 
 
-def test_all_rewards_but_a_sum_can_be_parts() -> None:
-    assert {*kinds_of(PartReward), "weighted"} == set(kinds_of(RewardConfig))
+def test_all_rewards_of_one_response_but_a_sum_can_be_parts() -> None:
+    assert {*kinds_of(PartReward), "weighted", "group_function"} == set(kinds_of(RewardConfig))
 
 
 def test_a_registry_must_have_exactly_one_entry_per_kind() -> None:
