@@ -114,7 +114,8 @@ def columns_page() -> str:
         "# Columns",
         "",
         "The only columns there are. `row` columns have one value per sample; `prompt` and `response` columns are "
-        "jagged: one list per sample, of tokens; `turn` columns have a value for each of the model's turns. `reward_<part>` columns are like `reward`. This page is generated from "
+        "jagged: one list per sample, of tokens; `turn` columns have one "
+        "value for each of the model's turns. `reward_<part>` columns are like `reward`. This page is generated from "
         "`schemas/catalog.py`.",
         "",
         "| column | axis | dtype | unit | produced by | null allowed |",

@@ -9,6 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from infra.engines.base import Generation
+from infra.environments.metrics import describe
+from infra.environments.trajectory import TrajectoryBuilder
 from rl_core.advantages import prepare_updates
 from rl_core.columns.jagged import jagged
 from rl_core.losses import policy_loss
@@ -54,6 +57,10 @@ def rollout_metrics() -> Iterator[Metrics]:
     generated = count_generated(rounds, config)
     yield generated
     yield RolloutHandle(step=3, policy_version=2, shards=keep_rows(config, rounds), generated=generated).metrics
+    row = TrajectoryBuilder(0, np.array([1, 2]), 0, None)
+    row.add_turn(Generation(np.array([3, 4]), np.zeros(2, np.float32), "stop"), "4")
+    row.add_answer(["lower"], 0.5, {"hints": 1.0}, 0.1)
+    yield describe([row.finish("done")])
 
 
 def advantage_metrics() -> Iterator[Metrics]:
@@ -119,7 +126,8 @@ def test_every_metric_of_the_catalog_is_emitted() -> None:
     names = {name for stage in STAGES for name in emitted(stage)}
     assert {"reward_format", "rollout/generate_seconds", "rollout/reward_seconds"} <= names
     of_stages = {name for name, spec in METRICS.items() if spec.stage in STAGES}
-    assert names >= of_stages - {"reward_<part>", "rollout/<phase>_seconds"}
+    assert {"turns/ended_done", "environment/hints"} <= names
+    assert names >= {name for name in of_stages if "<" not in name}
 
 
 def test_families_share_an_entry() -> None:

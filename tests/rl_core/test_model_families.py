@@ -93,8 +93,9 @@ def test_blocks_of_queries_change_nothing(name: str, monkeypatch: pytest.MonkeyP
     whole_gradients = gradients(model, whole.sum())
     monkeypatch.setattr(explicit_module, "QUERY_TOKENS", 5)
     blocks = score_packed(model, batch)
-    torch.testing.assert_close(blocks, whole, rtol=0, atol=1e-6)
-    assert relative_error(gradients(model, blocks.sum()), whole_gradients) < 1e-6
+    rounding = 3e-6  # a block's matrices may be multiplied by another kernel; 1.2e-6 was seen on an AMD processor
+    torch.testing.assert_close(blocks, whole, rtol=0, atol=rounding)
+    assert relative_error(gradients(model, blocks.sum()), whole_gradients) < rounding
 
 
 def test_a_dummy_row_runs_and_gives_zero_gradients() -> None:

@@ -30,8 +30,11 @@ SECTIONS = [name for name, field in RunConfig.model_fields.items() if list(_mode
 KEY = re.compile(rf"\b(?:{'|'.join(SECTIONS)})\.[a-z][a-z_]*(?:\.[a-z_]+)*")
 
 # Sections, and keys of other sections, that decide what is trained.
-TRAINED_SECTIONS = {"overlong", "advantage", "loss", "kl", "correction", "optim"}
-WHERE_ONLY = {"optim.offload"}  # in such a section, but the same bit for bit
+TRAINED_SECTIONS = {"environment", "overlong", "advantage", "loss", "kl", "correction", "optim"}
+WHERE_ONLY = {  # in such a section, but the same bit for bit
+    *("optim.offload", "environment.num_processes"),
+    *(f"environment.{name}_timeout_seconds" for name in ("reset", "step", "trajectory")),
+}
 TRAINED = {
     *("name", "seed", "runtime.max_staleness"),
     *(f"model.{name}" for name in ("path", "compute_dtype", "lora")),
@@ -59,6 +62,7 @@ FOR_A_NEW_RUN = {
     ),
     *("kl.in_reward", "loss.entropy_coef", "model.lora", "model.path", "optim.lr", "optim.updates_per_step"),
     *("optim.implementation", "rollout.router_replay"),
+    *(f"environment.{name}" for name in ("kind", "tools", "path", "arguments", "parser", "drops_reasoning")),
     *(f"reward.{name}" for name in ("model", "pattern", "scale", "max_tokens")),  # of a judge
     *("overlong.buffer_tokens", "reward.kind", "reward.path", "rollout.dynamic_sampling", "rollout.kind"),
     *("rollout.max_response_tokens", "rollout.num_prompts", "rollout.samples_per_prompt", "rollout.stop_token_ids"),
@@ -74,6 +78,10 @@ FOR_A_NEW_RUN = {
 OTHER = {
     "checkpoint.url": "elsewhere",
     "data.eval_path": "other.parquet",
+    "environment.num_processes": "7",
+    "environment.reset_timeout_seconds": "7",
+    "environment.step_timeout_seconds": "7",
+    "environment.trajectory_timeout_seconds": "7",
     "eval.samples_per_prompt": "4 eval.temperature=1.0",
     "eval.temperature": "0.5",
     "model.gradient_checkpointing": "true",
@@ -171,8 +179,11 @@ def test_an_advised_change_is_accepted(key: str) -> None:
     is_of_vllm = key.removeprefix("rollout.") in VllmRollout.model_fields.keys() - TransformersRollout.model_fields
     is_of_judge = key.removeprefix("reward.") in JudgeReward.model_fields.keys() - IsolatedReward.model_fields
     reward = {"kind": "judge", "url": "http://one/v1", "model": "judge", "prompt": "{response}"}
+    environment = {"kind": "class", "path": "game:Game"}
     begun = run_config(
-        reward=reward if is_of_judge else {"kind": "math"}, rollout={"kind": "vllm" if is_of_vllm else "transformers"}
+        **({"environment": environment} if key.startswith("environment.") else {}),
+        reward=reward if is_of_judge else {"kind": "math"},
+        rollout={"kind": "vllm" if is_of_vllm else "transformers"},
     )
     resumed = override_config(begun, f"{key}={OTHER[key]}".split(" "), "demo")
     assert key in changed_keys(begun, resumed)
