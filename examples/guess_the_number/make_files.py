@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flows.cli.demo import RECIPE
 from infra.models.tiny import make_model
 from infra.workers.warmstart import WarmstartWorker
 from schemas.config.data import DataConfig
@@ -20,17 +21,6 @@ TOP, TURNS = 7, 3
 QUESTION = f"Guess my number from 1 to {TOP}."
 FOLLOWS_HINTS = 0.8
 GAMES, STEPS = 4000, 300
-SIZES = {
-    "hidden_size": 192,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 48,
-    "max_position_embeddings": 256,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-    "initializer_range": 0.07,
-}
 
 
 def main(folder: Path, seed: int, num_steps: int) -> None:
@@ -45,7 +35,7 @@ def main(folder: Path, seed: int, num_steps: int) -> None:
     write_rows(folder / "games.jsonl", [each for _ in range(GAMES) for each in play(player)])
     worker = WarmstartWorker(
         WarmstartConfig(
-            model=ModelConfig(path=str(make_model(folder / "random", seed=seed, **SIZES))),
+            model=ModelConfig(path=str(make_model(folder / "random", seed=seed, **RECIPE.model))),
             data=DataConfig(train_path=str(folder / "games.jsonl")),
             out_path=str(folder / "model"),
             steps=num_steps,

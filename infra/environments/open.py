@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_core.environments.tools import tool_schemas
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptRow
@@ -13,6 +12,7 @@ from infra.environments.bridge import TurnBridge
 from infra.environments.episodes import Episodes
 from infra.environments.pool import EnvironmentPool
 from rl_core.environments.base import Task
+from rl_core.environments.tools import tool_schemas
 from schemas.config.environment import EnvironmentConfig, ToolsEnvironment
 from schemas.config.run import RunConfig
 from schemas.errors import DataError

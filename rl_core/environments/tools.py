@@ -10,15 +10,15 @@ import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from functools import cache
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from rl_core.environments.base import Step, Task
 from rl_core.environments.calls import PARSERS, Call, MalformedCall
+from rl_core.user_code import describe_error, import_user_module
 from schemas.errors import ConfigError, EnvironmentImportError
 
 METRICS = ("tool_calls", "tool_errors", "malformed_calls", "unknown_tools")
-MAX_MESSAGE_CHARACTERS = 1000  # of an exception
 MAX_PROBLEM_CHARACTERS = 300  # of what is wrong with a call's arguments
 
 # Those of `transformers.utils.get_json_schema`, which reads a description of each parameter from the docstring.
@@ -142,7 +142,7 @@ class ToolEnvironment:
                     result = await result
             return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False), None
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
-            return f"{tool.name} raised {_describe(error)}", "tool_errors"
+            return f"{tool.name} raised {describe_error(error)}", "tool_errors"
 
 
 def load_tools(paths: Sequence[str]) -> dict[str, Tool]:
@@ -190,19 +190,13 @@ def tool_schemas(paths: Sequence[str]) -> list[dict[str, Any]]:
     return schemas
 
 
+@cache  # an environment is made for each trajectory
 def _load(path: str) -> Tool:
-    module_name, _, name = path.partition(":")
+    module, name = import_user_module("environment.tools", path, EnvironmentImportError)
     where = f"environment.tools {path!r}"
-    try:
-        module = import_module(module_name)
-    except Exception as error:  # importing a user's module may raise anything
-        raise EnvironmentImportError(
-            f"{where}: importing {module_name!r} raised {type(error).__name__}: {error}; "
-            "is the module's folder the current one, or on PYTHONPATH?"
-        ) from error
     function = getattr(module, name, None)
     if not inspect.isfunction(function):
-        file = getattr(module, "__file__", None) or module_name
+        file = getattr(module, "__file__", None) or module.__name__
         found = f"{name!r} is not a function" if hasattr(module, name) else f"there is no function {name!r}"
         raise EnvironmentImportError(f"{where}: in {file}, {found}; define it there with `def` or `async def`")
     try:
@@ -262,11 +256,3 @@ def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         return function(**arguments)
     except StopIteration as error:  # asyncio can't pass it on, and would wait forever
         raise RuntimeError(f"StopIteration: {error}") from error
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - the __str__ of a user's exception may raise anything
-        text = f"{type(error).__name__}, whose message can't be formatted"
-    return text[:MAX_MESSAGE_CHARACTERS]

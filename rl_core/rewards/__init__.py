@@ -1,6 +1,5 @@
 """Rewards: `load_reward`, `score_one`, `score_all`; a new one is a config class, a module and a line in `LOADERS`."""
 
-from importlib import import_module
 from typing import Any
 
 from rl_core.registry import Registry, entry
@@ -25,6 +24,7 @@ from rl_core.rewards.length import load_length
 from rl_core.rewards.math import require_math_verify, score_math
 from rl_core.rewards.numeric import load_numeric
 from rl_core.rewards.reasoning_gym import require_reasoning_gym, score_full_marks, score_reasoning_gym
+from rl_core.user_code import import_user_module
 from schemas.config.judge import JudgeReward
 from schemas.config.reward import (
     EnvironmentReward,
@@ -81,19 +81,12 @@ def _load_judge(config: JudgeReward) -> RewardFunction:
 
 
 def _import(path: str, signature: str) -> Any:
-    module_name, _, name = path.partition(":")
-    try:
-        module = import_module(module_name)
-    except Exception as error:  # importing a user's module may raise anything
-        raise RewardImportError(
-            f"reward.path {path!r}: importing {module_name!r} raised {type(error).__name__}: {error}; "
-            "is the module's folder the current one, or on PYTHONPATH?"
-        ) from error
+    module, name = import_user_module("reward.path", path, RewardImportError)
     function = getattr(module, name, None)
     if not callable(function):
         found = "is not a function" if hasattr(module, name) else "has no such function"
         raise RewardImportError(
-            f"reward.path {path!r}: {module.__file__ or module_name} {found} {name!r}; "
+            f"reward.path {path!r}: {module.__file__ or module.__name__} {found} {name!r}; "
             f"define `def {signature}` there and name it after the colon"
         )
     return function

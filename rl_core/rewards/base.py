@@ -10,6 +10,8 @@ from inspect import isawaitable, iscoroutinefunction
 from numbers import Real
 from typing import Any
 
+from rl_core.user_code import describe_error
+
 Score = float | Mapping[str, float]
 """A number, or a dict with the number as `reward` in addition to named parts."""
 
@@ -20,8 +22,6 @@ GroupFunction = Callable[[str, list[str], str, dict[str, Any]], Sequence[Score] 
 """`score(prompt, completions, answer, info)`, plain or async: one score for each response to a prompt, in order."""
 
 AnyRewardFunction = RewardFunction | GroupFunction
-
-MAX_FAILURE_CHARACTERS = 1000  # of a failure's message, which is logged and sent to the driver
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ async def score_one(
         if limit.expired():
             assert timeout_seconds is not None
             return RewardOutcome.timed_out(timeout_seconds)
-        return RewardOutcome(reward=None, failure=_describe(error))
+        return RewardOutcome(reward=None, failure=describe_error(error))
 
 
 def _outcome(score: object) -> RewardOutcome:
@@ -228,11 +228,3 @@ def _number(what: str, value: object) -> float:
     if not math.isfinite(number := float(value)):
         raise ValueError(f"{what} is {number}; expected a finite number")
     return number
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - the __str__ of a user's exception may raise anything
-        text = f"{type(error).__name__}, whose message can't be formatted"
-    return text.encode(errors="replace").decode()[:MAX_FAILURE_CHARACTERS]

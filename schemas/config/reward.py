@@ -137,7 +137,7 @@ class LengthReward(InProcessReward):
     """Unit of the length."""
 
 
-PartReward = Annotated[
+_OfOneResponse = (
     FunctionReward
     | JudgeReward
     | ExactReward
@@ -146,9 +146,9 @@ PartReward = Annotated[
     | NumericReward
     | MathReward
     | FormatReward
-    | LengthReward,
-    Field(discriminator="kind"),
-]
+    | LengthReward
+)
+PartReward = Annotated[_OfOneResponse, Field(discriminator="kind")]
 
 
 class WeightedPart(FrozenConfig):
@@ -209,17 +209,4 @@ class WeightedReward(IsolatedReward):
         return self
 
 
-RewardConfig = Annotated[
-    FunctionReward
-    | GroupFunctionReward
-    | JudgeReward
-    | ExactReward
-    | EnvironmentReward
-    | ReasoningGymReward
-    | NumericReward
-    | MathReward
-    | FormatReward
-    | LengthReward
-    | WeightedReward,
-    Field(discriminator="kind"),
-]
+RewardConfig = Annotated[_OfOneResponse | GroupFunctionReward | WeightedReward, Field(discriminator="kind")]
