@@ -12,7 +12,6 @@ from prefect.runtime import flow_run
 from flows.approval import ask_for_approval
 from flows.artifacts import ProgressArtifact, report_run, show_placement
 from flows.cancellation import cancellable
-from flows.collection import rare_collections
 from flows.connection import connect, while_ray_lives
 from flows.events import RunEvents
 from flows.ledger_storage import ledger_storage
@@ -25,6 +24,7 @@ from flows.step import new_step_flow
 from flows.summary import finished_summary, summarize
 from flows.watched import unless
 from infra.monitors import Monitors, open_monitors
+from infra.processes.collection import rare_collections
 from infra.ray.tracing import traced_run
 from infra.storage.driver_lock import driver_lock, holds_lock, watch_lock
 from infra.storage.driver_log import driver_log

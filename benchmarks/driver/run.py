@@ -26,7 +26,7 @@ from prefect.results import ResultStore
 
 from benchmarks.driver.meter import Meter
 from benchmarks.driver.workers import INCARNATION, Workers
-from flows.collection import rare_collections
+from infra.processes.collection import rare_collections
 from infra.storage.runs import RunDirectory
 from infra.stores.flight import FlightClient
 from infra.stores.open import open_store, start_store

@@ -8,6 +8,7 @@ from flows.cli import service_commands  # noqa: F401  adds its commands
 from flows.cli.commands import app
 from flows.cli.installation import explain_import_error
 from flows.exit import exit_process
+from infra.processes.collection import rare_collections
 from infra.ray.module_path import append_working_directory
 from schemas.errors import PipelineError, UserError, describe
 
@@ -26,7 +27,8 @@ def main() -> NoReturn:
 def _run_command() -> int:
     """Run the command; return its exit code."""
     try:
-        app()  # ends in SystemExit
+        with rare_collections():  # most commands import a lot
+            app()  # ends in SystemExit
         return 0
     except SystemExit as ended:
         return int(ended.code or 0)

@@ -1,1 +1,1 @@
-"""Processes for other people's code: they can be killed, and end with their parent."""
+"""Processes: those for other people's code, which can be killed and end with their parent; garbage in our own."""
