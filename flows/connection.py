@@ -12,6 +12,7 @@ from infra.services.local import LocalServices
 from schemas.config.runtime import RuntimeConfig
 
 POLL_SECONDS = 2.0
+SETTLE_SECONDS = 1.5 * POLL_SECONDS  # after a loss, until `while_ray_lives` knows whether Ray itself is being lost
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,7 @@ from prefect.runtime import flow_run
 from flows.approval import ask_for_approval
 from flows.artifacts import ProgressArtifact, report_run, show_placement
 from flows.cancellation import cancellable
-from flows.connection import connect, while_ray_lives
+from flows.connection import SETTLE_SECONDS, connect, while_ray_lives
 from flows.events import RunEvents
 from flows.ledger_storage import ledger_storage
 from flows.logs import logs_in_prefect
@@ -164,6 +164,7 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
                     if restarts > run.config.runtime.max_restarts:
                         raise
                     logger.warning("running step %d again (restart %d): %s", policy.step, restarts, error)
+                    await asyncio.sleep(SETTLE_SECONDS)  # a call to a Ray that ends meanwhile would never return
                     run = open_run(directory, run.config)
                     await _start_workers(run)
                     policy = await reconcile(run, directory)

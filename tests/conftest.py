@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not hasattr(config, "workerinput"):
         subprocess.run([*RAY_COMMAND, "get-auth-token", "--generate"], capture_output=True, check=True)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure at once: a run that is ended before its summary would not tell of it."""
+    if report.failed:
+        print(f"\n{report.when} of {report.nodeid} failed:\n{report.longreprtext}", file=sys.__stdout__, flush=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

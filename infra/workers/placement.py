@@ -15,6 +15,7 @@ from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from infra.ray.actors import require_ray
 from infra.ray.client import own_node
 from infra.ray.health import run_owner
 from infra.workers.layout import (
@@ -170,7 +171,7 @@ async def _wait_for_bundle(run: RunHandle, group: PlacementGroup, bundle: int) -
     limit = run.config.runtime.resource_timeout_seconds
     started = time.monotonic()
     while True:
-        table, living = placement_group_table(group), living_nodes()
+        living, table = living_nodes(), placement_group_table(group)
         nodes = {index: node for index, node in table["bundles_to_node_id"].items() if node in living}
         if bundle in nodes:
             return nodes
@@ -208,7 +209,12 @@ def _holders() -> str:
 
 
 def _living() -> list[dict[str, Any]]:
-    """Return what Ray tells of the nodes that live."""
+    """Return what Ray tells of the nodes that live.
+
+    Raises:
+        RayLostError: Ray is gone.
+    """
+    require_ray()
     return [node for node in ray.nodes() if node["Alive"]]
 
 
