@@ -27,9 +27,10 @@ CONFIG = config_toml(
     data={"eval_path": "eval.parquet"},
     reward={"kind": "function", "path": "tiny_rewards:short"},
     rollout={"num_prompts": 4, "samples_per_prompt": 4, "max_response_tokens": 12},
-    kl={"coef": 0.01},
     optim={"lr": 1e-2},
 )
+
+WITH_REFERENCE = CONFIG + "kl.coef = 0.01\n"
 
 REWARDS = '''
 import pathlib, time
@@ -56,7 +57,7 @@ OF_RAY = ("IDLE", "Dashboard", "RuntimeEnv")
 class Workplace:
     """A folder with a tiny model, data, rewards and a config, in which `sluice` commands run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, config: str = CONFIG) -> None:
         self.folder = folder
         self.still_seconds = STILL_SECONDS  # without progress of a command that make a deadlock
         self._runner, self._asked = asyncio.Runner(), ""
@@ -65,7 +66,7 @@ class Workplace:
         make_tiny_model(folder / "model")
         make_tiny_data(folder / "train.parquet", 12)
         make_tiny_data(folder / "eval.parquet", 4)
-        (folder / "tiny.toml").write_text(CONFIG)
+        (folder / "tiny.toml").write_text(config)
         (folder / "tiny_rewards.py").write_text(REWARDS)
         for package in ("schemas", "rl_core", "infra", "tasks", "flows"):  # a user's own modules don't shadow Sluice's
             (folder / f"{package}.py").write_text("raise ImportError('a user module shadows Sluice')\n")

@@ -118,7 +118,6 @@ LOADERS: Registry[[], AnyRewardFunction] = Registry(
     "rl_core.rewards.LOADERS",
     RewardConfig,
     entry(FunctionReward, _load_function),
-    entry(GroupFunctionReward, _load_group_function),
     entry(JudgeReward, _load_judge),
     entry(ExactReward, _load_exact),
     entry(EnvironmentReward, _load_environment),
@@ -127,6 +126,7 @@ LOADERS: Registry[[], AnyRewardFunction] = Registry(
     entry(MathReward, _load_math),
     entry(FormatReward, load_format),
     entry(LengthReward, load_length),
+    entry(GroupFunctionReward, _load_group_function),
     entry(WeightedReward, _load_weighted),
 )
 """Loaders of reward functions: (config) -> function."""

@@ -26,7 +26,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.plan import ForwardPlan, StepPlan
 from tests.command import Command, Result, assert_rejected, make_command
-from tests.services import Workplace
+from tests.services import WITH_REFERENCE, Workplace
 from tests.tiny import make_tiny_moe
 
 VOCAB_SIZE = 300  # fits uint16, as the tiny model's does
@@ -34,7 +34,7 @@ VOCAB_SIZE = 300  # fits uint16, as the tiny model's does
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Workplace(tmp_path_factory.mktemp("plan")).folder
+    return Workplace(tmp_path_factory.mktemp("plan"), config=WITH_REFERENCE).folder
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ModelError
 from tests.command import Command, assert_rejected, make_command
 from tests.policies import load_policy
-from tests.services import Workplace
+from tests.services import WITH_REFERENCE, Workplace
 from tests.tiny import make_tiny_data, make_tiny_model
 
 # The sizes of Qwen3 8B; its folder has no weights, which a plan doesn't need.
@@ -45,7 +45,7 @@ LARGE = Qwen3Config(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = Workplace(tmp_path_factory.mktemp("resources")).folder
+    folder = Workplace(tmp_path_factory.mktemp("resources"), config=WITH_REFERENCE).folder
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "large")
     LARGE.save_pretrained(folder / "large")

@@ -199,12 +199,12 @@ def test_what_is_no_function_is_refused(path: str, text: str) -> None:
 
 
 @pytest.fixture
-def load_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[dict[str, Any]]]:
-    def load(source: str) -> list[dict[str, Any]]:
-        (tmp_path / "my_tools.py").write_text(f"from typing import Literal\n{source}")
+def load_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    def load(source: str, module: str = "my_tools") -> list[dict[str, Any]]:
+        (tmp_path / f"{module}.py").write_text(f"from typing import Literal\n{source}")
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.delitem(sys.modules, "my_tools", raising=False)
-        return tool_schemas(["my_tools:tool"])
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        return tool_schemas([f"{module}:tool"])
 
     return load
 
@@ -249,8 +249,8 @@ def test_docstrings_must_be_those_that_transformers_reads(load_source, docstring
 
 
 def test_a_module_that_raises_is_named(load_source) -> None:
-    with pytest.raises(EnvironmentImportError, match="importing 'my_tools' raised ZeroDivisionError"):
-        load_source("1 / 0")
+    with pytest.raises(EnvironmentImportError, match="importing 'raising_tools' raised ZeroDivisionError"):
+        load_source("1 / 0", "raising_tools")
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
