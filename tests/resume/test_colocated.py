@@ -1,15 +1,47 @@
-"""A colocated run whose engine dies at wake-up and asleep, and its driver too: the weights of a separate run."""
+"""A colocated run of agents: whatever dies, in the middle of a turn, at wake-up or asleep, its weights are the same.
+
+They are compared with those of a separate run. Its environments can be held in a turn.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from infra.models.load import load_model
 from schemas.config.model import ModelConfig
+from schemas.step import StoredBatch
+from tests.progress import wait_until
 from tests.run_results import Run
 from tests.services import Command, Workplace
 
 pytestmark = pytest.mark.slow
 
-STEPS = 5
+STEPS, RUN_ID = 5, "colocated"
+ASLEEP = 2  # the step in which the second driver is killed while the engine sleeps
+GAME = '''
+import os, pathlib, time
+
+class Held:
+    """Wants few vowels, in each of three turns; in the second one, it waits while a file is there."""
+
+    def __init__(self, task, seed):
+        self._turn, self._seed = 0, seed
+
+    def reset(self):
+        return f"{self._seed % 10}?"
+
+    async def step(self, action):
+        self._turn += 1
+        if self._turn == 2 and (FOLDER / "held").exists():
+            (FOLDER / f"waiting-{os.getpid()}").touch()
+            while (FOLDER / "held").exists():
+                time.sleep(0.05)
+        return f"{len(action) % 10}!", 1 - sum(map(action.count, "aeiou")) / 4, self._turn == 3
+'''
 REWARDS = '''
 import os, pathlib, signal
 
@@ -28,51 +60,112 @@ def wake_or_die(self, tags):
 
 TransformersEngine.wake = wake_or_die
 '''
+STOPS = [*range(40), 259]  # a tiny model rarely ends a turn itself
 CONFIG = (
-    *("train", "tiny.toml", f"steps={STEPS}", "reward.path=colocated_rewards:short", "reward.num_processes=0"),
-    "reward.timeout_seconds=inf",
-    *("runtime.num_policy_ranks=2", "eval.every_steps=3", "checkpoint.every_steps=1"),
+    *("train", "tiny.toml", f"steps={STEPS}", "eval.every_steps=3", "kl.coef=0.01", "loss.behavior=recompute"),
+    'environment={kind="class", path="held_game:Held", num_processes=1, max_turn_tokens=12}',
+    'reward={kind="weighted", num_processes=0, timeout_seconds=inf, parts={turns={reward={kind="environment"}}, '
+    'short={reward={kind="function", path="colocated_rewards:short"}}}}',
+    *("rollout.max_response_tokens=48", f"rollout.stop_token_ids={STOPS}", "runtime.num_policy_ranks=2"),
 )
 
 
 @pytest.fixture(scope="module")
 def separate(workplace: Workplace) -> Run:
     """An undisturbed run whose workers keep all that they hold."""
+    header = f"import pathlib\n\nFOLDER = pathlib.Path({str(workplace.folder)!r})\n"
+    (workplace.folder / "held_game.py").write_text(header + GAME)
     (workplace.folder / "colocated_rewards.py").write_text(REWARDS)
     workplace.sluice(*CONFIG, "--run-id", "separate")
     return workplace.run("separate")
 
 
+def hold(workplace: Workplace) -> None:
+    """Have environments wait in their second turns."""
+    for old in waiting(workplace):
+        old.unlink()
+    (workplace.folder / "held").touch()
+
+
+def release(workplace: Workplace) -> None:
+    (workplace.folder / "held").unlink()
+
+
+def waiting(workplace: Workplace) -> list[Path]:
+    """Return the files of the environment processes that wait in a turn."""
+    return list(workplace.folder.glob("waiting-*"))
+
+
 @pytest.fixture(scope="module")
-def killed(workplace: Workplace, separate: Run) -> Command:
-    """A run whose engine dies at its first wake-up, and asleep; and whose driver is killed while it sleeps."""
-    order = workplace.folder / "die-at-wake-up"
-    order.touch()
-    driver = workplace.start(*CONFIG, "runtime.placement=colocated", "runtime.max_restarts=0", "--run-id", "colocated")
-    run = workplace.run("colocated")
+def in_turns(workplace: Workplace, separate: Run) -> Run:
+    """A colocated run; environment, engine and driver die in turns, and the engine asleep. No step may be run again."""
+    hold(workplace)
+    driver = workplace.start(*CONFIG, "runtime.placement=colocated", "runtime.max_restarts=0", "--run-id", RUN_ID)
+    run = workplace.run(RUN_ID)
+    driver.wait_for(lambda: bool(waiting(workplace)))
+    first = waiting(workplace)[0]
+    os.kill(int(first.name.removeprefix("waiting-")), signal.SIGKILL)  # an environment process
+    wait_until(lambda: set(waiting(workplace)) - {first})
+    release(workplace)
+
     driver.wait_for(lambda: run.committed(0, "reference"))
-    assert not order.exists()
-    assert workplace.kill_worker("RolloutWorker") == 1
-    driver.wait_for(lambda: run.committed(2, "put"))
-    driver.kill()
-    return driver
+    assert workplace.kill_worker("RolloutWorker") == 1  # it sleeps
+    kill_in_turn(driver, workplace, lambda: workplace.kill_worker("RolloutWorker"))
+    driver.wait_for(lambda: run.passed(1, "put"))
+    kill_in_turn(driver, workplace, driver.kill)
+    return run
+
+
+def kill_in_turn(driver: Command, workplace: Workplace, kill: Callable[[], object]) -> None:
+    """Kill a process in the middle of a trajectory."""
+    hold(workplace)
+    driver.wait_for(lambda: bool(waiting(workplace)))
+    kill()
+    release(workplace)
 
 
 @pytest.fixture(scope="module")
-def colocated(workplace: Workplace, killed: Command) -> Run:
+def ledger(workplace: Workplace, in_turns: Run) -> dict[str, str]:
+    """The text of the ledger's entries, by stage, that the next driver left: it was killed while the engine slept."""
+    driver = workplace.start("resume", RUN_ID)
+    driver.wait_for(lambda: in_turns.committed(ASLEEP, "advantage"))
+    driver.kill()
+    found = {path.name.partition("-")[0]: path for path in in_turns.step_ledger(ASLEEP).glob("*")}
+    return {stage: path.read_text() for stage, path in found.items() if in_turns.committed(ASLEEP, stage)}
+
+
+@pytest.fixture(scope="module")
+def colocated(workplace: Workplace, in_turns: Run, ledger: dict[str, str]) -> Run:
     """The same run, resumed to its end; the engine dies when it wakes up for the first time."""
     (workplace.folder / "die-at-wake-up").touch()
-    printed = workplace.sluice("resume", "colocated")
+    printed = workplace.sluice("resume", RUN_ID)
     assert "workers take turns in a GPU's memory" in printed
     assert not (workplace.folder / "die-at-wake-up").exists()
-    return workplace.run("colocated")
+    return in_turns
 
 
-def test_a_colocated_run_ends_the_same_whatever_dies_at_wake_up(separate: Run, colocated: Run) -> None:
+def test_trajectories_have_several_turns(separate: Run) -> None:
+    assert all(step["turns"] > 1 for step in separate.step_metrics())
+    assert all(step["turns/failed"] == 0 for step in separate.step_metrics())
+
+
+def test_what_the_ledger_holds_is_small_and_plain(ledger: dict[str, str]) -> None:
+    assert {"rollout", "put", "logprob", "reference", "advantage"} <= set(ledger)
+    for entry in ledger.values():
+        record = json.loads(entry)  # JSON throughout: no tensor, table or object reference
+        assert len(entry) < 20_000
+        assert "ObjectRef" not in entry
+        assert record["metadata"]["serializer"]["type"] == "sluice-handle"  # JSON, as `json.loads` has shown
+    result = json.loads(ledger["put"])["result"]
+    handle = json.loads(result) if isinstance(result, str) else result
+    assert StoredBatch.model_validate(handle["data"]).batch.columns[:2] == ("prompt_ids", "response_ids")
+
+
+def test_a_colocated_run_ends_the_same_whatever_dies(separate: Run, colocated: Run) -> None:
     assert colocated.weights(STEPS) == separate.weights(STEPS)
     assert colocated.step_metrics() == separate.step_metrics()
     assert colocated.evaluations() == separate.evaluations()
-    assert {event.kind for event in colocated.metrics.events()} == {"start", "resume"}  # no step was run again
+    assert [event.kind for event in colocated.metrics.events()] == ["start", "resume", "resume"]  # no step run again
 
 
 def test_each_turn_moves_the_bytes_of_the_model(workplace: Workplace, separate: Run, colocated: Run) -> None:

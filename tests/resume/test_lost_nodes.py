@@ -15,16 +15,16 @@ LOOPBACK = "127.0.0.1"
 STEPS = 5
 CONFIG = (
     *("train", "tiny.toml", f"steps={STEPS}", "rollout.num_workers=2", "rollout.batch_prompts=1"),
-    *("runtime.num_threads=1", "checkpoint.every_steps=2"),
+    *("runtime.num_threads=1", "checkpoint.every_steps=2", "kl.coef=0.01"),
 )
 
 
-def start_cluster() -> Cluster:
-    """Start a head without cores, and three nodes with one each."""
+def start_cluster(*cores: int) -> Cluster:
+    """Start a head without cores, and nodes with so many each."""
     head = {"num_cpus": 0, "object_store_memory": 2**27, "include_dashboard": False, "node_ip_address": LOOPBACK}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    for _ in range(3):
-        cluster.add_node(num_cpus=1, object_store_memory=2**27, node_ip_address=LOOPBACK)
+    for num_cpus in cores:
+        cluster.add_node(num_cpus=num_cpus, object_store_memory=2**27, node_ip_address=LOOPBACK)
     return cluster
 
 
@@ -52,7 +52,7 @@ def test_nodes_die_one_after_another(
 ) -> None:
     monkeypatch.setitem(workplace.environment, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as here: loopback only
     workplace.sluice(*CONFIG, "--run-id", "no-lost-nodes")
-    clusters.append(start_cluster())
+    clusters.append(start_cluster(1, 1, 1))
     driver = workplace.start(*CONFIG, "--run-id", "lost-nodes", f"runtime.ray_address={clusters[0].address}")
     run = workplace.run("lost-nodes")
     driver.wait_for(lambda: run.passed(0, "rollout"))
@@ -67,6 +67,6 @@ def test_nodes_die_one_after_another(
     clusters[0].shutdown()
     printed = driver.finish(1)
     assert "sluice resume lost-nodes" in printed
-    clusters.append(start_cluster())
+    clusters.append(start_cluster(1))
     workplace.sluice("resume", "lost-nodes", f"runtime.ray_address={clusters[1].address}")
     assert run.weights(STEPS) == workplace.run("no-lost-nodes").weights(STEPS)

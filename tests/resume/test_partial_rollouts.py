@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 STEPS, STALENESS, LIMIT = 4, 3, 12
 CONFIG = (
-    *("train", "tiny.toml", f"steps={STEPS}", "kl.coef=0", "eval.every_steps=0", "store.keep_steps=4"),
+    *("train", "tiny.toml", f"steps={STEPS}", "eval.every_steps=0", "store.keep_steps=4"),
     *("rollout.num_workers=2", "rollout.batch_prompts=2", "checkpoint.every_steps=2"),
     *(f"runtime.max_staleness={STALENESS}", "correction.kind=truncated"),
 )

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 
 STEPS, BUCKET, RUN_ID = 3, "training", "moved"
 CONFIG = ("train", "tiny.toml", f"steps={STEPS}", "reward.path=tiny_rewards:switched")
+POLL_SECONDS = 0.1  # each poll is a request to the bucket
 RUNS_DIR = f"s3://{BUCKET}/runs"
 URL = f"{RUNS_DIR}/{RUN_ID}"
 
@@ -39,15 +40,15 @@ def test_a_run_is_moved_from_machine_to_machine(machines: tuple[Workplace, Workp
     first, second = machines
     run = Run(URL)
     driver = first.start(*CONFIG, "--run-id", RUN_ID, f"runtime.runs_dir={RUNS_DIR}")
-    driver.wait_for(lambda: run.passed(1, "reference"))
+    driver.wait_for(lambda: run.passed(1, "advantage"), POLL_SECONDS)
     driver.kill()
     for service in ("ray", "prefect"):
         first.kill_service(service)
     left = run.entries(1)
-    assert {name.partition("-")[0] for name in left} >= {"rollout", "put", "reference"}
+    assert {name.partition("-")[0] for name in left} >= {"rollout", "put", "advantage"}
     (hold := second.folder / "hold").touch()
     paused = second.start("resume", URL)
-    paused.wait_for(lambda: run.num_done == 2)  # its next rollout does not end
+    paused.wait_for(lambda: run.num_done == 2, POLL_SECONDS)  # its next rollout does not end
     assert "which has not released it: waiting 30 s" in paused.printed
     assert left.items() <= run.entries(1).items()  # what was committed is not done again
     assert run_status(run).state == "running"
