@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun
 from tests.run_results import Run
 from tests.services import Command, Workplace
 
-POLL_SECONDS = 0.5  # between two questions to the server
+POLL_SECONDS = 1.0  # between two questions to the server
 MAX_STEPS = 300  # of the runs while something is waited for: it was missed, and they would go on for hours
 
 

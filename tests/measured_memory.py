@@ -1,6 +1,6 @@
 """Measured peaks of resident memory: a policy rank scores and updates, in a process of its own.
 
-Run as `python -m tests.measured_memory CONFIG`, a run config in JSON, with `ENVIRONMENT`; prints the peaks in JSON.
+Run as `python -m tests.measured_memory`, with `ENVIRONMENT`; prints the peaks of some run configs in JSON.
 Resident memory, unlike torch's own counts, includes everything: the kernels' scratch memory as well.
 """
 
@@ -30,30 +30,31 @@ STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # resets VmHWM, see proc(5)
 
 
-def measure(config: RunConfig, sizes: tuple[int, int, int], warm_up: Path) -> dict[str, int]:
-    """Measure in a new process.
+def measure(configs: Sequence[RunConfig], sizes: tuple[int, int, int], warm_up: Path) -> list[dict[str, int]]:
+    """Measure runs in a new process, one after the other.
 
     Args:
-        config: The run.
+        configs: The runs.
         sizes: Tokens of each prompt, tokens of each response, and rows of the step.
         warm_up: Folder of a tiny model, with which the process first does all that is measured.
 
     Returns:
-        The peak bytes of the phases "scoring" and "update", above those of the process before it loads the model.
+        For each run the peak bytes of the phases "scoring" and "update", above those of the process before it loads
+        the model.
     """
-    module = "tests.measured_memory"
-    command = [sys.executable, "-m", module, config.model_dump_json(), str(warm_up), *map(str, sizes)]
+    given = json.dumps([config.model_dump_json() for config in configs])
+    command = [sys.executable, "-m", "tests.measured_memory", given, str(warm_up), *map(str, sizes)]
     done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stderr
-    peaks: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    peaks: list[dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
     return peaks
 
 
-def _measure(config: RunConfig, warm_up: Path, sizes: tuple[int, int, int]) -> dict[str, int]:
+def _measure(configs: Sequence[RunConfig], warm_up: Path, sizes: tuple[int, int, int]) -> list[dict[str, int]]:
     torch.set_num_threads(1)
     # What a process pays for once: imports, kernels and their buffers.
-    _peaks(config.replace(model=config.model.replace(path=str(warm_up))), sizes)
-    return _peaks(config, sizes)
+    _peaks(configs[0].replace(model=configs[0].model.replace(path=str(warm_up))), sizes)
+    return [_peaks(config, sizes) for config in configs]
 
 
 def _peaks(config: RunConfig, sizes: tuple[int, int, int]) -> dict[str, int]:
@@ -61,16 +62,22 @@ def _peaks(config: RunConfig, sizes: tuple[int, int, int]) -> dict[str, int]:
     peaks: dict[str, int] = {}
     base = reset_peak()
     module = ScoringModule(load_policy(config.model), config.packing, config.rollout.temperature)
+    trainer, budget = Trainer(module, config), config.packing.token_budget
+    _update(trainer, [prompt_tokens], [1], budget)  # gradients and the optimizer's state exist from now on
     prompts, responses = [prompt_tokens] * num_rows, [response_tokens] * num_rows
-    trainer, rows = Trainer(module, config), packed_rows(prompts, responses)
-    budget = config.packing.token_budget
-    update = plan_step(prompts, responses, responses, num_updates=1, num_ranks=1, token_budget=budget, seed=0)
-    trainer.update(rows, update.updates[0])  # gradients and the optimizer's state exist from now on
+    forward = plan_forward(prompts, responses, num_ranks=1, token_budget=budget).ranks[0]
     with _peak(peaks, "scoring", base):
-        score_rows(module, rows, plan_forward(prompts, responses, num_ranks=1, token_budget=budget).ranks[0])
+        score_rows(module, packed_rows(prompts, responses), forward)
     with _peak(peaks, "update", base):
-        trainer.update(rows, update.updates[0])
+        _update(trainer, prompts, responses, budget)
     return peaks
+
+
+def _update(trainer: Trainer, prompts: Sequence[int], responses: Sequence[int], token_budget: int) -> None:
+    """Do one update on rows with these lengths."""
+    sizes = {"num_updates": 1, "num_ranks": 1, "token_budget": token_budget}
+    plan = plan_step(prompts, responses, responses, seed=0, **sizes)
+    trainer.update(packed_rows(prompts, responses), plan.updates[0])
 
 
 @contextmanager
@@ -120,4 +127,5 @@ def packed_rows(prompts: Sequence[int], responses: Sequence[int], *, experts: in
 if __name__ == "__main__":
     given, folder, *counts = sys.argv[1:]
     prompt, response, rows = map(int, counts)
-    print(json.dumps(_measure(RunConfig.model_validate_json(given), Path(folder), (prompt, response, rows))))
+    runs = [RunConfig.model_validate_json(run) for run in json.loads(given)]
+    print(json.dumps(_measure(runs, Path(folder), (prompt, response, rows))))

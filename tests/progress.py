@@ -22,7 +22,7 @@ WORK_SECONDS = 1.0  # of CPU time of one process; an idle one uses less in `STIL
 STARVED_FRACTION = 0.2  # of the time that a thread waits for a processor: it has work, but doesn't get to do it
 SAMPLE_SECONDS = 2.0  # over which that is measured
 NUM_CHECKS = 24  # of the detector within its `still_seconds`
-MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.005, 1.0
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 1.0
 CHECK_SECONDS = 4.0  # between two checks of a wait: one looks at every process
 SERVICES = (
     "raylet",

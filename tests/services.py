@@ -209,7 +209,7 @@ class Command:
         """Return what it has printed to standard error so far."""
         return self._err.read_text()
 
-    def wait_for(self, reached: Callable[[], bool]) -> None:
+    def wait_for(self, reached: Callable[[], bool], poll_seconds: float = MIN_POLL_SECONDS) -> None:
         """Wait until `reached` returns true, while the command runs."""
 
         def reached_while_running() -> bool:
@@ -218,7 +218,7 @@ class Command:
             assert self._process.poll() is None, self.printed
             return False
 
-        wait_until(reached_while_running, self._progress, MIN_POLL_SECONDS)  # what is reached may pass again
+        wait_until(reached_while_running, self._progress, poll_seconds)  # what is reached may pass again
 
     def finish(self, exit_code: int = 0) -> str:
         """Wait for its end; return what it printed, standard error last."""

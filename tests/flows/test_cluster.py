@@ -1,4 +1,4 @@
-"""`sluice ps` and `sluice stop`, of runs with and without a driver; and the check of nodes."""
+"""A run from a terminal is listed, stopped, resumed and cancelled in the Prefect UI; and the check of nodes."""
 
 import json
 import os
@@ -6,47 +6,60 @@ import time
 from pathlib import Path
 
 import pytest
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+from prefect.states import Cancelling
 
 from infra.ray.health import run_owner
 from infra.storage.runs import RunDirectory
 from infra.workers.nodes import MAX_CLOCK_SECONDS, find_problem, report_node
 from tests.configs import run_config
+from tests.run_results import Run
 from tests.services import Workplace
 
-TRAIN = ("train", "tiny.toml", "steps=500", "eval.every_steps=0")
+RUN_ID = "stopped"
 
 
-@pytest.mark.slow
-def test_a_run_with_a_driver_is_listed_stopped_and_resumed(workplace: Workplace) -> None:
-    driver, run = workplace.start(*TRAIN, "--run-id", "stopped"), workplace.run("stopped")
+@pytest.fixture(scope="module")
+def stopped(workplace: Workplace) -> Run:
+    """A run that was listed while it had a driver, and then stopped."""
+    run = workplace.run(RUN_ID)
+    driver = workplace.start("train", "tiny.toml", "steps=10000", "eval.every_steps=0", "--run-id", RUN_ID)
     driver.wait_for(lambda: run.num_done > 0)
     (listed,) = json.loads(workplace.sluice("ps", "--json"))
-    assert (listed["run_id"], listed["state"], listed["num_processes"]) == ("stopped", "driven", 4)  # with the index
+    assert (listed["run_id"], listed["state"], listed["num_processes"]) == (RUN_ID, "driven", 3)  # with the index
     assert listed["owner"] == run_owner()
     assert listed["memory_bytes"] > 100 * 2**20
-    assert "500" not in workplace.sluice("ps")
-    refused = workplace.sluice("resume", "stopped", exit_code=2)
+    table = workplace.sluice("ps")
+    assert RUN_ID in table
+    assert "driven" in table
+    refused = workplace.sluice("resume", RUN_ID, exit_code=2)
     assert "is being driven by process" in refused
     assert "stop it first: sluice stop stopped" in refused
-    printed = workplace.sluice("stop", "stopped")
-    assert printed == "stopped stopped; resume with: sluice resume stopped\n"
+    assert workplace.sluice("stop", RUN_ID) == "stopped stopped; resume with: sluice resume stopped\n"
     driver.finish(143)
-    assert workplace.sluice("ps") == "no run has processes in the cluster\n"
-    done = run.num_done
-    workplace.sluice("resume", "stopped", f"steps={done + 1}")
-    assert run.num_done == done + 1
+    return run
 
 
 @pytest.mark.slow
-def test_a_run_without_a_driver_is_stopped(workplace: Workplace) -> None:
-    driver, run = workplace.start(*TRAIN, "--run-id", "driverless"), workplace.run("driverless")
-    driver.wait_for(lambda: run.num_done > 0)
-    driver.kill()
-    assert [listed["run_id"] for listed in json.loads(workplace.sluice("ps", "--json"))] == ["driverless"]
-    assert workplace.sluice("stop", "driverless") == "stopped driverless; resume with: sluice resume driverless\n"
-    assert json.loads(workplace.sluice("ps", "--json")) == []
+def test_a_run_with_a_driver_is_listed_and_stopped(workplace: Workplace, stopped: Run) -> None:
+    assert workplace.sluice("ps") == "no run has processes in the cluster\n"
+
+
+@pytest.mark.slow
+def test_a_stopped_run_is_resumed_and_can_be_cancelled_in_the_ui(workplace: Workplace, stopped: Run) -> None:
+    done = stopped.num_done
+    driver = workplace.start("resume", RUN_ID)
+    driver.wait_for(lambda: stopped.num_done > done)
+    chosen = FlowRunFilter(name=FlowRunFilterName(any_=[RUN_ID]))
+    flow_runs = workplace.ask(lambda client: client.read_flow_runs(flow_run_filter=chosen))
+    (flow_run,) = (found for found in flow_runs if found.state_name == "Running")
+    workplace.ask(lambda client: client.set_flow_run_state(flow_run.id, Cancelling()))
+    printed = driver.finish(exit_code=1)
+    assert "cancelled in the Prefect UI" in printed
+    assert "resume with: sluice resume stopped" in printed
+    assert "Traceback" not in printed
+    assert workplace.ask(lambda client: client.read_flow_run(flow_run.id)).state_name == "Cancelled"
     assert not workplace.model_workers()
-    assert workplace.sluice("stop", "driverless").startswith("nothing of driverless is running")
 
 
 def test_a_node_that_lacks_something_is_named(tmp_path: Path) -> None:

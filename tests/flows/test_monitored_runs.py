@@ -1,4 +1,4 @@
-"""What other tools get of a run: all trackers at once, across a kill; Prometheus series; spans."""
+"""What other tools get of a run: all trackers at once, across a kill; Prometheus series; spans; and `sluice ps`."""
 
 import importlib.util
 import json
@@ -34,6 +34,7 @@ STEPS = 3
 SETTINGS = (
     f"steps={STEPS}",
     "eval.every_steps=2",
+    "kl.coef=0.01",
     "runtime.tracing=true",
     "runtime.profile_steps=[1]",
     'reward={kind="weighted", num_processes=0, timeout_seconds=inf, '
@@ -61,7 +62,10 @@ DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "sluice.json"
 
 @pytest.fixture(scope="module")
 def watched(workplace: Workplace) -> Iterator[SimpleNamespace]:
-    """A run with all monitors, whose driver is killed after the first step's metrics are exported, and then resumed."""
+    """A run with all monitors, whose driver is killed after the first step's metrics are exported.
+
+    What the driver has left is stopped, and the run is resumed.
+    """
     for package in PACKAGES:
         if importlib.util.find_spec(package.partition(".")[0]) is None:
             pytest.skip(f"{package} is not installed")
@@ -76,9 +80,13 @@ def watched(workplace: Workplace) -> Iterator[SimpleNamespace]:
         wait_until(lambda: dashboard_series() <= names_of(export(workplace)))
         exported = export(workplace)
         printed = driver.kill()
+        left = [workplace.sluice(*command) for command in (("ps", "--json"), ("stop", RUN_ID), ("stop", RUN_ID))]
+        assert not workplace.model_workers()
         hold.unlink()
         printed += workplace.sluice("resume", RUN_ID)
-        yield SimpleNamespace(place=workplace, run=run, spans=collector.spans, printed=printed, exported=exported)
+        yield SimpleNamespace(
+            place=workplace, run=run, spans=collector.spans, printed=printed, exported=exported, left=left
+        )
 
 
 def export(workplace: Workplace) -> dict[str, float]:
@@ -138,6 +146,13 @@ def test_a_tracker_has_each_value_of_a_killed_and_resumed_run_once(watched: Simp
     assert {name: found[name] for name in found.keys() - numbers} == {
         name: expected[name] for name in expected.keys() - numbers
     }
+
+
+def test_what_a_killed_driver_left_is_listed_and_stopped(watched: SimpleNamespace) -> None:
+    listed, stopped, stopped_again = watched.left
+    assert [run["run_id"] for run in json.loads(listed)] == [RUN_ID]
+    assert stopped == f"stopped {RUN_ID}; resume with: sluice resume {RUN_ID}\n"
+    assert stopped_again.startswith(f"nothing of {RUN_ID} is running")
 
 
 def test_no_monitor_failed(watched: SimpleNamespace) -> None:

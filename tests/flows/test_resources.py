@@ -26,7 +26,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ModelError
 from tests.command import Command, assert_rejected, make_command
 from tests.policies import load_policy
-from tests.services import WITH_REFERENCE, Workplace
+from tests.services import Workplace
 from tests.tiny import make_tiny_data, make_tiny_model
 
 # The sizes of Qwen3 8B; its folder has no weights, which a plan doesn't need.
@@ -45,7 +45,7 @@ LARGE = Qwen3Config(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = Workplace(tmp_path_factory.mktemp("resources"), config=WITH_REFERENCE).folder
+    folder = Workplace(tmp_path_factory.mktemp("resources")).folder
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "large")
     LARGE.save_pretrained(folder / "large")
@@ -76,7 +76,7 @@ def whole_bytes(path: str) -> int:
 
 
 def test_a_sharded_policy_on_two_nodes_in_numbers(plan: Callable[..., Resources]) -> None:
-    resources = plan("runtime.num_policy_ranks=2", "kl.coef=0", "rollout.num_workers=3", cluster="2x4xH100")
+    resources = plan("runtime.num_policy_ranks=2", "rollout.num_workers=3", cluster="2x4xH100")
     whole = whole_bytes("model")
     policy, rollout = resources.workers
     assert (policy.role, policy.count, rollout.role, rollout.count) == ("policy", 2, "rollout", 3)
@@ -98,7 +98,7 @@ def test_a_sharded_policy_on_two_nodes_in_numbers(plan: Callable[..., Resources]
 
 
 def test_ranks_on_two_nodes_gather_over_the_network(plan: Callable[..., Resources]) -> None:
-    resources = plan("runtime.num_policy_ranks=2", "kl.coef=0", cluster="3x1xH100")
+    resources = plan("runtime.num_policy_ranks=2", cluster="3x1xH100")
     collectives = next(transfer for transfer in resources.traffic if transfer.name == "collectives")
     assert collectives.network_bytes == collectives.num_bytes
     embeddings = 4 * 260 * 16
@@ -107,7 +107,7 @@ def test_ranks_on_two_nodes_gather_over_the_network(plan: Callable[..., Resource
 
 def test_colocated_workers_share_a_gpu(plan: Callable[..., Resources]) -> None:
     separate, colocated = (
-        plan("kl.coef=0", f"runtime.placement={sharing}", cluster=f"{gpus}xH100")
+        plan(f"runtime.placement={sharing}", cluster=f"{gpus}xH100")
         for gpus, sharing in ((2, "separate"), (1, "colocated"))
     )
     policy, rollout = separate.workers
@@ -119,7 +119,7 @@ def test_colocated_workers_share_a_gpu(plan: Callable[..., Resources]) -> None:
 
 
 def test_large_models_weights_are_those_of_their_shapes(plan: Callable[..., Resources]) -> None:
-    resources = plan("model.path=large", "kl.coef=0", "runtime.num_policy_ranks=8", cluster="9xH200")
+    resources = plan("model.path=large", "runtime.num_policy_ranks=8", cluster="9xH200")
     policy = resources.workers[0]
     assert whole_bytes("large") / 4 == pytest.approx(8.19e9, rel=0.001)  # as published: 8.2 B
     assert policy.parts["weights"] == pytest.approx(whole_bytes("large") / 8, rel=0.001)
@@ -127,7 +127,7 @@ def test_large_models_weights_are_those_of_their_shapes(plan: Callable[..., Reso
 
 
 def test_what_does_not_fit_is_shown_and_its_advice_works(sluice: Command) -> None:
-    arguments = ("model.path=large", "kl.coef=0", "runtime.num_policy_ranks=4", "--cluster", "8xH100")
+    arguments = ("model.path=large", "runtime.num_policy_ranks=4", "--cluster", "8xH100")
     result = sluice(*arguments, "rollout.max_response_tokens=2000", "rollout.samples_per_prompt=8", "--json")
     assert_rejected(result, "GPU memory (policy, update): the run needs", "but 1x8xH100 has 74.5 GiB; it fits with ")
     resources = json.loads(result.out)["resources"]
@@ -141,19 +141,19 @@ def test_what_does_not_fit_is_shown_and_its_advice_works(sluice: Command) -> Non
 
 
 def test_without_a_fix_the_advice_is_other_hardware(sluice: Command) -> None:
-    result = sluice("model.path=large", "kl.coef=0", "--cluster", "2xL4")
+    result = sluice("model.path=large", "--cluster", "2xL4")
     assert_rejected(result, "GPU memory (", "use GPUs with more memory, or more of them")
 
 
 def test_vllm_needs_memory_for_its_weights(sluice: Command) -> None:
-    vllm = ("rollout.kind=vllm", "rollout.dtype=bfloat16", "model.path=large", "kl.coef=0", "--cluster", "16xH100")
+    vllm = ("rollout.kind=vllm", "rollout.dtype=bfloat16", "model.path=large", "--cluster", "16xH100")
     result = sluice(*vllm, "rollout.gpu_memory_utilization=0.1", "runtime.num_policy_ranks=15")
     assert_rejected(result, "gives vLLM 7.45 GiB of a GPU", "weights in bfloat16 take 15.3 GiB", "more than 0.20")
     assert sluice(*vllm, "rollout.gpu_memory_utilization=0.3", "runtime.num_policy_ranks=15").exit_code == 0
 
 
 def test_the_gpus_of_an_engine_share_its_weights_and_cache(plan: Callable[..., Resources], sluice: Command) -> None:
-    vllm = ("rollout.kind=vllm", "model.path=large", "kl.coef=0", "runtime.num_policy_ranks=4")
+    vllm = ("rollout.kind=vllm", "model.path=large", "runtime.num_policy_ranks=4")
     alone, four = (plan(*vllm, f"rollout.tensor_parallel={count}", cluster="8xH100") for count in (1, 4))
     one, each = alone.workers[-1], four.workers[-1]
     assert (one.gpus, each.gpus) == (1, 4)
@@ -173,7 +173,8 @@ def test_a_cluster_that_is_no_cluster_is_rejected(sluice: Command) -> None:
     assert_rejected(sluice("--cluster", "eight"), "'eight' is not of the form [NODESx]GPUSxKIND")
     assert_rejected(sluice("--cluster", "0xH100"), "not of the form")
     assert_rejected(sluice("--cluster", "8xV9000"), "V9000 is not a known GPU", "H100")
-    assert_rejected(sluice("--cluster", "2xH100"), "needs 3 GPUs (1 policy, 1 reference, 1 rollout; separate)", "has 2")
+    needed = sluice("kl.coef=0.01", "--cluster", "2xH100")
+    assert_rejected(needed, "needs 3 GPUs (1 policy, 1 reference, 1 rollout; separate)", "has 2")
     assert_rejected(sluice("--cluster", "3xH100", "--calibrate"), "leave one of them out")
     assert_rejected(sluice("--cluster", "3xH100", "--utilization", "0"), "above 0 and at most 1")
 
@@ -185,7 +186,7 @@ def test_kinds_are_read_in_any_case(kind: str) -> None:
 
 
 def test_time_is_that_of_the_stated_utilization(plan: Callable[..., Resources]) -> None:
-    half, whole = (plan("kl.coef=0", cluster="2xH100", utilization=part).seconds for part in (0.5, 1.0))
+    half, whole = (plan(cluster="2xH100", utilization=part).seconds for part in (0.5, 1.0))
     assert half is not None
     assert whole is not None
     assert half.compute == pytest.approx(2 * whole.compute)
@@ -194,7 +195,7 @@ def test_time_is_that_of_the_stated_utilization(plan: Callable[..., Resources]) 
 
 
 def test_responses_in_parts_take_fewer_decoding_steps(plan: Callable[..., Resources]) -> None:
-    sizes = ("model.path=large", "kl.coef=0", "runtime.num_policy_ranks=4", "rollout.max_response_tokens=480")
+    sizes = ("model.path=large", "runtime.num_policy_ranks=4", "rollout.max_response_tokens=480")
     options = ("rollout.kind=vllm", "correction.kind=truncated", "packing.token_budget=4096")
     seconds = [
         plan(*sizes, *options, f"runtime.max_staleness={parts}", cluster="8xH100").seconds for parts in (0, 1, 4)
@@ -205,7 +206,7 @@ def test_responses_in_parts_take_fewer_decoding_steps(plan: Callable[..., Resour
 
 
 def test_the_limit_that_binds_first(plan: Callable[..., Resources]) -> None:
-    resources = plan("kl.coef=0", cluster="2xH100")
+    resources = plan(cluster="2xH100")
     assert resources.binding.name == "compute"
     network = next(limit for limit in resources.limits if limit.name == "network")
     limits = {limit.name: limit for limit in resources.limits}
@@ -242,7 +243,7 @@ def test_weights_are_those_of_the_model(folder: Path) -> None:
 def test_only_an_adapter_has_gradients(folder: Path, plan: Callable[..., Resources]) -> None:
     pytest.importorskip("peft")
     adapted = load_policy(ModelConfig(path=str(folder / "model"), lora=LoraConfig(rank=2)))
-    resources = plan("model.lora.rank=2", cluster="2xH100")
+    resources = plan("model.lora.rank=2", "kl.coef=0.01", cluster="2xH100")
     policy, rollout = resources.workers  # the reference is the policy without its adapter
     parameters = list(adapted.parameters())
     assert policy.parts["weights"] == 4 * sum(part.numel() for part in parameters)

@@ -20,7 +20,7 @@ from tests.services import Command, Workplace
 
 STEPS = 3
 CONFIG = (
-    *("train", "tiny.toml", f"steps={STEPS}", "store.keep_steps=1"),
+    *("train", "tiny.toml", f"steps={STEPS}", "store.keep_steps=1", "kl.coef=0.01"),
     *("runtime.device=cpu", "optim.updates_per_step=2"),
 )
 TOGETHER = "reference scoring"  # the name of what ran in the background

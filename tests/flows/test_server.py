@@ -3,14 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from infra.services.local import LocalServices
 from tests.progress import Progress, wait_until
+from tests.services import Workplace
 
 pytestmark = pytest.mark.slow
 
@@ -63,54 +63,57 @@ exit_process(code)
 """
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices]:
-    services = LocalServices(tmp_path_factory.mktemp("server"))
-    services.start(prefect=True, ray=False)
-    yield services
-    services.stop()
-
-
 class Flows:
-    """A process that runs the flows, and loses its server in the second subflow."""
+    """A process that runs the flows, and is to lose its server in the second subflow."""
 
-    def __init__(self, folder: Path, server: LocalServices, patience_seconds: float) -> None:
-        self.output = folder / "output"
+    def __init__(self, folder: Path, api_url: str, patience_seconds: float) -> None:
+        self.folder, self.output = folder, folder / "output"
         with self.output.open("wb") as output:
             self.process = psutil.Popen(
-                [sys.executable, "-c", FLOWS, str(server.prefect_api_url), str(patience_seconds)],
+                [sys.executable, "-c", FLOWS, api_url, str(patience_seconds)],
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PREFECT_CLIENT_MAX_RETRIES": "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        self.wait_for((folder / "reached").exists)
-        state = server.state("prefect")
-        assert state is not None
-        psutil.Process(state.pid).kill()
-        wait_until(lambda: server.state("prefect") is None)
-        (folder / "go").touch()
 
-    def wait_for(self, reached: object) -> None:
-        wait_until(lambda: self.process.poll() is not None or reached(), Progress(lambda: [self.process]))  # type: ignore[operator]
+    def wait_for(self, reached: Callable[[], bool]) -> None:
+        wait_until(lambda: self.process.poll() is not None or reached(), Progress(lambda: [self.process]))
 
     def finish(self) -> tuple[int, str]:
         self.wait_for(lambda: False)
         return self.process.wait(), self.output.read_text()
 
 
-def test_a_server_is_waited_for_and_only_the_call_in_flight_is_repeated(server: LocalServices, tmp_path: Path) -> None:
-    flows = Flows(tmp_path, server, patience_seconds=1e6)
-    flows.wait_for(lambda: "waiting at most" in flows.output.read_text())
+@pytest.fixture(scope="module")
+def ended(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """The exit codes and outputs of two processes that lose the same server: one waits for it, the other does not."""
+    server = workplace.services
+    server.start(prefect=True, ray=False)
+    url = str(server.prefect_api_url)
+    patient, impatient = (Flows(tmp_path_factory.mktemp("flows"), url, seconds) for seconds in (1e6, 0))
+    for flows in (patient, impatient):
+        flows.wait_for((flows.folder / "reached").exists)
+    workplace.kill_service("prefect")
+    wait_until(lambda: server.state("prefect") is None)
+    for flows in (patient, impatient):
+        (flows.folder / "go").touch()
+    stopped = impatient.finish()
+    patient.wait_for(lambda: "waiting at most" in patient.output.read_text())
     assert server.restart_prefect()
-    code, printed = flows.finish()
+    return {"patient": patient.finish(), "impatient": stopped}
+
+
+def test_a_server_is_waited_for_and_only_the_call_in_flight_is_repeated(ended: dict[str, tuple[int, str]]) -> None:
+    code, printed = ended["patient"]
     assert (code, "Traceback" in printed) == (0, False), printed
     assert "done [0, 1, 1, 2]" in printed
 
 
-def test_a_server_that_never_comes_back_stops_the_run_and_its_process(server: LocalServices, tmp_path: Path) -> None:
-    url = server.prefect_api_url
-    code, printed = Flows(tmp_path, server, patience_seconds=0).finish()
+def test_a_server_that_never_comes_back_stops_the_run_and_its_process(
+    workplace: Workplace, ended: dict[str, tuple[int, str]]
+) -> None:
+    code, printed = ended["impatient"]
     assert code == 1, printed
-    assert f"stopped: the Prefect server at {url} has not responded for 0 s" in printed
+    assert f"stopped: the Prefect server at {workplace.services.prefect_api_url} has not responded for 0 s" in printed
     assert "Traceback" not in printed

@@ -25,7 +25,7 @@ COLOCATED = (
 def test_colocated_workers_that_take_turns_hold_nothing_in_a_phase_of_others(plan: Callable[..., Resources]) -> None:
     turns, stays = (
         plan(
-            "runtime.placement=colocated",
+            *("runtime.placement=colocated", "kl.coef=0.01"),
             f"runtime.max_staleness={stale}",
             *TRUNCATED,
             cluster="1xH100",
@@ -64,7 +64,7 @@ def test_of_a_gpu_too_small_the_largest_budget_that_fits_is_told(plan: Callable[
 
 
 def test_of_a_gpu_too_small_the_largest_share_for_the_engine_is_told(sluice: Command) -> None:
-    arguments = ("--cluster", "8xH100", "kl.coef=0", "runtime.max_staleness=1", *TRUNCATED, *COLOCATED)
+    arguments = ("--cluster", "8xH100", "runtime.max_staleness=1", *TRUNCATED, *COLOCATED)
     result = sluice(*arguments, "rollout.gpu_memory_utilization=0.95")
     told = "the largest rollout.gpu_memory_utilization that fits is "
     assert_rejected(result, "GPU memory (colocated, ", told)

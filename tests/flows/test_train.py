@@ -1,6 +1,10 @@
-"""A whole run through the command, on a real Prefect server and a real Ray."""
+"""Whole runs through the command, on a real Prefect server and a real Ray: what they write, show and cost.
+
+Two runs of the same config: one goes to its end; the other has two rollout workers, and fails.
+"""
 
 import json
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,15 +27,43 @@ from schemas.metric_catalog import metric_spec, metrics_of
 from schemas.step import RunSummary
 from tests.browser import PHONE, open_browser
 from tests.progress import wait_until
-from tests.services import Workplace
+from tests.services import Command, Workplace
 
 pytestmark = pytest.mark.slow
 
-RUN_ID = "whole"
-STEPS = 2
+RUN_ID, FAILING = "whole", "failing"
+STEPS, STEP = 3, 1  # the step whose requests are counted is neither the first nor the last
+CONFIG = (
+    *("reward.path=breaking_rewards:sometimes", "reward.max_failure_fraction=0.9", "kl.coef=0.01"),
+    *("data.max_prompt_tokens=9", "data.overlong=drop"),
+    *("rollout.batch_prompts=1", "eval.every_steps=1", "eval.batch_prompts=1"),
+)
+REWARDS = """
+import pathlib
+import tiny_rewards
 
-# The command, and then what its own process has read from the column store.
+def sometimes(prompt, completion, answer, info):
+    if pathlib.Path("broken").exists():
+        raise RuntimeError("no opinion at all")
+    return tiny_rewards.sometimes(prompt, completion, answer, info)
+"""
+# The command, which writes its requests to a file, one line each, in the order in which they were sent; and then what
+# its own process has read from the column store.
 COUNTED_COMMAND = """
+import os, re
+import httpx
+
+requests = open(os.environ["REQUESTS"], "w", buffering=1)
+
+def recorded(send):
+    def record(self, request):
+        print(request.method, re.sub("[0-9a-f-]{36}", "ID", request.url.path), file=requests)
+        return send(self, request)
+    return record
+
+httpx.HTTPTransport.handle_request = recorded(httpx.HTTPTransport.handle_request)
+httpx.AsyncHTTPTransport.handle_async_request = recorded(httpx.AsyncHTTPTransport.handle_async_request)
+
 from flows.cli import main as cli
 from infra.stores.base import ColumnStore
 try:
@@ -39,16 +71,53 @@ try:
 finally:
     print("driver read", ColumnStore.bytes_read, "bytes of columns")
 """
+NEW_FLOW_RUN = "POST /api/flow_runs/"
+OF_TIME = ("POST /api/logs/", "GET /api/flow_runs/ID")  # lines sent every few seconds, and the look for a cancellation
+
+
+def start_counted(workplace: Workplace, run_id: str, *overrides: str) -> Command:
+    """Start a run of the config whose requests are written to a file."""
+    environment = {"REQUESTS": str(workplace.folder / f"{run_id}.requests")}
+    arguments = ("train", "tiny.toml", "--run-id", run_id, *CONFIG, *overrides)
+    return Command(workplace, "-P", "-c", COUNTED_COMMAND, *arguments, environment=environment)
+
+
+def requests_of_step(workplace: Workplace, run_id: str) -> Counter[str]:
+    """Return the requests from the start of a step to the start of the next, by method and route."""
+    requests = (workplace.folder / f"{run_id}.requests").read_text().splitlines()
+    _, *starts = (at for at, request in enumerate(requests) if request == NEW_FLOW_RUN)  # the first is of the run
+    own = requests[starts[STEP] : starts[STEP + 1]]
+    return Counter(request for request in own if request not in OF_TIME)
+
+
+def task_runs_of_step(workplace: Workplace, run_id: str) -> Counter[str]:
+    """Return the step's task runs by the task's name."""
+    chosen = FlowRunFilter(name=FlowRunFilterName(any_=[f"{run_id}/step-{STEP:04d}"]))
+
+    async def ask(client: PrefectClient) -> Counter[str]:
+        return Counter(run.name.rpartition("-")[0] for run in await client.read_task_runs(flow_run_filter=chosen))
+
+    wait_until(lambda: workplace.ask(ask)["publish"] > 0)  # the server records them with a delay
+    return workplace.ask(ask)
 
 
 @pytest.fixture(scope="module")
 def printed(workplace: Workplace) -> str:
     """Return the output of a run whose reward fails for half of the samples."""
-    return workplace.python(
-        *("-P", "-c", COUNTED_COMMAND, "train", "tiny.toml", f"steps={STEPS}", "--run-id", RUN_ID),
-        *("reward.path=tiny_rewards:sometimes", "reward.max_failure_fraction=0.9", 'monitors=[{kind="tensorboard"}]'),
-        *("data.max_prompt_tokens=9", "data.overlong=drop"),
-    )
+    (workplace.folder / "breaking_rewards.py").write_text(REWARDS)
+    return start_counted(workplace, RUN_ID, f"steps={STEPS}", 'monitors=[{kind="tensorboard"}]').finish()
+
+
+@pytest.fixture(scope="module")
+def failure(workplace: Workplace, printed: str) -> str:
+    """Return the output of the same run with two rollout workers, whose reward raises always after some steps."""
+    run, broken = workplace.run(FAILING), workplace.folder / "broken"
+    driver = start_counted(workplace, FAILING, "steps=10000", "rollout.num_workers=2")
+    driver.wait_for(lambda: run.num_done > STEP + 1)
+    broken.touch()
+    failed = driver.finish(exit_code=1)
+    broken.unlink()
+    return failed
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +153,7 @@ def test_the_summary_and_the_metrics(directory: RunDirectory) -> None:
     steps = directory.metrics.steps()
     assert [report.step for report in steps] == list(range(STEPS))
     assert summary["reward_first"] == pytest.approx(sum(step.metrics["reward"] for step in steps) / STEPS)
-    assert [report.policy_version for report in directory.metrics.evals()] == [0, STEPS]
+    assert [report.policy_version for report in directory.metrics.evals()] == list(range(STEPS + 1))
     assert any((directory.path / "tensorboard").iterdir())
 
 
@@ -102,17 +171,21 @@ def test_a_reward_that_raises_is_counted_and_masked(directory: RunDirectory) -> 
         assert report.metrics["reward"] > 0.3  # a mean over those that did not fail; zeros would halve it
 
 
-def test_a_reward_that_always_raises_stops_the_run_and_says_how_to_go_on(workplace: Workplace) -> None:
-    printed = workplace.sluice(
-        *("train", "tiny.toml", "--run-id", "failing", "data.eval_path=train.parquet", "kl.coef=0"),
-        *("reward.path=tiny_rewards:sometimes", "reward.max_failure_fraction=0.01"),
-        exit_code=1,
-    )
-    assert "RewardFailureError" in printed
-    assert "no opinion on odd answers" in printed
-    assert printed.endswith("; log: runs/failing/driver.log; resume with: sluice resume failing\n")
-    assert "Traceback" not in printed
+def test_a_reward_that_always_raises_stops_the_run_and_says_how_to_go_on(workplace: Workplace, failure: str) -> None:
+    assert "RewardFailureError" in failure
+    assert "no opinion at all" in failure
+    assert failure.endswith("; log: runs/failing/driver.log; resume with: sluice resume failing\n")
+    assert "Traceback" not in failure
     assert "Traceback" in (workplace.folder / "runs/failing/driver.log").read_text()
+
+
+def test_a_step_costs_prefect_the_same_for_one_and_two_rollout_workers(workplace: Workplace, failure: str) -> None:
+    one, two = (requests_of_step(workplace, run_id) for run_id in (RUN_ID, FAILING))
+    assert one[NEW_FLOW_RUN] == 1
+    assert two == one
+    tasks = task_runs_of_step(workplace, RUN_ID)
+    assert {"rollout", "put", "reference", "advantage", "update", "publish"} == set(tasks)
+    assert task_runs_of_step(workplace, FAILING) == tasks
 
 
 def test_a_ray_that_does_not_answer_is_told_at_once(workplace: Workplace) -> None:
@@ -122,13 +195,13 @@ def test_a_ray_that_does_not_answer_is_told_at_once(workplace: Workplace) -> Non
 
 
 def test_report_eval_and_resume_of_a_finished_run(workplace: Workplace, directory: RunDirectory) -> None:
-    assert "is complete: 2 of 2 steps" in workplace.sluice("resume", RUN_ID)
+    assert f"is complete: {STEPS} of {STEPS} steps" in workplace.sluice("resume", RUN_ID)
     assert (directory.path / "report.html").exists()  # written at the end of the run
     assert "report.html" in workplace.sluice("report", RUN_ID)
     listed = {run["run_id"]: run for run in json.loads(workplace.sluice("runs", "--json"))}
     assert (listed[RUN_ID]["state"], listed[RUN_ID]["step"]) == ("finished", STEPS)
     evaluated = workplace.sluice("eval", RUN_ID, "eval.samples_per_prompt=2", "eval.temperature=1.0")
-    assert "policy version 2: accuracy" in evaluated
+    assert f"policy version {STEPS}: accuracy" in evaluated
     assert "tiny: mean@2" in evaluated
 
 

@@ -19,7 +19,7 @@ def test_a_run_whose_engine_loses_a_rank(workplace: Workplace) -> None:
     run = workplace.run("vllm")
     make_tiny_model(workplace.folder / "vllm-model", head_dim=32)  # the smallest of vLLM's kernels on a CPU
     driver = workplace.start(
-        *("train", "tiny.toml", "--run-id", run.run_id, f"steps={STEPS}", "model.path=vllm-model", "kl.coef=0"),
+        *("train", "tiny.toml", "--run-id", run.run_id, f"steps={STEPS}", "model.path=vllm-model"),
         *("rollout.kind=vllm", "rollout.cache_bytes=16777216", "rollout.temperature=0.8", "rollout.stop=['zz']"),
         "rollout.tensor_parallel=2",
         *("runtime.max_restarts=0", "data.max_prompt_tokens=64", "eval.samples_per_prompt=2", "eval.temperature=1.0"),
