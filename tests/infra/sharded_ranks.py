@@ -57,7 +57,7 @@ class Case:
 def run_cases(folder: Path, cases: Sequence[Case]) -> None:
     """Run cases in a new process, which must succeed."""
     command = [sys.executable, "-m", "tests.infra.sharded_ranks", str(folder), json.dumps([asdict(c) for c in cases])]
-    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

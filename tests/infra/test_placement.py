@@ -164,7 +164,7 @@ def test_gpus_that_others_hold_are_awaited_and_then_refused(
             probes(second)
         assert f"run second waits for 3 GPUs: {line}" in caplog.text
         assert not placement._find_group("second")  # nothing stays reserved
-        patient = start("second", placed_config(tmp_path, ranks=2, device="cuda", resource_timeout_seconds=60))
+        patient = start("second", placed_config(tmp_path, ranks=2, device="cuda", resource_timeout_seconds=600))
 
         async def free_meanwhile() -> None:
             waiting = asyncio.ensure_future(place(patient, "policy", 0))
@@ -195,19 +195,22 @@ def test_workers_without_a_driver_end_and_free_their_gpus(tmp_path: Path, nodes:
         end(driven)
 
 
+def held_by_runs() -> set[tuple[str, int, int, str]]:
+    """Return each run of the cluster with its numbers of processes and GPUs, and its owner."""
+    return {(run.run_id, run.num_processes, run.num_gpus, run.owner) for run in cluster_runs()}
+
+
 @pytest.mark.slow
 def test_nothing_is_left_of_fifty_starts_and_kills(tmp_path: Path, nodes: list[Any]) -> None:
     of = placed_config(tmp_path, device="cuda")
-    limits = Limits(2**20, 1, 60, str(tmp_path), owner=run_owner(), orphan_seconds=60)
+    limits = Limits(2**20, 1, 60, str(tmp_path), owner=run_owner(), orphan_seconds=600)
     for at in range(10):
         runs = [start(f"run-{at}-{number}", of) for number in range(4)]  # which reserve all GPUs
         for run in runs:
             start_shared_store(run.run_id, limits)
         asyncio.run(start_first(runs))
-        expected = {(run.run_id, "driven", 2, 1, run_owner()) for run in runs}
-        assert {
-            (run.run_id, run.state, run.num_processes, run.num_gpus, run.owner) for run in cluster_runs()
-        } == expected
+        expected = {(run.run_id, 2, 1, run_owner()) for run in runs}
+        wait_until(lambda expected=expected: held_by_runs() == expected)  # a process that is busy answers late
         refused = of.replace(runtime=of.runtime.replace(resource_timeout_seconds=0))
         with pytest.raises(ResourcesError):
             asyncio.run(place(start(f"refused-{at}", refused), "policy", 0))
@@ -223,13 +226,13 @@ def test_a_lost_nodes_workers_wait_for_free_gpus_and_move(
     tmp_path: Path, nodes: list[Any], ray_cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     with started(
-        "moving", placed_config(tmp_path, ranks=2, rollout=3, device="cuda", resource_timeout_seconds=60)
+        "moving", placed_config(tmp_path, ranks=2, rollout=3, device="cuda", resource_timeout_seconds=600)
     ) as run:
         found = probes(run)
         lost = found["rollout", 2][0]
         assert lost != found["policy", 0][0]
         ray_cluster.remove_node(next(node for node in nodes if node.node_id == lost), allow_graceful=False)
-        wait_until(lambda: find_actor("moving/rollout-2") is None)
+        wait_until(lambda: find_actor("moving/rollout-2") is None and lost not in placement.living_nodes())
         impatient = run.config.runtime.replace(resource_timeout_seconds=0)
         with pytest.raises(ResourcesError, match=r"needs 5 GPUs.*cluster has 4.*none came in .*_timeout_seconds = 0"):
             asyncio.run(place(run.replace(config=run.config.replace(runtime=impatient)), "rollout", 2))
