@@ -33,6 +33,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, on models too small for two threads
 
 
+@pytest.fixture(autouse=True, scope="module")
+def threads_restored() -> Iterator[None]:
+    """Give torch its number of threads back after a module's tests, as results' rounding depends on it."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Have Ray make the user's token once, as `sluice` does, before processes side by side would each make one."""
     from infra.services.local import RAY_COMMAND
