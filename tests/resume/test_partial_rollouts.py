@@ -1,5 +1,8 @@
 """Responses that are sampled over three steps: their versions, and a run whose processes die in between."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from infra.stores.offline import read_step
@@ -44,7 +47,9 @@ def test_only_later_steps_are_off_policy(expected: Run) -> None:
     assert mismatch[0] < 1e-4 < min(mismatch[1:])
 
 
-def test_whatever_dies_the_weights_are_the_same(workplace: Workplace, expected: Run) -> None:
+def test_whatever_dies_the_weights_are_the_same_and_lost_parts_are_sampled_anew(
+    workplace: Workplace, expected: Run, tmp_path: Path
+) -> None:
     run = workplace.run("in-parts-disturbed")
     driver = workplace.start(*CONFIG, "--run-id", "in-parts-disturbed")
     driver.wait_for(lambda: run.committed(1, "rollout"))
@@ -52,18 +57,14 @@ def test_whatever_dies_the_weights_are_the_same(workplace: Workplace, expected: 
     driver.wait_for(lambda: run.committed(2, "put"))
     driver.kill()
     workplace.stop_ray()
+    killed = shutil.copytree(run.path, tmp_path / "killed")
     printed = workplace.sluice("resume", "in-parts-disturbed")
     assert "are lost" not in printed
     assert run.weights(STEPS) == expected.weights(STEPS)
 
-
-def test_parts_that_are_lost_are_sampled_anew(workplace: Workplace, expected: Run) -> None:
-    run = workplace.run("in-parts-lost")
-    driver = workplace.start(*CONFIG, "--run-id", "in-parts-lost", "steps=3")
-    driver.wait_for(lambda: run.committed(1, "put"))
-    driver.kill()
-    workplace.stop_ray()
+    shutil.rmtree(run.path)
+    shutil.copytree(killed, run.path)
     for part in (run.path / "columns").glob("step-*/partial-*"):
         part.unlink()
-    assert "the unfinished rows before step" in workplace.sluice("resume", "in-parts-lost")
-    assert run.num_done == 3
+    assert "the unfinished rows before step" in workplace.sluice("resume", "in-parts-disturbed")
+    assert run.num_done == STEPS
