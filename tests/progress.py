@@ -21,9 +21,8 @@ STILL_SECONDS = 120.0  # without progress: a deadlock
 WORK_SECONDS = 1.0  # of CPU time of one process; an idle one uses less in `STILL_SECONDS`
 STARVED_FRACTION = 0.2  # of the time that a thread waits for a processor: it has work, but doesn't get to do it
 SAMPLE_SECONDS = 2.0  # over which that is measured
-NUM_CHECKS = 24  # of the detector within its `still_seconds`
-MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 1.0
-CHECK_SECONDS = 4.0  # between two checks of a wait: one looks at every process
+NUM_CHECKS = 8  # within `still_seconds`: one looks at every process
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.05, 1.0
 SERVICES = (
     "raylet",
     "gcs_server",
@@ -66,6 +65,7 @@ class Progress:
         services: Callable[[], Iterable[psutil.Process]] = tuple,
     ) -> None:
         self._processes, self._written, self._still_seconds, self._clock = processes, written, still_seconds, clock
+        self.check_seconds = still_seconds / NUM_CHECKS  # between two checks
         self._services = services
         self._cpu_seconds: dict[int, float] = {}  # of each process, at the last progress
         self._seen: object = None
@@ -109,7 +109,7 @@ def wait_until(
         _num_polls += 1
         if now >= next_check:
             progress.check()
-            next_check = now + CHECK_SECONDS
+            next_check = now + progress.check_seconds
         time.sleep(min(max((now - started) / 20, MIN_POLL_SECONDS), max_poll_seconds))
         now = time.monotonic()
 
@@ -127,7 +127,6 @@ class DeadlockDetector:
 
     def __init__(self, still_seconds: float = STILL_SECONDS) -> None:
         self._progress = own_progress(still_seconds)
-        self._check_seconds = still_seconds / NUM_CHECKS
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="deadlock-detector", daemon=True)
 
@@ -140,7 +139,7 @@ class DeadlockDetector:
         self._ended.set()
 
     def _watch(self) -> None:
-        while not self._ended.wait(self._check_seconds):
+        while not self._ended.wait(self._progress.check_seconds):
             try:
                 self._progress.check()
             except Deadlock:
