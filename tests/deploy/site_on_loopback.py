@@ -5,11 +5,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from infra.services.processes import process_tree
 from tests.deploy.files import DEPLOY, ROOT
 from tests.progress import wait_until
 
@@ -83,11 +85,14 @@ class Site:
         path.write_text(text)
         path.chmod(0o755)
 
-    def processes(self) -> list[psutil.Process]:
-        """Return the processes that the site's commands have left or started."""
-        entered = [psutil.Process(each.pid) for each in self._started if each.poll() is None]
-        found = [child for root in (self._first, *entered) for child in root.children(recursive=True)]
-        return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+    def processes(self) -> dict[psutil.Process, str]:
+        """Return the living processes that the site's commands have left or started, and their command lines."""
+        found: dict[psutil.Process, str] = {}
+        for root in (self._first.pid, *(each.pid for each in self._started if each.poll() is None)):
+            for process in process_tree(root)[1:]:
+                with suppress(psutil.NoSuchProcess):  # it has ended, or is a zombie
+                    found[process] = " ".join(process.cmdline())
+        return found
 
     def close(self) -> None:
         """Kill all processes of the site: those of its process namespace end with its first."""

@@ -183,8 +183,8 @@ def test_a_stranger_is_refused(site: Site) -> None:
 
 @pytest.mark.slow
 def test_the_driver_s_machine_ends_with_its_ray_node(site: Site) -> None:
-    own = f"--node_ip_address={site.addresses['driver']}"
-    (raylet,) = [process for process in site.processes() if process.name() == "raylet" and own in process.cmdline()]
+    own = re.compile(rf"\S+/raylet .*--node_ip_address={site.addresses['driver']} ")
+    (raylet,) = [process for process, command in site.processes().items() if own.match(command)]
     raylet.kill()
-    wait_until(lambda: not [each for each in site.processes() if "worker start" in " ".join(each.cmdline())])
+    wait_until(lambda: not [command for command in site.processes().values() if "worker start" in command])
     assert "Ray or the Prefect worker has ended" in log(site, "driver")
