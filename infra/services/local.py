@@ -180,11 +180,7 @@ class LocalServices:
         return "prefect", self._spawn("prefect", command, PREFECT_ENVIRONMENT | environment, port), port
 
     def _spawn_ray(self) -> tuple[str, subprocess.Popen[bytes], int]:
-        # A head needs a token but doesn't make one; Ray's own command makes the user's token if it doesn't exist.
-        generate = [*RAY_COMMAND, "get-auth-token", "--generate"]
-        token = subprocess.run(generate, env={**os.environ, **RAY_ENVIRONMENT}, capture_output=True, check=False)
-        if token.returncode:
-            raise ServiceError(f"Ray can't create its authentication token: {token.stderr.decode().strip()}")
+        _make_ray_token()
         port = _free_port()
         command = [*RAY_COMMAND, "start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=false"]
         command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", f"--ray-client-server-port={_free_port()}"]
@@ -236,7 +232,7 @@ class LocalServices:
 
     def _responds(self, name: str, pid: int, port: int) -> bool:
         if name == "prefect":  # another folder's server may respond at this port, if both were started at once
-            return listens(pid, port) and prefect_responds(f"http://{LOOPBACK}:{port}/api")
+            return not _is_free(port) and listens(pid, port) and prefect_responds(f"http://{LOOPBACK}:{port}/api")
         # The port opens before the node is registered; `ray start` prints this line afterwards.
         return not _is_free(port) and b"Ray runtime started" in self._log_path("ray").read_bytes()
 
@@ -251,6 +247,17 @@ class LocalServices:
 
     def _log_path(self, name: str) -> Path:
         return self.directory / f"{name}.log"
+
+
+def _make_ray_token() -> None:
+    """Have Ray's own command make the user's token if there is none: a head needs one but doesn't make it."""
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
+    if os.environ.get("RAY_AUTH_TOKEN") or Path(path).is_file():
+        return
+    generate = [*RAY_COMMAND, "get-auth-token", "--generate"]
+    token = subprocess.run(generate, env={**os.environ, **RAY_ENVIRONMENT}, capture_output=True, check=False)
+    if token.returncode:
+        raise ServiceError(f"Ray can't create its authentication token: {token.stderr.decode().strip()}")
 
 
 def _is_alive(state: ServiceState) -> bool:
