@@ -27,7 +27,7 @@ for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH", "CO
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `infra` sets it, which a test module may import after Ray
-# Ray otherwise starts a process per core for each driver in advance; an actor that brings its own environment uses none.
+# Ray otherwise starts a process per core for each driver in advance; actors with an own environment use none of them.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 # Read when torch is imported. OpenMP threads otherwise wait for one another by spinning, which on cores that other
 # processes also use makes small models many times slower.
