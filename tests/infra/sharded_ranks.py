@@ -37,7 +37,7 @@ from tests.measured_memory import ENVIRONMENT, packed_rows, reset_peak, status_b
 from tests.policies import load_policy
 
 CPU = torch.device("cpu")
-PROMPT_TOKENS, RESPONSE_TOKENS = 9, 247  # of a row whose memory is measured
+PROMPT_TOKENS = 9  # of a row whose memory is measured; two rows fill a micro-batch
 NUM_EXPERTS = 4  # of a model that replays its routers
 PROMPTS, RESPONSES = (3, 5, 2, 4, 6, 3, 2, 5), (9, 4, 12, 7, 3, 8, 11, 6)
 
@@ -52,6 +52,11 @@ class Case:
     sections: dict[str, Any] = field(default_factory=dict)
     token_budget: int = 64
     warm_up: str | None = None  # a tiny model, with which each rank first does all of which the memory is measured
+
+
+def response_tokens(token_budget: int) -> int:
+    """Return the response tokens of a row whose memory is measured."""
+    return token_budget // 2 - PROMPT_TOKENS
 
 
 def run_cases(folder: Path, cases: Sequence[Case]) -> None:
@@ -85,17 +90,19 @@ def _run_rank(folder: Path, case: Case, rank: int) -> None:
 def _peaks(config: RunConfig, mesh: DeviceMesh, rank: int) -> dict[str, int]:
     """Return the peak bytes of each phase, of micro-batches of equal rows, two for each rank."""
     budget, peaks = config.packing.token_budget, {}
-    num_rows = 2 * budget // (PROMPT_TOKENS + RESPONSE_TOKENS) * mesh.size()
-    prompts, responses = [PROMPT_TOKENS] * num_rows, [RESPONSE_TOKENS] * num_rows
+    num_rows = 2 * 2 * mesh.size()
+    prompts, responses = [PROMPT_TOKENS] * num_rows, [response_tokens(budget)] * num_rows
     sizes = {"num_ranks": mesh.size(), "token_budget": budget}
     rows, forward = packed_rows(prompts, responses), plan_forward(prompts, responses, **sizes)
     update = plan_step(prompts, responses, responses, num_updates=1, seed=0, **sizes).updates[0]
     assert update.num_micros == 2
+    short = [1] * mesh.size()
+    first = plan_step(short, short, short, num_updates=1, seed=0, **sizes).updates[0]
     base = reset_peak()
     module = _load(config, mesh)
     peaks["load"] = status_bytes("VmHWM") - base
     trainer = Trainer(module, config, mesh)
-    trainer.update(rows, update, rank)  # the optimizer's state exists from now on
+    trainer.update(packed_rows(short, short), first, rank)  # the optimizer's state exists from now on
     peaks["rollout"] = reset_peak() - base
     score_rows(module, rows, forward.ranks[rank])
     peaks["scoring"] = status_bytes("VmHWM") - base
