@@ -29,6 +29,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `infra` sets it, which a test module may import after Ray
 # Ray otherwise starts a process per core for each driver in advance; actors with an own environment use none of them.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")  # of all processes' use, which no test reads
 # Read when torch is imported. OpenMP threads otherwise wait for one another by spinning, which on cores that other
 # processes also use makes small models many times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -84,7 +85,8 @@ def ray_cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    head = {"num_cpus": 2, "object_store_memory": 256 * 2**20, "include_dashboard": False, "node_ip_address": LOOPBACK}
+    head = {"num_cpus": 2, "object_store_memory": 256 * 2**20, "node_ip_address": LOOPBACK}
+    head |= dict.fromkeys(("include_dashboard", "include_log_monitor"), False)
     cluster = Cluster(initialize_head=True, head_node_args=head)
     ray.init(address=cluster.address, namespace="sluice", log_to_driver=False, _node_ip_address=LOOPBACK)
     for number, handler in handlers.items():

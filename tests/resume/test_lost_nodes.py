@@ -21,7 +21,8 @@ CONFIG = (
 
 def start_cluster(*cores: int) -> Cluster:
     """Start a head without cores, and nodes with so many each."""
-    head = {"num_cpus": 0, "object_store_memory": 2**27, "include_dashboard": False, "node_ip_address": LOOPBACK}
+    head = {"num_cpus": 0, "object_store_memory": 2**27, "node_ip_address": LOOPBACK}
+    head |= dict.fromkeys(("include_dashboard", "include_log_monitor"), False)
     cluster = Cluster(initialize_head=True, head_node_args=head)
     for num_cpus in cores:
         cluster.add_node(num_cpus=num_cpus, object_store_memory=2**27, node_ip_address=LOOPBACK)

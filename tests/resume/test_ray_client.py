@@ -29,7 +29,8 @@ def free_port() -> int:
 def cluster(workplace: Workplace) -> Iterator[tuple[Any, str]]:
     """A head without cores that takes Ray Clients, and a node with two cores; and the address for clients."""
     port = free_port()
-    head = {"num_cpus": 0, "object_store_memory": 2**27, "include_dashboard": False, "node_ip_address": LOOPBACK}
+    head = {"num_cpus": 0, "object_store_memory": 2**27, "node_ip_address": LOOPBACK}
+    head |= dict.fromkeys(("include_dashboard", "include_log_monitor"), False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")  # else Ray sometimes fails to start a client's process
         patch.chdir(workplace.folder)  # whose modules must not shadow Sluice's in Ray's processes either
