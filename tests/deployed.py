@@ -9,6 +9,7 @@ from uuid import UUID
 
 import psutil
 from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 from prefect.client.schemas.objects import FlowRun
 
@@ -54,6 +55,16 @@ class Deployed:
             await (client.pause_deployment if paused else client.resume_deployment)(deployment.id)
 
         self.place.ask(pause)
+
+    def set_parameters(self, **parameters: object) -> None:
+        """Set parameters of the deployment, which the flow runs that its schedule starts later have."""
+
+        async def update(client: PrefectClient) -> None:
+            deployment = await client.read_deployment_by_name("train/tiny")
+            changed = DeploymentUpdate(parameters={**deployment.parameters, **parameters})
+            await client.update_deployment(deployment.id, changed)
+
+        self.place.ask(update)
 
     def wait_for_state(self, flow_run: UUID, *names: str) -> FlowRun:
         self.wait_for(lambda: self.flow_run(flow_run).state_name in names)

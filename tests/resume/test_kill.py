@@ -17,17 +17,14 @@ from tests.tiny import make_tiny_moe
 
 pytestmark = pytest.mark.slow
 
-STEPS, RUN_ID = 12, "killed"
+STEPS, RUN_ID = 9, "killed"
 CONFIG = (  # all columns of rows: the policy trains with the experts that the engine chose
     *("train", "tiny.toml", f"steps={STEPS}", "loss.behavior=recompute"),
     *("model.path=experts", "rollout.router_replay=true"),
 )
 ROLES = ("PolicyWorker", "RolloutWorker", "StoreIndex")  # one is killed in each step after the first
-TERMINATED, LOST = 6, 11  # the steps in which the driver is terminated, and in which it is killed with Ray
-SAVED, DAMAGED = (
-    9,
-    10,
-)  # of the steps before that: the first one after the last checkpoint; and one with a damaged column
+TERMINATED, LOST = 5, 8  # the steps in which the driver is terminated, and in which it is killed with Ray
+SAVED, DAMAGED = 6, 7  # of the steps before that: the first after the last checkpoint; and one with a damaged column
 LIMITS = (  # none of which changes a bit of the result
     *("store.capacity_bytes=5000000", "store.lease_seconds=1000", "reward.timeout_seconds=20"),
     *("reward.num_processes=1", "rollout.num_workers=2", "model.gradient_checkpointing=true"),
@@ -97,18 +94,16 @@ def killed(workplace: Workplace, expected: Run) -> KilledRun:
 
 @pytest.fixture(scope="module")
 def living(workplace: Workplace, killed: KilledRun) -> str:
-    """What the first driver printed; workers are killed under it, and then it is."""
+    """What the first driver printed; workers are killed under it, and then it is, after an update."""
     for step, role in enumerate(ROLES, start=1):
         killed.wait_for_stage(step, "rollout")
         assert workplace.kill_worker(role) == 1
-    return killed.kill_driver(len(ROLES) + 1, "rollout")
+    return killed.kill_driver(len(ROLES) + 1, "update")
 
 
 @pytest.fixture(scope="module")
 def terminated(workplace: Workplace, killed: KilledRun, living: str) -> Command:
-    """The third driver, which got a SIGTERM; the second one was killed after an update."""
-    killed.resume()
-    killed.kill_driver(len(ROLES) + 2, "update")
+    """The second driver, which got a SIGTERM."""
     driver = killed.resume()
     killed.wait_for_stage(TERMINATED, "put")
     driver.terminate()
@@ -118,7 +113,7 @@ def terminated(workplace: Workplace, killed: KilledRun, living: str) -> Command:
 
 @pytest.fixture(scope="module")
 def lost_ray(workplace: Workplace, killed: KilledRun, terminated: Command) -> str:
-    """What the fourth driver printed, which had rare checkpoints, and was killed together with Ray."""
+    """What the third driver printed, which had rare checkpoints, and was killed together with Ray."""
     killed.resume("checkpoint.every_steps=3")
     printed = killed.kill_driver(LOST, "logprob")
     workplace.stop_ray()
@@ -221,6 +216,6 @@ def test_the_run_ends_the_same(killed: KilledRun, expected: Run, finished: str) 
     assert run.ledger.steps() == []
     events = run.metrics.events()
     restarts = [event for event in events if event.kind == "restart"]
-    assert [event.kind for event in events] == ["start", *["restart"] * len(restarts), *["resume"] * 4]
+    assert [event.kind for event in events] == ["start", *["restart"] * len(restarts), *["resume"] * 3]
     assert restarts
     assert all(event.reason for event in restarts)

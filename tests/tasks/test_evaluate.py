@@ -1,8 +1,10 @@
 """Held-out evaluation by several rollout workers: the report of one worker, whoever dies."""
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -33,7 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_of(folder: Path, num_workers: int) -> RunHandle:
+@pytest.fixture(scope="module")
+def run(folder: Path, ray_cluster: None) -> Iterator[RunHandle]:
+    """A run of two rollout workers."""
     config = run_config(
         folder,
         data={"eval_path": str(folder / "eval.jsonl")},
@@ -43,15 +47,16 @@ def run_of(folder: Path, num_workers: int) -> RunHandle:
             "num_processes": 0,
             "timeout_seconds": None,
         },
-        rollout={"max_response_tokens": 9, "num_workers": num_workers},
+        rollout={"max_response_tokens": 9, "num_workers": 2},
         eval={"samples_per_prompt": 3, "temperature": 1.0, "batch_prompts": 2, "accuracy_threshold": 0.9},
         optim={"lr": 1e-2, "updates_per_step": 2},
         packing={"token_budget": 24},
         store={"kind": "fsspec"},
     )
-    run_id = f"evaluate-{num_workers}"
-    directory = RunDirectory.create(config, run_id)
-    return RunHandle(run_id=run_id, directory=str(directory.path), config=config, store_incarnation="g")
+    directory = RunDirectory.create(config, "evaluate")
+    made = RunHandle(run_id="evaluate", directory=str(directory.path), config=config, store_incarnation="g")
+    yield made
+    kill_workers(made.run_id, config)
 
 
 async def train_step(run: RunHandle) -> PolicyHandle:
@@ -68,51 +73,63 @@ async def versions(run: RunHandle) -> list[int]:
     return await asyncio.gather(*(call(worker, "version") for worker in workers))
 
 
-async def evaluate(run: RunHandle, killed_at: int | None) -> list[EvalReport]:
-    """Evaluate versions 0 and 1; a rollout worker dies in the evaluation of version `killed_at`."""
+async def evaluate(run: RunHandle, policy: PolicyHandle, *, kills: bool = False) -> EvalReport:
+    """Evaluate a version; if `kills`, a rollout worker dies meanwhile."""
     order = Path(run.directory).parents[1] / "kill"
-    reports = []
-    for version in (0, 1):
-        policy = await train_step(run) if version else PolicyHandle(run_id=run.run_id, version=0, incarnation="i")
-        if version == killed_at:
-            order.touch()
-        report = await evaluate_policy.fn(run, policy)
-        assert not order.exists()
-        assert report.policy_version == version
-        reports.append(report.replace(seconds=0.0))
-    return reports
+    if kills:
+        order.touch()
+    report = await evaluate_policy.fn(run, policy)
+    assert not order.exists()
+    assert report.policy_version == policy.version
+    return report.replace(seconds=0.0)
 
 
-@pytest.fixture
-def run(request: pytest.FixtureRequest, folder: Path, ray_cluster: None) -> Iterator[RunHandle]:
-    run = run_of(folder, request.param)
-    yield run
-    kill_workers(run.run_id, run.config)
+class Reports(NamedTuple):
+    """The reports of one policy version, and the versions that the workers hold before any dies."""
+
+    by_one: EvalReport
+    by_both: EvalReport | None
+    by_the_survivor: EvalReport
+    held: list[int]
+
+
+async def evaluate_twice(run: RunHandle) -> tuple[Reports, Reports]:
+    """Evaluate versions 0 and 1 by one of the workers and by both; a worker dies in an evaluation of each."""
+    alone = run.replace(config=run.config.replace(rollout=run.config.rollout.replace(num_workers=1)))
+    first = PolicyHandle(run_id=run.run_id, version=0, incarnation="i")
+    survivor = await evaluate(run, first, kills=True)
+    before = Reports(await evaluate(alone, first), None, survivor, [])
+    second = await train_step(run)
+    both, held = await evaluate(run, second), await versions(run)
+    survivor = await evaluate(run, second, kills=True)
+    return before, Reports(await evaluate(alone, second), both, survivor, held)
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path, ray_cluster: None) -> list[EvalReport]:
-    """The reports of a run of one worker."""
-    run = run_of(folder, 1)
-    reports = asyncio.run(evaluate(run, killed_at=None))
-    kill_workers(run.run_id, run.config)
-    return reports
+def reports(run: RunHandle) -> Iterator[tuple[Reports, Reports, list[str]]]:
+    """The reports of both versions, and what was logged meanwhile."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("infra").addHandler(handler)
+    yield *asyncio.run(evaluate_twice(run)), messages
+    logging.getLogger("infra").removeHandler(handler)
 
 
-def test_each_version_is_evaluated_with_its_own_weights(expected: list[EvalReport]) -> None:
-    before, after = expected
+def test_each_version_is_evaluated_with_its_own_weights(reports: tuple[Reports, Reports, list[str]]) -> None:
+    before, after = (found.by_one for found in reports[:2])
     assert before.num_prompts == after.num_prompts == NUM_HELD_OUT
     assert [(source.data_source, source.num_prompts) for source in before.sources] == [("sums", 4), ("more", 3)]
     assert 0 < before.accuracy < 1
     assert before.replace(policy_version=1) != after
 
 
-@pytest.mark.parametrize(("run", "killed_at"), [(2, 0), (3, 1)], indirect=["run"])
 def test_several_workers_report_the_same_bit_for_bit_even_if_one_dies(
-    run: RunHandle, killed_at: int, expected: list[EvalReport], caplog: pytest.LogCaptureFixture
+    reports: tuple[Reports, Reports, list[str]],
 ) -> None:
-    assert asyncio.run(evaluate(run, killed_at)) == expected
-    lost = [message for message in caplog.messages if "is lost, other workers take over its work" in message]
-    assert len(lost) == 1
-    if killed_at == 0:  # all workers lived through the next evaluation, which gave them its weights
-        assert asyncio.run(versions(run)) == [1] * run.config.rollout.num_workers
+    before, after, messages = reports
+    assert before.by_the_survivor == before.by_one
+    assert after.by_both == after.by_the_survivor == after.by_one
+    assert after.held == [1, 1]  # both lived through the evaluation, which gave them its weights
+    lost = [message for message in messages if "is lost, other workers take over its work" in message]
+    assert len(lost) == 2
