@@ -149,6 +149,9 @@ METRICS: dict[str, MetricSpec] = _catalog(
      "Spread of the ranks' planned costs, (max - min) / mean; of the update with the largest.", ()),
     ("engine/running", "step", "mean", "row", "Rows that an engine decodes at once, over its decoding steps.", ()),
     ("engine/waiting", "step", "mean", "row", "Rows that wait for a place in an engine, over its decoding steps.", ()),
+    ("engine/prefill_tokens", "step", "sum", "token",
+     "Tokens that engines compute without sampling them: prompts, an environment's answers, and history that was not "
+     "kept.", ()),
     ("engine/cache", "step", "max", "", "Peak of the fraction of an engine's KV cache that is in use.", ()),
     ("turns/environment_seconds", "step", "mean", "second", "Time of the environment's answers to a trajectory.", ()),
     ("turns/environment_seconds_max", "step", "max", "second", "The same of the slowest trajectory.", ()),

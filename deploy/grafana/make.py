@@ -60,6 +60,7 @@ ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # the metrics of each panel
         ("update/<part>_seconds", "update/<part>_seconds_max"),
         ("packing/fill", "packing/imbalance"),
         ("engine/running", "engine/waiting"),
+        ("engine/prefill_tokens",),
         ("engine/cache",),
         ("publish/<part>_seconds",),
         ("publish/bytes",),

@@ -15,6 +15,7 @@ MEASURED = {  # each with one line per member of its families
     "update, seconds per micro-batch": ("update/<part>_seconds", "update/<part>_seconds_max"),
     "packing": ("packing/fill", "packing/imbalance"),
     "engine, rows": ("engine/running", "engine/waiting"),
+    "engine, prefilled tokens": ("engine/prefill_tokens",),
     "engine, used fraction of the KV cache": ("engine/cache",),
     "peak memory by worker (MiB)": (
         "memory/<worker>_allocated_bytes",

@@ -1,14 +1,13 @@
 """The protocol of rollout engines, and what they take and return. Imports no torch."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from schemas.errors import VersionError, WeightsError
+from infra.engines.usage import EngineUsage
 from schemas.memory import EngineTag, MemoryChange
-from schemas.metrics import Max, Mean, Metrics
 from schemas.rollout import FinishReason
 
 if TYPE_CHECKING:
@@ -90,30 +89,6 @@ class TokenExperts:
     response: np.ndarray  # [R, C], of the same dtype
 
 
-@dataclass
-class EngineUsage:
-    """How much of an engine is in use, over decoding steps; to measure a generation, give the engine a new one."""
-
-    num_steps: int = 0
-    running: int = 0  # rows that a step decodes, summed over the steps
-    waiting: int = 0  # rows that have no place yet, summed over the steps
-    peak_cache: float = 0.0  # the largest fraction of the KV cache in use
-
-    def add(self, running: int, waiting: int, cache: float) -> None:
-        """Add one decoding step."""
-        self.num_steps, self.running, self.waiting = self.num_steps + 1, self.running + running, self.waiting + waiting
-        self.peak_cache = max(self.peak_cache, cache)
-
-    @property
-    def metrics(self) -> Metrics:
-        """The mean numbers of rows, and the peak of the cache."""
-        return {
-            "engine/running": Mean(total=self.running, weight=self.num_steps),
-            "engine/waiting": Mean(total=self.waiting, weight=self.num_steps),
-            "engine/cache": Max(value=self.peak_cache),
-        }
-
-
 @dataclass(frozen=True)
 class WeightsBucket:
     """Some of a version's weights, valid until the next bucket is taken.
@@ -126,6 +101,61 @@ class WeightsBucket:
 
     tensors: "dict[str, torch.Tensor]"
     file: "Path | None" = None
+
+
+class DecodingRows(Protocol):
+    """Rows that an engine decodes together with the weights of one version; some may join while others decode.
+
+    A sample depends on the tokens before it, its seed, the weights and the sampling, but not on the other rows, up to
+    the last bits. The same calls in the same order give the same samples, bit for bit.
+    """
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of rows whose turn has not ended, whether they are decoded yet or not."""
+        ...
+
+    def begin(self, requests: Sequence[GenerationRequest]) -> range:
+        """Add a row per sample: request by request, in the order of their seeds. A request is prefilled once.
+
+        Returns:
+            Their numbers, which follow those of earlier rows.
+
+        Raises:
+            ValueError: A prompt is empty or too long.
+        """
+        ...
+
+    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int) -> None:
+        """Add the next turn of a row whose turn has ended: its tokens so far are not computed again, if there is room.
+
+        Args:
+            row: The row's number.
+            token_ids: Integers [Q], Q >= 0: what follows the tokens that it has sampled.
+            seed: Of the tokens that it samples next.
+            max_tokens: The most of them, at least 1 and at most the sampling's.
+
+        Raises:
+            ValueError: It gets too long.
+        """
+        ...
+
+    def step(self) -> list[tuple[int, Generation]]:
+        """Sample a token for each row that has a place; return the rows whose turn ends with it, and what they sampled.
+
+        Raises:
+            NonFiniteError: The model's logits are not finite.
+            EngineLostError: A process of the engine died; it has closed.
+        """
+        ...
+
+    def end(self, row: int) -> None:
+        """Forget a row whose turn has ended."""
+        ...
+
+    def close(self) -> None:
+        """Forget all rows, whether their turns have ended or not."""
+        ...
 
 
 class RolloutEngine(Protocol):
@@ -144,16 +174,19 @@ class RolloutEngine(Protocol):
     asleep: frozenset[EngineTag]
     usage: EngineUsage
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[tuple[int, Generation]]:
-        """Yield each sample with its number as soon as it is finished.
+    def open_rows(self, sampling: Sampling, *, several_turns: bool = False) -> DecodingRows:
+        """Return a decoder without rows, to be closed before the next one is opened.
 
-        Samples are numbered request by request, in the order of their seeds. A sample depends on its prompt, its seed,
-        the weights and `sampling`, but not on the rest of its batch, up to the last bits. The same requests in another
-        call give the same samples, bit for bit.
+        Nothing is computed before its first step.
+
+        Args:
+            sampling: How tokens are sampled.
+            several_turns: Whether rows are extended.
 
         Raises:
             EngineLostError: A process of the engine died; it has closed.
-            VersionError: The engine is asleep, or has no weights.
+            ValueError: The engine can't sample so.
+            VersionError: It is asleep, or has no weights.
         """
         ...
 
@@ -228,51 +261,3 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Release the weights and the KV cache; the engine can't generate afterwards."""
         ...
-
-
-def require_awake(engine: RolloutEngine) -> None:
-    """Check that an engine can generate.
-
-    Raises:
-        VersionError: It is asleep, or has no weights.
-    """
-    if engine.asleep or engine.version is None:
-        parts = " and ".join(sorted(engine.asleep)) or "loaded weights"
-        raise VersionError(f"the engine is without {parts}; wake it and publish a policy version to it first")
-
-
-def check_prompts(requests: Sequence[GenerationRequest], sampling: Sampling, max_tokens: int | None = None) -> None:
-    """Check that an engine can take all requests.
-
-    Args:
-        requests: The requests.
-        sampling: How many tokens they may get.
-        max_tokens: The most tokens of prompt and response; None: any number.
-
-    Raises:
-        ValueError: A prompt is empty or too long.
-    """
-    for index, request in enumerate(requests):
-        length, limit = len(request.prompt_ids), request.token_limit(sampling)
-        if length == 0:
-            raise ValueError(f"request {index} has an empty prompt; a model needs at least one token to continue")
-        if max_tokens is not None and length > max_tokens - limit:
-            raise ValueError(
-                f"request {index} has a prompt of {length} tokens, but with {limit} response tokens the engine accepts "
-                f"prompts of at most {max_tokens - limit}"
-            )
-
-
-def check_held(version: int | None, *, is_complete: bool) -> None:
-    """Check that an engine that keeps some of its weights has a version.
-
-    Raises:
-        WeightsError: It has none.
-    """
-    if version is None and not is_complete:
-        raise WeightsError("an engine without a version was sent changed weights only; publish all of them to it")
-
-
-def generate_all(engine: RolloutEngine, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Generation]:
-    """Return the samples of all requests: request by request, in the order of each request's seeds."""
-    return [generation for _, generation in sorted(engine.generate(requests, sampling), key=lambda item: item[0])]

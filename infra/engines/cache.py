@@ -44,6 +44,19 @@ class PreallocatedLayer(DynamicLayer):
         self._value_buffer = self._value_buffer[indices]
         self.keys, self.values = self._key_buffer[:, :, :length], self._value_buffer[:, :, :length]
 
+    def take(self, row: int, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of a row's keys and values [heads, C, dim] at C columns, given by int64 or boolean indices."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[row][:, columns], self.values[row][:, columns]
+
+    def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold these states [N, heads, T, dim] in place of any others."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        self._key_buffer, self._value_buffer = keys, values
+        self.keys, self.values = keys, values
+
 
 def _grown(states: torch.Tensor, num_tokens: int) -> torch.Tensor:
     buffer = states.new_empty((*states.shape[:2], num_tokens, states.shape[-1]))
@@ -56,6 +69,11 @@ def decoding_cache(config: PretrainedConfig) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def can_move_rows(cache: DynamicCache) -> bool:
+    """Return whether rows can be moved from one cache to another: all layers are `PreallocatedLayer`s."""
+    return all(isinstance(layer, PreallocatedLayer) for layer in cache.layers)
 
 
 def cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -6,6 +6,7 @@ environments take.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
 
@@ -14,6 +15,7 @@ import numpy as np
 from infra.datasets import PromptRow
 from infra.datasets.chat import ChatTemplate
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
+from infra.environments.admission import Admission
 from infra.environments.bridge import TurnBridge
 from infra.environments.pool import EnvironmentPool, Reply
 from infra.environments.trajectory import EpisodeEnd, Trajectory, TrajectoryBuilder
@@ -83,45 +85,44 @@ class Episodes:
             seeds: The seeds of their first turns, N; a later turn's seed is derived from it and the turn's number.
             sampling: How tokens are sampled; `max_response_tokens` is of all tokens after the prompt.
         """
-        limit = sampling.max_response_tokens
-        active = [
+        builders = [
             TrajectoryBuilder(number, prompt.prompt_ids, seed, failure)
             for number, (prompt, seed, failure) in enumerate(zip(prompts, seeds, self._failures, strict=True))
         ]
-        while active:
-            waiting = []
-            for row, turn in self._sample(active, sampling):
-                if (end := self._end_of_turn(row, turn, limit)) is not None:
-                    yield self._finish(row, end)
-                else:
-                    self._pool.step(row.number, row.turns[-1].action)
-                    waiting.append(row)
-            replies = self._pool.wait()
-            active = []
-            for row in sorted(waiting, key=lambda each: each.number):
-                if (end := self._answer(row, replies[row.number], limit)) is not None:
-                    yield self._finish(row, end)
-                else:
-                    active.append(row)
+        admission = Admission(self._config, self._pool)
+        with closing(self._engine.open_rows(sampling, several_turns=True)) as rows:
+            rows.begin(self._first_turns(builders, sampling))
+            while rows.num_unfinished or admission.num_waiting:
+                for number, turn in rows.step() if rows.num_unfinished else ():
+                    row = builders[number]
+                    if (end := self._end_of_turn(row, turn, sampling)) is not None:
+                        rows.end(number)
+                        yield self._finish(row, end)
+                    else:
+                        admission.await_answer(number, row.turns[-1].action)
+                for number, reply in admission.admitted(rows.num_unfinished):
+                    row = builders[number]
+                    bridge, end = self._answer(row, reply, sampling.max_response_tokens)
+                    if end is not None:
+                        rows.end(number)
+                        yield self._finish(row, end)
+                    else:
+                        row.add_bridge(bridge)
+                        seed = derive_seed(row.seed, len(row.turns))
+                        rows.extend(number, bridge, seed, self._turn_limit(row, sampling))
 
     def close(self) -> None:
         """End all environments and their processes."""
         self._pool.close()
 
-    def _sample(
-        self, rows: Sequence[TrajectoryBuilder], sampling: Sampling
-    ) -> Iterator[tuple[TrajectoryBuilder, Generation]]:
-        """Sample the next turn of all rows together; yield each when it has ended."""
+    def _first_turns(self, rows: Sequence[TrajectoryBuilder], sampling: Sampling) -> list[GenerationRequest]:
+        """Return the requests of all rows' first turns, in their order."""
         requests = []
         for _, members in groupby(rows, key=_shared_history):
             same = list(members)
-            seeds = tuple(derive_seed(row.seed, len(row.turns)) if row.turns else row.seed for row in same)
-            requests.append(GenerationRequest(same[0].history, seeds, self._turn_limit(same[0], sampling)))
-        for number, generation in self._engine.generate(requests, sampling):
-            row = rows[number]
-            ended = generation.finish_reason == "stop" and generation.token_ids[-1] in sampling.stop_token_ids
-            row.add_turn(generation, self._text(generation.token_ids[:-1] if ended else generation.token_ids))
-            yield row, generation
+            limit = self._turn_limit(same[0], sampling)
+            requests.append(GenerationRequest(same[0].history, tuple(row.seed for row in same), limit))
+        return requests
 
     def _turn_limit(self, row: TrajectoryBuilder, sampling: Sampling) -> int:
         if row.failure is not None:
@@ -129,37 +130,38 @@ class Episodes:
         left = sampling.max_response_tokens - row.num_tokens
         return min(left, self._config.max_turn_tokens or left)
 
-    def _end_of_turn(self, row: TrajectoryBuilder, turn: Generation, limit: int) -> EpisodeEnd | None:
+    def _end_of_turn(self, row: TrajectoryBuilder, turn: Generation, sampling: Sampling) -> EpisodeEnd | None:
+        """Add a turn to its row; return why the trajectory ends with it, or None."""
+        ended = turn.finish_reason == "stop" and turn.token_ids[-1] in sampling.stop_token_ids
+        row.add_turn(turn, self._text(turn.token_ids[:-1] if ended else turn.token_ids))
         if row.failure is not None:
             return "failed"
         if turn.finish_reason == "length":  # no environment answers half a turn
-            return "length" if row.num_tokens >= limit else "turn_length"
+            return "length" if row.num_tokens >= sampling.max_response_tokens else "turn_length"
         return None
 
-    def _answer(self, row: TrajectoryBuilder, reply: Reply, limit: int) -> EpisodeEnd | None:
-        """Add an environment's answer to its row; return why the trajectory ends, or None."""
+    def _answer(self, row: TrajectoryBuilder, reply: Reply, limit: int) -> tuple[np.ndarray, EpisodeEnd | None]:
+        """Note an environment's answer in its row; return the tokens up to its next turn, and why it ends, or None."""
+        nothing = np.empty(0, dtype=np.int64)
         observations, metrics = reply.observations, reply.metrics
         if reply.failure is not None:
             if not (isinstance(self._config, ToolsEnvironment) and reply.failure.kind == "timeout"):
                 row.failure = f"turn {len(row.turns)}: {reply.failure.message}"
-                return "failed"
+                return nothing, "failed"
             # What the model can cause must not take its row out of the training, or it learns to cause it.
             observations = (_TOOL_TIMEOUT.format(self._config.step_timeout_seconds),)
             metrics = {"tool_timeouts": 1.0}
         row.add_answer(observations, reply.reward, metrics, reply.seconds)
         if reply.done:
-            return "done"
+            return nothing, "done"
         if len(row.turns) >= self._config.max_turns:
-            return "turns"
+            return nothing, "turns"
         try:
             bridge = self._bridge(reply.role).encode(observations, int(row.history[-1]))
         except ChatTemplateError as error:
             row.failure = f"turn {len(row.turns)}: {error}"
-            return "failed"
-        if row.num_tokens + len(bridge) >= limit:
-            return "length"
-        row.add_bridge(bridge)
-        return None
+            return nothing, "failed"
+        return bridge, "length" if row.num_tokens + len(bridge) >= limit else None
 
     def _finish(self, row: TrajectoryBuilder, end: EpisodeEnd) -> tuple[int, Trajectory]:
         self._pool.end(row.number)

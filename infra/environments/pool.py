@@ -5,11 +5,12 @@ Which row's code a process runs is marked in memory that its parent reads, also 
 """
 
 import json
+import math
 import os
 import select
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from infra.environments.reply import Failure, Reply
@@ -101,18 +102,27 @@ class EnvironmentPool:
         """Begin a step of a row's environment, once `wait` has returned the reply to its previous call."""
         self._begin(row, action, self._limits.step_timeout_seconds)
 
-    def wait(self) -> dict[int, Reply]:
-        """Wait until every call has ended; return the replies by row.
+    def wait(self, rows: Collection[int] | None = None) -> dict[int, Reply]:
+        """Wait until the calls of these rows have ended, or all calls; return their replies by row.
 
         Raises:
             EnvironmentImportError: A process that takes the place of a lost one can't import the class.
         """
-        while any(slot.is_busy for slot in self._slots):
+        awaited = set(self._calling if rows is None else rows)
+        while not awaited <= self._replies.keys():
             self._serve()
-        replies = dict(self._replies)
-        self._replies.clear()
-        self._calling.clear()
-        return replies
+        return self._take(awaited)
+
+    def poll(self, *, waits: bool) -> dict[int, Reply]:
+        """Return the replies of calls that have ended, by row; if `waits`, wait until there is one.
+
+        Raises:
+            EnvironmentImportError: A process that takes the place of a lost one can't import the class.
+        """
+        self._serve(0.0)
+        while waits and not self._replies:
+            self._serve()
+        return self._take(set(self._replies))
 
     def end(self, row: int) -> None:
         """Have a row's environment closed, and forget it; a call that it has begun gets no reply."""
@@ -151,13 +161,17 @@ class EnvironmentPool:
         self._calling.add(row)
         self._replies[row] = Reply(failure=failure)
 
-    def _serve(self) -> None:
+    def _take(self, rows: Collection[int]) -> dict[int, Reply]:
+        self._calling.difference_update(rows)
+        return {row: self._replies.pop(row) for row in sorted(rows)}
+
+    def _serve(self, limit_seconds: float = math.inf) -> None:
         """Wait for an answer or an expired limit; record the former, and replace processes that are lost."""
         poll = select.poll()
         for slot in self._slots:
             slot.dispatch()
             poll.register(slot.process, select.POLLIN | (select.POLLOUT if slot.process.has_unsent else 0))
-        poll.poll(1000 * min(slot.seconds_to_wait() for slot in self._slots))
+        poll.poll(1000 * min(limit_seconds, *(slot.seconds_to_wait() for slot in self._slots)))
         for slot in self._slots:
             slot.serve()
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from infra.datasets import PromptRow
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
+from infra.engines.generate import generate
 from rl_core.columns.jagged import flat_values, jagged, row_lengths, token_dtype
 from rl_core.rollout.seeding import derive_seed
 from schemas.rollout import FinishReason
@@ -84,7 +85,7 @@ def continue_rows(
         history = np.concatenate([np.asarray(first.prompt.prompt_ids), so_far])
         seeds = tuple(rows[index].seed(seed) for index in same)
         requests.append(GenerationRequest(history, seeds, limit - first.num_tokens))
-    for number, generation in engine.generate(requests, sampling):
+    for number, generation in generate(engine, requests, sampling):
         yield under_way[number], _joined(rows[under_way[number]].response, generation, engine.version)
 
 

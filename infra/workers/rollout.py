@@ -8,8 +8,10 @@ import numpy as np
 
 from infra.datasets import load_prompts, load_train_prompts
 from infra.datasets.limits import check_prompts
-from infra.engines.base import EngineUsage, RolloutEngine, Sampling, require_awake
+from infra.engines.base import RolloutEngine, Sampling
+from infra.engines.checks import require_awake
 from infra.engines.open import open_engine
+from infra.engines.usage import EngineUsage
 from infra.environments.metrics import describe, measure
 from infra.environments.open import open_episodes, schemas_of_tools
 from infra.models.load import load_tokenizer, max_positions, num_embeddings, stop_token_ids

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptRow
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
+from infra.engines.generate import generate
 from infra.environments.episodes import Episodes
 from infra.environments.trajectory import Trajectory
 from infra.ray.tracing import span
@@ -87,7 +88,7 @@ class ResponseSampler:
                 GenerationRequest(same[0].prompt.prompt_ids, tuple(start.seed for start in same))
                 for same in (list(members) for _, members in groupby(starts, key=lambda start: start.group))
             ]
-            responses = self.engine.generate(requests, sampling)
+            responses = generate(self.engine, requests, sampling)
         scored, seconds = self.score(prompts, [start.group for start in starts], responses)
         return prompts, scored, seconds
 

@@ -21,6 +21,13 @@ class TurnLimits(FrozenConfig):
     max_observation_characters: PositiveInt = 10_000
     """Longest observation in characters; a longer one is cut, and its end says so."""
 
+    admission: Literal["steps", "wave", "arrival"] = "steps"
+    """When a row samples its next turn: `admission_steps` decoding steps after the last one; once no other row samples;
+    or as soon as its environment has answered, so that a repeated step's rows may differ."""
+
+    admission_steps: PositiveInt = 16
+    """Decoding steps that an environment has for an answer; after that, all rows wait for it."""
+
     drops_reasoning: bool = False
     """Accept a chat template that would drop earlier turns' reasoning: it is kept, as it was sampled."""
 

@@ -2,13 +2,15 @@
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling, generate_all
+from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
+from infra.engines.generate import generate_all
 
 NEEDS_VLLM = [
     pytest.mark.slow,
@@ -96,6 +98,56 @@ def assert_requests_have_limits_of_their_own(engine: RolloutEngine, model: PreTr
     for prompt, *parts in zip(prompts, first, second[:2], strict=True):
         ids, logprobs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("token_ids", "logprobs"))
         np.testing.assert_allclose(logprobs, plain_logprobs(model, prompt, ids, 1.0), rtol=0, atol=1e-5)
+
+
+def play_turns(engine: RolloutEngine, sampling: Sampling, *, joins: bool) -> list[list[np.ndarray]]:
+    """Return what two rows of each prompt have sampled, per row: token ids and log-probs, NaN of tokens in between.
+
+    Each row has three turns of different lengths.
+
+    Args:
+        engine: The engine.
+        sampling: How tokens are sampled.
+        joins: Whether a row samples on at once; if not, when all others have ended their turns.
+    """
+    requests = [GenerationRequest(np.array(prompt), (10 * row, 10 * row + 1), 3) for row, prompt in enumerate(PROMPTS)]
+    parts: list[list[Generation]] = [[] for _ in range(2 * len(PROMPTS))]
+    found = [[np.empty(0, dtype=int), np.empty(0)] for _ in parts]
+    waiting: list[int] = []
+    with closing(engine.open_rows(sampling, several_turns=True)) as rows:
+        assert rows.begin(requests) == range(len(parts))
+        while rows.num_unfinished or waiting:
+            for row, part in rows.step() if rows.num_unfinished else ():
+                parts[row].append(part)
+                found[row] = [
+                    np.append(*pair) for pair in zip(found[row], (part.token_ids, part.logprobs), strict=True)
+                ]
+                (waiting.append if len(parts[row]) < 3 else rows.end)(row)
+            if joins or not rows.num_unfinished:
+                for row in sorted(waiting):
+                    between = np.arange(20, 20 + (row + len(parts[row])) % 4)
+                    found[row] = [np.append(found[row][0], between), np.append(found[row][1], np.nan * between)]
+                    rows.extend(
+                        row, between, seed=100 + row + len(parts[row]), max_tokens=2 + (row + len(parts[row])) % 5
+                    )
+                waiting.clear()
+    return found
+
+
+def assert_turns_are_exact(engine: RolloutEngine, model: PreTrainedModel, *, joins: bool) -> int:
+    """Assert that rows of several turns have one forward's log-probs, and the same bits again.
+
+    Returns:
+        The tokens between turns.
+    """
+    sampling = Sampling(12, temperature=0.9)
+    found = play_turns(engine, sampling, joins=joins)
+    for row, (token_ids, logprobs) in enumerate(found):
+        expected, sampled = plain_logprobs(model, PROMPTS[row // 2], token_ids, 0.9), ~np.isnan(logprobs)
+        np.testing.assert_allclose(logprobs[sampled], expected[sampled], rtol=0, atol=1e-5)
+    again = play_turns(engine, sampling, joins=joins)
+    assert [[part.tobytes() for part in row] for row in again] == [[part.tobytes() for part in row] for row in found]
+    return sum(int(np.isnan(logprobs).sum()) for _, logprobs in found)
 
 
 def assert_degenerate_requests_work(engine: RolloutEngine, prompt: Sequence[int]) -> None:

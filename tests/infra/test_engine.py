@@ -10,13 +10,15 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import infra.engines.base
-from infra.engines.base import GenerationRequest, Sampling, generate_all
+from infra.engines.base import GenerationRequest, Sampling
+from infra.engines.generate import generate, generate_all
 from infra.engines.transformers import TransformersEngine
 from infra.models.load import experts_dtype, load_model
 from rl_core.rollout.seeding import derive_seed
 from rl_core.scoring import RouterReplay
 from schemas.config.model import ModelConfig
 from schemas.errors import NonFiniteError, WeightsError
+from tests.infra.engine_checks import PROMPTS as TURN_PROMPTS
 from tests.infra.engine_checks import (
     UNFIT_WEIGHTS,
     assert_degenerate_requests_work,
@@ -24,8 +26,10 @@ from tests.infra.engine_checks import (
     assert_requests_have_limits_of_their_own,
     assert_same_tokens,
     assert_stop_tokens_end_responses,
+    assert_turns_are_exact,
     greedy,
     plain_logprobs,
+    play_turns,
     request,
 )
 from tests.infra.weight_tensors import load_state
@@ -76,7 +80,6 @@ def test_a_small_cache_budget_splits_the_requests_into_batches(engine: Transform
     requests = [request(prompt, 1, 2, 3) for prompt in PROMPTS]
     whole = generate_all(engine, requests, sampling)
     split = TransformersEngine(load_model(ModelConfig(path=str(folder))), max_cache_bytes=1)
-    assert [len(batch) for batch in split._batches(requests, sampling)] == [1, 1, 1]
     assert_same_tokens(whole, generate_all(split, requests, sampling))
     lengths = [[len(generation.token_ids) for generation in whole[at : at + 3]] for at in (0, 3, 6)]
     assert split.usage.running == sum(map(sum, lengths))  # a decoding step adds a token to each row
@@ -114,7 +117,7 @@ def test_samples_are_yielded_as_soon_as_they_finish(engine: TransformersEngine) 
 
     engine.model.register_forward_hook(count)
     numbers = []
-    for number, generation in engine.generate([request(prompt, *range(8)) for prompt in PROMPTS], sampling):
+    for number, generation in generate(engine, [request(prompt, *range(8)) for prompt in PROMPTS], sampling):
         assert forwards == len(generation.token_ids)  # the prefill gives the first token; nothing runs ahead
         assert not torch.is_inference_mode_enabled()
         numbers.append(number)
@@ -130,7 +133,7 @@ def test_a_consumer_that_stops_early_frees_the_cache(engine: TransformersEngine)
 
     handle = engine.model.register_forward_hook(keep)
     sampling = Sampling(60, stop_token_ids=tuple(range(128)))
-    samples = engine.generate([request(PROMPTS[0], *range(8))], sampling)
+    samples = generate(engine, [request(PROMPTS[0], *range(8))], sampling)
     next(samples)
     assert layers[0]() is not None
     del samples
@@ -154,18 +157,39 @@ def test_logprobs_equal_those_of_a_plain_forward(tmp_path: Path, temperature: fl
 def test_sliding_window_layers_decode_as_in_transformers() -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, use_sliding_window=True, sliding_window=6, max_window_layers=1,
         initializer_range=0.3,
     )  # fmt: skip
     assert config.layer_types == ["full_attention", "sliding_attention"]
     model = Qwen3ForCausalLM(config).eval()
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21]]
-    generations = generate_all(
-        TransformersEngine(model), [request(p, 1, 2, 3) for p in prompts], Sampling(20, stop_token_ids=(4,))
-    )
+    engine = TransformersEngine(model)
+    generations = generate_all(engine, [request(p, 1, 2, 3) for p in prompts], Sampling(20, stop_token_ids=(4,)))
     for row, generation in enumerate(generations):
         assert_logprobs(generation, plain_logprobs(model, prompts[row // 3], generation.token_ids, 1.0))
+    for joins in (False, True):  # rows of such layers can't be moved
+        assert_turns_are_exact(engine, model, joins=joins)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_row_goes_on_without_computing_its_history_again(engine: TransformersEngine, joins: bool) -> None:
+    num_between = assert_turns_are_exact(engine, engine.model, joins=joins)
+    assert engine.usage.prefilled == 2 * (sum(map(len, TURN_PROMPTS)) + num_between)  # it has played twice
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_rows_without_room_for_their_history_compute_it_again(folder: Path, joins: bool) -> None:
+    engine = TransformersEngine(load_model(ModelConfig(path=str(folder))))
+    engine.max_cache_bytes = 130 * engine._token_bytes  # about one row and a half
+    num_between = assert_turns_are_exact(engine, engine.model, joins=joins)
+    assert engine.usage.prefilled > 2 * (sum(map(len, TURN_PROMPTS)) + num_between)
+    assert engine.usage.peak_cache > 0
+
+
+def test_a_row_that_has_left_goes_on_in_another_call_order(engine: TransformersEngine) -> None:
+    joined, waves = (play_turns(engine, Sampling(12), joins=joins) for joins in (True, False))
+    assert [row[0].tolist() for row in joined] == [row[0].tolist() for row in waves]
 
 
 def test_samples_follow_the_probabilities(engine: TransformersEngine) -> None:

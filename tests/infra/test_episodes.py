@@ -100,8 +100,20 @@ def test_a_trajectory_is_what_the_engine_sampled_and_the_environment_answered(fo
     assert shard.turns["turns"].value == np.mean([len(row["turn_tokens"]) for row in rows.values()])
 
 
-def test_slow_environments_change_no_bit(folder: Path) -> None:
-    assert play(run_with(folder, "Slow"))[1] == play(run_with(folder, "Echo"))[1]
+@pytest.mark.parametrize("admission", ["wave", "steps"])
+def test_slow_environments_change_no_bit(folder: Path, admission: str) -> None:
+    settings = {"admission": admission, "admission_steps": 3}
+    slow, fast = (play(run_with(folder, game, environment=settings))[1] for game in ("Slow", "Echo"))
+    assert slow == fast
+
+
+def test_rows_that_go_on_as_soon_as_they_are_answered_have_the_same_log_probs(folder: Path) -> None:
+    found = play(run_with(folder, "Slow", environment={"admission": "arrival"}))[1]
+    expected = play(run_with(folder, "Slow"))[1]
+    assert found.keys() == expected.keys()
+    for sample, row in found.items():
+        assert row["response_ids"] == expected[sample]["response_ids"]
+        np.testing.assert_allclose(row["sampler_logprobs"], expected[sample]["sampler_logprobs"], rtol=0, atol=1e-5)
 
 
 def test_one_turn_is_the_response_without_an_environment(folder: Path) -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from infra.datasets import load_prompts
-from infra.engines.base import GenerationRequest, Sampling, generate_all
+from infra.engines.base import GenerationRequest, Sampling
+from infra.engines.generate import generate_all
 from infra.engines.transformers import TransformersEngine
 from infra.models.load import load_model
 from infra.models.tiny import make_tokenizer

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from infra.engines.base import Sampling, generate_all
+from infra.engines.base import Sampling
+from infra.engines.generate import generate_all
 from infra.engines.stop import StopStrings
 from infra.engines.transformers import TransformersEngine
 from infra.models.load import load_model
@@ -52,14 +53,15 @@ def test_responses_end_with_their_first_stop_string(engine: TransformersEngine) 
 
 def found_at(responses: Sequence[Sequence[int]], stop: Sequence[str]) -> list[int | None]:
     """Return how many tokens each response takes to complete a stop string, while all responses grow in parallel."""
-    strings = StopStrings(make_tokenizer(), stop, len(responses))
+    strings = StopStrings(make_tokenizer(), stop)
+    strings.restart(range(len(responses)))
     token_ids = np.zeros((len(responses), max(map(len, responses))), dtype=np.int32)
     for row, response in enumerate(responses):
         token_ids[row, : len(response)] = response
     ends: list[int | None] = [None] * len(responses)
     for count in range(1, token_ids.shape[1] + 1):
         rows = np.array([row for row, end in enumerate(ends) if end is None and count <= len(responses[row])], int)
-        for row in rows[strings.find(rows, token_ids, count)] if len(rows) else ():
+        for row in rows[strings.find(rows, token_ids, np.full(len(rows), count))] if len(rows) else ():
             ends[row] = count
     return ends
 
@@ -78,10 +80,11 @@ def test_stop_strings_by_hand() -> None:
 
 
 def test_only_a_window_is_decoded() -> None:
-    strings = StopStrings(make_tokenizer(), ["Question:"], 1)
+    strings = StopStrings(make_tokenizer(), ["Question:"])
+    strings.restart([0])
     response = np.array([make_tokenizer().encode("é🎉x" * 100)])
     for count in range(1, response.shape[1] + 1):
-        assert not strings.find(np.array([0]), response, count).any()
+        assert not strings.find(np.array([0]), response, np.array([count])).any()
         assert count - strings._starts[0] <= 4 * (2 * len("Question:") + 2)  # characters of at most four bytes
 
 

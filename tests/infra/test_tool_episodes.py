@@ -1,6 +1,6 @@
 """Tools in trajectories, with turns that are given: a tiny model writes no calls."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -26,19 +26,46 @@ WAIT = '<tool_call>{"name": "wait", "arguments": {}}</tool_call>'
 
 
 class GivenTurns:
-    """Takes the turns of rows from lists of texts, each ended by the chat's end token."""
+    """An engine, and its rows: they take their turns from lists of texts, each ended by the chat's end token."""
 
     def __init__(self, turns: Sequence[Sequence[str]]) -> None:
         self._tokenizer, self._turns = make_tokenizer(), [list(texts) for texts in turns]
-        self.prompts: list[str] = []
+        self._histories: list[np.ndarray] = []
+        self._unfinished: list[int] = []
+        self.prompts: list[str] = []  # of each turn
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[tuple[int, Generation]]:
-        waiting = [turns for turns in self._turns if turns]
-        prompts = [request.prompt_ids for request in requests for _ in request.seeds]
-        for number, (prompt_ids, turns) in enumerate(zip(prompts, waiting, strict=True)):
-            self.prompts.append(self._tokenizer.decode(prompt_ids))
-            ids = np.array([*self._tokenizer(turns.pop(0))["input_ids"], self._tokenizer.eos_token_id])
-            yield number, Generation(ids, np.zeros(len(ids), dtype=np.float32), "stop")
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._unfinished)
+
+    def open_rows(self, sampling: Sampling, *, several_turns: bool) -> "GivenTurns":
+        assert several_turns
+        return self
+
+    def begin(self, requests: Sequence[GenerationRequest]) -> range:
+        self._histories = [request.prompt_ids for request in requests for _ in request.seeds]
+        self._unfinished = list(range(len(self._histories)))
+        return range(len(self._histories))
+
+    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int) -> None:
+        self._histories[row] = np.concatenate([self._histories[row], token_ids])
+        self._unfinished.append(row)
+
+    def step(self) -> list[tuple[int, Generation]]:
+        rows, self._unfinished = self._unfinished, []
+        return [(row, self._turn(row)) for row in rows]
+
+    def end(self, row: int) -> None:
+        self._histories[row] = np.empty(0)
+
+    def close(self) -> None:
+        self._histories.clear()
+
+    def _turn(self, row: int) -> Generation:
+        self.prompts.append(self._tokenizer.decode(self._histories[row]))
+        ids = np.array([*self._tokenizer(self._turns[row].pop(0))["input_ids"], self._tokenizer.eos_token_id])
+        self._histories[row] = np.concatenate([self._histories[row], ids])
+        return Generation(ids, np.zeros(len(ids), dtype=np.float32), "stop")
 
 
 def play(engine: GivenTurns, num_rows: int) -> list[Trajectory]:

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from infra.engines.base import EngineUsage, Sampling, generate_all
+from infra.engines.base import Sampling
+from infra.engines.generate import generate, generate_all
 from infra.engines.open import open_engine
+from infra.engines.usage import EngineUsage
 from infra.engines.vllm import ranks
 from infra.engines.vllm.engine import VllmEngine
 from infra.engines.vllm.start import open_vllm
@@ -36,6 +38,7 @@ from tests.infra.engine_checks import (
     assert_logprobs,
     assert_requests_have_limits_of_their_own,
     assert_stop_tokens_end_responses,
+    assert_turns_are_exact,
     greedy,
     plain_logprobs,
     request,
@@ -45,6 +48,7 @@ from tests.tiny import make_tiny_model
 
 pytestmark = NEEDS_VLLM
 
+BLOCK_TOKENS = 32  # of vLLM's KV cache on a CPU
 ROLLOUT = VllmRollout(cache_bytes=2**22, max_response_tokens=50, stop=("never in any text",))
 
 
@@ -183,7 +187,7 @@ def test_more_samples_than_fit_are_generated_one_after_another(engine: VllmEngin
 
 def test_samples_are_yielded_as_soon_as_they_finish(engine: VllmEngine) -> None:
     sampling = Sampling(50, temperature=1.5, stop_token_ids=tuple(range(0, 256, 16)))
-    found = list(engine.generate([request(prompt, *range(8)) for prompt in PROMPTS], sampling))
+    found = list(generate(engine, [request(prompt, *range(8)) for prompt in PROMPTS], sampling))
     lengths = [len(generation.token_ids) for _, generation in found]
     assert sorted(number for number, _ in found) == list(range(24))
     assert lengths == sorted(lengths)  # all start together, so the shortest comes first
@@ -193,7 +197,7 @@ def test_samples_are_yielded_as_soon_as_they_finish(engine: VllmEngine) -> None:
 def test_an_abandoned_call_leaves_nothing_behind(engine: VllmEngine) -> None:
     requests, sampling = [request(prompt, 1, 2, 3) for prompt in PROMPTS], Sampling(40, stop_token_ids=(5, 50))
     whole = generate_all(engine, requests, sampling)
-    abandoned = engine.generate(requests, sampling)
+    abandoned = generate(engine, requests, sampling)
     number, generation = next(abandoned)
     assert_identical([generation], [whole[number]])
     abandoned.close()  # type: ignore[attr-defined]
@@ -202,6 +206,16 @@ def test_an_abandoned_call_leaves_nothing_behind(engine: VllmEngine) -> None:
 
 def test_requests_have_limits_of_their_own(engine: VllmEngine, model: PreTrainedModel) -> None:
     assert_requests_have_limits_of_their_own(engine, model)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_row_goes_on_with_at_most_a_block_of_its_history_computed_again(
+    engine: VllmEngine, model: PreTrainedModel, joins: bool
+) -> None:
+    usage = engine.usage = EngineUsage()
+    num_between = assert_turns_are_exact(engine, model, joins=joins)
+    num_rows, num_prompt = 2 * len(PROMPTS), 2 * sum(map(len, PROMPTS))
+    assert usage.prefilled <= 2 * (num_prompt + num_between + 2 * num_rows * BLOCK_TOKENS)  # it has played twice
 
 
 def test_responses_end_with_their_first_stop_token(engine: VllmEngine) -> None:

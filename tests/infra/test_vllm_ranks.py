@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from infra.engines.base import Sampling, WeightsBucket, generate_all
+from infra.engines.base import Sampling, WeightsBucket
+from infra.engines.generate import generate, generate_all
 from infra.engines.vllm.engine import VllmEngine
 from infra.engines.vllm.start import open_vllm
 from infra.models.flat_tensors import buffer_as_tensor, flat_bytes, tensor_specs, tensor_views, write_tensors
@@ -166,7 +167,7 @@ def test_a_call_that_was_abandoned_can_be_repeated(engine: VllmEngine) -> None:
     requests, sampling = [request(prompt, 1, 2, 3) for prompt in PROMPTS], Sampling(40, stop_token_ids=(5, 50))
     generate_all(engine, requests, sampling)
     whole = generate_all(engine, requests, sampling)  # all prefixes are cached now
-    abandoned = engine.generate(requests, sampling)
+    abandoned = generate(engine, requests, sampling)
     number, generation = next(abandoned)
     assert_identical([generation], [whole[number]])
     abandoned.close()  # type: ignore[attr-defined]
@@ -187,7 +188,7 @@ def test_ranks_end_with_a_killed_host(folder: Path) -> None:
 
 def test_an_engine_that_loses_a_rank_ends_the_others_and_says_so(engine: VllmEngine) -> None:
     processes = rank_processes(engine)
-    generations = engine.generate([request(PROMPTS[0], 1, 2)], Sampling(100, stop_token_ids=(5,)))
+    generations = generate(engine, [request(PROMPTS[0], 1, 2)], Sampling(100, stop_token_ids=(5,)))
     processes[1].kill()
     with pytest.raises(EngineLostError, match="vLLM's 2 tensor-parallel processes failed, and were ended"):
         list(generations)

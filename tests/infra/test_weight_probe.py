@@ -4,7 +4,8 @@ import pytest
 import ray
 import torch
 
-from infra.engines.base import Sampling, WeightsBucket, generate_all
+from infra.engines.base import Sampling, WeightsBucket
+from infra.engines.generate import generate_all
 from infra.engines.transformers import TransformersEngine
 from infra.models.flat_tensors import tensor_specs
 from infra.models.load import load_model

@@ -100,6 +100,7 @@ def test_a_rollout_worker_measures_its_engine_and_profiles_its_first_shard(
         "memory/rollout-0_rss_bytes",
         "engine/running",
         "engine/waiting",
+        "engine/prefill_tokens",
         "engine/cache",
     }
     assert 1 <= found["engine/running"] <= rows

@@ -10,7 +10,8 @@ from flows.cli.footprint import Footprint
 from flows.cli.resources.speed import Rates, decode_bytes
 from flows.cli.resources.workers import ModelMemory
 from flows.cli.simulate import SimulatedStep
-from infra.engines.base import GenerationRequest, Sampling, generate_all
+from infra.engines.base import GenerationRequest, Sampling
+from infra.engines.generate import generate_all
 from infra.engines.open import open_engine
 from infra.models.load import build_meta_model, load_tokenizer
 from infra.models.scoring import load_scoring_module

@@ -18,18 +18,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from infra.engines.base import (
-    EngineUsage,
-    Generation,
-    GenerationRequest,
-    Sampling,
-    WeightsBucket,
-    check_held,
-    check_prompts,
-    require_awake,
-)
+from infra.engines.base import Sampling, WeightsBucket
+from infra.engines.checks import check_held, require_awake
+from infra.engines.usage import EngineUsage
 from infra.engines.vllm.ranks import mapped
-from infra.engines.vllm.translate import generation, prompt_logprobs, scoring_params, vllm_params
+from infra.engines.vllm.rows import VllmRows
+from infra.engines.vllm.translate import prompt_logprobs, scoring_params
 from infra.models.load import check_weights
 from schemas.errors import EngineLostError, describe
 from schemas.memory import EngineTag, MemoryChange, PartBytes
@@ -41,8 +35,8 @@ _VLLM_TAGS: dict[EngineTag, str] = {"weights": "weights", "cache": "kv_cache"}
 class VllmEngine:
     """A `RolloutEngine` over vLLM.
 
-    All requests of a call are added before the first step, and unless `keep_prefixes`, the prefix cache is emptied
-    before each call, so that the samples of a call are a function of its requests, its sampling and the weights.
+    Unless `keep_prefixes`, the prefix cache is emptied before rows are opened, so that samples are a function of the
+    calls since then and the weights.
 
     Attributes:
         version: The policy version of the weights; None after a load that failed, or if they are gone, as the engine
@@ -69,7 +63,7 @@ class VllmEngine:
             shapes: The transformers model with the same weight names, on the meta device.
             num_ranks: Its tensor-parallel ranks.
             eager: Don't let vLLM compile the small functions of its sampler.
-            keep_prefixes: Empty the prefix cache when weights are loaded, not before each call.
+            keep_prefixes: Empty the prefix cache when weights are loaded, not when rows are opened.
             can_sleep: Whether it was started in vLLM's sleep mode, which its CPU build lacks.
         """
         self._engine, self._shapes, self._num_ranks = engine, shapes, num_ranks
@@ -87,37 +81,20 @@ class VllmEngine:
             self._call_ranks("skip_compiling")
         self._scale: float = self._call_ranks("logit_scale")[0]  # the model's own
 
-    def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> Iterator[tuple[int, Generation]]:
-        """Yield each sample with its number as soon as it is finished; see `RolloutEngine.generate`.
-
-        If the caller closes the iterator, samples that are not finished are aborted.
+    def open_rows(self, sampling: Sampling, *, several_turns: bool = False) -> VllmRows:
+        """Return a decoder without rows; see `RolloutEngine.open_rows`. All rows can be extended.
 
         Raises:
-            ValueError: A prompt is empty, or with `sampling.max_response_tokens` more too long for the engine.
-            NonFiniteError: The model's logits are not finite.
             EngineLostError: A rank's process failed or died; the engine has closed.
             VersionError: The engine is asleep, or has no weights.
         """
         self.check()
         require_awake(self)
-        check_prompts(requests, sampling, self._engine.model_config.max_model_len)
         assert not self._engine.has_unfinished_requests(), "an engine generates for one caller at a time"
         if not self._keep_prefixes:
             self._forget_prefixes()
         self._scale_logits(sampling.temperature)
-        pending: dict[int, str] = {}  # vLLM's request ids, by sample number
-        try:
-            for number, (request, seed) in enumerate((each, seed) for each in requests for seed in each.seeds):
-                params = vllm_params(sampling, seed, request.token_limit(sampling))
-                pending[number] = self._add(str(number), request.prompt_ids.tolist(), params)
-            while pending:
-                for output in self._step():
-                    del pending[number := int(output.request_id)]
-                    yield number, generation(output.outputs[0])
-        finally:
-            if not self._lost:
-                self._engine.abort_request(list(pending.values()), internal=True)
-                self._step()  # informs the model runner of the finished requests, so that the next call finds it empty
+        return VllmRows(self, sampling, self._engine.model_config.max_model_len)
 
     def load_weights(
         self, specs: Sequence[TensorSpec], buckets: Iterable[WeightsBucket], version: int, *, is_complete: bool = True
@@ -215,10 +192,10 @@ class VllmEngine:
         """Return the log-probs of given tokens; see `RolloutEngine.score`."""
         self.check()
         self._scale_logits(temperature)
-        self._add("score", token_ids.tolist(), scoring_params())
-        while not (outputs := self._step()):
+        self.add_request("score", token_ids.tolist(), scoring_params())
+        while not (outputs := self.step()):
             pass
-        self._step()  # as `generate` does at its end
+        self.step()  # as `abort` does
         self._forget_prefixes()
         return prompt_logprobs(outputs[0])
 
@@ -278,14 +255,20 @@ class VllmEngine:
         scale = self._scale / temperature if temperature > 0 else self._scale
         self._call_ranks("set_logit_scale", scale)
 
-    def _add(self, name: str, prompt: list[int], params: Any) -> str:
+    def add_request(self, name: str, prompt: list[int], params: Any) -> str:
         """Add one sample as a request, and return vLLM's own id for it."""
         from vllm.inputs.engine import tokens_input
 
         internal_id: str = self._engine.add_request(name, tokens_input(prompt), params)
         return internal_id
 
-    def _step(self) -> list[Any]:
+    def abort(self, request_ids: list[str]) -> None:
+        """Abort requests, by vLLM's own ids, if the engine is not lost."""
+        if not self._lost:
+            self._engine.abort_request(request_ids, internal=True)
+            self.step()  # informs the model runner of the finished requests, so that the next call finds it empty
+
+    def step(self) -> list[Any]:
         """Run one forward pass of the scheduled requests, and return the outputs that it finished."""
         with no_compiling(self._eager), self._closed_if_lost():
             outputs: list[Any] = self._engine.step()

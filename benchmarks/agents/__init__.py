@@ -1,0 +1,1 @@
+"""Trajectories of several turns: what environments' time costs, and what is computed again."""

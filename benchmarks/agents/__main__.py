@@ -1,0 +1,150 @@
+"""Trajectories of several turns: what the environments' time costs, and what is computed again.
+
+    python -m benchmarks.agents [--json] [--rows N] [--turns T] [--milliseconds M] [--kind transformers|vllm]
+
+N rows take T turns each, of 32 tokens in the mean (geometric). `engine` is the engine alone, for which every answer is
+there at once, and `anew` the same with the whole history as each turn's prompt. The others are the kinds of
+`environment.admission`, with environments that take M milliseconds to answer, in processes of their own. The ways take
+turns after one warm-up; figures are medians over `--repeats`.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from benchmarks.agents.stand_ins import AnewEngine, Immediate
+from benchmarks.command import print_table
+from benchmarks.train.models import SIZES
+from infra.datasets import PromptRow
+from infra.datasets.chat import ChatTemplate
+from infra.engines.base import RolloutEngine, Sampling
+from infra.engines.open import open_engine
+from infra.engines.usage import EngineUsage
+from infra.environments.episodes import Episodes
+from infra.environments.pool import EnvironmentPool
+from infra.models.load import load_tokenizer
+from infra.models.tiny import make_model
+from schemas.config.environment import ClassEnvironment
+from schemas.config.run import RunConfig
+
+WAYS = ("engine", "anew", "wave", "steps", "arrival")
+STOP_TOKEN_IDS = tuple(range(0, 256, 32))  # of 260
+NUM_PROMPTS, NUM_ENVIRONMENT_PROCESSES = 8, 2
+MAX_RESPONSE_TOKENS = 2000
+
+
+def main() -> None:
+    """Print the table, and with `--json` one last line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="also print one last line of JSON")
+    parser.add_argument("--kind", choices=("transformers", "vllm"), default="transformers", help="the engine")
+    parser.add_argument("--model", choices=("tiny", "small", "mid"), default="small")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--milliseconds", type=float, default=50.0)
+    parser.add_argument("--steps", type=int, default=16, help="environment.admission_steps")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    torch.set_num_threads(os.cpu_count() or 1)
+    with tempfile.TemporaryDirectory() as folder, opened_engine(Path(folder), arguments) as (config, engine):
+        figures = measure(config, engine, arguments)
+    print_table("", figures, 10, 16)
+    if arguments.json:
+        print(json.dumps(figures))
+
+
+@contextmanager
+def opened_engine(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[RunConfig, RolloutEngine]]:
+    """Start the engine with a model of random weights."""
+    sizes = SIZES[arguments.model] | {"vocab_size": 260, "head_dim": 32}
+    rollout = {"kind": arguments.kind, "max_response_tokens": MAX_RESPONSE_TOKENS}
+    config = RunConfig.model_validate(
+        {
+            "steps": 1,
+            "model": {"path": str(make_model(folder / "model", **sizes))},
+            "data": {"train_path": "unused.jsonl", "max_prompt_tokens": 64},
+            "reward": {"kind": "exact"},
+            "rollout": rollout,
+        }
+    )
+    engine = open_engine(config, load_tokenizer(config.model))
+    try:
+        yield config, engine
+    finally:
+        engine.close()
+
+
+def measure(config: RunConfig, engine: RolloutEngine, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return the figures of each way."""
+    given = {"milliseconds": arguments.milliseconds, "turns": arguments.turns}
+    environment = ClassEnvironment(
+        path="benchmarks.agents.delayed:Delayed",
+        arguments=given,
+        max_turns=arguments.turns,
+        num_processes=NUM_ENVIRONMENT_PROCESSES,
+        admission_steps=arguments.steps,
+    )
+    pool = EnvironmentPool(environment.path, environment.arguments, environment)
+    pool.start()
+    pool.wait_until_ready()
+    chat = ChatTemplate(load_tokenizer(config.model), {}, ())
+    played: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    try:
+        for _ in range(arguments.repeats + 1):
+            for way in WAYS:
+                alone = way in ("engine", "anew")
+                episodes = Episodes(
+                    environment.replace(admission="arrival" if alone else way),
+                    AnewEngine(engine) if way == "anew" else engine,  # type: ignore[arg-type]
+                    Immediate(arguments.turns) if alone else pool,  # type: ignore[arg-type]
+                    chat,
+                    config.data.max_prompt_tokens,
+                )
+                played[way].append(play(episodes, engine, chat, arguments.rows))
+    finally:
+        pool.close()
+    medians = {way: {name: median(each[name] for each in runs[1:]) for name in runs[0]} for way, runs in played.items()}
+    alone_speed = medians["engine"]["tokens/s"]
+    return {
+        way: {name: round(value, 3) for name, value in (found | {"of engine": found["tokens/s"] / alone_speed}).items()}
+        for way, found in medians.items()
+    }
+
+
+def play(episodes: Episodes, engine: RolloutEngine, chat: ChatTemplate, num_rows: int) -> dict[str, float]:
+    """Play one trajectory per row, and return the figures."""
+    prompts = []
+    for number in range(num_rows):
+        messages = [{"role": "user", "content": f"Question {number * NUM_PROMPTS // num_rows}"}]
+        ids = np.array(chat.encode(messages), dtype=np.int32)
+        prompts.append(PromptRow(ids, messages[0]["content"], "", {}, "bench", messages))
+    begun = episodes.begin(prompts, range(num_rows))
+    usage = engine.usage = EngineUsage()
+    started = time.perf_counter()
+    sampling = Sampling(MAX_RESPONSE_TOKENS, stop_token_ids=STOP_TOKEN_IDS)
+    trajectories = [trajectory for _, trajectory in episodes.play(begun, range(num_rows), sampling)]
+    seconds = time.perf_counter() - started
+    assert all(trajectory.failure is None for trajectory in trajectories), "an environment failed"
+    sampled = sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories)
+    between = sum(int((~trajectory.loss_mask).sum()) for trajectory in trajectories)
+    prefix = {prompt.prompt_ids.tobytes(): len(prompt.prompt_ids) for prompt in begun}
+    return {
+        "seconds": seconds,
+        "tokens/s": sampled / seconds,
+        "new tokens": float(sum(prefix.values()) + between),
+        "prefilled": float(usage.prefilled),
+        "steps": float(usage.num_steps),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The rows of the embedded engine: which of them are decoded together, and what is kept of those that wait."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from infra.engines.base import Generation, GenerationRequest, Sampling
+from infra.engines.checks import check_prompts
+from infra.engines.decoding import DecodingBatch, RowCache
+from infra.engines.experts import ExpertRecord
+from infra.engines.sampler import sample_tokens
+from infra.engines.samples import TurnSamples
+from infra.engines.usage import EngineUsage
+from rl_core.scoring import RouterReplay
+
+# A change of a batch copies its cache: rows join and leave once they are this fraction of it.
+_CHANGE_FRACTION = 1 / 8
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Rows that wait for a place: of one prompt, or a single one that is continued."""
+
+    rows: tuple[int, ...]
+    seeds: tuple[int, ...]
+    limit: int  # the most tokens that each samples
+
+
+class TransformersRows:
+    """`DecodingRows` of a transformers model.
+
+    Rows that join are prefilled as a batch of their own, which then merges with the others. The cache of a row whose
+    turn has ended is kept aside when it leaves its batch, as long as there is room; a row without one is computed from
+    its first token again.
+
+    Args:
+        model: The model.
+        sampling: How tokens are sampled.
+        tokenizer: Its tokenizer; needed for stop strings only.
+        replay: Records experts; None: they are not recorded.
+        usage: How much of the engine is in use.
+        max_cache_tokens: Tokens of the KV cache, at least one row of the longest length.
+        several_turns: Whether rows are extended.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sampling: Sampling,
+        tokenizer: PreTrainedTokenizerBase | None,
+        replay: RouterReplay | None,
+        usage: EngineUsage,
+        max_cache_tokens: int,
+        *,
+        several_turns: bool,
+    ) -> None:
+        self._model, self._sampling, self._replay, self._usage = model, sampling, replay, usage
+        self._max_cache_tokens, self._several_turns = max_cache_tokens, several_turns
+        self._samples = TurnSamples(sampling, tokenizer)
+        self._histories: dict[int, np.ndarray] = {}  # of rows that are not forgotten: all tokens before their turn
+        self._waiting: list[_Start] = []
+        self._batches: list[DecodingBatch] = []
+        self._ended_at: dict[int, int] = {}  # the width of its batch when a row's turn ended, until it leaves
+        self._held: dict[int, RowCache] = {}  # of rows that have left their batch, without their last token
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of rows whose turn has not ended."""
+        return self._num_waiting + int((~self._samples.ended).sum())
+
+    def begin(self, requests: Sequence[GenerationRequest]) -> range:
+        """Add a row per sample; see `DecodingRows.begin`."""
+        check_prompts(requests, self._sampling)
+        added = self._samples.add(sum(request.num_samples for request in requests))
+        numbers = iter(added)
+        for request in requests:
+            if rows := tuple(next(numbers) for _ in request.seeds):
+                self._histories.update(dict.fromkeys(rows, np.asarray(request.prompt_ids)))
+                self._waiting.append(_Start(rows, request.seeds, request.token_limit(self._sampling)))
+        return added
+
+    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int) -> None:
+        """Add the next turn of a row whose turn has ended; see `DecodingRows.extend`."""
+        assert self._several_turns, "rows are extended only if they were opened so"
+        sampled, _, _ = self._samples.of_row(row)
+        self._histories[row] = np.concatenate([self._histories[row], sampled, token_ids])
+        self._waiting.append(_Start((row,), (seed,), max_tokens))
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Generation]]:
+        """Sample a token for each row that has a place; see `DecodingRows.step`."""
+        self._remove_ended()
+        starts = self._admitted()
+        decoded = [(batch, batch.advance(int(self._samples.counts[batch.rows].max()))) for batch in self._batches]
+        decoded += (added := self._prefill(starts))
+        running = int((~self._samples.ended).sum())
+        found: list[tuple[int, Generation]] = []
+        for batch, logits in decoded:
+            noise = torch.from_numpy(self._samples.noise(batch.rows)).to(logits.device)
+            batch.newest, logprobs = sample_tokens(logits, noise, self._sampling)
+            ended = self._samples.record(batch.rows, batch.newest.cpu().numpy(), logprobs.cpu().numpy())
+            self._ended_at.update(dict.fromkeys(ended, batch.width))
+            found += [(row, self._generation(row, batch)) for row in ended]
+        for batch, _ in added:
+            self._add_batch(batch)
+        num_cached = sum(len(batch.rows) * batch.width for batch in self._batches) + self._num_held
+        self._usage.add(running, self._num_waiting, num_cached / self._max_cache_tokens)
+        return found
+
+    def end(self, row: int) -> None:
+        """Forget a row whose turn has ended."""
+        del self._histories[row]
+        self._held.pop(row, None)
+
+    def close(self) -> None:
+        """Forget all rows."""
+        for entries in (self._histories, self._waiting, self._batches, self._ended_at, self._held):
+            entries.clear()
+
+    @property
+    def _num_waiting(self) -> int:
+        return sum(len(start.rows) for start in self._waiting)
+
+    @property
+    def _num_held(self) -> int:
+        """The cached tokens of rows that have left their batch."""
+        return sum(states[0][0].shape[1] for states in self._held.values())
+
+    def _remove_ended(self) -> None:
+        """Remove rows whose turn has ended from batches of which they are a large enough fraction, or must be."""
+        returning = {row for start in self._waiting for row in start.rows} & self._ended_at.keys()
+        for batch in list(self._batches):
+            goes_on = ~self._samples.ended[batch.rows]
+            num_ended = len(batch.rows) - int(goes_on.sum())
+            if num_ended >= max(1, _CHANGE_FRACTION * len(batch.rows)) or not returning.isdisjoint(batch.rows):
+                self._remove(batch, goes_on)
+
+    def _remove(self, batch: DecodingBatch, goes_on: np.ndarray) -> None:
+        for row in batch.rows[~goes_on].tolist():
+            width = self._ended_at.pop(row)
+            if self._several_turns and row in self._histories and batch.can_move_rows:
+                self._held[row] = batch.take(row, width)
+        if goes_on.any():
+            batch.keep(goes_on)
+        else:
+            self._batches.remove(batch)
+
+    def _admitted(self) -> list[_Start]:
+        """Return the next of the rows that wait, as many as have room beside those that are decoded."""
+        running = np.flatnonzero(~self._samples.ended)
+        if not self._waiting or (
+            len(running) and (not self._several_turns or self._num_waiting < _CHANGE_FRACTION * len(running))
+        ):
+            return []
+        longest = max((len(self._histories[row]) + self._samples.limits[row] for row in running), default=0)
+        num_rows, taken = len(running), 0
+        for start in self._waiting:
+            length = max(longest, len(self._histories[start.rows[0]]) + start.limit)
+            if num_rows and (num_rows + len(start.rows)) * length > self._max_cache_tokens:
+                break
+            num_rows, longest, taken = num_rows + len(start.rows), length, taken + 1
+        starts, self._waiting = self._waiting[:taken], self._waiting[taken:]
+        self._make_room(num_rows * longest, {row for start in starts for row in start.rows})
+        return starts
+
+    def _make_room(self, num_tokens: int, returning: set[int]) -> None:
+        """Drop what was kept of rows, the oldest first, until `num_tokens` beside it fit into the cache."""
+        kept = self._num_held - sum(self._held[row][0][0].shape[1] for row in returning & self._held.keys())
+        for row in [row for row in self._held if row not in returning]:
+            if num_tokens + kept <= self._max_cache_tokens:
+                break
+            kept -= self._held.pop(row)[0][0].shape[1]
+
+    def _prefill(self, starts: Sequence[_Start]) -> list[tuple[DecodingBatch, torch.Tensor]]:
+        """Start the turns of rows, and return their batches with their first logits."""
+        held_starts = [start for start in starts if start.rows[0] in self._held]
+        other_starts = [start for start in starts if start.rows[0] not in self._held]
+        prefilled = []
+        for group, is_held in ((held_starts, True), (other_starts, False)):  # apart: the former get a few tokens only
+            if not group:
+                continue
+            rows = [row for start in group for row in start.rows]
+            limits = [start.limit for start in group for _ in start.rows]
+            self._samples.start(rows, [seed for start in group for seed in start.seeds], limits)
+            held = [self._held.pop(start.rows[0]) for start in group] if is_held else None
+            starting_at = [states[0][0].shape[1] for states in held] if held else [0] * len(group)
+            token_ids = [self._histories[start.rows[0]][at:] for start, at in zip(group, starting_at, strict=True)]
+            # A held row's last sampled token has not been run: it is not computed a second time.
+            self._usage.prefilled += sum(map(len, token_ids)) - (len(group) if is_held else 0)
+            experts = ExpertRecord(self._replay, len(rows), max(limits)) if self._replay else None
+            batch = DecodingBatch(self._model, experts)
+            prefilled.append((batch, batch.prefill([start.rows for start in group], token_ids, held)))
+        return prefilled
+
+    def _add_batch(self, added: DecodingBatch) -> None:
+        if not (self._batches and added.can_move_rows):
+            self._batches.append(added)
+            return
+        batch, width = self._batches[0], self._batches[0].width
+        own, others = batch.rows.tolist(), added.rows.tolist()
+        batch.merge(added)
+        for rows, before in ((own, width), (others, added.width)):
+            for row in rows:
+                if row in self._ended_at:
+                    self._ended_at[row] += batch.width - before
+
+    def _generation(self, row: int, batch: DecodingBatch) -> Generation:
+        token_ids, logprobs, reason = self._samples.of_row(row)
+        return Generation(token_ids, logprobs, reason, experts=batch.experts_of(row, len(token_ids)))
