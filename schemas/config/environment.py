@@ -25,8 +25,7 @@ class TurnLimits(FrozenConfig):
     """Accept a chat template that would drop earlier turns' reasoning: it is kept, as it was sampled."""
 
     python: Annotated[str, Field(min_length=1)] | None = None
-    """Python interpreter of the environment processes, 3.10 or later, such as another virtual environment's; None: the
-    run's own."""
+    """Python (3.10 or later) of the environment processes, such as a virtual environment's; None: the run's own."""
 
     num_processes: PositiveInt = 2
     """Environment processes per rollout worker; each runs many environments."""

@@ -51,9 +51,7 @@ def test_gymnasium_observations_and_actions_are_numbers_or_json() -> None:
         assert [replies[row].metrics["invalid_actions"] for row in range(4)] == [0, 1, 1, 1]
         assert replies[0].observations[0].count(",") == 2
     with opened(path, {**LAKE, "actions": ["left"]}) as pool:
-        assert "environment.arguments.actions has 1 names, but actions of FrozenLake-v1 are Discrete(4)" in failure(
-            pool
-        )
+        assert "the argument actions has 1 names, but actions of FrozenLake-v1 are Discrete(4)" in failure(pool)
 
 
 @pytest.fixture

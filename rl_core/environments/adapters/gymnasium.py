@@ -60,7 +60,7 @@ class GymnasiumEnvironment:
         if not isinstance(space, (spaces.Discrete, spaces.Text, *ARRAYS)):
             raise TypeError(f"actions of {id} are {space}, which have no form as text; wrap it with a TransformAction")
         if actions and not (isinstance(space, spaces.Discrete) and len(actions) == space.n):
-            raise TypeError(f"environment.arguments.actions has {len(actions)} names, but actions of {id} are {space}")
+            raise TypeError(f"the argument actions has {len(actions)} names, but actions of {id} are {space}")
         self._numbers: dict[str, int] = {}
         if isinstance(space, spaces.Discrete):
             self._numbers = {name.lower(): int(space.start) + offset for offset, name in enumerate(actions)}

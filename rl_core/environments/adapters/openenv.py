@@ -65,7 +65,7 @@ class _Texts:
             return json.dumps(shown, ensure_ascii=False)
         if self._observation_field not in fields:
             raise KeyError(
-                f"environment.arguments.observation_field is {self._observation_field!r}, but the observation has "
+                f"the argument observation_field is {self._observation_field!r}, but the observation has "
                 f"{', '.join(fields)}"
             )
         value = fields[self._observation_field]
