@@ -7,8 +7,6 @@ answered in any order. A request makes the environment if it has a `make`, and t
 """
 
 import asyncio
-import importlib
-import inspect
 import json
 import math
 import os
@@ -21,17 +19,14 @@ from numbers import Real
 from operator import methodcaller
 from typing import Any
 
-from infra.environments.child_calls import Call, CallError, Mark, create_task, describe, outside_of_loop
+from infra.environments.child_calls import Call, CallError, Mark, create_task, outside_of_loop
+from infra.environments.child_modules import LoadError, find_modules, load
 from infra.processes.lifeline import end_with_parent
 
 BEAT_SECONDS = 1.0  # between two signs of life
 MAX_LINE_BYTES = 2**30
 MAX_MESSAGES = 64  # of one observation
 RESULT = "return (observation, reward, done), or Step(observation, reward, done, metrics)"
-
-
-class LoadError(Exception):
-    """The class can't be imported, or is none of an environment."""
 
 
 def main(connection: int, mark: int) -> None:
@@ -54,7 +49,8 @@ async def _serve(connection: socket.socket, mark: Mark) -> None:
     settings = json.loads(await requests.readline())
     try:
         with outside_of_loop():
-            environment_class = load(settings["path"], settings["arguments"], settings["module_path"])
+            find_modules(settings["module_path"], settings["packages"])
+            environment_class = load(settings["path"], settings["arguments"])
     except LoadError as error:
         writer.write(_line(error=str(error)))
         await writer.drain()
@@ -158,44 +154,6 @@ class Server:
                 await call.run(lambda: environment.close() if hasattr(environment, "close") else None)
         except CallError as error:
             self._writer.write(_line(warning=f"close() of an environment failed: {error}"))
-
-
-def load(path: str, arguments: dict[str, Any], module_path: list[str]) -> Callable[..., Any]:
-    """Return the class at an import path.
-
-    Raises:
-        LoadError: It isn't there, or is no class of environments that take these arguments.
-    """
-    sys.path[:] = module_path
-    module_name, _, name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except BaseException as error:  # a user's module may raise anything
-        raise LoadError(
-            f"environment.path {path!r}: importing {module_name!r} raised {describe(error)}; "
-            "is the module's folder the current one, or on PYTHONPATH?"
-        ) from error
-    file = getattr(module, "__file__", None) or module_name
-    found = getattr(module, name, None)
-    if not isinstance(found, type):
-        what = "is not a class" if hasattr(module, name) else "is not there"
-        raise LoadError(
-            f"environment.path {path!r}: {name!r} {what} in {file}; define `class {name}` there, "
-            "with `reset(self)` and `step(self, action)`"
-        )
-    for method in ("reset(self)", "step(self, action)"):
-        if not callable(getattr(found, method.partition("(")[0], None)):
-            raise LoadError(f"environment.path {path!r}: class {name} of {file} has no `{method}`; define it")
-    try:
-        inspect.signature(found).bind({}, 0, **arguments)
-    except TypeError as error:
-        raise LoadError(
-            f"environment.path {path!r}: class {name} of {file} can't be called with (task, seed) and "
-            f"environment.arguments {sorted(arguments)}: {error}; change its `__init__(self, task, seed, ...)` or them"
-        ) from error
-    except ValueError:  # of a class without a signature, such as a compiled one: its first call will show
-        pass
-    return found
 
 
 def read_message(result: object, max_characters: int) -> dict[str, Any]:

@@ -6,13 +6,12 @@ Which row's code a process runs is marked in memory that its parent reads, also 
 
 import json
 import math
-import os
 import select
-import sys
 import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from infra.environments.interpreter import find_interpreter
 from infra.environments.reply import Failure, Reply
 from infra.environments.slot import HeldEnvironment, Slot
 from rl_core.environments.base import Task
@@ -33,16 +32,17 @@ class EnvironmentPool:
     Args:
         path: Import path of the class, `module:Class`.
         arguments: The class's keyword arguments, in JSON's types.
-        limits: Time limits, the length of observations, and the number of processes.
+        limits: Time limits, the length of observations, the number of processes, and their interpreter.
         replays: Whether to replay actions; if not, the environments have no state.
     """
 
     def __init__(self, path: str, arguments: Mapping[str, Any], limits: TurnLimits, *, replays: bool = True) -> None:
-        self._limits, self._replays = limits, replays
+        self._limits, self._replays, self._interpreter = limits, replays, find_interpreter(limits.python)
         self._settings = {
             "path": path,
             "arguments": dict(arguments),
-            "module_path": [folder or os.getcwd() for folder in sys.path],
+            "module_path": self._interpreter.module_path,
+            "packages": self._interpreter.packages,
             "reset_seconds": limits.reset_timeout_seconds,
             "step_seconds": limits.step_timeout_seconds,
             "max_observation_characters": limits.max_observation_characters,
@@ -58,14 +58,15 @@ class EnvironmentPool:
         """Start the processes, without waiting until they have imported the class.
 
         Raises:
-            ConfigError: The class's arguments are not in JSON's types.
+            ConfigError: The class's arguments are not in JSON's types, or their interpreter can't run here.
         """
         try:
             json.dumps(self._settings)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"environment.arguments: {error}; write them in JSON's types") from error
+        self._interpreter.check()
         for _ in range(self._limits.num_processes):
-            self._slots.append(Slot(self._settings, self._replays, self._replies))
+            self._slots.append(Slot(self._interpreter, self._settings, self._replays, self._replies))
 
     def wait_until_ready(self) -> None:
         """Wait until all processes have imported the class.

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,14 +9,24 @@ from typing import Any
 
 import infra.environments.child
 import infra.environments.child_calls
+import infra.environments.child_modules
 import infra.processes.lifeline
 from infra.environments.child_calls import Mark
+from infra.environments.interpreter import Interpreter
 from infra.processes.isolated import IsolatedProcess
 
-MODULES = (infra.processes.lifeline, infra.environments.child_calls, infra.environments.child)
-# Loads the modules by their files: no package of Sluice is on the module path of its interpreter.
+MODULES = (
+    infra.processes.lifeline,
+    infra.environments.child_calls,
+    infra.environments.child_modules,
+    infra.environments.child,
+)
+# Loads the modules by their files: no package of Sluice is on the module path of its interpreter. Nor is the current
+# folder, which `-P` would not add either, but only in Python 3.11 and later.
 PROGRAM = """
-import importlib.util, json, sys
+import sys
+sys.path[:] = filter(None, sys.path)
+import importlib.util, json
 for name, file in json.loads(sys.argv[2]):
     spec = importlib.util.spec_from_file_location(name, file)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -30,16 +39,18 @@ class EnvironmentProcess(IsolatedProcess):
     """One process that holds environments.
 
     Args:
+        interpreter: What runs it.
         settings: Its first message; see `infra.environments.child`.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, interpreter: Interpreter, settings: Mapping[str, Any]) -> None:
         memory = os.memfd_create("mark")
         try:
             os.truncate(memory, Mark.SIZE)
             self.mark = Mark(memory)
             modules = json.dumps([(module.__name__, module.__file__) for module in MODULES])
-            super().__init__([sys.executable, "-P", "-c", PROGRAM], [modules, str(memory)], [memory])
+            command = [interpreter.python, "-c", PROGRAM]
+            super().__init__(command, [modules, str(memory)], [memory], interpreter.variables)
         finally:
             os.close(memory)
         self._unsent = b""

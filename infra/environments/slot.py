@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from infra.environments.interpreter import Interpreter
 from infra.environments.process import EnvironmentProcess
 from infra.environments.reply import Failure, Reply
 from rl_core.environments.base import Task
@@ -57,14 +58,17 @@ class Slot:
     """A process, or its replacement, and the environments that it holds.
 
     Args:
+        interpreter: What runs the process.
         settings: The process's; see `infra.environments.child`.
         replays: See `infra.environments.pool.EnvironmentPool`.
         replies: Takes each reply by its row.
     """
 
-    def __init__(self, settings: Mapping[str, Any], replays: bool, replies: dict[int, Reply]) -> None:
-        self._settings, self._replays, self._replies = settings, replays, replies
-        self.process = EnvironmentProcess(settings)
+    def __init__(
+        self, interpreter: Interpreter, settings: Mapping[str, Any], replays: bool, replies: dict[int, Reply]
+    ) -> None:
+        self._interpreter, self._settings, self._replays, self._replies = interpreter, settings, replays, replies
+        self.process = EnvironmentProcess(interpreter, settings)
         self._environments: dict[int, HeldEnvironment] = {}  # this and the next by number
         self._sent: dict[int, HeldEnvironment] = {}  # whose calls are sent, but not answered
         self._waiting: deque[HeldEnvironment] = deque()  # whose calls are to be sent, suspects first
@@ -203,7 +207,7 @@ class Slot:
                 held.is_suspect = held.has_ended_process = True
             causes = [held for held in causes if held not in first]
         self._waiting.extendleft(environment for environment in reversed(outstanding) if environment not in causes)
-        self.process = EnvironmentProcess(self._settings)
+        self.process = EnvironmentProcess(self._interpreter, self._settings)
         message = {
             "ended": f"the environment's process ended with {how}",
             "late": f"no answer within {running.limit_seconds:g} s",

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,9 +19,16 @@ class IsolatedProcess:
         command: The program.
         arguments: Its arguments after the first one, which is the descriptor of its socket.
         descriptors: Further descriptors that it inherits.
+        variables: Its environment variables; None: this process's.
     """
 
-    def __init__(self, command: Sequence[str], arguments: Sequence[str] = (), descriptors: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        arguments: Sequence[str] = (),
+        descriptors: Sequence[int] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._connection, theirs = socket.socketpair()
         self._connection.setblocking(False)
         with theirs:
@@ -29,6 +36,7 @@ class IsolatedProcess:
                 [*command, str(theirs.fileno()), *arguments],
                 stdin=subprocess.PIPE,  # the lifeline: the kernel closes it when this process ends, however it ends
                 pass_fds=(theirs.fileno(), *descriptors),
+                env=variables,
                 process_group=0,  # so that its children can be killed with it
             )
         self._received = b""

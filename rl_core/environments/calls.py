@@ -43,7 +43,7 @@ def parse_hermes(text: str) -> ParsedCalls:
     """
     return [
         _read(body, _TAGS) if end else MalformedCall(f"The call has no </tool_call> at its end. Write {_TAGS}")
-        for body, end in _TAGGED.findall(_without_reasoning(text))
+        for body, end in _TAGGED.findall(without_reasoning(text))
     ]
 
 
@@ -55,7 +55,7 @@ def parse_json(text: str) -> ParsedCalls:
     >>> parse_json('{"sum": 3}')
     []
     """
-    text = _without_reasoning(text).strip()
+    text = without_reasoning(text).strip()
     if fenced := _FENCED.fullmatch(text):
         text = fenced[1].strip()
     if not text.startswith("{"):
@@ -71,7 +71,8 @@ PARSERS: Mapping[str, Callable[[str], ParsedCalls]] = MappingProxyType({"hermes"
 """Parsers of a turn's text, by the config's `parser`."""
 
 
-def _without_reasoning(text: str) -> str:
+def without_reasoning(text: str) -> str:
+    """Return what follows the first `</think>`, or the whole text if there is none."""
     _, end, rest = text.partition("</think>")
     return rest if end else text
 

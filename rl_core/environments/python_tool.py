@@ -200,4 +200,5 @@ def _confine(parent: int, limits: Limits) -> None:
 
 if __name__ == "__main__":
     _confine(int(sys.argv[1]), Limits(*map(int, sys.argv[2:])))
-    os.execv(sys.executable, [sys.executable, "-P", "-s", "-u", "-"])
+    safe_path = ["-P"] if sys.version_info >= (3, 11) else []  # the folder is empty when the code starts
+    os.execv(sys.executable, [sys.executable, *safe_path, "-s", "-u", "-"])

@@ -22,14 +22,16 @@ class TurnLimits(FrozenConfig):
     """Longest observation in characters; a longer one is cut, and its end says so."""
 
     admission: Literal["steps", "wave", "arrival"] = "steps"
-    """When a row samples its next turn: `admission_steps` decoding steps after the last one; once no other row samples;
-    or as soon as its environment has answered, so that a repeated step's rows may differ."""
+    """When a row samples on: a number of steps after its turn, with all other rows, or as soon as it is answered."""
 
     admission_steps: PositiveInt = 16
     """Decoding steps that an environment has for an answer; after that, all rows wait for it."""
 
     drops_reasoning: bool = False
     """Accept a chat template that would drop earlier turns' reasoning: it is kept, as it was sampled."""
+
+    python: Annotated[str, Field(min_length=1)] | None = None
+    """Python (3.10 or later) of the environment processes, such as a virtual environment's; None: the run's own."""
 
     num_processes: PositiveInt = 2
     """Environment processes per rollout worker; each runs many environments."""

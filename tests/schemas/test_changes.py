@@ -32,7 +32,7 @@ KEY = re.compile(rf"\b(?:{'|'.join(SECTIONS)})\.[a-z][a-z_]*(?:\.[a-z_]+)*")
 # Sections, and keys of other sections, that decide what is trained.
 TRAINED_SECTIONS = {"environment", "overlong", "advantage", "loss", "kl", "correction", "optim"}
 WHERE_ONLY = {  # in such a section, but the same bit for bit
-    *("optim.offload", "environment.num_processes"),
+    *("optim.offload", "environment.num_processes", "environment.python"),
     *(f"environment.{name}_timeout_seconds" for name in ("reset", "step", "trajectory")),
 }
 TRAINED = {
@@ -79,6 +79,7 @@ OTHER = {
     "checkpoint.url": "elsewhere",
     "data.eval_path": "other.parquet",
     "environment.num_processes": "7",
+    "environment.python": "venv/bin/python",
     "environment.reset_timeout_seconds": "7",
     "environment.step_timeout_seconds": "7",
     "environment.trajectory_timeout_seconds": "7",
