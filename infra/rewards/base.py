@@ -23,6 +23,10 @@ class RewardBatch(ABC):
         """
 
     @abstractmethod
+    def leave_out(self, number: int) -> None:
+        """Note that there is no item `number`: it gets no outcome."""
+
+    @abstractmethod
     def finish(self) -> dict[int, RewardOutcome]:
         """Wait for the remaining items, return every outcome by its item's number, and close.
 

@@ -32,7 +32,7 @@ class GroupRewardScorer(RewardScorer):
 
 
 class GroupRewardBatch(RewardBatch):
-    """A batch that keeps the items of a group until they are all there.
+    """A batch that keeps the items of a group until they are all there, but for those that are left out.
 
     Args:
         batch: Scores the groups, by their numbers.
@@ -50,9 +50,21 @@ class GroupRewardBatch(RewardBatch):
         items = self._items[group]
         assert number not in items, f"item {number} was added before"
         items[number] = item
-        if len(items) == self._sizes[group]:
-            completions = [str(items[each].completion) for each in sorted(items)]
-            self._batch.add(group, replace(item, completion=completions))
+        self._submit_if_complete(group)
+
+    def leave_out(self, number: int) -> None:
+        """Have the group scored without item `number`."""
+        group = self._groups[number]
+        self._sizes[group] -= 1
+        self._submit_if_complete(group)
+
+    def _submit_if_complete(self, group: int) -> None:
+        items = [item for _, item in sorted(self._items[group].items())]
+        if not items or len(items) < self._sizes[group]:
+            return
+        completions = [str(item.completion) for item in items]
+        samples = {"samples": [item.trajectory for item in items]} if items[0].trajectory else {}
+        self._batch.add(group, replace(items[0], completion=completions, trajectory=samples))
 
     def finish(self) -> dict[int, RewardOutcome]:
         """Wait for the remaining groups, and return the outcome of every item: that of its group, if it failed."""
@@ -62,6 +74,7 @@ class GroupRewardBatch(RewardBatch):
         return {
             number: outcome
             for group, items in self._items.items()
+            if items
             for number, outcome in zip(
                 sorted(items), outcomes[group].group or (outcomes[group],) * len(items), strict=True
             )

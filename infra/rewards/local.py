@@ -61,6 +61,9 @@ class LocalRewardBatch(RewardBatch):
         else:
             self._outcomes[number] = self._runner.run(score_one(self._function, item))
 
+    def leave_out(self, number: int) -> None:
+        """Do nothing: no other item waits for it."""
+
     def finish(self) -> dict[int, RewardOutcome]:
         """Make the calls that may overlap, and return all outcomes by number."""
         outcomes = self._runner.run(score_concurrently(self._function, list(self._waiting.values())))

@@ -37,6 +37,9 @@ class PoolRewardBatch(RewardBatch):
         self._raise_error()
         self._queue.add(number, item)
 
+    def leave_out(self, number: int) -> None:
+        """Do nothing: no other item waits for it."""
+
     def finish(self) -> dict[int, RewardOutcome]:
         """Wait for the remaining items, return every outcome by its item's number, and close."""
         assert not self._closed, "the batch is finished or closed"

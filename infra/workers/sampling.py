@@ -116,6 +116,7 @@ class ResponseSampler:
                     generated[number] = generation, self._text(generation)
                     if isinstance(generation, Trajectory) and generation.failure is not None:
                         failed[number] = RewardOutcome(reward=None, failure=f"environment, {generation.failure}")
+                        batch.leave_out(number)
                     else:
                         batch.add(number, self._reward_item(prompts[number], generation))
             all_generated = time.perf_counter()
@@ -129,12 +130,11 @@ class ResponseSampler:
 
     def _reward_item(self, prompt: PromptRow, generation: Generation) -> RewardItem:
         """Return what the reward function gets: of several turns, the last one is the completion."""
-        token_ids, info = generation.token_ids, prompt.info
+        token_ids, trajectory = generation.token_ids, {}
         if isinstance(generation, Trajectory):
-            token_ids = generation.last_turn_ids
-            info = info | generation.reward_info()
+            token_ids, trajectory = generation.last_turn_ids, generation.reward_info()
         text = self._decode(token_ids, with_special_tokens=False)
-        return RewardItem(prompt.prompt_text, text, prompt.answer, info)
+        return RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info, trajectory)
 
     def _decode(self, token_ids: np.ndarray, *, with_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=not with_special_tokens))

@@ -32,6 +32,7 @@ class RewardItem:
     completion: str | list[str]  # a list for a group function
     answer: str
     info: dict[str, Any]
+    trajectory: dict[str, Any] = field(default_factory=dict)  # what `info` has besides, of several turns
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ async def score_one(
     """
     try:
         async with asyncio.timeout(timeout_seconds) as limit:
-            score = function(item.prompt, item.completion, item.answer, item.info)  # type: ignore[arg-type]
+            info = item.info | item.trajectory
+            score = function(item.prompt, item.completion, item.answer, info)  # type: ignore[arg-type]
             if isawaitable(score):
                 score = await score
         return _outcome(score) if isinstance(item.completion, str) else _group_outcome(score, len(item.completion))

@@ -134,11 +134,6 @@ class RunConfig(FrozenConfig):
                 'reward.kind = "environment" takes an environment\'s rewards, but there is none; set environment.kind '
                 "and its settings, or another reward.kind"
             )
-        if self.environment is not None and self.reward.kind == "group_function":
-            raise ValueError(
-                'reward.kind = "group_function" compares the texts of single turns, but environment gives responses '
-                'several; set reward.kind = "function", or remove environment'
-            )
         if self.environment is not None and self.rollout.router_replay:
             raise ValueError(
                 "rollout.router_replay = true records the experts of one turn's tokens, not those of an environment's; "

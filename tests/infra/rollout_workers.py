@@ -38,6 +38,10 @@ def hangs_for_one(prompt, completion, answer, info):
 def of_turns(prompt, completion, answer, info):
     return {"reward": info["environment_reward"], "turns": len(info["turns"])}
 
+def of_group(prompt, completions, answer, info):
+    totals = [sample["environment_reward"] for sample in info["samples"]]
+    return [{"reward": total - sum(totals) / len(totals), "samples": len(totals)} for total in totals]
+
 def is_even(prompt, completion, answer, info):
     return 1.0 - int(answer) % 2
 """

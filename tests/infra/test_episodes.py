@@ -164,6 +164,19 @@ def test_rewards_see_the_turns(folder: Path) -> None:
         assert row["reward"] == sum(row["turn_rewards"]) == row["reward_turns"] / 2
 
 
+def test_a_group_function_sees_the_trajectories_of_all_samples(folder: Path) -> None:
+    limits = {"kind": "group_function", "num_processes": 1}
+    _, rows = play(run_with(folder, "Fragile", reward="of_group", limits=limits))
+    for group in GROUPS:
+        of_group = [row for row in rows.values() if row["group_id"] == group]
+        totals = [sum(row["turn_rewards"]) for row in of_group]
+        if of_group[0]["episode_end"] == "failed":
+            assert {row["reward"] for row in of_group} == {None}
+        else:
+            assert [row["reward"] for row in of_group] == pytest.approx([total - np.mean(totals) for total in totals])
+            assert {row["reward_samples"] for row in of_group} == {NUM_SAMPLES}
+
+
 def test_agents_are_evaluated_by_the_same_code(folder: Path) -> None:
     report = evaluate(run_with(folder, reward="of_turns", eval={"temperature": 1.0}))  # of 1, 2, 3 and 1 turns
     assert (report.num_prompts, report.num_failed, report.reward) == (4, 0, 7 / 8)

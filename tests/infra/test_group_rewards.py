@@ -126,6 +126,19 @@ def test_a_failure_is_that_of_the_whole_group_and_no_other(calls: Path, name: st
         assert failures["leave"] == "RewardProcessError: the reward's process ended with exit code 3"
 
 
+def test_a_group_is_scored_without_what_is_left_out(calls: Path) -> None:
+    groups = [0, 0, 0, 1, 1]
+    with opened("ranks") as scorer, scorer.open_batch(groups) as batch:
+        batch.add(0, RewardItem("", "aaaa", "", {}))
+        batch.leave_out(1)
+        batch.add(2, RewardItem("", "b", "", {}))
+        batch.leave_out(3)
+        batch.leave_out(4)
+        outcomes = batch.finish()
+    assert {number: outcome.reward for number, outcome in outcomes.items()} == {0: 1, 2: 0}
+    assert outcomes[0].parts == {"size": 2}
+
+
 def test_a_missing_group_function_shows_how_one_looks(calls: Path) -> None:
     with opened("none") as scorer, pytest.raises(RewardImportError) as caught:
         scorer.wait_until_ready()
