@@ -61,6 +61,7 @@ CATALOG: dict[str, ColumnSpec] = _by_name(
     ColumnSpec(name="turn_tokens", axis="turn", dtypes=("int32",), producer="rollout", unit="token"),
     ColumnSpec(name="turn_bridge_tokens", axis="turn", dtypes=("int32",), producer="rollout", unit="token"),
     ColumnSpec(name="turn_rewards", axis="turn", dtypes=("float",), producer="rollout", unit="reward"),
+    ColumnSpec(name="turn_advantages", axis="turn", dtypes=("float",), producer="advantage", unit="reward"),
     ColumnSpec(name="episode_end", axis="row", dtypes=("string",), producer="rollout"),
     ColumnSpec(name="policy_version", axis="row", dtypes=("int32",), producer="rollout"),
     ColumnSpec(name="token_advantages", axis="response", dtypes=("float",), producer="other trainers", unit="reward"),

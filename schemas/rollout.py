@@ -1,6 +1,7 @@
 """The report of a rollout: per-row scalars and a few sample completions; the tokens stay with the worker."""
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, model_validator
@@ -49,6 +50,8 @@ class RolloutShard(Frozen):
     response_lengths: PackedInts  # N, tokens
     loss_tokens: PackedInts  # N, true values of loss_mask
     truncated: PackedInts  # N; 1: the response was cut off by the token limit, 0: it is complete
+    num_turns: PackedInts = PackedInts()  # N; none if no environment answers
+    turn_rewards: PackedFloats = PackedFloats()  # of all rows' turns, row by row
     parts: dict[str, PackedFloats] = Field(default_factory=dict)  # N each; None: the row lacks this part
     token_lag: NonNegativeInt | None = None  # the sum over tokens of step - version, if several versions sampled
     begun: tuple[PartialGroups, ...] = ()  # what it continued, of its own step and later ones
@@ -64,6 +67,11 @@ class RolloutShard(Frozen):
         counts = {len(getattr(self, name)) for name in PER_ROW} | {len(values) for values in self.parts.values()}
         if len(counts) != 1:
             raise ValueError(f"per-row scalars of a shard have lengths {sorted(counts)}; expected one length")
+        if len(self.num_turns) not in (0, self.num_rows) or sum(self.num_turns) != len(self.turn_rewards):
+            raise ValueError(
+                f"{len(self.turn_rewards)} rewards of {sum(self.num_turns)} turns in {len(self.num_turns)} of "
+                f"{self.num_rows} rows; expected one of each turn, of all rows or none"
+            )
         return self
 
     @property
@@ -81,8 +89,12 @@ class RolloutShard(Frozen):
             return self
         rows = [row for row, group in enumerate(self.group_ids) if group in groups]
         parts = {name: tuple(values[row] for row in rows) for name, values in self.parts.items()}
+        ends = list(accumulate(self.num_turns))
+        turns = [(ends[row] - self.num_turns[row], ends[row]) for row in rows] if ends else []
         return self.replace(
             **{name: tuple(getattr(self, name)[row] for row in rows) for name in PER_ROW},
+            num_turns=tuple(end - start for start, end in turns),
+            turn_rewards=tuple(reward for start, end in turns for reward in self.turn_rewards[start:end]),
             parts={name: values for name, values in parts.items() if any(value is not None for value in values)},
         )
 
@@ -159,6 +171,14 @@ class RolloutHandle(Frozen):
     @property
     def loss_tokens(self) -> PackedInts:
         return PackedInts.concat(shard.loss_tokens for shard in self.shards)
+
+    @property
+    def num_turns(self) -> PackedInts:
+        return PackedInts.concat(shard.num_turns for shard in self.shards)
+
+    @property
+    def turn_rewards(self) -> PackedFloats:
+        return PackedFloats.concat(shard.turn_rewards for shard in self.shards)
 
     @property
     def truncated(self) -> PackedInts:

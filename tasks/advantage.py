@@ -7,6 +7,7 @@ from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
 from infra.stores.steps import publish_handle
 from rl_core.advantages import prepare_updates
+from rl_core.columns.jagged import jagged
 from rl_core.views import select, with_column
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.rollout import RolloutHandle
@@ -39,9 +40,13 @@ async def compute_step_advantages(
     result = prepare_updates(run.config, policy.step, rollout, row_kl)
     store, rows = open_store(run), select(batch, result.rows)
     key = ChunkKey(run_id=run.run_id, step=policy.step, stage="advantage")
-    chunk = store.put(key, pa.record_batch({"advantages": pa.array(result.advantages)}), rows)
+    columns: dict[str, pa.Array] = {"advantages": pa.array(result.advantages)}
+    if result.turns is not None:
+        counts, advantages = result.turns
+        columns["turn_advantages"] = jagged(advantages, counts)
+    chunk = store.put(key, pa.record_batch(columns), rows)
     store.flush()
-    trained = with_column(rows, {"advantages": "float"}, [chunk], np.arange(rows.num_rows))
+    trained = with_column(rows, dict.fromkeys(columns, "float"), [chunk], np.arange(rows.num_rows))
     stored = publish_handle(store, trained, [store.take_traffic("advantage")])
     directory = RunDirectory.of(run)
     plan = result.plan.replace(lr_scale=directory.decisions.lr_scale(policy.step))

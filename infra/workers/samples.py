@@ -68,6 +68,7 @@ def make_shard(
     """Return the scalars of a worker's `samples`, all those of `groups`, and the text of a few of them."""
     outcomes = [sample.response.outcome for sample in samples]
     generations = [sample.response.generation for sample in samples]
+    trajectories = trajectories_of(samples)
     first_of_group = {sample.group_id: sample for sample in reversed(samples)}
     return RolloutShard(
         shard=shard,
@@ -80,6 +81,8 @@ def make_shard(
         loss_tokens=tuple(num_sampled(generation) for generation in generations),
         token_lag=_token_lag(step, samples),
         truncated=[generation.finish_reason == "length" for generation in generations],
+        num_turns=tuple(len(trajectory.turns) for trajectory in trajectories),
+        turn_rewards=tuple(turn.reward for trajectory in trajectories for turn in trajectory.turns),
         parts={name: tuple(outcome.parts.get(name) for outcome in outcomes) for name in _part_names(outcomes)},
         failure=first_failure(outcomes),
         samples=tuple(_sample_text(first_of_group[group]) for group in sorted(first_of_group)[:MAX_SAMPLE_TEXTS]),

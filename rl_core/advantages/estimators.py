@@ -9,6 +9,7 @@ from rl_core.advantages.grpo import grpo_advantages
 from rl_core.advantages.opo import opo_advantages
 from rl_core.advantages.reinforce_plus_plus import reinforce_plus_plus_baseline_advantages
 from rl_core.advantages.rloo import rloo_advantages
+from rl_core.advantages.turn_level import turn_level_advantages
 from rl_core.registry import Registry, entry
 from schemas.config.advantage import (
     AdvantageConfig,
@@ -17,6 +18,7 @@ from schemas.config.advantage import (
     OpoAdvantage,
     ReinforcePlusPlusAdvantage,
     RlooAdvantage,
+    TurnLevelAdvantage,
 )
 
 __all__ = ["ESTIMATORS", "compute_advantages"]
@@ -29,6 +31,7 @@ ESTIMATORS: Registry[[AdvantageInputs], Floats] = Registry(
     entry(RlooAdvantage, rloo_advantages),
     entry(ReinforcePlusPlusAdvantage, reinforce_plus_plus_baseline_advantages),
     entry(OpoAdvantage, opo_advantages),
+    entry(TurnLevelAdvantage, turn_level_advantages),
 )
 """Advantage estimators: (config, inputs of N rows) -> [N] float64.
 

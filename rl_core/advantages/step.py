@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.advantages.base import Floats, Ints, find_extremes, number_groups
+from rl_core.advantages.base import AdvantageInputs, Floats, Ints, find_extremes, number_groups
 from rl_core.advantages.estimators import compute_advantages
 from rl_core.advantages.shaping import ShapedRows, shape_rows
+from rl_core.advantages.turn_level import Turns, advantages_of_turns
 from rl_core.planning.plan import plan_step
 from rl_core.views.integers import as_int64
+from schemas.config.advantage import TurnLevelAdvantage
 from schemas.config.run import RunConfig
 from schemas.errors import RewardFailureError
 from schemas.metrics import Mean, Metrics, Single, Sum
@@ -27,6 +29,7 @@ class StepAdvantages:
 
     rows: Ints  # [n], the rollout's rows whose reward did not fail, ascending
     advantages: NDArray[np.float32]  # [n]
+    turns: tuple[Ints, NDArray[np.float32]] | None  # [n] counts and [M] advantages of their turns, if those differ
     plan: StepPlan  # over the n rows
     metrics: Metrics
 
@@ -68,18 +71,27 @@ def prepare_updates(
         token_budget=config.packing.token_budget,
         seed=config.seed + step,
     )
+    counts = {
+        "response_lengths": as_int64(rollout.loss_tokens)[live],  # an environment's tokens don't count
+        "loss_tokens": shaped.loss_tokens,
+    }
     return StepAdvantages(
         rows=live,
-        advantages=compute_advantages(
-            shaped.rewards,
-            groups,
-            config.advantage,
-            response_lengths=as_int64(rollout.loss_tokens)[live],  # an environment's tokens don't count
-            loss_tokens=shaped.loss_tokens,
-        ),
+        advantages=compute_advantages(shaped.rewards, groups, config.advantage, **counts),
+        turns=_of_turns(config, rollout, live, AdvantageInputs.from_rows(shaped.rewards, groups, **counts)),
         plan=plan,
         metrics=_metrics(rewards, shaped.rewards, groups, rollout, plan.num_skipped_rows) | shaped.metrics,
     )
+
+
+def _of_turns(
+    config: RunConfig, rollout: RolloutHandle, live: Ints, inputs: AdvantageInputs
+) -> tuple[Ints, NDArray[np.float32]] | None:
+    if not isinstance(config.advantage, TurnLevelAdvantage):
+        return None
+    rewards = np.asarray(rollout.turn_rewards, dtype=np.float64) * config.reward.environment_weight
+    turns = Turns(as_int64(rollout.num_turns), rewards).take(live)
+    return turns.counts, advantages_of_turns(config.advantage, inputs, turns)
 
 
 def _shape(

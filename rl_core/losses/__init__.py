@@ -67,7 +67,7 @@ def policy_loss(
         >>> inputs = LossInputs.from_rows(
         ...     policy_logprobs=torch.tensor([-1.0, -1.0, -2.0], requires_grad=True),
         ...     behavior_logprobs=torch.tensor([-1.0, -1.0, -2.0]),
-        ...     advantages=torch.tensor([1.0, -0.5]),
+        ...     advantages=torch.tensor([1.0, 1.0, -0.5]),
         ...     loss_mask=torch.tensor([True, True, True]),
         ...     response_lengths=torch.tensor([2, 1]),
         ... )

@@ -37,12 +37,12 @@ class LossInputs:
         reference_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
     ) -> "LossInputs":
-        """Create inputs for S sequences; each sequence's advantage applies to all of its tokens.
+        """Create inputs for S sequences.
 
         Args:
             policy_logprobs: [T] float32, with gradient.
             behavior_logprobs: [T] float32.
-            advantages: [S] float32.
+            advantages: [T] float32.
             loss_mask: [T] bool.
             response_lengths: [S] integer, tokens, with sum T.
             sampler_logprobs: [T] float32; None: the mismatch is neither reported nor corrected.
@@ -56,6 +56,7 @@ class LossInputs:
         columns = {
             "policy_logprobs": policy_logprobs,
             "behavior_logprobs": behavior_logprobs,
+            "advantages": advantages,
             "loss_mask": loss_mask,
             "sampler_logprobs": sampler_logprobs,
             "reference_logprobs": reference_logprobs,
@@ -65,13 +66,11 @@ class LossInputs:
         for name, column in columns.items():
             if column is not None and column.shape != (num_tokens,):
                 raise ValueError(f"{name} has shape {tuple(column.shape)}, but response_lengths add up to {num_tokens}")
-        if advantages.shape != lengths.shape:
-            raise ValueError(f"advantages has shape {tuple(advantages.shape)}, but there are {len(lengths)} sequences")
         sequence_index = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         return cls(
             policy_logprobs=policy_logprobs,
             behavior_logprobs=behavior_logprobs,
-            advantages=advantages[sequence_index],
+            advantages=advantages,
             loss_mask=loss_mask,
             sequence_index=sequence_index,
             loss_tokens_per_sequence=torch.bincount(sequence_index[loss_mask], minlength=len(lengths)),

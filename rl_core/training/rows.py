@@ -16,6 +16,7 @@ from rl_core.training.sharding import release_gathered
 from schemas.plan import MicroBatch
 
 TOKEN_COLUMNS = ("prompt_ids", "response_ids")
+TURN_COLUMNS = ("turn_advantages", "turn_tokens", "turn_bridge_tokens")
 EXPERT_COLUMNS = ("prompt_experts", "response_experts")
 
 
@@ -48,6 +49,19 @@ def packed_row(columns: pa.RecordBatch) -> PackedRow:
         row_lengths(responses),
         (experts[0], experts[1]) if experts else None,
     )
+
+
+def token_advantages(columns: pa.RecordBatch) -> torch.Tensor:
+    """Return the advantage of each response token of all rows: float32 [T].
+
+    It is that of its turn, up to the next one, if there are `TURN_COLUMNS`, else that of its row.
+    """
+    if TURN_COLUMNS[0] not in columns.schema.names:
+        return as_tensor(columns["advantages"]).repeat_interleave(
+            torch.from_numpy(row_lengths(columns["response_ids"]))
+        )
+    advantages, sampled, between = (as_tensor(columns[name]) for name in TURN_COLUMNS)
+    return advantages.repeat_interleave(sampled + between)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_core.columns.jagged import as_tensor
 from rl_core.losses import LossInputs, policy_loss
 from rl_core.training.optimizer import clip_gradients, make_optimizer
-from rl_core.training.rows import EXPERT_COLUMNS, TOKEN_COLUMNS, RankRows, packed_row
+from rl_core.training.rows import EXPERT_COLUMNS, TOKEN_COLUMNS, TURN_COLUMNS, RankRows, packed_row, token_advantages
 from rl_core.training.schedule import learning_rate
 from rl_core.training.scoring_module import ScoringModule
 from rl_core.training.sharding import all_gather_object, sync_gradients
@@ -42,7 +42,8 @@ def _loss_columns(config: RunConfig) -> tuple[str, ...]:
         "behavior_logprobs": config.scores_behavior,
         "reference_logprobs": config.kl.coef > 0 and not config.kl.in_reward,
     }
-    return (*_LOSS_COLUMNS, *(name for name, is_read in scored.items() if is_read))
+    turns = TURN_COLUMNS if config.advantage.kind == "turn_level" else ()
+    return (*_LOSS_COLUMNS, *turns, *(name for name, is_read in scored.items() if is_read))
 
 
 class Trainer:
@@ -137,7 +138,7 @@ class Trainer:
             behavior_logprobs=given.get("behavior_logprobs", logprobs.detach()),
             sampler_logprobs=given["sampler_logprobs"],
             reference_logprobs=given.get("reference_logprobs"),
-            advantages=given["advantages"],
+            advantages=token_advantages(columns).to(self._device),
             loss_mask=given["loss_mask"],
             response_lengths=row.response_lengths,
         )

@@ -49,9 +49,27 @@ class OpoAdvantage(FrozenConfig):
     """Selects OPO."""
 
 
+class TurnLevelAdvantage(FrozenConfig):
+    """GRPO per turn: rewards from the turn on, less their mean over the group's turns of its number (arXiv:2505.11821).
+
+    Differs from Zeng et al. 2025 in the divisor, which is that of the trajectories' rewards for every turn.
+    """
+
+    kind: Literal["turn_level"] = "turn_level"
+    """Selects advantages per turn, for environments that reward turns."""
+
+    epsilon: PositiveFloat = 1e-6
+    """Added to the standard deviation of the group's rewards, in units of the reward."""
+
+
 AdvantageConfig = Annotated[
     Annotated[
-        GrpoAdvantage | DrGrpoAdvantage | RlooAdvantage | ReinforcePlusPlusAdvantage | OpoAdvantage,
+        GrpoAdvantage
+        | DrGrpoAdvantage
+        | RlooAdvantage
+        | ReinforcePlusPlusAdvantage
+        | OpoAdvantage
+        | TurnLevelAdvantage,
         Field(discriminator="kind"),
     ],
     default_kind("grpo"),

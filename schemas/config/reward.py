@@ -71,6 +71,11 @@ class EnvironmentReward(InProcessReward):
         """Whether it takes the rewards that an environment gave."""
         return True
 
+    @property
+    def environment_weight(self) -> float:
+        """The factor of the environment's rewards in this one."""
+        return 1.0
+
 
 class ReasoningGymReward(IsolatedReward):
     """reasoning-gym's own verifier of the task in `data_source` (extra `demo`)."""
@@ -201,6 +206,11 @@ class WeightedReward(IsolatedReward):
     def reads_environment(self) -> bool:
         """Whether a part takes the rewards that an environment gave."""
         return any(part.reward.reads_environment for part in self.parts.values())
+
+    @property
+    def environment_weight(self) -> float:
+        """The factor of the environment's rewards in this one."""
+        return sum(part.weight * part.reward.environment_weight for part in self.parts.values())
 
     @model_validator(mode="after")
     def _has_nonzero_weight(self) -> "WeightedReward":

@@ -37,6 +37,11 @@ class InProcessReward(FrozenConfig):
         """Whether it takes the rewards that an environment gave."""
         return False
 
+    @property
+    def environment_weight(self) -> float:
+        """The factor of the environment's rewards in this one."""
+        return 0.0
+
 
 class IsolatedReward(InProcessReward):
     """The base of rewards that may hang or crash, and are computed in separate processes, which are replaced."""

@@ -134,6 +134,11 @@ class RunConfig(FrozenConfig):
                 'reward.kind = "environment" takes an environment\'s rewards, but there is none; set environment.kind '
                 "and its settings, or another reward.kind"
             )
+        if self.advantage.kind == "turn_level" and not self.reward.environment_weight:
+            raise ValueError(
+                'advantage.kind = "turn_level" gives each turn the rewards from it on, but the reward has none of '
+                'turns; set reward.kind = "environment", or a weighted sum with it, or another advantage.kind'
+            )
         if self.environment is not None and self.rollout.router_replay:
             raise ValueError(
                 "rollout.router_replay = true records the experts of one turn's tokens, not those of an environment's; "

@@ -65,7 +65,9 @@ def packed_update(
             sampler_logprobs=_concat([row.sampler for row in members], dtype),
             reference_logprobs=_concat([row.reference for row in members], dtype),
             entropy=entropy_of(logprobs),
-            advantages=_concat([row.advantage.reshape(1) for row in members], dtype),
+            advantages=_concat([row.advantage.reshape(1) for row in members], dtype).repeat_interleave(
+                response_lengths
+            ),
             loss_mask=_concat([row.mask for row in members], torch.bool),
             response_lengths=response_lengths,
         )

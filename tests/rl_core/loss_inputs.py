@@ -34,7 +34,7 @@ def row_inputs(
     return LossInputs.from_rows(
         policy_logprobs=policy,
         behavior_logprobs=torch.zeros_like(policy),
-        advantages=floats(advantages),
+        advantages=floats(advantages).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
         loss_mask=torch.tensor(mask if mask is not None else [True] * len(ratios), dtype=torch.bool),
         response_lengths=torch.tensor(lengths),
         sampler_logprobs=None if importance is None else -floats(importance).log(),

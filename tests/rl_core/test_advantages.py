@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.advantages import compute_advantages
-from rl_core.advantages.base import number_groups
+from rl_core.advantages.base import AdvantageInputs, number_groups
+from rl_core.advantages.turn_level import Turns, advantages_of_turns
 from schemas.config.advantage import (
     AdvantageConfig,
     DrGrpoAdvantage,
@@ -16,6 +17,7 @@ from schemas.config.advantage import (
     OpoAdvantage,
     ReinforcePlusPlusAdvantage,
     RlooAdvantage,
+    TurnLevelAdvantage,
 )
 from schemas.config.kinds import configs_of, kinds_of
 
@@ -55,6 +57,40 @@ def test_grpo_by_hand() -> None:
 def test_epsilon_is_added_to_the_standard_deviation() -> None:
     advantages = advantages_of(GrpoAdvantage(epsilon=1.0), [2.0, 4.0], [0, 0])
     np.testing.assert_allclose(advantages, [-1 / (np.sqrt(2) + 1), 1 / (np.sqrt(2) + 1)], rtol=1e-6)
+
+
+def of_turns(rewards: list[float], groups: list[int], turns: list[list[float]]) -> list[list[float]]:
+    """Return the advantages of turns whose rewards are `turns`, per row."""
+    ones = np.ones(len(rewards), dtype=np.int64)
+    inputs = AdvantageInputs.from_rows(
+        np.array(rewards), np.array(groups, dtype=np.int64), response_lengths=ones, loss_tokens=ones
+    )
+    counts = np.array([len(row) for row in turns])
+    found = advantages_of_turns(TurnLevelAdvantage(), inputs, Turns(counts, np.concatenate(turns)))
+    assert found.dtype == np.float32
+    return [part.tolist() for part in np.split(found, np.cumsum(counts)[:-1])]
+
+
+def test_turn_level_by_hand() -> None:
+    # The returns of the group's turns: 3, 2, 2; 1, 1; 2. Its rewards 3, 1, 2 have standard deviation 1.
+    found = of_turns([3.0, 1.0, 2.0], [4, 4, 4], [[1.0, 0.0, 2.0], [0.0, 1.0], [2.0]])
+    for row, expected in zip(found, ([1.0, 0.5, 0.0], [-1.0, -0.5], [0.0]), strict=True):
+        assert row == pytest.approx(expected, abs=2e-6)
+
+
+def test_what_a_reward_has_besides_its_turns_is_the_last_turns() -> None:
+    # Returns 4, 3 and 0, 0: rewards shaped by other parts, such as a penalty.
+    found = of_turns([4.0, 0.0], [0, 0], [[1.0, 1.0], [0.0, 1.0]])
+    deviation = np.sqrt(8.0)
+    assert found[0] == pytest.approx([2 / deviation, 1.5 / deviation], abs=1e-6)
+    assert found[1] == pytest.approx([-2 / deviation, -1.5 / deviation], abs=1e-6)
+
+
+def test_single_turns_have_grpo_advantages_and_equal_rewards_none() -> None:
+    rewards, groups = [*REWARDS, 0.1, 0.1], [*GROUPS, 9, 9]
+    expected = advantages_of(GrpoAdvantage(), rewards, groups).tolist()
+    assert of_turns(rewards, groups, [[0.3]] * 8) == [[value] for value in expected]
+    assert of_turns([1.0, 1.0], [0, 0], [[1.0, 0.0], [0.0, 1.0]]) == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_dr_grpo_is_the_centered_reward() -> None:

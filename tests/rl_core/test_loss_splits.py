@@ -30,7 +30,7 @@ def random_inputs(lengths: list[int], seed: int) -> dict[str, Tensor]:
     num_tokens = sum(lengths)
     names = ("policy_logprobs", "behavior_logprobs", "sampler_logprobs", "reference_logprobs")
     columns = {name: -torch.rand(num_tokens, generator=generator, dtype=torch.float64) for name in names}
-    columns["advantages"] = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
+    columns["advantages"] = torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
     columns["loss_mask"] = torch.rand(num_tokens, generator=generator) < 0.7
     return columns
 
@@ -57,7 +57,6 @@ def test_sum_over_any_split_equals_the_whole(
             start, stop = sum(lengths[:row]), sum(lengths[: row + size])
             tokens = {name: column[start:stop] for name, column in columns.items()}
             tokens["policy_logprobs"] = leaf[start:stop]
-            tokens["advantages"] = columns["advantages"][row : row + size]
             # In place of the entropy, any tensor that depends on the policy.
             inputs = LossInputs.from_rows(
                 **tokens, entropy=-leaf[start:stop] / 2, response_lengths=torch.tensor(lengths[row : row + size])
@@ -175,5 +174,5 @@ def test_inconsistent_inputs_are_rejected() -> None:
         row_inputs([1.0] * 3, [1.0], [2])
     with pytest.raises(ValueError, match=r"entropy has shape \(1,\), but response_lengths add up to 2"):
         row_inputs([1.0] * 2, [1.0], [2], entropy=[1.0])
-    with pytest.raises(ValueError, match=r"advantages has shape \(2,\), but there are 1 sequences"):
-        row_inputs([1.0] * 2, [1.0, 1.0], [2])
+    with pytest.raises(ValueError, match=r"sampler_logprobs has shape \(1,\), but response_lengths add up to 2"):
+        row_inputs([1.0] * 2, [1.0], [2], importance=[1.0])

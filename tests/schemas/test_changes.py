@@ -52,6 +52,7 @@ TRAINED = {
 # describe data or model, or offer a second remedy beside one that works.
 FOR_A_NEW_RUN = {
     *(
+        "advantage.kind",
         "correction.kind",
         "data.chat_template_kwargs",
         "data.max_prompt_tokens",
@@ -203,6 +204,7 @@ def test_a_change_of_what_is_trained_changes_all_digests() -> None:
     stale = override_config(begun, ["runtime.max_staleness=1", "correction.kind=truncated"], "demo")
     assert rejected_changes(begun, stale) == [
         "correction.cap",
+        "advantage.kind",
         "correction.kind",
         "correction.level",
         "runtime.max_staleness",

@@ -1,6 +1,7 @@
 """The advantage stage on a step's real columns, in files: what it computes from per-row scalars, plans and reports."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,30 +25,32 @@ def compute(
     tmp_path: Path,
     rewards: list[float | None] | None = None,
     row_kl: tuple[float, ...] | None = None,
+    turns: Sequence[Sequence[float]] = (),
     **overrides: object,
 ) -> tuple[AdvantageHandle, list[float]]:
     """The stage's handle, and the advantages that the store holds; two prompts of three samples each."""
     config = run_config(
         tmp_path,
         rollout={"max_response_tokens": MAX_RESPONSE_TOKENS},
-        advantage={"kind": "dr_grpo"},
         store={"kind": "fsspec"},
         runtime={"num_policy_ranks": 2},
-        **overrides,
+        **({"advantage": {"kind": "dr_grpo"}} | overrides),
     )
     directory = RunDirectory.create(config, "run")
     store = columns_of(directory)
     store.open_lease(STEP)
     batch = put_rollout(store, STEP)
     run = RunHandle(run_id="run", directory=str(directory.path), config=config, store_incarnation="g")
-    rollout = rollout_of([sample[3] for sample in SAMPLES] if rewards is None else rewards)
+    rollout = rollout_of([sample[3] for sample in SAMPLES] if rewards is None else rewards, turns)
     policy = PolicyHandle(run_id="run", version=STEP, incarnation="i")
     handle = asyncio.run(compute_step_advantages.fn(run, policy, batch, rollout, row_kl))
     assert directory.plans.load(STEP) == handle.plan
-    return handle, flat_values(store.read(handle.batch, ["advantages"])["advantages"]).tolist()
+    name = "turn_advantages" if turns else "advantages"
+    return handle, flat_values(store.read(handle.batch, [name])[name]).tolist()
 
 
-def rollout_of(rewards: list[float | None]) -> RolloutHandle:
+def rollout_of(rewards: list[float | None], turns: Sequence[Sequence[float]] = ()) -> RolloutHandle:
+    """Return the scalars of the samples with these rewards, and these of their turns."""
     shards = []
     for shard in range(2):
         rows = slice(shard * ROWS_PER_SHARD, (shard + 1) * ROWS_PER_SHARD)
@@ -63,6 +66,8 @@ def rollout_of(rewards: list[float | None]) -> RolloutHandle:
                 response_lengths=tuple(LENGTHS[rows]),
                 loss_tokens=tuple(LENGTHS[rows]),
                 truncated=tuple(sample[2] == "length" for sample in SAMPLES[rows]),
+                num_turns=tuple(map(len, turns[rows])),
+                turn_rewards=tuple(reward for row in turns[rows] for reward in row),
             )
         )
     return RolloutHandle(step=STEP, policy_version=STEP, shards=tuple(shards))
@@ -78,6 +83,28 @@ def test_failed_rewards_take_no_part(tmp_path: Path) -> None:
     # Of 0, 0.5, 0.5, 1, 1: at 0.4 and 3.6 of the distances between neighbors.
     assert (metrics["reward/p10"], metrics["reward/p90"]) == (pytest.approx(0.2), 1.0)
     assert not {"reward/shaped", "reward/kl", "overlong/penalty", "overlong/masked"} & set(metrics)
+
+
+def test_turns_have_advantages_of_their_own(tmp_path: Path) -> None:
+    # A failed environment's row has turns, too, but no part in the step.
+    rewards = [2.0, 0.0, 1.0, 1.0, None, 3.0]
+    turns = [[0.0, 4.0], [0.0], [1.0, 1.0], [2.0], [9.0, 9.0, 9.0], [6.0]]  # of which the reward has half
+    weighted = {"kind": "weighted", "parts": {"game": {"weight": 0.5, "reward": {"kind": "environment"}}}}
+    environment = {"kind": "class", "path": "tests.infra.games:Echo"}
+    _, found = compute(
+        tmp_path, rewards, turns=turns, advantage={"kind": "turn_level"}, reward=weighted, environment=environment
+    )
+    # Returns 2, 2; 0; 1, 0.5 and 1; 3. The rewards of the groups have the standard deviations 1 and sqrt(2).
+    half = 1 / 2**0.5
+    assert found == pytest.approx([1.0, 0.75, -1.0, 0.0, -0.75, -half, half], abs=1e-5)
+
+
+def test_a_shard_without_turns_of_each_row_is_refused() -> None:
+    shard = rollout_of([1.0] * 6, [[1.0, 2.0]] * 6).shards[0]
+    kept = shard.replace(groups=(0, 1), group_ids=(0, 1, 0)).keep([0])
+    assert (kept.num_turns, kept.turn_rewards) == ((2, 2), (1.0, 2.0, 1.0, 2.0))
+    with pytest.raises(ValueError, match=r"6 rewards of 4 turns in 2 of 3 rows"):
+        RolloutShard.model_validate(shard.model_dump() | {"num_turns": (2, 2)})
 
 
 def test_all_groups_of_zero_variance(tmp_path: Path) -> None:
