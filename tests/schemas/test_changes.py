@@ -204,7 +204,6 @@ def test_a_change_of_what_is_trained_changes_all_digests() -> None:
     stale = override_config(begun, ["runtime.max_staleness=1", "correction.kind=truncated"], "demo")
     assert rejected_changes(begun, stale) == [
         "correction.cap",
-        "advantage.kind",
         "correction.kind",
         "correction.level",
         "runtime.max_staleness",
