@@ -67,6 +67,7 @@ CONFIG = (
     'reward={kind="weighted", num_processes=0, timeout_seconds=inf, parts={turns={reward={kind="environment"}}, '
     'short={reward={kind="function", path="colocated_rewards:short"}}}}',
     *("rollout.max_response_tokens=48", f"rollout.stop_token_ids={STOPS}", "runtime.num_policy_ranks=2"),
+    "advantage.kind=turn_level",
 )
 
 
