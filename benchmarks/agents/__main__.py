@@ -25,7 +25,6 @@ from benchmarks.agents.stand_ins import AnewEngine, Immediate
 from benchmarks.command import print_table
 from benchmarks.train.models import SIZES
 from infra.datasets import PromptRow
-from infra.datasets.chat import ChatTemplate
 from infra.engines.base import RolloutEngine, Sampling
 from infra.engines.open import open_engine
 from infra.engines.usage import EngineUsage
@@ -33,6 +32,7 @@ from infra.environments.episodes import Episodes
 from infra.environments.pool import EnvironmentPool
 from infra.models.load import load_tokenizer
 from infra.models.tiny import make_model
+from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import ClassEnvironment
 from schemas.config.run import RunConfig
 

@@ -10,10 +10,10 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from infra.datasets.chat import ChatTemplate
-from infra.datasets.contents import Messages
 from infra.datasets.files import REQUIRED_COLUMNS, read_rows
 from infra.datasets.prompts import PromptDataset, PromptRow
+from rl_core.rollout.chat import ChatTemplate
+from rl_core.rollout.control_tokens import Messages
 from schemas.config.data import DataConfig
 from schemas.errors import DataError
 

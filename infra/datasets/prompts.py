@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.datasets.contents import Messages
 from infra.datasets.order import RowOrder
+from rl_core.rollout.control_tokens import Messages
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from jinja2 import TemplateError
 
-from infra.datasets.chat import ChatTemplate
-from infra.datasets.contents import Messages
+from rl_core.rollout.chat import ChatTemplate
+from rl_core.rollout.control_tokens import Messages
 from schemas.errors import ChatTemplateError
 
 _QUESTION, _ANSWER = "question", "answer"

@@ -13,13 +13,13 @@ from itertools import groupby
 import numpy as np
 
 from infra.datasets import PromptRow
-from infra.datasets.chat import ChatTemplate
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
 from infra.environments.admission import Admission
 from infra.environments.bridge import TurnBridge
 from infra.environments.pool import EnvironmentPool, Reply
 from infra.environments.trajectory import EpisodeEnd, Trajectory, TrajectoryBuilder
 from rl_core.environments.base import Task
+from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.seeding import derive_seed
 from schemas.config.environment import EnvironmentConfig, ToolsEnvironment
 from schemas.errors import ChatTemplateError

@@ -6,13 +6,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptRow
-from infra.datasets.chat import ChatTemplate
 from infra.engines.base import RolloutEngine
 from infra.environments.bridge import TurnBridge
 from infra.environments.episodes import Episodes
 from infra.environments.pool import EnvironmentPool
 from rl_core.environments.base import Task
 from rl_core.environments.tools import tool_schemas
+from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import EnvironmentConfig, ToolsEnvironment
 from schemas.config.run import RunConfig
 from schemas.errors import DataError

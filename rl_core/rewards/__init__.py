@@ -34,6 +34,7 @@ from schemas.config.reward import (
     GroupFunctionReward,
     LengthReward,
     MathReward,
+    ModelReward,
     NumericReward,
     ReasoningGymReward,
     RewardConfig,
@@ -80,6 +81,12 @@ def _load_judge(config: JudgeReward) -> RewardFunction:
     return Judge(config)
 
 
+def _load_model(config: ModelReward) -> RewardFunction:
+    from rl_core.rewards.model import RewardModel
+
+    return RewardModel(config)
+
+
 def _import(path: str, signature: str) -> Any:
     module, name = import_user_module("reward.path", path, RewardImportError)
     function = getattr(module, name, None)
@@ -119,6 +126,7 @@ LOADERS: Registry[[], AnyRewardFunction] = Registry(
     RewardConfig,
     entry(FunctionReward, _load_function),
     entry(JudgeReward, _load_judge),
+    entry(ModelReward, _load_model),
     entry(ExactReward, _load_exact),
     entry(EnvironmentReward, _load_environment),
     entry(ReasoningGymReward, _load_reasoning_gym),

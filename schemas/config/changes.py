@@ -25,6 +25,7 @@ CHANGEABLE = (
     "reward.max_failure_fraction",
     "reward.num_processes",
     "reward.timeout_seconds",
+    "reward.device",
     "environment.python",
     "environment.num_processes",
     "environment.reset_timeout_seconds",

@@ -7,6 +7,7 @@ from pydantic import (
     Field,
     FiniteFloat,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveInt,
     field_validator,
     model_validator,
@@ -14,7 +15,7 @@ from pydantic import (
 
 from schemas.base import FrozenConfig
 from schemas.config.judge import JudgeReward
-from schemas.config.reward_base import InProcessReward, IsolatedReward, Pattern
+from schemas.config.reward_base import InProcessReward, IsolatedReward, Pattern, TimeLimit
 
 
 def _is_part_name(name: str) -> str:
@@ -87,6 +88,28 @@ class ReasoningGymReward(IsolatedReward):
     """1 for the verifier's full score, else 0; false: the verifier's score, which may be partial credit."""
 
 
+class ModelReward(IsolatedReward):
+    """The score of a reward model: a folder for sequence classification with one label."""
+
+    kind: Literal["model"] = "model"
+    """Selects a reward model."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Folder or hub id of the model, in safetensors, and of its tokenizer with a chat template."""
+
+    max_tokens: PositiveInt = 4096
+    """Longest prompt and response together in tokens; the reward of a longer one fails."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where it computes; on a GPU, beside the engine, whose memory must leave room."""
+
+    num_processes: NonNegativeInt = 1
+    """Reward processes per rollout worker, each with the model; 0: in the rollout worker's process, without a limit."""
+
+    timeout_seconds: TimeLimit = 120.0
+    """Time limit per response, in seconds; inf or None: no limit."""
+
+
 class NumericReward(InProcessReward):
     """1 if the last numbers of response and answer are equal within a tolerance, else 0."""
 
@@ -145,6 +168,7 @@ class LengthReward(InProcessReward):
 _OfOneResponse = (
     FunctionReward
     | JudgeReward
+    | ModelReward
     | ExactReward
     | EnvironmentReward
     | ReasoningGymReward

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from infra.datasets.chat import ChatTemplate
 from infra.environments.bridge import TurnBridge
 from infra.models.tiny import make_tokenizer
+from rl_core.rollout.chat import ChatTemplate
 from schemas.errors import ChatTemplateError, DataError
 
 CHATML = (

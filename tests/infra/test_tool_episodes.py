@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from infra.datasets import PromptRow
-from infra.datasets.chat import ChatTemplate
 from infra.engines.base import Generation, GenerationRequest, Sampling
 from infra.environments.episodes import Episodes
 from infra.environments.open import schemas_of_tools
 from infra.environments.pool import EnvironmentPool
 from infra.environments.trajectory import Trajectory
 from infra.models.tiny import CHAT_TEMPLATE, make_tokenizer
+from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import ToolsEnvironment
 
 CONFIG = ToolsEnvironment(

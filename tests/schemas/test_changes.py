@@ -92,6 +92,7 @@ OTHER = {
     "packing.token_budget": "9999",
     "reward.api_key_variable": "JUDGE_KEY",
     "reward.concurrency": "7",
+    "reward.device": "cuda",
     "reward.max_failure_fraction": "1",
     "reward.max_retries": "7",
     "reward.num_processes": "7",
@@ -184,7 +185,7 @@ def test_an_advised_change_is_accepted(key: str) -> None:
     environment = {"kind": "class", "path": "game:Game"}
     begun = run_config(
         **({"environment": environment} if key.startswith("environment.") else {}),
-        reward=reward if is_of_judge else {"kind": "math"},
+        reward=reward if is_of_judge else {"kind": "model", "path": "model"},
         rollout={"kind": "vllm" if is_of_vllm else "transformers"},
     )
     resumed = override_config(begun, f"{key}={OTHER[key]}".split(" "), "demo")

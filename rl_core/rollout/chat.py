@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from infra.datasets.contents import ControlTokens, Messages
+from rl_core.rollout.control_tokens import ControlTokens, Messages
 from schemas.errors import DataError
 
 
