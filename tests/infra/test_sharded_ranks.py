@@ -29,7 +29,7 @@ BUFFERS = 8 * 2**20  # of the process itself; all weights would be 78 MiB more t
 CHUNKS = {"packing": {"logits_chunk_tokens": 256}}
 MEASURED: dict[str, tuple[int, dict[str, Any]]] = {  # token budget, sections; few CPUs compute bfloat16 themselves
     "large": (512, CHUNKS),
-    "large, half, each": (128, CHUNKS | HALF | {"runtime": {"gradient_sync": "every_micro_batch"}}),
+    "large, half, each": (192, CHUNKS | HALF | {"runtime": {"gradient_sync": "every_micro_batch"}}),
 }
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, token budget, sections
     "one": (1, 64, {}),
