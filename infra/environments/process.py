@@ -22,15 +22,19 @@ MODULES = (
     infra.environments.child,
 )
 # Loads the modules by their files: no package of Sluice is on the module path of its interpreter. Nor is the current
-# folder, which `-P` would not add either, but only in Python 3.11 and later.
+# folder, which `-P` would not add either, but only in Python 3.11 and later. They are forgotten again, as packages that
+# an environment imports would lack them.
 PROGRAM = """
 import sys
 sys.path[:] = filter(None, sys.path)
 import importlib.util, json
-for name, file in json.loads(sys.argv[2]):
+names = json.loads(sys.argv[2])
+for name, file in names:
     spec = importlib.util.spec_from_file_location(name, file)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+for name, file in names:
+    del sys.modules[name]
 module.main(int(sys.argv[1]), int(sys.argv[3]))
 """
 

@@ -1,1 +1,1 @@
-"""Rollout logic without an engine: `dynamic_sampling`, held-out metrics (`evaluation`) and seeds (`seeding`)."""
+"""Rollout logic without an engine: chats as tokens, `dynamic_sampling`, held-out metrics (`evaluation`) and seeds."""

@@ -14,10 +14,36 @@ from tests.infra.environment_pools import MODULE, kinds, open_rows, opened, step
 from tests.infra.reward_pools import wait_for_exit
 from tests.progress import wait_until
 
+IMPORTING = """
+import infra.processes.lifeline
+
+class Importing:
+    def __init__(self, task, seed):
+        pass
+
+    def reset(self):
+        return infra.processes.lifeline.__name__
+
+    def step(self, action):
+        return "", 0.0, True
+"""
+
 
 def test_a_process_imports_no_more_than_the_class_does() -> None:
     with opened("Modules") as pool:
         assert open_rows(pool, "")[0].observations == ()
+
+
+def test_a_class_may_import_the_modules_of_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "importing.py").write_text(IMPORTING)
+    monkeypatch.syspath_prepend(tmp_path)
+    pool = EnvironmentPool("importing:Importing", {}, TurnLimits(num_processes=1))
+    pool.start()
+    try:
+        pool.open(0, {"prompt": [], "answer": "", "info": {}}, 0)
+        assert pool.wait()[0].observations == ("infra.processes.lifeline",)
+    finally:
+        pool.close()
 
 
 @pytest.mark.slow
