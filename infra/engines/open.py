@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from infra.engines.base import RolloutEngine
-from infra.engines.transformers import TransformersEngine
+from infra.engines.embedded.engine import TransformersEngine
 from infra.engines.vllm.sizes import max_model_len
 from infra.engines.vllm.start import open_vllm
 from infra.models.load import load_model

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from infra.engines.base import Sampling
+from infra.engines.embedded.engine import TransformersEngine
 from infra.engines.generate import generate_all
-from infra.engines.transformers import TransformersEngine
 from infra.engines.vllm.engine import VllmEngine
 from infra.models.load import load_model
 from infra.stores.memory import MemoryStore

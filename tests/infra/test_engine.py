@@ -11,8 +11,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import infra.engines.base
 from infra.engines.base import GenerationRequest, Sampling
+from infra.engines.embedded.engine import TransformersEngine
 from infra.engines.generate import generate, generate_all
-from infra.engines.transformers import TransformersEngine
 from infra.models.load import experts_dtype, load_model
 from rl_core.rollout.seeding import derive_seed
 from rl_core.scoring import RouterReplay

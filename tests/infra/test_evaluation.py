@@ -7,8 +7,8 @@ import pytest
 
 from infra.datasets import load_prompts
 from infra.engines.base import GenerationRequest, Sampling
+from infra.engines.embedded.engine import TransformersEngine
 from infra.engines.generate import generate_all
-from infra.engines.transformers import TransformersEngine
 from infra.models.load import load_model
 from infra.models.tiny import make_tokenizer
 from rl_core.rollout.seeding import derive_seed

@@ -9,7 +9,7 @@ import pytest
 
 from infra.datasets import PromptRow
 from infra.engines.base import Generation
-from infra.engines.transformers import TransformersEngine
+from infra.engines.embedded.engine import TransformersEngine
 from infra.models.load import load_model
 from infra.models.tiny import make_tokenizer
 from infra.rewards import RewardScorer

@@ -15,7 +15,7 @@ import ray
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from infra.engines.transformers import TransformersEngine
+from infra.engines.embedded.engine import TransformersEngine
 from infra.models.load import load_model
 from infra.ray.actors import call
 from infra.ray.group import WorkerGroup

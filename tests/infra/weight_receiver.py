@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from infra.engines.transformers import TransformersEngine
+from infra.engines.embedded.engine import TransformersEngine
 from infra.models.load import load_model
 from infra.weights.broadcast import BroadcastReceiver
 from infra.weights.group import WeightGroup

@@ -45,7 +45,7 @@ class Held:
 REWARDS = '''
 import os, pathlib, signal
 
-from infra.engines.transformers import TransformersEngine
+from infra.engines.embedded.engine import TransformersEngine
 from tiny_rewards import short
 
 wake = TransformersEngine.wake

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from flows.cli.footprint import Footprint
 from flows.cli.resources.placement import Placement
-from infra.engines.cache import cache_bytes_per_token
+from infra.engines.embedded.cache import cache_bytes_per_token
 from infra.engines.vllm.sizes import num_cache_copies
 from infra.models.load import build_meta_model, max_positions
 from infra.models.lora import add_adapter

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig
 
-from infra.engines.cache import cache_bytes_per_token
+from infra.engines.embedded.cache import cache_bytes_per_token
 from infra.models.load import max_positions
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout

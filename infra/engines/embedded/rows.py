@@ -9,10 +9,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infra.engines.base import Generation, GenerationRequest, Sampling
 from infra.engines.checks import check_prompts
-from infra.engines.decoding import DecodingBatch, RowCache
-from infra.engines.experts import ExpertRecord
-from infra.engines.sampler import sample_tokens
-from infra.engines.samples import TurnSamples
+from infra.engines.embedded.decoding import DecodingBatch, RowCache
+from infra.engines.embedded.experts import ExpertRecord
+from infra.engines.embedded.sampler import sample_tokens
+from infra.engines.embedded.samples import TurnSamples
 from infra.engines.usage import EngineUsage
 from rl_core.scoring import RouterReplay
 

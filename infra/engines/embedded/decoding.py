@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from infra.engines.base import TokenExperts
-from infra.engines.cache import PreallocatedLayer, can_move_rows, decoding_cache
-from infra.engines.experts import ExpertRecord
+from infra.engines.embedded.cache import PreallocatedLayer, can_move_rows, decoding_cache
+from infra.engines.embedded.experts import ExpertRecord
 
 RowCache = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: a row's keys and values [heads, T, dim]
 

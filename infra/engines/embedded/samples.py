@@ -6,7 +6,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from infra.engines.base import Sampling
-from infra.engines.stop import StopStrings
+from infra.engines.embedded.stop import StopStrings
 from rl_core.rollout.seeding import uniforms
 from schemas.rollout import FinishReason
 

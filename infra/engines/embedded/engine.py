@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infra.engines.attention import use_decode_attention
 from infra.engines.base import Sampling, WeightsBucket
-from infra.engines.cache import cache_bytes_per_token, decoding_cache
 from infra.engines.checks import check_held, require_awake
-from infra.engines.layout import use_decode_layout
-from infra.engines.rows import TransformersRows
+from infra.engines.embedded.attention import use_decode_attention
+from infra.engines.embedded.cache import cache_bytes_per_token, decoding_cache
+from infra.engines.embedded.layout import use_decode_layout
+from infra.engines.embedded.rows import TransformersRows
 from infra.engines.usage import EngineUsage
 from infra.models.load import check_weights
 from rl_core.scoring import RouterReplay
