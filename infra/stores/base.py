@@ -134,6 +134,10 @@ class ColumnStore(ABC):
     def steps(self) -> list[int]:
         """Return the steps that the store holds anything of, archived ones included, in order."""
 
+    def bytes_by_step(self) -> dict[int, int]:
+        """Return the bytes of each step's durable chunks; nothing if the store is not durable."""
+        return {}
+
     @abstractmethod
     def chunks(self, step: int) -> list[ChunkRef]:
         """Return all chunks that the store holds of a step, in any order, whether or not a handle refers to them."""

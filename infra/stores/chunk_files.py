@@ -4,6 +4,7 @@ A chunk's bytes are written first, under a name that holds their checksum; then 
 one wins, and a writer that dies leaves nothing readable.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 import pyarrow as pa
@@ -102,8 +103,16 @@ class ChunkFiles:
     def leased_bytes(self) -> dict[int, int]:
         """Return the bytes of each leased step's chunks."""
         sizes = self._folder.sizes()
-        held = {step: 0 for step in steps_of(sizes) if lease_path(step) in sizes}
-        for path, size in sizes.items():
-            if path.endswith(DATA_SUFFIX) and (step := step_of(path)) in held:
-                held[step] += size
-        return held
+        return {step: size for step, size in _bytes_by_step(sizes).items() if lease_path(step) in sizes}
+
+    def bytes_by_step(self) -> dict[int, int]:
+        """Return the bytes of each step's chunks."""
+        return _bytes_by_step(self._folder.sizes())
+
+
+def _bytes_by_step(sizes: Mapping[str, int]) -> dict[int, int]:
+    held = dict.fromkeys(steps_of(sizes), 0)
+    for path, size in sizes.items():
+        if path.endswith(DATA_SUFFIX) and (step := step_of(path)) is not None:
+            held[step] += size
+    return held

@@ -32,6 +32,11 @@ class FileLeases:
         """Return the step's lease; None if it has none."""
         return load_record(self._folder, lease_path(step), Lease)
 
+    def steps(self) -> list[int]:
+        """Return the steps that have a lease, in order; those that are kept have none, and are not read."""
+        sizes = self._folder.sizes()
+        return [step for step in steps_of(sizes) if lease_path(step) in sizes]
+
     def is_expired(self, step: int) -> bool:
         """Return whether the step's lease is marked as expired."""
         lease = self.find(step)
@@ -72,7 +77,7 @@ class FileLeases:
     def expire(self) -> list[int]:
         """Mark the leases whose time is up as expired; return their steps."""
         expired = []
-        for step in steps_of(self._folder.sizes()):
+        for step in self.steps():
             lease = self.find(step)
             if lease is not None and not lease.expired and self.is_overdue(lease):
                 self._write(step, lease.replace(expired=True))

@@ -97,6 +97,9 @@ class FsspecColumnStore(ColumnStore):
     def steps(self) -> list[int]:
         return steps_of(self._folder.sizes())
 
+    def bytes_by_step(self) -> dict[int, int]:
+        return self._files.bytes_by_step()
+
     def chunks(self, step: int) -> list[ChunkRef]:
         return [record.ref for record in self.records(step)]
 
@@ -112,7 +115,8 @@ class FsspecColumnStore(ColumnStore):
 
     def usage(self) -> StoreUsage:
         """See `ColumnStore.usage`. The peak is the highest that this client saw in its own puts."""
-        leases = {step: lease for step in self.steps() if (lease := self._leases.find(step)) and not lease.expired}
+        found = ((step, self._leases.find(step)) for step in self._leases.steps())
+        leases = {step: lease for step, lease in found if lease and not lease.expired}
         refs = {step: [record.ref for record in self.records(step)] for step in leases}
         held = [ref for step in refs.values() for ref in step]
         num_bytes = sum(ref.num_bytes for ref in held)

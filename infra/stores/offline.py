@@ -3,6 +3,7 @@
 N rows of a step's batch.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def _has_columns(store: FsspecColumnStore, step: int) -> bool:
 def _no_columns_error(directory: RunDirectory, store: FsspecColumnStore, step: int | None) -> RunError:
     steps = steps_with_columns(store)
     if step is None or not steps:
-        kept = directory.config().store.keep_steps
+        kept = json.dumps(directory.config().store.keep_steps)
         unfinished = f"; step {steps[-1]} has its first chunks, but no batch yet" if steps else ""
         return RunError(
             f"run {directory.run_id} has no step with columns{unfinished}; the newest finished steps keep theirs: "

@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import accumulate
+from typing import Literal
 
 from infra.storage.ledger import FORMAT, stage_key
 from infra.storage.runs import RunDirectory
@@ -139,17 +141,48 @@ def drop_steps(directory: RunDirectory, config: RunConfig) -> None:
 def sweep_steps(run: RunHandle, first: int) -> None:
     """Clear the steps before `first`, the first one that may still be run.
 
-    The last `store.keep_steps` of them stay readable.
+    Those that `store.keep_steps` and `store.keep_bytes` name stay readable. One without entries in the ledger was swept
+    before, so that the sweep of a run that keeps all steps touches the new ones only.
     """
-    directory, store = RunDirectory.of(run), open_store(run)
-    for step in sorted({*directory.ledger.steps(), *store.steps()}):
-        if step < first - run.config.store.keep_steps:
+    directory, store, config = RunDirectory.of(run), open_store(run), run.config.store
+    entered = set(directory.ledger.steps())
+    finished = [step for step in {*entered, *store.steps()} if step < first]
+    sizes = store.bytes_by_step() if config.keep_bytes is not None else {}
+    kept = steps_to_keep({step: sizes.get(step, 0) for step in finished}, first, config.keep_steps, config.keep_bytes)
+    for step in sorted(finished):
+        if step not in kept:
             _drop_records(directory, step)
             store.clear(step)
-        elif step < first:
+        elif step in entered:
+            store.archive(step)  # first: a kill in between must not leave a lease open
             if step + 1 < first or run.config.runtime.max_staleness < 2:  # else step `first` may continue its rollout
                 directory.ledger.drop_step(step)
-            store.archive(step)
+
+
+def steps_to_keep(
+    sizes: Mapping[int, int], first: int, keep_steps: int | Literal["all"], keep_bytes: int | None
+) -> set[int]:
+    """Return the finished steps that stay readable.
+
+    Args:
+        sizes: The bytes of each finished step's columns.
+        first: The step after the last finished one.
+        keep_steps: See `store.keep_steps`.
+        keep_bytes: See `store.keep_bytes`.
+
+    Example:
+        >>> sizes = {3: 10, 4: 10, 5: 10}
+        >>> steps_to_keep(sizes, 6, 2, None), steps_to_keep(sizes, 6, "all", 25), steps_to_keep(sizes, 6, "all", 5)
+        ({4, 5}, {4, 5}, {5})
+    """
+    oldest = 0 if keep_steps == "all" else first - keep_steps
+    newest = sorted((step for step in sizes if step >= oldest), reverse=True)
+    totals = accumulate(sizes[step] for step in newest)
+    return {
+        step
+        for at, (step, total) in enumerate(zip(newest, totals, strict=True))
+        if at == 0 or keep_bytes is None or total <= keep_bytes
+    }
 
 
 def _drop_records(directory: RunDirectory, step: int) -> None:

@@ -78,6 +78,9 @@ class TieredColumnStore(ColumnStore):
     def steps(self) -> list[int]:
         return sorted({*self.front.steps(), *self.durable.steps()})
 
+    def bytes_by_step(self) -> dict[int, int]:
+        return self.durable.bytes_by_step()
+
     def chunks(self, step: int) -> list[ChunkRef]:
         return list(dict.fromkeys([*self.front.chunks(step), *self.durable.chunks(step)]))
 

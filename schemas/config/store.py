@@ -2,10 +2,20 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from schemas.base import FrozenConfig, OptionalText
 from schemas.config.kinds import default_kind
+
+
+def _check_keep_steps(value: object) -> object:
+    """Check it here, as the errors of a union name its members."""
+    if value == "all" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise ValueError("expected a number of steps, 0 or more, or 'all'")
+
+
+KeepSteps = Annotated[NonNegativeInt | Literal["all"], BeforeValidator(_check_keep_steps)]
 
 
 class _Limits(FrozenConfig):
@@ -29,6 +39,11 @@ class SharedStore(_Limits):
     """Always 0: finished steps are not kept."""
 
     @property
+    def keep_bytes(self) -> None:
+        """Whether kept steps have a limit, as they have in durable stores."""
+        return None
+
+    @property
     def is_durable(self) -> bool:
         """Whether columns outlive the Ray cluster."""
         return False
@@ -38,8 +53,11 @@ class _Durable(_Limits):
     url: OptionalText = None
     """Any fsspec URL for the columns, e.g. `s3://bucket/prefix`; None: `columns/` in the run directory."""
 
-    keep_steps: NonNegativeInt = 1
-    """Number of finished steps that stay readable, e.g. for `sluice inspect`; 0: none."""
+    keep_steps: KeepSteps = 1
+    """Number of finished steps that stay readable, e.g. for `sluice inspect`; 0: none; "all": every one, for good."""
+
+    keep_bytes: PositiveInt | None = None
+    """Limit on the bytes of the kept steps, beyond which the oldest go, but never the newest; None: no limit."""
 
     @property
     def is_durable(self) -> bool:

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from infra.storage.ledger import stage_key
+from infra.stores.file_layout import lease_path
 from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.open import open_store
-from infra.stores.steps import open_step
+from infra.stores.steps import open_step, sweep_steps
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.step import PolicyHandle, RunHandle
 from tests.small_run import make_small_run, put_advantages, put_behavior, put_rollout
@@ -86,3 +87,23 @@ def test_a_step_whose_columns_are_lost_is_run_again_from_its_start(
         assert kept(run) == (set(), None)
     assert "step 4 is run again from its start: its columns are no longer in the store" in caplog.text
     assert not list(Path(run.directory, "ledger").glob("step-000004/*"))
+
+
+@pytest.mark.parametrize(("keep_steps", "left"), [(1, [3, 4]), ("all", [2, 3, 4])])
+def test_a_sweep_keeps_the_last_steps_or_all(run: RunHandle, keep_steps: int | str, left: list[int]) -> None:
+    kept_run = run.replace(config=run.config.replace(store=run.config.store.replace(keep_steps=keep_steps)))
+    sweep_steps(kept_run, STEP)
+    assert columns(run).steps() == left
+    assert columns(run).usage().open_leases == (STEP,)
+    sweep_steps(kept_run, STEP + 1)
+    assert columns(run).steps() == ([4] if keep_steps == 1 else left)
+    assert columns(run).usage().open_leases == ()  # its lease was ended, its ledger entries are gone
+    assert not (Path(run.directory) / "ledger" / stage_key(run, POLICY, "put")).exists()
+
+
+def test_a_kept_step_has_no_lease_that_is_read_again(run: RunHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = columns(run)
+    read: list[str] = []
+    monkeypatch.setattr(store._folder, "read", lambda name, own=store._folder.read: read.append(name) or own(name))
+    store.open_lease(STEP)
+    assert read == [lease_path(STEP)]

@@ -122,6 +122,19 @@ def test_a_section_without_a_kind_has_the_default_kind(path: Path) -> None:
     assert load_config(path, ["loss.kind=gspo"]).loss.aggregation == "seq_mean_token_mean"
 
 
+@pytest.mark.parametrize("kept", [0, 7, "all"])
+def test_kept_steps_are_a_number_or_all(path: Path, kept: int | str) -> None:
+    config = load_config(path, [f"store.keep_steps={kept}"])
+    assert config.store.keep_steps == kept
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("kept", ["-1", "true", "some", "1.5"])
+def test_other_numbers_of_kept_steps_are_rejected(path: Path, kept: str) -> None:
+    with pytest.raises(ConfigError, match=r"store.keep_steps = .*: expected a number of steps, 0 or more, or 'all'$"):
+        load_config(path, [f"store.keep_steps={kept}"])
+
+
 def test_the_version_that_samples_a_step(path: Path) -> None:
     config = load_config(path)
     assert [config.sampler_version(step) for step in range(3)] == [0, 1, 2]
