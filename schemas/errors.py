@@ -46,6 +46,10 @@ class RunError(UserError):
     """A run directory is missing, or not in the state that the command needs."""
 
 
+class QueryError(UserError):
+    """A query of a run's steps is rejected, or has no result."""
+
+
 class ServiceError(UserError):
     """A local or configured service (Prefect server, Ray, a judge) can't be reached or started."""
 

@@ -4,6 +4,7 @@ Each step has six samples, three of each of two prompts, from two rollout worker
 are trained on. Numbers are exact in binary: sums over them can be worked out by hand.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -85,10 +86,18 @@ def put_behavior(store: FsspecColumnStore, batch: BatchHandle) -> BatchHandle:
     return with_column(batch, {"behavior_logprobs": "float"}, [chunk], order)
 
 
-def put_advantages(store: FsspecColumnStore, batch: BatchHandle) -> BatchHandle:
+def replace_advantages(run: RunDirectory, step: int, values: Sequence[float]) -> None:
+    """Put a step again, with other advantages of the trained rows."""
+    store = columns_of(run)
+    store.clear(step)
+    store.open_lease(step)
+    store.save_batch(put_advantages(store, put_behavior(store, put_rollout(store, step)), values))
+
+
+def put_advantages(store: FsspecColumnStore, batch: BatchHandle, values: Sequence[float] = ADVANTAGES) -> BatchHandle:
     """Select the rows whose reward did not fail, and add `advantages`."""
     rows = select(batch, TRAINED)
-    columns = pa.record_batch({"advantages": pa.array(ADVANTAGES, type=pa.float32())})
+    columns = pa.record_batch({"advantages": pa.array(values, type=pa.float32())})
     chunk = store.put(_key(store, batch.step, "advantage"), columns, rows)
     return with_column(rows, {"advantages": "float"}, [chunk], range(len(TRAINED)))
 

@@ -2,18 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flows.cli.tables import plain_table, with_width
 from schemas.plan import StepPlan
 from schemas.summary import ColumnStats, LengthHistogram, SampleRow, StepSummary
 
 BAR_WIDTH = 30
 MAX_PROMPT, MAX_RESPONSE = 160, 320  # characters of a sample
-PIPE_WIDTH = 132  # a pipe has no width, and rich would assume 80
 UNBOUNDED = 10_000
 UNREADABLE = "can't be read"
 
@@ -23,8 +22,7 @@ FIGURES = ("rows", "values", "bytes", "nulls", "min", "mean", "max")
 
 def print_step(console: Console, summary: StepSummary, plan: StepPlan | None = None) -> None:
     """Print a step: its identity, columns, chunks, plan, length histograms and sample rows."""
-    if not console.is_terminal:
-        console = Console(file=console.file, width=max(console.width, PIPE_WIDTH))
+    console = with_width(console)
     _print(console, Text("\n".join(_headlines(summary))))
     if summary.columns:
         detailed = _columns(summary, DETAILS)
@@ -70,7 +68,7 @@ def _rows(summary: StepSummary) -> str:
 
 def _columns(summary: StepSummary, details: Sequence[str]) -> Table:
     """Return a table with one line per column: its name, these of its `DETAILS`, and its figures."""
-    table = _table("column", *details, *FIGURES, left=1 + len(details))
+    table = plain_table("column", *details, *FIGURES, left=1 + len(details))
     group = 0
     for column in summary.columns:
         if column.group != group:
@@ -92,7 +90,7 @@ def _figures(stats: ColumnStats) -> list[str]:
 
 
 def _chunks(summary: StepSummary) -> Table:
-    table = _table("chunk", "rows", "bytes", "", left=1)
+    table = plain_table("chunk", "rows", "bytes", "", left=1)
     for chunk in summary.chunks:
         remark = "" if chunk.in_batch else "not in the batch"
         table.add_row(Text(chunk.key), f"{chunk.num_rows:,}", f"{chunk.num_bytes:,}", remark)
@@ -100,7 +98,7 @@ def _chunks(summary: StepSummary) -> Table:
 
 
 def _histogram(title: str, histogram: LengthHistogram) -> Table:
-    table = _table(title, "rows", "", left=1)
+    table = plain_table(title, "rows", "", left=1)
     table.columns[-1].justify = "left"
     most = max(histogram.num_rows)
     for first, stop, count in zip(histogram.edges, histogram.edges[1:], histogram.num_rows, strict=False):
@@ -140,14 +138,6 @@ def _print(console: Console, part: RenderableType) -> None:
     """Print one part, followed by an empty line."""
     console.print(part, soft_wrap=isinstance(part, Text))
     console.print()
-
-
-def _table(*names: str, left: int) -> Table:
-    """Return an empty table whose first `left` columns hold text and the others numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for index, name in enumerate(names):
-        table.add_column(name, justify="left" if index < left else "right", overflow="fold")
-    return table
 
 
 def _number(value: float | None) -> str:

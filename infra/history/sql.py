@@ -1,0 +1,204 @@
+"""SQL over runs, with DuckDB: views of what they keep. Nothing is read before a query asks for it.
+
+Views:
+    runs            one row per run, with its config as JSON
+    steps           one row per finished step: its policy version, time, plan, and each metric as a column
+    metrics         the same metrics, one row for each: run_id, step, name, value
+    evals           one row per evaluation
+    placements      the update, rank and micro-batch of each row in each kept step's plan
+    rows            one row per sample of each kept step: all columns of the catalog, those of tokens as lists
+    tokens          one row per response token, with the columns of the axis `response` and its text
+    prompt_tokens   one row per prompt token
+
+`run_id`, `step` and `row` are the keys. Steps are counted from 0, rows as in the step's batch.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import duckdb
+import pyarrow as pa
+
+from infra.history.steps import KeptSteps
+from infra.history.views import placement_dataset, row_dataset, token_dataset
+from infra.storage.run_list import run_state
+from infra.storage.runs import RunDirectory
+from schemas.config.folders import DEFAULT_RUNS_DIR
+from schemas.errors import QueryError, RunError
+
+MetricRow = tuple[str, int, str, float]
+
+
+def open_runs(*runs: str, runs_dir: str = DEFAULT_RUNS_DIR) -> duckdb.DuckDBPyConnection:
+    """Open runs for queries: `open_runs("demo").sql("select ... from tokens").df()`.
+
+    Args:
+        runs: Runs' directories or ids.
+        runs_dir: The folder in which to look for an id.
+
+    Returns:
+        A DuckDB connection with the views of this module.
+
+    Raises:
+        RunError: There is no such run, two have the same id, or its files are of another version of Sluice.
+    """
+    return RunQueries([RunDirectory.open(run, runs_dir) for run in runs]).connection
+
+
+class RunQueries:
+    """Runs that are open for queries, with Sluice's own errors.
+
+    Args:
+        directories: The runs.
+
+    Raises:
+        RunError: Two have the same id, or the files of one are of another version of Sluice.
+    """
+
+    def __init__(self, directories: Sequence[RunDirectory]) -> None:
+        names = [directory.run_id for directory in directories]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise RunError(f"two of the runs have the id {repeated}; ask for one of them only")
+        self._runs = [KeptSteps(directory) for directory in directories]
+        # Nothing is loaded from the network, and no process-wide connection is shared.
+        self.connection = duckdb.connect(config={"autoinstall_known_extensions": False})
+        self._datasets = {
+            "rows": row_dataset(self._runs),
+            "tokens": token_dataset(self._runs, "response"),
+            "prompt_tokens": token_dataset(self._runs, "prompt"),
+            "placements": placement_dataset(self._runs),
+        }
+        tables = {
+            "runs": _runs_table(directories),
+            **_step_tables(directories),
+            "evals": _evals_table(directories),
+        }
+        for name, view in {**self._datasets, **tables}.items():
+            self.connection.register(name, view)
+
+    def query(self, sql: str, parameters: dict[str, object] | None = None) -> pa.Table:
+        """Return the result of one statement.
+
+        Raises:
+            QueryError: DuckDB rejects it, or it is more than a query.
+            StoreError: Columns that it reads are lost or damaged.
+        """
+        check_query(sql)
+        with self._errors():
+            return self.connection.sql(sql, params=parameters).to_arrow_table()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except duckdb.Error as error:
+            if failure := next((found.failure for found in self._datasets.values() if found.failure), None):
+                raise failure.with_traceback(None) from None  # else its traceback would keep the scan alive
+            hint = "".join(f"; {run.missing}" for run in self._runs if run.missing)
+            raise QueryError(_one_line(error) + hint) from None
+
+
+def check_query(sql: str) -> None:
+    """Check that a text is one query, such as a SELECT, which changes nothing; its names are not looked up.
+
+    Raises:
+        QueryError: It is something else.
+    """
+    try:
+        statements = duckdb.connect().extract_statements(sql)
+    except duckdb.Error as error:
+        raise QueryError(_one_line(error)) from None
+    if [statement.expected_result_type for statement in statements] != [[duckdb.ExpectedResultType.QUERY_RESULT]]:
+        raise QueryError(f"expected one query, such as a SELECT, got {sql!r}")
+
+
+def _one_line(error: duckdb.Error) -> str:
+    return " ".join(str(error).split())
+
+
+def read_query(text: str) -> str:
+    """Return a query, or that of the file whose name is given, which ends in `.sql`.
+
+    Raises:
+        QueryError: There is no such file.
+    """
+    if not text.endswith(".sql"):
+        return text
+    try:
+        return Path(text).read_text()
+    except OSError as error:
+        raise QueryError(f"{text} can't be read: {error.strerror}") from None
+
+
+def _runs_table(directories: Sequence[RunDirectory]) -> pa.Table:
+    rows = []
+    for directory in directories:
+        config, events = directory.config(), directory.metrics.events()
+        rows.append(
+            {
+                "run_id": directory.run_id,
+                "directory": directory.url,
+                "state": run_state(directory, config),
+                "config": config.model_dump_json(),
+                "versions": json.dumps(events[-1].versions if events else {}),
+                "started_at": events[0].time if events else None,
+            }
+        )
+    names = ("run_id", "directory", "state", "config", "versions")
+    schema = pa.schema([*((name, pa.string()) for name in names), ("started_at", pa.float64())])
+    return pa.Table.from_pylist(rows, schema)
+
+
+def _step_tables(directories: Sequence[RunDirectory]) -> dict[str, pa.Table]:
+    """Return `steps` and `metrics`."""
+    steps: list[dict[str, object]] = []
+    metrics: list[MetricRow] = []
+    for directory in directories:
+        for report in directory.metrics.steps():
+            values = {**report.telemetry, **report.metrics}
+            fixed = report.model_dump(include={"step", "policy_version", "seconds", "started_at", "plan"})
+            steps.append({"run_id": directory.run_id, **values, **fixed})
+            metrics.extend((directory.run_id, report.step, name, value) for name, value in values.items())
+    fixed_types = {
+        "run_id": pa.string(),
+        "step": pa.int32(),
+        "policy_version": pa.int32(),
+        "seconds": pa.float64(),
+        "started_at": pa.float64(),
+        "plan": pa.string(),
+    }
+    names = {**fixed_types, **{name: pa.float64() for _, _, name, _ in metrics if name not in fixed_types}}
+    schema = pa.schema([("run_id", pa.string()), ("step", pa.int32()), ("name", pa.string()), ("value", pa.float64())])
+    return {
+        "steps": pa.Table.from_pylist(steps, pa.schema(list(names.items()))),
+        "metrics": pa.table([list(column) for column in zip(*metrics, strict=True)] or [[]] * 4, schema),
+    }
+
+
+def _evals_table(directories: Sequence[RunDirectory]) -> pa.Table:
+    names = {
+        "policy_version": pa.int32(),
+        "num_prompts": pa.int32(),
+        "accuracy": pa.float64(),
+        "reward": pa.float64(),
+        "seconds": pa.float64(),
+    }
+    rows = [
+        {"run_id": directory.run_id, **report.model_dump(include=set(names))}
+        for directory in directories
+        for report in directory.metrics.evals()
+    ]
+    return pa.Table.from_pylist(rows, pa.schema([("run_id", pa.string()), *names.items()]))
