@@ -4,24 +4,22 @@ A chunk's bytes are written first, under a name that holds their checksum; then 
 one wins, and a writer that dies leaves nothing readable.
 """
 
-from collections.abc import Mapping
+from collections import Counter
 from functools import partial
 
 import pyarrow as pa
 
 from infra.storage.blocks import ChunkBlocks, block_checksums, combine_checksums
 from infra.storage.folder import Folder
-from infra.storage.step_folders import step_folder
+from infra.storage.step_folders import step_folder, step_number
 from infra.stores.chunk_reads import name_chunk_in_errors
 from infra.stores.file_layout import (
     DATA_SUFFIX,
     data_path,
     is_record,
-    lease_path,
     load_record,
     record_path,
     step_of,
-    steps_of,
 )
 from schemas.base import Frozen
 from schemas.batch import ChunkKey, ChunkRef
@@ -94,25 +92,19 @@ class ChunkFiles:
         self._folder.remove(record_path(key))
         self._folder.remove(data_path(key, record.checksum))
 
-    def clear(self, step: int, keep: str = "") -> None:
-        """Remove all files of a step but `keep`: the lease first, then records, then bytes."""
-        paths = [path for path in self._folder.sizes(step_folder(step)) if path != keep]
-        for path in sorted(paths, key=lambda path: (path.endswith(DATA_SUFFIX), path != lease_path(step))):
+    def clear(self, step: int) -> None:
+        """Remove all files of a step: records first, then bytes."""
+        for path in sorted(self._folder.sizes(step_folder(step)), key=lambda path: path.endswith(DATA_SUFFIX)):
             self._folder.remove(path)
 
-    def leased_bytes(self) -> dict[int, int]:
-        """Return the bytes of each leased step's chunks."""
-        sizes = self._folder.sizes()
-        return {step: size for step, size in _bytes_by_step(sizes).items() if lease_path(step) in sizes}
+    def steps(self) -> list[int]:
+        """Return the steps that have a folder, in order."""
+        return sorted(step for name in self._folder.subfolders() if (step := step_number(name)) is not None)
 
-    def bytes_by_step(self) -> dict[int, int]:
-        """Return the bytes of each step's chunks."""
-        return _bytes_by_step(self._folder.sizes())
-
-
-def _bytes_by_step(sizes: Mapping[str, int]) -> dict[int, int]:
-    held = dict.fromkeys(steps_of(sizes), 0)
-    for path, size in sizes.items():
-        if path.endswith(DATA_SUFFIX) and (step := step_of(path)) is not None:
-            held[step] += size
-    return held
+    def bytes_by_step(self, within: str = "") -> Counter[int]:
+        """Return the bytes of each step's chunks; with `within`, of those in this subfolder."""
+        held: Counter[int] = Counter()
+        for path, size in self._folder.sizes(within).items():
+            if path.endswith(DATA_SUFFIX) and (step := step_of(path)) is not None:
+                held[step] += size
+        return held

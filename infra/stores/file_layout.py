@@ -1,7 +1,7 @@
 """The files of `FsspecColumnStore`, and how its JSON records are read.
 
     store.json                            the run, and the name of this incarnation of the store
-    step-000007/_lease.json               until when puts are allowed; removed when the step is archived
+    leases/step-000007.json               until when puts are allowed; removed when the step is archived
     step-000007/_batch.json               the step's newest handle
     step-000007/rollout-0-0.json          a chunk's record: the chunk is committed once this exists
     step-000007/rollout-0-0.<sum>.arrow   its bytes
@@ -9,7 +9,6 @@
 Paths are made from validated keys, never read from a file.
 """
 
-from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import TypeVar
 
@@ -23,13 +22,19 @@ from schemas.errors import ChunkCorruptedError
 
 STORE_PATH = "store.json"
 DATA_SUFFIX = ".arrow"
+LEASES = "leases"  # in a folder of their own: they are listed often, and the steps' folders may be many
 
 Record = TypeVar("Record", bound=Frozen)
 
 
 def lease_path(step: int) -> str:
     """Return the path of a step's lease."""
-    return f"{step_folder(step)}/_lease.json"
+    return f"{LEASES}/{step_folder(step)}.json"
+
+
+def leased_step(path: str) -> int | None:
+    """Return the step whose lease has this path."""
+    return step_number(PurePosixPath(path).stem)
 
 
 def batch_path(step: int) -> str:
@@ -56,11 +61,6 @@ def is_record(path: str, step: int) -> bool:
 def step_of(path: str) -> int | None:
     """Return the step whose folder a path is in; None if it is in none."""
     return step_number(PurePosixPath(path).parts[0])
-
-
-def steps_of(paths: Iterable[str]) -> list[int]:
-    """Return the steps whose folders the paths are in, in order."""
-    return sorted({step for path in paths if (step := step_of(path)) is not None})
 
 
 def load_record(folder: Folder, path: str, kind: type[Record]) -> Record | None:

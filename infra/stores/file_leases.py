@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from infra.storage.folder import Folder
 from infra.stores.chunk_errors import lease_expired_error, no_lease_error
-from infra.stores.file_layout import lease_path, load_record, steps_of
+from infra.stores.file_layout import LEASES, lease_path, leased_step, load_record
 from schemas.base import Frozen
 from schemas.batch import ChunkKey
 
@@ -33,9 +33,8 @@ class FileLeases:
         return load_record(self._folder, lease_path(step), Lease)
 
     def steps(self) -> list[int]:
-        """Return the steps that have a lease, in order; those that are kept have none, and are not read."""
-        sizes = self._folder.sizes()
-        return [step for step in steps_of(sizes) if lease_path(step) in sizes]
+        """Return the steps that have a lease, in order."""
+        return sorted(step for path in self._folder.sizes(LEASES) if (step := leased_step(path)) is not None)
 
     def is_expired(self, step: int) -> bool:
         """Return whether the step's lease is marked as expired."""

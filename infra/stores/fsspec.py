@@ -16,7 +16,7 @@ from infra.stores.chunk_errors import capacity_error, check_incarnation, chunk_n
 from infra.stores.chunk_files import ChunkFiles, ChunkRecord
 from infra.stores.chunk_reads import ChunkRead, decode_chunk, name_chunk_in_errors
 from infra.stores.duplicates import check_same_content
-from infra.stores.file_layout import STORE_PATH, batch_path, lease_path, load_record, steps_of
+from infra.stores.file_layout import STORE_PATH, batch_path, load_record
 from infra.stores.file_leases import FileLeases
 from rl_core.columns.codec import decode, encode
 from schemas.base import Frozen
@@ -87,6 +87,7 @@ class FsspecColumnStore(ColumnStore):
 
     def clear(self, step: int) -> int:
         freed = sum(record.ref.num_bytes for record in self.records(step))
+        self._leases.close(step)
         self._files.clear(step)
         self._folder.remove_folder(step_folder(step))  # a late writer finds no lease, and removes its own files
         return freed
@@ -95,7 +96,7 @@ class FsspecColumnStore(ColumnStore):
         self._leases.close(step)
 
     def steps(self) -> list[int]:
-        return steps_of(self._folder.sizes())
+        return sorted({*self._files.steps(), *self._leases.steps()})
 
     def bytes_by_step(self) -> dict[int, int]:
         return self._files.bytes_by_step()
@@ -199,7 +200,7 @@ class FsspecColumnStore(ColumnStore):
     def _wait_for_capacity(self, key: ChunkKey, num_bytes: int) -> None:
         deadline = time.monotonic() + self._put_timeout
         while True:
-            held = self._files.leased_bytes()
+            held = {step: self._files.bytes_by_step(step_folder(step))[step] for step in self._leases.steps()}
             total = sum(held.values())
             if total + num_bytes <= self._capacity_bytes:
                 self._peak_bytes = max(self._peak_bytes, total + num_bytes)
@@ -217,7 +218,7 @@ class FsspecColumnStore(ColumnStore):
     def _sweep(self) -> None:
         """Free the steps whose leases have expired."""
         for step in self._leases.expire():
-            self._files.clear(step, keep=lease_path(step))
+            self._files.clear(step)
 
     def _open(self) -> StoreRecord:
         """Return the folder's own record; the first client writes it."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from infra.storage.ledger import stage_key
+from infra.storage.step_folders import step_folder
 from infra.stores.file_layout import lease_path
 from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.open import open_store
@@ -101,9 +102,13 @@ def test_a_sweep_keeps_the_last_steps_or_all(run: RunHandle, keep_steps: int | s
     assert not (Path(run.directory) / "ledger" / stage_key(run, POLICY, "put")).exists()
 
 
-def test_a_kept_step_has_no_lease_that_is_read_again(run: RunHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_kept_steps_are_not_looked_at_by_a_put(run: RunHandle, monkeypatch: pytest.MonkeyPatch) -> None:
     store = columns(run)
-    read: list[str] = []
-    monkeypatch.setattr(store._folder, "read", lambda name, own=store._folder.read: read.append(name) or own(name))
+    seen: list[str] = []
+    for name in ("read", "sizes"):
+        own = getattr(store._folder, name)
+        monkeypatch.setattr(store._folder, name, lambda path="", own=own: seen.append(path) or own(path))
     store.open_lease(STEP)
-    assert read == [lease_path(STEP)]
+    put_rollout(store, STEP)
+    assert lease_path(STEP) in seen
+    assert {path.split("/")[0] for path in seen} == {"leases", step_folder(STEP)}
