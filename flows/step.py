@@ -126,6 +126,7 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -
         timeline=tuple(phase.spans),
         response_lengths=count_lengths(rollout.response_lengths),
         telemetry=values(merge_metrics([*measured, packing(advantage.plan)])),
+        sources=rollout.sources,
     )
 
 

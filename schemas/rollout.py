@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 from schemas.base import Frozen
 from schemas.batch import BatchHandle, ChunkRef
 from schemas.catalog import REWARD_PART_PREFIX
+from schemas.curriculum import SourceResults
 from schemas.errors import RewardFailureError
 from schemas.metrics import Max, Mean, Metrics, merge_metrics
 from schemas.packed import PackedFloats, PackedInts
@@ -106,6 +107,7 @@ class RolloutHandle(Frozen):
     policy_version: NonNegativeInt  # of the weights that sampled, the newest if several did
     shards: tuple[RolloutShard, ...]
     generated: Metrics = Field(default_factory=dict)  # over all generated groups, if some may have been dropped
+    sources: SourceResults | None = None  # if there is a curriculum
 
     @property
     def metrics(self) -> Metrics:

@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from schemas.base import Frozen
 from schemas.batch import BatchHandle, ColumnGroup, SafeName
 from schemas.config.run import RunConfig
+from schemas.curriculum import SourceResults
 from schemas.memory import PhaseMemory, TurnPhase
 from schemas.metrics import Metrics
 from schemas.plan import StepPlan
@@ -114,6 +115,7 @@ class StepReport(Frozen):
     timeline: tuple[Span, ...] = ()  # the phases, and work of the next step that overlaps them
     response_lengths: LengthHistogram | None = None  # in tokens, in buckets that are the same in every step
     telemetry: dict[str, float] = Field(default_factory=dict)  # measurements, which differ from run to run
+    sources: SourceResults | None = None  # if there is a curriculum: schedules of later steps depend on it
 
     @property
     def tokens_per_second(self) -> float:

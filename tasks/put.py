@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from infra.datasets.curriculum import find_schedules
 from infra.ray.actors import call
 from infra.stores.open import open_store
 from infra.stores.steps import publish_handle
@@ -45,7 +46,8 @@ async def _put(
 ) -> PutResult:
     args = rollout.step, rollout.policy_version, shard.shard, shard.kept, parts
     if (result := await call(worker, "put", *args)) is None:  # the worker doesn't hold the rows
-        again = await generate_shard(run, policy, shard.shard, shard.groups, shard.begun, worker)
+        schedules = find_schedules(run, policy.step)
+        again = await generate_shard(run, policy, shard.shard, shard.groups, shard.begun, schedules, worker)
         _check_same_rows(shard, again.keep(shard.kept), f"shard {shard.shard} of step {rollout.step}")
         result = await call(worker, "put", *args)
     return result

@@ -5,9 +5,11 @@ from functools import partial
 
 from prefect import get_run_logger
 
+from infra.datasets.curriculum import find_schedules
 from infra.stores.open import open_store
 from infra.workers.generate import generate_shard
 from infra.workers.launch import rollout_pool
+from rl_core.rollout.curriculum import count_results, source_metrics
 from rl_core.rollout.dynamic_sampling import (
     count_generated,
     find_variance,
@@ -16,7 +18,9 @@ from rl_core.rollout.dynamic_sampling import (
     shard_groups,
     short_batch_warning,
 )
+from schemas.curriculum import SourceResults, SourceSchedule
 from schemas.errors import StoreError
+from schemas.metrics import Metrics
 from schemas.packed import PackedFloats
 from schemas.rollout import PartialGroups, RolloutHandle, RolloutShard, check_failures
 from schemas.step import PolicyHandle, RunHandle
@@ -37,7 +41,7 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: Rollou
     Raises:
         RewardFailureError: More of the step's rewards failed than the config allows.
     """
-    config, rounds = run.config.rollout, list[list[RolloutShard]]()
+    config, rounds, schedules = run.config.rollout, list[list[RolloutShard]](), find_schedules(run, policy.step)
     begun = _find_begun(run, before) if before else {}
     if not begun and policy.step and run.config.runtime.max_staleness > 1:
         get_run_logger().warning(
@@ -47,24 +51,33 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: Rollou
             run.config.sampler_version(policy.step),
         )
     while groups := next_groups(config, find_variance(rounds) if config.dynamic_sampling else [], len(rounds)):
-        rounds.append(await _generate_round(run, policy, groups, sum(map(len, rounds)), begun))
+        rounds.append(await _generate_round(run, policy, groups, sum(map(len, rounds)), begun, schedules))
         _check_failures(run, policy, rounds)
     if (warning := short_batch_warning(config, policy.step, rounds)) is not None:
         get_run_logger().warning(warning)
+    sources = _count_results(run, rounds, schedules.get(policy.step))
+    generated: Metrics = count_generated(rounds, config) if config.dynamic_sampling else {}
     return RolloutHandle(
         step=policy.step,
         policy_version=run.config.sampler_version(policy.step),
         shards=keep_rows(config, rounds),
-        generated=count_generated(rounds, config) if config.dynamic_sampling else {},
+        generated=generated | (source_metrics(run.config.data.source_names, sources) if sources else {}),
+        sources=sources,
     )
 
 
 async def _generate_round(
-    run: RunHandle, policy: PolicyHandle, groups: range, first_shard: int, begun: Mapping[int, Sequence[PartialGroups]]
+    run: RunHandle,
+    policy: PolicyHandle,
+    groups: range,
+    first_shard: int,
+    begun: Mapping[int, Sequence[PartialGroups]],
+    schedules: Mapping[int, SourceSchedule],
 ) -> list[RolloutShard]:
     shards = shard_groups(run.config.rollout, groups, first_shard)
     jobs = {
-        shard: partial(generate_shard, run, policy, shard, own, begun.get(shard, ())) for shard, own in shards.items()
+        shard: partial(generate_shard, run, policy, shard, own, begun.get(shard, ()), schedules)
+        for shard, own in shards.items()
     }
     return await rollout_pool(run).dispatch(jobs)
 
@@ -79,6 +92,15 @@ def _find_begun(run: RunHandle, before: RolloutHandle) -> dict[int, Sequence[Par
         get_run_logger().warning("the unfinished rows of step %d can't be read: %s", before.step, error)
         return {}
     return {shard.shard: shard.unfinished for shard in before.shards if shard.unfinished}
+
+
+def _count_results(
+    run: RunHandle, rounds: Sequence[Sequence[RolloutShard]], schedule: SourceSchedule | None
+) -> SourceResults | None:
+    """Count the successes of each source in all rounds; None without a curriculum."""
+    if schedule is None or run.config.data.curriculum is None:
+        return None
+    return count_results(schedule, [shard for shards in rounds for shard in shards], run.config.data.curriculum)
 
 
 def _check_failures(run: RunHandle, policy: PolicyHandle, rounds: Sequence[Sequence[RolloutShard]]) -> None:

@@ -143,7 +143,13 @@ class RolloutWorker:
         return self._workers.version
 
     def generate(
-        self, step: int, version: int, shard: int, groups: Sequence[int], begun: Sequence[Any]
+        self,
+        step: int,
+        version: int,
+        shard: int,
+        groups: Sequence[int],
+        begun: Sequence[Any],
+        schedules: dict[int, Any],
     ) -> RolloutShard:
         random, samples = np.random.default_rng([step, shard]), self._config.samples_per_prompt
         limit, num_rows = self._config.max_response_tokens, len(groups) * samples

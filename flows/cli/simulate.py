@@ -18,6 +18,7 @@ from infra.datasets import PromptDataset, PromptRow, load_train_prompts
 from infra.models.load import experts_dtype, load_tokenizer
 from rl_core.columns.codec import arrow_type, value_bits
 from rl_core.columns.jagged import token_dtype
+from rl_core.rollout.curriculum import plan_sources
 from schemas.base import Frozen
 from schemas.catalog import CATALOG, EXPERT_DTYPES, TOKEN_DTYPES, Axis, column_spec
 from schemas.config.run import RunConfig
@@ -71,7 +72,9 @@ def simulate_step(
     """
     rollout = config.rollout
     data = load_train_prompts(config.data, load_tokenizer(config.model)) if data is None else data
-    rows = data.rows_for_step(0, rollout.num_prompts, config.seed, config.data.shuffle)
+    first = plan_sources(config, range(1), {})[0] if config.data.curriculum else None
+    num_prompts = rollout.num_prompts
+    rows = data.rows_for_groups(0, range(num_prompts), num_prompts, config.seed, config.data.shuffle, first)
     prompts = [data[row] for row in rows for _ in range(rollout.samples_per_prompt)]
     random = np.random.Generator(np.random.PCG64(config.seed))
     lengths = draw_lengths(random, shape, fill, rollout.max_response_tokens, len(prompts))

@@ -11,9 +11,11 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets.files import REQUIRED_COLUMNS, read_rows
+from infra.datasets.levels import level_of, split_levels
 from infra.datasets.prompts import PromptDataset, PromptRow
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.control_tokens import Messages
+from schemas.config.curriculum import LevelCurriculum
 from schemas.config.data import DataConfig
 from schemas.errors import DataError
 
@@ -42,17 +44,24 @@ class _ParsedRow:
 def load_train_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
 ) -> PromptDataset:
-    """Read a run's training prompts: `data.train_path`, or the weighted `data.sources`.
+    """Read a run's training prompts: `data.train_path`, by level of difficulty if asked for, or `data.sources`.
 
     Raises:
-        DataError: See `load_prompts`.
+        DataError: See `load_prompts`; or a level of difficulty has no rows.
     """
-    parts = [load_prompts(source.path, config, tokenizer, tools) for source in config.train_sources]
-    return PromptDataset.mix(parts, [source.weight for source in config.train_sources])
+    levels = config.curriculum if isinstance(config.curriculum, LevelCurriculum) else None
+    parts = [load_prompts(source.path, config, tokenizer, tools, levels) for source in config.train_sources]
+    if levels is not None:
+        parts = split_levels(config.train_sources[0].path, parts[0], levels)
+    return PromptDataset.mix(parts, config.source_weights)
 
 
 def load_prompts(
-    path: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+    path: str,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]] = (),
+    levels: LevelCurriculum | None = None,
 ) -> PromptDataset:
     """Read one file or folder in verl's columns: `data_source`, `prompt`, `reward_model`, `extra_info`.
 
@@ -61,6 +70,7 @@ def load_prompts(
         config: The most tokens of a prompt, what happens to longer ones, and the variables of the chat template.
         tokenizer: The tokenizer whose chat template formats the prompts.
         tools: JSON schemas of the tools that the model may call.
+        levels: The levels of difficulty of which each row must have one.
 
     Raises:
         DataError: The file is missing or unreadable, or a row is unusable; the message names file, row (counted from 1)
@@ -69,6 +79,9 @@ def load_prompts(
     parsed = [_parse_row(f"{path}, row {number}", row) for number, row in enumerate(read_rows(path), start=1)]
     if not parsed:
         raise DataError(f"{path} has no rows; a run needs at least one prompt")
+    if levels is not None:
+        for number, row in enumerate(parsed, start=1):
+            level_of(f"{path}, row {number}", row.info, levels)
     chat = ChatTemplate(tokenizer, config.chat_template_kwargs, tools)
     token_ids = _tokenize(path, [row.messages for row in parsed], chat)
     limit = config.max_prompt_tokens

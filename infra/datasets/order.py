@@ -11,7 +11,9 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_core.rollout.curriculum import draw_sources
 from rl_core.rollout.seeding import derive_seed
+from schemas.curriculum import SourceSchedule
 
 
 @dataclass(frozen=True)
@@ -34,24 +36,34 @@ class RowOrder:
 
     def rows_for_step(self, step: int, num_prompts: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
         """Return the rows that `step` (from 0) takes: int64 [num_prompts]; see `PromptDataset.rows_for_step`."""
-        numbers = np.arange(step * num_prompts, (step + 1) * num_prompts, dtype=np.int64)
-        return self._rows_of_prompts(numbers, seed, shuffle)
+        return self.rows_for_groups(step, range(num_prompts), num_prompts, seed, shuffle)
 
     def rows_for_groups(
-        self, step: int, groups: Sequence[int], num_prompts: int, seed: int, shuffle: bool
+        self,
+        step: int,
+        groups: Sequence[int],
+        num_prompts: int,
+        seed: int,
+        shuffle: bool,
+        schedule: SourceSchedule | None = None,
     ) -> NDArray[np.int64]:
         """Return the row of each of the step's `groups`: int64 [G]; see `PromptDataset.rows_for_groups`."""
         wanted = np.asarray(groups, dtype=np.int64)
+        count = max(num_prompts, int(wanted.max(initial=-1)) + 1)
+        if schedule is None:
+            sources, positions = self._locate(step * num_prompts + np.arange(count, dtype=np.int64))
+        else:
+            sources, positions = _locate_by(schedule, count)
         if not shuffle:
-            return self._rows_of_prompts(step * num_prompts + wanted, seed, shuffle)
-        own = self.rows_for_step(step, num_prompts, seed, shuffle)
-        num_extra = max(0, int(wanted.max(initial=-1)) + 1 - num_prompts)
-        return np.concatenate([own, self._extra_rows(step, num_extra, own, seed)])[wanted]
+            return self._rows_at(sources, positions, seed, shuffle)[wanted]
+        own = self._rows_at(sources[:num_prompts], positions[:num_prompts], seed, shuffle)
+        return np.concatenate([own, self._extra_rows(step, sources[num_prompts:], own, seed)])[wanted]
 
-    def _rows_of_prompts(self, numbers: NDArray[np.int64], seed: int, shuffle: bool) -> NDArray[np.int64]:
-        """Return the rows of the prompts with these numbers."""
-        sources, positions = self._locate(numbers)
-        rows = np.empty_like(numbers)
+    def _rows_at(
+        self, sources: NDArray[np.int64], positions: NDArray[np.int64], seed: int, shuffle: bool
+    ) -> NDArray[np.int64]:
+        """Return the rows at these positions among their source's prompts."""
+        rows = np.empty_like(sources)
         for source, (start, size) in enumerate(zip(self._starts, self.sizes, strict=True)):
             mine = sources == source
             order_of_epoch = (
@@ -60,12 +72,13 @@ class RowOrder:
             rows[mine] = start + _index_epochs(positions[mine], size, order_of_epoch)
         return rows
 
-    def _extra_rows(self, step: int, count: int, own: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the rows of the first `count` groups after the step's own, whose rows are `own`: int64 [count].
+    def _extra_rows(
+        self, step: int, sources: NDArray[np.int64], own: NDArray[np.int64], seed: int
+    ) -> NDArray[np.int64]:
+        """Return the rows of groups of these sources, after the step's own, whose rows are `own`: int64.
 
-        Sources alternate as they would in the next step; each source starts with rows that the step doesn't have.
+        Each source starts with rows that the step doesn't have.
         """
-        sources, _ = self._locate(len(own) * (step + 1) + np.arange(count, dtype=np.int64))
         rows = np.empty_like(sources)
         for source, (start, size) in enumerate(zip(self._starts, self.sizes, strict=True)):
             mine = sources == source
@@ -99,6 +112,16 @@ class RowOrder:
     def _starts(self) -> tuple[int, ...]:
         """The first row of each source."""
         return tuple(int(start) for start in np.cumsum([0, *self.sizes[:-1]]))
+
+
+def _locate_by(schedule: SourceSchedule, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the source and position of the first `count` prompts of a schedule's step: int64 [count] each."""
+    sources = draw_sources(schedule, count)
+    positions = np.empty_like(sources)
+    for source, first in enumerate(schedule.positions):
+        mine = sources == source
+        positions[mine] = first + np.arange(mine.sum())
+    return sources, positions
 
 
 def _index_epochs(

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from infra.datasets.order import RowOrder
 from rl_core.rollout.control_tokens import Messages
+from schemas.curriculum import SourceSchedule
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,13 @@ class PromptDataset:
         return self._order.rows_for_step(step, num_prompts, seed, shuffle)
 
     def rows_for_groups(
-        self, step: int, groups: Sequence[int], num_prompts: int, seed: int, shuffle: bool
+        self,
+        step: int,
+        groups: Sequence[int],
+        num_prompts: int,
+        seed: int,
+        shuffle: bool,
+        schedule: SourceSchedule | None = None,
     ) -> NDArray[np.int64]:
         """Return the row index of each of the step's `groups`, which are numbered from 0: int64 [G].
 
@@ -86,5 +93,7 @@ class PromptDataset:
         the file. With shuffling, they take successive permutations of all rows, seeded by (seed, step) and with the
         step's own rows last, so that no row repeats within a step while unused rows are left. With several files, this
         holds for each, and extra groups alternate between files as the next step's prompts would.
+
+        With a curriculum, its `schedule` of the step chooses the source of each group, instead of the weights.
         """
-        return self._order.rows_for_groups(step, groups, num_prompts, seed, shuffle)
+        return self._order.rows_for_groups(step, groups, num_prompts, seed, shuffle, schedule)

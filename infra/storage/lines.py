@@ -17,6 +17,7 @@ from infra.storage.folder import Folder
 from schemas.errors import RunTakenOverError
 
 SEGMENT_BYTES = 2**18  # from which an object is not written again, and the next lines go to a new one
+_BLOCK_BYTES = 2**16  # read at once from the end of a file
 _READS = 3  # as a revision may be replaced between the listing and the read
 
 
@@ -25,6 +26,10 @@ class Lines(Protocol):
 
     def read(self) -> Iterator[str]:
         """Yield the lines that are whole: one cut short by a kill was never committed."""
+        ...
+
+    def read_backwards(self) -> Iterator[str]:
+        """Yield the same lines to the process that writes them, the last one first; reads no more than is asked for."""
         ...
 
     def append(self, text: str) -> None:
@@ -58,6 +63,22 @@ class LocalLines:
             return
         with self._path.open() as file:
             yield from (line for line in file if line.endswith("\n"))
+
+    def read_backwards(self) -> Iterator[str]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            at, rest = file.seek(0, os.SEEK_END), b""
+            is_whole = False  # the lines after the last line break were cut short
+            while at:
+                size = min(at, _BLOCK_BYTES)
+                at = file.seek(at - size)
+                first, *lines = (file.read(size) + rest).split(b"\n")
+                for line in reversed(lines if is_whole else lines[:-1]):
+                    yield line.decode() + "\n"
+                rest, is_whole = first, is_whole or bool(lines)
+            if is_whole:
+                yield rest.decode() + "\n"
 
     def append(self, text: str) -> None:
         with self._path.open("a") as file:
@@ -99,6 +120,11 @@ class ObjectLines:
 
     def read(self) -> Iterator[str]:
         yield from self._read(self._newest()).splitlines(keepends=True)
+
+    def read_backwards(self) -> Iterator[str]:
+        newest = self._newest()
+        for name in reversed(newest.names) if newest else ():  # whole lines each
+            yield from reversed(b"".join(self._folder.read_all([name])).decode().splitlines(keepends=True))
 
     def append(self, text: str) -> None:
         newest = self._newest()

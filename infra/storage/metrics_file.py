@@ -40,6 +40,17 @@ class MetricsFile:
         """Return the report of one step; None if it is not finished."""
         return next((report for report in self.steps() if report.step == number), None)
 
+    def last_steps(self, first: int) -> list[StepReport]:
+        """Return the reports of the finished steps from `first` on; only the end of the file is read."""
+        reports: list[StepReport] = []
+        for line in self._lines.read_backwards():
+            if line.startswith(_beginning("step")):
+                row = json.loads(line)
+                if row["step"] < first:
+                    break
+                reports.append(StepReport.model_validate(_without_kind(row)))
+        return reports[::-1]
+
     def evals(self) -> list[EvalReport]:
         """Return the reports of the evaluations."""
         return [EvalReport.model_validate(row) for row in self._reports("eval")]
@@ -67,9 +78,17 @@ class MetricsFile:
 
     def _reports(self, kind: str) -> list[dict[str, Any]]:
         """Return the rows of a kind, without the kind; the others are not parsed, as a long run has many."""
-        beginning = json.dumps({"kind": kind})[:-1]
-        rows = [json.loads(line) for line in self._lines.read() if line.startswith(beginning)]
-        return [{name: row[name] for name in row if name != "kind"} for row in rows]
+        beginning = _beginning(kind)
+        return [_without_kind(json.loads(line)) for line in self._lines.read() if line.startswith(beginning)]
 
     def _rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._lines.read()]
+
+
+def _beginning(kind: str) -> str:
+    """Return what the lines of a kind begin with."""
+    return json.dumps({"kind": kind})[:-1]
+
+
+def _without_kind(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in row if name != "kind"}

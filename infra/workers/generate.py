@@ -1,6 +1,6 @@
 """Have rollout workers generate: groups of a step, or samples of held-out prompts, with the weights of one version."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,6 +8,7 @@ from infra.ray.actors import call
 from infra.weights.sync import sync_weights
 from infra.workers.colocation import GetWorkers, Synced, enter_rollout
 from infra.workers.launch import get_group, rollout_pool
+from schemas.curriculum import SourceSchedule
 from schemas.errors import VersionError
 from schemas.rollout import PartialGroups, RolloutShard
 from schemas.step import EvalShard, PolicyHandle, RunHandle
@@ -25,11 +26,12 @@ async def generate_shard(
     shard: int,
     groups: Sequence[int],
     begun: Sequence[PartialGroups],
+    schedules: Mapping[int, SourceSchedule],
     worker: Any,
 ) -> RolloutShard:
     """Have a worker generate and score these groups of the policy's step, and keep their rows until they are put."""
     version = run.config.sampler_version(policy.step)
-    return await _call(run, version, worker, "generate", policy.step, version, shard, groups, begun)
+    return await _call(run, version, worker, "generate", policy.step, version, shard, groups, begun, schedules)
 
 
 async def evaluate_shard(run: RunHandle, policy: PolicyHandle, rows: Sequence[int], worker: Any) -> EvalShard:

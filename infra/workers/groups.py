@@ -1,6 +1,6 @@
 """The groups of a step, sampled by one worker; and parts of the groups of the steps after it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from rl_core.rollout.seeding import derive_seed
 from rl_core.views import new_batch
 from schemas.batch import ChunkKey
 from schemas.config.run import RunConfig
+from schemas.curriculum import SourceSchedule
 from schemas.rollout import PartialGroups
 
 
@@ -49,7 +50,12 @@ class GroupSampler:
         self._store, self._sampling, self._vocab_size = store, sampling, vocab_size
 
     def sample(
-        self, step: int, shard: int, groups: Sequence[int], begun: Sequence[PartialGroups]
+        self,
+        step: int,
+        shard: int,
+        groups: Sequence[int],
+        begun: Sequence[PartialGroups],
+        schedules: Mapping[int, SourceSchedule],
     ) -> tuple[list[Sample], tuple[PartialGroups, ...], dict[str, float]]:
         """Finish these groups of `step`, and continue or begin those of the steps after it.
 
@@ -58,6 +64,7 @@ class GroupSampler:
             shard: The number of these groups' shard within each of the steps.
             groups: The groups' numbers within each of the steps.
             begun: What the step before has left of the same shard.
+            schedules: The curriculum's, by step; none without one.
 
         Returns:
             The step's samples, with rewards; what is not finished, stored; and the seconds of each part.
@@ -66,10 +73,10 @@ class GroupSampler:
             StoreError: What was begun can't be read.
         """
         if self._config.runtime.max_staleness <= 1:
-            return self._sample_whole(step, groups)
+            return self._sample_whole(step, groups, schedules.get(step))
         left = {part.step: part for part in begun}
         steps = self._config.sampled_steps(step)
-        everything = [row for each in steps for row in self._rows(each, groups, left.get(each))]
+        everything = [row for each in steps for row in self._rows(each, groups, left.get(each), schedules.get(each))]
         limits = [self._config.token_limit(row.step - step) for row in everything]
         later: dict[int, Generation] = {}
 
@@ -95,10 +102,10 @@ class GroupSampler:
         return samples, tuple(kept), seconds
 
     def _sample_whole(
-        self, step: int, groups: Sequence[int]
+        self, step: int, groups: Sequence[int], schedule: SourceSchedule | None
     ) -> tuple[list[Sample], tuple[PartialGroups, ...], dict[str, float]]:
         """Sample the groups of one step, from beginning to end."""
-        seed, rows = self._config.seed, self._rows(step, groups, None)
+        seed, rows = self._config.seed, self._rows(step, groups, None, schedule)
         starts = [
             ResponseStart(row.prompt, row.group, row.seed(seed), derive_seed(seed, "environment", step, row.group))
             for row in rows
@@ -106,11 +113,13 @@ class GroupSampler:
         prompts, responses, seconds = self._sampler.sample(starts, self._sampling)
         return [_sample(*each) for each in zip(rows, prompts, responses, strict=True)], (), seconds
 
-    def _rows(self, step: int, groups: Sequence[int], begun: PartialGroups | None) -> list[Row]:
+    def _rows(
+        self, step: int, groups: Sequence[int], begun: PartialGroups | None, schedule: SourceSchedule | None
+    ) -> list[Row]:
         """Return the rows of these groups of `step`, with what was sampled of them before."""
         config = self._config
         numbers = self._prompts.rows_for_groups(
-            step, groups, config.rollout.num_prompts, config.seed, config.data.shuffle
+            step, groups, config.rollout.num_prompts, config.seed, config.data.shuffle, schedule
         )
         samples = range(config.rollout.samples_per_prompt)
         # Known by the group's number within the step, not by its prompt: a small file may give one prompt twice.

@@ -1,6 +1,6 @@
 """The rollout worker: generates, scores and stores the groups of each step that it is assigned."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ from infra.workers.telemetry import WorkerTelemetry
 from rl_core.columns.codec import value_dtypes
 from schemas.batch import ChunkKey
 from schemas.config.rollout import EvalConfig, RolloutConfig
+from schemas.curriculum import SourceSchedule
 from schemas.errors import ConfigError, VersionError
 from schemas.memory import EngineTag, MemoryChange
 from schemas.metrics import Metrics
@@ -166,6 +167,7 @@ class RolloutWorker:
         shard: int,
         groups: Sequence[int],
         begun: Sequence[PartialGroups] = (),
+        schedules: Mapping[int, SourceSchedule] | None = None,
     ) -> RolloutShard:
         """Generate and score the samples of these groups of `step` together, and keep them for `put`.
 
@@ -177,6 +179,7 @@ class RolloutWorker:
             shard: The number of these groups' shard within the step.
             groups: The groups' numbers within the step, ascending.
             begun: What the rollout before has left unfinished of this shard.
+            schedules: The curriculum's schedules of the step and of those sampled ahead, by step; None without one.
 
         Raises:
             StoreError: That can't be read.
@@ -187,7 +190,7 @@ class RolloutWorker:
         self._generated_step, usage = step, EngineUsage()
         self.engine.usage = usage
         with profiled(self._run, step, self._telemetry.worker, "rollout") if is_first else nullcontext():
-            samples, unfinished, seconds = self._groups.sample(step, shard, groups, begun)
+            samples, unfinished, seconds = self._groups.sample(step, shard, groups, begun, schedules or {})
         self._pending = {key: pending for key, pending in self._pending.items() if key[0] >= step}
         self._pending[step, shard] = _PendingShard(policy_version, samples)
         made = make_shard(step, shard, self._number, groups, samples, seconds)

@@ -1,10 +1,12 @@
 """The prompts to train and evaluate on."""
 
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from schemas.base import FrozenConfig, OptionalText
+from schemas.config.curriculum import CurriculumConfig, LevelCurriculum
 
 _TEMPLATE_OPTIONS = {"conversation", "messages", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
 
@@ -15,8 +17,16 @@ class PromptSource(FrozenConfig):
     path: str
     """Path of the prompts: Parquet, JSONL, or a folder of Hugging Face datasets' `save_to_disk`."""
 
+    name: OptionalText = None
+    """Name in metrics; None: the last part of the path, without its ending."""
+
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Relative frequency of the source's prompts; only the ratios of all weights matter."""
+
+    @property
+    def label(self) -> str:
+        """The name in metrics."""
+        return self.name or PurePath(self.path).stem
 
 
 class DataConfig(FrozenConfig):
@@ -31,6 +41,9 @@ class DataConfig(FrozenConfig):
 
     sources: tuple[PromptSource, ...] = ()
     """Several weighted sources of training prompts; empty: `train_path` is used."""
+
+    curriculum: CurriculumConfig | None = None
+    """How the frequencies of sources or difficulties follow recent success; None: by weight alone."""
 
     eval_path: OptionalText = None
     """Path of the held-out prompts; None: no evaluation."""
@@ -61,6 +74,25 @@ class DataConfig(FrozenConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _curriculum_has_sources(self) -> "DataConfig":
+        if self.curriculum is None:
+            return self
+        if self.curriculum.kind == "levels" and self.sources:
+            raise ValueError(
+                'data.curriculum.kind = "levels" takes one file, but data.sources are set; set data.train_path '
+                'instead, or data.curriculum.kind = "sources"'
+            )
+        if self.curriculum.kind == "sources" and len(self.sources) < 2:
+            raise ValueError(
+                f'data.curriculum.kind = "sources" chooses among data.sources, of which there are {len(self.sources)}; '
+                'give two or more, or set data.curriculum.kind = "levels"'
+            )
+        names = self.source_names
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two of data.sources are named {twice[0]!r}; give one of them another name")
+        return self
+
     @field_validator("chat_template_kwargs")
     @classmethod
     def _not_sluices_own(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -74,3 +106,17 @@ class DataConfig(FrozenConfig):
     def train_sources(self) -> tuple[PromptSource, ...]:
         """The sources of training prompts, one or several."""
         return self.sources if self.train_path is None else (PromptSource(path=self.train_path),)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The names of what a curriculum chooses among: sources or levels, K."""
+        if isinstance(self.curriculum, LevelCurriculum):
+            return self.curriculum.names
+        return tuple(source.label for source in self.train_sources)
+
+    @property
+    def source_weights(self) -> tuple[float, ...]:
+        """Their weights, K; levels have the same."""
+        if isinstance(self.curriculum, LevelCurriculum):
+            return (1.0,) * len(self.curriculum.starts)
+        return tuple(source.weight for source in self.train_sources)
