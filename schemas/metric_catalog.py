@@ -89,9 +89,9 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("rollout/failed", "rollout", "sum", "row", "Failed rewards of all generated rows, dropped groups included.", ()),
     ("rollout/tokens", "rollout", "sum", "token", "Response tokens generated, dropped groups included.", ()),
     # Sources of prompts or levels of difficulty, if there is a curriculum.
-    ("data/<source>/share", "rollout", "single", "", "Fraction of the prompts that is to come from a source.", _PAGES),
+    ("data/<source>/share", "rollout", "single", "", "Fraction of the prompts that is to come from a source.", ()),
     ("data/<source>/success_rate", "rollout", "mean", "",
-     "Fraction of successes among all generated samples of a source, without failed rewards; absent if none.", _PAGES),
+     "Fraction of successes among all generated samples of a source, without failed rewards; absent if none.", ()),
     # Turns, if an environment answers them.
     ("turns", "rollout", "mean", "turn", "Turns of the model in a trajectory.", _PAGES, ".1f"),
     ("turns/environment_tokens", "rollout", "mean", "token", "Tokens of a trajectory that are its environment's.", ()),

@@ -2,9 +2,13 @@
 
 import json
 import multiprocessing
+import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infra.storage.config_changes import resumed_config
 from infra.storage.driver_lock import driver_lock
@@ -106,6 +110,32 @@ def test_a_line_cut_short_by_a_kill_was_never_committed(tmp_path: Path) -> None:
     for cut in range(1, 60):
         path.write_bytes(whole[:-cut])
         assert metrics.steps() == [step(0)]
+
+
+@given(
+    lines=st.lists(st.text(st.sampled_from("aé"), max_size=9)),
+    cut=st.text(max_size=3).filter(str.isalpha),
+    block=st.integers(1, 9),
+)
+def test_lines_backwards(lines: list[str], cut: str, block: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, mock.patch("infra.storage.lines._BLOCK_BYTES", block):
+        file = LocalLines(Path(folder) / "lines")
+        assert list(file.read_backwards()) == []
+        file.append("".join(f"{line}\n" for line in lines) + cut)
+        assert list(file.read_backwards()) == [f"{line}\n" for line in reversed(lines)]
+
+
+@pytest.mark.parametrize("place", ["", "memory://runs-backwards/"])
+def test_the_last_steps(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.storage.lines.SEGMENT_BYTES", 700)  # a few reports to an object
+    metrics = RunDirectory(place + "run" if place else tmp_path).metrics
+    assert metrics.last_steps(0) == []
+    for number in range(12):
+        metrics.append_step(step(number))
+        metrics.append_eval(evaluation(number + 1))
+    assert metrics.last_steps(12) == []
+    assert metrics.last_steps(9) == [step(9), step(10), step(11)]
+    assert metrics.last_steps(0) == metrics.steps()
 
 
 def test_appending_after_a_cut_line_keeps_both_lines_whole(tmp_path: Path) -> None:

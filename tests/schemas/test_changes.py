@@ -38,7 +38,7 @@ WHERE_ONLY = {  # in such a section, but the same bit for bit
 TRAINED = {
     *("name", "seed", "runtime.max_staleness"),
     *(f"model.{name}" for name in ("path", "compute_dtype", "lora")),
-    *(f"data.{name}" for name in ("train_path", "sources", "max_prompt_tokens", "overlong", "shuffle")),
+    *(f"data.{name}" for name in ("train_path", "sources", "curriculum", "max_prompt_tokens", "overlong", "shuffle")),
     "data.chat_template_kwargs",
     *(f"reward.{name}" for name in ("kind", "path", "full_marks_only", "relative_tolerance", "absolute_tolerance")),
     *(f"reward.{name}" for name in ("pattern", "parts", "target", "unit")),
@@ -61,6 +61,7 @@ FOR_A_NEW_RUN = {
         "data.train_path",
         "kl.coef",
     ),
+    *(f"data.curriculum.{name}" for name in ("kind", "field", "starts")),
     *("kl.in_reward", "loss.entropy_coef", "model.lora", "model.path", "optim.lr", "optim.updates_per_step"),
     *("optim.implementation", "rollout.router_replay"),
     *(f"environment.{name}" for name in ("kind", "tools", "path", "arguments", "parser", "drops_reasoning")),
