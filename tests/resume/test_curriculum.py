@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 STEPS, SAVED, KILLED = 6, 2, 4
 CONFIG = (
-    *("train", "tiny.toml", f"steps={STEPS}", f"checkpoint.every_steps={SAVED}", "checkpoint.keep=9"),
+    *("train", "tiny.toml", f"steps={STEPS}", f"checkpoint.every_steps={SAVED}", "checkpoint.keep_last=9"),
     *("runtime.max_staleness=1", "correction.kind=truncated", "rollout.dynamic_sampling.max_rounds=2"),
     *("data.curriculum.kind=levels", "data.curriculum.field=index", "data.curriculum.starts=[0,4,8]"),
     *("data.curriculum.window=2", "data.curriculum.success_threshold=0.95", "eval.every_steps=0"),
