@@ -6,11 +6,11 @@ from transformers import AutoConfig
 
 from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import open_checkpoints
-from infra.datasets import PromptDataset, load_prompts, load_train_prompts
+from infra.datasets import PromptDataset, load_run_prompts
 from infra.datasets.limits import check_prompts
 from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
-from infra.environments.open import check_environment, schemas_of_tools
+from infra.environments.open import check_environments
 from infra.models.load import build_meta_model, experts_dtype, load_tokenizer, max_positions
 from infra.models.lora import add_adapter, require_peft
 from infra.monitors import require_monitors
@@ -44,15 +44,9 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
         if runs_here:
             check_vllm(config, config.rollout)
     load_reward(config.reward)
-    tools = schemas_of_tools(config.environment)
-    prompts = load_train_prompts(config.data, tokenizer, tools)
-    check_environment(config, tokenizer, prompts[0])
-    check_prompts(
-        config,
-        prompts,
-        load_prompts(config.data.eval_path, config.data, tokenizer, tools) if config.data.eval_path else None,
-        max_positions(config.model),
-    )
+    prompts, held_out = load_run_prompts(config, tokenizer)
+    check_environments(config, tokenizer, prompts)
+    check_prompts(config, prompts, held_out, max_positions(config.model))
     if config.model.lora is not None:
         require_peft()
     if config.rollout.router_replay:

@@ -28,7 +28,9 @@ from infra.datasets import PromptRow
 from infra.engines.base import RolloutEngine, Sampling
 from infra.engines.open import open_engine
 from infra.engines.usage import EngineUsage
+from infra.environments.dialogue import Dialogue
 from infra.environments.episodes import Episodes
+from infra.environments.open import environment_class
 from infra.environments.pool import EnvironmentPool
 from infra.models.load import load_tokenizer
 from infra.models.tiny import make_model
@@ -93,21 +95,20 @@ def measure(config: RunConfig, engine: RolloutEngine, arguments: argparse.Namesp
         num_processes=NUM_ENVIRONMENT_PROCESSES,
         admission_steps=arguments.steps,
     )
-    pool = EnvironmentPool(environment.path, environment.arguments, environment)
+    pool = EnvironmentPool(environment_class(environment))
     pool.start()
     pool.wait_until_ready()
-    chat = ChatTemplate(load_tokenizer(config.model), {}, ())
+    chat, limit = ChatTemplate(load_tokenizer(config.model), {}, ()), config.data.max_prompt_tokens
     played: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     try:
         for _ in range(arguments.repeats + 1):
             for way in WAYS:
                 alone = way in ("engine", "anew")
                 episodes = Episodes(
-                    environment.replace(admission="arrival" if alone else way),
+                    [Dialogue(environment.replace(admission="arrival" if alone else way), chat, limit)],
                     AnewEngine(engine) if way == "anew" else engine,  # type: ignore[arg-type]
                     Immediate(arguments.turns) if alone else pool,  # type: ignore[arg-type]
-                    chat,
-                    config.data.max_prompt_tokens,
+                    chat.tokenizer,
                 )
                 played[way].append(play(episodes, engine, chat, arguments.rows))
     finally:
@@ -126,7 +127,7 @@ def play(episodes: Episodes, engine: RolloutEngine, chat: ChatTemplate, num_rows
     for number in range(num_rows):
         messages = [{"role": "user", "content": f"Question {number * NUM_PROMPTS // num_rows}"}]
         ids = np.array(chat.encode(messages), dtype=np.int32)
-        prompts.append(PromptRow(ids, messages[0]["content"], "", {}, "bench", messages))
+        prompts.append(PromptRow(ids, messages[0]["content"], "", {}, "bench", messages, environment=0))
     begun = episodes.begin(prompts, range(num_rows))
     usage = engine.usage = EngineUsage()
     started = time.perf_counter()

@@ -18,7 +18,7 @@ class Immediate:
         self._left: dict[int, int] = {}
         self._replies: dict[int, Reply] = {}
 
-    def open(self, row: int, task: Task, seed: int) -> None:
+    def open(self, row: int, task: Task, seed: int, number: int = 0) -> None:
         """Reset a row's environment."""
         self._left[row], self._replies[row] = self._turns, Reply()
 

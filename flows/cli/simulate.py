@@ -78,7 +78,7 @@ def simulate_step(
     prompts = [data[row] for row in rows for _ in range(rollout.samples_per_prompt)]
     random = np.random.Generator(np.random.PCG64(config.seed))
     lengths = draw_lengths(random, shape, fill, rollout.max_response_tokens, len(prompts))
-    turns = config.environment.max_turns if config.environment else 1
+    turns = max((environment.max_turns for environment in config.environments), default=1)
     return SimulatedStep(prompts, lengths, rollout.samples_per_prompt, rollout.max_response_tokens, turns)
 
 
@@ -125,7 +125,7 @@ def _absent_columns(config: RunConfig) -> set[str]:
     """Return the rollout's columns that a run lacks by its settings."""
     versions = set() if config.runtime.max_staleness > 1 else {"sampler_versions"}
     turns = {name for name, spec in CATALOG.items() if spec.axis == "turn" or name == "episode_end"}
-    return versions if config.environment else versions | turns
+    return versions if config.environments else versions | turns
 
 
 def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[ColumnBytes, ...]:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,12 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from infra.datasets.environments import (
+    EnvironmentOf,
+    RowEnvironment,
+    environments_of_sources,
+    held_out_environment,
+)
 from infra.datasets.files import REQUIRED_COLUMNS, read_rows
 from infra.datasets.levels import level_of, split_levels
 from infra.datasets.prompts import PromptDataset, PromptRow
@@ -17,6 +23,7 @@ from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.control_tokens import Messages
 from schemas.config.curriculum import LevelCurriculum
 from schemas.config.data import DataConfig
+from schemas.config.run import RunConfig
 from schemas.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -30,7 +37,7 @@ class _ParsedRow:
     answer: str
     info: dict[str, Any]
 
-    def with_ids(self, token_ids: list[int]) -> PromptRow:
+    def with_ids(self, token_ids: list[int], environment: int | None) -> PromptRow:
         return PromptRow(
             prompt_ids=np.array(token_ids, dtype=np.int32),
             prompt_text="\n\n".join(message["content"] for message in self.messages),
@@ -38,19 +45,46 @@ class _ParsedRow:
             info=self.info,
             data_source=self.info["data_source"],
             messages=self.messages,
+            environment=environment,
         )
 
 
+def load_run_prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Read a run's training prompts and, if it has any, held-out ones, each row with its environment.
+
+    Raises:
+        DataError: See `load_train_prompts`; or the environment of a held-out row isn't known.
+        EnvironmentImportError: A tool can't be loaded, or lacks types or a description.
+    """
+    environments, path = environments_of_sources(config), config.data.eval_path
+    prompts = load_train_prompts(config.data, tokenizer, environments)
+    if path is None:
+        return prompts, None
+    environment_of = held_out_environment(path, prompts, environments)
+    return prompts, load_prompts(path, config.data, tokenizer, environment_of)
+
+
 def load_train_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, environments: Sequence[RowEnvironment] | None = None
 ) -> PromptDataset:
-    """Read a run's training prompts: `data.train_path`, by level of difficulty if asked for, or `data.sources`.
+    """Read training prompts: `data.train_path`, by level of difficulty if asked for, or `data.sources`.
+
+    Args:
+        config: The prompts.
+        tokenizer: The tokenizer whose chat template formats the prompts.
+        environments: Of each source; None: responses are one turn.
 
     Raises:
         DataError: See `load_prompts`; or a level of difficulty has no rows.
     """
     levels = config.curriculum if isinstance(config.curriculum, LevelCurriculum) else None
-    parts = [load_prompts(source.path, config, tokenizer, tools, levels) for source in config.train_sources]
+    environments = environments or [RowEnvironment()] * len(config.train_sources)
+    parts = [
+        load_prompts(source.path, config, tokenizer, lambda _, own=environment: own, levels)  # type: ignore[misc]
+        for source, environment in zip(config.train_sources, environments, strict=True)
+    ]
     if levels is not None:
         parts = split_levels(config.train_sources[0].path, parts[0], levels)
     return PromptDataset.mix(parts, config.source_weights)
@@ -60,7 +94,7 @@ def load_prompts(
     path: str,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Mapping[str, Any]] = (),
+    environment_of: EnvironmentOf = lambda _: RowEnvironment(),
     levels: LevelCurriculum | None = None,
 ) -> PromptDataset:
     """Read one file or folder in verl's columns: `data_source`, `prompt`, `reward_model`, `extra_info`.
@@ -69,7 +103,7 @@ def load_prompts(
         path: A path that `infra.datasets.files.read_rows` accepts: Parquet, JSONL, or a folder of `save_to_disk`.
         config: The most tokens of a prompt, what happens to longer ones, and the variables of the chat template.
         tokenizer: The tokenizer whose chat template formats the prompts.
-        tools: JSON schemas of the tools that the model may call.
+        environment_of: Finds the environment of a row by its `data_source`.
         levels: The levels of difficulty of which each row must have one.
 
     Raises:
@@ -82,8 +116,12 @@ def load_prompts(
     if levels is not None:
         for number, row in enumerate(parsed, start=1):
             level_of(f"{path}, row {number}", row.info, levels)
-    chat = ChatTemplate(tokenizer, config.chat_template_kwargs, tools)
-    token_ids = _tokenize(path, [row.messages for row in parsed], chat)
+    environments = [environment_of(row.info["data_source"]) for row in parsed]
+    chats = {
+        environment.number: ChatTemplate(tokenizer, config.chat_template_kwargs, environment.tools)
+        for environment in {each.number: each for each in environments}.values()
+    }
+    token_ids = _tokenize(path, [row.messages for row in parsed], [chats[each.number] for each in environments])
     limit = config.max_prompt_tokens
     too_long = [number for number, ids in enumerate(token_ids, start=1) if len(ids) > limit]
     if too_long and config.overlong == "error":
@@ -98,7 +136,11 @@ def load_prompts(
         )
     if too_long:
         logger.warning("%s: dropped %d of %d rows, longer than %d tokens", path, len(too_long), len(parsed), limit)
-    rows = [row.with_ids(ids) for row, ids in zip(parsed, token_ids, strict=True) if len(ids) <= limit]
+    rows = [
+        row.with_ids(ids, environment.number)
+        for row, ids, environment in zip(parsed, token_ids, environments, strict=True)
+        if len(ids) <= limit
+    ]
     return PromptDataset(rows, num_dropped=len(too_long))
 
 
@@ -142,16 +184,16 @@ def _parse_messages(place: str, prompt: Any) -> Messages:
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
 
 
-def _tokenize(path: str, prompts: list[Messages], chat: ChatTemplate) -> list[list[int]]:
-    """Return the token ids of each prompt under the chat template; tokenizes all prompts in one call."""
+def _tokenize(path: str, prompts: list[Messages], chats: list[ChatTemplate]) -> list[list[int]]:
+    """Return the token ids of each prompt under its chat template; tokenizes all prompts in one call."""
     texts: list[str] = []
-    for number, messages in enumerate(prompts, start=1):
+    for number, (messages, chat) in enumerate(zip(prompts, chats, strict=True), start=1):
         try:
             texts.append(chat.render(messages))
         except TemplateError as error:
             raise DataError(f"{path}, row {number}: the model's chat template rejects the prompt: {error}") from error
-    token_ids: list[list[int]] = chat.tokenizer(texts, add_special_tokens=False)["input_ids"]
-    for number, (messages, ids) in enumerate(zip(prompts, token_ids, strict=True), start=1):
+    token_ids: list[list[int]] = chats[0].tokenizer(texts, add_special_tokens=False)["input_ids"]
+    for number, (messages, ids, chat) in enumerate(zip(prompts, token_ids, chats, strict=True), start=1):
         if not ids:
             raise DataError(f"{path}, row {number}: the prompt has no tokens under the model's chat template")
         if name := chat.find_control_token(messages):

@@ -22,6 +22,7 @@ class PromptRow:
     info: dict[str, Any]  # `extra_info` and `data_source`
     data_source: str
     messages: Messages = field(default_factory=list)  # the chat
+    environment: int | None = None  # its number among the run's environments; None: its response is one turn
 
 
 class PromptDataset:

@@ -1,17 +1,15 @@
-"""Open the environment of a config: its processes, its tools, and the episodes played with it."""
-
-from collections.abc import Mapping, Sequence
-from typing import Any
+"""Open the environments of a config: their processes, their tools, and the episodes played with them."""
 
 from transformers import PreTrainedTokenizerBase
 
-from infra.datasets import PromptRow
+from infra.datasets import PromptDataset, PromptRow
+from infra.datasets.environments import schemas_of_tools
 from infra.engines.base import RolloutEngine
 from infra.environments.bridge import TurnBridge
+from infra.environments.dialogue import Dialogue
 from infra.environments.episodes import Episodes
-from infra.environments.pool import EnvironmentPool
+from infra.environments.pool import EnvironmentClass, EnvironmentPool
 from rl_core.environments.base import Task
-from rl_core.environments.tools import tool_schemas
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import EnvironmentConfig, ToolsEnvironment
 from schemas.config.run import RunConfig
@@ -20,42 +18,48 @@ from schemas.errors import DataError
 _TOOLS = "rl_core.environments.tools:ToolEnvironment"
 
 
-def schemas_of_tools(config: EnvironmentConfig | None) -> Sequence[Mapping[str, Any]]:
-    """Return the JSON schemas of the tools that a chat template shows to the model.
-
-    Raises:
-        EnvironmentImportError: A tool can't be loaded, or lacks types or a description.
-    """
-    return tool_schemas(config.tools) if isinstance(config, ToolsEnvironment) else ()
-
-
 def open_episodes(config: RunConfig, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> Episodes | None:
-    """Return what plays a run's trajectories, whose environment is loaded; None if a response is one turn.
+    """Return what plays a run's trajectories, whose environments are loaded; None if a response is one turn.
 
     Raises:
         ChatTemplateError: The model's chat template can't continue a chat by turns.
-        EnvironmentImportError: The environment can't be loaded.
+        EnvironmentImportError: An environment can't be loaded.
     """
-    if config.environment is None:
+    if not config.environments:
         return None
-    chat = _chat(config, config.environment, tokenizer)
-    pool = _pool(config.environment)
+    limit = config.data.max_prompt_tokens
+    dialogues = [Dialogue(each, _chat(config, each, tokenizer), limit) for each in config.environments]
+    pool = EnvironmentPool(*map(environment_class, config.environments))
     pool.start()
     pool.wait_until_ready()
-    return Episodes(config.environment, engine, pool, chat, config.data.max_prompt_tokens)
+    return Episodes(dialogues, engine, pool, tokenizer)
 
 
-def check_environment(config: RunConfig, tokenizer: PreTrainedTokenizerBase, first: PromptRow) -> None:
-    """Check that a run's environment can be made for a prompt, and that the model's chat template can continue it.
+def check_environments(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset) -> None:
+    """Check that a run's environments can be made, each for its first prompt, and that the chat template continues it.
 
     Raises:
-        ChatTemplateError: It can't.
-        DataError: Making or resetting the environment fails.
-        EnvironmentImportError: The environment can't be loaded.
+        ChatTemplateError: The model's chat template can't.
+        DataError: Making or resetting an environment fails.
+        EnvironmentImportError: An environment can't be loaded.
     """
-    if (environment := config.environment) is None:
-        return
-    pool = _pool(environment.replace(num_processes=1))
+    rows = [prompts[number] for number in range(len(prompts))]
+    for number, environment in enumerate(config.environments):
+        _check_environment(config, environment, tokenizer, next(row for row in rows if row.environment == number))
+
+
+def environment_class(config: EnvironmentConfig) -> EnvironmentClass:
+    """Return what a pool needs of an environment."""
+    if isinstance(config, ToolsEnvironment):
+        arguments = {"tools": list(config.tools), "parser": config.parser}
+        return EnvironmentClass(_TOOLS, config, arguments, replays=False)  # tools keep nothing between calls
+    return EnvironmentClass(config.path, config, config.arguments)
+
+
+def _check_environment(
+    config: RunConfig, environment: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, first: PromptRow
+) -> None:
+    pool = EnvironmentPool(environment_class(environment.replace(num_processes=1)))
     pool.start()
     try:
         pool.wait_until_ready()
@@ -70,10 +74,3 @@ def check_environment(config: RunConfig, tokenizer: PreTrainedTokenizerBase, fir
 
 def _chat(config: RunConfig, environment: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     return ChatTemplate(tokenizer, config.data.chat_template_kwargs, schemas_of_tools(environment))
-
-
-def _pool(config: EnvironmentConfig) -> EnvironmentPool:
-    if isinstance(config, ToolsEnvironment):
-        arguments = {"tools": list(config.tools), "parser": config.parser}
-        return EnvironmentPool(_TOOLS, arguments, config, replays=False)  # tools keep nothing between calls
-    return EnvironmentPool(config.path, config.arguments, config)

@@ -9,16 +9,34 @@ import math
 import select
 import weakref
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from infra.environments.interpreter import find_interpreter
+from infra.environments.interpreter import Interpreter, find_interpreter
 from infra.environments.reply import Failure, Reply
 from infra.environments.slot import HeldEnvironment, Slot
 from rl_core.environments.base import Task
 from schemas.config.environment import TurnLimits
 from schemas.errors import ConfigError
 
-__all__ = ["EnvironmentPool", "Failure", "Reply"]
+__all__ = ["EnvironmentClass", "EnvironmentPool", "Failure", "Reply"]
+
+
+@dataclass(frozen=True)
+class EnvironmentClass:
+    """A class of which a pool makes environments.
+
+    Attributes:
+        path: Its import path, `module:Class`.
+        limits: Time limits, the length of observations, the number of processes, and their interpreter.
+        arguments: Its keyword arguments, in JSON's types.
+        replays: Whether to replay actions; if not, the environments have no state.
+    """
+
+    path: str
+    limits: TurnLimits
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    replays: bool = True
 
 
 class EnvironmentPool:
@@ -30,24 +48,13 @@ class EnvironmentPool:
     trace: its environment is made again in the same way.
 
     Args:
-        path: Import path of the class, `module:Class`.
-        arguments: The class's keyword arguments, in JSON's types.
-        limits: Time limits, the length of observations, the number of processes, and their interpreter.
-        replays: Whether to replay actions; if not, the environments have no state.
+        classes: The classes of its environments; each has processes of its own.
     """
 
-    def __init__(self, path: str, arguments: Mapping[str, Any], limits: TurnLimits, *, replays: bool = True) -> None:
-        self._limits, self._replays, self._interpreter = limits, replays, find_interpreter(limits.python)
-        self._settings = {
-            "path": path,
-            "arguments": dict(arguments),
-            "module_path": self._interpreter.module_path,
-            "packages": self._interpreter.packages,
-            "reset_seconds": limits.reset_timeout_seconds,
-            "step_seconds": limits.step_timeout_seconds,
-            "max_observation_characters": limits.max_observation_characters,
-        }
-        self._slots: list[Slot] = []
+    def __init__(self, *classes: EnvironmentClass) -> None:
+        self._classes = classes
+        self._slots: list[Slot] = []  # all processes
+        self._slots_by_class: list[list[Slot]] = []
         self._rows: dict[int, tuple[HeldEnvironment, Slot]] = {}
         self._calling: set[int] = set()  # rows with a call whose reply `wait` has not returned
         self._replies: dict[int, Reply] = {}
@@ -58,15 +65,17 @@ class EnvironmentPool:
         """Start the processes, without waiting until they have imported the class.
 
         Raises:
-            ConfigError: The class's arguments are not in JSON's types, or their interpreter can't run here.
+            ConfigError: A class's arguments are not in JSON's types, or their interpreter can't run here.
         """
-        try:
-            json.dumps(self._settings)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"environment.arguments: {error}; write them in JSON's types") from error
-        self._interpreter.check()
-        for _ in range(self._limits.num_processes):
-            self._slots.append(Slot(self._interpreter, self._settings, self._replays, self._replies))
+        for made in self._classes:
+            interpreter = find_interpreter(made.limits.python)
+            settings = _settings_of(made, interpreter)
+            interpreter.check()
+            own: list[Slot] = []
+            self._slots_by_class.append(own)
+            for _ in range(made.limits.num_processes):
+                own.append(Slot(interpreter, settings, made.replays, self._replies))
+                self._slots.append(own[-1])
 
     def wait_until_ready(self) -> None:
         """Wait until all processes have imported the class.
@@ -77,19 +86,20 @@ class EnvironmentPool:
         while not all(slot.process.is_ready for slot in self._slots):
             self._serve()
 
-    def open(self, row: int, task: Task, seed: int) -> None:
+    def open(self, row: int, task: Task, seed: int, number: int = 0) -> None:
         """Begin to make and reset a row's environment; an earlier one of the row must have ended.
 
         Args:
             row: The row.
             task: The data row, in JSON's types.
             seed: The seed.
+            number: The number of its class among the pool's.
         """
         assert self._slots, "the pool isn't started, or is closed"
         assert row not in self._rows, f"row {row} has an environment: end it first"
-        slot = min(self._slots, key=lambda slot: slot.num_environments)
+        slot, limits = min(self._slots_by_class[number], key=_num_environments), self._classes[number].limits
         self._num_opened += 1
-        environment = HeldEnvironment(row, self._num_opened, task, seed)
+        environment = HeldEnvironment(row, self._num_opened, task, seed, limits)
         self._rows[row] = environment, slot
         slot.add(environment)
         try:
@@ -97,11 +107,11 @@ class EnvironmentPool:
         except (TypeError, ValueError) as error:
             self._fail(row, Failure("invalid", f"the data row can't be sent to an environment process: {error}"))
         else:
-            self._begin(row, None, self._limits.reset_timeout_seconds)
+            self._begin(row, None, limits.reset_timeout_seconds)
 
     def step(self, row: int, action: str) -> None:
         """Begin a step of a row's environment, once `wait` has returned the reply to its previous call."""
-        self._begin(row, action, self._limits.step_timeout_seconds)
+        self._begin(row, action, self._rows[row][0].limits.step_timeout_seconds)
 
     def wait(self, rows: Collection[int] | None = None) -> dict[int, Reply]:
         """Wait until the calls of these rows have ended, or all calls; return their replies by row.
@@ -140,6 +150,7 @@ class EnvironmentPool:
     def close(self) -> None:
         """Kill all processes, and forget all environments without closing them."""
         _close_all(self._slots)
+        self._slots_by_class.clear()
         for entries in (self._rows, self._calling, self._replies):
             entries.clear()
 
@@ -151,7 +162,7 @@ class EnvironmentPool:
     def _begin(self, row: int, action: str | None, limit_seconds: float) -> None:
         assert row not in self._calling, f"row {row} has a call: wait for its reply first"
         environment, slot = self._rows[row]
-        total = self._limits.trajectory_timeout_seconds
+        total = environment.limits.trajectory_timeout_seconds
         if environment.seconds >= total:
             self._fail(row, Failure("timeout", f"all calls of the trajectory together took {total:g} s or more"))
             return
@@ -175,6 +186,28 @@ class EnvironmentPool:
         poll.poll(1000 * min(limit_seconds, *(slot.seconds_to_wait() for slot in self._slots)))
         for slot in self._slots:
             slot.serve()
+
+
+def _num_environments(slot: Slot) -> int:
+    return slot.num_environments
+
+
+def _settings_of(made: EnvironmentClass, interpreter: Interpreter) -> dict[str, Any]:
+    """Return the settings of a class's processes, see `infra.environments.child`."""
+    settings = {
+        "path": made.path,
+        "arguments": dict(made.arguments),
+        "module_path": interpreter.module_path,
+        "packages": interpreter.packages,
+        "reset_seconds": made.limits.reset_timeout_seconds,
+        "step_seconds": made.limits.step_timeout_seconds,
+        "max_observation_characters": made.limits.max_observation_characters,
+    }
+    try:
+        json.dumps(settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"environment.arguments: {error}; write them in JSON's types") from error
+    return settings
 
 
 def _close_all(slots: list[Slot]) -> None:

@@ -11,6 +11,7 @@ from infra.environments.interpreter import Interpreter
 from infra.environments.process import EnvironmentProcess
 from infra.environments.reply import Failure, Reply
 from rl_core.environments.base import Task
+from schemas.config.environment import TurnLimits
 from schemas.errors import EnvironmentImportError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class HeldEnvironment:
         number: Differs from that of all other environments of the pool.
         task: The data row.
         seed: The seed.
+        limits: The time limits of its calls.
         history: The actions that its state depends on.
         seconds: Time spent in all of its calls.
         is_made: Whether its process holds it, in the state after its latest successful call.
@@ -45,6 +47,7 @@ class HeldEnvironment:
     number: int
     task: Task
     seed: int
+    limits: TurnLimits
     history: list[str] = field(default_factory=list)
     seconds: float = 0.0
     is_made: bool = False

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from infra.datasets import load_prompts, load_train_prompts
+from infra.datasets import load_run_prompts
 from infra.datasets.limits import check_prompts
 from infra.engines.base import RolloutEngine, Sampling
 from infra.engines.checks import require_awake
 from infra.engines.open import open_engine
 from infra.engines.usage import EngineUsage
 from infra.environments.metrics import describe, measure
-from infra.environments.open import open_episodes, schemas_of_tools
+from infra.environments.open import open_episodes
 from infra.models.load import load_tokenizer, max_positions, num_embeddings, stop_token_ids
 from infra.ray.device import choose_device, set_threads
 from infra.ray.tracing import start_tracing, traced
@@ -83,9 +83,8 @@ class RolloutWorker:
         set_threads(config.runtime.num_threads)
         self._columns = self._store or open_store(self._run)
         self._scorer = scorer = open_reward_scorer(config.reward)
-        tokenizer, tools = load_tokenizer(config.model), schemas_of_tools(config.environment)
-        self._prompts = load_train_prompts(config.data, tokenizer, tools)
-        held_out = load_prompts(config.data.eval_path, config.data, tokenizer, tools) if config.data.eval_path else None
+        tokenizer = load_tokenizer(config.model)
+        self._prompts, held_out = load_run_prompts(config, tokenizer)
         check_prompts(config, self._prompts, held_out, max_positions(config.model))
         self._vocab_size = num_embeddings(config.model)
         self._stop_token_ids = stop_token_ids(config.model, tokenizer) + config.rollout.stop_token_ids

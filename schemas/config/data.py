@@ -7,6 +7,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from schemas.base import FrozenConfig, OptionalText
 from schemas.config.curriculum import CurriculumConfig, LevelCurriculum
+from schemas.config.environment import EnvironmentConfig
 
 _TEMPLATE_OPTIONS = {"conversation", "messages", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
 
@@ -22,6 +23,9 @@ class PromptSource(FrozenConfig):
 
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Relative frequency of the source's prompts; only the ratios of all weights matter."""
+
+    environment: EnvironmentConfig | None = None
+    """What answers the model's turns to the source's prompts; None: the run's `environment`, if it has one."""
 
     @property
     def label(self) -> str:

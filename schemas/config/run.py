@@ -47,7 +47,7 @@ class RunConfig(FrozenConfig):
     """The reward function; its `kind` must be given."""
 
     environment: EnvironmentConfig | None = None
-    """What answers the model's turns; None: a response is one turn."""
+    """What answers the model's turns, unless a source has its own; None: a response is one turn."""
 
     rollout: RolloutConfig = Field(default_factory=TransformersRollout)
     """The rollout engine and its sampling settings."""
@@ -115,7 +115,7 @@ class RunConfig(FrozenConfig):
             'store.kind is not durable; set store.kind = "tiered"': not self.store.is_durable,
             "store.keep_steps = 0; set it to 1 or more": self.store.keep_steps == 0,
             "rollout.dynamic_sampling replaces groups of a whole step; remove it": self.rollout.dynamic_sampling,
-            "environment plays whole trajectories; remove it": self.environment,
+            "environment plays whole trajectories; remove it": self.environments,
             "rollout.stop may be cut between two parts; use rollout.stop_token_ids": self.rollout.stop,
             "rollout.router_replay needs whole responses; set it to false": self.rollout.router_replay,
             f"rollout.max_response_tokens = {limit} can't be split into {n} parts; raise it": limit < n,
@@ -129,20 +129,35 @@ class RunConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _environment_fits(self) -> "RunConfig":
-        if self.environment is None and self.reward.reads_environment:
+        if self.reward.reads_environment and not self.environments:
             raise ValueError(
                 'reward.kind = "environment" takes an environment\'s rewards, but there is none; set environment.kind '
                 "and its settings, or another reward.kind"
+            )
+        if self.reward.kind == "environment" and None in self.environment_by_source:
+            without = self.data.train_sources[self.environment_by_source.index(None)].path
+            raise ValueError(
+                f'reward.kind = "environment" takes the rewards of environments, but {without} has none; give that one '
+                "of data.sources an environment, or set another reward.kind"
             )
         if self.advantage.kind == "turn_level" and not self.reward.environment_weight:
             raise ValueError(
                 'advantage.kind = "turn_level" gives each turn the rewards from it on, but the reward has none of '
                 'turns; set reward.kind = "environment", or a weighted sum with it, or another advantage.kind'
             )
-        if self.environment is not None and self.rollout.router_replay:
+        if self.environments and self.rollout.router_replay:
             raise ValueError(
                 "rollout.router_replay = true records the experts of one turn's tokens, not those of an environment's; "
                 "set it to false, or remove environment"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _environments_are_admitted_together(self) -> "RunConfig":
+        if len({(each.admission, each.admission_steps) for each in self.environments}) > 1:
+            raise ValueError(
+                "the environments of data.sources differ in admission or admission_steps, but their rows are sampled "
+                "together; set these to the same values"
             )
         return self
 
@@ -181,6 +196,20 @@ class RunConfig(FrozenConfig):
     def overlaps_next_rollout(self, step: int) -> bool:
         """Return whether the rollout of the next step overlaps the training of `step`."""
         return self.runtime.max_staleness > 0 and step + 1 < self.steps
+
+    @property
+    def environment_by_source(self) -> tuple[EnvironmentConfig | None, ...]:
+        """The environment of each source of training prompts; None: its responses are one turn."""
+        return tuple(source.environment or self.environment for source in self.data.train_sources)
+
+    @property
+    def environments(self) -> tuple[EnvironmentConfig, ...]:
+        """The different environments of all sources, in their order."""
+        different: list[EnvironmentConfig] = []
+        for environment in self.environment_by_source:
+            if environment is not None and environment not in different:
+                different.append(environment)
+        return tuple(different)
 
     @property
     def scores_behavior(self) -> bool:

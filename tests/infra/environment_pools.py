@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from infra.environments.pool import EnvironmentPool, Reply
+from infra.environments.pool import EnvironmentClass, EnvironmentPool, Reply
 from rl_core.environments.base import Task
 from schemas.config.environment import TurnLimits
 
@@ -17,7 +17,9 @@ def opened(name: str, arguments: Mapping[str, object] | None = None, **changes: 
     replays = bool(changes.pop("replays", True))
     fields = {"num_processes": 1, "reset_timeout_seconds": LIMIT_SECONDS, "step_timeout_seconds": LIMIT_SECONDS}
     limits = TurnLimits.model_validate(fields | changes)
-    pool = EnvironmentPool(name if ":" in name else f"{MODULE}:{name}", arguments or {}, limits, replays=replays)
+    pool = EnvironmentPool(
+        EnvironmentClass(name if ":" in name else f"{MODULE}:{name}", limits, arguments or {}, replays=replays)
+    )
     try:
         pool.start()
         yield pool

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from infra.datasets.environments import schemas_of_tools
 from infra.environments.interpreter import OLDEST, find_interpreter
-from infra.environments.open import schemas_of_tools
+from infra.environments.open import environment_class
 from infra.environments.pool import EnvironmentPool
 from infra.environments.process import MODULES
 from rl_core import user_code
@@ -86,11 +87,10 @@ def test_an_environment_runs_in_an_interpreter_with_nothing_but_the_standard_lib
 
 
 def test_tools_run_in_another_interpreter(python: str, venv: Path) -> None:
-    config = ToolsEnvironment(tools=("far_tool:prefix",), python=python, num_processes=1)
+    config = ToolsEnvironment(tools=("far_tool:prefix",), parser="json", python=python, num_processes=1)
     (schema,) = schemas_of_tools(config)
     assert schema["function"]["name"] == "prefix"
-    arguments = {"tools": list(config.tools), "parser": "json"}
-    pool = EnvironmentPool("rl_core.environments.tools:ToolEnvironment", arguments, config, replays=False)
+    pool = EnvironmentPool(environment_class(config))
     pool.start()
     open_rows(pool, "")
     reply = step_rows(pool, ['{"name": "prefix", "arguments": {"ending": "!"}}'])[0]

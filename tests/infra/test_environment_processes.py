@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.environments.pool import EnvironmentPool
+from infra.environments.pool import EnvironmentClass, EnvironmentPool
 from schemas.config.environment import TurnLimits
 from tests.infra.environment_pools import MODULE, kinds, open_rows, opened, step_rows
 from tests.infra.reward_pools import wait_for_exit
@@ -37,7 +37,7 @@ def test_a_process_imports_no_more_than_the_class_does() -> None:
 def test_a_class_may_import_the_modules_of_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "importing.py").write_text(IMPORTING)
     monkeypatch.syspath_prepend(tmp_path)
-    pool = EnvironmentPool("importing:Importing", {}, TurnLimits(num_processes=1))
+    pool = EnvironmentPool(EnvironmentClass("importing:Importing", TurnLimits(num_processes=1)))
     pool.start()
     try:
         pool.open(0, {"prompt": [], "answer": "", "info": {}}, 0)
@@ -67,7 +67,7 @@ def test_close_kills_all_processes() -> None:
 
 
 def test_a_garbage_collected_pool_kills_its_processes() -> None:
-    pool = EnvironmentPool(f"{MODULE}:Counting", {}, TurnLimits(num_processes=1))
+    pool = EnvironmentPool(EnvironmentClass(f"{MODULE}:Counting", TurnLimits(num_processes=1)))
     pool.start()
     open_rows(pool, "")
     pids = pool.pids
@@ -81,10 +81,10 @@ def test_the_processes_end_with_their_parent(tmp_path: Path, how: str, action: s
     log = tmp_path / "pid"
     program = f"""
 import sys
-from infra.environments.pool import EnvironmentPool
+from infra.environments.pool import EnvironmentClass, EnvironmentPool
 from schemas.config.environment import TurnLimits
 
-pool = EnvironmentPool("{MODULE}:Counting", {{"log": {str(log)!r}}}, TurnLimits(num_processes=2))
+pool = EnvironmentPool(EnvironmentClass("{MODULE}:Counting", TurnLimits(num_processes=2), {{"log": {str(log)!r}}}))
 pool.start()
 pool.open(0, {{"answer": ""}}, 0)
 pool.wait()

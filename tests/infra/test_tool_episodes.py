@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from infra.datasets import PromptRow
+from infra.datasets.environments import schemas_of_tools
 from infra.engines.base import Generation, GenerationRequest, Sampling
+from infra.environments.dialogue import Dialogue
 from infra.environments.episodes import Episodes
-from infra.environments.open import schemas_of_tools
+from infra.environments.open import environment_class
 from infra.environments.pool import EnvironmentPool
 from infra.environments.trajectory import Trajectory
 from infra.models.tiny import CHAT_TEMPLATE, make_tokenizer
@@ -72,13 +74,12 @@ def play(engine: GivenTurns, num_rows: int) -> list[Trajectory]:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ '<|pad|>' if tools else '' }}" + CHAT_TEMPLATE
     chat = ChatTemplate(tokenizer, {}, schemas_of_tools(CONFIG))
-    arguments = {"tools": list(CONFIG.tools), "parser": CONFIG.parser}
-    pool = EnvironmentPool("rl_core.environments.tools:ToolEnvironment", arguments, CONFIG, replays=False)
+    pool = EnvironmentPool(environment_class(CONFIG))
     pool.start()
     try:
-        episodes = Episodes(CONFIG, engine, pool, chat, 64)  # type: ignore[arg-type]
+        episodes = Episodes([Dialogue(CONFIG, chat, 64)], engine, pool, tokenizer)  # type: ignore[arg-type]
         messages = [{"role": "user", "content": "2 + 3 ="}]
-        prompt = PromptRow(np.array(chat.encode(messages)), "2 + 3 =", "5", {}, "sums", messages)
+        prompt = PromptRow(np.array(chat.encode(messages)), "2 + 3 =", "5", {}, "sums", messages, environment=0)
         sampling = Sampling(max_response_tokens=2000, stop_token_ids=(tokenizer.eos_token_id,))
         begun = episodes.begin([prompt] * num_rows, range(num_rows))
         played = dict(episodes.play(begun, range(num_rows), sampling))
