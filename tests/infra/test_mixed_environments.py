@@ -93,7 +93,7 @@ def test_held_out_rows_have_the_environment_of_their_data_source(folder: Path) -
 
 def test_held_out_rows_of_unknown_sources_are_refused(folder: Path) -> None:
     write_rows(folder / "other.jsonl", [tiny_row(0, data_source="other")])
-    with pytest.raises(DataError, match="no training prompt has the data_source 'other'.*: echo, greeting, plain"):
+    with pytest.raises(DataError, match=r"no training prompt has the data_source 'other'.*: echo, greeting, plain"):
         load_run_prompts(mixed(folder, "other.jsonl", **NAMES).config, make_tokenizer())
     both = mixed(folder, greeting=GREETING, echo=GREETING).config  # all the same: any held-out row has it
     prompts, held_out = load_run_prompts(
