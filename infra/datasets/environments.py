@@ -27,6 +27,11 @@ class RowEnvironment:
 EnvironmentOf = Callable[[str], RowEnvironment]  # by the row's `data_source`
 
 
+def always(environment: RowEnvironment) -> EnvironmentOf:
+    """Return what finds the same environment for each row."""
+    return lambda _: environment
+
+
 def schemas_of_tools(config: EnvironmentConfig | None) -> Sequence[Mapping[str, Any]]:
     """Return the JSON schemas of the tools that a chat template shows to the model.
 
@@ -60,7 +65,7 @@ def held_out_environment(path: str, prompts: PromptDataset, environments: Sequen
     """
     by_number = {environment.number: environment for environment in environments}
     if len(by_number) == 1:
-        return lambda _: environments[0]
+        return always(environments[0])
     known: dict[str, set[int | None]] = {}
     for row in (prompts[number] for number in range(len(prompts))):
         known.setdefault(row.data_source, set()).add(row.environment)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from infra.datasets.environments import (
     EnvironmentOf,
     RowEnvironment,
+    always,
     environments_of_sources,
     held_out_environment,
 )
@@ -82,7 +83,7 @@ def load_train_prompts(
     levels = config.curriculum if isinstance(config.curriculum, LevelCurriculum) else None
     environments = environments or [RowEnvironment()] * len(config.train_sources)
     parts = [
-        load_prompts(source.path, config, tokenizer, lambda _, own=environment: own, levels)  # type: ignore[misc]
+        load_prompts(source.path, config, tokenizer, always(environment), levels)
         for source, environment in zip(config.train_sources, environments, strict=True)
     ]
     if levels is not None:
@@ -94,7 +95,7 @@ def load_prompts(
     path: str,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    environment_of: EnvironmentOf = lambda _: RowEnvironment(),
+    environment_of: EnvironmentOf = always(RowEnvironment()),  # noqa: B008  it is immutable
     levels: LevelCurriculum | None = None,
 ) -> PromptDataset:
     """Read one file or folder in verl's columns: `data_source`, `prompt`, `reward_model`, `extra_info`.

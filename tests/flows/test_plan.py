@@ -29,6 +29,16 @@ from tests.command import Command, Result, assert_rejected, make_command
 from tests.services import WITH_REFERENCE, Workplace
 from tests.tiny import make_tiny_moe
 
+GAMES = ("Game", "Broken")
+GAME = """
+class Game:
+    def __init__(self, task, seed): ...
+    def reset(self): ...
+    def step(self, action): return "", 1.0, True
+
+class Broken(Game):
+    def reset(self): raise ValueError("no such game")
+"""
 VOCAB_SIZE = 300  # fits uint16, as the tiny model's does
 
 
@@ -205,6 +215,24 @@ def test_prompts_are_those_of_the_first_step(load: Callable[..., RunConfig]) -> 
     rows = data.rows_for_step(0, 4, config.seed, config.data.shuffle)
     expected = [data[row].prompt_text for row in rows for _ in range(4)]
     assert [prompt.prompt_text for prompt in simulate_step(config, "uniform", 0.5).prompts] == expected
+
+
+def test_a_curriculum_begins_with_as_many_prompts_of_each_level(load: Callable[..., RunConfig]) -> None:
+    levels = ("data.curriculum.kind=levels", "data.curriculum.field=index", "data.curriculum.starts=[0,9]")
+    prompts = simulate_step(load(*levels), "uniform", 0.5).prompts[::4]  # 9 and 3 rows
+    assert [prompt.info["index"] >= 9 for prompt in prompts] == [False, True, False, True]
+
+
+def test_the_environments_of_all_sources_are_tried(folder: Path, sluice: Command) -> None:
+    (folder / "games.py").write_text(GAME)
+    first, both = (
+        ", ".join(f'{{path="train.parquet", environment={{kind="class", path="games:{name}"}}}}' for name in names)
+        for names in (GAMES[:1], GAMES)
+    )
+    mixed = ("data.train_path=", "data.eval_path=")
+    assert planned(sluice(*mixed, f"data.sources=[{first}]", "--json"))["num_rows"] == 16
+    result = sluice(*mixed, f"data.sources=[{both}]")
+    assert_rejected(result, "the environment of the first training prompt can't be reset: ValueError: no such game")
 
 
 def test_nothing_was_started_or_left(folder: Path) -> None:

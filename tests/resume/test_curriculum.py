@@ -28,6 +28,8 @@ def test_the_same_rows_after_going_back_to_an_older_checkpoint(workplace: Workpl
 
     run = workplace.run("curriculum-killed")
     driver = workplace.start(*CONFIG, "--run-id", "curriculum-killed")
+    driver.wait_for(lambda: run.passed(1, "rollout"))
+    workplace.kill_worker("RolloutWorker")  # rows that are not put yet are sampled again
     driver.wait_for(lambda: run.passed(KILLED, "rollout"))
     driver.kill()
     workplace.stop_ray()
