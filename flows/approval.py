@@ -1,5 +1,6 @@
 """Approval by a person: the run pauses after a step beyond a configured limit, and asks in the Prefect UI."""
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Literal
 
@@ -18,6 +19,7 @@ from infra.monitors.rows import step_row
 from infra.storage.decisions import Decision
 from infra.storage.runs import RunDirectory
 from schemas.errors import RunStoppedError
+from schemas.queries import FailedQuery
 from schemas.step import RunHandle, StepReport
 
 POLL_SECONDS = 2  # between two looks for an answer
@@ -37,9 +39,10 @@ class Approval(RunInput):
     )
 
 
-async def ask_for_approval(run: RunHandle, report: StepReport) -> None:
-    """If a finished step exceeds a limit of `runtime.approve_when`, pause until somebody decides how the run goes on.
+async def ask_for_approval(run: RunHandle, report: StepReport, failed: Sequence[FailedQuery] = ()) -> None:
+    """If a finished step needs approval, pause until somebody decides how the run goes on.
 
+    It does beyond a limit of `runtime.approve_when` and, with `runtime.approve_failed_queries`, if queries failed.
     Workers and weights stay meanwhile. The decision is written to the run directory, and a step is asked about once.
 
     Raises:
@@ -48,9 +51,11 @@ async def ask_for_approval(run: RunHandle, report: StepReport) -> None:
     decisions = RunDirectory.of(run).decisions
     values = step_row(report).values
     exceeded = [limit for limit in run.config.runtime.approve_when if limit.is_exceeded(values)]
-    if not exceeded or report.step in decisions.load():
+    reasons = [f"{limit} ({limit.metric} is {values[limit.metric]:.4g})" for limit in exceeded]
+    reasons += map(str, failed) if run.config.runtime.approve_failed_queries else ()
+    if not reasons or report.step in decisions.load():
         return
-    reason = ", ".join(f"{limit} ({limit.metric} is {values[limit.metric]:.4g})" for limit in exceeded)
+    reason = ", ".join(reasons)
     get_run_logger().warning("paused after step %d: %s; answer at %s", report.step + 1, reason, flow_run_url())
     runtime, attempts = run.config.runtime, count()
     answer = await call_through_outages(

@@ -12,6 +12,7 @@ from prefect.events import Event, emit_event
 from pydantic import NonNegativeInt
 
 from schemas.base import Frozen
+from schemas.queries import FailedQuery
 from schemas.step import EvalReport, StepReport
 
 WINDOW_STEPS = 10  # over which rewards are averaged
@@ -72,6 +73,17 @@ class RewardFailing(EventPayload):
     failed_fraction: float
 
 
+class QueryFailed(EventPayload):
+    """A saved query of `runtime.queries` returned rows for a step, or could not be answered."""
+
+    event = "sluice.query.failed"
+
+    query: str
+    num_rows: NonNegativeInt
+    rows: tuple[str, ...]  # the first ones, as JSON
+    error: str | None
+
+
 class RewardCollapsed(EventPayload):
     """The mean reward of the last steps is less than half of the best such mean before."""
 
@@ -120,6 +132,11 @@ class RunEvents:
         if fraction := report.metrics.get("reward/failed_fraction"):
             self._emit(RewardFailing(**self._run, step=step, failed_fraction=fraction))
         self._watch_reward(step, report.metrics["reward"])
+
+    def fail_query(self, step: int, failed: FailedQuery) -> None:
+        """Report what a saved query says about the newest of `step` finished steps."""
+        found = failed.model_dump(include={"num_rows", "rows", "error"})
+        self._emit(QueryFailed(**self._run, step=step, query=failed.name, **found))
 
     def complete_evaluation(self, report: EvalReport) -> None:
         """Report an evaluation."""

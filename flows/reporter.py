@@ -1,11 +1,14 @@
 """What a run reports of its steps: to its log and artifacts in Prefect, to its monitors, and as events."""
 
+from collections.abc import Sequence
+
 from prefect import get_run_logger
 
 from flows.artifacts import ProgressArtifact, show_evaluation
 from flows.events import RunEvents
 from flows.progress import eval_lines, progress_line
 from infra.monitors import Monitors
+from schemas.queries import FailedQuery
 from schemas.step import EvalReport, RunHandle, StepReport
 
 
@@ -28,6 +31,12 @@ class RunReporter:
         await self._progress.show_step(report)
         self._monitors.log_step(report)
         self._events.complete_step(report)
+
+    def queries(self, report: StepReport, failed: Sequence[FailedQuery]) -> None:
+        """Report the saved queries that a finished step has failed."""
+        for query in failed:
+            get_run_logger().warning("step %d: %s", report.policy_version, query)
+            self._events.fail_query(report.policy_version, query)
 
     async def evaluation(self, report: EvalReport) -> None:
         """Report an evaluation."""

@@ -17,6 +17,7 @@ from flows.events import RunEvents
 from flows.ledger_storage import ledger_storage
 from flows.logs import logs_in_prefect
 from flows.progress import place_table, sharing_line
+from flows.queries import find_failed_queries
 from flows.recovery import change_config, drop_outdated_ledger, open_run, reconcile, record_event
 from flows.reporter import RunReporter
 from flows.server import call_through_outages
@@ -44,7 +45,7 @@ from schemas.errors import (
     VersionError,
     WorkerLostError,
 )
-from schemas.step import PolicyHandle, RunHandle, RunSummary
+from schemas.step import PolicyHandle, RunHandle, RunSummary, StepReport
 from tasks.checkpoint import save_checkpoint, save_on_failure
 from tasks.evaluate import evaluate_policy
 from tasks.workers import start_all_workers
@@ -136,7 +137,7 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
     monitors.log_recorded(directory.metrics)
     events.start(policy.step)
     for report in directory.metrics.steps()[-1:]:  # its driver may have been killed while it waited for an answer
-        await ask_for_approval(run, report)
+        await ask_for_approval(run, report, await find_failed_queries(run, report.step))
     progress = await ProgressArtifact.create(run, policy, directory.metrics)
     step_flow = new_step_flow(await ledger_storage(directory))
     with ExitStack() as stack:
@@ -158,7 +159,7 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
                     await reporter.step(report)
                     if policy.step % run.config.checkpoint.every_steps == 0:
                         reporter.checkpoint(await save_checkpoint(run, policy))
-                    await ask_for_approval(run, report)
+                    await _review(run, report, reporter)
                 except RECOVERABLE as error:
                     restarts += 1
                     if restarts > run.config.runtime.max_restarts:
@@ -176,6 +177,13 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
             with suppress(PipelineError, TimeoutError):
                 await asyncio.wait_for(save_on_failure(run, policy), limit)
             raise
+
+
+async def _review(run: RunHandle, report: StepReport, reporter: RunReporter) -> None:
+    """Ask the run's saved queries about a finished step, and somebody's approval if it needs one."""
+    failed = await find_failed_queries(run, report.step)
+    reporter.queries(report, failed)
+    await ask_for_approval(run, report, failed)
 
 
 async def _start_workers(run: RunHandle) -> None:

@@ -102,6 +102,8 @@ class RunQueries:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
+        for dataset in self._datasets.values():
+            dataset.failure = None
         try:
             yield
         except duckdb.Error as error:

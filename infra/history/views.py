@@ -33,7 +33,7 @@ class StepDataset(ds.Dataset):  # type: ignore[misc]
 
     def __init__(self, runs: Sequence[KeptSteps], schema: pa.Schema, read: ReadStep) -> None:  # not of `Dataset`
         self._runs, self._schema, self._read = {run.run_id: run for run in runs}, schema, read
-        self.failure: PipelineError | None = None  # of the newest scan; DuckDB's own error has its text only
+        self.failure: PipelineError | None = None  # of a scan; DuckDB's own error has its text only
         self._parts = _parts([(run.run_id, step) for run in runs for step in run.batches], schema)
 
     @property
@@ -53,7 +53,6 @@ class StepDataset(ds.Dataset):  # type: ignore[misc]
         # The names of an expression's columns are not to be had; those in its text include them.
         text = "" if condition is None else str(condition)
         fields = list(schema) + [f for f in self._schema if f.name in text and f.name not in schema.names]
-        self.failure = None
         for part in self._parts.get_fragments(condition):
             run_id, step = part.path.rsplit("/", 1)
             try:

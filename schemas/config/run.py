@@ -99,6 +99,17 @@ class RunConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
+    def _queries_have_columns(self) -> "RunConfig":
+        if self.runtime.queries is not None and not self.store.is_durable:
+            raise ValueError(
+                f'runtime.queries reads columns from files, and store.kind = "{self.store.kind}" keeps none; set '
+                'store.kind = "tiered", or leave runtime.queries out'
+            )
+        if self.runtime.approve_failed_queries and self.runtime.queries is None:
+            raise ValueError("runtime.approve_failed_queries needs runtime.queries; set both, or neither")
+        return self
+
+    @model_validator(mode="after")
     def _stale_rows_are_corrected(self) -> "RunConfig":
         if self.runtime.max_staleness and isinstance(self.correction, NoCorrection):
             raise ValueError(

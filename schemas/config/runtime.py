@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from schemas.base import FrozenConfig
+from schemas.base import FrozenConfig, OptionalText
 from schemas.batch import SafeName
 from schemas.config.approval import MetricLimit
 from schemas.config.folders import DEFAULT_RUNS_DIR
@@ -93,6 +93,12 @@ class RuntimeConfig(FrozenConfig):
 
     approve_when: tuple[MetricLimit, ...] = ()
     """Limits, e.g. `["kl > 0.2"]`: after a step beyond one, the run pauses until somebody decides in the Prefect UI."""
+
+    queries: OptionalText = None
+    """A folder with `*.sql` files, asked after each step: a query that returns rows says what is wrong with `$step`."""
+
+    approve_failed_queries: bool = False
+    """Whether the run also pauses, as with `approve_when`, if such a query returns rows."""
 
     approval_timeout_seconds: PositiveInt = 7 * 24 * 3600
     """Seconds that a paused run waits for an answer before it stops; it can be resumed then."""

@@ -37,6 +37,7 @@ SETTINGS = (
     "kl.coef=0.01",
     "runtime.tracing=true",
     "runtime.profile_steps=[1]",
+    "runtime.queries=queries",
     'reward={kind="weighted", num_processes=0, timeout_seconds=inf, '
     'parts={short={reward={kind="function", path="held_rewards:short"}}}}',
     'monitors=[{kind="jsonl", folder="lines"}, {kind="tensorboard"}, {kind="wandb", project="p", mode="offline"}, '
@@ -56,6 +57,7 @@ def short(prompt, completion, answer, info):
         time.sleep(0.05)
     return tiny_rewards.short(prompt, completion, answer, info)
 """
+TRAINED = "select step, count(*) as n from tokens where step = $step group by step"
 OF_GPUS = re.compile(r"_mfu$|_(allocated|reserved)_bytes$")
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "sluice.json"
 
@@ -70,6 +72,9 @@ def watched(workplace: Workplace) -> Iterator[SimpleNamespace]:
         if importlib.util.find_spec(package.partition(".")[0]) is None:
             pytest.skip(f"{package} is not installed")
     (workplace.folder / "held_rewards.py").write_text(REWARD)
+    (workplace.folder / "queries").mkdir()
+    (workplace.folder / "queries" / "trained.sql").write_text(TRAINED)
+    (workplace.folder / "queries" / "ungraded.sql").write_text("select row from rows where reward is null")
     run, hold = workplace.run(RUN_ID), workplace.folder / "hold"
     hold.touch()
     with collecting() as collector, pytest.MonkeyPatch.context() as patch:
@@ -153,6 +158,18 @@ def test_what_a_killed_driver_left_is_listed_and_stopped(watched: SimpleNamespac
     assert [run["run_id"] for run in json.loads(listed)] == [RUN_ID]
     assert stopped == f"stopped {RUN_ID}; resume with: sluice resume {RUN_ID}\n"
     assert stopped_again.startswith(f"nothing of {RUN_ID} is running")
+
+
+def test_a_saved_query_that_returns_rows_is_logged_and_an_event(watched: SimpleNamespace) -> None:
+    tokens = [report.metrics["response/tokens"] * 16 for report in watched.run.metrics.steps()]
+    rows = [f'{{"step": {step}, "n": {round(count)}}}' for step, count in enumerate(tokens)]
+    for step, row in enumerate(rows[1:], 1):  # the first one's warning may be lost with the driver
+        assert f"step {step + 1}: query trained: 1 row, such as {row}" in watched.printed
+    assert "query ungraded" not in watched.printed
+    sent = {"filter": {"event": {"name": ["sluice.query.failed"]}}}
+    found = watched.place.ask(lambda client: client.request("POST", "/events/filter", json=sent)).json()["events"]
+    payloads = {event["payload"]["step"]: event["payload"] for event in found}
+    assert {step: payload["rows"] for step, payload in payloads.items() if step > 1} == {2: [rows[1]], 3: [rows[2]]}
 
 
 def test_no_monitor_failed(watched: SimpleNamespace) -> None:

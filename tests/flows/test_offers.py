@@ -1,19 +1,23 @@
 """What `sluice serve` and `sluice deploy` refuse before anything is started, and the decisions and events of a run."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from prefect.events import Event
 
 from flows.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, RunEvents, RunStarted, StepCompleted
+from flows.queries import find_failed_queries
 from infra.storage.decisions import Decision, DecisionsFile
 from infra.storage.folder import Folder
 from schemas.config.approval import MetricLimit
 from schemas.config.load import load_config
 from schemas.errors import ConfigError
-from schemas.step import StepReport
+from schemas.queries import FailedQuery
+from schemas.step import RunHandle, StepReport
 from tests.command import assert_rejected, make_command
 from tests.configs import config_toml
+from tests.small_run import make_small_run
 
 
 @pytest.fixture
@@ -61,6 +65,33 @@ def test_decisions_change_the_learning_rate_of_later_steps_only(tmp_path: Path) 
     for step, factor in ((2, 0.5), (5, 0.25), (7, 1.0)):
         decisions.add(Decision(step=step, reason="kl > 0.2", lr_factor=factor))
     assert [decisions.lr_scale(step) for step in range(9)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.125, 0.125, 0.125]
+
+
+def test_saved_queries_are_checked_with_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(config_toml())
+    config = load_config(Path("tiny.toml"), ["runtime.queries=queries", "runtime.approve_failed_queries=true"])
+    assert config.runtime.approve_failed_queries
+    for overrides, message in (
+        (["runtime.queries=queries", "store.kind=shared"], "runtime.queries reads columns from files"),
+        (["runtime.approve_failed_queries=true"], "needs runtime.queries"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(Path("tiny.toml"), overrides)
+
+
+def test_queries_of_a_step_are_answered_by_a_process_of_their_own(tmp_path: Path) -> None:
+    directory = make_small_run(tmp_path)
+    (tmp_path / "queries").mkdir()
+    (tmp_path / "queries" / "long.sql").write_text("select row from rows where step = $step and row > 3")
+    config = directory.config()
+    asked = config.replace(runtime=config.runtime.replace(queries=str(tmp_path / "queries")))
+    run = RunHandle(run_id="demo", directory=directory.url, config=asked, store_incarnation="a")
+    assert asyncio.run(find_failed_queries(run, 3)) == (FailedQuery(name="long", num_rows=1, rows=('{"row": 4}',)),)
+    assert asyncio.run(find_failed_queries(run.replace(config=config), 3)) == ()
+    (tmp_path / "queries" / "long.sql").unlink()
+    (failed,) = asyncio.run(find_failed_queries(run, 3))
+    assert "has no file that ends in .sql" in str(failed.error)
 
 
 @pytest.fixture

@@ -178,6 +178,8 @@ def test_a_damaged_chunk_is_named(run: RunDirectory, queries: RunQueries) -> Non
     chunk.write_bytes(chunk.read_bytes()[:-100] + b"x" * 100)
     with pytest.raises(ChunkCorruptedError, match="chunk demo/2/rollout/0/0"):
         queries.query("select avg(reward) from rows")
+    with pytest.raises(QueryError, match="Binder Error"):  # not the one before
+        queries.query("select nothing from rows")
     assert rows_of(queries, "select count(*) as n from rows where step = 3 and reward >= 0") == [{"n": 5}]
     with pytest.raises(duckdb.Error, match="chunk demo/2/rollout/0/0"):
         queries.connection.sql("select avg(reward) from rows").fetchall()

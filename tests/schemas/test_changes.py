@@ -120,6 +120,8 @@ OTHER = {
     "runtime.profile_steps": "[0]",
     "runtime.prefect_api_url": "http://localhost:4200/api",
     "runtime.prefect_patience_seconds": "7",
+    "runtime.approve_failed_queries": "true runtime.queries=queries",
+    "runtime.queries": "queries",
     "runtime.ray_address": "localhost:6379",
     "runtime.shared_memory": "memory",
     "runtime.tls_certificate": "certificate.pem runtime.tls_key=key.pem",
