@@ -88,6 +88,19 @@ class ChunkBlocks:
                 )
         self._loaded.update(missing)
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether all blocks are loaded."""
+        return len(self._loaded) == len(self._checksums)
+
+    def load_all(self) -> None:
+        """Load and check all blocks.
+
+        Raises:
+            StoreError: A block is not what was put.
+        """
+        self.load([(0, self._num_bytes)])
+
     def load_rows(self, names: frozenset[str], starts: Ints, stops: Ints) -> None:
         """Load and check what a decoder reads of some columns' row ranges.
 

@@ -8,6 +8,7 @@ from collections import Counter
 from functools import partial
 
 import pyarrow as pa
+from pydantic import NonNegativeInt
 
 from infra.storage.blocks import ChunkBlocks, block_checksums, combine_checksums
 from infra.storage.folder import Folder
@@ -32,6 +33,7 @@ class ChunkRecord(Frozen):
     ref: ChunkRef
     checksum: str  # of all its bytes
     block_checksums: tuple[str, ...]  # of each block, so that a read can check just the blocks that it uses
+    compressed_bytes: NonNegativeInt | None = None  # of the file; None: it is not compressed, and has the chunk's size
 
 
 class ChunkFiles:
@@ -53,20 +55,25 @@ class ChunkFiles:
         paths = sorted(path for path in self._folder.sizes(step_folder(step)) if is_record(path, step))
         return [record for path in paths if (record := load_record(self._folder, path, ChunkRecord))]
 
-    def write(self, ref: ChunkRef, data: pa.Buffer) -> None:
+    def write(self, ref: ChunkRef, data: pa.Buffer, *, is_compressed: bool) -> None:
         """Write a chunk's bytes, then commit it.
 
         Raises:
             FileExistsError: A chunk is committed under this key.
         """
         checksums = block_checksums(data)
-        record = ChunkRecord(ref=ref, checksum=combine_checksums(checksums), block_checksums=checksums)
+        record = ChunkRecord(
+            ref=ref,
+            checksum=combine_checksums(checksums),
+            block_checksums=checksums,
+            compressed_bytes=data.size if is_compressed else None,
+        )
         key = ChunkKey.parse(ref.key)
         self._folder.write(data_path(key, record.checksum), data)
         self._folder.create(record_path(key), record.model_dump_json().encode())
 
     def open(self, record: ChunkRecord, ref: ChunkRef) -> ChunkBlocks:
-        """Return a chunk's bytes, without loading any of them.
+        """Return a chunk's bytes, without loading any of them, unless they are compressed.
 
         Args:
             record: The chunk's record.
@@ -81,10 +88,14 @@ class ChunkFiles:
             if combine_checksums(record.block_checksums) != record.checksum:
                 raise StoreError("the checksums in its record disagree")
             path = data_path(ChunkKey.parse(ref.key), record.checksum)
-            if (size := self._folder.size(path)) != ref.num_bytes:
-                raise StoreError(f"{size or 0} bytes are stored, expected {ref.num_bytes}")
+            expected = ref.num_bytes if record.compressed_bytes is None else record.compressed_bytes
+            if (size := self._folder.size(path)) != expected:
+                raise StoreError(f"{size or 0} bytes are stored, expected {expected}")
             fetch = partial(self._folder.read_ranges, path)
-            return ChunkBlocks(ref.num_bytes, record.block_checksums, self._folder.map(path), fetch)
+            blocks = ChunkBlocks(expected, record.block_checksums, self._folder.map(path), fetch)
+            if record.compressed_bytes is not None:  # its rows can't be told apart
+                blocks.load_all()
+            return blocks
 
     def delete(self, record: ChunkRecord) -> None:
         """Delete a chunk: its record first, so that it is never half there."""

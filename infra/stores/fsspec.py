@@ -14,11 +14,11 @@ from infra.storage.step_folders import step_folder
 from infra.stores.base import ColumnStore
 from infra.stores.chunk_errors import capacity_error, check_incarnation, chunk_not_found_error, no_lease_error
 from infra.stores.chunk_files import ChunkFiles, ChunkRecord
-from infra.stores.chunk_reads import ChunkRead, decode_chunk, name_chunk_in_errors
+from infra.stores.chunk_reads import ChunkRead, name_chunk_in_errors
 from infra.stores.duplicates import check_same_content
 from infra.stores.file_layout import STORE_PATH, batch_path, load_record
 from infra.stores.file_leases import FileLeases
-from rl_core.columns.codec import decode, encode
+from rl_core.columns.codec import Compression, decode, encode, encoded_bytes
 from schemas.base import Frozen
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.errors import StoreError
@@ -46,6 +46,7 @@ class FsspecColumnStore(ColumnStore):
         put_timeout_seconds: How long a put waits for other steps to be cleared.
         lease_seconds: How long a lease lasts unless it is renewed.
         storage_options: Options that fsspec passes to the file system.
+        compression: That of the files that this client writes. References count bytes as if there were none.
         read_only: Whether to leave all files as they are; the folder must then be a store already.
         clock: Returns the time in seconds, by which leases expire; the same in all processes that use the store.
 
@@ -62,6 +63,7 @@ class FsspecColumnStore(ColumnStore):
         put_timeout_seconds: float = 60.0,
         lease_seconds: float = 3600.0,
         storage_options: dict[str, Any] | None = None,
+        compression: Compression | None = None,
         read_only: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -69,7 +71,7 @@ class FsspecColumnStore(ColumnStore):
         self._folder, self._read_only = Folder(url, storage_options or {}), read_only
         self._files, self._leases = ChunkFiles(self._folder), FileLeases(self._folder, lease_seconds, clock)
         self._capacity_bytes, self._put_timeout = capacity_bytes, put_timeout_seconds
-        self._peak_bytes = 0
+        self._peak_bytes, self._compression = 0, compression
         self.incarnation = self._open().incarnation
 
     def open_lease(self, step: int) -> None:
@@ -151,11 +153,12 @@ class FsspecColumnStore(ColumnStore):
         self._require_lease(key)
         if self._files.find(key):
             return self._check_repeated(key, columns)
-        data = encode(columns)
+        data = encode(columns, self._compression)
         self._wait_for_capacity(key, data.size)
-        ref = ChunkRef(key=str(key), num_rows=columns.num_rows, num_bytes=data.size, incarnation=self.incarnation)
+        size = data.size if self._compression is None else encoded_bytes(columns)
+        ref = ChunkRef(key=str(key), num_rows=columns.num_rows, num_bytes=size, incarnation=self.incarnation)
         try:
-            self._files.write(ref, data)
+            self._files.write(ref, data, is_compressed=self._compression is not None)
         except FileExistsError:
             return self._check_repeated(key, columns)
         if self._leases.find(key.step) is None:  # the step was cleared in the meantime
@@ -172,18 +175,19 @@ class FsspecColumnStore(ColumnStore):
     def _fetch_rows(self, read: ChunkRead) -> pa.RecordBatch:
         blocks = self._open_chunk(read.ref)
         with name_chunk_in_errors(read.ref):
-            blocks.load_rows(read.names, read.starts, read.stops)
-        return decode_chunk(read.ref, blocks.buffer, read.names)
+            if not blocks.is_loaded:
+                blocks.load_rows(read.names, read.starts, read.stops)
+            return decode(blocks.buffer, read.names)
 
     def _load(self, ref: ChunkRef) -> pa.Buffer:
         """Return all of a chunk's bytes, checked."""
         blocks = self._open_chunk(ref)
         with name_chunk_in_errors(ref):
-            blocks.load([(0, ref.num_bytes)])
+            blocks.load_all()
         return blocks.buffer
 
     def _open_chunk(self, ref: ChunkRef) -> ChunkBlocks:
-        """Return a chunk's bytes, without loading any of them."""
+        """Return a chunk's bytes, without loading any of them, unless they are compressed."""
         check_incarnation(ref, self.incarnation)
         key = self._key(ref)
         record = self._files.find(key)

@@ -59,6 +59,7 @@ def open_files(
         NO_LIMIT if is_tiered else config.capacity_bytes,
         put_timeout_seconds=config.put_timeout_seconds,
         lease_seconds=NO_EXPIRY_SECONDS if is_tiered else config.lease_seconds,
+        compression=None if config.compression == "none" else config.compression,
         read_only=read_only,
     )
 

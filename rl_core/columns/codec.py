@@ -6,7 +6,7 @@ pickles, and decoding never trusts its input, since any process may have written
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ import pyarrow as pa
 from rl_core.columns.jagged import row_lengths
 from schemas.catalog import Axis, ColumnSpec, column_spec
 from schemas.errors import ColumnError, ColumnNotFoundError, StoreError
+
+Compression = Literal["lz4", "zstd"]
 
 _VECTOR = re.compile(r"(?P<dtype>\w+)\[(?P<size>[1-9]\d*)\]")
 
@@ -26,22 +28,23 @@ def encoded_bytes(columns: pa.RecordBatch) -> int:
     return int(counter.size())
 
 
-def write(columns: pa.RecordBatch, sink: pa.NativeFile) -> None:
+def write(columns: pa.RecordBatch, sink: pa.NativeFile, compression: Compression | None = None) -> None:
     """Write a record batch as an Arrow IPC file; a slice takes only the bytes of its own rows."""
     plain = columns.replace_schema_metadata(None)
-    with pa.ipc.new_file(sink, plain.schema) as writer:
+    options = pa.ipc.IpcWriteOptions(compression=compression, use_threads=False)
+    with pa.ipc.new_file(sink, plain.schema, options=options) as writer:
         writer.write_batch(plain)
 
 
-def encode(columns: pa.RecordBatch) -> pa.Buffer:
+def encode(columns: pa.RecordBatch, compression: Compression | None = None) -> pa.Buffer:
     """Return the bytes that `write` writes."""
     sink = pa.BufferOutputStream()
-    write(columns, sink)
+    write(columns, sink, compression)
     return sink.getvalue()
 
 
 def decode(data: pa.Buffer | bytes, names: Collection[str] | None = None) -> pa.RecordBatch:
-    """Decode the output of `encode` without copying: the columns are views of `data`.
+    """Decode the output of `encode` without copying: the columns are views of `data`, unless it is compressed.
 
     Args:
         data: The stored bytes.

@@ -59,6 +59,9 @@ class _Durable(_Limits):
     keep_bytes: PositiveInt | None = None
     """Limit on the bytes of the kept steps, beyond which the oldest go, but never the newest; None: no limit."""
 
+    compression: Literal["none", "lz4", "zstd"] = "none"
+    """Compression of the files; a read of some rows of a compressed file reads it whole."""
+
     @property
     def is_durable(self) -> bool:
         """Whether columns outlive the Ray cluster."""

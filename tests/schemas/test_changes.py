@@ -132,6 +132,7 @@ OTHER = {
     "runtime.weight_probe": "false",
     "runtime.worker_timeout_seconds": "7",
     "store.capacity_bytes": "9999",
+    "store.compression": "zstd",
     "store.keep_bytes": "7",
     "store.keep_steps": "7",
     "store.kind": "shared",
