@@ -5,7 +5,7 @@ from functools import partial
 
 from prefect import get_run_logger
 
-from infra.datasets.curriculum import find_schedules
+from infra.storage.curriculum import find_schedules
 from infra.stores.open import open_store
 from infra.workers.generate import generate_shard
 from infra.workers.launch import rollout_pool

@@ -224,10 +224,12 @@ def test_a_curriculum_begins_with_as_many_prompts_of_each_level(load: Callable[.
 
 
 def test_the_environments_of_all_sources_are_tried(folder: Path, sluice: Command) -> None:
-    (folder / "games.py").write_text(GAME)
+    (folder / "board_games.py").write_text(GAME)
     first, both = (
-        ", ".join(f'{{path="train.parquet", environment={{kind="class", path="games:{name}"}}}}' for name in names)
-        for names in (GAMES[:1], GAMES)
+        ", ".join(
+            f'{{path="train.parquet", environment={{kind="class", path="board_games:{game}"}}}}' for game in games
+        )
+        for games in (GAMES[:1], GAMES)
     )
     mixed = ("data.train_path=", "data.eval_path=")
     assert planned(sluice(*mixed, f"data.sources=[{first}]", "--json"))["num_rows"] == 16
