@@ -12,13 +12,13 @@ from infra.storage.runs import RunDirectory
 from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.offline import open_run_columns
 from rl_core.columns.codec import arrow_type
+from rl_core.columns.turns import TURN_COLUMNS, advantages_of_turns
 from rl_core.views import decode_ints
 from schemas.batch import BatchHandle
 from schemas.catalog import Axis, column_spec
 from schemas.errors import RunError
 from schemas.plan import StepPlan
 
-TURN_COLUMNS = ("turn_advantages", "turn_tokens", "turn_bridge_tokens")
 IDS: dict[Axis, str] = {"prompt": "prompt_ids", "response": "response_ids"}
 KEY_FIELDS = (pa.field("run_id", pa.string()), pa.field("step", pa.int32()), pa.field("row", pa.int32()))
 LENGTH_FIELDS = (pa.field("num_prompt_tokens", pa.int32()), pa.field("num_response_tokens", pa.int32()))
@@ -77,7 +77,7 @@ class KeptSteps:
             if name not in TURN_COLUMNS
         }
         if TURN_COLUMNS[0] in found:
-            flat["advantages"] = _of_turns(found)
+            flat["advantages"] = pa.array(advantages_of_turns(*(found[name] for name in TURN_COLUMNS)))
         made = {
             **self._key(step, int(lengths.sum()), lambda: np.repeat(np.arange(len(lengths)), lengths)),
             "position": lambda: np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths),
@@ -142,12 +142,6 @@ def _load_batches(store: FsspecColumnStore) -> dict[int, BatchHandle]:
 def _repeat(column: pa.Array, lengths: NDArray[np.int64]) -> pa.Array:
     """Return each row's value once for each of its tokens."""
     return column.take(pa.array(np.repeat(np.arange(len(lengths)), lengths)))
-
-
-def _of_turns(columns: dict[str, pa.Array]) -> pa.Array:
-    """Return the advantage of each token's turn, up to the next one: [T]."""
-    advantages, sampled, between = (columns[name].flatten() for name in TURN_COLUMNS)
-    return _repeat(advantages, sampled.to_numpy() + between.to_numpy())
 
 
 def _assemble(

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from torch.profiler import record_function
 
 from rl_core.columns.jagged import as_tensor, row_lengths
+from rl_core.columns.turns import TURN_COLUMNS, advantages_of_turns
 from rl_core.scoring import PackedRow, pack_row
 from rl_core.training.scoring_module import ScoringModule
 from rl_core.training.sharding import release_gathered
 from schemas.plan import MicroBatch
 
 TOKEN_COLUMNS = ("prompt_ids", "response_ids")
-TURN_COLUMNS = ("turn_advantages", "turn_tokens", "turn_bridge_tokens")
 EXPERT_COLUMNS = ("prompt_experts", "response_experts")
 
 
@@ -60,8 +60,7 @@ def token_advantages(columns: pa.RecordBatch) -> torch.Tensor:
         return as_tensor(columns["advantages"]).repeat_interleave(
             torch.from_numpy(row_lengths(columns["response_ids"]))
         )
-    advantages, sampled, between = (as_tensor(columns[name]) for name in TURN_COLUMNS)
-    return advantages.repeat_interleave(sampled + between)
+    return torch.from_numpy(advantages_of_turns(*(columns[name] for name in TURN_COLUMNS)))
 
 
 @torch.no_grad()
