@@ -56,7 +56,7 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:.6g}"
-    return shorten(value, MAX_CELL)[1:-1] if isinstance(value, str) else shorten(str(value), MAX_CELL)[1:-1]
+    return shorten(str(value), MAX_CELL)[1:-1]
 
 
 def _write_parquet(table: pa.Table, path: Path, title: str) -> None:

@@ -4,12 +4,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from flows.cli.tables import plain_table
 from flows.progress import metric_values, source_rows, summary_rows
 from infra.storage.run_list import RunStatus, list_runs
 from infra.storage.runs import RunDirectory
@@ -79,7 +79,7 @@ def render_table(directory: RunDirectory, every: int = 10) -> Table:
 
 def render_runs(runs: Sequence[RunStatus], now: float) -> Table:
     """Return a table of runs; `now` is the Unix time to which ages refer."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table = plain_table(left=0)
     table.add_column("run", overflow="fold", min_width=max(len(run.run_id) for run in runs))
     for name in ("state", "step", "reward", "accuracy", "age", "updated"):
         table.add_column(name, no_wrap=True)

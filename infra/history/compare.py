@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rl_core.columns.jagged import is_jagged, row_lengths
 from schemas.base import Frozen
@@ -27,6 +27,16 @@ class Difference(Frozen):
     num_different: int = 1  # values, of those that both have
     num_compared: int = 1
     largest: float | None = None  # of the absolute differences; None: not numbers
+
+
+def closeness_of(gaps: ArrayLike, values: ArrayLike) -> Closeness:
+    """Return how close numbers are whose bits differ.
+
+    Args:
+        gaps: Their absolute differences, [n].
+        values: One of each pair, [n].
+    """
+    return "within 1e-6" if np.all(gaps <= TOLERANCE * np.maximum(1.0, np.abs(values))) else "differs"
 
 
 def worst(found: "list[Closeness]") -> Closeness:
@@ -85,13 +95,9 @@ def _compare(name: str, a: pa.Array, b: pa.Array) -> Difference | None:
         return None
     at = int(np.flatnonzero(different)[0])
     gaps = np.abs(x[different].astype(np.float64) - y[different].astype(np.float64)) if x.size else None
-    closeness: Closeness = "differs"
-    if gaps is not None:
-        scale = np.maximum(1.0, np.abs(x[different]))
-        closeness = "within 1e-6" if (gaps <= TOLERANCE * scale).all() else "differs"
     return Difference(
         column=name,
-        closeness=closeness,
+        closeness="differs" if gaps is None else closeness_of(gaps, x[different]),
         row=at,
         a=_text(a[at].as_py()),
         b=_text(b[at].as_py()),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from infra.history.compare import TOLERANCE, Closeness, Difference, compare_columns, worst
+from infra.history.compare import Closeness, Difference, closeness_of, compare_columns, worst
 from infra.storage.runs import RunDirectory
 from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.offline import open_run_columns
@@ -131,5 +131,4 @@ def _metric(name: str, a: float | None, b: float | None) -> Difference:
     if a is None or b is None:
         return Difference(column=name, closeness="differs", a=texts[0], b=texts[1])
     gap = abs(a - b)
-    closeness: Closeness = "within 1e-6" if gap <= TOLERANCE * max(1.0, abs(a)) else "differs"
-    return Difference(column=name, closeness=closeness, a=texts[0], b=texts[1], largest=gap)
+    return Difference(column=name, closeness=closeness_of(gap, a), a=texts[0], b=texts[1], largest=gap)

@@ -1,4 +1,4 @@
-"""SQL over runs, with DuckDB: views of what they keep. Nothing is read before a query asks for it.
+"""SQL over runs, with DuckDB: views of what they keep. Columns and plans are read when a query asks for them.
 
 Views:
     runs            one row per run, with its config as JSON
