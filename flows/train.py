@@ -137,7 +137,8 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
     monitors.log_recorded(directory.metrics)
     events.start(policy.step)
     for report in directory.metrics.steps()[-1:]:  # its driver may have been killed while it waited for an answer
-        await ask_for_approval(run, report, await find_failed_queries(run, report.step))
+        asks = run.config.runtime.approve_failed_queries
+        await ask_for_approval(run, report, await find_failed_queries(run, report.step) if asks else ())
     progress = await ProgressArtifact.create(run, policy, directory.metrics)
     step_flow = new_step_flow(await ledger_storage(directory))
     with ExitStack() as stack:
