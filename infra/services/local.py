@@ -8,7 +8,6 @@ import fcntl
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from infra.services.ports import LOOPBACK, free_port, is_free
 from infra.services.prefect_api import prefect_responds
 from infra.services.processes import STOP_TIMEOUT_SECONDS, listens, process_name, process_tree, stop_process_tree
 from schemas.base import Frozen
@@ -25,7 +25,6 @@ from schemas.errors import ServiceError
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 PREFECT_PORT = 4200
 PROMETHEUS_TARGETS = "prometheus.json"  # in the services' folder; for Prometheus' file_sd_configs
 # -P: without the working directory on the module path, where any file might shadow a module.
@@ -89,7 +88,7 @@ class LocalServices:
             try:
                 for service in tuple(started):
                     if not self._wait(*service):
-                        started.append(self._spawn_prefect(_free_port()))
+                        started.append(self._spawn_prefect(free_port()))
                         self._wait(*started[-1])
             except BaseException:
                 for _, process, _ in started:
@@ -171,7 +170,7 @@ class LocalServices:
         """Return the port of the last server if it is free, so that open pages of its UI work again."""
         last = self._recorded("prefect")
         usual = (last.port, PREFECT_PORT) if last else (PREFECT_PORT,)
-        return next((port for port in usual if _is_free(port)), None) or _free_port()
+        return next((port for port in usual if is_free(port)), None) or free_port()
 
     def _spawn_prefect(self, port: int) -> tuple[str, subprocess.Popen[bytes], int]:
         api_url = f"http://{LOOPBACK}:{port}/api"
@@ -181,16 +180,17 @@ class LocalServices:
 
     def _spawn_ray(self) -> tuple[str, subprocess.Popen[bytes], int]:
         _make_ray_token()
-        port = _free_port()
+        port = free_port()
         command = [*RAY_COMMAND, "start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=false"]
-        command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", f"--ray-client-server-port={_free_port()}"]
+        command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", f"--ray-client-server-port={free_port()}"]
         command += ["--dashboard-agent-listen-port=0", "--include-log-monitor=false"]
+        command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: another Ray would hand out the same range
         command += [f"--metrics-export-port={self._announce_metrics()}"]
         return "ray", self._spawn("ray", command, RAY_ENVIRONMENT, port), port
 
     def _announce_metrics(self) -> int:
         """Choose the port of Ray's metrics, and write it to a file by which Prometheus finds it; return the port."""
-        port = _free_port()
+        port = free_port()
         targets = [{"labels": {"job": "ray"}, "targets": [f"{LOOPBACK}:{port}"]}]
         (self.directory / PROMETHEUS_TARGETS).write_text(json.dumps(targets))
         return port
@@ -213,7 +213,7 @@ class LocalServices:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while not self._responds(name, process.pid, port):
             if process.poll() is not None or time.monotonic() > deadline:
-                if process.returncode is not None and port == PREFECT_PORT and not _is_free(port):
+                if process.returncode is not None and port == PREFECT_PORT and not is_free(port):
                     return False
                 outcome = f"exited with {process.returncode}" if process.returncode is not None else "did not respond"
                 raise ServiceError(
@@ -232,9 +232,9 @@ class LocalServices:
 
     def _responds(self, name: str, pid: int, port: int) -> bool:
         if name == "prefect":  # another folder's server may respond at this port, if both were started at once
-            return not _is_free(port) and listens(pid, port) and prefect_responds(f"http://{LOOPBACK}:{port}/api")
+            return not is_free(port) and listens(pid, port) and prefect_responds(f"http://{LOOPBACK}:{port}/api")
         # The port opens before the node is registered; `ray start` prints this line afterwards.
-        return not _is_free(port) and b"Ray runtime started" in self._log_path("ray").read_bytes()
+        return not is_free(port) and b"Ray runtime started" in self._log_path("ray").read_bytes()
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -275,20 +275,9 @@ def _is_reused(state: ServiceState) -> bool:
         return False
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((LOOPBACK, port)) != 0
-
-
 def _becomes_free(port: int) -> bool:
     """Wait until a process that was killed has closed its port; return False if it stays taken."""
     deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
-    while not (is_free := _is_free(port)) and time.monotonic() < deadline:
+    while not (closed := is_free(port)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return is_free
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    return closed

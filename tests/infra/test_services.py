@@ -66,8 +66,8 @@ def test_a_server_of_another_folder_that_takes_the_port_first(tmp_path: Path, mo
     other = ThreadingHTTPServer((local.LOOPBACK, 0), OtherServer)
     Thread(target=other.serve_forever, daemon=True).start()
     monkeypatch.setattr(local, "PREFECT_PORT", other.server_port)
-    was_free, is_free = iter([True]), local._is_free  # when the port was chosen, it was still free
-    monkeypatch.setattr(local, "_is_free", lambda port: next(was_free, False) or is_free(port))
+    was_free, is_free = iter([True]), local.is_free  # when the port was chosen, it was still free
+    monkeypatch.setattr(local, "is_free", lambda port: next(was_free, False) or is_free(port))
     services = LocalServices(tmp_path)
     try:
         assert prefect_responds(f"http://{local.LOOPBACK}:{other.server_port}/api")

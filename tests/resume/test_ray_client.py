@@ -1,28 +1,21 @@
 """Runs whose driver is outside the Ray cluster, connected by Ray Client."""
 
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
 
+from infra.services.ports import LOOPBACK, free_port
 from tests.services import Workplace
 
 pytestmark = pytest.mark.slow
 
-LOOPBACK = "127.0.0.1"
 STEPS = 4
 CONFIG = (
     *("train", "tiny.toml", f"steps={STEPS}", "rollout.num_workers=2", "rollout.batch_prompts=1"),
     *("runtime.num_threads=1", "checkpoint.every_steps=2"),
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
