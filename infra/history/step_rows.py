@@ -10,16 +10,15 @@ import pyarrow.compute as pc
 from infra.history.plain import plain
 from infra.history.sandbox import sandbox
 from infra.history.steps import KeptSteps
-from infra.history.token_values import MASK, REFERENCE, SAMPLER, row_statistics, token_values
-from infra.history.token_values import BEHAVIOR as TRAINER
+from infra.history.token_values import BEHAVIOR, MASK, REFERENCE, SAMPLER, row_statistics, token_values
 from infra.history.views import token_dataset
 from rl_core.views import decode_ints
 from schemas.base import Frozen
 from schemas.batch import BatchHandle
 from schemas.catalog import REWARD_PART_PREFIX, column_spec
-from schemas.errors import QueryError
+from schemas.errors import QueryError, RunError
 
-SCORES = (SAMPLER, TRAINER, REFERENCE, MASK)
+SCORES = (SAMPLER, BEHAVIOR, REFERENCE, MASK)
 FIRST = ("row", "group_id", "reward", "advantages", "num_response_tokens", "finish_reason")  # columns, in order
 LAST = ("policy_version", "sample_id", "answer", "info", "prompt_text", "response_text")
 MAX_ROWS = 200  # of one page
@@ -112,6 +111,19 @@ def select_rows(kept: KeptSteps, step: int, table: pa.Table, query: RowQuery) ->
         "num_rows": table.num_rows,
         "num_found": num_found,
     }
+
+
+def rows_of_group(kept: KeptSteps, step: int, table: pa.Table, group: int) -> list[int]:
+    """Return the rows of one prompt's samples.
+
+    Raises:
+        RunError: The step has no such group.
+    """
+    groups = table["group_id"] if "group_id" in table.column_names else pa.nulls(table.num_rows, pa.int32())
+    rows: list[int] = pc.indices_nonzero(pc.fill_null(pc.equal(groups, group), False)).to_pylist()
+    if not rows:
+        raise RunError(f"step {step} of run {kept.run_id} has no group {group}")
+    return rows
 
 
 def _quoted(name: str) -> str:
