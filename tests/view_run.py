@@ -42,7 +42,7 @@ DTYPES = {
 
 def make_view_run(folder: Path, run_id: str = "demo", steps: int = 4, seed: int = 0) -> RunDirectory:
     """Write a run to `folder/runs`, whose model is in `folder/model`, with four rows in each of its steps."""
-    tokenizer = _make_tokenizer(folder / "model")
+    tokenizer = make_tokenizer(folder / "model")
     run = RunDirectory.create(run_config(folder, steps=steps, store={"keep_steps": "all"}), run_id)
     store = FsspecColumnStore(run_id, run.columns, lease_seconds=NO_EXPIRY_SECONDS)
     for step in range(steps):
@@ -82,7 +82,7 @@ def _columns(tokenizer: Tokenizer, step: int, random: np.random.Generator, seed:
         "loss_mask": jagged(np.concatenate(mask), lengths),
         "sampler_logprobs": jagged(sampler, lengths),
         "behavior_logprobs": jagged(behavior, lengths),
-        "reference_logprobs": jagged(sampler - np.float32(0.125), lengths),
+        "reference_logprobs": jagged(sampler - random.exponential(size=count).astype(np.float32) / 8, lengths),
         "sampler_versions": jagged(np.sort(random.integers(step, step + 3, count)).astype(np.int32), lengths),
         "turn_tokens": jagged(np.array([len(a) for row in pieces for a, _ in row], np.int32), turns),
         "turn_bridge_tokens": jagged(np.array([len(b) for row in pieces for _, b in row], np.int32), turns),
@@ -106,7 +106,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return np.array(tokenizer.encode(text).ids, dtype=np.int64)
 
 
-def _make_tokenizer(folder: Path) -> Tokenizer:
+def make_tokenizer(folder: Path) -> Tokenizer:
     """Write a byte-level BPE tokenizer that has merges of the runs' texts."""
     file = folder / "tokenizer.json"
     if not file.exists():

@@ -24,13 +24,12 @@ def serve_view(
         ServiceError: The address can't be listened on.
     """
     page = find_page(directories[0], step, row)
-    with ViewServer(ViewApi(directories), host, port) as server:
+    with ViewServer(ViewApi(directories), host, port) as server, suppress(KeyboardInterrupt):
         print(server.url(page), flush=True)  # alone on its line, for scripts
         if not _is_loopback(host):
             console.print(f"{host} is reachable from other machines, without encryption: keep the URL secret")
         console.print("read-only; Ctrl-C ends it", highlight=False)
-        with suppress(KeyboardInterrupt):
-            server.serve_forever()
+        server.serve_forever()
 
 
 def find_page(directory: RunDirectory, step: int | None, row: int | None) -> str:

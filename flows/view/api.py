@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from infra.history.pieces import TokenTexts
 from infra.history.row_tokens import colorings, read_row_tokens
 from infra.history.step_rows import RowQuery, StepTables, rows_of_group, select_rows
 from infra.history.steps import KeptSteps
 from infra.history.trend import metric_facts, read_trend
 from infra.storage.runs import RunDirectory
-from schemas.errors import PipelineError, QueryError, RunError
+from schemas.errors import ModelError, PipelineError, QueryError, RunError
 
 GROUP_ROWS = 16  # samples of a prompt in one answer
 GROUP_TOKENS = 2000  # of each of them
@@ -42,6 +43,7 @@ class ViewApi:
         if len(self._directories) < len(directories):
             raise RunError(f"two of the runs have the id {directories[0].run_id}; look at one of them only")
         self._tables = StepTables()
+        self._texts: dict[str, TokenTexts | str] = {}  # by run; or why it has none
         self._answers: dict[str, Callable[[Parameters], dict[str, Any]]] = {
             "/api/runs": self._runs,
             "/api/rows": self._rows,
@@ -79,14 +81,14 @@ class ViewApi:
 
     def _row(self, parameters: Parameters) -> dict[str, Any]:
         kept, step = self._open(parameters)
-        rows = read_row_tokens(kept, step, [_number(parameters, "row")])
+        rows = read_row_tokens(kept, step, [_number(parameters, "row")], self._texts_of(kept))
         return {"rows": rows, "colorings": colorings(rows)}
 
     def _group(self, parameters: Parameters) -> dict[str, Any]:
         kept, step = self._open(parameters)
         found = rows_of_group(kept, step, self._tables.of(kept, step), _number(parameters, "group"))
         first = _number(parameters, "offset", 0)
-        rows = read_row_tokens(kept, step, found[first : first + GROUP_ROWS], GROUP_TOKENS)
+        rows = read_row_tokens(kept, step, found[first : first + GROUP_ROWS], self._texts_of(kept), GROUP_TOKENS)
         return {"rows": rows, "colorings": colorings(rows), "num_found": len(found)}
 
     def _open(self, parameters: Parameters) -> tuple[KeptSteps, int]:
@@ -94,6 +96,14 @@ class ViewApi:
         if run_id not in self._directories:
             raise RunError(f"run {run_id!r} is not open; those that are: {', '.join(self._directories)}")
         return KeptSteps(self._directories[run_id], only=step), step
+
+    def _texts_of(self, kept: KeptSteps) -> TokenTexts | str:
+        if kept.run_id not in self._texts:
+            try:
+                self._texts[kept.run_id] = kept.texts
+            except ModelError as error:
+                self._texts[kept.run_id] = str(error)
+        return self._texts[kept.run_id]
 
 
 def _number(parameters: Parameters, name: str, default: int | None = None) -> int:

@@ -58,7 +58,9 @@ class ViewServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise ServiceError(f"{host}:{port} can't be listened on: {error}; choose another --host or --port") from None
+            raise ServiceError(
+                f"{host}:{port} can't be listened on: {error}; choose another --host or --port"
+            ) from None
 
     @property
     def port(self) -> int:

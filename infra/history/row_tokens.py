@@ -7,18 +7,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from infra.history.pieces import TokenTexts
 from infra.history.plain import plain
 from infra.history.steps import KeptSteps
-from infra.history.token_values import MASK, TokenValues, token_values, value_columns, value_spec
+from infra.history.token_values import MASK, token_values, value_columns, value_spec
 from rl_core.views import decode_ints, select
 from schemas.catalog import column_spec
-from schemas.errors import ModelError, RunError
+from schemas.errors import RunError
 
 MAX_TOKENS = 100_000  # of a row
 
 
 def read_row_tokens(
-    kept: KeptSteps, step: int, rows: Sequence[int], max_tokens: int = MAX_TOKENS
+    kept: KeptSteps, step: int, rows: Sequence[int], texts: TokenTexts | str, max_tokens: int = MAX_TOKENS
 ) -> list[dict[str, Any]]:
     """Return rows of a step with their tokens.
 
@@ -26,12 +27,13 @@ def read_row_tokens(
         kept: The run's kept steps.
         step: The step.
         rows: Rows of the step's batch.
+        texts: The texts of the run's tokens, or the reason that there are none.
         max_tokens: Tokens of each response that are returned, and of the end of each prompt.
 
     Returns:
-        Of each row: `run_id`, `step`, `row`, `num_rows` (of the step); `columns` of single values; `turns`, each with
-        its `tokens`, `bridge_tokens`, `reward` and `advantage`, if the row has turns; `prompt` and `response`, each with
-        `num_tokens`, `ids` and `pieces`, the tokens' texts; `values`: of each token of the response, by name;
+        Of each row: `run_id`, `step`, `row`, and `num_rows` of the step; `columns` of single values; `turns`, each with
+        its `tokens`, `bridge_tokens`, `reward` and `advantage`, if the row has turns; `prompt` and `response`, each
+        with `num_tokens`, `ids` and `pieces`, the tokens' texts; `values` of each token of the response, by name;
         `no_pieces`: why the tokens have no texts, else null.
 
     Raises:
@@ -47,7 +49,6 @@ def read_row_tokens(
     prompts, responses = (decode_ints(lengths) for lengths in (chosen.prompt_lengths, chosen.response_lengths))
     values = token_values({name: columns[name] for name in value_columns(columns)}, responses)
     bounds = np.concatenate([[0], np.cumsum(responses)])
-    pieces = _Pieces(kept)
     found = []
     for at, row in enumerate(rows):
         response = slice(int(bounds[at]), int(bounds[at]) + min(int(responses[at]), max_tokens))
@@ -59,10 +60,10 @@ def read_row_tokens(
                 "num_rows": batch.num_rows,
                 "columns": _single_values(columns, at),
                 "turns": _turns(columns, at),
-                "prompt": pieces.of(columns, "prompt_ids", at, slice(max(0, int(prompts[at]) - max_tokens), None)),
-                "response": pieces.of(columns, "response_ids", at, slice(0, max_tokens)),
+                "prompt": _part(columns, "prompt_ids", at, slice(max(0, int(prompts[at]) - max_tokens), None), texts),
+                "response": _part(columns, "response_ids", at, slice(0, max_tokens), texts),
                 "values": {name: plain(_rounded(each[response])) for name, each in values.items()},
-                "no_pieces": pieces.reason,
+                "no_pieces": texts if isinstance(texts, str) else None,
             }
         )
     return found
@@ -88,23 +89,12 @@ def colorings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-class _Pieces:
-    """The texts of tokens; `reason` says why there are none."""
-
-    def __init__(self, kept: KeptSteps) -> None:
-        self._kept = kept
-        self.reason: str | None = None
-        try:
-            kept.texts  # noqa: B018  it opens the tokenizer
-        except ModelError as error:
-            self.reason = str(error)
-
-    def of(self, columns: dict[str, pa.Array], name: str, at: int, part: slice) -> dict[str, Any]:
-        """Return a part of the tokens of one row's prompt or response."""
-        ids = columns[name][at].values if name in columns else pa.array([], pa.int32())
-        shown = ids[part]
-        texts = self._kept.texts.of(shown).to_pylist() if self.reason is None and len(shown) else None
-        return {"num_tokens": len(ids), "ids": shown.to_pylist(), "pieces": texts}
+def _part(columns: dict[str, pa.Array], name: str, at: int, part: slice, texts: TokenTexts | str) -> dict[str, Any]:
+    """Return a part of the tokens of one row's prompt or response."""
+    ids = columns[name][at].values if name in columns else pa.array([], pa.int32())
+    shown = ids[part]
+    pieces = None if isinstance(texts, str) else texts.of(shown).to_pylist()
+    return {"num_tokens": len(ids), "ids": shown.to_pylist(), "pieces": pieces}
 
 
 def _single_values(columns: dict[str, pa.Array], at: int) -> dict[str, Any]:

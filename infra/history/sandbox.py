@@ -10,7 +10,7 @@ import duckdb
 from schemas.errors import PipelineError, QueryError
 
 TIMEOUT_SECONDS = 10.0
-OPTIONS = {
+OPTIONS: dict[str, str | bool | int | float | list[str]] = {
     "autoinstall_known_extensions": False,
     "autoload_known_extensions": False,
     "python_enable_replacements": False,  # a name in a query is never a variable of this process

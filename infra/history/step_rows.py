@@ -40,7 +40,7 @@ class StepTables:
     """Tables of the steps that were asked for last; a step that has changed since is read again."""
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[tuple[str, int], tuple[BatchHandle, pa.Table]] = OrderedDict()
+        self._tables: OrderedDict[tuple[str, int], tuple[object, pa.Table]] = OrderedDict()  # with what it was made of
         self._lock = Lock()
 
     def of(self, kept: KeptSteps, step: int) -> pa.Table:
@@ -51,9 +51,10 @@ class StepTables:
             StoreError: Its columns are lost or damaged.
         """
         key, batch = (kept.directory.url, step), kept.batch(step)
+        source = (batch, kept.checksums(step))
         with self._lock:  # two requests for the same step make its table once
-            if key not in self._tables or self._tables[key][0] != batch:
-                self._tables[key] = (batch, step_table(kept, batch))
+            if key not in self._tables or self._tables[key][0] != source:
+                self._tables[key] = (source, step_table(kept, batch))
             self._tables.move_to_end(key)
             while len(self._tables) > MAX_TABLES:
                 self._tables.popitem(last=False)

@@ -54,6 +54,10 @@ class KeptSteps:
             raise RunError(self.missing)
         return self.batches.get(step) or find_batch(self.directory, self._store, step)
 
+    def checksums(self, step: int) -> dict[str, str]:
+        """Return the checksum of each chunk of a step, by its key; they change with the step's columns."""
+        return {record.ref.key: record.checksum for record in self._store.records(step)}
+
     def read(self, batch: BatchHandle, names: Collection[str]) -> dict[str, pa.Array]:
         """Return those of the named columns that a batch, or a selection of its rows, has."""
         stored = [name for name in batch.columns if name in names]

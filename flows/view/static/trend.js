@@ -30,7 +30,7 @@ function runLine(run, at) {
   const more = run.kept.length - newest.length;
   return el("section", { className: "run-line" },
     el("h2", {}, el("i", { className: `dot series-${at}` }), run.run_id),
-    el("p", { className: "note" }, `${run.state}, ${run.steps.length} of ${run.num_steps} steps; they are counted from 0`),
+    el("p", { className: "note" }, `${run.state}, ${run.steps.length} of ${run.num_steps} steps`),
     run.kept.length
       ? el("p", { className: "steps" }, "kept: ", links, more > 0 ? goTo(run, more) : null)
       : el("p", { className: "note" }, run.not_kept ?? "no step is kept (store.keep_steps)"));
@@ -55,7 +55,7 @@ function chooser(known, chosen) {
   const select = el("select", { ariaLabel: "add a metric" },
     el("option", { value: "" }, "add a metric …"), others.map((name) => el("option", { value: name }, name)));
   select.onchange = () => { location.href = metricUrl([...chosen, select.value]); };
-  return el("p", {}, select);
+  return el("p", { className: "pager" }, select, el("span", { className: "note" }, "steps and rows are counted from 0; click on a step to open it"));
 }
 
 function chart(name, { unit, meaning }, runs, box, chosen) {
@@ -93,9 +93,14 @@ function axes({ first, last, low, high, x, y }, width) {
   const label = (text, attributes) => svg("text", { class: "tick", ...attributes }, text);
   return [low, (low + high) / 2, high].flatMap((value) => [
     svg("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: y(value), y2: y(value) }),
-    label(shown(value), { x: EDGE.left - 6, y: y(value) + 4, "text-anchor": "end" }),
+    label(tick(value), { x: EDGE.left - 6, y: y(value) + 4, "text-anchor": "end" }),
   ]).concat([...new Set([first, last])].map((step) =>
     label(shown(step), { x: x(step), y: HEIGHT - 6, "text-anchor": step === first ? "start" : "end" })));
+}
+
+function tick(value) {
+  const size = Math.abs(value);
+  return size && (size < 0.001 || size >= 1e6) ? value.toExponential(1) : shown(Number(value.toPrecision(3)));
 }
 
 function curve(line, at, { x, y }) {
