@@ -11,7 +11,7 @@ import sys
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -74,7 +74,8 @@ class ViewServer(ThreadingHTTPServer):
 
     def url(self, path: str = "/") -> str:
         """Return the URL of a page, with the token."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = socket.gethostname() if _is_unspecified(self.host) else self.host
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}{path}?token={self.token}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -88,16 +89,10 @@ class ViewServer(ThreadingHTTPServer):
         if port != str(self.port):
             return False
         name = name.strip("[]").lower()
-        own = {self.host.lower()}
-        try:
-            served = ip_address(self.host)
-        except ValueError:  # a name
-            return name in own
-        if served.is_loopback:
-            own.add("localhost")
-        if served.is_unspecified:  # all of this machine's addresses; no name but its own can be trusted
-            return name in {"localhost", socket.gethostname().lower()} or _is_address(name)
-        return name in own
+        if _is_unspecified(self.host):  # all of this machine's addresses; no name but its own can be trusted
+            return name in {"localhost", socket.gethostname().lower()} or _address(name) is not None
+        served = _address(self.host)
+        return name == self.host.lower() or (served is not None and served.is_loopback and name == "localhost")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -173,12 +168,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
 
-def _is_address(name: str) -> bool:
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    """Return the address that a text is; None for a name."""
     try:
-        ip_address(name)
+        return ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None
+
+
+def _is_unspecified(host: str) -> bool:
+    address = _address(host)
+    return address is not None and address.is_unspecified
 
 
 def _equal(one: str, other: str) -> bool:

@@ -14,6 +14,7 @@ from tests.browser import DESKTOP, PHONE, Page, open_browser
 from tests.view_run import ATTACK, make_view_run
 
 IS_READY = "document.body?.classList.contains('ready') ?? false"
+NOT_READY = "document.body?.classList.remove('ready')"
 TOKENS = "[...document.querySelectorAll('.response .token')]"
 ROWS = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[0].innerText)"
 
@@ -41,13 +42,20 @@ def page(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         yield page
 
 
+def open_page(page: Page, url: str, width: int = DESKTOP) -> None:
+    """Open a page, and wait until it has its data."""
+    page.evaluate(NOT_READY)  # the one before may still be there for a moment
+    page.open(url, width)
+    page.wait_for(IS_READY)
+
+
 def show(page: Page, url: str) -> None:
     """Open a page, and assert that it fits on a phone and on a desktop, asks nobody else, and runs no text."""
     for width in (PHONE, DESKTOP):
-        page.open(url, width)
-        page.wait_for(IS_READY)
+        open_page(page, url, width)
         assert page.overflow() <= 0
     assert page.errors == []
+    assert page.evaluate("[...document.querySelectorAll('.error')].map(error => error.innerText)") == []
     assert page.evaluate("window.attacked") is None
     assert page.evaluate("document.querySelectorAll('main script, main img').length") == 0
     assert {urlsplit(asked).netloc for asked in page.requests if not asked.startswith("data:")} == {
@@ -57,7 +65,7 @@ def show(page: Page, url: str) -> None:
 
 def follow(page: Page, link: str) -> None:
     """Click on what an expression returns, and wait for the page that it leads to."""
-    page.evaluate("document.body.classList.remove('ready')")
+    page.evaluate(NOT_READY)
     page.evaluate(f"({link}).click()")
     page.wait_for(IS_READY)
 
@@ -105,6 +113,10 @@ def test_the_tokens_of_a_row(url: str, page: Page) -> None:
     detail = page.evaluate("document.getElementById('detail').innerText")
     for name in ("token 2", "id ", "text ", "advantages ", "gap ", "kl ", "sampler_logprobs ", "loss_mask true"):
         assert name in detail
+    page.evaluate("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}))")
+    assert "at=3" in page.evaluate("location.search")
+    page.evaluate("document.querySelector('.prompt .token').click()")
+    assert "prompt token 0" in page.evaluate("document.getElementById('detail').innerText")
     text = page.evaluate(f"{TOKENS}.map(token => token.innerText).join('')")
     assert "⏎" in text
     assert "\\u202eParis\\u200b" in text  # what turns the direction of a text, or can't be seen
@@ -148,8 +160,7 @@ def test_what_is_wrong_is_one_line(url: str, page: Page) -> None:
         "/run/demo/step/3?where=nope": 'column "nope" not found',
         "/run/demo/step/3/row/3?beside=other/9/3": "step 9 of run other has no columns",
     }.items():
-        page.open(base + path, PHONE)
-        page.wait_for(IS_READY)
+        open_page(page, base + path, PHONE)
         assert message in page.evaluate("document.querySelector('.error').innerText")
         assert page.overflow() <= 0
         page.errors.clear()  # the browser logs the status of a refused request

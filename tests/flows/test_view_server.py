@@ -1,5 +1,6 @@
 """The server of `sluice view`: who may ask, and what is answered. Requests go over real sockets."""
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -68,6 +69,8 @@ def test_only_the_served_address_is_answered(server: ViewServer, user: httpx.Cli
 def test_hosts_of_other_addresses(run: RunDirectory) -> None:
     with ViewServer(ViewApi([run]), "0.0.0.0") as server:
         assert server.is_own(f"10.1.2.3:{server.port}")
+        assert server.is_own(f"{socket.gethostname()}:{server.port}")
+        assert server.url().startswith(f"http://{socket.gethostname()}:{server.port}/?token=")
         assert not server.is_own(f"evil.example:{server.port}")
     with ViewServer(ViewApi([run]), "localhost") as server:
         assert server.is_own(f"localhost:{server.port}")

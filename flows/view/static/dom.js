@@ -30,7 +30,8 @@ export async function ask(path, parameters = {}) {
 export function shown(value) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
-  return Number.isInteger(value) ? value.toLocaleString("en-US") : String(Number(value.toPrecision(5)));
+  if (Number.isInteger(value)) return value.toLocaleString("en-US");
+  return Math.abs(value) < 1e-4 ? value.toExponential(3) : String(Number(value.toPrecision(5)));
 }
 
 export const stepUrl = (run, step) => `/run/${encodeURIComponent(run)}/step/${step}`;

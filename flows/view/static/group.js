@@ -18,5 +18,5 @@ export async function showGroup(page, query, { run, step, group }) {
     colorChoice(colorings, boxes, query),
     el("div", { className: "cards" }, rows.map((row, at) => el("section", { className: "card" },
       el("h2", {}, link(rowUrl(run, step, row.row), `row ${row.row}`)), factsOf(row), boxes[at]))));
-  watch(boxes, query);
+  watch(query);
 }

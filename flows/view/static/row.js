@@ -22,7 +22,7 @@ export async function showRow(page, query, place) {
     el("div", { className: rows.length > 1 ? "side-by-side" : "" }, rows.map((row, at) => el("section", {},
       rows.length > 1 ? el("h2", {}, link(rowUrl(row.run_id, row.step, row.row), `${row.run_id}, step ${row.step}, row ${row.row}`)) : null,
       factsOf(row), promptOf(row), boxes[at], longFacts(row)))));
-  watch(boxes, query);
+  watch(query);
 }
 
 function otherPlace(text) {

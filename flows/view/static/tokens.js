@@ -16,16 +16,19 @@ export function visible(piece) {
 
 const textOf = (part, at) => part.pieces ? visible(part.pieces[at]) : `${part.ids[at]} `;
 
-export function promptOf({ prompt, columns }) {
-  const text = prompt.ids.length ? prompt.ids.map((_, at) => textOf(prompt, at)).join("") : columns.prompt_text ?? "";
-  const left = prompt.num_tokens - prompt.ids.length;
-  return el("details", { className: "prompt", open: true }, el("summary", {}, `prompt, ${shown(prompt.num_tokens)} tokens`),
-    el("pre", { className: "tokens" }, left > 0 ? `… ${shown(left)} tokens before\n` : null, text));
+// Returns the prompt's tokens; of a long prompt, its end.
+export function promptOf(row) {
+  const { ids, num_tokens } = row.prompt;
+  const first = Math.max(0, ids.length - MAX_SHOWN), left = num_tokens - ids.length + first;
+  const box = el("pre", { className: "tokens box" }, left > 0 ? `… ${shown(left)} tokens before\n` : null,
+    ids.slice(first).map((_, at) => span(row.prompt, first + at)));
+  Object.assign(box, { row, sequence: row.prompt, values: {} });
+  return el("details", { className: "prompt", open: true }, el("summary", {}, `prompt, ${shown(num_tokens)} tokens`), box);
 }
 
 // Returns the response's tokens, separated by turns. `differs` says of a position whether it is marked.
 export function responseOf(row, differs = () => false, first = 0) {
-  const box = el("div", { className: "response" });
+  const box = el("div", { className: "response box" });
   const count = row.response.ids.length;
   const fill = (limit) => {
     box.replaceChildren(...blocks(row, Math.min(limit, count), differs));
@@ -37,13 +40,13 @@ export function responseOf(row, differs = () => false, first = 0) {
     const left = row.response.num_tokens - count;
     if (left > 0 && limit >= count) box.append(el("p", { className: "note" }, `… ${shown(left)} more tokens`));
   };
-  box.row = row;
+  Object.assign(box, { row, sequence: row.response, values: row.values });
   fill(first >= MAX_SHOWN ? count : MAX_SHOWN);
   return box;
 }
 
 function blocks(row, limit, differs) {
-  const spans = (from, to) => Array.from({ length: Math.max(0, Math.min(to, limit) - from) }, (_, at) => span(row, from + at, differs));
+  const spans = (from, to) => Array.from({ length: Math.max(0, Math.min(to, limit) - from) }, (_, at) => span(row.response, from + at, row.values.loss_mask, differs));
   if (!row.turns.length) return [el("pre", { className: "tokens" }, spans(0, limit))];
   const made = [];
   let from = 0;
@@ -62,10 +65,10 @@ function blocks(row, limit, differs) {
   return made;
 }
 
-function span({ response, values }, at, differs) {
-  const made = el("span", { className: "token" }, textOf(response, at));
+function span(part, at, mask, differs = () => false) {
+  const made = el("span", { className: "token" }, textOf(part, at));
   made.dataset.at = at;
-  if (values.loss_mask?.[at] === false) made.classList.add("masked");
+  if (mask?.[at] === false) made.classList.add("masked");
   if (differs(at)) made.classList.add("differs");
   return made;
 }
@@ -80,7 +83,7 @@ export function colorChoice(colorings, boxes, query) {
     const coloring = colorings.find(({ name }) => name === select.value);
     const color = painter(coloring);
     for (const box of boxes) paintTokens(box, coloring, color);
-    const values = coloring.scale === "category" ? boxes.flatMap(({ row }) => row.values[coloring.name] ?? []) : [];
+    const values = coloring.scale === "category" ? boxes.flatMap(({ values }) => values[coloring.name] ?? []) : [];
     legend.replaceChildren(...samples(coloring, values).map((value) => {
       const chip = el("span", { className: "token" }, shown(value));
       chip.style.backgroundColor = color(value);
@@ -96,7 +99,7 @@ export function colorChoice(colorings, boxes, query) {
 }
 
 function paintTokens(box, { name }, color) {
-  const values = box.row.values[name] ?? [], mask = box.row.values.loss_mask;
+  const values = box.values[name] ?? [], mask = box.values.loss_mask;
   for (const token of box.querySelectorAll(".token")) {
     const at = token.dataset.at, value = values[at];
     const isShown = value !== undefined && value !== null && (mask?.[at] !== false || name === "loss_mask");
@@ -106,7 +109,8 @@ function paintTokens(box, { name }, color) {
 }
 
 // Shows the values of the token at the pointer at the bottom of the page; a click keeps one, arrow keys move on.
-export function watch(boxes, query) {
+export function watch(query) {
+  const boxes = document.querySelectorAll(".box"), response = document.querySelector(".response");
   const detail = document.getElementById("detail");
   let kept = null;
   const keep = (token) => {
@@ -114,11 +118,11 @@ export function watch(boxes, query) {
     kept = token;
     if (token) show(token);
     kept?.classList.add("kept");
-    history.replaceState(null, "", withQuery({ at: token ? token.dataset.at : null }));
+    const isLinked = token?.closest(".box") === response; // `at` is of the first response
+    history.replaceState(null, "", withQuery({ at: isLinked ? token.dataset.at : null }));
   };
   const show = (token) => {
-    const { row } = token.closest(".response");
-    detail.replaceChildren(...facts(row, Number(token.dataset.at)));
+    detail.replaceChildren(...facts(token.closest(".box"), Number(token.dataset.at)));
     detail.hidden = false;
   };
   for (const box of boxes) {
@@ -129,18 +133,20 @@ export function watch(boxes, query) {
   addEventListener("keydown", (event) => {
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!move || !kept || /^(INPUT|SELECT)$/.test(event.target.tagName)) return;
-    const next = tokenAt(kept.closest(".response"), Number(kept.dataset.at) + move);
+    const next = tokenAt(kept.closest(".box"), Number(kept.dataset.at) + move);
     if (next) { event.preventDefault(); keep(next); next.scrollIntoView({ block: "nearest" }); }
   });
-  const first = query.has("at") && boxes.length ? tokenAt(boxes[0], Number(query.get("at"))) : null;
+  const first = query.has("at") && response ? tokenAt(response, Number(query.get("at"))) : null;
   if (first) { keep(first); first.scrollIntoView({ block: "center" }); }
 }
 
 const tokenAt = (box, at) => box.querySelector(`.token[data-at="${at}"]`);
 
-function facts({ row, response, values }, at) {
+function facts({ row, sequence, values }, at) {
   const fact = (name, value) => el("span", { className: "fact" }, el("b", {}, name), " ", value);
   const own = Object.entries(values).map(([name, each]) => fact(name, shown(each[at])));
-  const text = response.pieces ? [fact("text", visible(JSON.stringify(response.pieces[at])))] : [];
-  return [fact("row", row), fact("token", shown(at)), fact("id", response.ids[at]), ...text, ...own];
+  const text = sequence.pieces ? [fact("text", visible(JSON.stringify(sequence.pieces[at])))] : [];
+  const first = sequence.num_tokens - sequence.ids.length; // of a prompt whose beginning was left out
+  const place = sequence === row.prompt ? ["prompt token", first + at] : ["token", at];
+  return [fact("row", row.row), fact(place[0], shown(place[1])), fact("id", sequence.ids[at]), ...text, ...own];
 }

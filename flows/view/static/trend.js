@@ -93,14 +93,17 @@ function axes({ first, last, low, high, x, y }, width) {
   const label = (text, attributes) => svg("text", { class: "tick", ...attributes }, text);
   return [low, (low + high) / 2, high].flatMap((value) => [
     svg("line", { class: "grid", x1: EDGE.left, x2: width - EDGE.right, y1: y(value), y2: y(value) }),
-    label(tick(value), { x: EDGE.left - 6, y: y(value) + 4, "text-anchor": "end" }),
+    label(tick(value, high - low), { x: EDGE.left - 6, y: y(value) + 4, "text-anchor": "end" }),
   ]).concat([...new Set([first, last])].map((step) =>
     label(shown(step), { x: x(step), y: HEIGHT - 6, "text-anchor": step === first ? "start" : "end" })));
 }
 
-function tick(value) {
-  const size = Math.abs(value);
-  return size && (size < 0.001 || size >= 1e6) ? value.toExponential(1) : shown(Number(value.toPrecision(3)));
+// Returns a number with the digits that tell it from others in a range.
+function tick(value, range) {
+  const size = Math.max(Math.abs(value), range);
+  if (value === 0) return "0";
+  if (size < 0.001 || size >= 1e6) return value.toExponential(1);
+  return value.toFixed(Math.min(6, Math.max(0, 2 - Math.floor(Math.log10(range)))));
 }
 
 function curve(line, at, { x, y }) {
