@@ -1,12 +1,14 @@
-"""Questions about past steps: SQL over the kept columns of a run, and the comparison of two equal runs.
+"""Questions about past steps: SQL over the kept columns of a run, the pages of `sluice view`, two equal runs compared.
 
 The runs are written by hand, with random values in columns of real shapes: rollout chunks of two workers, log-probs of
 two ranks in another order, advantages. Each time is that of the first call in a process that has the modules loaded.
 """
 
+import json
 import tempfile
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +18,11 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Group
 from rich.table import Table
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from benchmarks.command import benchmark_session, print_report
+from flows.view.api import ViewApi
 from infra.history.diff import diff_runs
 from infra.history.sql import RunQueries
 from infra.storage.runs import RunDirectory
@@ -39,6 +44,19 @@ QUERIES = {
     "one step": "select group_id, avg(advantages) from tokens where step = 0 group by group_id",
 }
 
+STEP = {"run": "first", "step": "0"}
+PAGES = {
+    "view: a step's first page": ("/api/rows", {}),
+    "view: sorted": ("/api/rows", {"sort": "gap_max", "descending": "1"}),
+    "view: filtered": ("/api/rows", {"where": "reward > 0.5 and num_response_tokens < 200"}),
+    "view: filtered by tokens": (
+        "/api/rows",
+        {"where": "row in (select row from tokens where sampler_logprobs < -12)"},
+    ),
+    "view: a row": ("/api/row", {"row": "7"}),
+    "view: a group": ("/api/group", {"group": "3"}),
+}
+
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
@@ -49,7 +67,7 @@ def main(
     rows: Annotated[int, typer.Option(help="Rows per step, a multiple of 16.", min=16)] = 1024,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Measure SQL over a run's kept steps, and the comparison with an equal run."""
+    """Measure SQL over a run's kept steps, the pages of `sluice view`, and the comparison with an equal run."""
     with benchmark_session(), tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
         report = measure(Path(folder), steps, tokens, rows)
     print_report(report, as_json, render)
@@ -64,6 +82,9 @@ def measure(folder: Path, steps: int, tokens: int, rows: int) -> dict[str, Any]:
         counted = queries.query("select count(*) as n from tokens").to_pylist()[0]["n"]
         for name, sql in QUERIES.items():
             seconds[name] = _timed(lambda sql=sql: queries.query(sql))  # type: ignore[misc]
+    view = ViewApi([first])
+    for name, (path, parameters) in PAGES.items():
+        seconds[name] = _timed(lambda path=path, own=parameters: _ask(view, path, {**STEP, **own}))  # type: ignore[misc]
     found = []
     seconds["diff of equal runs"] = _timed(lambda: found.extend(diff_runs(first, second)))
     return {
@@ -92,17 +113,23 @@ def write_run(folder: Path, run_id: str, steps: int, tokens: int, rows: int) -> 
     values = {
         "name": run_id,
         "steps": steps,
-        "model": {"path": "none"},
+        "model": {"path": str(folder / "model")},
         "data": {"train_path": "none"},
         "reward": {"kind": "exact"},
         "store": {"keep_steps": "all"},
         "runtime": {"runs_dir": str(folder)},
     }
+    _write_tokenizer(folder / "model")
     directory = RunDirectory.create(RunConfig.model_validate(values), run_id)
     store = FsspecColumnStore(run_id, directory.columns, lease_seconds=NO_EXPIRY_SECONDS)
     for step in range(steps):
         _write_step(store, step, tokens, rows)
     return directory
+
+
+def _write_tokenizer(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    Tokenizer(WordLevel({f" word{token}": token for token in range(VOCABULARY)})).save(str(folder / "tokenizer.json"))
 
 
 def _write_step(store: FsspecColumnStore, step: int, tokens: int, rows: int) -> None:
@@ -149,6 +176,13 @@ def _score(
 
 def _logprobs(random: np.random.Generator, lengths: NDArray[np.int64]) -> pa.LargeListArray:
     return jagged(-random.exponential(size=int(lengths.sum())).astype(np.float32), lengths)
+
+
+def _ask(view: ViewApi, path: str, parameters: dict[str, str]) -> bytes:
+    """Return the bytes of an answer, as the server sends them."""
+    status, value = view.answer(path, parameters)
+    assert status == HTTPStatus.OK, value
+    return json.dumps(value).encode()
 
 
 def _timed(call: Callable[[], object]) -> float:

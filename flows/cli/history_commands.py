@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.commands import RunsDirOption, app, console
+from flows.cli.commands import RunArgument, RunsDirOption, app, console
 from schemas.config.folders import DEFAULT_RUNS_DIR
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
@@ -88,3 +88,23 @@ def gc(
             soft_wrap=True,
             highlight=False,
         )
+
+
+@app.command()
+def view(
+    run: RunArgument,
+    other: Annotated[str | None, typer.Argument(help="A second run, to compare with.", metavar="[RUN2]")] = None,
+    step: Annotated[int | None, typer.Option(help="Print the URL of this step, counted from 0.", min=0)] = None,
+    row: Annotated[int | None, typer.Option(help="Print the URL of this row of the step.", min=0)] = None,
+    host: Annotated[str, typer.Option(help="The address to serve on; others than loopback are not encrypted.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="The port; 0: any that is free.", min=0, max=65535)] = 0,
+    runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
+) -> None:
+    """Serve a local page to look at any token of a run's kept steps, until it is interrupted."""
+    from flows.cli.view import serve_view
+    from infra.storage.runs import RunDirectory
+
+    directories = [RunDirectory.open(name, runs_dir) for name in (run, other) if name is not None]
+    serve_view(console, directories, step, row, host=host, port=port)

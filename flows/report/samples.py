@@ -1,5 +1,6 @@
 """The rows of a run's newest readable step that are worth reading, token by token."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -48,6 +49,7 @@ class SampleView:
     prompt: str
     tokens: Sequence[Token]
     rest: str  # in place of the tokens that are left out
+    command: str  # that shows all values of all its tokens
     response: str = ""  # the whole text, if the tokens are shown as ids
 
 
@@ -67,7 +69,7 @@ def read_samples(directory: RunDirectory) -> StepSamples:
         batch = _newest_batch(store)
         if batch is None:
             return StepSamples(None, reason="no step with advantages is kept on disk (store.keep_steps)")
-        return StepSamples(batch.step, _views(store, batch, directory.config().model))
+        return StepSamples(batch.step, _views(store, batch, directory))
     except (RunError, StoreError) as error:
         return StepSamples(None, reason=f"the rows can't be read: {error}")
 
@@ -78,7 +80,7 @@ def _newest_batch(store: FsspecColumnStore) -> BatchHandle | None:
     return next((batch for batch in batches if batch is not None and wanted <= set(batch.columns)), None)
 
 
-def _views(store: FsspecColumnStore, batch: BatchHandle, model: ModelConfig) -> list[SampleView]:
+def _views(store: FsspecColumnStore, batch: BatchHandle, directory: RunDirectory) -> list[SampleView]:
     scalars = store.read(batch, SCALARS)
     rewards, advantages = (scalars[name].to_numpy(zero_copy_only=False) for name in SCALARS)
     chosen = {
@@ -90,11 +92,14 @@ def _views(store: FsspecColumnStore, batch: BatchHandle, model: ModelConfig) -> 
     titles = {row: ", ".join(title for title, its_row in chosen.items() if its_row == row) for row in rows}
     others = [name for name in (*TURNS, TRAINER) if name in batch.columns]
     columns = store.read(select(batch, rows), (*SCALARS, *TEXTS, *TOKENS, *others))
-    tokenizer = _tokenizer(model)
-    return [_view(f"{titles[row]}: row {row}", columns, at, tokenizer) for at, row in enumerate(rows)]
+    tokenizer = _tokenizer(directory.config().model)
+    command = f"sluice view {shlex.quote(directory.argument)} --step {batch.step} --row"
+    return [
+        _view(f"{titles[row]}: row {row}", f"{command} {row}", columns, at, tokenizer) for at, row in enumerate(rows)
+    ]
 
 
-def _view(title: str, columns: pa.RecordBatch, at: int, tokenizer: Tokenizer | None) -> SampleView:
+def _view(title: str, command: str, columns: pa.RecordBatch, at: int, tokenizer: Tokenizer | None) -> SampleView:
     values = {name: columns[name][at].as_py() for name in columns.schema.names}
     ids, sampler, trained = (np.array(values[name]) for name in TOKENS)
     trainer = np.array(values[TRAINER]) if TRAINER in values else None
@@ -115,6 +120,7 @@ def _view(title: str, columns: pa.RecordBatch, at: int, tokenizer: Tokenizer | N
         prompt=_shorten(values["prompt_text"]),
         tokens=[_token(tokenizer, *each) for each in shown],
         rest=f" … {left_out:,} more tokens" if left_out > 0 else "",
+        command=command,
         response="" if tokenizer else _shorten(values["response_text"]),
     )
 

@@ -1,7 +1,11 @@
 """The texts of single tokens."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
+from tokenizers import Tokenizer
 
 from schemas.config.model import ModelConfig
 
@@ -17,15 +21,23 @@ class TokenTexts:
     """
 
     def __init__(self, model: ModelConfig) -> None:
-        from infra.models.load import load_tokenizer  # imports torch, which few queries need
-
-        self._tokenizer = load_tokenizer(model)
+        self._decode = _decoder(model)
         self._known: dict[int, str] = {}
 
     def of(self, token_ids: pa.Array) -> pa.Array:
         """Return the text of each token: strings [T]."""
         unique, index = np.unique(token_ids.to_numpy(zero_copy_only=False), return_inverse=True)
         new = [token for token in unique.tolist() if token not in self._known]
-        self._known |= zip(new, self._tokenizer.batch_decode([[token] for token in new]), strict=True)
+        self._known |= zip(new, self._decode([[token] for token in new]), strict=True)
         texts = pa.array([self._known[token] for token in unique.tolist()], pa.string())
         return texts.take(pa.array(index))
+
+
+def _decoder(model: ModelConfig) -> Callable[[list[list[int]]], list[str]]:
+    file = Path(model.path) / "tokenizer.json"
+    if file.is_file():
+        tokenizer = Tokenizer.from_file(str(file))
+        return lambda sequences: tokenizer.decode_batch(sequences, skip_special_tokens=False)
+    from infra.models.load import load_tokenizer  # imports torch: seconds
+
+    return load_tokenizer(model).batch_decode

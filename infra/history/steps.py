@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from infra.history.pieces import TokenTexts
 from infra.storage.runs import RunDirectory
 from infra.stores.fsspec import FsspecColumnStore
-from infra.stores.offline import open_run_columns
+from infra.stores.offline import find_batch, open_run_columns
 from rl_core.columns.codec import arrow_type
 from rl_core.columns.turns import TURN_COLUMNS, advantages_of_turns
 from rl_core.views import decode_ints
@@ -30,9 +30,10 @@ class KeptSteps:
 
     Args:
         directory: The run's.
+        only: The step to open; None: all.
     """
 
-    def __init__(self, directory: RunDirectory) -> None:
+    def __init__(self, directory: RunDirectory, only: int | None = None) -> None:
         self.directory, self.run_id = directory, directory.run_id
         self.batches: dict[int, BatchHandle] = {}  # by step
         self.missing: str | None = None  # why there are none
@@ -41,7 +42,32 @@ class KeptSteps:
         except RunError as error:
             self.missing = str(error)
             return
-        self.batches = _load_batches(self._store)
+        self.batches = _load_batches(self._store, self._store.steps() if only is None else [only])
+
+    def batch(self, step: int) -> BatchHandle:
+        """Return the batch of a step.
+
+        Raises:
+            RunError: The step is not kept; the message lists those that are.
+        """
+        if self.missing is not None:
+            raise RunError(self.missing)
+        return self.batches.get(step) or find_batch(self.directory, self._store, step)
+
+    def checksums(self, step: int) -> dict[str, str]:
+        """Return the checksum of each chunk of a step, by its key; they change with the step's columns."""
+        return {record.ref.key: record.checksum for record in self._store.records(step)}
+
+    def read(self, batch: BatchHandle, names: Collection[str]) -> dict[str, pa.Array]:
+        """Return those of the named columns that a batch, or a selection of its rows, has."""
+        stored = [name for name in batch.columns if name in names]
+        columns = self._store.read(batch, stored) if stored else None
+        return {name: columns[name] for name in stored} if columns is not None else {}
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """The texts of the tokens of the run's model."""
+        return TokenTexts(self.directory.config().model)
 
     def fields(self, axis: Axis) -> dict[str, str]:
         """Return the dtypes of the columns of an axis that any step has; the widest where they differ."""
@@ -56,7 +82,7 @@ class KeptSteps:
     def rows(self, step: int, fields: Collection[pa.Field]) -> pa.RecordBatch:
         """Return these fields of a step's rows: N rows."""
         batch = self.batches[step]
-        found = self._read(batch, [field.name for field in fields])
+        found = self.read(batch, [field.name for field in fields])
         counts = {
             "num_prompt_tokens": lambda: self._lengths(batch, "prompt"),
             "num_response_tokens": lambda: self._lengths(batch, "response"),
@@ -70,7 +96,7 @@ class KeptSteps:
         wanted = {*names, *((IDS[axis],) if "text" in names else ())}
         if axis == "response" and "advantages" in names and TURN_COLUMNS[0] in batch.columns:
             wanted |= {*TURN_COLUMNS}
-        found, lengths = self._read(batch, wanted), self._lengths(batch, axis)
+        found, lengths = self.read(batch, wanted), self._lengths(batch, axis)
         flat = {
             name: column.flatten() if column_spec(name).axis == axis else _repeat(column, lengths)
             for name, column in found.items()
@@ -81,7 +107,7 @@ class KeptSteps:
         made = {
             **self._key(step, int(lengths.sum()), lambda: np.repeat(np.arange(len(lengths)), lengths)),
             "position": lambda: np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths),
-            "text": lambda: self._texts.of(flat[IDS[axis]]),
+            "text": lambda: self.texts.of(flat[IDS[axis]]),
         }
         return _assemble(fields, int(lengths.sum()), made, flat)
 
@@ -93,15 +119,6 @@ class KeptSteps:
         count = places.shape[1]
         key = self._key(step, count, lambda: made["row"])
         return _assemble(fields, count, key, {name: pa.array(values) for name, values in made.items()})
-
-    @cached_property
-    def _texts(self) -> TokenTexts:
-        return TokenTexts(self.directory.config().model)
-
-    def _read(self, batch: BatchHandle, names: Collection[str]) -> dict[str, pa.Array]:
-        stored = [name for name in batch.columns if name in names]
-        columns = self._store.read(batch, stored) if stored else None
-        return {name: columns[name] for name in stored} if columns is not None else {}
 
     def _lengths(self, batch: BatchHandle, axis: Axis) -> NDArray[np.int64]:
         return decode_ints(batch.prompt_lengths if axis == "prompt" else batch.response_lengths)
@@ -134,8 +151,8 @@ def _places(plan: StepPlan) -> Iterator[NDArray[np.int64]]:
         yield np.stack([rows, np.full_like(rows, number), *np.divmod(micros, update.num_micros)])
 
 
-def _load_batches(store: FsspecColumnStore) -> dict[int, BatchHandle]:
-    found = ((step, store.load_batch(step)) for step in store.steps())
+def _load_batches(store: FsspecColumnStore, steps: Collection[int]) -> dict[int, BatchHandle]:
+    found = ((step, store.load_batch(step)) for step in steps)
     return {step: batch for step, batch in found if batch is not None}
 
 

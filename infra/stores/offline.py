@@ -45,9 +45,7 @@ def read_step(
     """
     directory = RunDirectory.open(str(run), runs_dir)
     store = open_run_columns(directory)
-    batch = _find_batch(store, step)
-    if batch is None:
-        raise _no_columns_error(directory, store, step)
+    batch = find_batch(directory, store, step)
     return pa.Table.from_batches([store.read(batch, batch.columns if columns is None else columns)])
 
 
@@ -72,6 +70,18 @@ def open_run_columns(directory: RunDirectory) -> FsspecColumnStore:
         raise RunError(f"the columns of run {directory.run_id} in {place} can't be opened: {error}") from error
 
 
+def find_batch(directory: RunDirectory, store: FsspecColumnStore, step: int | None) -> BatchHandle:
+    """Return the batch of a step or, for None, of the newest one that has a batch.
+
+    Raises:
+        RunError: It has none; the message lists the steps that have columns.
+    """
+    for candidate in reversed(store.steps()) if step is None else [step]:
+        if (batch := store.load_batch(candidate)) is not None:
+            return batch
+    raise _no_columns_error(directory, store, step)
+
+
 def find_step(directory: RunDirectory, store: FsspecColumnStore, step: int | None) -> int:
     """Return the step itself or, for None, the newest one that has columns.
 
@@ -87,11 +97,6 @@ def find_step(directory: RunDirectory, store: FsspecColumnStore, step: int | Non
 def steps_with_columns(store: FsspecColumnStore) -> list[int]:
     """Return the steps that have a batch or a chunk, in order; one that only has a lease is not among them."""
     return [step for step in store.steps() if _has_columns(store, step)]
-
-
-def _find_batch(store: FsspecColumnStore, step: int | None) -> BatchHandle | None:
-    candidates = reversed(store.steps()) if step is None else [step]
-    return next((batch for candidate in candidates if (batch := store.load_batch(candidate)) is not None), None)
 
 
 def _has_columns(store: FsspecColumnStore, step: int) -> bool:

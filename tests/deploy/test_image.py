@@ -48,7 +48,8 @@ def test_what_is_copied_exists_and_is_in_the_build_s_context() -> None:
 
 def test_the_distribution_is_built_from_what_is_copied(tmp_path: Path) -> None:
     names = wheel_files(tmp_path, COPIED)
-    assert {"flows/cli/main.py", "flows/configs/demo.toml", "flows/report/page.html", "schemas/py.typed"} <= names
+    data = {"flows/configs/demo.toml", "flows/report/page.html", "flows/view/static/app.js", "schemas/py.typed"}
+    assert {"flows/cli/main.py", *data} <= names
 
 
 def test_the_dependencies_are_installed_without_the_packages(tmp_path: Path) -> None:

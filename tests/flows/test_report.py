@@ -173,6 +173,7 @@ def test_the_report_has_every_panel_and_shows_attacks_as_text(runs_dir: Path, sl
         "mismatch/ess",
         "torch 2.13.0",
         "best reward",
+        "--step 3 --row",
         "hash of",
     ):
         assert shown in text

@@ -1,0 +1,123 @@
+"""Single rows of a kept step, token by token."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from infra.history.pieces import TokenTexts
+from infra.history.plain import plain
+from infra.history.steps import KeptSteps
+from infra.history.token_values import MASK, token_values, value_columns, value_spec
+from rl_core.views import decode_ints, select
+from schemas.catalog import column_spec
+from schemas.errors import RunError
+
+MAX_TOKENS = 100_000  # of a row
+
+
+def read_row_tokens(
+    kept: KeptSteps, step: int, rows: Sequence[int], texts: TokenTexts | str, max_tokens: int = MAX_TOKENS
+) -> list[dict[str, Any]]:
+    """Return rows of a step with their tokens.
+
+    Args:
+        kept: The run's kept steps.
+        step: The step.
+        rows: Rows of the step's batch.
+        texts: The texts of the run's tokens, or the reason that there are none.
+        max_tokens: Tokens of each response that are returned, and of the end of each prompt.
+
+    Returns:
+        Of each row: `run_id`, `step`, `row`, and `num_rows` of the step; `columns` of single values; `turns`, each with
+        its `tokens`, `bridge_tokens`, `reward` and `advantage`, if the row has turns; `prompt` and `response`, each
+        with `num_tokens`, `ids` and `pieces`, the tokens' texts; `values` of each token of the response, by name;
+        `no_pieces`: why the tokens have no texts, else null.
+
+    Raises:
+        RunError: The step is not kept, or has no such row.
+        StoreError: Columns are lost or damaged.
+    """
+    batch = kept.batch(step)
+    for row in rows:
+        if not 0 <= row < batch.num_rows:
+            raise RunError(f"step {step} of run {kept.run_id} has rows 0 to {batch.num_rows - 1}, but no row {row}")
+    chosen = select(batch, rows)
+    columns = kept.read(chosen, {name for name in batch.columns if not column_spec(name).is_vector})
+    prompts, responses = (decode_ints(lengths) for lengths in (chosen.prompt_lengths, chosen.response_lengths))
+    values = token_values({name: columns[name] for name in value_columns(columns)}, responses)
+    bounds = np.concatenate([[0], np.cumsum(responses)])
+    found = []
+    for at, row in enumerate(rows):
+        response = slice(int(bounds[at]), int(bounds[at]) + min(int(responses[at]), max_tokens))
+        found.append(
+            {
+                "run_id": kept.run_id,
+                "step": step,
+                "row": row,
+                "num_rows": batch.num_rows,
+                "columns": _single_values(columns, at),
+                "turns": _turns(columns, at),
+                "prompt": _part(columns, "prompt_ids", at, slice(max(0, int(prompts[at]) - max_tokens), None), texts),
+                "response": _part(columns, "response_ids", at, slice(0, max_tokens), texts),
+                "values": {name: plain(_rounded(each[response])) for name, each in values.items()},
+                "no_pieces": texts if isinstance(texts, str) else None,
+            }
+        )
+    return found
+
+
+def colorings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return by which values the tokens of rows can be colored, with their range over the trained tokens.
+
+    Returns:
+        Of each: `name`, `title`, `unit`, `scale`, and `low` and `high`, null if there is no finite value.
+    """
+    names = dict.fromkeys(name for row in rows for name in row["values"])
+    found = []
+    for name in names:
+        numbers = [
+            float(value)
+            for row in rows
+            for value, trained in zip(row["values"].get(name, ()), _trained(row, name), strict=False)
+            if trained and isinstance(value, int | float)
+        ]
+        low, high = (min(numbers), max(numbers)) if numbers else (None, None)
+        found.append({**value_spec(name).model_dump(), "low": low, "high": high})
+    return found
+
+
+def _part(columns: dict[str, pa.Array], name: str, at: int, part: slice, texts: TokenTexts | str) -> dict[str, Any]:
+    """Return a part of the tokens of one row's prompt or response."""
+    ids = columns[name][at].values if name in columns else pa.array([], pa.int32())
+    shown = ids[part]
+    pieces = None if isinstance(texts, str) else texts.of(shown).to_pylist()
+    return {"num_tokens": len(ids), "ids": shown.to_pylist(), "pieces": pieces}
+
+
+def _single_values(columns: dict[str, pa.Array], at: int) -> dict[str, Any]:
+    names = [name for name in columns if column_spec(name).axis == "row"]
+    return {name: plain(columns[name][at].as_py()) for name in names}
+
+
+def _turns(columns: dict[str, pa.Array], at: int) -> list[dict[str, Any]]:
+    names = {"turn_tokens": "tokens", "turn_bridge_tokens": "bridge_tokens"}
+    names |= {"turn_rewards": "reward", "turn_advantages": "advantage"}
+    present = {short: columns[name][at].as_py() for name, short in names.items() if name in columns}
+    if "tokens" not in present:
+        return []
+    return [plain(dict(zip(present, turn, strict=True))) for turn in zip(*present.values(), strict=True)]
+
+
+def _trained(row: dict[str, Any], name: str) -> list[bool]:
+    mask = row["values"].get(MASK)
+    return mask if mask is not None and name != MASK else [True] * len(row["values"][name])
+
+
+def _rounded(values: NDArray[Any]) -> list[Any]:
+    """Return numbers with the digits that float32 has."""
+    if values.dtype.kind != "f":
+        return values.tolist()
+    return [float(text) for text in np.char.mod("%.9g", values.astype(np.float64))]
