@@ -24,6 +24,7 @@ class RunHandle(Frozen):
     directory: str
     config: RunConfig
     store_incarnation: str  # of the column store; the key of every stage whose result is in the store
+    source: str | None = None  # the directory of the run whose stored columns a replay reads besides its own
 
 
 class PolicyHandle(Frozen):

@@ -10,6 +10,8 @@ from inspect import isawaitable, iscoroutinefunction
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from rl_core.user_code import describe_error
 
 Score = float | Mapping[str, float]
@@ -56,6 +58,11 @@ class RewardOutcome:
     def timed_out(cls, timeout_seconds: float) -> "RewardOutcome":
         """Create the outcome of a function that didn't return in time."""
         return cls(reward=None, failure=f"TimeoutError: no answer within {timeout_seconds:g} s")
+
+
+def as_stored(reward: float | None) -> float | None:
+    """Round a reward to the float32 of its column: what depends on it can then be computed again, bit for bit."""
+    return None if reward is None else float(np.float32(reward))
 
 
 class ManagedReward(ABC):

@@ -1,0 +1,44 @@
+"""The commands that go back to an earlier step of a run. See `commands` for their imports."""
+
+from typing import Annotated
+
+import typer
+
+from flows.cli.commands import OverridesArgument, RunArgument, RunsDirOption, app, console
+from flows.cli.history_commands import JsonOption
+from schemas.config.folders import DEFAULT_RUNS_DIR
+
+
+@app.command()
+def replay(
+    run: RunArgument,
+    steps: Annotated[str, typer.Option(help="A step, or steps A:B without B, counted from 0.")],
+    overrides: OverridesArgument = None,
+    rewards: Annotated[
+        bool, typer.Option("--rewards", help="Compute the rewards again, e.g. by changed code.")
+    ] = False,
+    tolerance: Annotated[
+        bool, typer.Option("--within", help="Accept numbers that differ by at most 1e-6 as the same.")
+    ] = False,
+    as_json: JsonOption = False,
+    runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
+) -> None:
+    """Compute steps again from a run's stored columns: the same bits (else exit code 1), or with changed settings.
+
+    Nothing is generated. Settings of reward, advantage, overlong, kl, correction, loss and optim may change, e.g.
+    advantage.kind=rloo; a report then says what changes against what the run did.
+    """
+    from flows.cli.replay import run_replay
+    from infra.storage.runs import RunDirectory
+
+    accepted = run_replay(
+        console,
+        RunDirectory.open(run, runs_dir),
+        steps,
+        overrides or [],
+        "within 1e-6" if tolerance else "same bits",
+        rescores=rewards,
+        as_json=as_json,
+    )
+    if not accepted:
+        raise typer.Exit(1)

@@ -1,0 +1,47 @@
+"""The rewards of a stored step's rows, by another reward function. N rows."""
+
+import json
+
+from infra.history.stored import StoredStep, with_rewards
+from infra.rewards.base import RewardScorer
+from rl_core.rewards import RewardItem, as_stored
+from schemas.config.reward import RewardConfig
+from schemas.errors import ConfigError
+from schemas.rollout import RolloutHandle, check_failures
+
+TEXTS = ("prompt_text", "response_text", "answer", "info")
+
+
+def check_texts(stored: StoredStep) -> None:
+    """Check that a step's rewards can be computed from its columns.
+
+    Raises:
+        ConfigError: They can't: an environment answered, whose state is not stored, or the texts were left out.
+    """
+    if stored.has_turns:
+        raise ConfigError(
+            f"the rewards of step {stored.step} can't be computed again: they depend on an environment, whose state "
+            "isn't stored; leave the reward as it is"
+        )
+    if stored.columns["response_text"].null_count:
+        raise ConfigError(
+            f"the rewards of step {stored.step} can't be computed again: its texts were left out; leave the reward as "
+            "it is"
+        )
+
+
+def score_again(stored: StoredStep, scorer: RewardScorer, config: RewardConfig) -> RolloutHandle:
+    """Return the step's rollout with the rewards that a scorer gives its N rows, rounded as columns are.
+
+    Raises:
+        RewardFailureError: More rewards failed than the config allows.
+    """
+    texts = zip(*(stored.columns[name].to_pylist() for name in TEXTS), strict=True)
+    items = [RewardItem(prompt, response, answer, json.loads(info)) for prompt, response, answer, info in texts]
+    outcomes = scorer.score(items, stored.columns["group_id"].to_pylist())
+    failure = next((outcome.failure for outcome in outcomes if outcome.failure is not None), None)
+    rewards = [outcome.reward for outcome in outcomes]
+    check_failures(rewards, failure, config.max_failure_fraction, f"step {stored.step}")
+    names = sorted({name for outcome in outcomes for name in outcome.parts})
+    parts = {name: [as_stored(outcome.parts.get(name)) for outcome in outcomes] for name in names}
+    return with_rewards(stored.rollout, [as_stored(reward) for reward in rewards], parts)
