@@ -1,19 +1,18 @@
 """`sluice replay`: what steps of a run give when they are computed again."""
 
-import asyncio
 import json
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from flows.cli.tables import plain_table, with_width
-from flows.connection import connect, while_ray_lives
+from flows.connection import connect
 from flows.replay.replay import Steps, change_steps, new_scratch_id, verify_steps
 from flows.replay.reports import StepChange, StepReplay
-from flows.replay.session import replay_session
+from flows.replay.session import in_ray, replay_session
 from flows.replay.settings import changes_rewards, replay_config
 from infra.history.compare import ORDER, Closeness
 from infra.history.diff import StageDiff
@@ -24,8 +23,6 @@ from schemas.errors import RunError
 
 HEADER = ("stage", "column", "row", "token", "run", "replay", "different", "largest", "result")
 MAX_ROWS = 5  # of a stage
-
-Result = TypeVar("Result")
 
 
 def parse_steps(text: str) -> tuple[int, int]:
@@ -74,16 +71,6 @@ def run_replay(
     return is_accepted
 
 
-def in_ray(config: RunConfig, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-    """Run work to its end that uses Ray, which is started if necessary.
-
-    Raises:
-        RayLostError: Ray was lost.
-    """
-    connect(config.runtime)
-    return asyncio.run(while_ray_lives(work()))
-
-
 def _verify(console: Console, steps: Steps, config: RunConfig, *, as_json: bool) -> list[StepReplay]:
     source, found = steps.history.directory, list[StepReplay]()
 
@@ -92,10 +79,8 @@ def _verify(console: Console, steps: Steps, config: RunConfig, *, as_json: bool)
         if not as_json:
             _print_stages(console, step)
 
-    with console.status("replaying"):
-        connect(config.runtime)
-        with replay_session(source, config, new_scratch_id(source.run_id)) as session:
-            in_ray(config, lambda: verify_steps(session, steps, report))
+    with console.status("replaying"), replay_session(source, config, new_scratch_id(source.run_id)) as session:
+        in_ray(verify_steps(session, steps, report))
     return found
 
 
@@ -110,7 +95,8 @@ def _what_changes(
             _print_change(console, step)
 
     with console.status("replaying"):
-        in_ray(configs[0], lambda: change_steps(steps, configs, rescores=rescores, report=report))
+        connect(configs[0].runtime)
+        in_ray(change_steps(steps, configs, rescores=rescores, report=report))
     return found
 
 

@@ -42,3 +42,36 @@ def replay(
     )
     if not accepted:
         raise typer.Exit(1)
+
+
+@app.command()
+def fork(
+    run: RunArgument,
+    at: Annotated[int, typer.Option(help="How many of the run's steps the fork has: 7 begins with step 7.", min=0)],
+    overrides: OverridesArgument = None,
+    run_id: Annotated[str | None, typer.Option(help="The fork's id; default: RUN-at-STEP.")] = None,
+    note: Annotated[str | None, typer.Option(help="The fork's note.")] = None,
+    start: Annotated[bool, typer.Option("--start", help="Go on with it at once, as sluice resume does.")] = False,
+    runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
+) -> None:
+    """Make a run that has another one's weights, optimizer and metrics of an earlier step, with changed settings.
+
+    Nothing is generated: from the newest checkpoint before it, the step's weights are computed again.
+    """
+    from flows.cli.commands import resume
+    from flows.preflight import check
+    from flows.replay.fork import make_fork, plan_fork
+    from infra.storage.runs import RunDirectory
+
+    planned = plan_fork(RunDirectory.open(run, runs_dir), at, run_id, note, overrides or [])
+    with console.status("checking model, data and reward"):
+        check(planned.config)
+    with console.status("forking"):
+        make_fork(planned)
+    directory = planned.directory
+    parts = f"{planned.num_replayed} updates repeated" if planned.num_replayed else "nothing to repeat"
+    console.print(f"made run {directory.run_id} from {planned.lineage}: {parts}", soft_wrap=True, highlight=False)
+    if start:
+        resume(directory.url)
+    else:
+        console.print(f"go on with: sluice resume {directory.argument}", soft_wrap=True, highlight=False)

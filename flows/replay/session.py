@@ -4,15 +4,17 @@ They read the run's stored columns and put their own in the scratch directory, w
 no environment and no Prefect server takes part, and nothing of the run itself is written.
 """
 
+import asyncio
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from flows.connection import connect
+from flows.connection import connect, while_ray_lives
 from infra.checkpoints import CheckpointStore, open_checkpoints
 from infra.history.start import Start
 from infra.history.stored import StoredStep
@@ -38,6 +40,8 @@ from tasks.logprob import score_behavior, score_reference
 from tasks.update import update_policy
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 SCRATCH = ".replay"  # beside the runs: all workers reach it, and checkpoints can be hard links
 
@@ -81,6 +85,11 @@ class ReplaySession:
         await self._policy()
         for step in start.steps:
             await self.repeat(step)
+
+    async def reach(self, start: Start, checkpoints: CheckpointStore) -> None:
+        """Do what `begin` does, and write the checkpoint of the version that is reached."""
+        await self.begin(start, checkpoints)
+        await self.save(start.version + len(start.steps))
 
     async def repeat(self, stored: StoredStep) -> UpdateReport:
         """Update the policy as the run did: with the columns and the plan that it stored."""
@@ -180,8 +189,7 @@ def replay_session(source: RunDirectory, config: RunConfig, run_id: str) -> Iter
     directory = RunDirectory(places.join(places.join(source.runs_dir, SCRATCH), run_id))
     run = RunHandle(run_id=run_id, directory=directory.url, config=config, store_incarnation="", source=source.url)
     _remove(directory)  # of a replay that was killed
-    if (decisions := source.folder.read("decisions.json")) is not None:  # a plan has a factor on the learning rate
-        directory.folder.write("decisions.json", decisions)
+    directory.decisions.copy_from(source.decisions, config.steps)  # a plan has a factor on the learning rate
     try:
         with monitored_workers(run_id, config):
             yield ReplaySession(run)
@@ -189,6 +197,15 @@ def replay_session(source: RunDirectory, config: RunConfig, run_id: str) -> Iter
         kill_workers(run_id, config)
         forget_store(run)
         _remove(directory)
+
+
+def in_ray(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run work that uses the connected Ray to its end.
+
+    Raises:
+        RayLostError: Ray was lost.
+    """
+    return asyncio.run(while_ray_lives(work))
 
 
 def _scratch_config(config: RunConfig) -> RunConfig:

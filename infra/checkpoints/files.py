@@ -142,6 +142,10 @@ class CheckpointFiles:
                 self._folder.write(f"{name}/{file}", source.read_file(version, file, entry))
         self._commit(manifest)
 
+    def remove_all(self) -> None:
+        """Remove all checkpoints, complete or not."""
+        self._clear(0)
+
     @contextmanager
     def assets(self, version: int) -> Iterator[Path]:
         """Hold a temporary local folder with a copy of the checkpoint's config and tokenizer files.

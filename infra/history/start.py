@@ -137,8 +137,8 @@ class History:
         unfinished = [step for step in missing if step >= self.num_done]
         if unfinished:
             return RunError(
-                f"step {unfinished[0]} of run {self.directory.run_id} is not finished: it has finished "
-                f"{self.num_done} steps, counted from 0"
+                f"step {unfinished[0]} of run {self.directory.run_id} is not finished; finished, counted from 0: "
+                f"{', '.join(ranges(list(range(self.num_done)))) or 'none'}"
             )
         kept = ", ".join(ranges(sorted(self._kept(range(self.num_done))))) or "none"
         return RunError(
