@@ -1,5 +1,6 @@
 """`sluice fork`: a run that has the weights, optimizer and metrics of another one at an earlier step, and goes on."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,11 +10,13 @@ from infra.history.start import History, Start
 from infra.storage.driver_lock import driver_lock
 from infra.storage.lineage import Fork, save_fork
 from infra.storage.runs import RunDirectory
+from infra.storage.versions import installed_versions
 from schemas.config.changes import is_changeable
 from schemas.config.differences import differences
 from schemas.config.load import changed_keys, override_config
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
+from schemas.step import RunEvent
 
 PARENT, OWN = "parent", "own"
 
@@ -101,8 +104,14 @@ def make_fork(fork: PlannedFork) -> None:
             checkpoints.take_from(fork.history.checkpoints, fork.step)
         directory.metrics.copy_from(parent.metrics, fork.step)
         directory.decisions.copy_from(parent.decisions, fork.step)
+        directory.metrics.append_event(_event(fork))
         directory.ledger.create()
         directory.write_config(fork.config)
+
+
+def _event(fork: PlannedFork) -> RunEvent:
+    reason = f"of run {fork.history.directory.run_id}, after {fork.step} steps"
+    return RunEvent(kind="fork", step=fork.step, time=time.time(), reason=reason, versions=installed_versions())
 
 
 def _check_changes(parent: RunDirectory, before: RunConfig, config: RunConfig, step: int) -> None:
