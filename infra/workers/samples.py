@@ -177,5 +177,5 @@ def _sample_text(sample: Sample) -> SampleText:
         prompt=sample.prompt.prompt_text,
         response=sample.response.text,
         answer=sample.prompt.answer,
-        reward=sample.response.outcome.reward,
+        reward=as_stored(sample.response.outcome.reward),
     )
