@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -10,16 +11,17 @@ from rich.text import Text
 
 from flows.cli.tables import plain_table, with_width
 from flows.connection import connect
-from flows.replay.replay import Steps, change_steps, new_scratch_id, verify_steps
+from flows.replay.bundle import different_versions, opened_bundle
+from flows.replay.replay import Steps, change_steps, verify_steps
 from flows.replay.reports import StepChange, StepReplay
-from flows.replay.session import in_ray, replay_session
+from flows.replay.session import in_ray, new_scratch_id, replay_session
 from flows.replay.settings import changes_rewards, replay_config
 from infra.history.compare import ORDER, Closeness
 from infra.history.diff import StageDiff
 from infra.history.start import History
 from infra.storage.runs import RunDirectory
 from schemas.config.run import RunConfig
-from schemas.errors import RunError
+from schemas.errors import ConfigError, RunError
 
 HEADER = ("stage", "column", "row", "token", "run", "replay", "different", "largest", "result")
 MAX_ROWS = 5  # of a stage
@@ -68,6 +70,33 @@ def run_replay(
         _print_json({"same": is_accepted, "steps": [_as_json(each) for each in replays]})
     else:
         console.print(_verdict(replays), soft_wrap=True, markup=False, highlight=False)
+    return is_accepted
+
+
+def run_reproduction(
+    console: Console, bundle: Path, overrides: Sequence[str], accepted: Closeness, *, as_json: bool
+) -> bool:
+    """Replay the step of a bundle and print what it gives, and which packages differ; return whether it is accepted.
+
+    Raises:
+        UserError: The bundle is damaged, unsafe or of a newer format; or an override is invalid.
+        PipelineError: What a stage raises.
+    """
+    with opened_bundle(bundle) as (directory, manifest):
+        own, _, changed = replay_config(directory, overrides)
+        if changed:
+            raise ConfigError(f"a bundle is reproduced as it was run; leave out {', '.join(changed)}")
+        steps = Steps.find(History(directory), manifest.step, manifest.step + 1)
+        (replay,) = _verify(console, steps, own, as_json=as_json)
+        versions = different_versions(manifest)
+    is_accepted = ORDER.index(replay.closeness) <= ORDER.index(accepted)
+    if as_json:
+        _print_json({"same": is_accepted, "versions": versions, "steps": [_as_json(replay)]})
+        return is_accepted
+    for name, (theirs, ours) in versions.items():
+        console.print(f"{name}: {theirs} then, {ours} now", soft_wrap=True, markup=False, highlight=False)
+    verdict = f"step {manifest.step} of run {manifest.run_id} reproduced: {replay.closeness}"
+    console.print(verdict, soft_wrap=True, markup=False, highlight=False)
     return is_accepted
 
 

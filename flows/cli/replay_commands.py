@@ -1,5 +1,6 @@
 """The commands that go back to an earlier step of a run. See `commands` for their imports."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -7,6 +8,8 @@ import typer
 from flows.cli.commands import OverridesArgument, RunArgument, RunsDirOption, app, console
 from flows.cli.history_commands import JsonOption
 from schemas.config.folders import DEFAULT_RUNS_DIR
+
+WithinOption = Annotated[bool, typer.Option("--within", help="Accept numbers that differ by at most 1e-6 as the same.")]
 
 
 @app.command()
@@ -17,9 +20,7 @@ def replay(
     rewards: Annotated[
         bool, typer.Option("--rewards", help="Compute the rewards again, e.g. by changed code.")
     ] = False,
-    tolerance: Annotated[
-        bool, typer.Option("--within", help="Accept numbers that differ by at most 1e-6 as the same.")
-    ] = False,
+    tolerance: WithinOption = False,
     as_json: JsonOption = False,
     runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
 ) -> None:
@@ -75,3 +76,42 @@ def fork(
         resume(directory.url)
     else:
         console.print(f"go on with: sluice resume {directory.argument}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def bundle(
+    run: RunArgument,
+    step: Annotated[int, typer.Argument(help="The step, counted from 0.", metavar="STEP", min=0)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")],
+    redact: Annotated[bool, typer.Option("--redact", help="Leave texts out; tokens stay.")] = False,
+    runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
+) -> None:
+    """Write one file with all that a step can be reproduced from on another machine, weights and model included."""
+    from flows.replay.bundle import write_bundle
+    from infra.storage.runs import RunDirectory
+
+    with console.status("bundling"):
+        written = write_bundle(RunDirectory.open(run, runs_dir), step, out, is_redacted=redact)
+    num_bytes = sum(entry.num_bytes for entry in written.files.values())
+    console.print(
+        f"wrote {len(written.files)} files with {num_bytes:,} bytes to {out}", soft_wrap=True, highlight=False
+    )
+
+
+@app.command()
+def reproduce(
+    file: Annotated[Path, typer.Argument(help="A bundle.", metavar="FILE")],
+    overrides: OverridesArgument = None,
+    tolerance: WithinOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compute the step of a bundle again: exit code 0 if it has the same bits, else 1; says which packages differ.
+
+    Where it is computed may change, e.g. runtime.num_policy_ranks=1 runtime.device=cpu.
+    """
+    from flows.cli.replay import run_reproduction
+
+    if not run_reproduction(
+        console, file, overrides or [], "within 1e-6" if tolerance else "same bits", as_json=as_json
+    ):
+        raise typer.Exit(1)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flows.replay.session import in_ray, replay_session
+from flows.replay.session import write_version
 from infra.checkpoints import open_checkpoints
 from infra.history.start import History, Start
 from infra.storage.driver_lock import driver_lock
@@ -96,12 +96,7 @@ def make_fork(fork: PlannedFork) -> None:
         checkpoints = open_checkpoints(directory, fork.config.checkpoint)
         checkpoints.remove_all()  # of a fork that was interrupted
         save_fork(directory, fork.lineage)
-        if fork.num_replayed:
-            with replay_session(parent, parent.config(), directory.run_id) as session:
-                in_ray(session.reach(fork.start, fork.history.checkpoints))
-                checkpoints.take_from(session.checkpoints, fork.step)
-        elif fork.start.has_checkpoint:
-            checkpoints.take_from(fork.history.checkpoints, fork.step)
+        write_version(fork.history, fork.start, checkpoints, directory.run_id)
         directory.metrics.copy_from(parent.metrics, fork.step)
         directory.decisions.copy_from(parent.decisions, fork.step)
         directory.metrics.append_event(_event(fork))

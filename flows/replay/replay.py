@@ -1,6 +1,5 @@
 """`sluice replay`: steps of a run computed again from its stored columns, with its own settings or with others."""
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import pyarrow as pa
 
 from flows.replay.reports import AdvantageChange, StepChange, StepReplay
 from flows.replay.rewards import check_texts, score_again
-from flows.replay.session import ReplayedStep, ReplaySession, replay_session
+from flows.replay.session import ReplayedStep, ReplaySession, new_scratch_id, replay_session
 from infra.history.diff import StageDiff, diff_columns, diff_metrics, diff_plans
 from infra.history.moves import largest_moves
 from infra.history.pieces import TokenTexts
@@ -51,11 +50,6 @@ class Steps:
         """
         stored = tuple(history.steps(first, stop))
         return cls(history, history.start(first), stored)
-
-
-def new_scratch_id(run_id: str) -> str:
-    """Return an id for the workers of a replay."""
-    return f"replay-{run_id}-{os.urandom(4).hex()}"
 
 
 async def verify_steps(session: ReplaySession, steps: Steps, report: Callable[[StepReplay], None]) -> None:

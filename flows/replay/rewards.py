@@ -23,7 +23,7 @@ def check_texts(stored: StoredStep) -> None:
             f"the rewards of step {stored.step} can't be computed again: they depend on an environment, whose state "
             "isn't stored; leave the reward as it is"
         )
-    if stored.columns["response_text"].null_count:
+    if not any(stored.columns["response_text"].to_pylist()):
         raise ConfigError(
             f"the rewards of step {stored.step} can't be computed again: its texts were left out; leave the reward as "
             "it is"

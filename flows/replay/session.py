@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from flows.connection import connect, while_ray_lives
 from infra.checkpoints import CheckpointStore, open_checkpoints
-from infra.history.start import Start
+from infra.history.start import History, Start
 from infra.history.stored import StoredStep
 from infra.ray.group import WorkerGroup
 from infra.storage import places
@@ -206,6 +206,32 @@ def in_ray(work: Coroutine[Any, Any, Result]) -> Result:
         RayLostError: Ray was lost.
     """
     return asyncio.run(while_ray_lives(work))
+
+
+def write_version(history: History, start: Start, target: CheckpointStore, run_id: str) -> None:
+    """Have the checkpoint of a version in another place: the run's own if it has one, else one with repeated updates.
+
+    Args:
+        history: The run.
+        start: What the version is made of; the starting weights need no checkpoint.
+        target: The place.
+        run_id: The id by which workers are named, if updates have to be repeated.
+
+    Raises:
+        CheckpointError: The run's own was removed in the meantime.
+        PipelineError: What the workers raise.
+    """
+    if start.steps:
+        with replay_session(history.directory, history.directory.config(), run_id) as session:
+            in_ray(session.reach(start, history.checkpoints))
+            target.take_from(session.checkpoints, start.version + len(start.steps))
+    elif start.has_checkpoint:
+        target.take_from(history.checkpoints, start.version)
+
+
+def new_scratch_id(run_id: str) -> str:
+    """Return an id for the workers of a replay."""
+    return f"replay-{run_id}-{os.urandom(4).hex()}"
 
 
 def _scratch_config(config: RunConfig) -> RunConfig:

@@ -43,9 +43,11 @@ class History:
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
         self.checkpoints: CheckpointStore = open_checkpoints(directory, directory.config().checkpoint)
-        self.num_done = len(directory.metrics.steps())
+        finished = directory.metrics.steps()
+        self.num_done = finished[-1].step + 1 if finished else 0
         self._stored: FsspecColumnStore | None = None
         self._fork = load_fork(directory)
+        self._advice = 'a run keeps all columns with store.keep_steps = "all"'
 
     @property
     def store(self) -> FsspecColumnStore:
@@ -116,7 +118,8 @@ class History:
             return set()
         try:
             return {step for step in steps if self.store.load_batch(step) is not None}
-        except RunError:  # it keeps none
+        except RunError as error:  # it keeps none
+            self._advice = str(error)
             return set()
 
     def _missing_error(self, version: int, first: int, missing: list[int]) -> RunError:
@@ -129,8 +132,7 @@ class History:
         possible = ", ".join(ranges(self.possible_versions())) or "none"
         return RunError(
             f"version {version} of run {self.directory.run_id} can't be had again: it {lacks}, which would lead to it "
-            f"from {'checkpoint' if first else 'version'} {first}; versions that can be: {possible}; a run keeps all "
-            'columns with store.keep_steps = "all"'
+            f"from {'checkpoint' if first else 'version'} {first}; versions that can be: {possible}; {self._advice}"
         )
 
     def _not_kept_error(self, missing: list[int]) -> RunError:
@@ -143,7 +145,7 @@ class History:
         kept = ", ".join(ranges(sorted(self._kept(range(self.num_done))))) or "none"
         return RunError(
             f"run {self.directory.run_id} doesn't keep the columns of {_steps(missing)}; steps whose columns it keeps: "
-            f'{kept}; a run keeps all with store.keep_steps = "all"'
+            f"{kept}; {self._advice}"
         )
 
 

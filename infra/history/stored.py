@@ -12,7 +12,7 @@ from infra.storage.runs import RunDirectory
 from infra.stores.fsspec import FsspecColumnStore
 from rl_core.columns.jagged import flat_values, row_lengths
 from rl_core.views import new_batch
-from schemas.batch import BatchHandle, ColumnGroup
+from schemas.batch import BatchHandle, ChunkRef, ColumnGroup
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.errors import RunError
 from schemas.plan import StepPlan
@@ -83,9 +83,17 @@ class StoredStep:
         """
         self._store.verify(self.batch)
 
+    def read_chunk(self, ref: ChunkRef) -> pa.RecordBatch:
+        """Return one of the step's chunks.
+
+        Raises:
+            StoreError: It is lost or damaged.
+        """
+        return self._store.read_chunk(ref)
+
     @cached_property
     def _chunks(self) -> list[pa.RecordBatch]:
-        return [self._store.read_chunk(ref) for ref in self._group.chunks]
+        return [self.read_chunk(ref) for ref in self._group.chunks]
 
     @property
     def _group(self) -> ColumnGroup:

@@ -1,6 +1,7 @@
 """`sluice replay` and `sluice fork` of a run that keeps its columns."""
 
 import json
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from infra.storage.lineage import load_fork
+from infra.stores.offline import read_step
 from tests.commands import sluice_in_turn
 from tests.services import Workplace
 
@@ -32,6 +34,8 @@ COMMANDS = {
     ),
     "fork": ("fork", PARENT, "--at", "6"),
     "linked": ("fork", PARENT, "--at", "4", "--run-id", LINKED, "--note", "slower", "optim.lr=1e-3"),
+    "bundle": ("bundle", PARENT, "5", "-o", "step.bundle", "--redact"),
+    "reproduced": ("reproduce", "step.bundle", "--json"),
     "before": ("fork", LINKED, "--at", "3"),
     "runs": ("runs", "--json"),
 }
@@ -119,6 +123,21 @@ def test_a_fork_at_a_checkpoint_shares_its_bytes(workplace: Workplace, printed: 
     assert (linked.config().optim.lr, len(linked.metrics.steps())) == (0.001, 4)
     rows = {run["run_id"]: run for run in json.loads(printed["runs"][1])}
     assert (rows[LINKED]["forked_from"], rows[PARENT]["forked_from"]) == (f"{PARENT}@4", None)
+
+
+def test_a_bundle_needs_nothing_else(workplace: Workplace, printed: Printed) -> None:
+    report = json_of(printed["reproduced"])
+    assert (printed["bundle"][0], printed["reproduced"][0]) == (0, 0)
+    assert report["versions"] == {}
+    (step,) = report["steps"]
+    assert [stage["stage"] for stage in step["stages"]] == STAGES[:-1]
+    assert step["closeness"] == "same bits"
+    columns = read_step(workplace.run(PARENT).path, 5, ["response_text", "prompt_text"])
+    with zipfile.ZipFile(workplace.folder / "step.bundle") as bundle:
+        content = b"".join(bundle.read(name) for name in bundle.namelist() if name.endswith(".arrow"))
+    texts = {text for name in columns.column_names for text in columns[name].to_pylist() if len(text) > 3}
+    assert texts
+    assert not [text for text in texts if text.encode() in content]
 
 
 def test_steps_before_a_fork_are_its_parents(workplace: Workplace, printed: Printed) -> None:

@@ -31,7 +31,8 @@ def test_steps_that_cannot_be_replayed(sluice: Command) -> None:
     assert_rejected(
         sluice("replay", "demo", "--steps", "3"), "version 3 of run demo can't be had again", "steps 0 to 1"
     )
-    make_small_run(run_id="shared", kind="shared")
+    report = StepReport(step=0, policy_version=1, metrics={}, seconds=1.0, seconds_by_phase={})
+    make_small_run(run_id="shared", kind="shared", keep_steps=0).metrics.append_step(report)
     assert_rejected(sluice("replay", "shared", "--steps", "0"), 'its store.kind = "shared"')
 
 
