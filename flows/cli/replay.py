@@ -14,6 +14,7 @@ from flows.connection import connect
 from flows.replay.bundle import different_versions, opened_bundle
 from flows.replay.replay import Steps, change_steps, verify_steps
 from flows.replay.reports import StepChange, StepReplay
+from flows.replay.rewards import score_steps
 from flows.replay.session import in_ray, new_scratch_id, replay_session
 from flows.replay.settings import changes_rewards, replay_config
 from infra.history.compare import ORDER, Closeness
@@ -124,8 +125,9 @@ def _what_changes(
             _print_change(console, step)
 
     with console.status("replaying"):
+        rollouts = score_steps(steps.stored, configs[1].reward) if rescores else [of.rollout for of in steps.stored]
         connect(configs[0].runtime)
-        in_ray(change_steps(steps, configs, rescores=rescores, report=report))
+        in_ray(change_steps(steps, rollouts, configs, report))
     return found
 
 

@@ -60,13 +60,15 @@ def fork(
     Nothing is generated: from the newest checkpoint before it, the step's weights are computed again.
     """
     from flows.cli.commands import resume
-    from flows.preflight import check
+    from flows.preflight import check, check_checkpoint
     from flows.replay.fork import make_fork, plan_fork
     from infra.storage.runs import RunDirectory
 
-    planned = plan_fork(RunDirectory.open(run, runs_dir), at, run_id, note, overrides or [])
+    parent = RunDirectory.open(run, runs_dir)
+    planned = plan_fork(parent, at, run_id, note, overrides or [])
     with console.status("checking model, data and reward"):
         check(planned.config)
+        check_checkpoint(parent, planned.config)
     with console.status("forking"):
         make_fork(planned)
     directory = planned.directory

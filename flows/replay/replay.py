@@ -1,14 +1,13 @@
 """`sluice replay`: steps of a run computed again from its stored columns, with its own settings or with others."""
 
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 from flows.replay.reports import AdvantageChange, StepChange, StepReplay
-from flows.replay.rewards import check_texts, score_again
 from flows.replay.session import ReplayedStep, ReplaySession, new_scratch_id, replay_session
 from infra.history.diff import StageDiff, diff_columns, diff_metrics, diff_plans
 from infra.history.moves import largest_moves
@@ -16,8 +15,6 @@ from infra.history.pieces import TokenTexts
 from infra.history.start import History, Start
 from infra.history.stored import StoredStep
 from infra.history.weights import compare_checkpoints, compare_updates
-from infra.rewards.base import RewardScorer
-from infra.rewards.open import open_reward_scorer
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.config.run import RunConfig
 from schemas.metrics import merge_metrics, values
@@ -73,26 +70,23 @@ async def verify_steps(session: ReplaySession, steps: Steps, report: Callable[[S
 
 async def change_steps(
     steps: Steps,
+    rollouts: Sequence[RolloutHandle],
     configs: tuple[RunConfig, RunConfig],
-    *,
-    rescores: bool,
     report: Callable[[StepChange], None],
 ) -> None:
     """Replay steps as the run did them, then with other settings, and report what changes.
 
     Args:
         steps: The steps.
+        rollouts: Their rows' scalars, with the rewards to use.
         configs: The run's, and the replay's.
-        rescores: Whether rewards are computed again.
         report: Called for each step.
 
     Raises:
-        ConfigError: Rewards can't be computed again.
         PipelineError: What a stage raises.
     """
     source, first = steps.history.directory, steps.stored[0].step
     with ExitStack() as stack:
-        scorer = stack.enter_context(closing(_scorer(steps, configs[1]))) if rescores else None
         run = stack.enter_context(replay_session(source, configs[0], new_scratch_id(source.run_id)))
         await run.begin(steps.start, steps.history.checkpoints)
         await run.save(first)
@@ -101,8 +95,7 @@ async def change_steps(
         changed = stack.enter_context(replay_session(source, configs[1], new_scratch_id(source.run_id)))
         await changed.begin(Start(first, True, ()), run.checkpoints)
         texts = TokenTexts(configs[0].model)
-        for stored, moves in zip(steps.stored, recorded, strict=True):
-            rollout = score_again(stored, scorer, configs[1].reward) if scorer else stored.rollout
+        for stored, rollout, moves in zip(steps.stored, rollouts, recorded, strict=True):
             before = await changed.logprobs(stored, stored.step, "before")
             replayed = await changed.replay(stored, rollout)
             own = before, await changed.logprobs(stored, stored.step + 1, "after")
@@ -125,14 +118,6 @@ async def _repeat(session: ReplaySession, stored: StoredStep) -> tuple[pa.Array,
     await session.repeat(stored)
     await session.save(stored.step + 1)
     return before, await session.logprobs(stored, stored.step + 1, "after")
-
-
-def _scorer(steps: Steps, config: RunConfig) -> RewardScorer:
-    for stored in steps.stored:
-        check_texts(stored)
-    scorer = open_reward_scorer(config.reward)
-    scorer.wait_until_ready()
-    return scorer
 
 
 def _compare(session: ReplaySession, history: History, stored: StoredStep, replayed: ReplayedStep) -> list[StageDiff]:

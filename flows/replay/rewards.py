@@ -1,9 +1,12 @@
 """The rewards of a stored step's rows, by another reward function. N rows."""
 
 import json
+from collections.abc import Sequence
+from contextlib import closing
 
 from infra.history.stored import StoredStep, with_rewards
 from infra.rewards.base import RewardScorer
+from infra.rewards.open import open_reward_scorer
 from rl_core.rewards import RewardItem, as_stored
 from schemas.config.reward import RewardConfig
 from schemas.errors import ConfigError
@@ -12,7 +15,22 @@ from schemas.rollout import RolloutHandle, check_failures
 TEXTS = ("prompt_text", "response_text", "answer", "info")
 
 
-def check_texts(stored: StoredStep) -> None:
+def score_steps(steps: Sequence[StoredStep], config: RewardConfig) -> list[RolloutHandle]:
+    """Return the steps' rollouts with the rewards that a config's function gives their rows.
+
+    Raises:
+        ConfigError: They can't be computed from the steps' columns.
+        RewardImportError: The function can't be loaded.
+        RewardFailureError: More rewards of a step failed than the config allows.
+    """
+    for stored in steps:
+        _check_texts(stored)
+    with closing(open_reward_scorer(config)) as scorer:
+        scorer.wait_until_ready()
+        return [_score(stored, scorer, config) for stored in steps]
+
+
+def _check_texts(stored: StoredStep) -> None:
     """Check that a step's rewards can be computed from its columns.
 
     Raises:
@@ -30,12 +48,8 @@ def check_texts(stored: StoredStep) -> None:
         )
 
 
-def score_again(stored: StoredStep, scorer: RewardScorer, config: RewardConfig) -> RolloutHandle:
-    """Return the step's rollout with the rewards that a scorer gives its N rows, rounded as columns are.
-
-    Raises:
-        RewardFailureError: More rewards failed than the config allows.
-    """
+def _score(stored: StoredStep, scorer: RewardScorer, config: RewardConfig) -> RolloutHandle:
+    """Return the step's rollout with the rewards that a scorer gives its N rows, rounded as columns are."""
     texts = zip(*(stored.columns[name].to_pylist() for name in TEXTS), strict=True)
     items = [RewardItem(prompt, response, answer, json.loads(info)) for prompt, response, answer, info in texts]
     outcomes = scorer.score(items, stored.columns["group_id"].to_pylist())

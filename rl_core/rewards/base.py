@@ -3,14 +3,13 @@
 import asyncio
 import math
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from inspect import isawaitable, iscoroutinefunction
 from numbers import Real
 from typing import Any
-
-import numpy as np
 
 from rl_core.user_code import describe_error
 
@@ -62,7 +61,7 @@ class RewardOutcome:
 
 def as_stored(reward: float | None) -> float | None:
     """Round a reward to the float32 of its column: what depends on it can then be computed again, bit for bit."""
-    return None if reward is None else float(np.float32(reward))
+    return None if reward is None else float(array("f", [reward])[0])
 
 
 class ManagedReward(ABC):
