@@ -10,19 +10,8 @@ from schemas.errors import ConfigError
 
 # Of the stages after the rollout: with other ones, the same rows are trained on.
 SECTIONS = ("reward", "advantage", "overlong", "kl", "correction", "loss", "optim")
-# By whom and where these are computed, which may change results by rounding.
-PLACES = (
-    "packing.",
-    "runtime.device",
-    "runtime.num_policy_ranks",
-    "runtime.num_policy_replicas",
-    "runtime.num_reference_ranks",
-    "runtime.num_threads",
-    "runtime.placement",
-    "runtime.ray_address",
-    "runtime.services_dir",
-    "model.gradient_checkpointing",
-)
+# By whom and where these are computed, which may change results by rounding; only keys that a resume may change, too.
+PLACES = ("packing.", "runtime.", "model.gradient_checkpointing")
 
 
 def replay_config(directory: RunDirectory, overrides: Sequence[str]) -> tuple[RunConfig, RunConfig, tuple[str, ...]]:
@@ -36,7 +25,7 @@ def replay_config(directory: RunDirectory, overrides: Sequence[str]) -> tuple[Ru
     before = directory.config()
     after = override_config(before, overrides, directory.run_id)
     changed = changed_keys(before, after)
-    if rejected := [key for key in changed if not (_is_section(key) or key.startswith(PLACES))]:
+    if rejected := [key for key in changed if not (_is_section(key) or _is_place(key))]:
         raise ConfigError(
             f"a replay uses the rows that run {directory.run_id} stored, which a different {', '.join(rejected)} would "
             f"change or doesn't affect; sluice fork starts a run that goes on with it. What a replay may change: "
@@ -53,3 +42,7 @@ def changes_rewards(changed: Sequence[str]) -> bool:
 
 def _is_section(key: str) -> bool:
     return key.split(".")[0] in SECTIONS
+
+
+def _is_place(key: str) -> bool:
+    return key.startswith(PLACES) and is_changeable(key)

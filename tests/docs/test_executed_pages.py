@@ -1,4 +1,7 @@
-"""Every block of the pages about past steps is run on small runs, and prints what the page says."""
+"""Every block of the pages about past steps is run on small runs, and prints what the page says.
+
+Blocks of `console` need workers: `tests/flows/test_replay.py` runs their commands.
+"""
 
 import contextlib
 import io
@@ -34,7 +37,7 @@ def run_block(language: str, code: str, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_every_block_is_found_and_says_what_it_prints() -> None:
     fences = [fence for page in PAGES for fence in re.findall(r"^```(\w+)$", page.read_text(), re.MULTILINE)]
     assert [language for _, language, _, _ in BLOCKS] == [
-        fence for fence in fences if fence not in ("text", "toml", "sql")
+        fence for fence in fences if fence not in ("text", "toml", "sql", "console")
     ]
     assert fences.count("text") == len(BLOCKS) == sum(output is not None for _, _, _, output in BLOCKS)
 
