@@ -46,6 +46,10 @@ class RunError(UserError):
     """A run directory is missing, or not in the state that the command needs."""
 
 
+class BundleError(UserError):
+    """A bundle can't be written; or it is damaged, unsafe, or of a newer format."""
+
+
 class QueryError(UserError):
     """A query of a run's steps is rejected, or has no result."""
 

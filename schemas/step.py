@@ -24,6 +24,7 @@ class RunHandle(Frozen):
     directory: str
     config: RunConfig
     store_incarnation: str  # of the column store; the key of every stage whose result is in the store
+    source: str | None = None  # the directory of the run whose stored columns a replay reads besides its own
 
 
 class PolicyHandle(Frozen):
@@ -168,12 +169,15 @@ class EvalReport(Frozen):
 
 
 class RunEvent(Frozen):
-    """The start of a run, or its continuation: by a new driver, or by the same one after workers were lost."""
+    """The start of a run, or its continuation: by a new driver, or by the same one after workers were lost.
 
-    kind: Literal["start", "resume", "restart"]
+    A run that was forked from another one starts with a `fork`.
+    """
+
+    kind: Literal["start", "fork", "resume", "restart"]
     step: NonNegativeInt  # the step with which it continues
     time: float  # Unix time
-    reason: str = ""  # of a restart
+    reason: str = ""  # of a restart; of a fork, its parent
     versions: dict[str, str] = Field(default_factory=dict)  # of Sluice and its main dependencies, by distribution
 
 

@@ -39,6 +39,8 @@ def sql(
             console.print(f"wrote {table.num_rows:,} rows to {write_result(table, out, query)}", soft_wrap=True)
         else:
             print_result(console, table, rows, as_json=as_json)
+        if not table.num_rows and (note := queries.missing_steps()):
+            typer.echo(f"note: {note}", err=True)
 
 
 @app.command()

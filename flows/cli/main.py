@@ -4,7 +4,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from flows.cli import history_commands, service_commands  # noqa: F401  they add their commands
+from flows.cli import history_commands, replay_commands, service_commands  # noqa: F401  they add their commands
 from flows.cli.commands import app
 from flows.cli.installation import explain_import_error
 from flows.exit import exit_process

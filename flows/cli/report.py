@@ -83,6 +83,9 @@ def render_runs(runs: Sequence[RunStatus], now: float) -> Table:
     table.add_column("run", overflow="fold", min_width=max(len(run.run_id) for run in runs))
     for name in ("state", "step", "reward", "accuracy", "age", "updated"):
         table.add_column(name, no_wrap=True)
+    has_forks = any(run.forked_from for run in runs)
+    if has_forks:
+        table.add_column("from", justify="left", overflow="fold")
     for run in runs:
         table.add_row(
             Text(run.run_id),
@@ -90,6 +93,7 @@ def render_runs(runs: Sequence[RunStatus], now: float) -> Table:
             "-" if run.step is None else f"{run.step}/{run.steps}",
             *("-" if value is None else f"{value:.3f}" for value in (run.reward, run.accuracy)),
             *("-" if moment is None else _age(now - moment) for moment in (run.started_at, run.updated_at)),
+            *([run.forked_from or ""] if has_forks else []),
         )
     return table
 

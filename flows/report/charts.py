@@ -15,7 +15,7 @@ from schemas.summary import LengthHistogram
 HEIGHT, TALL = 260, 340
 MAX_BLOCKS = 300
 COLORS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bc4c00", "#57606a", "#bf3989", "#1b7c83", "#9a6700", "#6e7781")
-EVENT_COLORS = {"resume": "#57606a", "restart": "#cf222e"}
+EVENT_COLORS = {"fork": "#8250df", "resume": "#57606a", "restart": "#cf222e"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Line:
 
 
 def line_chart(title: str, lines: Iterable[Line], events: Iterable[RunEvent] = ()) -> Chart:
-    """Draw lines over steps, with a vertical line at each resume and restart."""
+    """Draw lines over steps, with a vertical line at each fork, resume and restart."""
     figure = go.Figure()
     for number, line in enumerate(lines):
         color = line.color or COLORS[number % len(COLORS)]

@@ -61,7 +61,7 @@ def _summary_rows(run: RunRecord) -> Iterator[tuple[str, str]]:
     yield "held-out accuracy, last", _shown(run.evals[-1].accuracy if run.evals else None)
     yield "seconds of all steps", f"{seconds:,.1f}"
     yield "tokens per second", f"{sum(report.metrics['tokens'] for report in run.steps) / seconds:,.0f}"
-    yield "resumes and restarts", str(sum(event.kind != "start" for event in run.events))
+    yield "resumes and restarts", str(sum(event.kind in ("resume", "restart") for event in run.events))
     yield "versions", ", ".join(f"{name} {version}" for name, version in _last_versions(run).items()) or ABSENT
     yield "hash of the config", run.config.digest
     yield "hash of all plans", run.plans_digest

@@ -144,7 +144,10 @@ def _history(run: RunRecord) -> Panel:
     if not run.events:
         return Panel("Starts and resumes", "An earlier version of Sluice wrote this run: they were not recorded.")
     rows = [(_time(event), event.kind, str(event.step + 1), event.reason, _versions(event)) for event in run.events]
-    note = "Dotted lines in the charts: gray where a new driver resumed the run, red where workers were restarted."
+    note = (
+        "Dotted lines in the charts: gray where a new driver resumed the run, red where workers were restarted, purple "
+        "where it was forked from another run, whose steps are before it."
+    )
     return Panel("Starts and resumes", note, tables=[Table(("time", "event", "from step", "reason", "versions"), rows)])
 
 

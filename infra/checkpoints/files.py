@@ -130,6 +130,22 @@ class CheckpointFiles:
             ) from error
         return copied
 
+    def take_from(self, source: "CheckpointFiles", version: int) -> None:
+        """Have a complete checkpoint of another place here, too: by hard links where possible, else as a copy.
+
+        Raises:
+            CheckpointError: It isn't complete there, or a file that is copied is damaged.
+        """
+        name, manifest = step_name(version), source.read_manifest(version)
+        for file, entry in manifest.files.items():
+            if not self._folder.link(source._folder, f"{name}/{file}"):
+                self._folder.write(f"{name}/{file}", source.read_file(version, file, entry))
+        self._commit(manifest)
+
+    def remove_all(self) -> None:
+        """Remove all checkpoints, complete or not."""
+        self._clear(0)
+
     @contextmanager
     def assets(self, version: int) -> Iterator[Path]:
         """Hold a temporary local folder with a copy of the checkpoint's config and tokenizer files.

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
@@ -159,6 +160,19 @@ class CheckpointStore(CheckpointFiles):
             CheckpointError: The checkpoint or one of its files is missing.
         """
         return sorted(self._reader(version)[1].state_dict_metadata)
+
+    def read(self, version: int, name: str) -> Tensor:
+        """Return a whole tensor of a checkpoint, on the CPU.
+
+        Raises:
+            CheckpointError: The checkpoint, one of its files or the tensor is missing.
+        """
+        stored = self._reader(version)[1].state_dict_metadata.get(name)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(f"{self.path(version)} has no tensor {name}")
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        self.load(version, {name: tensor})
+        return tensor
 
     def retain(self, keep_last: int, best: int | None = None) -> None:
         """Remove all checkpoints but the newest ones and the best, and unfinished ones older than the newest.

@@ -3,7 +3,7 @@
 What has the same stored digests is not read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -64,7 +64,7 @@ def diff_runs(a: RunDirectory, b: RunDirectory) -> Iterator[StepDiff]:
         stages: list[StageDiff] = []
         found = [store.load_batch(step) if store else None for store in stores]
         if has_columns := found[0] is not None and found[1] is not None:
-            stages += _diff_batches(stores, found)  # type: ignore[arg-type]
+            stages += diff_columns(stores, found)  # type: ignore[arg-type]
         if step in reports[0] and step in reports[1]:
             stages += _diff_reports(reports[0][step], reports[1][step])
         yield StepDiff(step=step, stages=tuple(stage for stage in stages if stage.differences), has_columns=has_columns)
@@ -77,14 +77,27 @@ def _columns(run: RunDirectory) -> FsspecColumnStore | None:
         return None
 
 
-def _diff_batches(stores: list[FsspecColumnStore], batches: list[BatchHandle]) -> Iterator[StageDiff]:
-    """Compare the columns of a step, by the stage that put them."""
+def diff_columns(
+    stores: Sequence[FsspecColumnStore], batches: Sequence[BatchHandle], without: str = ""
+) -> Iterator[StageDiff]:
+    """Compare the columns of a step in two runs.
+
+    Args:
+        stores: Both runs' columns.
+        batches: The step's rows in both.
+        without: A stage whose columns are left out.
+
+    Yields:
+        The differences by the stage that put the columns, also if there are none.
+    """
     a, b = batches
     differences: dict[str, list[Difference]] = {}
     digests = [_digests(store, batch) for store, batch in zip(stores, batches, strict=True)]
     for name in dict.fromkeys([*a.columns, *b.columns]):
         groups = [next((group for group in batch.groups if name in group.dtypes), None) for batch in batches]
         stage = next(_stage(group) for group in groups if group is not None)
+        if stage == without:
+            continue
         own = differences.setdefault(stage, [])
         if groups[0] is None or groups[1] is None:
             there = ["missing" if group is None else "present" for group in groups]
@@ -95,7 +108,7 @@ def _diff_batches(stores: list[FsspecColumnStore], batches: list[BatchHandle]) -
         columns = [store.read(batch, [name])[name] for store, batch in zip(stores, batches, strict=True)]
         if (found := compare_columns(name, *columns)) is not None:
             own.append(found)
-    return (StageDiff(stage=stage, differences=tuple(found)) for stage, found in differences.items())
+    yield from (StageDiff(stage=stage, differences=tuple(found)) for stage, found in differences.items())
 
 
 def _digests(store: FsspecColumnStore, batch: BatchHandle) -> dict[str, object]:
@@ -114,12 +127,21 @@ def _stage(group: ColumnGroup) -> str:
 
 def _diff_reports(a: StepReport, b: StepReport) -> Iterator[StageDiff]:
     """Compare plans by their digests, and metrics by their values."""
-    if a.plan != b.plan:
-        found = Difference(column="digest", closeness="differs", a=str(a.plan), b=str(b.plan))
-        yield StageDiff(stage="plan", differences=(found,))
-    names = [name for name in dict.fromkeys([*a.metrics, *b.metrics]) if not name.endswith(TIMES)]
-    pairs = ((name, a.metrics.get(name), b.metrics.get(name)) for name in names)
-    yield StageDiff(stage="metrics", differences=tuple(_metric(*pair) for pair in pairs if not _same(*pair[1:])))
+    yield diff_plans(a.plan, b.plan)
+    yield diff_metrics("metrics", a.metrics, b.metrics)
+
+
+def diff_plans(a: str | None, b: str | None) -> StageDiff:
+    """Compare the digests of two plans."""
+    found = Difference(column="digest", closeness="differs", a=str(a), b=str(b))
+    return StageDiff(stage="plan", differences=(found,) if a != b else ())
+
+
+def diff_metrics(stage: str, a: Mapping[str, float], b: Mapping[str, float]) -> StageDiff:
+    """Compare the metrics of two runs, without times."""
+    names = [name for name in dict.fromkeys([*a, *b]) if not name.endswith(TIMES)]
+    pairs = ((name, a.get(name), b.get(name)) for name in names)
+    return StageDiff(stage=stage, differences=tuple(_metric(*pair) for pair in pairs if not _same(*pair[1:])))
 
 
 def _same(a: float | None, b: float | None) -> bool:

@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from infra.history.steps import KeptSteps
 from infra.history.views import placement_dataset, row_dataset, token_dataset
+from infra.storage.lineage import load_fork
 from infra.storage.run_list import run_state
 from infra.storage.runs import RunDirectory
 from schemas.config.folders import DEFAULT_RUNS_DIR
@@ -89,6 +90,15 @@ class RunQueries:
         check_query(sql)
         with self._errors():
             return self.connection.sql(sql, params=parameters).to_arrow_table()
+
+    def missing_steps(self) -> str:
+        """Say where the columns are that forks lack; empty if no run is one."""
+        forks = {run.run_id: load_fork(run.directory) for run in self._runs}
+        return "; ".join(
+            f"run {run_id} has the metrics of steps before {fork.step}, and their columns are in run {fork.parent}"
+            for run_id, fork in forks.items()
+            if fork
+        )
 
     def close(self) -> None:
         """Close the connection."""
@@ -156,10 +166,11 @@ def _runs_table(directories: Sequence[RunDirectory]) -> pa.Table:
                 "state": run_state(directory, config),
                 "config": config.model_dump_json(),
                 "versions": json.dumps(events[-1].versions if events else {}),
+                "forked_from": str(fork) if (fork := load_fork(directory)) else None,
                 "started_at": events[0].time if events else None,
             }
         )
-    names = ("run_id", "directory", "state", "config", "versions")
+    names = ("run_id", "directory", "state", "config", "versions", "forked_from")
     schema = pa.schema([*((name, pa.string()) for name in names), ("started_at", pa.float64())])
     return pa.Table.from_pylist(rows, schema)
 

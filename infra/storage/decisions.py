@@ -40,6 +40,12 @@ class DecisionsFile:
         """Add the decision about a step."""
         self._folder.write(_NAME, _FORMAT.dump_json({**self.load(), decision.step: decision}, indent=2))
 
+    def copy_from(self, source: "DecisionsFile", num_steps: int) -> None:
+        """Take over another run's decisions about its first `num_steps` steps."""
+        kept = {step: decision for step, decision in source.load().items() if step < num_steps}
+        if kept or self.load():
+            self._folder.write(_NAME, _FORMAT.dump_json(kept, indent=2))
+
     def lr_scale(self, step: int) -> float:
         """Return the factor on a step's learning rate: the product of what was decided after earlier steps."""
         return prod(decision.lr_factor for decision in self.load().values() if decision.step < step)

@@ -141,6 +141,21 @@ class Folder:
             os.unlink(temporary)
         _sync_folder(path)
 
+    def link(self, source: "Folder", name: str) -> bool:
+        """Have a file of another folder here, too, under the same name, without a copy; return whether that works.
+
+        It does for new files if both folders are local, on a file system with hard links.
+        """
+        if not (self.is_local and source.is_local):
+            return False
+        path = self._path(name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            os.link(source._path(name), path)
+        except OSError:
+            return False
+        return True
+
     def remove(self, name: str) -> None:
         """Remove a file, if it exists."""
         try:

@@ -63,6 +63,16 @@ class MetricsFile:
         """Return when the last line was written, Unix time; None if there is none."""
         return self._lines.modified()
 
+    def copy_from(self, source: "MetricsFile", num_steps: int) -> None:
+        """Replace all reports by another run's: of its first `num_steps` steps, and of evaluations up to their end."""
+        rows = (
+            row
+            for row in source._rows()
+            if (row["kind"] == "step" and row["step"] < num_steps)
+            or (row["kind"] == "eval" and row["policy_version"] <= num_steps)
+        )
+        self._lines.replace(json.dumps(row) + "\n" for row in rows)
+
     def truncate(self, num_steps: int) -> None:
         """Drop the reports from after the first `num_steps` steps, which will be run again; events are kept."""
         kept = [

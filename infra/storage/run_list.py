@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import Literal
 
 from infra.storage.driver_lock import is_driven
+from infra.storage.lineage import load_fork
 from infra.storage.runs import RunDirectory
 from schemas.base import Frozen
 from schemas.config.run import RunConfig
@@ -27,6 +28,7 @@ class RunStatus(Frozen):
     accuracy: float | None = None  # held out, of its last evaluation
     started_at: float | None = None  # Unix time
     updated_at: float | None = None  # Unix time of its last finished step, evaluation or event
+    forked_from: str | None = None  # its parent and the steps that it has of it, as demo@6; None: it is no fork
 
 
 def list_runs(runs_dir: str) -> list[RunStatus]:
@@ -45,6 +47,7 @@ def run_status(directory: RunDirectory) -> RunStatus:
     try:
         config, steps = directory.config(), directory.metrics.steps()
         evals, events = directory.metrics.evals(), directory.metrics.events()
+        fork = load_fork(directory)
     except (RunError, ValueError):  # ValueError: of pydantic or of JSON
         return RunStatus(run_id=directory.run_id, state="unreadable")
     return RunStatus(
@@ -56,6 +59,7 @@ def run_status(directory: RunDirectory) -> RunStatus:
         accuracy=evals[-1].accuracy if evals else None,
         started_at=events[0].time if events else None,
         updated_at=directory.metrics.modified(),
+        forked_from=str(fork) if fork else None,
     )
 
 

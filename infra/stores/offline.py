@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from infra.storage.lineage import load_fork
 from infra.storage.runs import RunDirectory
 from infra.stores.file_layout import STORE_PATH
 from infra.stores.fsspec import FsspecColumnStore
@@ -62,7 +63,9 @@ def open_run_columns(directory: RunDirectory) -> FsspecColumnStore:
             'a run with store.kind = "tiered" keeps them'
         )
     if config.store.url is None and directory.folder.size(f"columns/{STORE_PATH}") is None:
-        raise RunError(f"run {directory.run_id} has no columns yet: its first step creates {directory.columns}")
+        fork = load_fork(directory)
+        others = f"; those of steps before {fork.step} are in run {fork.parent}" if fork else ""
+        raise RunError(f"run {directory.run_id} has no columns yet: its first step creates {directory.columns}{others}")
     try:
         return open_files(directory, config.store, read_only=True)
     except (StoreError, OSError, ImportError, ValueError) as error:  # ValueError: fsspec knows no such protocol
@@ -107,6 +110,11 @@ def _has_columns(store: FsspecColumnStore, step: int) -> bool:
 
 
 def _no_columns_error(directory: RunDirectory, store: FsspecColumnStore, step: int | None) -> RunError:
+    if step is not None and (fork := load_fork(directory)) and step < fork.step:
+        return RunError(
+            f"step {step} of run {directory.run_id} is before it was forked: its columns are those of step {step} of "
+            f"run {fork.run_id}, {fork.parent}"
+        )
     steps = steps_with_columns(store)
     if step is None or not steps:
         kept = json.dumps(directory.config().store.keep_steps)

@@ -6,12 +6,13 @@ from infra.storage import places
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, NO_LIMIT, FsspecColumnStore
+from infra.stores.replay import ReplayColumnStore
 from infra.stores.shared import SharedColumnStore
 from infra.stores.tiered import TieredColumnStore
 from rl_core.registry import Registry, entry
 from schemas.config.run import RunConfig
 from schemas.config.store import FsspecStore, SharedStore, StoreConfig, TieredStore
-from schemas.errors import WorkerLostError
+from schemas.errors import StoreError, WorkerLostError
 from schemas.step import RunHandle
 
 _clients: dict[str, ColumnStore] = {}  # of this process, by run directory: opening one takes several round trips
@@ -25,8 +26,13 @@ def open_store(run: RunHandle) -> ColumnStore:
     """
     directory = RunDirectory.of(run)
     if directory.url not in _clients:
-        _clients[directory.url] = _open(directory, run.config, start=False)
+        _clients[directory.url] = _open_replay(run) if run.source else _open(directory, run.config, start=False)
     return _clients[directory.url]
+
+
+def forget_store(run: RunHandle) -> None:
+    """Drop this process's client of the run's store, whose files are about to be removed."""
+    _clients.pop(RunDirectory.of(run).url, None)
 
 
 def start_store(directory: RunDirectory, config: RunConfig) -> tuple[ColumnStore, bool]:
@@ -62,6 +68,16 @@ def open_files(
         compression=None if config.compression == "none" else config.compression,
         read_only=read_only,
     )
+
+
+def _open_replay(run: RunHandle) -> ReplayColumnStore:
+    """Return the columns that a replay puts, over those of the run that it replays."""
+    assert run.source is not None
+    source = RunDirectory(run.source)
+    store = source.config().store
+    if isinstance(store, SharedStore):
+        raise StoreError(f"run {source.run_id} keeps no columns on disk, so that none can be replayed")
+    return ReplayColumnStore(run.run_id, RunDirectory.of(run).columns, open_files(source, store, read_only=True))
 
 
 def _open(directory: RunDirectory, config: RunConfig, *, start: bool) -> ColumnStore:

@@ -77,15 +77,21 @@ class PolicyWorker(ScoringWorker):
         """Return the handle of the version it holds."""
         return PolicyHandle(run_id=self._run.run_id, version=self._version, incarnation=self._incarnation)
 
-    def score(self, batch: BatchHandle, plan: ForwardPlan, version: int) -> ScoreResult:
+    def score(self, batch: BatchHandle, plan: ForwardPlan, version: int, stage: str = "behavior") -> ScoreResult:
         """Put `behavior_logprobs`: the trainer's own log-probs, before the step's update.
+
+        Args:
+            batch: The step's rows.
+            plan: The assignment of rows to ranks.
+            version: The version that it holds.
+            stage: The stage's name in the chunks' keys; a replay scores the same rows with several versions.
 
         Raises:
             VersionError: The worker no longer holds `version`.
         """
         self._check_version(version)
         inputs = policy_columns(self._config)
-        return self._score(batch, plan, "behavior_logprobs", "behavior", "logprob", inputs=inputs)
+        return self._score(batch, plan, "behavior_logprobs", stage, "logprob", inputs=inputs)
 
     def score_reference(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
         """Put `reference_logprobs`: the log-probs of the policy without its adapter."""

@@ -12,7 +12,7 @@ from infra.engines.base import Generation, TokenExperts
 from infra.environments.trajectory import Trajectory
 from infra.workers.sampling import ScoredResponse
 from rl_core.columns.jagged import jagged, token_dtype
-from rl_core.rewards import RewardOutcome
+from rl_core.rewards import RewardOutcome, as_stored
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.rollout import RolloutShard, SampleText
 
@@ -74,7 +74,7 @@ def make_shard(
         shard=shard,
         worker=worker,
         groups=tuple(groups),
-        rewards=tuple(outcome.reward for outcome in outcomes),
+        rewards=tuple(as_stored(outcome.reward) for outcome in outcomes),
         group_ids=tuple(sample.group_id for sample in samples),
         prompt_lengths=tuple(len(sample.prompt.prompt_ids) for sample in samples),
         response_lengths=tuple(len(generation.token_ids) for generation in generations),
@@ -82,8 +82,10 @@ def make_shard(
         token_lag=_token_lag(step, samples),
         truncated=[generation.finish_reason == "length" for generation in generations],
         num_turns=tuple(len(trajectory.turns) for trajectory in trajectories),
-        turn_rewards=tuple(turn.reward for trajectory in trajectories for turn in trajectory.turns),
-        parts={name: tuple(outcome.parts.get(name) for outcome in outcomes) for name in _part_names(outcomes)},
+        turn_rewards=tuple(as_stored(turn.reward) for trajectory in trajectories for turn in trajectory.turns),
+        parts={
+            name: tuple(as_stored(outcome.parts.get(name)) for outcome in outcomes) for name in _part_names(outcomes)
+        },
         failure=first_failure(outcomes),
         samples=tuple(_sample_text(first_of_group[group]) for group in sorted(first_of_group)[:MAX_SAMPLE_TEXTS]),
         seconds=seconds,
@@ -175,5 +177,5 @@ def _sample_text(sample: Sample) -> SampleText:
         prompt=sample.prompt.prompt_text,
         response=sample.response.text,
         answer=sample.prompt.answer,
-        reward=sample.response.outcome.reward,
+        reward=as_stored(sample.response.outcome.reward),
     )

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -56,6 +57,11 @@ class RewardOutcome:
     def timed_out(cls, timeout_seconds: float) -> "RewardOutcome":
         """Create the outcome of a function that didn't return in time."""
         return cls(reward=None, failure=f"TimeoutError: no answer within {timeout_seconds:g} s")
+
+
+def as_stored(reward: float | None) -> float | None:
+    """Round a reward to the float32 of its column: what depends on it can then be computed again, bit for bit."""
+    return None if reward is None else float(array("f", [reward])[0])
 
 
 class ManagedReward(ABC):

@@ -46,7 +46,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def override_config(config: RunConfig, overrides: Sequence[str], name: str) -> RunConfig:
     """Apply `section.key=value` overrides to a config; `name` names it in error messages.
 
-    A section's new `kind` starts from its own defaults: keys that had their default values may not exist in it.
+    A section's new `kind` starts from its own defaults: of the keys that are set, it keeps those that it has, too.
 
     Raises:
         ConfigError: An override can't be read, or a key or value is invalid.
@@ -54,6 +54,8 @@ def override_config(config: RunConfig, overrides: Sequence[str], name: str) -> R
     tree: dict[str, Any] = {}
     for key, (value, _) in non_defaults(config).items():
         _set(tree, key, value)
+    for override in overrides:
+        _keep_common_keys(tree, *override.partition("=")[::2])
     return _validated(tree, overrides, name)
 
 
@@ -86,6 +88,19 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r} is not of the form section.key=value, e.g. optim.lr=1e-4")
     if (value := _set(tree, key, _parse(text))) is not None:
         raise ConfigError(f"override {override!r}: {value!r} is a value, not a section")
+
+
+def _keep_common_keys(tree: dict[str, Any], key: str, text: str) -> None:
+    """If an override gives a section another kind, drop the section's keys that this kind doesn't have."""
+    *place, name = key.split(".")
+    section: Any = tree
+    for part in place:
+        section = section.get(part) if isinstance(section, dict) else None
+    if name != "kind" or not isinstance(section, dict) or section.get("kind") == (kind := _parse(text)):
+        return
+    kept = _fields_at([*place, str(kind)])
+    for other in [other for other in section if other not in kept]:
+        del section[other]
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> str | None:

@@ -1,4 +1,7 @@
-"""Every block of the pages about past steps is run on small runs, and prints what the page says."""
+"""Every block of the pages about past steps is run on small runs, and prints what the page says.
+
+Blocks of `console` need workers: `tests/flows/test_replay.py` runs their commands.
+"""
 
 import contextlib
 import io

@@ -1,0 +1,139 @@
+"""`sluice fork`: a run that has the weights, optimizer and metrics of another one at an earlier step, and goes on."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flows.replay.session import write_version
+from infra.checkpoints import open_checkpoints
+from infra.history.start import History, Start
+from infra.storage.driver_lock import driver_lock
+from infra.storage.lineage import Fork, save_fork
+from infra.storage.runs import RunDirectory
+from infra.storage.versions import installed_versions
+from schemas.config.changes import is_changeable
+from schemas.config.differences import differences
+from schemas.config.load import changed_keys, override_config
+from schemas.config.run import RunConfig
+from schemas.errors import RunError
+from schemas.step import RunEvent
+
+PARENT, OWN = "parent", "own"
+
+
+@dataclass(frozen=True)
+class PlannedFork:
+    """A fork that can be made.
+
+    Attributes:
+        history: The parent.
+        step: The steps of the parent that it has.
+        start: What its first version is made of.
+        config: Its config.
+        directory: Where it will be.
+    """
+
+    history: History
+    step: int
+    start: Start
+    config: RunConfig
+    directory: RunDirectory
+
+    @property
+    def num_replayed(self) -> int:
+        """How many updates have to be repeated."""
+        return len(self.start.steps)
+
+    @property
+    def lineage(self) -> Fork:
+        """Its content of `fork.json`."""
+        parent = self.history.directory
+        changed = differences({PARENT: parent.config(), OWN: self.config})
+        changes = {key: (each.get(PARENT), each.get(OWN)) for key, each in changed.items()}
+        return Fork(parent=parent.url, run_id=parent.run_id, step=self.step, changes=changes)
+
+
+def plan_fork(
+    parent: RunDirectory, step: int, run_id: str | None = None, note: str | None = None, overrides: Sequence[str] = ()
+) -> PlannedFork:
+    """Check that a run can be forked; nothing is made.
+
+    Args:
+        parent: The run.
+        step: How many of its steps the fork has.
+        run_id: The fork's id; None: from the parent's and the step.
+        note: The fork's `note`; None: the parent's.
+        overrides: `section.key=value` changes to the parent's config.
+
+    Raises:
+        RunError: There is no such step, or its weights can't be had again; the fork exists; or it would have another
+            model, or state that the parent's doesn't have.
+        ConfigError: An override is invalid.
+        StoreError: A column that is needed is lost or damaged.
+    """
+    before = parent.config()
+    if RunDirectory.at(before, parent.run_id).url != parent.url:  # it was moved
+        before = before.replace(runtime=before.runtime.replace(runs_dir=parent.runs_dir))
+    config = override_config(before, overrides, parent.run_id)
+    config = config if note is None else config.replace(note=note)
+    directory = RunDirectory.require_absent(config, run_id or f"{parent.run_id}-at-{step}")
+    _check_changes(parent, before, config, step)
+    history = History(parent)
+    return PlannedFork(history, step, history.start(step), config, directory)
+
+
+def make_fork(fork: PlannedFork) -> None:
+    """Make a fork. One that is interrupted leaves no run, as `config.json` is written last.
+
+    Raises:
+        RunError: Another process makes it.
+        PipelineError: What the workers raise, if updates have to be repeated.
+    """
+    parent, directory = fork.history.directory, fork.directory
+    if directory.is_local:
+        directory.path.mkdir(parents=True, exist_ok=True)
+    with driver_lock(directory):
+        checkpoints = open_checkpoints(directory, fork.config.checkpoint)
+        checkpoints.remove_all()  # of a fork that was interrupted
+        save_fork(directory, fork.lineage)
+        write_version(fork.history, fork.start, checkpoints, directory.run_id)
+        directory.metrics.copy_from(parent.metrics, fork.step)
+        directory.decisions.copy_from(parent.decisions, fork.step)
+        directory.metrics.append_event(_event(fork))
+        directory.ledger.create()
+        directory.write_config(fork.config)
+
+
+def _event(fork: PlannedFork) -> RunEvent:
+    reason = f"of run {fork.history.directory.run_id}, after {fork.step} steps"
+    return RunEvent(kind="fork", step=fork.step, time=time.time(), reason=reason, versions=installed_versions())
+
+
+def _check_changes(parent: RunDirectory, before: RunConfig, config: RunConfig, step: int) -> None:
+    """Check that the parent's state is one that a run with `config` can go on with."""
+    name = parent.run_id
+    changed = [key for key in changed_keys(before, config) if key.split(".")[0] == "model" and not is_changeable(key)]
+    if changed:
+        raise RunError(
+            f"a fork of run {name} has its model: {', '.join(changed)} can't change; start a new run with it"
+        )
+    if config.steps <= step:
+        raise RunError(
+            f"a fork after step {step} with steps = {config.steps} would have nothing left to do; set it higher, e.g. "
+            f"steps={step + 1}"
+        )
+    for each, key in ((before, f"run {name} has"), (config, "the fork would have")):
+        if each.runtime.max_staleness > 1:
+            raise RunError(
+                f"{key} runtime.max_staleness = {each.runtime.max_staleness}, with which rows are sampled over several "
+                "steps; only runs with 0 or 1 can be forked"
+            )
+    if step and config.runtime.max_staleness > before.runtime.max_staleness:
+        raise RunError(
+            f"run {name} has runtime.max_staleness = 0 and keeps no earlier weights, which 1 needs; leave it at 0"
+        )
+    if step and (config.optim.implementation == "8bit") != (before.optim.implementation == "8bit"):
+        raise RunError(
+            f"run {name} has the optimizer's state of optim.implementation = {before.optim.implementation!r}, which "
+            f"{config.optim.implementation!r} can't go on with; leave it"
+        )

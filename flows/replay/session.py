@@ -1,0 +1,251 @@
+"""The workers of a replay: a run's own policy and reference ranks, with a scratch directory in place of the run's.
+
+They read the run's stored columns and put their own in the scratch directory, which is removed at the end. No engine,
+no environment and no Prefect server takes part, and nothing of the run itself is written.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from flows.connection import connect, while_ray_lives
+from infra.checkpoints import CheckpointStore, open_checkpoints
+from infra.history.start import History, Start
+from infra.history.stored import StoredStep
+from infra.ray.group import WorkerGroup
+from infra.storage import places
+from infra.storage.runs import RunDirectory, open_folder
+from infra.stores.fsspec import FsspecColumnStore
+from infra.stores.open import forget_store, open_store
+from infra.workers.launch import get_group, kill_workers, monitored_workers
+from infra.workers.placement import check_resources
+from rl_core.advantages import prepare_updates
+from rl_core.planning import plan_forward
+from rl_core.planning.rows import rows_by_rank
+from rl_core.views import decode_ints, with_column, with_groups
+from schemas.batch import BatchHandle, ColumnGroup
+from schemas.config.run import RunConfig
+from schemas.plan import StepPlan
+from schemas.rollout import RolloutHandle
+from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, UpdateReport
+from schemas.store import StoreTraffic
+from tasks.advantage import compute_step_advantages
+from tasks.logprob import score_behavior, score_reference
+from tasks.update import update_policy
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+SCRATCH = ".replay"  # beside the runs: all workers reach it, and checkpoints can be hard links
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """A step that was computed again."""
+
+    batch: BatchHandle  # with the columns that the replay put
+    advantage: AdvantageHandle
+    update: UpdateReport
+
+
+class ReplaySession:
+    """The workers of a replay, and what they put.
+
+    Args:
+        run: The scratch run.
+    """
+
+    def __init__(self, run: RunHandle) -> None:
+        self.run, self._directory = run, RunDirectory.of(run)
+        self.checkpoints: CheckpointStore = open_checkpoints(self._directory, run.config.checkpoint)
+
+    @property
+    def store(self) -> FsspecColumnStore:
+        """What the replay has put, over the columns of the run."""
+        store = open_store(self.run)
+        assert isinstance(store, FsspecColumnStore)
+        return store
+
+    async def begin(self, start: Start, checkpoints: CheckpointStore) -> None:
+        """Start the policy with a checkpoint, and repeat the updates that lead from it to the version wanted.
+
+        Raises:
+            CheckpointError: The checkpoint was removed in the meantime.
+            PipelineError: What the workers raise.
+        """
+        if start.has_checkpoint:
+            self.checkpoints.take_from(checkpoints, start.version)
+        await self._policy()
+        for step in start.steps:
+            await self.repeat(step)
+
+    async def reach(self, start: Start, checkpoints: CheckpointStore) -> None:
+        """Do what `begin` does, and write the checkpoint of the version that is reached."""
+        await self.begin(start, checkpoints)
+        await self.save(start.version + len(start.steps))
+
+    async def repeat(self, stored: StoredStep) -> UpdateReport:
+        """Update the policy as the run did: with the columns and the plan that it stored."""
+        plan = stored.plan
+        if plan is None or plan.num_ranks != self.run.config.runtime.num_policy_ranks:
+            plan = self._plan_again(stored)
+        handle = AdvantageHandle(batch=stored.batch, plan=plan, metrics={}, traffic=StoreTraffic())
+        return await update_policy.fn(self.run, self._handle(stored.step), handle)
+
+    async def replay(self, stored: StoredStep, rollout: RolloutHandle) -> ReplayedStep:
+        """Compute all stages of a step after its rollout again.
+
+        Args:
+            stored: The step.
+            rollout: Its rows' scalars, with the rewards to use.
+        """
+        policy, config = self._handle(stored.step), self.run.config
+        self.store.open_lease(stored.step)
+        batch, groups = stored.rows.replace(run_id=self.run.run_id), list[ColumnGroup]()
+        row_kl = None
+        if config.scores_behavior:
+            groups.append((await score_behavior.fn(self.run, policy, batch)).group)
+        if config.kl.coef:
+            scored = await score_reference.fn(self.run, policy, with_groups(batch, groups))
+            groups.append(scored.group)
+            row_kl = scored.row_kl
+            if config.takes_turns and config.needs_reference_worker:
+                await (await get_group(self.run, "reference")).call("sleep", ("weights",))
+        batch = with_groups(batch, groups)
+        advantage = await compute_step_advantages.fn(self.run, policy, batch, rollout, row_kl)
+        update = await update_policy.fn(self.run, policy, advantage)
+        return ReplayedStep(advantage.batch, advantage, update)
+
+    async def logprobs(self, stored: StoredStep, version: int, stage: str) -> pa.Array:
+        """Return the log-probs of a step's rows under the policy's version: float32 nats, of the axis `response`.
+
+        Args:
+            stored: The step.
+            version: The version that the policy has.
+            stage: A name for the chunks, another one for each version.
+        """
+        group, batch = await self._policy(), stored.rows.replace(run_id=self.run.run_id)
+        self.store.open_lease(stored.step)
+        plan = plan_forward(
+            decode_ints(batch.prompt_lengths),
+            decode_ints(batch.response_lengths),
+            num_ranks=len(group.ranks),
+            token_budget=self.run.config.packing.token_budget,
+        )
+        results = await group.call("score", batch, plan, version, stage)
+        puts = [result.put for result in results if result.put is not None]
+        scored = with_column(batch, puts[0].dtypes, [put.chunk for put in puts], rows_by_rank(plan))
+        return self.store.read(scored, ["behavior_logprobs"])["behavior_logprobs"]
+
+    async def save(self, version: int) -> None:
+        """Write the checkpoint of the version that the policy has, and wait for it."""
+        group = await self._policy()
+        await group.call("save", version)
+        await group.call("finish_saving")
+
+    def _plan_again(self, stored: StoredStep) -> StepPlan:
+        """Plan a step whose plan is for another number of ranks, or lost; a plan doesn't depend on the KL."""
+        row_kl = [0.0] * stored.rollout.num_rows if self.run.config.kl.in_reward else None
+        plan = prepare_updates(self.run.config, stored.step, stored.rollout, row_kl).plan
+        logger.warning(
+            "step %d is planned again for %d ranks: its update may differ by rounding", stored.step, plan.num_ranks
+        )
+        return plan.replace(lr_scale=self._directory.decisions.lr_scale(stored.step))
+
+    async def _policy(self) -> WorkerGroup:
+        return await get_group(self.run, "policy")
+
+    def stop(self) -> None:
+        """Kill the workers, which frees their memory; what they have saved stays until the end of the session."""
+        kill_workers(self.run.run_id, self.run.config)
+
+    def _handle(self, step: int) -> PolicyHandle:
+        return PolicyHandle(run_id=self.run.run_id, version=step, incarnation="")
+
+
+@contextmanager
+def replay_session(source: RunDirectory, config: RunConfig, run_id: str) -> Iterator[ReplaySession]:
+    """Hold the workers of a replay, which are started when they are needed.
+
+    Args:
+        source: The run whose columns are read.
+        config: What the replay computes with.
+        run_id: The id by which its workers are named.
+
+    Raises:
+        ServiceError: No Ray responds.
+        ConfigError: The Ray cluster has too few cores or GPUs.
+    """
+    connect(config.runtime)
+    config = _scratch_config(config)
+    config = config.replace(runtime=config.runtime.replace(device=check_resources(config)))
+    directory = RunDirectory(places.join(places.join(source.runs_dir, SCRATCH), run_id))
+    run = RunHandle(run_id=run_id, directory=directory.url, config=config, store_incarnation="", source=source.url)
+    _remove(directory)  # of a replay that was killed
+    directory.decisions.copy_from(source.decisions, config.steps)  # a plan has a factor on the learning rate
+    try:
+        with monitored_workers(run_id, config):
+            yield ReplaySession(run)
+    finally:
+        kill_workers(run_id, config)
+        forget_store(run)
+        _remove(directory)
+
+
+def in_ray(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run work that uses the connected Ray to its end.
+
+    Raises:
+        RayLostError: Ray was lost.
+    """
+    return asyncio.run(while_ray_lives(work))
+
+
+def write_version(history: History, start: Start, target: CheckpointStore, run_id: str) -> None:
+    """Have the checkpoint of a version in another place: the run's own if it has one, else one with repeated updates.
+
+    Args:
+        history: The run.
+        start: What the version is made of; the starting weights need no checkpoint.
+        target: The place.
+        run_id: The id by which workers are named, if updates have to be repeated.
+
+    Raises:
+        CheckpointError: The run's own was removed in the meantime.
+        PipelineError: What the workers raise.
+    """
+    if start.steps:
+        with replay_session(history.directory, history.directory.config(), run_id) as session:
+            in_ray(session.reach(start, history.checkpoints))
+            target.take_from(session.checkpoints, start.version + len(start.steps))
+    elif start.has_checkpoint:
+        target.take_from(history.checkpoints, start.version)
+
+
+def new_scratch_id(run_id: str) -> str:
+    """Return an id for the workers of a replay."""
+    return f"replay-{run_id}-{os.urandom(4).hex()}"
+
+
+def _scratch_config(config: RunConfig) -> RunConfig:
+    """Return the config without what a replay has no use for: engines, a place for checkpoints, profiles."""
+    one = {"num_workers": 1, "tensor_parallel": 1}
+    return config.replace(
+        rollout=config.rollout.replace(**{key: value for key, value in one.items() if hasattr(config.rollout, key)}),
+        checkpoint=config.checkpoint.replace(url=None),
+        runtime=config.runtime.replace(profile_steps=()),
+    )
+
+
+def _remove(directory: RunDirectory) -> None:
+    open_folder(directory.runs_dir).remove_folder(directory.run_id)
+    if directory.is_local:
+        with suppress(OSError):  # others are in it
+            os.rmdir(directory.runs_dir)

@@ -1,0 +1,169 @@
+"""From which checkpoint, and with which stored steps, a run's weights of an earlier version can be had again."""
+
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from infra.checkpoints import CheckpointStore, open_checkpoints
+from infra.history.stored import StoredStep
+from infra.storage.lineage import load_fork
+from infra.storage.runs import RunDirectory
+from infra.stores.fsspec import FsspecColumnStore
+from infra.stores.offline import open_run_columns
+from schemas.errors import CheckpointError, RunError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a version's weights are made of.
+
+    Attributes:
+        version: That of the checkpoint; 0 without one: the starting weights.
+        has_checkpoint: Whether there is a checkpoint of it.
+        steps: The stored steps whose updates lead from it to the version.
+    """
+
+    version: int
+    has_checkpoint: bool
+    steps: tuple[StoredStep, ...]
+
+
+class History:
+    """The versions that a run has had, as far as its checkpoints and its stored steps give them back.
+
+    Args:
+        directory: The run.
+
+    Raises:
+        RunError: It keeps no columns on disk, or has none yet.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.checkpoints: CheckpointStore = open_checkpoints(directory, directory.config().checkpoint)
+        finished = directory.metrics.steps()
+        self.num_done = finished[-1].step + 1 if finished else 0
+        self._stored: FsspecColumnStore | None = None
+        self._fork = load_fork(directory)
+        self._advice = 'a run keeps all columns with store.keep_steps = "all"'
+
+    @property
+    def store(self) -> FsspecColumnStore:
+        """The run's columns.
+
+        Raises:
+            RunError: It keeps none on disk, or has none yet.
+        """
+        self._stored = self._stored or open_run_columns(self.directory)
+        return self._stored
+
+    def start(self, version: int) -> Start:
+        """Return what the weights of `version` are made of: the newest undamaged checkpoint up to it, and the updates.
+
+        Raises:
+            RunError: The run has had no such version, or a step that is needed isn't kept.
+            StoreError: A needed step's columns are damaged.
+        """
+        if version > self.num_done:
+            raise RunError(
+                f"run {self.directory.run_id} has finished {self.num_done} steps, so that it has no version {version} "
+                "yet; choose a smaller one"
+            )
+        found = next(self._undamaged(version), None)
+        first = 0 if found is None else found
+        missing = sorted(set(range(first, version)) - self._kept(range(first, version)))
+        if missing or (found is None and self._fork):
+            raise self._missing_error(version, first, missing)
+        return Start(first, found is not None, tuple(self.steps(first, version)))
+
+    def steps(self, first: int, stop: int) -> list[StoredStep]:
+        """Return stored steps, with all of their chunks checked.
+
+        Raises:
+            RunError: One isn't finished, or not kept.
+            StoreError: A chunk is lost or damaged; the message names it.
+        """
+        if first < stop and (missing := sorted(set(range(first, stop)) - self._kept(range(first, stop)))):
+            raise self._not_kept_error(missing)
+        found = [StoredStep(self.directory, self.store, step) for step in range(first, stop)]
+        for step in found:
+            step.verify()
+        return found
+
+    def possible_versions(self) -> list[int]:
+        """Return the versions whose weights can be had again, without a look for damage."""
+        bases = {*self.checkpoints.complete_versions()} | (set() if self._fork else {0})
+        kept = self._kept(range(self.num_done))
+        found, reachable = [], False
+        for version in range(self.num_done + 1):
+            reachable = version in bases or (reachable and version - 1 in kept)
+            found += [version] if reachable else []
+        return found
+
+    def _undamaged(self, version: int) -> Iterator[int]:
+        for each in reversed(self.checkpoints.complete_versions()):
+            if each > version:
+                continue
+            try:
+                self.checkpoints.verify(each)
+            except CheckpointError as error:
+                logger.warning("skipped a checkpoint: %s", error)
+                continue
+            yield each
+
+    def _kept(self, steps: Collection[int]) -> set[int]:
+        if not steps:
+            return set()
+        try:
+            return {step for step in steps if self.store.load_batch(step) is not None}
+        except RunError as error:  # it keeps none
+            self._advice = str(error)
+            return set()
+
+    def _missing_error(self, version: int, first: int, missing: list[int]) -> RunError:
+        if self._fork and version < self._fork.step:
+            return RunError(
+                f"run {self.directory.run_id} was forked from {self._fork.run_id} after step {self._fork.step}: its "
+                f"version {version} is in that run, {self._fork.parent}; use that run instead"
+            )
+        lacks = f"lacks the columns of {_steps(missing)}" if missing else "has no checkpoint up to it"
+        possible = ", ".join(ranges(self.possible_versions())) or "none"
+        return RunError(
+            f"version {version} of run {self.directory.run_id} can't be had again: it {lacks}, which would lead to it "
+            f"from {'checkpoint' if first else 'version'} {first}; versions that can be: {possible}; {self._advice}"
+        )
+
+    def _not_kept_error(self, missing: list[int]) -> RunError:
+        unfinished = [step for step in missing if step >= self.num_done]
+        if unfinished:
+            return RunError(
+                f"step {unfinished[0]} of run {self.directory.run_id} is not finished; finished, counted from 0: "
+                f"{', '.join(ranges(list(range(self.num_done)))) or 'none'}"
+            )
+        kept = ", ".join(ranges(sorted(self._kept(range(self.num_done))))) or "none"
+        return RunError(
+            f"run {self.directory.run_id} doesn't keep the columns of {_steps(missing)}; steps whose columns it keeps: "
+            f"{kept}; {self._advice}"
+        )
+
+
+def ranges(numbers: list[int]) -> list[str]:
+    """Return ascending numbers as ranges.
+
+    Example:
+        >>> ranges([0, 1, 2, 5, 7, 8])
+        ['0 to 2', '5', '7 to 8']
+    """
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1] = [found[-1][0], number]
+        else:
+            found.append([number])
+    return [" to ".join(map(str, each)) for each in found]
+
+
+def _steps(numbers: list[int]) -> str:
+    return f"{'step' if len(numbers) == 1 else 'steps'} {', '.join(ranges(numbers))}"
