@@ -23,6 +23,7 @@ from infra.stores.steps import archive_step, clear_step, open_step, renewed_leas
 from rl_core.rollout.lengths import count_lengths
 from rl_core.telemetry import packing
 from rl_core.views import with_groups
+from schemas.config.changes import scoring_digest
 from schemas.metrics import merge_metrics, values
 from schemas.rollout import RolloutHandle
 from schemas.step import PolicyHandle, RunHandle, StepReport
@@ -120,6 +121,7 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -
         store=open_store(run).usage(),
         traffic_by_stage=traffic,
         plan=advantage.plan.digest,
+        config=scoring_digest(run.config),
         publish=published,
         memory_by_phase=turns.memory,
         started_at=phase.started_at,

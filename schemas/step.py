@@ -110,6 +110,7 @@ class StepReport(Frozen):
     store: StoreUsage | None = None  # at the end of the step, before its columns are cleared
     traffic_by_stage: dict[str, StoreTraffic] = Field(default_factory=dict)
     plan: str | None = None  # the digest of the step's plan
+    config: str | None = None  # the digest of the settings that its rows, log-probs and plan depend on
     publish: WeightsTransfer | None = None  # to the rollout workers; None: they already held the weights
     memory_by_phase: dict[TurnPhase, PhaseMemory] = Field(default_factory=dict)  # if workers take turns on GPUs
     started_at: float | None = None  # Unix time; reports of earlier versions of Sluice lack it, and what follows

@@ -182,7 +182,7 @@ def _step_tables(directories: Sequence[RunDirectory]) -> dict[str, pa.Table]:
     for directory in directories:
         for report in directory.metrics.steps():
             values = {**report.telemetry, **report.metrics}
-            fixed = report.model_dump(include={"step", "policy_version", "seconds", "started_at", "plan"})
+            fixed = report.model_dump(include={"step", "policy_version", "seconds", "started_at", "plan", "config"})
             steps.append({"run_id": directory.run_id, **values, **fixed})
             metrics.extend((directory.run_id, report.step, name, value) for name, value in values.items())
     fixed_types = {
@@ -192,6 +192,7 @@ def _step_tables(directories: Sequence[RunDirectory]) -> dict[str, pa.Table]:
         "seconds": pa.float64(),
         "started_at": pa.float64(),
         "plan": pa.string(),
+        "config": pa.string(),
     }
     names = {**fixed_types, **{name: pa.float64() for _, _, name, _ in metrics if name not in fixed_types}}
     schema = pa.schema([("run_id", pa.string()), ("step", pa.int32()), ("name", pa.string()), ("value", pa.float64())])

@@ -23,6 +23,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.schedules import CronSchedule
 
 from infra.storage.runs import RunDirectory
+from schemas.config.changes import scoring_digest
 from schemas.metric_catalog import metric_spec, metrics_of
 from schemas.step import RunSummary
 from tests.browser import PHONE, open_browser
@@ -152,6 +153,9 @@ def test_the_summary_and_the_metrics(directory: RunDirectory) -> None:
     }
     steps = directory.metrics.steps()
     assert [report.step for report in steps] == list(range(STEPS))
+    config = directory.config()
+    chosen = config.replace(runtime=config.runtime.replace(device="cpu"))  # "auto" in the run's
+    assert {report.config for report in steps} == {scoring_digest(chosen)}
     assert summary["reward_first"] == pytest.approx(sum(step.metrics["reward"] for step in steps) / STEPS)
     assert [report.policy_version for report in directory.metrics.evals()] == list(range(STEPS + 1))
     assert any((directory.path / "tensorboard").iterdir())
