@@ -8,7 +8,7 @@ import json
 import math
 import select
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,19 +95,34 @@ class EnvironmentPool:
             seed: The seed.
             number: The number of its class among the pool's.
         """
-        assert self._slots, "the pool isn't started, or is closed"
-        assert row not in self._rows, f"row {row} has an environment: end it first"
-        slot, limits = min(self._slots_by_class[number], key=_num_environments), self._classes[number].limits
-        self._num_opened += 1
-        environment = HeldEnvironment(row, self._num_opened, task, seed, limits)
-        self._rows[row] = environment, slot
-        slot.add(environment)
+        environment = self._hold(row, task, seed, number)
         try:
             json.dumps(task)
         except (TypeError, ValueError) as error:
             self._fail(row, Failure("invalid", f"the data row can't be sent to an environment process: {error}"))
         else:
-            self._begin(row, None, limits.reset_timeout_seconds)
+            self._begin(row, None, environment.limits.reset_timeout_seconds)
+
+    def open_again(
+        self, row: int, task: Task, seed: int, number: int, replies: Sequence[Reply], actions: Sequence[str]
+    ) -> None:
+        """Hold the environment of a row that another pool has held; it is made when its next step begins.
+
+        Its past is then replayed, if its class does that. If it answers otherwise than before, the step fails as
+        `differs`.
+
+        Args:
+            row: The row.
+            task: The data row.
+            seed: The seed.
+            number: The number of its class among the pool's.
+            replies: What it answered to its reset, and to each of A actions: A + 1.
+            actions: The actions.
+        """
+        environment = self._hold(row, task, seed, number)
+        environment.history.extend(actions)
+        environment.expected = [_message_of(reply, is_reset=at == 0) for at, reply in enumerate(replies)]
+        environment.seconds = sum(reply.seconds for reply in replies)
 
     def step(self, row: int, action: str) -> None:
         """Begin a step of a row's environment, once `wait` has returned the reply to its previous call."""
@@ -159,6 +174,16 @@ class EnvironmentPool:
         """The processes' ids."""
         return [slot.process.pid for slot in self._slots]
 
+    def _hold(self, row: int, task: Task, seed: int, number: int) -> HeldEnvironment:
+        assert self._slots, "the pool isn't started, or is closed"
+        assert row not in self._rows, f"row {row} has an environment: end it first"
+        slot, limits = min(self._slots_by_class[number], key=_num_environments), self._classes[number].limits
+        self._num_opened += 1
+        environment = HeldEnvironment(row, self._num_opened, task, seed, limits)
+        self._rows[row] = environment, slot
+        slot.add(environment)
+        return environment
+
     def _begin(self, row: int, action: str | None, limit_seconds: float) -> None:
         assert row not in self._calling, f"row {row} has a call: wait for its reply first"
         environment, slot = self._rows[row]
@@ -186,6 +211,12 @@ class EnvironmentPool:
         poll.poll(1000 * min(limit_seconds, *(slot.seconds_to_wait() for slot in self._slots)))
         for slot in self._slots:
             slot.serve()
+
+
+def _message_of(reply: Reply, *, is_reset: bool) -> dict[str, Any]:
+    """Return a reply as its environment's process sent it, without its time."""
+    message = {"observations": list(reply.observations), "role": reply.role}
+    return message if is_reset else message | {"reward": reply.reward, "done": reply.done, "metrics": reply.metrics}
 
 
 def _num_environments(slot: Slot) -> int:

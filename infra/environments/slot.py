@@ -36,6 +36,8 @@ class HeldEnvironment:
         limits: The time limits of its calls.
         history: The actions that its state depends on.
         seconds: Time spent in all of its calls.
+        expected: What another process's environment answered to the reset and to `history`, in JSON's types: this one
+            must answer the same. None: it has, or there was no other.
         is_made: Whether its process holds it, in the state after its latest successful call.
         action: The action of its outstanding call; None: it is reset.
         limit_seconds: The time limit of its outstanding call.
@@ -50,6 +52,7 @@ class HeldEnvironment:
     limits: TurnLimits
     history: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    expected: list[dict[str, Any]] | None = None
     is_made: bool = False
     action: str | None = None
     limit_seconds: float = 0.0
@@ -114,8 +117,9 @@ class Slot:
             self._sent[environment.number] = environment
             message: dict[str, Any] = {"number": environment.number, "seconds": environment.limit_seconds}
             if not environment.is_made:
-                history = environment.history if self._replays else []
-                message["make"] = {"task": environment.task, "seed": environment.seed, "history": history}
+                message["make"] = {"task": environment.task, "seed": environment.seed, "history": []}
+                if self._replays:
+                    message["make"] |= {"history": environment.history, "expected": environment.expected}
                 environment.is_made = True
             self.process.send(message | {"action": environment.action})
 
@@ -175,6 +179,7 @@ class Slot:
             environment.is_made = False
         elif environment.action is not None and self._replays:
             environment.history.append(environment.action)
+            environment.expected = None
         self._replies[environment.row] = reply
 
     def _replace(self, loss: Loss) -> None:
