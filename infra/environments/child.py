@@ -144,16 +144,16 @@ class Server:
     async def _make_again(
         self, number: int, task: dict[str, Any], seed: int, history: list[str], expected: list[Any] | None = None
     ) -> None:
-        """Make an environment, reset it and have it take earlier actions.
+        """Make an environment; if it keeps state, reset it and have it take earlier actions.
 
         Raises:
             CallError: That fails; or it answers otherwise than `expected`, the replies to the reset and the actions.
         """
-        for at, action in enumerate([None, *history]):
+        with Call(self._mark, number, self._settings["reset_seconds"], is_remade=True) as call:
+            await self._make(call, number, task, seed)
+        for at, action in enumerate([None, *history] if getattr(self._class, "keeps_state", True) else []):
             limit = self._settings["reset_seconds" if action is None else "step_seconds"]
             with Call(self._mark, number, limit, is_remade=True) as call:
-                if action is None:
-                    await self._make(call, number, task, seed)
                 reply = await self._ask(call, number, action)
                 if expected is not None and reply != expected[at]:
                     raise CallError("differs", f"its answer {at} is {reply!r:.200}, but was {expected[at]!r:.200}")

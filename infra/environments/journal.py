@@ -74,16 +74,16 @@ class Entry(Frozen):
     sample: NonNegativeInt
     turn: NonNegativeInt
     begins_with: str | None = None
-    token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = ()
+    token_ids: tuple[Annotated[int, Field(strict=True, ge=0, lt=2**31)], ...] = ()
     logprobs: str = ""  # float32, little-endian, in base64
     finish_reason: FinishReason | None = None
     answer: Answer | None  # None: the environment was not asked
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Entry":
-        num_logprobs, rest = divmod(len(b64decode(self.logprobs, validate=True)), 4)
-        if rest or num_logprobs != len(self.token_ids):
-            raise ValueError(f"{num_logprobs} log-probs of {len(self.token_ids)} tokens")
+        logprobs = np.frombuffer(b64decode(self.logprobs, validate=True), "<f4")  # raises if it is cut off
+        if len(logprobs) != len(self.token_ids) or not np.isfinite(logprobs).all():
+            raise ValueError(f"{len(logprobs)} log-probs of {len(self.token_ids)} tokens, or one that isn't finite")
         if self.turn == 0 and self.begins_with is None:
             raise ValueError("a reset without a digest")
         if self.turn > 0 and (not self.token_ids or self.finish_reason is None):

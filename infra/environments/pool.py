@@ -30,13 +30,11 @@ class EnvironmentClass:
         path: Its import path, `module:Class`.
         limits: Time limits, the length of observations, the number of processes, and their interpreter.
         arguments: Its keyword arguments, in JSON's types.
-        replays: Whether to replay actions; if not, the environments have no state.
     """
 
     path: str
     limits: TurnLimits
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    replays: bool = True
 
 
 class EnvironmentPool:
@@ -74,7 +72,7 @@ class EnvironmentPool:
             own: list[Slot] = []
             self._slots_by_class.append(own)
             for _ in range(made.limits.num_processes):
-                own.append(Slot(interpreter, settings, made.replays, self._replies))
+                own.append(Slot(interpreter, settings, self._replies))
                 self._slots.append(own[-1])
 
     def wait_until_ready(self) -> None:
@@ -108,8 +106,7 @@ class EnvironmentPool:
     ) -> None:
         """Hold the environment of a row that another pool has held; it is made when its next step begins.
 
-        Its past is then replayed, if its class does that. If it answers otherwise than before, the step fails as
-        `differs`.
+        Its past is then replayed, if it keeps state. If it answers otherwise than before, the step fails as `differs`.
 
         Args:
             row: The row.

@@ -66,14 +66,11 @@ class Slot:
     Args:
         interpreter: What runs the process.
         settings: The process's; see `infra.environments.child`.
-        replays: See `infra.environments.pool.EnvironmentPool`.
         replies: Takes each reply by its row.
     """
 
-    def __init__(
-        self, interpreter: Interpreter, settings: Mapping[str, Any], replays: bool, replies: dict[int, Reply]
-    ) -> None:
-        self._interpreter, self._settings, self._replays, self._replies = interpreter, settings, replays, replies
+    def __init__(self, interpreter: Interpreter, settings: Mapping[str, Any], replies: dict[int, Reply]) -> None:
+        self._interpreter, self._settings, self._replies = interpreter, settings, replies
         self.process = EnvironmentProcess(interpreter, settings)
         self._environments: dict[int, HeldEnvironment] = {}  # this and the next by number
         self._sent: dict[int, HeldEnvironment] = {}  # whose calls are sent, but not answered
@@ -117,9 +114,7 @@ class Slot:
             self._sent[environment.number] = environment
             message: dict[str, Any] = {"number": environment.number, "seconds": environment.limit_seconds}
             if not environment.is_made:
-                message["make"] = {"task": environment.task, "seed": environment.seed, "history": []}
-                if self._replays:
-                    message["make"] |= {"history": environment.history, "expected": environment.expected}
+                message["make"] = {name: getattr(environment, name) for name in ("task", "seed", "history", "expected")}
                 environment.is_made = True
             self.process.send(message | {"action": environment.action})
 
@@ -177,7 +172,7 @@ class Slot:
         environment.is_suspect = environment.has_ended_process = False
         if reply.failure is not None:
             environment.is_made = False
-        elif environment.action is not None and self._replays:
+        elif environment.action is not None:
             environment.history.append(environment.action)
             environment.expected = None
         self._replies[environment.row] = reply

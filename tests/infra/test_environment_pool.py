@@ -164,8 +164,8 @@ def test_a_process_that_ended_between_two_calls_is_replaced() -> None:
         assert [contents(replies[row]) for row in range(2)] == [counted(row, "1", "2") for row in range(2)]
 
 
-def test_without_replays_environments_are_only_made_again() -> None:
-    with opened("Counting", replays=False) as pool:
+def test_environments_without_a_state_are_only_made_again() -> None:
+    with opened("Stateless") as pool:
         open_rows(pool, *"ab")
         step_rows(pool, ["1", "1"])
         assert contents(step_rows(pool, ["2", "leave"])[0])[2]["said"] in (1, 2)  # answered before the loss, or after

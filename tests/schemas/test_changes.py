@@ -80,6 +80,7 @@ FOR_A_NEW_RUN = {
 OTHER = {
     "checkpoint.url": "elsewhere",
     "data.eval_path": "other.parquet",
+    "environment.journal": "false",
     "environment.num_processes": "7",
     "environment.python": "venv/bin/python",
     "environment.reset_timeout_seconds": "7",
