@@ -43,6 +43,7 @@ class Admission:
             return []
         if self._kind == "arrival":
             return self._taken(self._answers.poll(waits=num_running == 0))
+        self._answers.receive()
         if self._kind == "wave":
             return self._taken(self._answers.wait()) if num_running == 0 else []
         if num_running == 0:  # nothing is lost by going on to the step at which the next one is due

@@ -65,6 +65,7 @@ class Answers:
         self._rows: dict[int, _Row] = {}
         self._replies: dict[int, Reply] = {}  # from the journal, until they are taken
         pool.end_all()
+        pool.on_reply = self._on_reply
 
     def open(self, row: int, prompt: PromptRow, seed: int) -> None:
         """Begin a row's trajectory, and with it the reset of its environment, if it has one.
@@ -128,12 +129,17 @@ class Answers:
     def wait(self, rows: Collection[int] | None = None) -> dict[int, Reply]:
         """Wait for the answers to these rows, or to all; return them by row."""
         own = self._take(self._replies if rows is None else rows)
-        return own | self._recorded(self._pool.wait(None if rows is None else [row for row in rows if row not in own]))
+        return own | self._pool.wait(None if rows is None else [row for row in rows if row not in own])
 
     def poll(self, *, waits: bool) -> dict[int, Reply]:
         """Return the answers that are there, by row; if `waits`, wait until there is one."""
         own = self._take(self._replies)
-        return own | self._recorded(self._pool.poll(waits=waits and not own))
+        return own | self._pool.poll(waits=waits and not own)
+
+    def receive(self) -> None:
+        """Record the answers that have come, and leave them to be taken."""
+        if self._journal is not None:
+            self._pool.receive()
 
     def end(self, row: int) -> None:
         """Forget a row, and close its environment."""
@@ -154,16 +160,13 @@ class Answers:
     def _take(self, rows: Collection[int]) -> dict[int, Reply]:
         return {row: self._replies.pop(row) for row in list(rows) if row in self._replies}
 
-    def _recorded(self, replies: dict[int, Reply]) -> dict[int, Reply]:
-        """Record what environments have answered, and return it."""
-        for row, reply in replies.items():
+    def _on_reply(self, row: int, reply: Reply) -> None:
+        """Record what an environment has answered."""
+        if reply.failure is None or reply.failure.kind != "differs":
             state = self._rows[row]
-            if reply.failure is not None and reply.failure.kind == "differs":
-                continue
             begins_with = state.begins_with if state.turn is None else None
             self._record(row, state.num_turns, Exchange(state.turn, reply, begins_with))
             self._note(state, reply)
-        return replies
 
     def _record(self, row: int, turn: int, exchange: Exchange) -> None:
         if self._journal is not None:

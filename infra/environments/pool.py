@@ -8,7 +8,7 @@ import json
 import math
 import select
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,10 +47,14 @@ class EnvironmentPool:
 
     Args:
         classes: The classes of its environments; each has processes of its own.
+
+    Attributes:
+        on_reply: Called with a row and the reply to its call, as soon as this thread notices it; None: nothing is.
     """
 
     def __init__(self, *classes: EnvironmentClass) -> None:
         self._classes = classes
+        self.on_reply: Callable[[int, Reply], None] | None = None
         self._slots: list[Slot] = []  # all processes
         self._slots_by_class: list[list[Slot]] = []
         self._rows: dict[int, tuple[HeldEnvironment, Slot]] = {}
@@ -72,7 +76,7 @@ class EnvironmentPool:
             own: list[Slot] = []
             self._slots_by_class.append(own)
             for _ in range(made.limits.num_processes):
-                own.append(Slot(interpreter, settings, self._replies))
+                own.append(Slot(interpreter, settings, self._add_reply))
                 self._slots.append(own[-1])
 
     def wait_until_ready(self) -> None:
@@ -147,6 +151,14 @@ class EnvironmentPool:
             self._serve()
         return self._take(set(self._replies))
 
+    def receive(self) -> None:
+        """Notice what has been answered, and leave it to be taken by `wait` or `poll`.
+
+        Raises:
+            EnvironmentImportError: A process that takes the place of a lost one can't import the class.
+        """
+        self._serve(0.0)
+
     def end(self, row: int) -> None:
         """Have a row's environment closed, and forget it; a call that it has begun gets no reply."""
         environment, slot = self._rows.pop(row)
@@ -163,6 +175,7 @@ class EnvironmentPool:
         """Kill all processes, and forget all environments without closing them."""
         _close_all(self._slots)
         self._slots_by_class.clear()
+        self.on_reply = None
         for entries in (self._rows, self._calling, self._replies):
             entries.clear()
 
@@ -193,7 +206,12 @@ class EnvironmentPool:
 
     def _fail(self, row: int, failure: Failure) -> None:
         self._calling.add(row)
-        self._replies[row] = Reply(failure=failure)
+        self._add_reply(row, Reply(failure=failure))
+
+    def _add_reply(self, row: int, reply: Reply) -> None:
+        self._replies[row] = reply
+        if self.on_reply is not None:
+            self.on_reply(row, reply)
 
     def _take(self, rows: Collection[int]) -> dict[int, Reply]:
         self._calling.difference_update(rows)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -66,11 +66,13 @@ class Slot:
     Args:
         interpreter: What runs the process.
         settings: The process's; see `infra.environments.child`.
-        replies: Takes each reply by its row.
+        on_reply: Called with a row and the reply to its call.
     """
 
-    def __init__(self, interpreter: Interpreter, settings: Mapping[str, Any], replies: dict[int, Reply]) -> None:
-        self._interpreter, self._settings, self._replies = interpreter, settings, replies
+    def __init__(
+        self, interpreter: Interpreter, settings: Mapping[str, Any], on_reply: Callable[[int, Reply], None]
+    ) -> None:
+        self._interpreter, self._settings, self._on_reply = interpreter, settings, on_reply
         self.process = EnvironmentProcess(interpreter, settings)
         self._environments: dict[int, HeldEnvironment] = {}  # this and the next by number
         self._sent: dict[int, HeldEnvironment] = {}  # whose calls are sent, but not answered
@@ -175,7 +177,7 @@ class Slot:
         elif environment.action is not None:
             environment.history.append(environment.action)
             environment.expected = None
-        self._replies[environment.row] = reply
+        self._on_reply(environment.row, reply)
 
     def _replace(self, loss: Loss) -> None:
         """Replace a lost process: the call that was the cause fails, all others begin anew.
