@@ -137,12 +137,13 @@ def test_what_was_answered_is_not_asked_again(folder: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("game", "admission"), [("Noted", "wave"), ("Noted", "arrival"), ("Salted", "steps"), ("Fragile", "steps")]
+    ("game", "admission"),
+    [("Noted", "wave"), ("Noted", "arrival"), ("Salted", "steps"), ("Fragile", "steps"), ("Endless", "steps")],
 )
 def test_a_batch_whose_rows_were_lost_needs_neither_engine_nor_environment(
     folder: Path, monkeypatch: pytest.MonkeyPatch, game: str, admission: str
 ) -> None:
-    run = run_with(folder, game, environment={"admission": admission})
+    run = run_with(folder, game, environment={"admission": admission, "max_turn_tokens": 6})  # some turns are cut off
     expected_shard, expected = play(run)
     calls(folder)
     monkeypatch.delattr(TransformersEngine, "open_rows")
