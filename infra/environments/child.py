@@ -120,7 +120,10 @@ class Server:
             if make is not None:
                 await self._close(number)
             if make is not None and action is not None:
-                await self._make_again(number, **make)
+                try:
+                    await self._make_again(number, **make)
+                except CallError as error:
+                    raise error if make["expected"] is None else CallError("differs", str(error)) from error
             with Call(self._mark, number, seconds) as call:
                 if make is not None and action is None:
                     await self._make(call, number, make["task"], make["seed"])
@@ -142,7 +145,7 @@ class Server:
         return reply | {"role": await call.run(read_role, environment)}
 
     async def _make_again(
-        self, number: int, task: dict[str, Any], seed: int, history: list[str], expected: list[Any] | None = None
+        self, number: int, task: dict[str, Any], seed: int, history: list[str], expected: list[Any] | None
     ) -> None:
         """Make an environment; if it keeps state, reset it and have it take earlier actions.
 
@@ -156,7 +159,7 @@ class Server:
             with Call(self._mark, number, limit, is_remade=True) as call:
                 reply = await self._ask(call, number, action)
                 if expected is not None and reply != expected[at]:
-                    raise CallError("differs", f"its answer {at} is {reply!r:.200}, but was {expected[at]!r:.200}")
+                    raise CallError("invalid", f"its answer {at} is {reply!r:.200}, but was {expected[at]!r:.200}")
 
     async def _close(self, number: int) -> None:
         environment = self._environments.pop(number, None)
