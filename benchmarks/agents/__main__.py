@@ -6,7 +6,7 @@ N rows take T turns each, of 32 tokens in the mean (geometric). `engine` is the 
 there at once, and `anew` the same with the whole history as each turn's prompt. The others are the kinds of
 `environment.admission`, with environments that take M milliseconds to answer, in processes of their own; `journal` is
 `steps` with all turns and answers recorded, in the folder for temporary files. The ways take turns after one warm-up;
-figures are medians over `--repeats`.
+figures are medians over `--repeats`. On a busy machine, compare the processor time of this process, with `--threads 1`.
 """
 
 import argparse
@@ -59,9 +59,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--milliseconds", type=float, default=50.0)
     parser.add_argument("--steps", type=int, default=16, help="environment.admission_steps")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder, opened_engine(Path(folder), arguments) as (config, engine):
         figures = measure(config, engine, arguments, Path(folder))
     print_table("", figures, 10, 16)
@@ -149,16 +150,17 @@ def play(
     with Journal(journals, batch, rows, VOCAB_SIZE) if journals else nullcontext() as journal:
         begun = episodes.begin(prompts, range(num_rows), journal)
         usage = engine.usage = EngineUsage()
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         sampling = Sampling(MAX_RESPONSE_TOKENS, stop_token_ids=STOP_TOKEN_IDS)
         trajectories = [trajectory for _, trajectory in episodes.play(begun, range(num_rows), sampling)]
-    seconds = time.perf_counter() - started
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     assert all(trajectory.failure is None for trajectory in trajectories), "an environment failed"
     sampled = sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories)
     between = sum(int((~trajectory.loss_mask).sum()) for trajectory in trajectories)
     prefix = {prompt.prompt_ids.tobytes(): len(prompt.prompt_ids) for prompt in begun}
     return {
         "seconds": seconds,
+        "cpu seconds": cpu_seconds,
         "tokens/s": sampled / seconds,
         "new tokens": float(sum(prefix.values()) + between),
         "prefilled": float(usage.prefilled),
