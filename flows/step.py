@@ -19,7 +19,7 @@ from infra.ray.tracing import traced_step
 from infra.storage.driver_lock import holds_lock
 from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
-from infra.stores.steps import archive_step, clear_step, open_step, renewed_lease
+from infra.stores.steps import archive_step, clear_step, drop_journals, open_step, renewed_lease
 from rl_core.rollout.lengths import count_lengths
 from rl_core.telemetry import packing
 from rl_core.views import with_groups
@@ -87,6 +87,7 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -
         rollout = await generate_rollouts(run, policy, await _find_previous_rollout(run, policy))
     with phase("put"):
         stored = await put_columns(run, policy, rollout)
+        drop_journals(run, policy.step)  # the rows are durable
         traffic["put"] = stored.traffic
     await turns.scoring()
     published = turns.published

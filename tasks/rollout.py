@@ -7,6 +7,7 @@ from prefect import get_run_logger
 
 from infra.storage.curriculum import find_schedules
 from infra.stores.open import open_store
+from infra.stores.steps import drop_journals
 from infra.workers.generate import generate_shard
 from infra.workers.launch import rollout_pool
 from rl_core.rollout.curriculum import count_results, source_metrics
@@ -19,8 +20,8 @@ from rl_core.rollout.dynamic_sampling import (
     short_batch_warning,
 )
 from schemas.curriculum import SourceResults, SourceSchedule
-from schemas.errors import StoreError
-from schemas.metrics import Metrics
+from schemas.errors import RewardFailureError, StoreError
+from schemas.metrics import Metrics, Sum, merge_metrics
 from schemas.packed import PackedFloats
 from schemas.rollout import PartialGroups, RolloutHandle, RolloutShard, check_failures
 from schemas.step import PolicyHandle, RunHandle
@@ -106,9 +107,14 @@ def _count_results(
 def _check_failures(run: RunHandle, policy: PolicyHandle, rounds: Sequence[Sequence[RolloutShard]]) -> None:
     # Count all rounds together: it is no error if all rewards of a single group fail, since it is then replaced.
     shards = [shard for shards in rounds for shard in shards]
-    check_failures(
-        PackedFloats.concat(shard.rewards for shard in shards),
-        next((shard.failure for shard in shards if shard.failure), None),
-        run.config.reward.max_failure_fraction,
-        f"step {policy.step}",
-    )
+    try:
+        check_failures(
+            PackedFloats.concat(shard.rewards for shard in shards),
+            next((shard.failure for shard in shards if shard.failure), None),
+            run.config.reward.max_failure_fraction,
+            f"step {policy.step}",
+        )
+    except RewardFailureError:
+        if merge_metrics(shard.turns for shard in shards).get("turns/failed", Sum(value=0)).value:
+            drop_journals(run, policy.step)  # else the environments' failures are taken from there when it is resumed
+        raise

@@ -120,32 +120,46 @@ class Server:
             if make is not None:
                 await self._close(number)
             if make is not None and action is not None:
-                await self._make_again(number, **make)
+                try:
+                    await self._make_again(number, **make)
+                except CallError as error:
+                    raise error if make["expected"] is None else CallError("differs", str(error)) from error
             with Call(self._mark, number, seconds) as call:
                 if make is not None and action is None:
-                    result = await self._open(call, number, make["task"], make["seed"])
-                else:
-                    result = await call.run(methodcaller("step", action), self._environments[number])
-                environment, limit = self._environments[number], self._settings["max_observation_characters"]
-                read = read_message if action is None else read_step
-                reply = await call.run(read, result, limit) | {"role": await call.run(read_role, environment)}
+                    await self._make(call, number, make["task"], make["seed"])
+                reply = await self._ask(call, number, action)
             answer = _line(number=number, seconds=call.seconds, **reply)
         except CallError as error:
             answer = _line(number=number, seconds=call.seconds, kind=error.kind, failure=str(error))
         self._writer.write(answer)
 
-    async def _open(self, call: Call, number: int, task: dict[str, Any], seed: int) -> Any:
-        """Make and reset an environment; return the result of the latter."""
+    async def _make(self, call: Call, number: int, task: dict[str, Any], seed: int) -> None:
         arguments = self._settings["arguments"]
         self._environments[number] = await call.run(lambda: self._class(task, seed, **arguments))
-        return await call.run(methodcaller("reset"), self._environments[number])
 
-    async def _make_again(self, number: int, task: dict[str, Any], seed: int, history: list[str]) -> None:
+    async def _ask(self, call: Call, number: int, action: str | None) -> dict[str, Any]:
+        """Have an environment take an action, or reset it, and return its reply, in JSON's types."""
+        environment, limit = self._environments[number], self._settings["max_observation_characters"]
+        result = await call.run(methodcaller("reset") if action is None else methodcaller("step", action), environment)
+        reply: dict[str, Any] = await call.run(read_message if action is None else read_step, result, limit)
+        return reply | {"role": await call.run(read_role, environment)}
+
+    async def _make_again(
+        self, number: int, task: dict[str, Any], seed: int, history: list[str], expected: list[Any] | None
+    ) -> None:
+        """Make an environment; if it keeps state, reset it and have it take earlier actions.
+
+        Raises:
+            CallError: That fails; or it answers otherwise than `expected`, the replies to the reset and the actions.
+        """
         with Call(self._mark, number, self._settings["reset_seconds"], is_remade=True) as call:
-            await self._open(call, number, task, seed)
-        for action in history:
-            with Call(self._mark, number, self._settings["step_seconds"], is_remade=True) as call:
-                await call.run(methodcaller("step", action), self._environments[number])
+            await self._make(call, number, task, seed)
+        for at, action in enumerate([None, *history] if getattr(self._class, "keeps_state", True) else []):
+            limit = self._settings["reset_seconds" if action is None else "step_seconds"]
+            with Call(self._mark, number, limit, is_remade=True) as call:
+                reply = await self._ask(call, number, action)
+                if expected is not None and reply != expected[at]:
+                    raise CallError("invalid", f"its answer {at} is {reply!r:.200}, but was {expected[at]!r:.200}")
 
     async def _close(self, number: int) -> None:
         environment = self._environments.pop(number, None)

@@ -7,6 +7,7 @@ environments take.
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -15,10 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from infra.datasets import PromptRow
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
 from infra.environments.admission import Admission
+from infra.environments.answers import Answers
 from infra.environments.dialogue import Dialogue
+from infra.environments.journal import Journal
 from infra.environments.pool import EnvironmentPool, Reply
 from infra.environments.trajectory import EpisodeEnd, Trajectory, TrajectoryBuilder
-from rl_core.environments.base import Task
 from rl_core.rollout.seeding import derive_seed
 from schemas.errors import ChatTemplateError
 
@@ -44,7 +46,9 @@ class Episodes:
     ) -> None:
         self._dialogues, self._engine, self._pool, self._tokenizer = dialogues, engine, pool, tokenizer
 
-    def begin(self, prompts: Sequence[PromptRow], seeds: Sequence[int]) -> list[PromptRow]:
+    def begin(
+        self, prompts: Sequence[PromptRow], seeds: Sequence[int], journal: Journal | None = None
+    ) -> list[PromptRow]:
         """Make and reset an environment for each of N rows; return their prompts, with what the resets add to them.
 
         The environments of an earlier batch end.
@@ -52,63 +56,122 @@ class Episodes:
         Args:
             prompts: N prompts.
             seeds: The environments' seeds, N.
+            journal: What was recorded of the same batch before, which environments are not asked again, and where
+                their answers are recorded; None: nowhere.
         """
-        self._pool.end_all()
+        self._answers = Answers(self._pool, journal)
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            if prompt.environment is not None:
-                task = Task(prompt=prompt.messages, answer=prompt.answer, info=prompt.info)
-                self._pool.open(number, task, seed, prompt.environment)
-        replies = self._pool.wait()
-        self._failures: list[str | None] = []
-        begun = []
-        for number, prompt in enumerate(prompts):
-            dialogue = self._dialogue_of(prompt)
-            row, failure = dialogue.begin(prompt, replies[number]) if dialogue else (prompt, None)
-            begun.append(row)
-            self._failures.append(failure)
-        return begun
+            self._answers.open(number, prompt, seed)
+        replies = self._answers.wait()
+        begun = [self._begun(prompt, replies.get(number)) for number, prompt in enumerate(prompts)]
+        self._failures = [failure for _, failure in begun]
+        return [prompt for prompt, _ in begun]
 
     def play(
-        self, prompts: Sequence[PromptRow], seeds: Sequence[int], sampling: Sampling
+        self, prompts: list[PromptRow], seeds: Sequence[int], sampling: Sampling
     ) -> Iterator[tuple[int, Trajectory]]:
         """Yield the trajectory of each of the rows that have begun, with its number, as soon as it has ended.
 
+        Trajectories that the journal has whole are taken from there, without the engine, where that changes no bit of
+        the others: which rows are decoded together affects the last bits.
+
         Args:
-            prompts: The N prompts that `begin` returned.
+            prompts: The N prompts that `begin` returned. If a trajectory is played anew, its prompt may change.
             seeds: The seeds of their first turns, N; a later turn's seed is derived from it and the turn's number.
             sampling: How tokens are sampled; `max_response_tokens` is of all tokens after the prompt.
         """
-        dialogues = [self._dialogue_of(prompt) for prompt in prompts]
-        builders = [
-            TrajectoryBuilder(number, prompt.prompt_ids, seed, failure)
-            for number, (prompt, seed, failure) in enumerate(zip(prompts, seeds, self._failures, strict=True))
-        ]
-        admission = Admission(self._dialogues[0].config, self._pool)
-        with closing(self._engine.open_rows(sampling, several_turns=True)) as rows:
-            rows.begin(self._first_turns(builders, dialogues, sampling))
-            while rows.num_unfinished or admission.num_waiting:
-                for number, turn in rows.step() if rows.num_unfinished else ():
-                    row, dialogue = builders[number], dialogues[number]
-                    if (end := self._end_of_turn(row, dialogue, turn, sampling)) is not None:
-                        rows.end(number)
-                        yield self._finish(row, dialogue, end)
-                    else:
-                        admission.await_answer(number, row.turns[-1].action)
-                for number, reply in admission.admitted(rows.num_unfinished):
-                    row, dialogue = builders[number], dialogues[number]
-                    assert dialogue is not None, "a row without an environment gets no answer"
-                    bridge, end = self._answer(row, dialogue, reply, sampling.max_response_tokens)
-                    if end is not None:
-                        rows.end(number)
-                        yield self._finish(row, dialogue, end)
-                    else:
-                        row.add_bridge(bridge)
-                        seed = derive_seed(row.seed, len(row.turns))
-                        rows.extend(number, bridge, seed, _turn_limit(row, dialogue, sampling))
+        taken = self._play_back(prompts, seeds, sampling)
+        yield from taken.items()
+        if numbers := [number for number in range(len(prompts)) if number not in taken]:
+            yield from self._decode(numbers, prompts, seeds, sampling)
 
     def close(self) -> None:
         """End all environments and their processes."""
         self._pool.close()
+
+    def _play_back(
+        self, prompts: Sequence[PromptRow], seeds: Sequence[int], sampling: Sampling
+    ) -> dict[int, Trajectory]:
+        """Return the trajectories that are taken from the journal whole, by number.
+
+        If rows go on when they are answered, these are all that it has; else all or none, as their absence would change
+        the last bits of the others.
+        """
+        found = {}
+        for number in range(len(prompts)):
+            row = self._builder(number, prompts[number], seeds[number])
+            if (end := self._recorded_end(row, self._dialogue_of(prompts[number]), sampling)) is not None:
+                found[number] = row.finish(end)
+            elif self._dialogues[0].config.admission != "arrival":
+                return {}
+        for number in found:
+            self._answers.end(number)
+        return found
+
+    def _recorded_end(self, row: TrajectoryBuilder, dialogue: Dialogue | None, sampling: Sampling) -> EpisodeEnd | None:
+        """Add what is recorded to a row; return why the trajectory ends, or None if the journal has not all of it."""
+        for exchange in self._answers.recorded(row.number):
+            assert exchange.turn is not None, "a reset is the first entry"
+            if (end := self._end_of_turn(row, dialogue, exchange.turn, sampling)) is not None:
+                return end
+            if dialogue is None or exchange.reply is None:
+                return None
+            bridge, end = self._answer(row, dialogue, exchange.reply, sampling.max_response_tokens)
+            if end is not None:
+                return end
+            row.add_bridge(bridge)
+        return None
+
+    def _decode(
+        self, numbers: Sequence[int], prompts: list[PromptRow], seeds: Sequence[int], sampling: Sampling
+    ) -> Iterator[tuple[int, Trajectory]]:
+        """Play the trajectories of these rows with the engine."""
+        builders: dict[int, TrajectoryBuilder] = {}
+        by_place: dict[int, TrajectoryBuilder] = {}
+        admission = Admission(self._dialogues[0].config, self._answers)
+
+        def begin(added: Sequence[TrajectoryBuilder]) -> None:
+            requests = self._first_turns(added, [self._dialogue_of(prompts[row.number]) for row in added], sampling)
+            for row, place in zip(added, rows.begin(requests), strict=True):
+                row.place = place
+                builders[row.number] = by_place[place] = row
+
+        with closing(self._engine.open_rows(sampling, several_turns=True)) as rows:
+            begin([self._builder(number, prompts[number], seeds[number]) for number in numbers])
+            while rows.num_unfinished or admission.num_waiting:
+                for place, turn in rows.step() if rows.num_unfinished else ():
+                    row = by_place[place]
+                    dialogue = self._dialogue_of(prompts[row.number])
+                    self._answers.add_turn(row.number, turn)
+                    if (end := self._end_of_turn(row, dialogue, turn, sampling)) is not None:
+                        rows.end(place)
+                        yield self._finish(row, end)
+                    else:
+                        admission.await_answer(row.number, row.turns[-1].action)
+                for number, reply in admission.admitted(rows.num_unfinished):
+                    row, dialogue = builders[number], self._dialogue_of(prompts[number])
+                    assert dialogue is not None, "a row without an environment gets no answer"
+                    if reply.failure is not None and reply.failure.kind == "differs":
+                        rows.end(row.place)
+                        prompts[number], self._failures[number] = self._begun(*self._answers.open_again(number))
+                        begin([self._builder(number, prompts[number], seeds[number], is_anew=True)])
+                        continue
+                    bridge, end = self._answer(row, dialogue, reply, sampling.max_response_tokens)
+                    if end is not None:
+                        rows.end(row.place)
+                        yield self._finish(row, end)
+                    else:
+                        row.add_bridge(bridge)
+                        seed = derive_seed(row.seed, len(row.turns))
+                        rows.extend(row.place, bridge, seed, _turn_limit(row, dialogue, sampling))
+
+    def _begun(self, prompt: PromptRow, reply: Reply | None) -> tuple[PromptRow, str | None]:
+        """Return a row's prompt with what the reset has added to it, and why it failed, if it did."""
+        dialogue = self._dialogue_of(prompt)
+        return dialogue.begin(prompt, reply) if dialogue and reply else (prompt, None)
+
+    def _builder(self, number: int, prompt: PromptRow, seed: int, *, is_anew: bool = False) -> TrajectoryBuilder:
+        return TrajectoryBuilder(number, prompt.prompt_ids, seed, self._failures[number], is_anew=is_anew)
 
     def _dialogue_of(self, prompt: PromptRow) -> Dialogue | None:
         return None if prompt.environment is None else self._dialogues[prompt.environment]
@@ -120,8 +183,9 @@ class Episodes:
         requests = []
         limits = [_turn_limit(row, dialogue, sampling) for row, dialogue in zip(rows, dialogues, strict=True)]
         # Neighbors that share prompt and limit are one request, whose prompt is prefilled once.
-        for (_, limit), members in groupby(rows, key=lambda row: (row.history.tobytes(), limits[row.number])):
-            same = list(members)
+        by_start = groupby(zip(rows, limits, strict=True), key=lambda each: (each[0].history.tobytes(), each[1]))
+        for (_, limit), members in by_start:
+            same = [row for row, _ in members]
             requests.append(GenerationRequest(same[0].history, tuple(row.seed for row in same), limit))
         return requests
 
@@ -142,29 +206,27 @@ class Episodes:
     ) -> tuple[np.ndarray, EpisodeEnd | None]:
         """Note an environment's answer in its row; return the tokens up to its next turn, and why it ends, or None."""
         nothing = np.empty(0, dtype=np.int64)
-        observations, metrics = reply.observations, reply.metrics
         if reply.failure is not None:
             if not (dialogue.has_tools and reply.failure.kind == "timeout"):
                 row.failure = f"turn {len(row.turns)}: {reply.failure.message}"
                 return nothing, "failed"
             # What the model can cause must not take its row out of the training, or it learns to cause it.
-            observations = (_TOOL_TIMEOUT.format(dialogue.config.step_timeout_seconds),)
-            metrics = {"tool_timeouts": 1.0}
-        row.add_answer(observations, reply.reward, metrics, reply.seconds)
+            text = _TOOL_TIMEOUT.format(dialogue.config.step_timeout_seconds)
+            reply = replace(reply, observations=(text,), metrics={"tool_timeouts": 1.0}, failure=None)
+        row.add_answer(reply)
         if reply.done:
             return nothing, "done"
         if len(row.turns) >= dialogue.config.max_turns:
             return nothing, "turns"
         try:
-            bridge = dialogue.bridge(reply.role, observations, int(row.history[-1]))
+            bridge = dialogue.bridge(reply.role, reply.observations, int(row.history[-1]))
         except ChatTemplateError as error:
             row.failure = f"turn {len(row.turns)}: {error}"
             return nothing, "failed"
         return bridge, "length" if row.num_tokens + len(bridge) >= limit else None
 
-    def _finish(self, row: TrajectoryBuilder, dialogue: Dialogue | None, end: EpisodeEnd) -> tuple[int, Trajectory]:
-        if dialogue is not None:
-            self._pool.end(row.number)
+    def _finish(self, row: TrajectoryBuilder, end: EpisodeEnd) -> tuple[int, Trajectory]:
+        self._answers.end(row.number)
         return row.number, row.finish(end)
 
     def _text(self, token_ids: np.ndarray) -> str:

@@ -27,11 +27,16 @@ def describe(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def measure(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return the seconds that the environments took."""
+    """Return the seconds that the environments took, and what the journal spared them, if it did."""
     if not trajectories:
         return {}
     seconds = [trajectory.environment_seconds for trajectory in trajectories]
+    replayed = {
+        "turns/recorded": sum(trajectory.num_recorded for trajectory in trajectories),
+        "turns/played_anew": sum(trajectory.is_anew for trajectory in trajectories),
+    }
     return {
         "turns/environment_seconds": Mean(total=sum(seconds), weight=len(seconds)),
         "turns/environment_seconds_max": Max(value=max(seconds)),
+        **{name: Sum(value=count) for name, count in replayed.items() if count},
     }

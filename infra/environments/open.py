@@ -52,7 +52,7 @@ def environment_class(config: EnvironmentConfig) -> EnvironmentClass:
     """Return what a pool needs of an environment."""
     if isinstance(config, ToolsEnvironment):
         arguments = {"tools": list(config.tools), "parser": config.parser}
-        return EnvironmentClass(_TOOLS, config, arguments, replays=False)  # tools keep nothing between calls
+        return EnvironmentClass(_TOOLS, config, arguments)
     return EnvironmentClass(config.path, config, config.arguments)
 
 

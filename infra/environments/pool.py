@@ -8,7 +8,7 @@ import json
 import math
 import select
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,13 +30,11 @@ class EnvironmentClass:
         path: Its import path, `module:Class`.
         limits: Time limits, the length of observations, the number of processes, and their interpreter.
         arguments: Its keyword arguments, in JSON's types.
-        replays: Whether to replay actions; if not, the environments have no state.
     """
 
     path: str
     limits: TurnLimits
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    replays: bool = True
 
 
 class EnvironmentPool:
@@ -49,10 +47,14 @@ class EnvironmentPool:
 
     Args:
         classes: The classes of its environments; each has processes of its own.
+
+    Attributes:
+        on_reply: Called with a row and the reply to its call, as soon as this thread notices it; None: nothing is.
     """
 
     def __init__(self, *classes: EnvironmentClass) -> None:
         self._classes = classes
+        self.on_reply: Callable[[int, Reply], None] | None = None
         self._slots: list[Slot] = []  # all processes
         self._slots_by_class: list[list[Slot]] = []
         self._rows: dict[int, tuple[HeldEnvironment, Slot]] = {}
@@ -74,7 +76,7 @@ class EnvironmentPool:
             own: list[Slot] = []
             self._slots_by_class.append(own)
             for _ in range(made.limits.num_processes):
-                own.append(Slot(interpreter, settings, made.replays, self._replies))
+                own.append(Slot(interpreter, settings, self._add_reply))
                 self._slots.append(own[-1])
 
     def wait_until_ready(self) -> None:
@@ -95,19 +97,33 @@ class EnvironmentPool:
             seed: The seed.
             number: The number of its class among the pool's.
         """
-        assert self._slots, "the pool isn't started, or is closed"
-        assert row not in self._rows, f"row {row} has an environment: end it first"
-        slot, limits = min(self._slots_by_class[number], key=_num_environments), self._classes[number].limits
-        self._num_opened += 1
-        environment = HeldEnvironment(row, self._num_opened, task, seed, limits)
-        self._rows[row] = environment, slot
-        slot.add(environment)
+        environment = self._hold(row, task, seed, number)
         try:
             json.dumps(task)
         except (TypeError, ValueError) as error:
             self._fail(row, Failure("invalid", f"the data row can't be sent to an environment process: {error}"))
         else:
-            self._begin(row, None, limits.reset_timeout_seconds)
+            self._begin(row, None, environment.limits.reset_timeout_seconds)
+
+    def open_again(
+        self, row: int, task: Task, seed: int, number: int, replies: Sequence[Reply], actions: Sequence[str]
+    ) -> None:
+        """Hold the environment of a row that another pool has held; it is made when its next step begins.
+
+        Its past is then replayed, if it keeps state. If it answers otherwise than before, the step fails as `differs`.
+
+        Args:
+            row: The row.
+            task: The data row.
+            seed: The seed.
+            number: The number of its class among the pool's.
+            replies: What it answered to its reset, and to each of A actions: A + 1.
+            actions: The actions.
+        """
+        environment = self._hold(row, task, seed, number)
+        environment.history.extend(actions)
+        environment.expected = [_message_of(reply, is_reset=at == 0) for at, reply in enumerate(replies)]
+        environment.seconds = sum(reply.seconds for reply in replies)
 
     def step(self, row: int, action: str) -> None:
         """Begin a step of a row's environment, once `wait` has returned the reply to its previous call."""
@@ -135,6 +151,14 @@ class EnvironmentPool:
             self._serve()
         return self._take(set(self._replies))
 
+    def receive(self) -> None:
+        """Notice what has been answered, and leave it to be taken by `wait` or `poll`.
+
+        Raises:
+            EnvironmentImportError: A process that takes the place of a lost one can't import the class.
+        """
+        self._serve(0.0)
+
     def end(self, row: int) -> None:
         """Have a row's environment closed, and forget it; a call that it has begun gets no reply."""
         environment, slot = self._rows.pop(row)
@@ -151,6 +175,7 @@ class EnvironmentPool:
         """Kill all processes, and forget all environments without closing them."""
         _close_all(self._slots)
         self._slots_by_class.clear()
+        self.on_reply = None
         for entries in (self._rows, self._calling, self._replies):
             entries.clear()
 
@@ -158,6 +183,16 @@ class EnvironmentPool:
     def pids(self) -> list[int]:
         """The processes' ids."""
         return [slot.process.pid for slot in self._slots]
+
+    def _hold(self, row: int, task: Task, seed: int, number: int) -> HeldEnvironment:
+        assert self._slots, "the pool isn't started, or is closed"
+        assert row not in self._rows, f"row {row} has an environment: end it first"
+        slot, limits = min(self._slots_by_class[number], key=_num_environments), self._classes[number].limits
+        self._num_opened += 1
+        environment = HeldEnvironment(row, self._num_opened, task, seed, limits)
+        self._rows[row] = environment, slot
+        slot.add(environment)
+        return environment
 
     def _begin(self, row: int, action: str | None, limit_seconds: float) -> None:
         assert row not in self._calling, f"row {row} has a call: wait for its reply first"
@@ -171,7 +206,12 @@ class EnvironmentPool:
 
     def _fail(self, row: int, failure: Failure) -> None:
         self._calling.add(row)
-        self._replies[row] = Reply(failure=failure)
+        self._add_reply(row, Reply(failure=failure))
+
+    def _add_reply(self, row: int, reply: Reply) -> None:
+        self._replies[row] = reply
+        if self.on_reply is not None:
+            self.on_reply(row, reply)
 
     def _take(self, rows: Collection[int]) -> dict[int, Reply]:
         self._calling.difference_update(rows)
@@ -186,6 +226,12 @@ class EnvironmentPool:
         poll.poll(1000 * min(limit_seconds, *(slot.seconds_to_wait() for slot in self._slots)))
         for slot in self._slots:
             slot.serve()
+
+
+def _message_of(reply: Reply, *, is_reset: bool) -> dict[str, Any]:
+    """Return a reply as its environment's process sent it, without its time."""
+    message = {"observations": list(reply.observations), "role": reply.role}
+    return message if is_reset else message | {"reward": reply.reward, "done": reply.done, "metrics": reply.metrics}
 
 
 def _num_environments(slot: Slot) -> int:

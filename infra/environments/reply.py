@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-FailureKind = Literal["raised", "invalid", "timeout", "died"]
+FailureKind = Literal["raised", "invalid", "timeout", "died", "differs"]
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,8 @@ class Failure:
     """Why a call has no answer.
 
     Attributes:
-        kind: The environment's code raised, returned something invalid, took too long, or ended its process.
+        kind: The environment's code raised, returned something invalid, took too long, or ended its process. Or, made
+            again, it answered otherwise than before.
         message: What happened, and where it is known, what to do.
     """
 
@@ -32,6 +33,7 @@ class Reply:
         role: Of the messages.
         seconds: Time spent in the call.
         failure: Why there is no answer; then all of the above but `seconds` are defaults.
+        is_recorded: Whether it is from the journal, and no environment was asked.
     """
 
     observations: tuple[str, ...] = ()
@@ -41,3 +43,4 @@ class Reply:
     role: str = "user"
     seconds: float = 0.0
     failure: Failure | None = None
+    is_recorded: bool = False

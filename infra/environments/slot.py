@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,6 +36,8 @@ class HeldEnvironment:
         limits: The time limits of its calls.
         history: The actions that its state depends on.
         seconds: Time spent in all of its calls.
+        expected: What another process's environment answered to the reset and to `history`, in JSON's types: this one
+            must answer the same. None: it has, or there was no other.
         is_made: Whether its process holds it, in the state after its latest successful call.
         action: The action of its outstanding call; None: it is reset.
         limit_seconds: The time limit of its outstanding call.
@@ -50,6 +52,7 @@ class HeldEnvironment:
     limits: TurnLimits
     history: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    expected: list[dict[str, Any]] | None = None
     is_made: bool = False
     action: str | None = None
     limit_seconds: float = 0.0
@@ -63,14 +66,13 @@ class Slot:
     Args:
         interpreter: What runs the process.
         settings: The process's; see `infra.environments.child`.
-        replays: See `infra.environments.pool.EnvironmentPool`.
-        replies: Takes each reply by its row.
+        on_reply: Called with a row and the reply to its call.
     """
 
     def __init__(
-        self, interpreter: Interpreter, settings: Mapping[str, Any], replays: bool, replies: dict[int, Reply]
+        self, interpreter: Interpreter, settings: Mapping[str, Any], on_reply: Callable[[int, Reply], None]
     ) -> None:
-        self._interpreter, self._settings, self._replays, self._replies = interpreter, settings, replays, replies
+        self._interpreter, self._settings, self._on_reply = interpreter, settings, on_reply
         self.process = EnvironmentProcess(interpreter, settings)
         self._environments: dict[int, HeldEnvironment] = {}  # this and the next by number
         self._sent: dict[int, HeldEnvironment] = {}  # whose calls are sent, but not answered
@@ -114,8 +116,7 @@ class Slot:
             self._sent[environment.number] = environment
             message: dict[str, Any] = {"number": environment.number, "seconds": environment.limit_seconds}
             if not environment.is_made:
-                history = environment.history if self._replays else []
-                message["make"] = {"task": environment.task, "seed": environment.seed, "history": history}
+                message["make"] = {name: getattr(environment, name) for name in ("task", "seed", "history", "expected")}
                 environment.is_made = True
             self.process.send(message | {"action": environment.action})
 
@@ -173,9 +174,10 @@ class Slot:
         environment.is_suspect = environment.has_ended_process = False
         if reply.failure is not None:
             environment.is_made = False
-        elif environment.action is not None and self._replays:
+        elif environment.action is not None:
             environment.history.append(environment.action)
-        self._replies[environment.row] = reply
+            environment.expected = None
+        self._on_reply(environment.row, reply)
 
     def _replace(self, loss: Loss) -> None:
         """Replace a lost process: the call that was the cause fails, all others begin anew.

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from infra.engines.base import Generation
+from infra.environments.reply import Reply
 
 EpisodeEnd = Literal["done", "turns", "turn_length", "length", "failed"]
 """Why a trajectory ended: its environment said so; after `environment.max_turns`; the model's turn was cut off at
@@ -36,6 +37,8 @@ class Trajectory(Generation):
     failure: str | None = None  # the environment's
     metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's, summed over the turns
     environment_seconds: float = 0.0
+    num_recorded: int = 0  # answers that were taken from the journal
+    is_anew: bool = False  # whether it was begun anew, as its environment answered otherwise than recorded
 
     @property
     def reward(self) -> float:
@@ -65,17 +68,23 @@ class TrajectoryBuilder:
         prompt_ids: Integers [P], its prompt.
         seed: The seed of its first turn.
         failure: Why its environment can't be used; None: it can.
+        is_anew: Whether it is begun anew, as its environment answered otherwise than recorded.
+
+    Attributes:
+        place: The number of its row in the engine, once it has one.
     """
 
-    def __init__(self, number: int, prompt_ids: np.ndarray, seed: int, failure: str | None) -> None:
-        self.number, self.seed, self.failure = number, seed, failure
+    def __init__(
+        self, number: int, prompt_ids: np.ndarray, seed: int, failure: str | None, *, is_anew: bool = False
+    ) -> None:
+        self.number, self.seed, self.failure, self.place = number, seed, failure, -1
         self.history = np.asarray(prompt_ids, dtype=np.int64)  # [P + R], prompt and tokens so far
         self.turns: list[Turn] = []
         self._num_prompt = len(self.history)
         self._logprobs: list[np.ndarray] = []
         self._masks: list[np.ndarray] = []
         self._metrics: Counter[str] = Counter()
-        self._seconds = 0.0
+        self._seconds, self._num_recorded, self._is_anew = 0.0, 0, is_anew
 
     @property
     def num_tokens(self) -> int:
@@ -87,14 +96,13 @@ class TrajectoryBuilder:
         self._append(generation.token_ids, generation.logprobs, is_sampled=True)
         self.turns.append(Turn(len(generation.token_ids), action))
 
-    def add_answer(
-        self, observations: Sequence[str], reward: float, metrics: Mapping[str, float], seconds: float
-    ) -> None:
+    def add_answer(self, reply: Reply) -> None:
         """Note what the environment answered to the newest turn."""
         turn = self.turns[-1]
-        self.turns[-1] = Turn(turn.num_tokens, turn.action, 0, tuple(observations), reward)
-        self._metrics.update(metrics)
-        self._seconds += seconds
+        self.turns[-1] = Turn(turn.num_tokens, turn.action, 0, reply.observations, reply.reward)
+        self._metrics.update(reply.metrics)
+        self._seconds += reply.seconds
+        self._num_recorded += reply.is_recorded
 
     def add_bridge(self, token_ids: np.ndarray) -> None:
         """Add the tokens between the newest turn and the next one."""
@@ -114,6 +122,8 @@ class TrajectoryBuilder:
             failure=self.failure,
             metrics=dict(self._metrics),
             environment_seconds=self._seconds,
+            num_recorded=self._num_recorded,
+            is_anew=self._is_anew,
         )
 
     def _append(self, token_ids: np.ndarray, logprobs: np.ndarray, *, is_sampled: bool) -> None:

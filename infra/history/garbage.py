@@ -25,7 +25,7 @@ class Garbage(Frozen):
 def collect_garbage(
     directory: RunDirectory, keep_steps: int | Literal["all"] | None, keep_bytes: int | None, *, dry_run: bool
 ) -> Garbage:
-    """Remove the columns and plans of finished steps that need not be kept.
+    """Remove the columns and plans of finished steps that need not be kept, and what is left of their journals.
 
     What a resume may need stays: the steps after the newest complete checkpoint.
 
@@ -48,6 +48,8 @@ def collect_garbage(
         steps = config.store.keep_steps if keep_steps is None else keep_steps
         kept = steps_to_keep(sizes, first, steps, config.store.keep_bytes if keep_bytes is None else keep_bytes)
         removed = sorted(sizes.keys() - kept)
+        if not dry_run:
+            directory.journals.drop_before(first)
         for step in removed if not dry_run else ():
             directory.plans.drop(step)
             store.clear(step)

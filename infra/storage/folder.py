@@ -118,7 +118,7 @@ class Folder:
         if self.is_local:
             temporary = f".{os.path.basename(path)}.tmp" if self._has_one_writer else _unique_name()
             os.replace(_write_temporary(path, data, temporary, mode), path)
-            _sync_folder(path)
+            sync_folder(path)
         else:
             with self._reached():
                 self._fs.pipe_file(path, _as_bytes(data))
@@ -139,7 +139,7 @@ class Folder:
             os.link(temporary, path)
         finally:
             os.unlink(temporary)
-        _sync_folder(path)
+        sync_folder(path)
 
     def link(self, source: "Folder", name: str) -> bool:
         """Have a file of another folder here, too, under the same name, without a copy; return whether that works.
@@ -228,7 +228,7 @@ def _write_temporary(path: str, data: "bytes | pa.Buffer", name: str, mode: int 
     return temporary
 
 
-def _sync_folder(path: str) -> None:
+def sync_folder(path: str) -> None:
     """Sync the folder of `path`, so that the file's name survives a power failure."""
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
     try:

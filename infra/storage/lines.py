@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from infra.storage.atomic import write_atomic
-from infra.storage.folder import Folder
+from infra.storage.folder import Folder, sync_folder
 from schemas.errors import RunTakenOverError
 
 SEGMENT_BYTES = 2**18  # from which an object is not written again, and the next lines go to a new one
@@ -61,7 +61,7 @@ class LocalLines:
     def read(self) -> Iterator[str]:
         if not self._path.exists():
             return
-        with self._path.open() as file:
+        with self._path.open(errors="replace") as file:  # which line is damaged is for the reader to find
             yield from (line for line in file if line.endswith("\n"))
 
     def read_backwards(self) -> Iterator[str]:
@@ -81,10 +81,13 @@ class LocalLines:
                 yield rest.decode() + "\n"
 
     def append(self, text: str) -> None:
+        is_new = not self._path.exists()
         with self._path.open("a") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        if is_new:
+            sync_folder(str(self._path))
 
     def replace(self, lines: Iterable[str]) -> None:
         write_atomic(self._path, "".join(lines))
@@ -162,7 +165,7 @@ class ObjectLines:
     def _read(self, revision: _Revision | None) -> str:
         for _ in range(_READS):
             try:
-                return b"".join(self._folder.read_all(revision.names)).decode() if revision else ""
+                return b"".join(self._folder.read_all(revision.names)).decode(errors="replace") if revision else ""
             except FileNotFoundError:
                 revision = self._newest()
         raise OSError(f"{self} is being replaced again and again by another process; try again")

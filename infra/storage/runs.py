@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from infra.storage import places
 from infra.storage.decisions import DecisionsFile
 from infra.storage.folder import Folder
+from infra.storage.journals import JournalFiles
 from infra.storage.lease import held_lease
 from infra.storage.ledger import Ledger
 from infra.storage.lines import Lines, LocalLines, ObjectLines
@@ -212,6 +213,11 @@ class RunDirectory:
     def plans(self) -> PlanFiles:
         """The steps' plans."""
         return PlanFiles(self.folder)
+
+    @property
+    def journals(self) -> JournalFiles:
+        """What rollout workers have recorded of unfinished batches."""
+        return JournalFiles(self.folder, self._lines)
 
     @property
     def metrics(self) -> MetricsFile:

@@ -77,10 +77,17 @@ def publish_handle(store: ColumnStore, batch: BatchHandle, traffic: Sequence[Sto
 def clear_step(run: RunHandle, step: int) -> int:
     """Free the step's columns; return the bytes freed. Clearing twice is harmless.
 
-    The ledger's entries go first, so that none outlives its columns.
+    The ledger's entries go first, so that none outlives its columns. Its journals stay: whoever runs it again asks no
+    environment twice.
     """
     _drop_records(RunDirectory.of(run), step)
     return open_store(run).clear(step)
+
+
+def drop_journals(run: RunHandle, step: int) -> None:
+    """Delete what rollout workers have recorded of a step, whose rows are stored now, or are to be played anew."""
+    if run.config.environments:
+        RunDirectory.of(run).journals.drop(step)
 
 
 def archive_step(run: RunHandle, step: int) -> None:
@@ -126,12 +133,14 @@ def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int) 
         if step >= first:
             directory.plans.drop(step)
             store.clear(step)
+    directory.journals.drop_all()
     directory.ledger.renew()
     return True
 
 
 def drop_steps(directory: RunDirectory, config: RunConfig) -> None:
-    """Drop all columns of the run and all of the ledger's entries: what is not in a checkpoint is run again."""
+    """Drop all columns, ledger entries and journals of the run: what is not in a checkpoint is run again."""
+    directory.journals.drop_all()
     store, _ = start_store(directory, config)
     for step in {*directory.ledger.steps(), *store.steps()}:
         _drop_records(directory, step)
@@ -145,6 +154,8 @@ def sweep_steps(run: RunHandle, first: int) -> None:
     before, so that the sweep of a run that keeps all steps touches the new ones only.
     """
     directory, store, config = RunDirectory.of(run), open_store(run), run.config.store
+    if run.config.environments:
+        directory.journals.drop_before(first)  # such as what a lost worker has written too late
     entered = set(directory.ledger.steps())
     finished = [step for step in {*entered, *store.steps()} if step < first]
     sizes = store.bytes_by_step() if config.keep_bytes is not None else {}

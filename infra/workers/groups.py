@@ -1,12 +1,15 @@
 """The groups of a step, sampled by one worker; and parts of the groups of the steps after it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
 
 from infra.datasets import PromptDataset, PromptRow
 from infra.engines.base import Generation, Sampling
+from infra.environments.journal import Batch, Journal
+from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.workers.partial_rows import PARTIAL_COLUMNS, Row, continue_rows, from_partial_columns, to_partial_columns
 from infra.workers.samples import Sample
@@ -15,9 +18,10 @@ from rl_core.columns.codec import value_dtypes
 from rl_core.rollout.seeding import derive_seed
 from rl_core.views import new_batch
 from schemas.batch import ChunkKey
-from schemas.config.run import RunConfig
+from schemas.config.changes import sampling_digest
 from schemas.curriculum import SourceSchedule
 from schemas.rollout import PartialGroups
+from schemas.step import RunHandle
 
 
 class GroupSampler:
@@ -27,8 +31,7 @@ class GroupSampler:
     up to the next n-th of their tokens, with its own weights, together with those of the steps between.
 
     Args:
-        config: The run's config.
-        run_id: The run.
+        run: The run.
         sampler: The engine with the reward.
         prompts: The training prompts.
         store: The column store, which keeps what is not finished.
@@ -38,15 +41,14 @@ class GroupSampler:
 
     def __init__(
         self,
-        config: RunConfig,
-        run_id: str,
+        run: RunHandle,
         sampler: ResponseSampler,
         prompts: PromptDataset,
         store: ColumnStore,
         sampling: Sampling,
         vocab_size: int,
     ) -> None:
-        self._config, self._run_id, self._sampler, self._prompts = config, run_id, sampler, prompts
+        self._run, self._config, self._sampler, self._prompts = run, run.config, sampler, prompts
         self._store, self._sampling, self._vocab_size = store, sampling, vocab_size
 
     def sample(
@@ -73,7 +75,7 @@ class GroupSampler:
             StoreError: What was begun can't be read.
         """
         if self._config.runtime.max_staleness <= 1:
-            return self._sample_whole(step, groups, schedules.get(step))
+            return self._sample_whole(step, shard, groups, schedules.get(step))
         left = {part.step: part for part in begun}
         steps = self._config.sampled_steps(step)
         everything = [row for each in steps for row in self._rows(each, groups, left.get(each), schedules.get(each))]
@@ -102,7 +104,7 @@ class GroupSampler:
         return samples, tuple(kept), seconds
 
     def _sample_whole(
-        self, step: int, groups: Sequence[int], schedule: SourceSchedule | None
+        self, step: int, shard: int, groups: Sequence[int], schedule: SourceSchedule | None
     ) -> tuple[list[Sample], tuple[PartialGroups, ...], dict[str, float]]:
         """Sample the groups of one step, from beginning to end."""
         seed, rows = self._config.seed, self._rows(step, groups, None, schedule)
@@ -110,8 +112,24 @@ class GroupSampler:
             ResponseStart(row.prompt, row.group, row.seed(seed), derive_seed(seed, "environment", step, row.group))
             for row in rows
         ]
-        prompts, responses, seconds = self._sampler.sample(starts, self._sampling)
+        with self._journal(step, shard, groups, rows) as journal:
+            prompts, responses, seconds = self._sampler.sample(starts, self._sampling, journal)
         return [_sample(*each) for each in zip(rows, prompts, responses, strict=True)], (), seconds
+
+    def _journal(
+        self, step: int, shard: int, groups: Sequence[int], rows: Sequence[Row]
+    ) -> AbstractContextManager[Journal | None]:
+        if not self._config.keeps_journal:
+            return nullcontext()
+        batch = Batch(
+            run_id=self._run.run_id,
+            step=step,
+            batch=shard,
+            settings=sampling_digest(self._config),
+            groups=tuple(groups),
+        )
+        keys = [(row.group, row.number) for row in rows]
+        return Journal(RunDirectory.of(self._run).journals, batch, keys, self._vocab_size)
 
     def _rows(
         self, step: int, groups: Sequence[int], begun: PartialGroups | None, schedule: SourceSchedule | None
@@ -138,9 +156,9 @@ class GroupSampler:
     ) -> PartialGroups:
         """Store what there is of the rows of a later step."""
         columns = to_partial_columns(responses, self._vocab_size)
-        key = ChunkKey(run_id=self._run_id, step=step, stage="partial", shard=shard, attempt=later - step)
+        key = ChunkKey(run_id=self._run.run_id, step=step, stage="partial", shard=shard, attempt=later - step)
         batch = new_batch(
-            run_id=self._run_id,
+            run_id=self._run.run_id,
             step=step,
             policy_version=self._config.sampler_version(step),
             chunks=[self._store.put(key, columns)],

@@ -101,9 +101,7 @@ class RolloutWorker:
         self._episodes = open_episodes(config, self.engine, tokenizer)
         sampler, sampled = ResponseSampler(self.engine, scorer, tokenizer, self._episodes), config.rollout
         sampling = self._sampling(sampled, sampled.max_response_tokens)
-        self._groups = GroupSampler(
-            config, self._run.run_id, sampler, self._prompts, self._columns, sampling, self._vocab_size
-        )
+        self._groups = GroupSampler(self._run, sampler, self._prompts, self._columns, sampling, self._vocab_size)
         limit = config.eval.max_response_tokens or config.rollout.max_response_tokens
         sampling = self._sampling(config.eval, limit)
         self._evaluator = Evaluator(config, held_out, sampler, sampling) if held_out is not None else None

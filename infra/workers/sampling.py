@@ -14,6 +14,7 @@ from infra.datasets import PromptRow
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
 from infra.engines.generate import generate
 from infra.environments.episodes import Episodes
+from infra.environments.journal import Journal
 from infra.environments.trajectory import Trajectory
 from infra.ray.tracing import span
 from infra.rewards import RewardScorer
@@ -66,13 +67,14 @@ class ResponseSampler:
         self.engine, self.episodes, self._scorer, self._tokenizer = engine, episodes, scorer, tokenizer
 
     def sample(
-        self, starts: Sequence[ResponseStart], sampling: Sampling
+        self, starts: Sequence[ResponseStart], sampling: Sampling, journal: Journal | None = None
     ) -> tuple[list[PromptRow], list[ScoredResponse], dict[str, float]]:
         """Sample N responses together.
 
         Args:
             starts: What they begin with.
             sampling: How tokens are sampled.
+            journal: Where turns and answers of environments are recorded; None: nowhere.
 
         Returns:
             Their prompts, to which an environment may have added; the responses; and the seconds of `generate` and of
@@ -81,7 +83,7 @@ class ResponseSampler:
         prompts, seeds = [start.prompt for start in starts], [start.seed for start in starts]
         responses: Iterator[tuple[int, Generation]]
         if self.episodes is not None:
-            prompts = self.episodes.begin(prompts, [start.environment_seed for start in starts])
+            prompts = self.episodes.begin(prompts, [start.environment_seed for start in starts], journal)
             responses = self.episodes.play(prompts, seeds, sampling)
         else:
             requests = [

@@ -35,9 +35,12 @@ class Environment(Protocol):
 
     Attributes:
         role: The role of its messages in the chat template; optional, "user" if absent.
+        keeps_state: Whether an answer depends on the calls before it; optional, True if absent. If not, as with a
+            search, it is made again without those calls, and may answer the same call otherwise the next time.
     """
 
     role: str
+    keeps_state: bool
 
     def reset(self) -> str | Awaitable[str | None] | None:
         """Begin the trajectory; return a message to add to the prompt, or None if the data row has all of it."""

@@ -102,6 +102,7 @@ class ToolEnvironment:
     """
 
     role = "tool"
+    keeps_state = False
 
     def __init__(self, task: Task, seed: int, *, tools: Sequence[str], parser: str) -> None:
         if parser not in PARSERS:

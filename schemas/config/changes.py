@@ -26,6 +26,7 @@ CHANGEABLE = (
     "reward.num_processes",
     "reward.timeout_seconds",
     "reward.device",
+    "environment.journal",
     "environment.python",
     "environment.num_processes",
     "environment.reset_timeout_seconds",

@@ -27,6 +27,9 @@ class TurnLimits(FrozenConfig):
     admission_steps: PositiveInt = 16
     """Decoding steps that an environment has for an answer; after that, all rows wait for it."""
 
+    journal: bool = True
+    """Record answers until their step's rows are stored, so that what is played again asks for none of them twice."""
+
     drops_reasoning: bool = False
     """Accept a chat template that would drop earlier turns' reasoning: it is kept, as it was sampled."""
 

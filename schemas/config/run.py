@@ -223,6 +223,12 @@ class RunConfig(FrozenConfig):
         return tuple(different)
 
     @property
+    def keeps_journal(self) -> bool:
+        """Whether rollout workers record what environments answer; it is for runs whose columns are durable, too."""
+        environments = self.environments
+        return self.store.is_durable and bool(environments) and all(each.journal for each in environments)
+
+    @property
     def scores_behavior(self) -> bool:
         """Whether behavior log-probs need a pass of their own, before the update.
 

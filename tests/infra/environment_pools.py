@@ -14,12 +14,9 @@ MODULE = "tests.infra.faulty_environments"
 @contextmanager
 def opened(name: str, arguments: Mapping[str, object] | None = None, **changes: object) -> Iterator[EnvironmentPool]:
     """Hold a started pool (one process, limits of `LIMIT_SECONDS`) of a class of `faulty_environments`."""
-    replays = bool(changes.pop("replays", True))
     fields = {"num_processes": 1, "reset_timeout_seconds": LIMIT_SECONDS, "step_timeout_seconds": LIMIT_SECONDS}
     limits = TurnLimits.model_validate(fields | changes)
-    pool = EnvironmentPool(
-        EnvironmentClass(name if ":" in name else f"{MODULE}:{name}", limits, arguments or {}, replays=replays)
-    )
+    pool = EnvironmentPool(EnvironmentClass(name if ":" in name else f"{MODULE}:{name}", limits, arguments or {}))
     try:
         pool.start()
         yield pool

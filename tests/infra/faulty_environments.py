@@ -90,6 +90,12 @@ class Counting:
         misbehave(self.said[-1].removeprefix("close ") if self.said else "")
 
 
+class Stateless(Counting):
+    """Says that it counts nothing."""
+
+    keeps_state = False
+
+
 class AsyncCounting(Counting):
     """Its calls overlap."""
 

@@ -1,5 +1,6 @@
 """Environments and tools for tests."""
 
+import os
 import time
 from typing import Any
 
@@ -30,6 +31,49 @@ class Greeting(Echo):
 
     def reset(self) -> str:  # type: ignore[override]
         return f"I am {self._seed % 1000}"
+
+
+class Noted(Greeting):
+    """Writes a line for each call to a file."""
+
+    def __init__(self, task: Any, seed: int, log: str) -> None:
+        super().__init__(task, seed)
+        self._log = log
+
+    def reset(self) -> str:
+        self._note("reset")
+        return super().reset()
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        self._note("step")
+        return super().step(action)
+
+    def _note(self, call: str) -> None:
+        with open(self._log, "a") as file:
+            file.write(f"{call} {self._seed}\n")
+
+
+SALT = os.urandom(4).hex()
+
+
+class Salted(Noted):
+    """Answers otherwise in each process."""
+
+    def reset(self) -> str:
+        return f"{super().reset()} {SALT}"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        observation, reward, done = super().step(action)
+        return f"{observation} {SALT}", reward, done
+
+
+class Search(Salted):
+    """Keeps nothing, and so never ends a trajectory."""
+
+    keeps_state = False
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return *super().step(action)[:2], False
 
 
 class Slow(Echo):

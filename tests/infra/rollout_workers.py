@@ -1,5 +1,6 @@
 """Rollout workers as plain objects, on a store in memory."""
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,8 @@ def run_of(folder: Path, *, reward: str = "parts", limits: dict | None = None, *
         "rollout": {"num_prompts": NUM_PROMPTS, "samples_per_prompt": NUM_SAMPLES, "max_response_tokens": 8},
     }
     config = run_config(folder, **merge(fields, overrides))
-    return RunHandle(run_id="run", directory=str(folder), config=config, store_incarnation="memory")
+    directory = tempfile.mkdtemp(prefix="run-", dir=folder)  # its own: a journal of the same run would be used
+    return RunHandle(run_id="run", directory=directory, config=config, store_incarnation="memory")
 
 
 def worker_of(run: RunHandle, shard: int = 0, store: MemoryStore | None = None) -> RolloutWorker:

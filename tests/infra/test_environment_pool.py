@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,12 +165,33 @@ def test_a_process_that_ended_between_two_calls_is_replaced() -> None:
         assert [contents(replies[row]) for row in range(2)] == [counted(row, "1", "2") for row in range(2)]
 
 
-def test_without_replays_environments_are_only_made_again() -> None:
-    with opened("Counting", replays=False) as pool:
+def test_environments_without_a_state_are_only_made_again() -> None:
+    with opened("Stateless") as pool:
         open_rows(pool, *"ab")
         step_rows(pool, ["1", "1"])
         assert contents(step_rows(pool, ["2", "leave"])[0])[2]["said"] in (1, 2)  # answered before the loss, or after
         assert contents(step_rows(pool, ["3", "3"])[1]) == counted(1, "3")
+
+
+def test_another_pools_environment_goes_on_if_it_answers_the_same(tmp_path: Path) -> None:
+    with opened("Counting") as pool:
+        first = [open_rows(pool, "a")[0], step_rows(pool, ["1"])[0]]
+    with opened("Counting") as pool:
+        other = [replace(first[0], role="tool"), first[1]], [first[0], replace(first[1], reward=7.0)]
+        for row, replies in enumerate([first, *other]):
+            pool.open_again(row, task("a"), 0, 0, replies, ["1"])
+        replies = step_rows(pool, ["2"] * 3)
+        assert contents(replies[0]) == counted(0, "1", "2")
+        assert kinds(replies) == {1: "differs", 2: "differs"}
+        assert contents(step_rows(pool, {0: "3"})[0]) == counted(0, "1", "2", "3")
+    with opened("MadeOnce", {"folder": str(tmp_path)}) as pool:
+        first = [open_rows(pool, "a")[0], step_rows(pool, ["later raise"])[0]]
+        pool.end(0)
+        pool.open_again(0, task("a"), 0, 0, first, ["later raise"])
+        assert kinds(step_rows(pool, ["x"])) == {0: "differs"}  # what it had answered now fails
+    with opened("Stateless") as pool:
+        pool.open_again(0, task("a"), 0, 0, [replace(first[0], role="tool")], [])
+        assert contents(step_rows(pool, ["2"])[0]) == counted(0, "2")
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,10 @@ def test_old_steps_are_removed_and_those_of_a_resume_stay(run: RunDirectory) -> 
     planned = collect_garbage(run, 1, None, dry_run=True)
     assert (planned.steps, planned.num_bytes, planned.kept_steps, planned.kept_bytes) == ((2, 3), 2 * size, 1, size)
     assert columns_of(run).steps() == [2, 3, 4, 5]
+    for step in (4, 5):  # the latter is not in a checkpoint
+        run.journals.begin(step, 0).append("line\n")
     assert collect_garbage(run, 1, None, dry_run=False) == planned
+    assert run.journals.steps() == [5]
     assert columns_of(run).steps() == [4, 5]
     assert collect_garbage(run, 0, None, dry_run=False).steps == (4,)
     assert columns_of(run).steps() == [5]

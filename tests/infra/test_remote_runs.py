@@ -21,6 +21,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, RunError, RunTakenOverError
 from schemas.step import RunEvent
 from tests.configs import run_config
+from tests.infra.test_journal import BATCH, RESET, answer, lengths, read, turn, write
 from tests.infra.test_runs import evaluation, step
 from tests.s3 import s3_in_environment
 
@@ -68,6 +69,19 @@ def test_small_files_are_there_at_once_for_others(run: RunDirectory) -> None:
     assert sorted(run.folder.within("ledger").sizes()) == ["format.json", key]
     other.ledger.drop_step(2)
     assert run.ledger.steps() == []
+
+
+def test_a_journal_is_read_by_the_next_worker_and_dropped(run: RunDirectory) -> None:
+    files = RunDirectory(run.url).journals
+    write(files, (0, 0, RESET), *((0, number, turn(number, reply=answer("a" * 2**16))) for number in range(1, 9)))
+    write(files, (1, 0, RESET))
+    files.begin(BATCH.step, BATCH.batch)  # of a worker that wrote nothing
+    assert len(run.folder.sizes("journal")) == 2  # an object is written again as it grows
+    assert lengths(run.journals) == [9, 1, 0]
+    assert read(run.journals)[0][8].reply.observations[0] == "a" * 2**16
+    run.journals.drop_before(BATCH.step + 1)
+    assert run.journals.steps() == []
+    assert run.folder.sizes("journal") == {}
 
 
 def test_metrics_are_kept_over_drivers_segments_and_truncation(run: RunDirectory) -> None:

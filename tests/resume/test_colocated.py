@@ -1,17 +1,21 @@
 """A colocated run of agents: whatever dies, in the middle of a turn, at wake-up or asleep, its weights are the same.
 
-They are compared with those of a separate run. Its environments can be held in a turn.
+They are compared with those of a separate run. Its environments can be held in a turn. In one more step, they answer
+otherwise in each process, and are asked nothing twice.
 """
 
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from infra.environments.journal import Entry, load
 from infra.models.load import load_model
+from infra.stores.offline import read_step
 from schemas.config.model import ModelConfig
 from schemas.step import StoredBatch
 from tests.progress import wait_until
@@ -60,6 +64,37 @@ def wake_or_die(self, tags):
 
 TransformersEngine.wake = wake_or_die
 '''
+SEARCH = '''
+import os, time
+
+SALT, asked = os.urandom(4).hex(), []
+
+class Held:
+    """Answers otherwise in each process, which it notes; after some answers it waits while a file is there."""
+
+    keeps_state = False
+
+    def __init__(self, task, seed):
+        self._seed = seed  # tells a step's trajectories from those of an evaluation
+
+    def reset(self):
+        self._note("reset")
+        return SALT
+
+    def step(self, action):
+        self._note("step")
+        asked.append(action)
+        if len(asked) > NUM_ANSWERS and (FOLDER / "held").exists():
+            (FOLDER / f"waiting-{os.getpid()}").touch()
+            while (FOLDER / "held").exists():
+                time.sleep(0.05)
+        return SALT[:2], 0.5, False, {"asked": 1}
+
+    def _note(self, call):
+        with (FOLDER / f"calls-{os.getpid()}").open("a") as file:
+            file.write(f"{call} {self._seed}\\n")
+'''
+NUM_ANSWERS, NUM_ROWS = 7, 16
 STOPS = [*range(40), 259]  # a tiny model rarely ends a turn itself
 CONFIG = (
     *("train", "tiny.toml", f"steps={STEPS}", "eval.every_steps=3", "kl.coef=0.01", "loss.behavior=recompute"),
@@ -74,11 +109,15 @@ CONFIG = (
 @pytest.fixture(scope="module")
 def separate(workplace: Workplace) -> Run:
     """An undisturbed run whose workers keep all that they hold."""
-    header = f"import pathlib\n\nFOLDER = pathlib.Path({str(workplace.folder)!r})\n"
-    (workplace.folder / "held_game.py").write_text(header + GAME)
+    write_game(workplace, GAME)
     (workplace.folder / "colocated_rewards.py").write_text(REWARDS)
     workplace.sluice(*CONFIG, "--run-id", "separate")
     return workplace.run("separate")
+
+
+def write_game(workplace: Workplace, text: str) -> None:
+    header = f"import pathlib\n\nFOLDER, NUM_ANSWERS = pathlib.Path({str(workplace.folder)!r}), {NUM_ANSWERS}\n"
+    (workplace.folder / "held_game.py").write_text(header + text)
 
 
 def hold(workplace: Workplace) -> None:
@@ -182,3 +221,42 @@ def test_each_turn_moves_the_bytes_of_the_model(workplace: Workplace, separate: 
     assert scoring.resident_bytes == {"rollout": 0, "policy": whole // 2, "reference": whole}
     assert (update.moved_bytes, update.freed_bytes) == (3 * whole, 0)  # the reference out, the optimizer in
     assert update.resident_bytes == {"rollout": 0, "reference": 0, "policy": 3 * whole // 2}
+
+
+def test_in_one_more_step_nothing_is_asked_twice(workplace: Workplace, colocated: Run) -> None:
+    write_game(workplace, SEARCH)
+    hold(workplace)
+    driver = workplace.start("resume", RUN_ID, f"steps={STEPS + 1}")
+    driver.wait_for(lambda: bool(waiting(workplace)))
+    wait_until(lambda: len(answers(colocated)) == NUM_ROWS + NUM_ANSWERS)  # those before the one that waits
+    driver.kill()
+    assert workplace.kill_worker("RolloutWorker") == 1
+    recorded = answers(colocated)
+    first = waiting(workplace)[0].name.removeprefix("waiting-")
+    release(workplace)
+    workplace.sluice("resume", RUN_ID)
+
+    calls = {
+        path.name.removeprefix("calls-"): [line.split() for line in path.read_text().splitlines()]
+        for path in workplace.folder.glob("calls-*")
+    }
+    report = colocated.metrics.steps()[STEPS]
+    assert report.telemetry["turns/recorded"] == NUM_ANSWERS
+    assert "turns/played_anew" not in report.telemetry
+    seeds = {seed for _, seed in calls[first]}
+    asked = Counter(call for process in calls.keys() - {first} for call, seed in calls[process] if seed in seeds)
+    answered = round(report.metrics["environment/asked"] * NUM_ROWS)
+    assert (asked["reset"], asked["step"]) == (0, answered - NUM_ANSWERS)
+    rows = read_step(colocated.path, STEPS, columns=["sample_id", "prompt_text", "response_text"]).to_pylist()
+    texts = {row["sample_id"]: row["prompt_text"] + row["response_text"] for row in rows}
+    assert len({row["prompt_text"][-8:] for row in rows}) == 1  # all resets were of the first process
+    for entry in recorded:
+        assert entry.answer.observations[0] in texts[f"{STEPS}-{entry.group}-{entry.sample}"]
+    assert colocated.journals.steps() == []
+
+
+def answers(run: Run) -> list[Entry]:
+    """Return the answers in the journal of the last step."""
+    lines = [line for attempt in run.journals.attempts(STEPS, 0) for line in attempt.read()]
+    entries = [Entry.model_validate(load(line)) for line in lines if "turn" in load(line)]
+    return [entry for entry in entries if entry.answer is not None]

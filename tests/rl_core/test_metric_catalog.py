@@ -11,6 +11,7 @@ import pytest
 
 from infra.engines.base import Generation
 from infra.environments.metrics import describe
+from infra.environments.reply import Reply
 from infra.environments.trajectory import TrajectoryBuilder
 from rl_core.advantages import prepare_updates
 from rl_core.columns.jagged import jagged
@@ -59,7 +60,7 @@ def rollout_metrics() -> Iterator[Metrics]:
     yield RolloutHandle(step=3, policy_version=2, shards=keep_rows(config, rounds), generated=generated).metrics
     row = TrajectoryBuilder(0, np.array([1, 2]), 0, None)
     row.add_turn(Generation(np.array([3, 4]), np.zeros(2, np.float32), "stop"), "4")
-    row.add_answer(["lower"], 0.5, {"hints": 1.0}, 0.1)
+    row.add_answer(Reply(("lower",), 0.5, metrics={"hints": 1.0}, seconds=0.1))
     yield describe([row.finish("done")])
 
 

@@ -32,7 +32,7 @@ KEY = re.compile(rf"\b(?:{'|'.join(SECTIONS)})\.[a-z][a-z_]*(?:\.[a-z_]+)*")
 # Sections, and keys of other sections, that decide what is trained.
 TRAINED_SECTIONS = {"environment", "overlong", "advantage", "loss", "kl", "correction", "optim"}
 WHERE_ONLY = {  # in such a section, but the same bit for bit
-    *("optim.offload", "environment.num_processes", "environment.python"),
+    *("optim.offload", "environment.num_processes", "environment.python", "environment.journal"),
     *(f"environment.{name}_timeout_seconds" for name in ("reset", "step", "trajectory")),
 }
 TRAINED = {
@@ -80,6 +80,7 @@ FOR_A_NEW_RUN = {
 OTHER = {
     "checkpoint.url": "elsewhere",
     "data.eval_path": "other.parquet",
+    "environment.journal": "false",
     "environment.num_processes": "7",
     "environment.python": "venv/bin/python",
     "environment.reset_timeout_seconds": "7",

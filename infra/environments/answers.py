@@ -1,0 +1,198 @@
+"""What answers the rows of a batch: the journal while the model does what is recorded there, else environments."""
+
+import hashlib
+import json
+import logging
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from infra.datasets import PromptRow
+from infra.engines.base import Generation
+from infra.environments.journal import Exchange, Journal
+from infra.environments.pool import EnvironmentPool, Reply
+from rl_core.environments.base import Task
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Row:
+    """One row's trajectory.
+
+    Attributes:
+        prompt: Its prompt, without what the reset adds to it.
+        seed: The environment's.
+        recorded: What the journal has of what comes next.
+        replies: What was answered to the reset and to `actions`.
+        actions: Those that were answered.
+        turn: The model's newest one, which has no answer yet.
+        action: The text of an outstanding step.
+        num_turns: The model's turns.
+        is_open: Whether the pool holds its environment.
+    """
+
+    prompt: PromptRow
+    seed: int
+    recorded: deque[Exchange] = field(default_factory=deque)
+    replies: list[Reply] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
+    turn: Generation | None = None
+    action: str | None = None
+    num_turns: int = 0
+    is_open: bool = False
+
+    @property
+    def begins_with(self) -> str:
+        """The digest of what the trajectory begins with."""
+        return _digest(self.prompt, self.seed)
+
+
+class Answers:
+    """Answers the rows of one batch, and records what environments answer.
+
+    A row's environment is made only when it is asked for what is not recorded. Its recorded past is then replayed.
+
+    Args:
+        pool: Where the environments run; those of an earlier batch end.
+        journal: The batch's; None: nothing is recorded.
+    """
+
+    def __init__(self, pool: EnvironmentPool, journal: Journal | None) -> None:
+        self._pool, self._journal = pool, journal
+        self._rows: dict[int, _Row] = {}
+        self._replies: dict[int, Reply] = {}  # from the journal, until they are taken
+        pool.end_all()
+        pool.on_reply = self._on_reply
+
+    def open(self, row: int, prompt: PromptRow, seed: int) -> None:
+        """Begin a row's trajectory, and with it the reset of its environment, if it has one.
+
+        Args:
+            row: The row.
+            prompt: Its prompt.
+            seed: The environment's.
+        """
+        state = self._rows[row] = _Row(prompt, seed)
+        found = self._journal.recorded(row) if self._journal else []
+        is_usable = bool(found) and found[0].begins_with == state.begins_with
+        if is_usable and (found[0].reply is None) == (prompt.environment is None):
+            state.recorded.extend(found[1:])
+            if (reply := found[0].reply) is not None:
+                self._replies[row] = reply
+                state.replies.append(reply)
+        else:
+            self._open_anew(row)
+
+    def open_again(self, row: int) -> tuple[PromptRow, Reply]:
+        """Begin a row's trajectory anew, without what is recorded; return its prompt, and the reply to the reset."""
+        before = self._rows[row]
+        if before.is_open:
+            self._pool.end(row)
+        logger.warning(
+            "row %d is played anew from its start: its environment answers otherwise than the journal says", row
+        )
+        self._rows[row] = _Row(before.prompt, before.seed)
+        self._open_anew(row)
+        return before.prompt, self.wait([row])[row]
+
+    def recorded(self, row: int) -> Sequence[Exchange]:
+        """Return what the journal has of a row's turns that the model has not taken yet."""
+        return tuple(self._rows[row].recorded)
+
+    def add_turn(self, row: int, turn: Generation) -> None:
+        """Note a row's next turn; if it is not the one that is recorded, neither are the answers from there on."""
+        state = self._rows[row]
+        state.num_turns += 1
+        if state.recorded and not _is_same(state.recorded[0], turn):
+            logger.info("row %d, turn %d: the model did not do what the journal says", row, state.num_turns)
+            state.recorded.clear()
+        state.turn = turn
+
+    def step(self, row: int, action: str) -> None:
+        """Begin the answer to a row's newest turn."""
+        state = self._rows[row]
+        state.action = action
+        if state.recorded and (reply := state.recorded.popleft().reply) is not None:
+            self._replies[row] = reply
+            self._note(state, reply)
+            return
+        state.recorded.clear()
+        if not state.is_open:
+            prompt, state.is_open = state.prompt, True
+            assert prompt.environment is not None, "a row without an environment gets no answer"
+            self._pool.open_again(row, _task(prompt), state.seed, prompt.environment, state.replies, state.actions)
+        self._pool.step(row, action)
+
+    def wait(self, rows: Collection[int] | None = None) -> dict[int, Reply]:
+        """Wait for the answers to these rows, or to all; return them by row."""
+        own = self._take(self._replies if rows is None else rows)
+        return own | self._pool.wait(None if rows is None else [row for row in rows if row not in own])
+
+    def poll(self, *, waits: bool) -> dict[int, Reply]:
+        """Return the answers that are there, by row; if `waits`, wait until there is one."""
+        own = self._take(self._replies)
+        return own | self._pool.poll(waits=waits and not own)
+
+    def receive(self) -> None:
+        """Record the answers that have come, and leave them to be taken."""
+        if self._journal is not None:
+            self._pool.receive()
+
+    def end(self, row: int) -> None:
+        """Forget a row, and close its environment."""
+        state = self._rows.pop(row)
+        if state.turn is not None and not state.recorded:
+            self._record(row, state.num_turns, Exchange(state.turn, None))
+        if state.is_open:
+            self._pool.end(row)
+
+    def _open_anew(self, row: int) -> None:
+        state = self._rows[row]
+        if state.prompt.environment is None:
+            self._record(row, 0, Exchange(None, None, state.begins_with))
+        else:
+            state.is_open = True
+            self._pool.open(row, _task(state.prompt), state.seed, state.prompt.environment)
+
+    def _take(self, rows: Collection[int]) -> dict[int, Reply]:
+        return {row: self._replies.pop(row) for row in list(rows) if row in self._replies}
+
+    def _on_reply(self, row: int, reply: Reply) -> None:
+        """Record what an environment has answered."""
+        if reply.failure is None or reply.failure.kind != "differs":
+            state = self._rows[row]
+            begins_with = state.begins_with if state.turn is None else None
+            self._record(row, state.num_turns, Exchange(state.turn, reply, begins_with))
+            self._note(state, reply)
+
+    def _record(self, row: int, turn: int, exchange: Exchange) -> None:
+        if self._journal is not None:
+            self._journal.record(row, turn, exchange)
+
+    def _note(self, state: _Row, reply: Reply) -> None:
+        state.replies.append(reply)
+        if state.action is not None:
+            state.actions.append(state.action)
+        state.turn = state.action = None
+
+
+def _task(prompt: PromptRow) -> Task:
+    return Task(prompt=prompt.messages, answer=prompt.answer, info=prompt.info)
+
+
+def _digest(prompt: PromptRow, seed: int) -> str:
+    content = hashlib.sha256(np.asarray(prompt.prompt_ids, dtype="<i8").tobytes())
+    content.update(json.dumps([_task(prompt), seed, prompt.environment], default=str).encode())
+    return content.hexdigest()
+
+
+def _is_same(recorded: Exchange, turn: Generation) -> bool:
+    expected = recorded.turn
+    return (
+        expected is not None
+        and expected.finish_reason == turn.finish_reason
+        and np.array_equal(expected.token_ids, turn.token_ids)
+    )
