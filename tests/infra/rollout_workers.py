@@ -120,6 +120,17 @@ def rows_of(store: MemoryStore, worker: RolloutWorker, shard: RolloutShard, step
     return {row["sample_id"]: row for row in stored.to_pylist()}
 
 
+def play(run: RunHandle) -> tuple[RolloutShard, dict[str, dict]]:
+    """Have a new worker generate step 0; return its report, and its rows by sample."""
+    store = open_store()
+    worker = worker_of(run, store=store)
+    try:
+        shard = worker.generate(0, 0, 0, GROUPS)
+        return shard, rows_of(store, worker, shard)
+    finally:
+        worker.close()
+
+
 def assert_same_rows(found: dict[str, dict], expected: dict[str, dict]) -> None:
     """Assert that rows are equal, up to the last bits of the log-probs: they depend on the batch."""
     assert found.keys() == expected.keys()

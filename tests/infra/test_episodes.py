@@ -10,7 +10,6 @@ import pytest
 from infra.models.load import load_model, load_tokenizer
 from infra.models.tiny import END
 from schemas.errors import EnvironmentImportError
-from schemas.rollout import RolloutShard
 from schemas.step import RunHandle
 from tests.configs import merge
 from tests.infra.engine_checks import plain_logprobs
@@ -20,15 +19,13 @@ from tests.infra.rollout_workers import (
     assert_same_rows,
     evaluate,
     make_folder,
-    open_store,
-    rows_of,
+    play,
     run_of,
     worker_of,
 )
 
 pytestmark = pytest.mark.slow
 
-Rows = dict[str, dict[str, Any]]
 ENDS = tuple(range(64))  # tokens that end a turn: a tiny model samples its real one too rarely
 TURN_COLUMNS = ("turn_tokens", "turn_bridge_tokens", "turn_rewards", "episode_end")
 
@@ -50,17 +47,6 @@ def run_with(folder: Path, game: str = "Echo", **overrides: Any) -> RunHandle:
         "rollout": {"max_response_tokens": 200, "stop_token_ids": ENDS},
     }
     return run_of(folder, **merge(fields, overrides))
-
-
-def play(run: RunHandle) -> tuple[RolloutShard, Rows]:
-    """Have a worker generate step 0; return its report, and its rows by sample."""
-    store = open_store()
-    worker = worker_of(run, store=store)
-    try:
-        shard = worker.generate(0, 0, 0, GROUPS)
-        return shard, rows_of(store, worker, shard)
-    finally:
-        worker.close()
 
 
 def turns_of(row: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:

@@ -12,14 +12,12 @@ from infra.environments.journal import Batch, Entry, Exchange, Journal, dump, lo
 from infra.environments.trajectory import TrajectoryBuilder
 from infra.storage.runs import RunDirectory
 from schemas.config.changes import sampling_digest
-from schemas.rollout import RolloutShard
 from schemas.step import RunHandle
 from tests.configs import merge
-from tests.infra.rollout_workers import GROUPS, NUM_SAMPLES, make_folder, open_store, rows_of, run_of, worker_of
+from tests.infra.rollout_workers import GROUPS, NUM_SAMPLES, make_folder, play, run_of
 
 pytestmark = pytest.mark.slow
 
-Rows = dict[str, dict[str, Any]]
 ENDS = tuple(range(64))  # tokens that end a turn: a tiny model samples its real one too rarely
 MAX_TURNS = 3
 BITS = ("wave", "steps")  # the kinds of admission that promise the same bits
@@ -48,17 +46,6 @@ def run_with(folder: Path, game: str, **overrides: Any) -> RunHandle:
         "rollout": {"max_response_tokens": 200, "stop_token_ids": ENDS},
     }
     return run_of(folder, **merge(fields, overrides))
-
-
-def play(run: RunHandle) -> tuple[RolloutShard, Rows]:
-    """Have a new worker generate step 0; return its report, and its rows by sample."""
-    store = open_store()
-    worker = worker_of(run, store=store)
-    try:
-        shard = worker.generate(0, 0, 0, GROUPS)
-        return shard, rows_of(store, worker, shard)
-    finally:
-        worker.close()
 
 
 def elsewhere(folder: Path, run: RunHandle) -> RunHandle:
