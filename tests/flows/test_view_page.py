@@ -27,12 +27,21 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     make_view_run(folder, "other", seed=1)
     command = [sys.executable, "-m", "flows.cli.main", "view", "demo", "other", "--step", "2", "--row", "1"]
     process = subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(Path.cwd())}
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        preexec_fn=_takes_ctrl_c,
     )
     assert process.stdout is not None
     yield process.stdout.readline().strip()
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
+    assert process.wait() == 0
+
+
+def _takes_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell that starts the tests in the background has it ignored
 
 
 @pytest.fixture(scope="module")
