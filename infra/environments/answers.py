@@ -65,7 +65,7 @@ class Answers:
         self._rows: dict[int, _Row] = {}
         self._replies: dict[int, Reply] = {}  # from the journal, until they are taken
         pool.end_all()
-        pool.on_reply = self._on_reply
+        pool.replies.on_reply = self._on_reply
 
     def open(self, row: int, prompt: PromptRow, seed: int) -> None:
         """Begin a row's trajectory, and with it the reset of its environment, if it has one.

@@ -8,12 +8,12 @@ import json
 import math
 import select
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from infra.environments.interpreter import Interpreter, find_interpreter
-from infra.environments.reply import Failure, Reply
+from infra.environments.reply import Failure, Replies, Reply
 from infra.environments.slot import HeldEnvironment, Slot
 from rl_core.environments.base import Task
 from schemas.config.environment import TurnLimits
@@ -49,17 +49,16 @@ class EnvironmentPool:
         classes: The classes of its environments; each has processes of its own.
 
     Attributes:
-        on_reply: Called with a row and the reply to its call, as soon as this thread notices it; None: nothing is.
+        replies: Those that have not been returned yet; its `on_reply` is called as soon as this thread notices one.
     """
 
     def __init__(self, *classes: EnvironmentClass) -> None:
         self._classes = classes
-        self.on_reply: Callable[[int, Reply], None] | None = None
         self._slots: list[Slot] = []  # all processes
         self._slots_by_class: list[list[Slot]] = []
         self._rows: dict[int, tuple[HeldEnvironment, Slot]] = {}
         self._calling: set[int] = set()  # rows with a call whose reply `wait` has not returned
-        self._replies: dict[int, Reply] = {}
+        self.replies = Replies()
         self._num_opened = 0
         weakref.finalize(self, _close_all, self._slots)  # with the pool, or at the latest with this process
 
@@ -76,7 +75,7 @@ class EnvironmentPool:
             own: list[Slot] = []
             self._slots_by_class.append(own)
             for _ in range(made.limits.num_processes):
-                own.append(Slot(interpreter, settings, self._add_reply))
+                own.append(Slot(interpreter, settings, self.replies))
                 self._slots.append(own[-1])
 
     def wait_until_ready(self) -> None:
@@ -136,7 +135,7 @@ class EnvironmentPool:
             EnvironmentImportError: A process that takes the place of a lost one can't import the class.
         """
         awaited = set(self._calling if rows is None else rows)
-        while not awaited <= self._replies.keys():
+        while not awaited <= self.replies.keys():
             self._serve()
         return self._take(awaited)
 
@@ -147,9 +146,9 @@ class EnvironmentPool:
             EnvironmentImportError: A process that takes the place of a lost one can't import the class.
         """
         self._serve(0.0)
-        while waits and not self._replies:
+        while waits and not self.replies:
             self._serve()
-        return self._take(set(self._replies))
+        return self._take(set(self.replies))
 
     def receive(self) -> None:
         """Notice what has been answered, and leave it to be taken by `wait` or `poll`.
@@ -164,7 +163,7 @@ class EnvironmentPool:
         environment, slot = self._rows.pop(row)
         slot.remove(environment)
         self._calling.discard(row)
-        self._replies.pop(row, None)
+        self.replies.pop(row, None)
 
     def end_all(self) -> None:
         """End the environments of all rows; see `end`."""
@@ -175,8 +174,8 @@ class EnvironmentPool:
         """Kill all processes, and forget all environments without closing them."""
         _close_all(self._slots)
         self._slots_by_class.clear()
-        self.on_reply = None
-        for entries in (self._rows, self._calling, self._replies):
+        self.replies.on_reply = None
+        for entries in (self._rows, self._calling, self.replies):
             entries.clear()
 
     @property
@@ -206,16 +205,11 @@ class EnvironmentPool:
 
     def _fail(self, row: int, failure: Failure) -> None:
         self._calling.add(row)
-        self._add_reply(row, Reply(failure=failure))
-
-    def _add_reply(self, row: int, reply: Reply) -> None:
-        self._replies[row] = reply
-        if self.on_reply is not None:
-            self.on_reply(row, reply)
+        self.replies.add(row, Reply(failure=failure))
 
     def _take(self, rows: Collection[int]) -> dict[int, Reply]:
         self._calling.difference_update(rows)
-        return {row: self._replies.pop(row) for row in sorted(rows)}
+        return {row: self.replies.pop(row) for row in sorted(rows)}
 
     def _serve(self, limit_seconds: float = math.inf) -> None:
         """Wait for an answer or an expired limit; record the former, and replace processes that are lost."""

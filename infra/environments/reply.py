@@ -1,6 +1,6 @@
 """What an environment answers to a call."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,3 +44,21 @@ class Reply:
     seconds: float = 0.0
     failure: Failure | None = None
     is_recorded: bool = False
+
+
+class Replies(dict[int, Reply]):
+    """The replies that wait to be taken, by row.
+
+    It belongs to a pool and to its processes, and so must not refer to either: a pool that nobody uses kills them.
+
+    Attributes:
+        on_reply: Called with a row and its reply, when it comes.
+    """
+
+    on_reply: Callable[[int, Reply], None] | None = None
+
+    def add(self, row: int, reply: Reply) -> None:
+        """Add the reply to a row's call."""
+        self[row] = reply
+        if self.on_reply is not None:
+            self.on_reply(row, reply)

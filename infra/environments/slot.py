@@ -3,13 +3,13 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from infra.environments.interpreter import Interpreter
 from infra.environments.process import EnvironmentProcess
-from infra.environments.reply import Failure, Reply
+from infra.environments.reply import Failure, Replies, Reply
 from rl_core.environments.base import Task
 from schemas.config.environment import TurnLimits
 from schemas.errors import EnvironmentImportError
@@ -66,13 +66,11 @@ class Slot:
     Args:
         interpreter: What runs the process.
         settings: The process's; see `infra.environments.child`.
-        on_reply: Called with a row and the reply to its call.
+        replies: Takes each reply.
     """
 
-    def __init__(
-        self, interpreter: Interpreter, settings: Mapping[str, Any], on_reply: Callable[[int, Reply], None]
-    ) -> None:
-        self._interpreter, self._settings, self._on_reply = interpreter, settings, on_reply
+    def __init__(self, interpreter: Interpreter, settings: Mapping[str, Any], replies: Replies) -> None:
+        self._interpreter, self._settings, self._replies = interpreter, settings, replies
         self.process = EnvironmentProcess(interpreter, settings)
         self._environments: dict[int, HeldEnvironment] = {}  # this and the next by number
         self._sent: dict[int, HeldEnvironment] = {}  # whose calls are sent, but not answered
@@ -177,7 +175,7 @@ class Slot:
         elif environment.action is not None:
             environment.history.append(environment.action)
             environment.expected = None
-        self._on_reply(environment.row, reply)
+        self._replies.add(environment.row, reply)
 
     def _replace(self, loss: Loss) -> None:
         """Replace a lost process: the call that was the cause fails, all others begin anew.
