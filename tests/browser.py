@@ -42,6 +42,10 @@ def open_browser(folder: Path) -> Iterator["Page"]:
         process.wait()
 
 
+class CommandError(AssertionError):
+    """The browser can't carry out a command, e.g. as the page is between two documents."""
+
+
 class Page:
     """One page of the browser."""
 
@@ -73,9 +77,15 @@ class Page:
     def wait_for(self, expression: str) -> None:
         """Wait until a JavaScript expression is true."""
         deadline = time.monotonic() + WAIT_SECONDS
-        while not self.evaluate(expression):
+        while not self._is_true(expression):
             assert time.monotonic() < deadline, f"{expression} stayed false; the page says: {self.text()[:500]}"
             time.sleep(0.1)
+
+    def _is_true(self, expression: str) -> bool:
+        try:
+            return bool(self.evaluate(expression))
+        except CommandError:  # the next document is about to be there
+            return False
 
     def text(self) -> str:
         """Return the text that the page shows."""
@@ -99,7 +109,8 @@ class Page:
         while True:
             message = json.loads(self._connection.recv(timeout=WAIT_SECONDS))
             if message.get("id") == number:
-                assert "error" not in message, message
+                if "error" in message:
+                    raise CommandError(f"{method}: {message['error']}")
                 return dict(message["result"])
             self._record(message.get("method"), message.get("params", {}))
 
