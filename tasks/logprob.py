@@ -22,7 +22,7 @@ from tasks.stage import stage
 async def score_behavior(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> ScoredColumn:
     """Add `behavior_logprobs`: the trainer's log-probs under the weights that sampled."""
     group = await get_group(run, "policy")
-    plan = _plan(run, batch, group)
+    plan = plan_scoring(run, batch, group)
     return _with_results(run, batch, plan, await group.call("score", batch, plan, policy.version))
 
 
@@ -31,12 +31,13 @@ async def score_reference(run: RunHandle, policy: PolicyHandle, batch: BatchHand
     """Add `reference_logprobs`: the log-probs under the frozen starting weights."""
     needs_worker = run.config.needs_reference_worker
     group = await get_group(run, "reference" if needs_worker else "policy")
-    plan = _plan(run, batch, group)
+    plan = plan_scoring(run, batch, group)
     results = await group.call("score" if needs_worker else "score_reference", batch, plan)
     return _with_results(run, batch, plan, results)
 
 
-def _plan(run: RunHandle, batch: BatchHandle, group: WorkerGroup) -> ForwardPlan:
+def plan_scoring(run: RunHandle, batch: BatchHandle, group: WorkerGroup) -> ForwardPlan:
+    """Deal a batch's rows to the ranks that score them."""
     lengths = decode_ints(batch.prompt_lengths), decode_ints(batch.response_lengths)
     return plan_forward(*lengths, num_ranks=len(group.ranks), token_budget=run.config.packing.token_budget)
 

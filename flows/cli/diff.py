@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.tables import plain_table, with_width
-from infra.history.compare import ORDER, Closeness, Difference
+from infra.history.compare import Closeness, Difference, is_within
 from infra.history.diff import StepDiff, diff_runs
 from infra.storage.runs import RunDirectory
 from schemas.config.differences import differences
@@ -31,7 +31,7 @@ def print_diff(
     for step in diff_runs(a, b):
         num_compared += 1
         found += [step] if step.stages else []
-        if ORDER.index(step.closeness) > ORDER.index(accepted):
+        if not is_within(step.closeness, accepted):
             num_rejected += 1
             if not all_steps:
                 break

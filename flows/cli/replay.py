@@ -17,7 +17,7 @@ from flows.replay.reports import StepChange, StepReplay
 from flows.replay.rewards import score_steps
 from flows.replay.session import in_ray, new_scratch_id, replay_session
 from flows.replay.settings import changes_rewards, replay_config
-from infra.history.compare import ORDER, Closeness
+from infra.history.compare import Closeness, is_within, worst
 from infra.history.diff import StageDiff
 from infra.history.start import History
 from infra.storage.runs import RunDirectory
@@ -66,7 +66,7 @@ def run_replay(
             _print_json({"changed": changed, "steps": [change.model_dump() for change in changes]})
         return True
     replays = _verify(console, found, own, as_json=as_json)
-    is_accepted = all(ORDER.index(each.closeness) <= ORDER.index(accepted) for each in replays)
+    is_accepted = all(is_within(each.closeness, accepted) for each in replays)
     if as_json:
         _print_json({"same": is_accepted, "steps": [_as_json(each) for each in replays]})
     else:
@@ -90,7 +90,7 @@ def run_reproduction(
         steps = Steps.find(History(directory), manifest.step, manifest.step + 1)
         (replay,) = _verify(console, steps, own, as_json=as_json)
         versions = different_versions(manifest)
-    is_accepted = ORDER.index(replay.closeness) <= ORDER.index(accepted)
+    is_accepted = is_within(replay.closeness, accepted)
     if as_json:
         _print_json({"same": is_accepted, "versions": versions, "steps": [_as_json(replay)]})
         return is_accepted
@@ -148,7 +148,7 @@ def _verdict(replays: Sequence[StepReplay]) -> str:
         return f"{len(replays):,} steps replayed: same bits ({compared})"
     stage = next(stage for stage in first.stages if stage.closeness != "same bits")
     return (
-        f"{len(replays):,} steps replayed: {max((step.closeness for step in replays), key=ORDER.index)}, first in step "
+        f"{len(replays):,} steps replayed: {worst([step.closeness for step in replays])}, first in step "
         f"{first.step}, stage {stage.stage}, {stage.differences[0].column} ({compared})"
     )
 

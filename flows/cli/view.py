@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from ipaddress import ip_address
 from urllib.parse import quote
 
 from rich.console import Console
@@ -26,7 +25,7 @@ def serve_view(
     page = find_page(directories[0], step, row)
     with ViewServer(ViewApi(directories), host, port) as server, suppress(KeyboardInterrupt):
         print(server.url(page), flush=True)  # alone on its line, for scripts
-        if not _is_loopback(host):
+        if not server.is_loopback:
             console.print(f"{host} is reachable from other machines, without encryption: keep the URL secret")
         console.print("read-only; Ctrl-C ends it", highlight=False)
         server.serve_forever()
@@ -49,10 +48,3 @@ def find_page(directory: RunDirectory, step: int | None, row: int | None) -> str
     if row >= num_rows:
         raise RunError(f"step {step} of run {directory.run_id} has rows 0 to {num_rows - 1}, but no row {row}")
     return f"{page}/row/{row}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -26,9 +26,8 @@ from infra.stores.open import forget_store, open_store
 from infra.workers.launch import get_group, kill_workers, monitored_workers
 from infra.workers.placement import check_resources
 from rl_core.advantages import prepare_updates
-from rl_core.planning import plan_forward
 from rl_core.planning.rows import rows_by_rank
-from rl_core.views import decode_ints, with_column, with_groups
+from rl_core.views import with_column, with_groups
 from schemas.batch import BatchHandle, ColumnGroup
 from schemas.config.run import RunConfig
 from schemas.plan import StepPlan
@@ -36,7 +35,7 @@ from schemas.rollout import RolloutHandle
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, UpdateReport
 from schemas.store import StoreTraffic
 from tasks.advantage import compute_step_advantages
-from tasks.logprob import score_behavior, score_reference
+from tasks.logprob import plan_scoring, score_behavior, score_reference
 from tasks.update import update_policy
 
 logger = logging.getLogger(__name__)
@@ -133,12 +132,7 @@ class ReplaySession:
         """
         group, batch = await self._policy(), stored.rows.replace(run_id=self.run.run_id)
         self.store.open_lease(stored.step)
-        plan = plan_forward(
-            decode_ints(batch.prompt_lengths),
-            decode_ints(batch.response_lengths),
-            num_ranks=len(group.ranks),
-            token_budget=self.run.config.packing.token_budget,
-        )
+        plan = plan_scoring(self.run, batch, group)
         results = await group.call("score", batch, plan, version, stage)
         puts = [result.put for result in results if result.put is not None]
         scored = with_column(batch, puts[0].dtypes, [put.chunk for put in puts], rows_by_rank(plan))

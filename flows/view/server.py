@@ -68,6 +68,12 @@ class ViewServer(ThreadingHTTPServer):
         return int(self.server_address[1])
 
     @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        served = _address(self.host)
+        return self.host == "localhost" if served is None else served.is_loopback
+
+    @property
     def cookie(self) -> str:
         """The name of the cookie; browsers send cookies to all ports of a host."""
         return f"sluice_view_{self.port}"
@@ -91,8 +97,7 @@ class ViewServer(ThreadingHTTPServer):
         name = name.strip("[]").lower()
         if _is_unspecified(self.host):  # all of this machine's addresses; no name but its own can be trusted
             return name in {"localhost", socket.gethostname().lower()} or _address(name) is not None
-        served = _address(self.host)
-        return name == self.host.lower() or (served is not None and served.is_loopback and name == "localhost")
+        return name == self.host.lower() or (self.is_loopback and name == "localhost")
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -44,6 +44,11 @@ def worst(found: "list[Closeness]") -> Closeness:
     return ORDER[max((ORDER.index(closeness) for closeness in found), default=0)]
 
 
+def is_within(found: Closeness, accepted: Closeness) -> bool:
+    """Return whether values are at least as close as what is accepted."""
+    return ORDER.index(found) <= ORDER.index(accepted)
+
+
 def compare_columns(name: str, a: pa.Array, b: pa.Array) -> Difference | None:
     """Compare a column of two runs, row by row; None: all bits are the same.
 
