@@ -9,9 +9,10 @@ from uuid import UUID
 
 import psutil
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.actions import DeploymentScheduleUpdate, DeploymentUpdate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.schedules import CronSchedule
 
 from tests.run_results import Run
 from tests.services import Command, Workplace
@@ -49,22 +50,22 @@ class Deployed:
         drivers = [process for process in self.worker.processes if _is_driver(process, flow_run)]
         return [*drivers, *self.place.model_workers()]
 
-    def pause_schedule(self, paused: bool) -> None:
-        async def pause(client: PrefectClient) -> None:
-            deployment = await client.read_deployment_by_name("train/tiny")
-            await (client.pause_deployment if paused else client.resume_deployment)(deployment.id)
-
-        self.place.ask(pause)
-
-    def set_parameters(self, **parameters: object) -> None:
-        """Set parameters of the deployment, which the flow runs that its schedule starts later have."""
+    def schedule(self, cron: str, **parameters: object) -> None:
+        """Give the deployment another schedule, whose flow runs have these parameters."""
 
         async def update(client: PrefectClient) -> None:
             deployment = await client.read_deployment_by_name("train/tiny")
-            changed = DeploymentUpdate(parameters={**deployment.parameters, **parameters})
+            schedule = DeploymentScheduleUpdate(active=True, schedule=CronSchedule(cron=cron))
+            changed = DeploymentUpdate(parameters={**deployment.parameters, **parameters}, schedules=[schedule])
             await client.update_deployment(deployment.id, changed)
 
         self.place.ask(update)
+
+    def pause(self) -> None:
+        async def pause(client: PrefectClient) -> None:
+            await client.pause_deployment((await client.read_deployment_by_name("train/tiny")).id)
+
+        self.place.ask(pause)
 
     def wait_for_state(self, flow_run: UUID, *names: str) -> FlowRun:
         self.wait_for(lambda: self.flow_run(flow_run).state_name in names)

@@ -1,7 +1,8 @@
 """The breakdown of Sluice's put and read into timed parts.
 
 The parts are functions of the store, patched with timers in the producer's and the consumer's process during a real
-put or read. Together with `rest`, they add up to its total. Renaming one of them in the store raises an error here.
+put or read. None runs within another; together with `rest`, they add up to its total. Renaming one of them in the store
+raises an error here.
 """
 
 import time
@@ -12,13 +13,11 @@ from unittest.mock import patch
 
 from infra.stores import base, chunk_reads, shared
 from infra.stores.shared import SharedColumnStore
-from rl_core.columns import codec
 
 Parts = dict[str, float]  # milliseconds
 
 PUT_PARTS = {
     "validate": (base, "validate"),
-    "size": (codec, "encoded_bytes"),
     "requests": (SharedColumnStore, "_call"),
     "write": (SharedColumnStore, "_write"),
 }

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 POOL = "local"
 LR = 1e-2
+LEAP_DAY = "0 0 29 2 *"  # nothing of this schedule is due during the tests
 EVERY = "checkpoint.every_steps=10000"  # each starts an evaluation and an export: only the one at the end is saved
 LIMIT = f'runtime.approve_when=["learning_rate > {0.9 * LR}"]'
 TRAINED = [EVERY, "reward.path=tiny_rewards:switched", LIMIT]
@@ -44,7 +45,7 @@ def deployed(workplace: Workplace, notified: tuple[str, list[str]]) -> Iterator[
     with temporary_settings({PREFECT_API_URL: workplace.services.prefect_api_url}):
         block = CustomWebhookNotificationBlock(name="hook", url=url, json_data={"text": "{{body}}"})
         block.save("hook")
-    deploy = ("deploy", "tiny.toml", "--cron", "* * * * *", "--set", "steps=2", "--set", EVERY)
+    deploy = ("deploy", "tiny.toml", "--cron", LEAP_DAY, "--set", "steps=2", "--set", EVERY)
     reactions = ("--notify", "custom-webhook/hook", "--stalled-minutes", "0.2", "--evaluate", "--export-to", "exports")
     without_pool, without_block, (exit_code, printed) = sluice_in_turn(
         workplace,
@@ -59,12 +60,11 @@ def deployed(workplace: Workplace, notified: tuple[str, list[str]]) -> Iterator[
         assert refused[0] == 2
         assert all(part in refused[1] for part in parts), refused
     assert exit_code == 0, printed
-    for name in ("train/tiny, cron '* * * * *'", "evaluate/sluice", "export/sluice", "prepare-data/sluice"):
+    for name in (f"train/tiny, cron {LEAP_DAY!r}", "evaluate/sluice", "export/sluice", "prepare-data/sluice"):
         assert f"deployment {name}" in printed
     often = {"PREFECT_WORKER_QUERY_SECONDS": "3"}
     worker = workplace.prefect("worker", "start", "--pool", POOL, environment=often)
     found = Deployed(workplace, worker, received)
-    found.pause_schedule(True)
     yield found
     found.stop()
 
@@ -134,10 +134,9 @@ def scheduled(deployed: Deployed, resumed: UUID) -> UUID:
     """A flow run that the schedule has started for the same run, and that waits for the slot."""
     run = deployed.run_of(resumed)
     steps = run.num_done + 3  # one of them may be in progress
-    deployed.set_parameters(overrides=[f"steps={steps}", *TRAINED], run_id=run.run_id)
-    deployed.pause_schedule(False)
+    deployed.schedule("* * * * *", overrides=[f"steps={steps}", *TRAINED], run_id=run.run_id)
     deployed.wait_for(lambda: any(found.state_name == "Queued" for found in deployed.flow_runs("tiny")))
-    deployed.pause_schedule(True)
+    deployed.pause()
     flow_run = next(found for found in deployed.flow_runs("tiny") if found.state_name == "Queued")
     assert flow_run.auto_scheduled
     assert "pool 'default'" in (flow_run.state.message or "")
