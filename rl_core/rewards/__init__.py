@@ -83,8 +83,8 @@ def _load_judge(config: JudgeReward) -> RewardFunction:
     return Judge(config)
 
 
-def _load_model(config: ModelReward) -> RewardFunction:
-    from rl_core.rewards.model import RewardModel
+def _load_model(config: ModelReward) -> AnyRewardFunction:
+    from rl_core.rewards.model import RewardModel  # only then, because it imports transformers
 
     return RewardModel(config)
 

@@ -19,8 +19,11 @@ Score = float | Mapping[str, float]
 RewardFunction = Callable[[str, str, str, dict[str, Any]], Score | Awaitable[Score]]
 """`score(prompt, completion, answer, info)`, plain or async."""
 
-GroupFunction = Callable[[str, list[str], str, dict[str, Any]], Sequence[Score] | Awaitable[Sequence[Score]]]
-"""`score(prompt, completions, answer, info)`, plain or async: one score for each response to a prompt, in order."""
+GroupScores = Sequence[Score | Exception]
+"""One score for each response to a prompt, in order; an exception is the failure of its response alone."""
+
+GroupFunction = Callable[[str, list[str], str, dict[str, Any]], GroupScores | Awaitable[GroupScores]]
+"""`score(prompt, completions, answer, info)`, plain or async."""
 
 AnyRewardFunction = RewardFunction | GroupFunction
 
@@ -227,7 +230,11 @@ def _group_outcome(scores: object, num_responses: int) -> RewardOutcome:
         )
     if len(each := list(scores)) != num_responses:
         raise ValueError(f"the group function returned {len(each)} scores for {num_responses} responses")
-    return RewardOutcome(reward=None, group=tuple(map(_outcome, each)))
+    return RewardOutcome(reward=None, group=tuple(map(_outcome_in_group, each)))
+
+
+def _outcome_in_group(score: object) -> RewardOutcome:
+    return RewardOutcome(None, failure=describe_error(score)) if isinstance(score, Exception) else _outcome(score)
 
 
 def _number(what: str, value: object) -> float:
