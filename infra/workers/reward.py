@@ -1,12 +1,11 @@
 """The reward worker: a reward model that scores all responses to a prompt at a time."""
 
-import asyncio
 from collections.abc import Collection
 
 from infra.ray.device import choose_device, set_threads
 from infra.workers.residency import Residency
 from infra.workers.roles import reward_model_of
-from rl_core.rewards import RewardItem, RewardOutcome, score_one
+from rl_core.rewards import RewardItem, RewardOutcome, group_outcome
 from rl_core.rewards.model import RewardModel
 from schemas.memory import MemoryChange, Part
 from schemas.step import RunHandle
@@ -42,10 +41,15 @@ class RewardWorker:
         self._reward = reward
 
     def score(self, item: RewardItem) -> RewardOutcome:
-        """Return the outcomes of all responses to a prompt, as `group`; weights that were moved out are moved in."""
+        """Return the outcomes of all responses to a prompt, as `group`; weights that were moved out are moved in.
+
+        Raises:
+            torch.OutOfMemoryError: The device has too little memory; that is no failure of the responses.
+        """
         assert self._reward is not None, "the worker has not started"
+        assert isinstance(item.completion, list), "a reward worker scores whole groups"
         self._residency.move_in(_WEIGHTS)
-        return asyncio.run(score_one(self._reward, item))
+        return group_outcome(self._reward.score(item.prompt, item.completion), len(item.completion))
 
     def sleep(self, parts: Collection[Part]) -> MemoryChange:
         """Move the weights out of the device's memory, for as long as others need it."""

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
+from threading import Lock
 from typing import Any
 
 from infra.ray.actors import call
@@ -41,7 +42,8 @@ class WorkerRewardScorer(RewardScorer):
 
     def __init__(self, run: RunHandle, workers: Sequence[int], first: int) -> None:
         self._run, self._workers = run, workers
-        self._found: dict[int, Any] = {}  # handles by number
+        self._found: dict[int, Any] = {}  # handles by number, of which one thread at a time finds one
+        self._lock = Lock()
         self._turns = count(first)
         self._threads = ThreadPoolExecutor(CALLS_PER_WORKER * len(workers), thread_name_prefix="rewards")
 
@@ -59,22 +61,29 @@ class WorkerRewardScorer(RewardScorer):
     def submit(self, item: RewardItem) -> "Future[RewardOutcome]":
         """Have the next worker score all responses to a prompt; its future raises what `infra.ray.actors.call` does."""
         number = self._workers[next(self._turns) % len(self._workers)]
-        return self._threads.submit(lambda: asyncio.run(self._score(number, item)))
+        return self._threads.submit(self._score, number, item)
 
-    async def _score(self, number: int, item: RewardItem) -> RewardOutcome:
+    def _score(self, number: int, item: RewardItem) -> RewardOutcome:
+        worker: Any = None
         for num_losses in count(1):
             try:
-                if (worker := self._found.get(number)) is None:
-                    worker = self._found[number] = await get_worker(self._run, "reward", number)
-                outcome: RewardOutcome = await call(worker, "score", item)
+                worker = self._find(number, worker)
+                outcome: RewardOutcome = asyncio.run(call(worker, "score", item))
             except WorkerLostError as error:
-                self._found.pop(number, None)
                 if num_losses == MAX_LOSSES:
                     raise
                 logger.warning("reward worker %d is lost, and created again: %s", number, error)
             else:
                 return outcome
         raise AssertionError("unreachable")
+
+    def _find(self, number: int, lost: Any) -> Any:
+        """Return the handle of a worker that is not this one, which died; create the worker if there is none."""
+        with self._lock:
+            if number not in self._found or self._found[number] is lost:
+                self._found.pop(number, None)
+                self._found[number] = asyncio.run(get_worker(self._run, "reward", number))
+            return self._found[number]
 
 
 class WorkerRewardBatch(RewardBatch):

@@ -17,7 +17,7 @@ from infra.environments.open import open_episodes
 from infra.models.load import load_tokenizer, max_positions, num_embeddings, stop_token_ids
 from infra.ray.device import choose_device, set_threads
 from infra.ray.tracing import start_tracing, traced
-from infra.rewards.open import OpenModel, open_reward_scorer
+from infra.rewards.open import open_reward_scorer
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
 from infra.weights.endpoint import WeightSyncEndpoint
@@ -59,20 +59,12 @@ class RolloutWorker:
         run: The run it belongs to.
         number: Its number.
         store: The column store; None connects to the run's.
-        open_model: Opens the scorers of reward models; None: those that call the run's reward workers.
     """
 
     engine: RolloutEngine
 
-    def __init__(
-        self,
-        run: RunHandle,
-        number: int = 0,
-        store: ColumnStore | None = None,
-        open_model: OpenModel | None = None,
-    ) -> None:
+    def __init__(self, run: RunHandle, number: int = 0, store: ColumnStore | None = None) -> None:
         self._run, self._config, self._number, self._store = run, run.config, number, store
-        self._open_model = open_model or model_opener(run, number)
         self._started = False
         self._pending: dict[tuple[int, int], _PendingShard] = {}  # by step and shard
         self._generated_step = -1
@@ -91,7 +83,7 @@ class RolloutWorker:
         config = self._config
         set_threads(config.runtime.num_threads)
         self._columns = self._store or open_store(self._run)
-        self._scorer = scorer = open_reward_scorer(config.reward, self._open_model)
+        self._scorer = scorer = open_reward_scorer(config.reward, model_opener(self._run, self._number))
         tokenizer = load_tokenizer(config.model)
         self._prompts, held_out = load_run_prompts(config, tokenizer)
         check_prompts(config, self._prompts, held_out, max_positions(config.model))

@@ -205,7 +205,7 @@ async def score_one(
             score = function(item.prompt, item.completion, item.answer, info)  # type: ignore[arg-type]
             if isawaitable(score):
                 score = await score
-        return _outcome(score) if isinstance(item.completion, str) else _group_outcome(score, len(item.completion))
+        return _outcome(score) if isinstance(item.completion, str) else group_outcome(score, len(item.completion))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
         if limit.expired():
             assert timeout_seconds is not None
@@ -222,7 +222,13 @@ def _outcome(score: object) -> RewardOutcome:
     return RewardOutcome(reward=_number("the reward", score["reward"]), parts=parts)
 
 
-def _group_outcome(scores: object, num_responses: int) -> RewardOutcome:
+def group_outcome(scores: object, num_responses: int) -> RewardOutcome:
+    """Return the outcome of what a group function has returned for so many responses.
+
+    Raises:
+        TypeError: It, or a score, is of a wrong type.
+        ValueError: There are fewer or more scores, or one is not finite or lacks its `reward`.
+    """
     if isinstance(scores, Mapping | str) or not isinstance(scores, Iterable):
         raise TypeError(
             f"the group function returned {scores!r:.80}, a {type(scores).__name__}; expected a list of "

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -76,14 +77,18 @@ class RewardModel(ManagedReward):
 
     async def __call__(  # type: ignore[override]  # a group function
         self, prompt: str, completions: list[str], answer: str, info: dict[str, Any]
-    ) -> list[float | ValueError]:
-        """Return the model's score of each response as the answer to the prompt; an error for one without a score."""
-        scores: dict[int, float | ValueError] = {}
+    ) -> list[float | Exception]:
+        """Do what `score` does."""
+        return self.score(prompt, completions)
+
+    def score(self, prompt: str, completions: Sequence[str]) -> list[float | Exception]:
+        """Return the model's score of each response as the answer to the prompt; for one without a score, the error."""
+        scores: dict[int, float | Exception] = {}
         sequences: dict[int, list[int]] = {}
         for index, completion in enumerate(completions):
             try:
                 sequences[index] = self._encode(prompt, completion)
-            except ValueError as error:
+            except (ValueError, TemplateError) as error:
                 scores[index] = error
         for indices in _rows([len(sequence) for sequence in sequences.values()], self._config.token_budget):
             numbers = [list(sequences)[index] for index in indices]
@@ -96,6 +101,7 @@ class RewardModel(ManagedReward):
 
         Raises:
             ValueError: There are more than `max_tokens`.
+            jinja2.TemplateError: The chat template rejects the texts.
         """
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         token_ids = self._chat.encode(messages, with_prompt=False)

@@ -1,4 +1,7 @@
-"""A reward model on a Ray worker that dies: the run goes on, and its rewards are those of the model in one process."""
+"""A reward model on a Ray worker that dies: the run goes on, and its rewards are those of the model in one process.
+
+The workers take turns in a GPU's memory, here a CPU's.
+"""
 
 import json
 
@@ -13,7 +16,7 @@ from tests.tiny import make_tiny_reward_model
 
 pytestmark = pytest.mark.slow
 
-STEPS, RUN_ID = 3, "reward-model"
+STEPS, RUN_ID = 5, "reward-model"
 TEXTS = ("prompt_text", "response_text", "answer", "info", "group_id", "sample_id", "reward")
 
 
@@ -22,6 +25,7 @@ def test_a_lost_reward_worker_scores_again(workplace: Workplace) -> None:
     driver = workplace.start(
         *("train", "tiny.toml", "--run-id", RUN_ID, f"steps={STEPS}", "kl.coef=0", "store.keep_steps=all"),
         *("reward.kind=model", "reward.path=reward-model", "reward.max_tokens=200", "runtime.max_restarts=0"),
+        "runtime.placement=colocated",
     )
     run = workplace.run(RUN_ID)
     driver.wait_for(lambda: run.committed(0, "put"))
@@ -29,6 +33,10 @@ def test_a_lost_reward_worker_scores_again(workplace: Workplace) -> None:
     printed = driver.finish()
     assert "reward-0" in printed  # in the table of workers
     assert "reward worker 0 is lost, and created again" in printed
+    turns = run.metrics.steps()[-1].memory_by_phase
+    held = {phase: turn.resident_bytes["reward"] for phase, turn in turns.items()}
+    assert held["rollout"] > 0
+    assert held["scoring"] == held["update"] == 0
     config = ModelReward(path=str(workplace.folder / "reward-model"), max_tokens=200)
     for step in range(STEPS):
         rows = read_step(workplace.folder / "runs" / RUN_ID, step, TEXTS).to_pylist()
