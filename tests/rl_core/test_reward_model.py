@@ -85,6 +85,13 @@ def test_a_reward_model_in_a_weighted_sum(folder: Path) -> None:
     )
     only = WeightedReward.model_validate({"parts": {"model": parts["model"]}})
     assert [outcome.reward for outcome in scores(only, "4")] == [0.5 * of_model[0]]
+    scorer = open_reward_scorer(only)
+    scorer.wait_until_ready()
+    with scorer.open_batch((0, 0)) as batch:
+        batch.leave_out(1)
+        batch.add(0, item("4"))
+        assert batch.finish().keys() == {0}
+    scorer.close()
 
 
 def changed(folder: Path, to: Path, **fields: object) -> str:
