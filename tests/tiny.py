@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3Config, Qwen3ForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from infra.models.tiny import make_model
 
@@ -34,6 +34,17 @@ def make_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
         "initializer_range": 0.3,  # far from uniform, so that greedy paths don't hang on rounding
     }
     return make_model(folder, seed=seed, **{**fields, **overrides})
+
+
+def make_tiny_reward_model(folder: Path) -> Path:
+    """Write a Qwen3-architecture folder for sequence classification with one label, and return it."""
+    make_tiny_model(folder)
+    fields = json.loads((folder / "config.json").read_text())
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen3Config(**{**fields, "architectures": None, "num_labels": 1})
+        Qwen3ForSequenceClassification(config).save_pretrained(folder)
+    return folder
 
 
 def make_tiny_moe(folder: Path, *, num_experts: int = 4) -> Path:

@@ -1,22 +1,57 @@
 """Open the reward scorer of a config."""
 
+from collections.abc import Callable, Iterator
+
 from infra.rewards.base import RewardScorer
 from infra.rewards.groups import GroupRewardScorer
 from infra.rewards.local import LocalRewardScorer
 from infra.rewards.pool import RewardPool
+from infra.rewards.sums import REST, SumRewardScorer
 from rl_core.rewards import load_reward
-from schemas.config.reward import GroupFunctionReward, RewardConfig
+from schemas.config.reward import GroupFunctionReward, ModelReward, RewardConfig, WeightedReward
 from schemas.config.reward_base import IsolatedReward
 
+OpenModel = Callable[[ModelReward], RewardScorer]
+"""Opens a scorer of whole groups for a reward model; called for the models of a config in their order."""
 
-def open_reward_scorer(config: RewardConfig) -> RewardScorer:
+
+def open_model_here(config: ModelReward) -> RewardScorer:
+    """Return a scorer that holds the reward model in this process.
+
+    Raises:
+        ModelError: It can't be used.
+    """
+    return LocalRewardScorer(load_reward(config))
+
+
+def open_reward_scorer(config: RewardConfig, open_model: OpenModel = open_model_here) -> RewardScorer:
     """Return the config's scorer; its processes, if any, load the reward function in the background.
+
+    Args:
+        config: The reward.
+        open_model: Opens the scorer of each of its reward models.
 
     Raises:
         RewardImportError: The reward function can't be loaded in this process.
+        ModelError: A reward model can't be used.
     """
+    if isinstance(config, ModelReward):
+        return GroupRewardScorer(open_model(config))
+    if isinstance(config, WeightedReward) and config.models:
+        return SumRewardScorer(
+            dict(_open_parts(config, open_model)), {name: part.weight for name, part in config.parts.items()}
+        )
     scorer = _open(config)
     return GroupRewardScorer(scorer) if isinstance(config, GroupFunctionReward) else scorer
+
+
+def _open_parts(config: WeightedReward, open_model: OpenModel) -> Iterator[tuple[str, RewardScorer]]:
+    rest = {name: part for name, part in config.parts.items() if not isinstance(part.reward, ModelReward)}
+    if rest:
+        yield REST, _open(config.model_copy(update={"parts": rest}))  # not validated: all weights may be 0
+    for name, part in config.parts.items():
+        if isinstance(part.reward, ModelReward):
+            yield name, open_reward_scorer(part.reward, open_model)
 
 
 def _open(config: RewardConfig) -> RewardScorer:

@@ -1,8 +1,9 @@
 """Turns on shared GPUs: before a phase, the workers that don't compute in it give up memory, then others take it.
 
 rollout: optimizer, gradients and the reference's weights move out, engines allocate weights, the policy's are published
-to them and move out as well, and engines allocate their caches. scoring: engines give up all, the weights of policy and
-reference move in. update: the reference's move out, the optimizer moves in.
+to them and move out as well, engines allocate their caches, and reward models move in. scoring: engines give up all,
+reward models move out, the weights of policy and reference move in. update: the reference's move out, the optimizer
+moves in.
 
 Every turn can be repeated, from any state: a worker that was started again holds all of its parts, one that was moved
 before moves nothing, and a policy or reference that is called moves in what the call needs.
@@ -14,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from infra.ray.actors import call
-from infra.workers.launch import find_group, rollout_pool
+from infra.workers.launch import find_group, find_workers, rollout_pool
 from infra.workers.roles import Role
 from schemas.errors import WorkerLostError
 from schemas.memory import EngineTag, MemoryChange, Part, PhaseMemory
@@ -62,16 +63,23 @@ class Turn:
         self._changes += (("rollout", number, change) for number, change in enumerate(changes))
         self._seconds += time.perf_counter() - started
 
-    async def sleep_engines(self) -> None:
-        """Have all engines sleep that there are; one that is lost holds nothing, and is created again when needed."""
-        found = list(rollout_pool(self._run).find().values())
-        outcomes = await asyncio.gather(*map(self._sleep_engine, found))
-        self._changes += (("rollout", number, change) for number, change in enumerate(outcomes) if change is not None)
+    async def sleep_generating(self) -> None:
+        """Have all engines and reward models sleep that there are."""
+        await asyncio.gather(
+            self.move_found("rollout", "sleep", *ENGINE_TAGS), self.move_found("reward", "sleep", "weights")
+        )
 
-    async def _sleep_engine(self, worker: Any) -> MemoryChange | None:
+    async def move_found(self, role: Role, method: Method, *parts: Part) -> None:
+        """Have each worker of a role `sleep` or `wake`; a lost one holds nothing, and is created again when needed."""
+        found = find_workers(self._run, role)
+        outcomes = await asyncio.gather(*(self._move_found(worker, method, parts) for worker in found.values()))
+        moved = zip(found, outcomes, strict=True)
+        self._changes += ((role, number, change) for number, change in moved if change is not None)
+
+    async def _move_found(self, worker: Any, method: Method, parts: Sequence[Part]) -> MemoryChange | None:
         started = time.perf_counter()
         try:
-            change: MemoryChange = await call(worker, "sleep", ENGINE_TAGS)
+            change: MemoryChange = await call(worker, method, parts)
         except WorkerLostError:
             return None
         self._seconds = max(self._seconds, time.perf_counter() - started)
@@ -98,27 +106,29 @@ async def enter_rollout(run: RunHandle, get_workers: GetWorkers, sync: Sync) -> 
     await turn.move("policy", "sleep", *OF_UPDATES)
     if is_missing:  # an engine that starts needs all of its memory
         await turn.move("policy", "sleep", "weights")
+        await turn.move_found("reward", "sleep", "weights")
     workers = await get_workers()
     await turn.move_engines(workers, "wake", "weights")
     transfer = await sync(workers)
     await turn.move("policy", "sleep", "weights")
     await turn.move_engines(workers, "wake", "cache")
+    await turn.move_found("reward", "wake", "weights")
     return Synced(transfer, turn.memory())
 
 
 async def enter_scoring(run: RunHandle) -> PhaseMemory:
-    """Have the engines sleep, and move the weights of policy and reference in."""
+    """Have engines and reward models sleep, and move the weights of policy and reference in."""
     turn = Turn(run)
-    await turn.sleep_engines()
+    await turn.sleep_generating()
     await turn.move("policy", "wake", "weights")
     await turn.move("reference", "wake", "weights")
     return turn.memory()
 
 
 async def enter_update(run: RunHandle) -> PhaseMemory:
-    """Have the engines sleep, move the reference out, and all of the policy in: for updates and checkpoints."""
+    """Have engines and reward models sleep, move the reference out and all of the policy in, for updates."""
     turn = Turn(run)
-    await turn.sleep_engines()
+    await turn.sleep_generating()
     await turn.move("reference", "sleep", "weights")
     await turn.move("policy", "wake", "weights", "optimizer")
     return turn.memory()

@@ -37,6 +37,7 @@ _CLASSES: dict[Role, type] = {
         "infra.workers.rollout:RolloutWorker",
         *(*_WEIGHTS, *_TURNS, "start", "version", "load_weights", "generate", "put", "num_held_out", "evaluate"),
     ),
+    "reward": _worker("infra.workers.reward:RewardWorker", *_TURNS, "start", "score"),
 }
 
 
@@ -50,15 +51,12 @@ async def start_workers(run: RunHandle) -> list[WorkerPlace]:
         PipelineError: What the first worker to fail raised.
     """
     groups: list[Role] = ["policy", "reference"] if run.config.needs_reference_worker else ["policy"]
-    found = _find_workers(run, "rollout")
-    engines = [
-        get_worker(run, "rollout", number, found.get(number)) for number in range(run.config.rollout.num_workers)
-    ]
+    engines = _start_all(run, "rollout")
     if run.config.takes_turns:  # an engine needs its memory to start; then it waits for its turn
         for worker in await _all(engines):
             await call(worker, "sleep", ("weights", "cache"))
         engines = []
-    await _all([*(get_group(run, role) for role in groups), *engines])
+    await _all([*(get_group(run, role) for role in groups), *engines, *_start_all(run, "reward")])
     workers = find_actors(worker_name(run.run_id, *worker) for worker in worker_numbers(run.config))
     return list(await asyncio.gather(*(call(worker, "place") for worker in workers.values())))
 
@@ -93,7 +91,7 @@ def rollout_pool(run: RunHandle) -> WorkerPool:
     """Return the pool of the run's rollout workers."""
     return WorkerPool(
         run.config.rollout.num_workers,
-        find=partial(_find_workers, run, "rollout"),
+        find=partial(find_workers, run, "rollout"),
         start=partial(get_worker, run, "rollout"),
     )
 
@@ -101,6 +99,12 @@ def rollout_pool(run: RunHandle) -> WorkerPool:
 def find_worker(run_id: str, role: Role, number: int = 0) -> Any | None:
     """Return a worker's handle, or None if it doesn't exist."""
     return find_actor(worker_name(run_id, role, number))
+
+
+def find_workers(run: RunHandle, role: Role) -> dict[int, Any]:
+    """Return the handles of those of a role's workers that exist, by ascending number."""
+    names = {worker_name(run.run_id, role, number): number for number in range(num_workers(run.config)[role])}
+    return {names[name]: worker for name, worker in find_actors(names).items()}
 
 
 async def get_group(run: RunHandle, role: Role) -> WorkerGroup:
@@ -112,7 +116,7 @@ async def get_group(run: RunHandle, role: Role) -> WorkerGroup:
     Raises:
         PipelineError: A rank's error in loading its weights.
     """
-    found, numbers = _find_workers(run, role), range(num_workers(run.config)[role])
+    found, numbers = find_workers(run, role), range(num_workers(run.config)[role])
     missing = [rank for rank in numbers if rank not in found]
     created = await asyncio.gather(*(_create_worker(run, role, rank) for rank in missing))
     found.update(zip(missing, created, strict=True))
@@ -130,7 +134,7 @@ async def get_group(run: RunHandle, role: Role) -> WorkerGroup:
 
 def find_group(run: RunHandle, role: Role) -> WorkerGroup | None:
     """Return the run's policy or reference if all its ranks exist; create nothing."""
-    found, numbers = _find_workers(run, role), range(num_workers(run.config)[role])
+    found, numbers = find_workers(run, role), range(num_workers(run.config)[role])
     ranks = {worker_name(run.run_id, role, rank): worker for rank, worker in found.items()}
     return WorkerGroup(ranks) if len(ranks) == len(numbers) else None
 
@@ -158,10 +162,10 @@ async def _all(starts: Iterable[Awaitable[Any]]) -> list[Any]:
     return outcomes
 
 
-def _find_workers(run: RunHandle, role: Role) -> dict[int, Any]:
-    """Return the handles of those of a role's workers that exist, by ascending number."""
-    names = {worker_name(run.run_id, role, number): number for number in range(num_workers(run.config)[role])}
-    return {names[name]: worker for name, worker in find_actors(names).items()}
+def _start_all(run: RunHandle, role: Role) -> list[Awaitable[Any]]:
+    """Return the starts of all workers of a role that needs no process group; those that exist are found at once."""
+    found = find_workers(run, role)
+    return [get_worker(run, role, number, found.get(number)) for number in range(num_workers(run.config)[role])]
 
 
 async def _create_worker(run: RunHandle, role: Role, number: int) -> Any:

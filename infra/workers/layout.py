@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from infra.workers.roles import Role, gpus_per_worker, num_workers, worker_numbers
+from schemas.config.reward import ModelReward, WeightedReward
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.placement import Device
@@ -72,14 +73,16 @@ def nearest_configs(config: RunConfig, gpus: Sequence[int]) -> list[str]:
             found.append('runtime.placement = "colocated"')
         smaller = [size for size in range(each - 1, 0, -1) if each % size == 0]
         found += _first(f"rollout.tensor_parallel = {size}" for size in smaller if _fit(counts, size, gpus))
-        keys: dict[Role, str] = {"policy": "runtime.num_policy_ranks", "rollout": "rollout.num_workers"}
-        for role, key in keys.items():
+        for role, key in _count_keys(config).items():
+            if role == "reference":
+                continue
             lower = range(counts[role] - 1, 0, -1)
             found += _first(f"{key} = {count}" for count in lower if _fit({**counts, role: count}, each, gpus))
     elif num_gpus := sum(gpus):
-        names = {"policy": "runtime.num_policy_ranks", "reference": "runtime.num_reference_ranks"}
-        over = [names.get(role, "rollout.num_workers") for role, count in counts.items() if count > num_gpus]
-        found.append(" with ".join(f"{key} = {num_gpus}" for key in over))
+        keys = _count_keys(config)
+        over = [role for role, count in counts.items() if count > num_gpus]
+        if all(role in keys for role in over):
+            found.append(" with ".join(f"{keys[role]} = {num_gpus}" for role in over))
     return [*found, 'runtime.device = "cpu"'][:2]
 
 
@@ -113,6 +116,22 @@ def _fit(counts: Mapping[Role, int], each: int, gpus: Sequence[int]) -> bool:
     """Return whether workers with GPUs of their own fit, of which engines have `each` on one node."""
     wanted = sum(count * (each if role == "rollout" else 1) for role, count in counts.items())
     return wanted <= sum(gpus) and _num_engines(each, gpus) >= counts["rollout"]
+
+
+def _count_keys(config: RunConfig) -> dict[Role, str]:
+    """Return the setting of each role's number of workers; of reward workers, if all have the same model."""
+    keys: dict[Role, str] = {
+        "policy": "runtime.num_policy_ranks",
+        "reference": "runtime.num_reference_ranks",
+        "rollout": "rollout.num_workers",
+    }
+    reward = config.reward
+    if isinstance(reward, ModelReward):
+        keys["reward"] = "reward.num_workers"
+    elif isinstance(reward, WeightedReward) and len(reward.models) == 1:
+        (name,) = (name for name, part in reward.parts.items() if part.reward.models)
+        keys["reward"] = f"reward.parts.{name}.reward.num_workers"
+    return keys
 
 
 def _num_engines(each: int, gpus: Sequence[int]) -> int:

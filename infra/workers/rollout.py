@@ -24,6 +24,7 @@ from infra.weights.endpoint import WeightSyncEndpoint
 from infra.workers.evaluation import Evaluator
 from infra.workers.groups import GroupSampler
 from infra.workers.profile import profiled
+from infra.workers.reward_calls import model_opener
 from infra.workers.samples import Sample, make_shard, num_sampled, to_columns, trajectories_of
 from infra.workers.sampling import ResponseSampler
 from infra.workers.telemetry import WorkerTelemetry
@@ -82,7 +83,7 @@ class RolloutWorker:
         config = self._config
         set_threads(config.runtime.num_threads)
         self._columns = self._store or open_store(self._run)
-        self._scorer = scorer = open_reward_scorer(config.reward)
+        self._scorer = scorer = open_reward_scorer(config.reward, model_opener(self._run, self._number))
         tokenizer = load_tokenizer(config.model)
         self._prompts, held_out = load_run_prompts(config, tokenizer)
         check_prompts(config, self._prompts, held_out, max_positions(config.model))

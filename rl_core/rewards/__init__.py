@@ -11,6 +11,7 @@ from rl_core.rewards.base import (
     RewardOutcome,
     WeightedSum,
     as_stored,
+    group_outcome,
     is_concurrent,
     prepare,
     score_all,
@@ -49,6 +50,7 @@ __all__ = [
     "RewardItem",
     "RewardOutcome",
     "as_stored",
+    "group_outcome",
     "is_concurrent",
     "load_reward",
     "prepare",
@@ -83,8 +85,8 @@ def _load_judge(config: JudgeReward) -> RewardFunction:
     return Judge(config)
 
 
-def _load_model(config: ModelReward) -> RewardFunction:
-    from rl_core.rewards.model import RewardModel
+def _load_model(config: ModelReward) -> AnyRewardFunction:
+    from rl_core.rewards.model import RewardModel  # only then, because it imports transformers
 
     return RewardModel(config)
 

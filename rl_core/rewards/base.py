@@ -19,8 +19,11 @@ Score = float | Mapping[str, float]
 RewardFunction = Callable[[str, str, str, dict[str, Any]], Score | Awaitable[Score]]
 """`score(prompt, completion, answer, info)`, plain or async."""
 
-GroupFunction = Callable[[str, list[str], str, dict[str, Any]], Sequence[Score] | Awaitable[Sequence[Score]]]
-"""`score(prompt, completions, answer, info)`, plain or async: one score for each response to a prompt, in order."""
+GroupScores = Sequence[Score | Exception]
+"""One score for each response to a prompt, in order; an exception is the failure of its response alone."""
+
+GroupFunction = Callable[[str, list[str], str, dict[str, Any]], GroupScores | Awaitable[GroupScores]]
+"""`score(prompt, completions, answer, info)`, plain or async."""
 
 AnyRewardFunction = RewardFunction | GroupFunction
 
@@ -202,7 +205,7 @@ async def score_one(
             score = function(item.prompt, item.completion, item.answer, info)  # type: ignore[arg-type]
             if isawaitable(score):
                 score = await score
-        return _outcome(score) if isinstance(item.completion, str) else _group_outcome(score, len(item.completion))
+        return _outcome(score) if isinstance(item.completion, str) else group_outcome(score, len(item.completion))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
         if limit.expired():
             assert timeout_seconds is not None
@@ -219,7 +222,13 @@ def _outcome(score: object) -> RewardOutcome:
     return RewardOutcome(reward=_number("the reward", score["reward"]), parts=parts)
 
 
-def _group_outcome(scores: object, num_responses: int) -> RewardOutcome:
+def group_outcome(scores: object, num_responses: int) -> RewardOutcome:
+    """Return the outcome of what a group function has returned for so many responses.
+
+    Raises:
+        TypeError: It, or a score, is of a wrong type.
+        ValueError: There are fewer or more scores, or one is not finite or lacks its `reward`.
+    """
     if isinstance(scores, Mapping | str) or not isinstance(scores, Iterable):
         raise TypeError(
             f"the group function returned {scores!r:.80}, a {type(scores).__name__}; expected a list of "
@@ -227,7 +236,11 @@ def _group_outcome(scores: object, num_responses: int) -> RewardOutcome:
         )
     if len(each := list(scores)) != num_responses:
         raise ValueError(f"the group function returned {len(each)} scores for {num_responses} responses")
-    return RewardOutcome(reward=None, group=tuple(map(_outcome, each)))
+    return RewardOutcome(reward=None, group=tuple(map(_outcome_in_group, each)))
+
+
+def _outcome_in_group(score: object) -> RewardOutcome:
+    return RewardOutcome(None, failure=describe_error(score)) if isinstance(score, Exception) else _outcome(score)
 
 
 def _number(what: str, value: object) -> float:

@@ -1,95 +1,204 @@
-"""The score of a reward model: a sequence-classification model with one label."""
+"""The scores of a reward model: a sequence-classification model with one label."""
 
 import json
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rl_core.rewards.base import ManagedReward
 from rl_core.rollout.chat import ChatTemplate
+from rl_core.scoring.pooled import pack_whole, packed_pooled_scores, prepare_pooled, score_head
 from schemas.config.reward import ModelReward
-from schemas.errors import ConfigError, ModelError
+from schemas.errors import ModelError, ScoringError
 
 
 class RewardModel(ManagedReward):
-    """Scores each response on its own, so that a score depends on no other response; float32.
+    """A group function: scores all responses to a prompt, in packed rows that depend on no other prompt.
+
+    So a step that is repeated has the same rewards, whichever worker scores a prompt, and when.
 
     Args:
-        config: The model, its device and the longest text.
+        config: The model, its compute dtype and the longest text.
 
     Raises:
-        ModelError: The folder has no model with one label, or no tokenizer with a chat template.
+        ModelError: The folder has no decoder-only model with one label, or no tokenizer of it with a chat template.
     """
 
     is_concurrent, max_calls = False, None
+    model: PreTrainedModel
 
     def __init__(self, config: ModelReward) -> None:
-        from transformers import AutoConfig, AutoTokenizer  # takes seconds, and other rewards don't need it
-
         self._config = config
-        try:
-            model, tokenizer = AutoConfig.from_pretrained(config.path), AutoTokenizer.from_pretrained(config.path)
-        except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-            raise ModelError(f"reward.path {config.path}: the model can't be loaded: {_first_line(error)}") from error
-        names = ", ".join(model.architectures or ["none"])
-        if not names.endswith("ForSequenceClassification"):
-            raise ModelError(
-                f"reward.path {config.path}: its architecture is {names}, expected one that ends with "
-                "ForSequenceClassification; use a reward model's folder"
-            )
-        if model.num_labels != 1:
-            raise ModelError(
-                f"reward.path {config.path}: the model has {model.num_labels} labels, expected 1, the score; use a "
-                "model that was trained with num_labels=1"
-            )
-        if tokenizer.chat_template is None:
-            raise ModelError(
-                f"reward.path {config.path}: the tokenizer has no chat template, by which prompt and response are "
-                "written; write one to chat_template.jinja in that folder"
-            )
+        tokenizer = _check_tokenizer(config, build_meta_reward_model(config))
         self._chat = ChatTemplate(tokenizer)
 
     async def prepare(self) -> None:
-        """Load the weights, from safetensors only.
+        """Do what `load` does, on the GPU that this process sees, if any."""
+        self.load(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def load(self, device: torch.device) -> None:
+        """Load the weights, from safetensors only, and check that packed scores are the model's own.
 
         Raises:
-            ConfigError: There is no such device.
-            ModelError: The weights can't be loaded.
+            ModelError: The weights can't be loaded, or the model can't be packed.
         """
-        import torch
-        from transformers import AutoModelForSequenceClassification
-
-        if self._config.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError('reward.device = "cuda", but this process sees no GPU; set reward.device = "cpu"')
+        dtype = getattr(torch, self._config.dtype_on(device.type))
         try:
             model, found = AutoModelForSequenceClassification.from_pretrained(
-                self._config.path, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+                self._config.path, dtype=dtype, use_safetensors=True, output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError) as error:
-            raise ModelError(f"reward.path {self._config.path}: {_first_line(error)}") from error
+            raise _error(self._config, _first_line(error)) from error
         if missing := sorted(found["missing_keys"]):
-            raise ModelError(
-                f"reward.path {self._config.path}: the weights {', '.join(missing)} are missing, and would be random; "
-                "save the whole model there with `model.save_pretrained(folder)`"
+            raise _error(
+                self._config,
+                f"the weights {', '.join(missing)} are missing, and would be random; save the whole model there with "
+                "`model.save_pretrained(folder)`",
             )
-        self._model = model.eval().to(self._config.device)
+        self.model = model.eval().requires_grad_(False).to(device)
+        if device.type == "cpu":  # else they are the mapped file, whose memory can't be given up
+            for weight in self.model.parameters():
+                weight.data = weight.data.clone()
+        try:
+            prepare_pooled(self.model)
+        except ScoringError as error:
+            raise _error(self._config, str(error)) from error
 
-    async def __call__(self, prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:
-        """Return the model's score of the response as the answer to the prompt.
+    async def __call__(  # type: ignore[override]  # a group function
+        self, prompt: str, completions: list[str], answer: str, info: dict[str, Any]
+    ) -> list[float | Exception]:
+        """Do what `score` does."""
+        return self.score(prompt, completions)
+
+    def score(self, prompt: str, completions: Sequence[str]) -> list[float | Exception]:
+        """Return the model's score of each response as the answer to the prompt; for one without a score, the error."""
+        scores: dict[int, float | Exception] = {}
+        sequences: dict[int, list[int]] = {}
+        for index, completion in enumerate(completions):
+            try:
+                sequences[index] = self._encode(prompt, completion)
+            except (ValueError, TemplateError) as error:
+                scores[index] = error
+        for indices in _rows([len(sequence) for sequence in sequences.values()], self._config.token_budget):
+            numbers = [list(sequences)[index] for index in indices]
+            row = pack_whole([sequences[number] for number in numbers], self.model.device)
+            scores.update(zip(numbers, map(_finite, packed_pooled_scores(self.model, row).tolist()), strict=True))
+        return [scores[index] for index in range(len(completions))]
+
+    def _encode(self, prompt: str, completion: str) -> list[int]:
+        """Return the token ids of which the last one has the score.
 
         Raises:
-            ValueError: Both together are longer than `max_tokens`.
+            ValueError: There are more than `max_tokens`.
+            jinja2.TemplateError: The chat template rejects the texts.
         """
-        import torch
-
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         token_ids = self._chat.encode(messages, with_prompt=False)
+        padding = self.model.config.get_text_config().pad_token_id
+        while len(token_ids) > 1 and token_ids[-1] == padding:  # the model's own forward ignores it there
+            token_ids.pop()
         if len(token_ids) > self._config.max_tokens:
             raise ValueError(
                 f"prompt and response have {len(token_ids)} tokens, more than reward.max_tokens = "
                 f"{self._config.max_tokens}"
             )
-        with torch.inference_mode():
-            output = self._model(input_ids=torch.tensor([token_ids], device=self._model.device))
-        return float(output.logits[0, 0])
+        return token_ids
+
+
+def build_meta_reward_model(config: ModelReward) -> PreTrainedModel:
+    """Build the model on the meta device: its parameters have shapes but no memory.
+
+    Raises:
+        ModelError: The folder has none with one label that is decoder-only, or it has too few positions.
+    """
+    try:
+        described = AutoConfig.from_pretrained(config.path)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise _error(config, f"the model can't be loaded: {_first_line(error)}") from error
+    _check_config(config, described)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(  # type: ignore[no-untyped-call]
+                described, dtype=torch.float32
+            )
+        score_head(model)
+    except Exception as error:  # transformers and torch raise unrelated types for bad configs
+        raise _error(config, _first_line(error)) from error
+    return model
+
+
+def _check_config(config: ModelReward, described: PreTrainedConfig) -> None:
+    names = ", ".join(described.architectures or ["none"])
+    if not names.endswith("ForSequenceClassification"):
+        raise _error(
+            config,
+            f"its architecture is {names}, expected one that ends with ForSequenceClassification; use a reward model's "
+            "folder",
+        )
+    if described.num_labels != 1:
+        raise _error(
+            config,
+            f"the model has {described.num_labels} labels, expected 1, the score; use a model that was trained with "
+            "num_labels=1",
+        )
+    positions = getattr(described.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions < config.max_tokens:
+        raise _error(
+            config,
+            f"the model has {positions} positions, fewer than reward.max_tokens = {config.max_tokens}; lower it",
+        )
+
+
+def _check_tokenizer(config: ModelReward, model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.path)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise _error(config, f"the tokenizer can't be loaded: {_first_line(error)}") from error
+    if tokenizer.chat_template is None:
+        raise _error(
+            config,
+            "the tokenizer has no chat template, by which prompt and response are written; write one to "
+            "chat_template.jinja in that folder",
+        )
+    largest, num_tokens = max(tokenizer.get_vocab().values()), len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    if largest >= num_tokens:
+        raise _error(
+            config,
+            f"the tokenizer's largest token id is {largest}, but the model has embeddings for {num_tokens} tokens (0 "
+            f"to {num_tokens - 1}); use the tokenizer of this model",
+        )
+    return tokenizer
+
+
+def _rows(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
+    """Yield the indices of each packed row: sequences in their order, as many as the budget holds."""
+    row: list[int] = []
+    for index, length in enumerate(lengths):
+        if row and sum(lengths[each] for each in row) + length > token_budget:
+            yield row
+            row = []
+        row.append(index)
+    if row:
+        yield row
+
+
+def _finite(score: float) -> float | ValueError:
+    return score if math.isfinite(score) else ValueError(f"the reward model's score is {score}")
+
+
+def _error(config: ModelReward, text: str) -> ModelError:
+    return ModelError(f"reward.path {config.path}: {text}")
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -25,7 +26,7 @@ CHANGEABLE = (
     "reward.max_failure_fraction",
     "reward.num_processes",
     "reward.timeout_seconds",
-    "reward.device",
+    "reward.num_workers",
     "environment.journal",
     "environment.python",
     "environment.num_processes",
@@ -46,6 +47,7 @@ CHANGEABLE = (
     "rollout.tensor_parallel",
     "rollout.prefix_cache",
 )
+PART_WORKERS = re.compile(r"reward\.parts\.\w+\.reward\.num_workers")  # of a reward model in a sum
 FIXED = ("runtime.max_staleness",)
 # Those of them on which log-probs and plans depend: who computes them, and in which micro-batches.
 SCORING = ("packing.", "runtime.device", "runtime.num_policy_ranks")
@@ -53,7 +55,7 @@ SCORING = ("packing.", "runtime.device", "runtime.num_policy_ranks")
 
 def is_changeable(key: str) -> bool:
     """Return whether the value of a dotted key may differ when a run is resumed."""
-    return _is_in(key, CHANGEABLE) and not _is_in(key, FIXED)
+    return (_is_in(key, CHANGEABLE) or PART_WORKERS.fullmatch(key) is not None) and not _is_in(key, FIXED)
 
 
 def rejected_changes(before: RunConfig, after: RunConfig) -> list[str]:

@@ -7,7 +7,6 @@ from pydantic import (
     Field,
     FiniteFloat,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveInt,
     field_validator,
     model_validator,
@@ -15,7 +14,7 @@ from pydantic import (
 
 from schemas.base import FrozenConfig
 from schemas.config.judge import JudgeReward
-from schemas.config.reward_base import InProcessReward, IsolatedReward, Pattern, TimeLimit
+from schemas.config.reward_base import InProcessReward, IsolatedReward, Pattern
 
 
 def _is_part_name(name: str) -> str:
@@ -88,8 +87,8 @@ class ReasoningGymReward(IsolatedReward):
     """1 for the verifier's full score, else 0; false: the verifier's score, which may be partial credit."""
 
 
-class ModelReward(IsolatedReward):
-    """The score of a reward model: a folder for sequence classification with one label."""
+class ModelReward(InProcessReward):
+    """The score of a reward model: a folder for sequence classification with one label, on Ray workers of its own."""
 
     kind: Literal["model"] = "model"
     """Selects a reward model."""
@@ -100,14 +99,34 @@ class ModelReward(IsolatedReward):
     max_tokens: PositiveInt = 4096
     """Longest prompt and response together in tokens; the reward of a longer one fails."""
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where it computes; on a GPU, beside the engine, whose memory must leave room."""
+    token_budget: PositiveInt = 16384
+    """Most tokens of a packed row, which holds responses to one prompt; more need more memory."""
 
-    num_processes: NonNegativeInt = 1
-    """Reward processes per rollout worker, each with the model; 0: in the rollout worker's process, without a limit."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of weights and activations; auto: bfloat16 on CUDA, float32 on a CPU."""
 
-    timeout_seconds: TimeLimit = 120.0
-    """Time limit per response, in seconds; inf or None: no limit."""
+    num_workers: PositiveInt = 1
+    """Reward workers, each with the model, and a GPU if there are some."""
+
+    @property
+    def models(self) -> "tuple[ModelReward, ...]":
+        """The reward models, this one."""
+        return (self,)
+
+    def dtype_on(self, device: str) -> Literal["float32", "bfloat16"]:
+        """Return the compute dtype on a kind of device, `cpu` or `cuda`."""
+        if self.compute_dtype == "auto":
+            return "bfloat16" if device == "cuda" else "float32"
+        return self.compute_dtype
+
+    @model_validator(mode="after")
+    def _longest_fits_a_row(self) -> "ModelReward":
+        if self.max_tokens > self.token_budget:
+            raise ValueError(
+                f"token_budget = {self.token_budget} is less than max_tokens = {self.max_tokens}, so that the longest "
+                "response would fit no row; raise it"
+            )
+        return self
 
 
 class NumericReward(InProcessReward):
@@ -225,6 +244,11 @@ class WeightedReward(IsolatedReward):
     def needs_processes(self) -> bool:
         """Whether the reward is computed in separate processes, because a part may hang or crash."""
         return self.num_processes > 0 and any(part.reward.needs_processes for part in self.parts.values())
+
+    @property
+    def models(self) -> tuple[ModelReward, ...]:
+        """The reward models among the parts."""
+        return tuple(model for part in self.parts.values() for model in part.reward.models)
 
     @property
     def reads_environment(self) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, model_validator
 
@@ -31,6 +31,11 @@ class InProcessReward(FrozenConfig):
     def needs_processes(self) -> bool:
         """Whether the reward is computed in separate processes."""
         return False
+
+    @property
+    def models(self) -> tuple[Any, ...]:
+        """The reward models, which are computed on workers of their own."""
+        return ()
 
     @property
     def reads_environment(self) -> bool:

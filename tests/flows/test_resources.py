@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import Qwen3Config
 
 from flows.built_in import CONFIGS
@@ -27,7 +28,7 @@ from schemas.errors import ModelError
 from tests.command import Command, assert_rejected, make_command
 from tests.policies import load_policy
 from tests.services import Workplace
-from tests.tiny import make_tiny_data, make_tiny_model
+from tests.tiny import make_tiny_data, make_tiny_model, make_tiny_reward_model
 
 # The sizes of Qwen3 8B; its folder has no weights, which a plan doesn't need.
 LARGE = Qwen3Config(
@@ -95,6 +96,23 @@ def test_a_sharded_policy_on_two_nodes_in_numbers(plan: Callable[..., Resources]
     # of it is one's own.
     assert (transfers["collectives"].num_bytes, transfers["collectives"].network_bytes) == (5 * whole // 2, 0)
     assert transfers["checkpoint"].num_bytes == 3 * whole
+
+
+def test_a_reward_model_is_a_worker_of_its_own(folder: Path, plan: Callable[..., Resources]) -> None:
+    make_tiny_reward_model(folder / "liked")
+    settings = ("reward.kind=model", "reward.path=liked", "reward.max_tokens=512", "reward.num_workers=2")
+    resources = plan(*settings, cluster="8xH100")
+    _, reward, rollout = resources.workers
+    assert (reward.role, reward.count, rollout.role) == ("reward", 2, "rollout")
+    weights = load_file(folder / "liked" / "model.safetensors").values()
+    assert reward.parts["weights"] == sum(2 * weight.numel() for weight in weights)  # in bfloat16
+    assert reward.phases.peak_phase == "rollout"
+    assert reward.phases.rollout == reward.parts["weights"] + reward.parts["forward"] > reward.phases.update > 0
+    colocated = plan(*settings, "runtime.placement=colocated", cluster="2xH100")
+    (shared,) = (worker for worker in colocated.workers if worker.role == "reward")
+    assert (shared.phases.scoring, shared.phases.update) == (0, 0)
+    assert colocated.shared is not None
+    assert colocated.shared.rollout > plan("runtime.placement=colocated", cluster="2xH100").shared.rollout
 
 
 def test_ranks_on_two_nodes_gather_over_the_network(plan: Callable[..., Resources]) -> None:

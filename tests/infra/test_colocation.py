@@ -1,6 +1,7 @@
 """Workers that take turns in a GPU's memory, here a CPU's: what moves, in counted bytes, and that no bit changes."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +16,17 @@ from infra.models.load import load_model
 from infra.stores.memory import MemoryStore
 from infra.workers.policy import PolicyWorker
 from infra.workers.reference import ReferenceWorker
+from infra.workers.reward import RewardWorker
+from rl_core.rewards import RewardItem
 from rl_core.storages import storage_bytes
 from schemas.config.model import LoraConfig, ModelConfig
+from schemas.config.reward import ModelReward
 from schemas.errors import EngineLostError, VersionError
 from schemas.step import RunHandle
 from tests.infra.engine_checks import assert_identical, request
 from tests.infra.test_policy_worker import forward_plan, make_step, parameters, run, started, store
 from tests.infra.weight_tensors import load_state
+from tests.tiny import make_tiny_reward_model
 
 __all__ = ["run", "store"]  # fixtures
 ALL = ("weights", "optimizer", "gradients")
@@ -145,3 +150,21 @@ def test_an_engine_that_fails_at_wake_up_is_lost(run: RunHandle) -> None:
         engine.wake(("weights",))
     with pytest.raises(EngineLostError, match="could not wake up"):  # so that its worker is created again
         engine.check()
+
+
+def test_a_reward_model_that_moves_out_scores_the_same(run: RunHandle, tmp_path: Path) -> None:
+    folder = make_tiny_reward_model(tmp_path / "liked")
+    model = ModelReward(path=str(folder), max_tokens=100)
+    worker = RewardWorker(run.replace(config=run.config.replace(reward=model)))
+    assert worker.sleep(("weights",)).resident == {}  # it has not started
+    worker.start()
+    item = RewardItem("2 + 2 =", ["4", "5"], "4", {})
+    before = worker.score(item)
+    slept = worker.sleep(("weights",))
+    assert slept.moved["weights"] > 0
+    assert slept.resident == {"weights": 0}
+    assert worker.wake(("weights",)).resident == slept.moved
+    assert worker.score(item) == before
+    worker.sleep(("weights",))
+    assert worker.score(item) == before  # a call moves in what it needs
+    assert len({outcome.reward for outcome in before.group}) == 2

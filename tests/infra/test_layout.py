@@ -7,8 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from infra.workers.layout import decide_device, nearest_configs, spread_over_cores, spread_over_gpus
+from infra.workers.roles import reward_model_of, reward_workers
 from schemas.errors import ConfigError
-from tests.configs import placed_config
+from tests.configs import placed_config, run_config
 
 
 def test_auto_takes_gpus_if_there_are_any_and_never_falls_back(tmp_path: Path) -> None:
@@ -63,6 +64,34 @@ def test_the_advised_changes_fit(tmp_path: Path, made: dict[str, Any], gpus: lis
         changes = dict(change.split(" = ") for change in advice.split(" with "))
         changed = {**made, **{keys.get(key, "device"): value.strip('"') for key, value in changes.items()}}
         decide_device(placed_config(tmp_path, **changed), gpus, num_cpus=8)
+
+
+def test_reward_workers_have_gpus_of_their_own_or_share_them(tmp_path: Path) -> None:
+    model = {"kind": "model", "path": "liked", "num_workers": 3}
+    of = run_config(tmp_path, reward=model, rollout={"num_workers": 2})
+    with pytest.raises(ConfigError, match=r"needs 6 GPUs \(1 policy, 2 rollout, 3 reward; .* has 5") as caught:
+        decide_device(of, [5], num_cpus=2)
+    assert 'colocated" or rollout.num_workers = 1; or' in str(caught.value)
+    assert "reward.num_workers = 2" in nearest_configs(of.replace(rollout=run_config(tmp_path).rollout), [4])
+    colocated = of.replace(runtime=of.runtime.replace(placement="colocated"))
+    assert decide_device(colocated, [3], num_cpus=2) == "cuda"
+    assert nearest_configs(colocated, [1])[0] == "rollout.num_workers = 1 with reward.num_workers = 1"
+    assert spread_over_cores(of, [1, 1])["reward", 2] == 1
+
+
+def test_the_workers_of_the_reward_models_of_a_sum_are_numbered_in_its_order(tmp_path: Path) -> None:
+    parts = {
+        name: {"reward": {"kind": "model", "path": name, "num_workers": count}}
+        for name, count in (("liked", 2), ("safe", 1))
+    }
+    parts["right"] = {"reward": {"kind": "exact"}}
+    of = run_config(tmp_path, reward={"kind": "weighted", "parts": parts})
+    assert reward_workers(of) == [range(2), range(2, 3)]
+    assert [reward_model_of(of, number).path for number in range(3)] == ["liked", "liked", "safe"]
+    assert nearest_configs(of, [3]) == ['runtime.placement = "colocated"', 'runtime.device = "cpu"']
+    one = run_config(tmp_path, reward={"kind": "weighted", "parts": {"liked": parts["liked"], "right": parts["right"]}})
+    assert "reward.parts.liked.reward.num_workers = 1" in nearest_configs(one, [3])
+    assert reward_workers(run_config(tmp_path)) == []
 
 
 def test_workers_are_spread_over_nodes_and_ranks_packed(tmp_path: Path) -> None:

@@ -1,55 +1,97 @@
-"""Reward models: tiny ones with random weights, in this process and in a reward process."""
+"""Reward models: tiny ones with random weights, in this process."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForSequenceClassification
+from pydantic import ValidationError
+from transformers import BertConfig, BertForSequenceClassification, Qwen3ForSequenceClassification
 
 from infra.models.tiny import END, make_tokenizer
 from infra.rewards.open import open_reward_scorer
-from rl_core.rewards import load_reward
+from rl_core.rewards import RewardOutcome, load_reward
 from rl_core.rollout.chat import ChatTemplate
-from schemas.config.reward import ModelReward
-from schemas.errors import ConfigError, ModelError
+from rl_core.scoring.pooled import pack_whole, packed_pooled_scores, prepare_pooled
+from schemas.config.reward import ModelReward, WeightedReward
+from schemas.errors import ModelError
 from tests.rl_core.reward_items import item
+from tests.tiny import make_tiny_reward_model
+
+COMPLETIONS = ("4", "four, or so", f"4{END}", "4" * 50, "", "5")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, tokenizer = tmp_path_factory.mktemp("reward"), make_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=16, num_labels=1, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    Qwen3ForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return make_tiny_reward_model(tmp_path_factory.mktemp("reward"))
 
 
-def plain_score(folder: Path, prompt: str, completion: str) -> float:
+def config_of(folder: Path | str, **fields: object) -> ModelReward:
+    return ModelReward.model_validate({"path": str(folder), "max_tokens": 100} | fields)
+
+
+def scores(
+    config: ModelReward | WeightedReward, *completions: str, groups: tuple[int, ...] = ()
+) -> list[RewardOutcome]:
+    scorer = open_reward_scorer(config)
+    try:
+        scorer.wait_until_ready()
+        return scorer.score([item(completion) for completion in completions], groups or (0,) * len(completions))
+    finally:
+        scorer.close()
+
+
+def plain_score(folder: Path, completion: str) -> float:
+    """Return the score that transformers computes of one response alone."""
     model = Qwen3ForSequenceClassification.from_pretrained(folder).eval()
-    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    messages = [{"role": "user", "content": item().prompt}, {"role": "assistant", "content": completion}]
     ids = ChatTemplate(make_tokenizer()).encode(messages, with_prompt=False)
     with torch.no_grad():
         return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
 
 
-def test_a_process_scores_each_response_as_if_it_were_alone(folder: Path) -> None:
-    items = [item("4"), item("four, or so"), item(f"4{END}"), item("4" * 100)]
-    config = ModelReward(path=str(folder), max_tokens=100)
-    scorer = open_reward_scorer(config)
-    try:
-        scorer.wait_until_ready()
-        outcomes = scorer.score(items)
-    finally:
-        scorer.close()
-    for each, outcome in zip(items[:3], outcomes, strict=False):
-        assert outcome.reward == pytest.approx(plain_score(folder, each.prompt, str(each.completion)), abs=1e-6)
-    assert len({outcome.reward for outcome in outcomes}) == 4  # a control token's name in a text is text
-    assert "more than reward.max_tokens = 100" in (outcomes[3].failure or "")
+@pytest.mark.parametrize("token_budget", [100, 150, 16384])
+def test_packed_responses_have_the_scores_of_each_alone(folder: Path, token_budget: int) -> None:
+    found = [outcome.reward for outcome in scores(config_of(folder, token_budget=token_budget), *COMPLETIONS)]
+    assert found == pytest.approx([plain_score(folder, each) for each in COMPLETIONS], abs=1e-5)
+    assert len(set(found)) == len(COMPLETIONS)  # a control token's name in a text is text
+
+
+def test_a_prompts_scores_depend_on_no_other_prompt(folder: Path) -> None:
+    alone = scores(config_of(folder), *COMPLETIONS)
+    both = scores(config_of(folder), *COMPLETIONS, *COMPLETIONS[:2], groups=(0,) * len(COMPLETIONS) + (1, 1))
+    assert both[: len(COMPLETIONS)] == alone  # bit for bit
+
+
+def test_a_text_that_is_too_long_fails_alone(folder: Path) -> None:
+    first, late, last = scores(config_of(folder), "4", "4" * 100, "5")
+    assert "more than reward.max_tokens = 100" in (late.failure or "")
+    assert [first, last] == scores(config_of(folder), "4", "5")
+
+
+def test_a_reward_model_in_a_weighted_sum(folder: Path) -> None:
+    parts = {
+        "model": {"weight": 0.5, "reward": config_of(folder).model_dump()},
+        "exact": {"weight": 2, "reward": {"kind": "exact"}},
+        "form": {"weight": 0, "reward": {"kind": "format", "pattern": "[0-9]+"}},
+    }
+    found = scores(WeightedReward.model_validate({"parts": parts, "num_processes": 1}), "4", "5", "4" * 100)
+    of_model = [outcome.reward for outcome in scores(config_of(folder), "4", "5")]
+    for outcome, score, exact in zip(found, of_model, (1, 0), strict=False):
+        assert outcome.parts == {"model": score, "exact": exact, "form": 1}
+        assert outcome.reward == pytest.approx(0.5 * score + 2 * exact)
+    assert (found[2].failure or "").startswith(
+        "RuntimeError: part 'model' failed: ValueError: prompt and response have"
+    )
+    only = WeightedReward.model_validate({"parts": {"model": parts["model"]}})
+    assert [outcome.reward for outcome in scores(only, "4")] == [0.5 * of_model[0]]
+    scorer = open_reward_scorer(only)
+    scorer.wait_until_ready()
+    with scorer.open_batch((0, 0)) as batch:
+        batch.leave_out(1)
+        batch.add(0, item("4"))
+        assert batch.finish().keys() == {0}
+    scorer.close()
 
 
 def changed(folder: Path, to: Path, **fields: object) -> str:
@@ -62,34 +104,57 @@ def changed(folder: Path, to: Path, **fields: object) -> str:
     return str(to)
 
 
-def test_what_is_no_reward_model_is_refused(folder: Path, tmp_path: Path) -> None:
+def without(folder: Path, to: Path, name: str) -> str:
+    changed(folder, to)
+    (to / name).unlink()
+    return str(to)
+
+
+def test_what_is_no_reward_model_is_refused_before_a_run(folder: Path, tmp_path: Path) -> None:
     labels = {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
+    ids, bert = ("pad_token_id", "eos_token_id"), tmp_path / "bert"
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertForSequenceClassification(BertConfig(vocab_size=300, num_labels=1, **sizes)).save_pretrained(bert)
     for path, text in (
         (str(tmp_path / "absent"), "can't be loaded"),
         (changed(folder, tmp_path / "causal", architectures=["Qwen3ForCausalLM"]), "is Qwen3ForCausalLM, expected"),
         (changed(folder, tmp_path / "two", **labels), "has 2 labels, expected 1"),
+        (
+            changed(folder, tmp_path / "small", vocab_size=100, **dict.fromkeys(ids)),
+            "largest token id is 259, but the model has embeddings",
+        ),
+        (
+            changed(folder, tmp_path / "short", max_position_embeddings=50),
+            "has 50 positions, fewer than reward.max_tok",
+        ),
+        (without(folder, tmp_path / "plain", "chat_template.jinja"), "the tokenizer has no chat template"),
+        (str(bert), "has no linear layer `score`"),
     ):
-        with pytest.raises(ModelError, match=text):
-            load_reward(ModelReward(path=path))
+        with pytest.raises(ModelError, match=text) as caught:
+            load_reward(config_of(path))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValidationError, match="token_budget = 50 is less than max_tokens = 100"):
+        config_of(folder, token_budget=50)
+
+
+def test_weights_that_are_missing_are_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
     deeper = changed(folder, tmp_path / "deeper", num_hidden_layers=3, layer_types=["full_attention"] * 3)
-    scorer = open_reward_scorer(ModelReward(path=deeper))
+    scorer = open_reward_scorer(config_of(deeper))
     with pytest.raises(ModelError, match=r"layers\.2\..* are missing, and would be random"):
         scorer.wait_until_ready()
     scorer.close()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there_is_refused(folder: Path) -> None:
-    scorer = open_reward_scorer(ModelReward(path=str(folder), device="cuda"))
-    with pytest.raises(ConfigError, match="sees no GPU"):
-        scorer.wait_until_ready()
-    scorer.close()
+def test_padding_at_the_end_of_a_text_is_ignored_as_by_transformers(folder: Path, tmp_path: Path) -> None:
+    ends_in_padding = Path(changed(folder, tmp_path / "padded", pad_token_id=make_tokenizer().eos_token_id))
+    found = [outcome.reward for outcome in scores(config_of(ends_in_padding), "4", "5")]
+    assert found == pytest.approx([plain_score(ends_in_padding, each) for each in ("4", "5")], abs=1e-5)
+    assert found != [outcome.reward for outcome in scores(config_of(folder), "4", "5")]
 
 
-def test_without_processes_it_is_the_same(folder: Path) -> None:
-    function = load_reward(config := ModelReward(path=str(folder), num_processes=0, timeout_seconds=None))
-    scorer = open_reward_scorer(config)
-    scorer.wait_until_ready()
-    assert scorer.score([item("4")])[0].reward == pytest.approx(plain_score(folder, item("4").prompt, "4"), abs=1e-6)
-    assert function is not None
-    scorer.close()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_is_checked_against_its_own_forward(folder: Path, dtype: torch.dtype) -> None:
+    model = Qwen3ForSequenceClassification.from_pretrained(folder, dtype=dtype).eval()
+    prepare_pooled(model)
+    row = pack_whole([[1, 2, 3], [4, 5]], model.device)
+    assert packed_pooled_scores(model, row).dtype == torch.float32

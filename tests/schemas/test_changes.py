@@ -42,7 +42,8 @@ TRAINED = {
     "data.chat_template_kwargs",
     *(f"reward.{name}" for name in ("kind", "path", "full_marks_only", "relative_tolerance", "absolute_tolerance")),
     *(f"reward.{name}" for name in ("pattern", "parts", "target", "unit")),
-    *(f"reward.{name}" for name in ("model", "prompt", "scale", "max_tokens", "temperature")),
+    *(f"reward.{name}" for name in ("model", "prompt", "scale", "max_tokens", "temperature", "token_budget")),
+    "reward.compute_dtype",
     *(f"rollout.{name}" for name in ("kind", "dtype", "num_prompts", "samples_per_prompt", "max_response_tokens")),
     *(f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")),
     *("rollout.dynamic_sampling", "rollout.router_replay"),
@@ -94,10 +95,10 @@ OTHER = {
     "packing.token_budget": "9999",
     "reward.api_key_variable": "JUDGE_KEY",
     "reward.concurrency": "7",
-    "reward.device": "cuda",
     "reward.max_failure_fraction": "1",
     "reward.max_retries": "7",
     "reward.num_processes": "7",
+    "reward.num_workers": "7",
     "reward.timeout_seconds": "7",
     "reward.url": "http://other/v1",
     "rollout.batch_prompts": "3",
@@ -187,11 +188,12 @@ def test_what_a_message_names_may_change_or_is_for_a_new_run() -> None:
 def test_an_advised_change_is_accepted(key: str) -> None:
     is_of_vllm = key.removeprefix("rollout.") in VllmRollout.model_fields.keys() - TransformersRollout.model_fields
     is_of_judge = key.removeprefix("reward.") in JudgeReward.model_fields.keys() - IsolatedReward.model_fields
-    reward = {"kind": "judge", "url": "http://one/v1", "model": "judge", "prompt": "{response}"}
+    function, model = {"kind": "function", "path": "my:score"}, {"kind": "model", "path": "model"}
+    judge = {"kind": "judge", "url": "http://one/v1", "model": "judge", "prompt": "{response}"}
     environment = {"kind": "class", "path": "game:Game"}
     begun = run_config(
         **({"environment": environment} if key.startswith("environment.") else {}),
-        reward=reward if is_of_judge else {"kind": "model", "path": "model"},
+        reward=judge if is_of_judge else model if key == "reward.num_workers" else function,
         rollout={"kind": "vllm" if is_of_vllm else "transformers"},
     )
     resumed = override_config(begun, f"{key}={OTHER[key]}".split(" "), "demo")
@@ -200,6 +202,16 @@ def test_an_advised_change_is_accepted(key: str) -> None:
     assert sampling_digest(resumed) == sampling_digest(begun)
     is_scoring = any(key == name or key.startswith(name) for name in SCORING)
     assert (scoring_digest(resumed) != scoring_digest(begun)) == is_scoring
+
+
+def test_the_workers_of_a_reward_model_in_a_sum_may_change() -> None:
+    model = {"weight": 1, "reward": {"kind": "model", "path": "model"}}
+    begun = run_config(reward={"kind": "weighted", "parts": {"liked": model}})
+    changes = {name: f"reward.parts.liked.reward.{name}" for name in ("num_workers", "max_tokens")}
+    resumed = {name: override_config(begun, [f"{key}=7"], "demo") for name, key in changes.items()}
+    assert rejected_changes(begun, resumed["num_workers"]) == []
+    assert sampling_digest(begun) == sampling_digest(resumed["num_workers"])
+    assert rejected_changes(begun, resumed["max_tokens"]) == [changes["max_tokens"]]
 
 
 def test_a_change_of_what_is_trained_changes_all_digests() -> None:

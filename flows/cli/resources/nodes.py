@@ -108,23 +108,26 @@ def _loading(model: ModelMemory, workers: tuple[WorkerMemory, ...], counts: Mapp
     """Return what loads pass through host memory: an engine's weights, but of a sharded model a tensor's slice."""
     total = 0
     for worker in workers:
+        if worker.role in ("rollout", "reward"):
+            total += counts[worker.role] * worker.phases.load
+            continue
         weights = model.reference if worker.role == "reference" else model.policy
         assert weights is not None
-        slices = weights.largest // weights.num_ranks
-        total += counts[worker.role] * (worker.phases.load if worker.role == "rollout" else slices)
+        total += counts[worker.role] * (weights.largest // weights.num_ranks)
     return total
 
 
 def _moved_out(config: RunConfig, model: ModelMemory, counts: Mapping[Role, int]) -> dict[Phase, int]:
-    """Return what policy and reference keep in host memory while others compute on their GPUs."""
+    """Return what policy, reference and reward models keep in host memory while others compute on their GPUs."""
     weights, reference = model.policy, model.reference
     optimizer = 0 if config.optim.offload else weights.optimizer * counts["policy"]
     frozen = reference.computed(reference.held) * counts["reference"] if reference else 0
+    scored = model.reward.weights * counts["reward"] if model.reward else 0
     return {
         "rollout": optimizer + weights.held * counts["policy"] + frozen,
         "publish": optimizer + frozen,
-        "scoring": optimizer,
-        "update": frozen,
+        "scoring": optimizer + scored,
+        "update": frozen + scored,
     }
 
 

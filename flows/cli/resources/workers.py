@@ -9,11 +9,12 @@ from transformers import PreTrainedModel
 
 from flows.cli.footprint import Footprint
 from flows.cli.resources.placement import Placement
+from flows.cli.resources.rewards import RewardBytes
 from infra.engines.embedded.cache import cache_bytes_per_token
 from infra.engines.vllm.sizes import num_cache_copies
 from infra.models.load import build_meta_model, max_positions
 from infra.models.lora import add_adapter
-from infra.workers.roles import Role
+from infra.workers.roles import Role, num_workers
 from rl_core.planning.activations import Activations, trace_activations
 from rl_core.planning.hardware import Cluster, format_bytes
 from rl_core.planning.memory import (
@@ -53,6 +54,7 @@ class ModelMemory:
     Attributes:
         policy: The weights of a policy rank, adapters included.
         reference: Those of a reference rank; None without reference workers.
+        reward: Those of a reward worker; None without one.
         whole: All weights, adapters merged, in float32.
         activations: Of a micro-batch with the most tokens.
         micro_tokens: Its tokens.
@@ -64,6 +66,7 @@ class ModelMemory:
 
     policy: WeightBytes
     reference: WeightBytes | None
+    reward: RewardBytes | None
     whole: int
     activations: Activations
     micro_tokens: int
@@ -96,6 +99,7 @@ class ModelMemory:
         if half:
             base.bfloat16()
         activations, warnings = _activations(config, base, tokens)
+        reward = RewardBytes.of(config, on_gpus=on_gpus)
         return cls(
             policy=WeightBytes.of(
                 base,
@@ -104,13 +108,14 @@ class ModelMemory:
                 eight_bit=config.optim.implementation == "8bit",
             ),
             reference=reference,
+            reward=reward,
             whole=whole,
             activations=activations,
             micro_tokens=tokens,
             token_bytes=cache_bytes_per_token(base.config, torch.float32),
             engine_itemsize=engine_itemsize(config, on_gpus=on_gpus),
             vocab_size=base.config.get_text_config().vocab_size,
-            warnings=warnings,
+            warnings=(*warnings, *(reward.warnings if reward else ())),
         )
 
 
@@ -129,6 +134,8 @@ def worker_memory(
     workers = [_policy(config, footprint, model, placement)]
     if model.reference is not None:
         workers.append(_reference(config, model, model.reference, placement))
+    if model.reward is not None:
+        workers.append(_reward(config, model.reward, placement))
     workers.append(_rollout(config, footprint, model, cluster, placement))
     return tuple(workers)
 
@@ -234,6 +241,15 @@ def _reference(config: RunConfig, model: ModelMemory, weights: WeightBytes, plac
     if placement.takes_turns:
         phases = phases.replace(rollout=0, update=0, publish=0)
     return WorkerMemory(role="reference", count=weights.num_ranks, parts=parts, phases=phases)
+
+
+def _reward(config: RunConfig, reward: RewardBytes, placement: Placement) -> WorkerMemory:
+    held = reward.weights
+    phases = PhaseBytes(load=held, rollout=held + reward.forward, scoring=held, update=held, publish=held)
+    if placement.takes_turns:
+        phases = phases.replace(scoring=0, update=0)
+    parts = {"weights": held, "forward": reward.forward}
+    return WorkerMemory(role="reward", count=num_workers(config)["reward"], parts=parts, phases=phases)
 
 
 def _rollout(

@@ -1,0 +1,57 @@
+"""A reward model on a Ray worker that dies: the run goes on, and its rewards are those of the model in one process.
+
+The workers take turns in a GPU's memory, here a CPU's.
+"""
+
+import json
+
+import pytest
+
+from infra.rewards.open import open_reward_scorer
+from infra.stores.offline import read_step
+from rl_core.rewards import RewardItem, as_stored
+from schemas.config.reward import ModelReward
+from tests.services import Workplace
+from tests.tiny import make_tiny_reward_model
+
+pytestmark = pytest.mark.slow
+
+STEPS, RUN_ID = 5, "reward-model"
+TEXTS = ("prompt_text", "response_text", "answer", "info", "group_id", "sample_id", "reward")
+
+
+def test_a_lost_reward_worker_scores_again(workplace: Workplace) -> None:
+    make_tiny_reward_model(workplace.folder / "reward-model")
+    driver = workplace.start(
+        *("train", "tiny.toml", "--run-id", RUN_ID, f"steps={STEPS}", "kl.coef=0", "store.keep_steps=all"),
+        *("reward.kind=model", "reward.path=reward-model", "reward.max_tokens=200", "runtime.max_restarts=0"),
+        "runtime.placement=colocated",
+    )
+    run = workplace.run(RUN_ID)
+    driver.wait_for(lambda: run.committed(0, "put"))
+    assert workplace.kill_worker("RewardWorker") == 1
+    printed = driver.finish()
+    assert "reward-0" in printed  # in the table of workers
+    assert "reward worker 0 is lost, and created again" in printed
+    turns = run.metrics.steps()[-1].memory_by_phase
+    held = {phase: turn.resident_bytes["reward"] for phase, turn in turns.items()}
+    assert held["rollout"] > 0
+    assert held["scoring"] == held["update"] == 0
+    config = ModelReward(path=str(workplace.folder / "reward-model"), max_tokens=200)
+    for step in range(STEPS):
+        rows = read_step(workplace.folder / "runs" / RUN_ID, step, TEXTS).to_pylist()
+        assert [row["reward"] for row in rows] == in_one_process(config, rows)
+        assert len({row["reward"] for row in rows}) > 1
+
+
+def in_one_process(config: ModelReward, rows: list[dict]) -> list[float | None]:
+    """Return the rows' rewards, with the responses to each prompt in the order in which they were sampled."""
+    rows = [row | {"number": int(row["sample_id"].rpartition("-")[2])} for row in rows]
+    order = sorted(range(len(rows)), key=lambda index: (rows[index]["group_id"], rows[index]["number"]))
+    items = [RewardItem(*(rows[at][name] for name in TEXTS[:3]), json.loads(rows[at]["info"])) for at in order]
+    scorer = open_reward_scorer(config)
+    scorer.wait_until_ready()
+    outcomes = scorer.score(items, [rows[index]["group_id"] for index in order])
+    scorer.close()
+    by_row = {index: as_stored(outcome.reward) for index, outcome in zip(order, outcomes, strict=True)}
+    return [by_row[index] for index in range(len(rows))]
