@@ -79,9 +79,10 @@ def plan_fork(
     config = config if note is None else config.replace(note=note)
     directory = RunDirectory.require_absent(config, run_id or f"{parent.run_id}-at-{step}")
     _check_changes(parent, before, config, step)
-    check_parent(config, parent, step)
     history = History(parent)
-    return PlannedFork(history, step, history.start(step), config, directory)
+    start = history.start(step)
+    check_parent(config, parent, step)
+    return PlannedFork(history, step, start, config, directory)
 
 
 def make_fork(fork: PlannedFork) -> None:

@@ -73,7 +73,8 @@ def read_groups(
             rows = store.read(view, list(filter(is_wanted, stored)))
             own = pa.array([number[group]] * rows.num_rows, pa.int32())
             tables.append(pa.table(rows.set_column(rows.schema.get_field_index("group_id"), "group_id", own)))
-    return pa.concat_tables(tables, promote_options="default").combine_chunks().to_batches()[0]
+    (rows,) = pa.concat_tables(tables, promote_options="default").combine_chunks().to_batches()
+    return rows
 
 
 def check_source(config: RunConfig, num_positions: int) -> RunDirectory | None:
