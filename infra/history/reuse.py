@@ -68,11 +68,12 @@ def read_groups(
         store, batch = _open(_source(run, step), step)
         stored = _rollout_columns(batch).dtypes
         ids = store.read(batch, ["group_id"])["group_id"].to_numpy()
-        for group in groups:
-            view = select(batch, np.flatnonzero(ids == group.group))
-            rows = store.read(view, list(filter(is_wanted, stored)))
-            own = pa.array([number[group]] * rows.num_rows, pa.int32())
-            tables.append(pa.table(rows.set_column(rows.schema.get_field_index("group_id"), "group_id", own)))
+        of_groups = {number[group]: np.flatnonzero(ids == group.group) for group in groups}
+        view = select(batch, np.concatenate(list(of_groups.values())))
+        rows = store.read(view, list(filter(is_wanted, stored)))
+        own = np.repeat(list(of_groups), [len(each) for each in of_groups.values()])
+        at = rows.schema.get_field_index("group_id")
+        tables.append(pa.table(rows.set_column(at, "group_id", pa.array(own, pa.int32()))))
     (rows,) = pa.concat_tables(tables, promote_options="default").combine_chunks().to_batches()
     return rows
 
