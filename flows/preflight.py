@@ -2,7 +2,7 @@
 
 import fsspec
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import open_checkpoints
@@ -11,7 +11,8 @@ from infra.datasets.limits import check_prompts
 from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
 from infra.environments.open import check_environments
-from infra.models.load import build_meta_model, experts_dtype, load_tokenizer, max_positions
+from infra.history.reuse import check_source
+from infra.models.load import build_meta_model, experts_dtype, load_tokenizer, max_positions, num_embeddings
 from infra.models.lora import add_adapter, require_peft
 from infra.monitors import require_monitors
 from infra.ray.tracing import require_tracing
@@ -51,6 +52,7 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
     prompts, held_out = load_run_prompts(config, tokenizer)
     check_environments(config, tokenizer, prompts)
     check_prompts(config, prompts, held_out, max_positions(config.model))
+    check_reuse(config, tokenizer)
     if config.model.lora is not None:
         require_peft()
     if config.rollout.router_replay:
@@ -81,6 +83,26 @@ def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:
             f"model.path {config.model.path} is not the model that run {directory.run_id} trains: {error}; "
             "restore the folder that the run started with"
         ) from None
+
+
+def check_reuse(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a run whose groups are trained on again has the same tokens, and rows of the same kind.
+
+    Raises:
+        RunError: There is no such run, a step is not kept, or its rows don't fit.
+        ModelError: Its tokenizer is another one, or its model's folder is gone.
+    """
+    source = check_source(config, max_positions(config.model))
+    if source is None or (path := source.config().model.path) == config.model.path:
+        return
+    other = source.config().model
+    if load_tokenizer(other).get_vocab() != tokenizer.get_vocab() or num_embeddings(other) != num_embeddings(
+        config.model
+    ):
+        raise ModelError(
+            f"data.reuse.run: run {source.run_id} has the tokens of {path}, which are not those of model.path "
+            f"{config.model.path}; choose a run with the same tokenizer and vocabulary size"
+        )
 
 
 def check_urls(config: RunConfig) -> None:

@@ -27,12 +27,13 @@ def change_config(directory: RunDirectory, config: RunConfig) -> RunConfig:
     another `checkpoint.url`. Columns aren't moved: with another place for them, unfinished steps are run again.
 
     Raises:
-        RunError: With `config`, the run would train something else than before.
+        RunError: With `config`, the run would train something else than before, or lose columns that it reuses.
         CheckpointError: The checkpoints can't be copied.
     """
     before, config = directory.config(), resumed_config(directory, config)
     if config == before:
         return config
+    _check_columns_place(before, config, directory.run_id)
     kill_workers(directory.run_id, before)
     _warn_of_idle_workers(config)
     if _columns_place(before) != _columns_place(config):
@@ -141,6 +142,14 @@ def _drop_columns(directory: RunDirectory, config: RunConfig) -> None:
         drop_steps(directory, config)
     except (StoreError, OSError, ImportError, ValueError) as error:
         logger.warning("the columns of run %s can't be removed from their old place: %s", directory.run_id, error)
+
+
+def _check_columns_place(before: RunConfig, config: RunConfig, run_id: str) -> None:
+    if config.steps_kept_for_reuse and _columns_place(before) != _columns_place(config):
+        raise RunError(
+            f"run {run_id} takes groups of its stored steps (data.reuse.max_age), which aren't moved to another store; "
+            "leave store.kind and store.url as they were"
+        )
 
 
 def _columns_place(config: RunConfig) -> tuple[object, ...]:

@@ -127,7 +127,7 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -
         memory_by_phase=turns.memory,
         started_at=phase.started_at,
         timeline=tuple(phase.spans),
-        response_lengths=count_lengths(rollout.response_lengths),
+        response_lengths=count_lengths(rollout.sampled.response_lengths),
         telemetry=values(merge_metrics([*measured, packing(advantage.plan)])),
         sources=rollout.sources,
     )

@@ -77,7 +77,8 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("rows/skipped", "advantage", "sum", "row", "Rows without a loss token, which the plan skips.", ()),
     # Rollout.
     ("rollout/staleness", "rollout", "mean", "version",
-     "Policy version that is updated minus the version that sampled, over rows or, if several did, tokens.", ()),
+     "Policy version that is updated minus the version that sampled, over rows or, if several did, tokens; "
+     "without rows of another run.", ()),
     ("rollout/<phase>_seconds", "rollout", "max", "second",
      "Time of the slowest rollout worker in one phase of the rollout.", ()),
     ("rollout/rounds", "rollout", "single", "round", "Rounds of dynamic sampling.", ()),
@@ -88,6 +89,11 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("rollout/reward", "rollout", "mean", "reward", "Reward over all generated rows, dropped groups included.", ()),
     ("rollout/failed", "rollout", "sum", "row", "Failed rewards of all generated rows, dropped groups included.", ()),
     ("rollout/tokens", "rollout", "sum", "token", "Response tokens generated, dropped groups included.", ()),
+    # Groups of stored steps that are trained on again; metrics of rewards and responses are without them.
+    ("reuse/groups", "rollout", "sum", "group", "Stored groups that the step trains on again.", ()),
+    ("reuse/rows", "rollout", "sum", "row", "Their rows.", ()),
+    ("reuse/age", "rollout", "mean", "step",
+     "Steps since they were sampled, over their rows; absent if there are none, or for another run's.", ()),
     # Sources of prompts or levels of difficulty, if there is a curriculum.
     ("data/<source>/share", "rollout", "single", "", "Fraction of the prompts that is to come from a source.", ()),
     ("data/<source>/success_rate", "rollout", "mean", "",

@@ -36,6 +36,29 @@ class PartialGroups(Frozen):
     batch: BatchHandle
 
 
+class ReusedGroup(Frozen):
+    """A group that an earlier step sampled, or one of another run."""
+
+    step: NonNegativeInt
+    group: NonNegativeInt  # its number within that step
+
+    @classmethod
+    def of(cls, sample_id: str) -> "ReusedGroup":
+        """Return the group that a sample's id names.
+
+        Example:
+            >>> ReusedGroup.of(make_sample_id(3, 5, 0))
+            ReusedGroup(step=3, group=5)
+        """
+        step, group, _ = sample_id.split("-")
+        return cls(step=int(step), group=int(group))
+
+
+def make_sample_id(step: int, group: int, number: int) -> str:
+    """Return the id of a sample: its step, its group's number within the step, and its own within the group."""
+    return f"{step}-{group}-{number}"
+
+
 class RolloutShard(Frozen):
     """The rows of the groups that one worker generated in one batch, in order. N rows.
 
@@ -57,6 +80,7 @@ class RolloutShard(Frozen):
     token_lag: NonNegativeInt | None = None  # the sum over tokens of step - version, if several versions sampled
     begun: tuple[PartialGroups, ...] = ()  # what it continued, of its own step and later ones
     unfinished: tuple[PartialGroups, ...] = ()  # of later steps: what the next rollout continues
+    reused: tuple[ReusedGroup, ...] = ()  # where `groups` come from, each, if they were not sampled in this step
     failure: str | None = None  # message of the first reward failure
     samples: tuple[SampleText, ...] = ()  # of kept and dropped groups
     seconds: dict[str, float] = Field(default_factory=dict)  # by phase of the work
@@ -73,11 +97,20 @@ class RolloutShard(Frozen):
                 f"{len(self.turn_rewards)} rewards of {sum(self.num_turns)} turns in {len(self.num_turns)} of "
                 f"{self.num_rows} rows; expected one of each turn, of all rows or none"
             )
+        if len(self.reused) not in (0, len(self.groups)):
+            raise ValueError(
+                f"{len(self.reused)} of {len(self.groups)} groups of a shard are reused; expected all or none"
+            )
         return self
 
     @property
     def num_rows(self) -> int:
         return len(self.rewards)
+
+    @property
+    def has_lag(self) -> bool:
+        """Whether the versions that sampled its rows are those of the run itself."""
+        return not self.reused or self.token_lag is not None
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -114,7 +147,7 @@ class RolloutHandle(Frozen):
         """Mean reward parts, turns, seconds of the slowest worker by phase, staleness, and `generated`."""
         parts = [
             {REWARD_PART_PREFIX + name: Mean(total=sum(present), weight=len(present))}
-            for shard in self.shards
+            for shard in self.sampled.shards
             for name, values in shard.parts.items()
             if (present := values.present)
         ]
@@ -124,9 +157,22 @@ class RolloutHandle(Frozen):
         )
 
     def _staleness(self) -> Mean:
-        if lags := [shard.token_lag for shard in self.shards if shard.token_lag is not None]:
-            return Mean(total=sum(lags), weight=sum(self.response_lengths))
-        return Mean(total=(self.step - self.policy_version) * self.num_rows, weight=self.num_rows)
+        """Return the mean lag over rows, or over tokens if it differs among them; another run's rows have none."""
+        lag, own = self.step - self.policy_version, [shard for shard in self.shards if shard.has_lag]
+        if all(shard.token_lag is None for shard in own):
+            num_rows = sum(shard.num_rows for shard in own)
+            return Mean(total=lag * num_rows, weight=num_rows)
+        tokens = [sum(shard.response_lengths) for shard in own]
+        lags = [
+            lag * count if shard.token_lag is None else shard.token_lag
+            for shard, count in zip(own, tokens, strict=True)
+        ]
+        return Mean(total=sum(lags), weight=sum(tokens))
+
+    @property
+    def sampled(self) -> "RolloutHandle":
+        """The same without reused groups, whose rows are the last ones."""
+        return self.replace(shards=tuple(shard for shard in self.shards if not shard.reused))
 
     @property
     def telemetry(self) -> Metrics:

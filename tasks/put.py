@@ -22,7 +22,7 @@ async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHand
     shards, parts = [shard for shard in rollout.shards if shard.num_rows], rollout.reward_parts
     results = await rollout_pool(run).dispatch(
         {shard.shard: partial(_put, run, policy, rollout, parts, shard) for shard in shards},
-        owners={shard.shard: shard.worker for shard in shards if shard.worker < run.config.rollout.num_workers},
+        owners={shard.shard: shard.worker for shard in shards if _is_held(run, shard)},
     )
     batch = new_batch(
         run_id=run.run_id,
@@ -36,6 +36,11 @@ async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHand
     return publish_handle(open_store(run), batch, [result.traffic for result in results])
 
 
+def _is_held(run: RunHandle, shard: RolloutShard) -> bool:
+    """Return whether a worker that may still exist has generated the rows."""
+    return not shard.reused and shard.worker < run.config.rollout.num_workers
+
+
 async def _put(
     run: RunHandle,
     policy: PolicyHandle,
@@ -44,6 +49,11 @@ async def _put(
     shard: RolloutShard,
     worker: Any,
 ) -> PutResult:
+    if shard.reused:
+        reused: PutResult = await call(
+            worker, "put_reused", rollout.step, shard.shard, shard.groups, shard.reused, parts
+        )
+        return reused
     args = rollout.step, rollout.policy_version, shard.shard, shard.kept, parts
     if (result := await call(worker, "put", *args)) is None:  # the worker doesn't hold the rows
         schedules = find_schedules(run, policy.step)

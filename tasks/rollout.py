@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from prefect import get_run_logger
 
+from infra.history.reuse import choose_groups
+from infra.ray.actors import call
 from infra.storage.curriculum import find_schedules
 from infra.stores.open import open_store
 from infra.stores.steps import drop_journals
@@ -19,11 +22,12 @@ from rl_core.rollout.dynamic_sampling import (
     shard_groups,
     short_batch_warning,
 )
+from rl_core.rollout.reuse import reuse_metrics
 from schemas.curriculum import SourceResults, SourceSchedule
 from schemas.errors import RewardFailureError, StoreError
 from schemas.metrics import Metrics, Sum, merge_metrics
 from schemas.packed import PackedFloats
-from schemas.rollout import PartialGroups, RolloutHandle, RolloutShard, check_failures
+from schemas.rollout import PartialGroups, ReusedGroup, RolloutHandle, RolloutShard, check_failures
 from schemas.step import PolicyHandle, RunHandle
 from tasks.stage import stage
 
@@ -32,7 +36,8 @@ from tasks.stage import stage
 async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: RolloutHandle | None = None) -> RolloutHandle:
     """Generate and score this step's samples, in as many rounds as needed; the rows stay on their workers.
 
-    They are sampled from the policy's own version, or from older ones if `runtime.max_staleness` allows it.
+    They are sampled from the policy's own version, or from older ones if `runtime.max_staleness` allows it. With
+    `data.reuse`, groups of stored steps follow them.
 
     Args:
         run: The run.
@@ -41,6 +46,7 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: Rollou
 
     Raises:
         RewardFailureError: More of the step's rewards failed than the config allows.
+        RunError: A stored step whose groups may be trained on again is not kept.
     """
     config, rounds, schedules = run.config.rollout, list[list[RolloutShard]](), find_schedules(run, policy.step)
     begun = _find_begun(run, before) if before else {}
@@ -56,12 +62,15 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: Rollou
         _check_failures(run, policy, rounds)
     if (warning := short_batch_warning(config, policy.step, rounds)) is not None:
         get_run_logger().warning(warning)
+    reused = await _describe_reused(run, policy, sum(map(len, rounds)))
     sources = _count_results(run, rounds, schedules.get(policy.step))
     generated: Metrics = count_generated(rounds, config) if config.dynamic_sampling else {}
+    if run.config.data.reuse is not None:
+        generated |= reuse_metrics(run.config, policy.step, reused)
     return RolloutHandle(
         step=policy.step,
         policy_version=run.config.sampler_version(policy.step),
-        shards=keep_rows(config, rounds),
+        shards=(*keep_rows(config, rounds), *reused),
         generated=generated | (source_metrics(run.config.data.source_names, sources) if sources else {}),
         sources=sources,
     )
@@ -81,6 +90,24 @@ async def _generate_round(
         for shard, own in shards.items()
     }
     return await rollout_pool(run).dispatch(jobs)
+
+
+async def _describe_reused(run: RunHandle, policy: PolicyHandle, first_shard: int) -> list[RolloutShard]:
+    """Choose the stored groups that the step trains on again, and return what the driver has to know of their rows."""
+    reused, first = choose_groups(run, policy.step), run.config.first_reused_group
+    shards = shard_groups(run.config.rollout, range(first, first + len(reused)), first_shard)
+    jobs = {
+        shard: partial(_describe, policy.step, shard, groups, reused[groups[0] - first : groups[-1] + 1 - first])
+        for shard, groups in shards.items()
+    }
+    return await rollout_pool(run).dispatch(jobs)
+
+
+async def _describe(
+    step: int, shard: int, groups: Sequence[int], reused: Sequence[ReusedGroup], worker: Any
+) -> RolloutShard:
+    described: RolloutShard = await call(worker, "describe_reused", step, shard, groups, reused)
+    return described
 
 
 def _find_begun(run: RunHandle, before: RolloutHandle) -> dict[int, Sequence[PartialGroups]]:

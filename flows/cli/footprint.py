@@ -21,6 +21,7 @@ class Footprint(Frozen):
     """The rows of one step, their plans, and what their columns take in the store."""
 
     num_rows: PositiveInt
+    num_reused: NonNegativeInt  # of these rows: those of stored groups
     prompt_tokens: PositiveInt
     response_tokens: PositiveInt
     longest_prompt: PositiveInt  # tokens
@@ -56,8 +57,8 @@ class Footprint(Frozen):
         if self.store_bytes > self.capacity_bytes:
             raise ConfigError(
                 f"the columns of one step take {self.store_bytes} bytes, more than store.capacity_bytes = "
-                f"{self.capacity_bytes}; raise it, or lower rollout.num_prompts, rollout.samples_per_prompt or "
-                "rollout.max_response_tokens"
+                f"{self.capacity_bytes}; raise it, or lower rollout.num_prompts, rollout.samples_per_prompt, "
+                "rollout.max_response_tokens or data.reuse.num_groups"
             )
 
 
@@ -88,6 +89,7 @@ def measure_step(
     most_store_bytes = _total(column_bytes(step.at_longest(), dtypes)) + chunk_bytes
     return Footprint(
         num_rows=len(prompts),
+        num_reused=len(prompts) - step.num_sampled,
         prompt_tokens=int(prompts.sum()),
         response_tokens=int(responses.sum()),
         longest_prompt=int(prompts.max()),
@@ -117,8 +119,9 @@ def _micro_tokens(config: RunConfig, updates: Sequence[UpdatePlan], step: Simula
 def _chunk_bytes(config: RunConfig, dtypes: Mapping[str, str]) -> int:
     """Return the size of a step's Arrow files without rows: one file per worker of each producer."""
     ranks = config.runtime.num_policy_ranks
+    groups = config.rollout.num_prompts, config.data.reuse.num_groups if config.data.reuse else 0
     num_chunks = {
-        "rollout": -(-config.rollout.num_prompts // config.rollout.prompts_per_batch),
+        "rollout": sum(-(-count // config.rollout.prompts_per_batch) for count in groups),
         "logprob": ranks,
         "reference": config.runtime.num_reference_ranks if config.needs_reference_worker else ranks,
         "advantage": 1,

@@ -14,8 +14,9 @@ from rl_core.planning.memory import PHASES, PhaseBytes
 
 def footprint_parts(footprint: Footprint) -> Iterator[str | Table]:
     """Yield rows and tokens, the plans, the columns and the store."""
+    reused = f" ({footprint.num_reused:,} of stored groups)" if footprint.num_reused else ""
     yield (
-        f"one step: {footprint.num_rows:,} rows, {footprint.prompt_tokens:,} prompt tokens (at most "
+        f"one step: {footprint.num_rows:,} rows{reused}, {footprint.prompt_tokens:,} prompt tokens (at most "
         f"{footprint.longest_prompt:,}), {footprint.response_tokens:,} response tokens drawn (at most "
         f"{footprint.longest_response:,})\n"
         f"padding: 0 tokens; a padded batch would be {footprint.padded_tokens:,} tokens, "

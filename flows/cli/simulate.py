@@ -34,6 +34,7 @@ class SimulatedStep:
 
     prompts: Sequence[PromptRow]  # N
     response_lengths: NDArray[np.int64]  # [N], tokens, at least 1
+    num_sampled: int  # of these rows; the others, the last ones, are of stored groups
     samples_per_prompt: int
     max_response_tokens: int
     max_turns: int = 1
@@ -47,6 +48,11 @@ class SimulatedStep:
         """Return the same rows with every response at its maximum length."""
         full = np.full_like(self.response_lengths, self.max_response_tokens)
         return replace(self, response_lengths=full)
+
+    def sampled(self) -> "SimulatedStep":
+        """Return the rows that are sampled, without those of stored groups."""
+        own = slice(self.num_sampled)
+        return replace(self, prompts=self.prompts[own], response_lengths=self.response_lengths[own])
 
 
 class ColumnBytes(Frozen):
@@ -64,6 +70,8 @@ def simulate_step(
 ) -> SimulatedStep:
     """Return the prompts of step 0, repeated for their samples, and response lengths drawn with the config's seed.
 
+    Stored groups that are trained on again have the prompts that would follow.
+
     Args:
         config: The run.
         shape: See `draw_lengths`.
@@ -73,13 +81,15 @@ def simulate_step(
     rollout = config.rollout
     data = load_train_prompts(config.data, load_tokenizer(config.model)) if data is None else data
     first = plan_sources(config, range(1), {})[0] if config.data.curriculum else None
-    num_prompts = rollout.num_prompts
-    rows = data.rows_for_groups(0, range(num_prompts), num_prompts, config.seed, config.data.shuffle, first)
+    num_prompts, num_reused = rollout.num_prompts, config.data.reuse.num_groups if config.data.reuse else 0
+    groups = range(num_prompts + num_reused)
+    rows = data.rows_for_groups(0, groups, num_prompts, config.seed, config.data.shuffle, first)
     prompts = [data[row] for row in rows for _ in range(rollout.samples_per_prompt)]
     random = np.random.Generator(np.random.PCG64(config.seed))
     lengths = draw_lengths(random, shape, fill, rollout.max_response_tokens, len(prompts))
     turns = max((environment.max_turns for environment in config.environments), default=1)
-    return SimulatedStep(prompts, lengths, rollout.samples_per_prompt, rollout.max_response_tokens, turns)
+    samples = rollout.samples_per_prompt
+    return SimulatedStep(prompts, lengths, num_prompts * samples, samples, rollout.max_response_tokens, turns)
 
 
 def draw_lengths(

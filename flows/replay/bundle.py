@@ -103,7 +103,7 @@ def _portable(config: RunConfig, model: str) -> RunConfig:
     """Return a config that names no place but the bundle's own; so does one that comes from elsewhere."""
     return config.replace(
         model=config.model.replace(path=model),
-        store=FsspecStore(),
+        store=FsspecStore(keep_steps="all"),
         checkpoint=config.checkpoint.replace(url=None),
         monitors=(),
         runtime=RuntimeConfig(**{name: getattr(config.runtime, name) for name in _PLACES}),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flows.replay.session import write_version
 from infra.checkpoints import open_checkpoints
+from infra.history.reuse import check_parent
 from infra.history.start import History, Start
 from infra.storage.driver_lock import driver_lock
 from infra.storage.lineage import Fork, save_fork
@@ -67,7 +68,7 @@ def plan_fork(
 
     Raises:
         RunError: There is no such step, or its weights can't be had again; the fork exists; or it would have another
-            model, or state that the parent's doesn't have.
+            model, state that the parent's doesn't have, or reuse groups of steps that aren't kept.
         ConfigError: An override is invalid.
         StoreError: A column that is needed is lost or damaged.
     """
@@ -79,7 +80,9 @@ def plan_fork(
     directory = RunDirectory.require_absent(config, run_id or f"{parent.run_id}-at-{step}")
     _check_changes(parent, before, config, step)
     history = History(parent)
-    return PlannedFork(history, step, history.start(step), config, directory)
+    start = history.start(step)
+    check_parent(config, parent, step)
+    return PlannedFork(history, step, start, config, directory)
 
 
 def make_fork(fork: PlannedFork) -> None:

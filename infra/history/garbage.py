@@ -27,7 +27,8 @@ def collect_garbage(
 ) -> Garbage:
     """Remove the columns and plans of finished steps that need not be kept, and what is left of their journals.
 
-    What a resume may need stays: the steps after the newest complete checkpoint.
+    What a resume may need stays: the steps after the newest complete checkpoint, and those before it whose groups may
+    be trained on again (`data.reuse`).
 
     Args:
         directory: The run, which no driver may be driving.
@@ -47,6 +48,7 @@ def collect_garbage(
         sizes = {step: size for step, size in store.bytes_by_step().items() if step < first}
         steps = config.store.keep_steps if keep_steps is None else keep_steps
         kept = steps_to_keep(sizes, first, steps, config.store.keep_bytes if keep_bytes is None else keep_bytes)
+        kept |= {step for step in sizes if step >= first - config.steps_kept_for_reuse}
         removed = sorted(sizes.keys() - kept)
         if not dry_run:
             directory.journals.drop_before(first)

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from infra.checkpoints import CheckpointStore, open_checkpoints
+from infra.history.ranges import ranges
 from infra.history.stored import StoredStep
 from infra.storage.lineage import load_fork
 from infra.storage.runs import RunDirectory
@@ -147,22 +148,6 @@ class History:
             f"run {self.directory.run_id} doesn't keep the columns of {_steps(missing)}; steps whose columns it keeps: "
             f"{kept}; {self._advice}"
         )
-
-
-def ranges(numbers: list[int]) -> list[str]:
-    """Return ascending numbers as ranges.
-
-    Example:
-        >>> ranges([0, 1, 2, 5, 7, 8])
-        ['0 to 2', '5', '7 to 8']
-    """
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1] = [found[-1][0], number]
-        else:
-            found.append([number])
-    return [" to ".join(map(str, each)) for each in found]
 
 
 def _steps(numbers: list[int]) -> str:

@@ -16,7 +16,7 @@ from schemas.batch import BatchHandle, ChunkRef, ColumnGroup
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.errors import RunError
 from schemas.plan import StepPlan
-from schemas.rollout import RolloutHandle, RolloutShard
+from schemas.rollout import ReusedGroup, RolloutHandle, RolloutShard
 
 TURNS = "turn_tokens"  # a column of responses of several turns
 
@@ -40,7 +40,7 @@ class StoredStep:
             raise RunError(f"step {step} of run {directory.run_id} {lacks}")
         self.step, self.report, self.batch = step, report, batch  # the batch is that of the rows that were trained on
         self.plan: StepPlan | None = directory.plans.load(step)
-        self._store = store
+        self._store, self._directory = store, directory
 
     @cached_property
     def columns(self) -> pa.RecordBatch:
@@ -67,7 +67,8 @@ class StoredStep:
     @cached_property
     def rollout(self) -> RolloutHandle:
         """What the driver knew of the N rows: all that the advantages and the plan are computed from."""
-        shards = tuple(_shard(number, chunk) for number, chunk in enumerate(self._chunks))
+        first_reused = self._directory.config().first_reused_group
+        shards = tuple(shard_of(number, chunk, first_reused) for number, chunk in enumerate(self._chunks))
         return RolloutHandle(step=self.step, policy_version=self.batch.policy_version, shards=shards)
 
     @property
@@ -113,24 +114,34 @@ def with_rewards(
     return rollout.replace(shards=tuple(shards))
 
 
-def _shard(number: int, chunk: pa.RecordBatch) -> RolloutShard:
-    responses = row_lengths(chunk["response_ids"])
+def shard_of(number: int, columns: pa.RecordBatch, first_reused: int) -> RolloutShard:
+    """Return what the driver knows of a shard's rows, from their columns; those of texts and log-probs aren't needed.
+
+    Args:
+        number: The shard's number within the step.
+        columns: Its rows' columns.
+        first_reused: The number from which groups are reused ones.
+    """
+    responses = row_lengths(columns["loss_mask"])
     ends = np.cumsum(responses)
-    trained = np.concatenate([[0], np.cumsum(flat_values(chunk["loss_mask"]))])
-    groups = chunk["group_id"].to_pylist()
-    parts = {name for name in chunk.schema.names if name.startswith(REWARD_PART_PREFIX)}
-    turns = TURNS in chunk.schema.names
+    trained = np.concatenate([[0], np.cumsum(flat_values(columns["loss_mask"]))])
+    ids = columns["group_id"].to_pylist()
+    groups = tuple(sorted(set(ids)))
+    origins = dict(zip(ids, columns["sample_id"].to_pylist(), strict=True)) if groups[-1] >= first_reused else {}
+    parts = {name for name in columns.schema.names if name.startswith(REWARD_PART_PREFIX)}
+    turns = TURNS in columns.schema.names
     return RolloutShard(
         shard=number,
         worker=0,
-        groups=tuple(sorted(set(groups))),
-        rewards=tuple(chunk["reward"].to_pylist()),
-        group_ids=tuple(groups),
-        prompt_lengths=tuple(row_lengths(chunk["prompt_ids"]).tolist()),
+        groups=groups,
+        reused=tuple(ReusedGroup.of(origins[group]) for group in groups) if origins else (),
+        rewards=tuple(columns["reward"].to_pylist()),
+        group_ids=tuple(ids),
+        prompt_lengths=tuple(row_lengths(columns["prompt_ids"]).tolist()),
         response_lengths=tuple(responses.tolist()),
         loss_tokens=tuple((trained[ends] - trained[ends - responses]).tolist()),
-        truncated=tuple(pc.equal(chunk["finish_reason"], "length").cast(pa.int8()).to_pylist()),
-        num_turns=tuple(row_lengths(chunk[TURNS]).tolist()) if turns else (),
-        turn_rewards=tuple(chunk["turn_rewards"].flatten().to_pylist()) if turns else (),
-        parts={name.removeprefix(REWARD_PART_PREFIX): tuple(chunk[name].to_pylist()) for name in sorted(parts)},
+        truncated=tuple(pc.equal(columns["finish_reason"], "length").cast(pa.int8()).to_pylist()),
+        num_turns=tuple(row_lengths(columns[TURNS]).tolist()) if turns else (),
+        turn_rewards=tuple(columns["turn_rewards"].flatten().to_pylist()) if turns else (),
+        parts={name.removeprefix(REWARD_PART_PREFIX): tuple(columns[name].to_pylist()) for name in sorted(parts)},
     )

@@ -20,7 +20,7 @@ from rl_core.views import new_batch
 from schemas.batch import ChunkKey
 from schemas.config.changes import sampling_digest
 from schemas.curriculum import SourceSchedule
-from schemas.rollout import PartialGroups
+from schemas.rollout import PartialGroups, make_sample_id
 from schemas.step import RunHandle
 
 
@@ -170,4 +170,4 @@ class GroupSampler:
 
 
 def _sample(row: Row, prompt: PromptRow, response: ScoredResponse) -> Sample:
-    return Sample(f"{row.step}-{row.group}-{row.number}", row.group, prompt, response)
+    return Sample(make_sample_id(row.step, row.group, row.number), row.group, prompt, response)

@@ -24,6 +24,7 @@ from infra.weights.endpoint import WeightSyncEndpoint
 from infra.workers.evaluation import Evaluator
 from infra.workers.groups import GroupSampler
 from infra.workers.profile import profiled
+from infra.workers.reuse import describe_groups, put_groups
 from infra.workers.reward_calls import model_opener
 from infra.workers.samples import Sample, make_shard, num_sampled, to_columns, trajectories_of
 from infra.workers.sampling import ResponseSampler
@@ -35,7 +36,7 @@ from schemas.curriculum import SourceSchedule
 from schemas.errors import ConfigError, VersionError
 from schemas.memory import EngineTag, MemoryChange
 from schemas.metrics import Metrics
-from schemas.rollout import PartialGroups, PutResult, RolloutShard
+from schemas.rollout import PartialGroups, PutResult, ReusedGroup, RolloutShard
 from schemas.step import EvalShard, ProcessGroupHandle, RunHandle
 from schemas.weights import LoadedWeights, Transport, WeightGroupMember
 
@@ -231,6 +232,23 @@ class RolloutWorker:
         self._columns.flush()
         del self._pending[step, shard]
         return PutResult(chunk=chunk, dtypes=value_dtypes(columns), traffic=self._columns.take_traffic("put"))
+
+    def describe_reused(
+        self, step: int, shard: int, groups: Sequence[int], reused: Sequence[ReusedGroup]
+    ) -> RolloutShard:
+        """Return the scalars of stored groups that the step trains on again; see `infra.workers.reuse`."""
+        return describe_groups(self._run, step, shard, groups, reused)
+
+    def put_reused(
+        self,
+        step: int,
+        shard: int,
+        groups: Sequence[int],
+        reused: Sequence[ReusedGroup],
+        reward_parts: Sequence[str],
+    ) -> PutResult:
+        """Store the rows of stored groups as rows of the step, too; see `infra.workers.reuse`."""
+        return put_groups(self._run, self._columns, step, shard, groups, reused, reward_parts)
 
     def num_held_out(self) -> int:
         """Return the number of held-out prompts.

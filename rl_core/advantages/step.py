@@ -40,7 +40,8 @@ def prepare_updates(
     """Drop the rows whose reward failed, compute the advantages of the others and plan their updates.
 
     The advantages of a zero-variance group are 0, but its rows are still trained on: the KL term and the entropy bonus
-    apply to them, and the denominators don't depend on rewards.
+    apply to them, and the denominators don't depend on rewards. Metrics are those of the rows that the step sampled,
+    without reused groups; only `tokens` and `rows/skipped` are those of all rows.
 
     Args:
         config: The run's config.
@@ -52,13 +53,14 @@ def prepare_updates(
     Raises:
         NonFiniteError: A row's KL isn't finite.
         PlanError: No row has a token to train on, as when all responses are masked as overlong.
-        RewardFailureError: Every reward of the step failed.
+        RewardFailureError: Every reward of the step failed, but for those of reused groups.
     """
     scored = np.asarray(rollout.rewards, dtype=np.float64)
     live = np.flatnonzero(~np.isnan(scored))
-    if not len(live):
+    own = live < (sampled := rollout.sampled).num_rows  # reused rows are the last ones
+    if not own.any():
         failure = next((shard.failure for shard in rollout.shards if shard.failure), "no message")
-        raise RewardFailureError(f"all {rollout.num_rows} rewards of step {step} failed; the first failure: {failure}")
+        raise RewardFailureError(f"all {sampled.num_rows} rewards of step {step} failed; the first failure: {failure}")
     rewards, lengths = scored[live], as_int64(rollout.response_lengths)[live]
     groups = number_groups(as_int64(rollout.group_ids)[live])
     shaped = _shape(config, rollout, live, rewards, row_kl)
@@ -80,7 +82,9 @@ def prepare_updates(
         advantages=compute_advantages(shaped.rewards, groups, config.advantage, **counts),
         turns=_of_turns(config, rollout, live, AdvantageInputs.from_rows(shaped.rewards, groups, **counts)),
         plan=plan,
-        metrics=_metrics(rewards, shaped.rewards, groups, rollout, plan.num_skipped_rows) | shaped.metrics,
+        metrics=_metrics(rewards[own], shaped.rewards[own], groups[own], sampled)
+        | _shape(config, rollout, live[own], rewards[own], row_kl).metrics
+        | {"tokens": Sum(value=_num_tokens(rollout)), "rows/skipped": Sum(value=plan.num_skipped_rows)},
     )
 
 
@@ -110,20 +114,23 @@ def _shape(
     )
 
 
-def _metrics(rewards: Floats, shaped: Floats, groups: Ints, rollout: RolloutHandle, num_skipped: int) -> Metrics:
+def _metrics(rewards: Floats, shaped: Floats, groups: Ints, sampled: RolloutHandle) -> Metrics:
+    """Return the metrics of the rows that the step sampled, of which those with a reward are given."""
     lowest, highest = find_extremes(shaped, groups, int(groups.max()) + 1)
-    lengths, truncated = as_int64(rollout.loss_tokens), as_int64(rollout.truncated)
+    lengths, truncated = as_int64(sampled.loss_tokens), as_int64(sampled.truncated)
     low, high = np.quantile(rewards, (0.1, 0.9)).tolist()
-    num_tokens = int(as_int64(rollout.response_lengths).sum() + as_int64(rollout.prompt_lengths).sum())
+    num_failed = sampled.num_rows - len(rewards)
     return {
         "reward": Mean(total=float(rewards.sum()), weight=len(rewards)),
         "reward/p10": Single(value=low),
         "reward/p90": Single(value=high),
-        "reward/failed": Sum(value=rollout.num_rows - len(rewards)),
-        "reward/failed_fraction": Mean(total=rollout.num_rows - len(rewards), weight=rollout.num_rows),
+        "reward/failed": Sum(value=num_failed),
+        "reward/failed_fraction": Mean(total=num_failed, weight=sampled.num_rows),
         "groups/zero_variance": Mean(total=int((lowest == highest).sum()), weight=len(lowest)),
         "response/tokens": Mean(total=int(lengths.sum()), weight=len(lengths)),
         "response/truncated": Mean(total=int(truncated.sum()), weight=len(truncated)),
-        "tokens": Sum(value=num_tokens),
-        "rows/skipped": Sum(value=num_skipped),
     }
+
+
+def _num_tokens(rollout: RolloutHandle) -> int:
+    return int(as_int64(rollout.response_lengths).sum() + as_int64(rollout.prompt_lengths).sum())

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from schemas.base import FrozenConfig, OptionalText
 from schemas.config.curriculum import CurriculumConfig, LevelCurriculum
 from schemas.config.environment import EnvironmentConfig
+from schemas.config.reuse import ReuseConfig
 
 _TEMPLATE_OPTIONS = {"conversation", "messages", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
 
@@ -48,6 +49,9 @@ class DataConfig(FrozenConfig):
 
     curriculum: CurriculumConfig | None = None
     """How the frequencies of sources or difficulties follow recent success; None: by weight alone."""
+
+    reuse: ReuseConfig | None = None
+    """Groups of stored steps that are trained on again; None: every step trains on what it samples alone."""
 
     eval_path: OptionalText = None
     """Path of the held-out prompts; None: no evaluation."""

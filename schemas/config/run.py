@@ -120,6 +120,43 @@ class RunConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
+    def _reused_rows_are_corrected(self) -> "RunConfig":
+        if self.data.reuse is not None and isinstance(self.correction, NoCorrection):
+            raise ValueError(
+                "data.reuse trains on rows sampled by other weights, without a correction; set correction.kind = "
+                '"truncated" (or "masked"), or leave data.reuse out'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reused_steps_are_kept(self) -> "RunConfig":
+        if self.data.reuse is None or self.data.reuse.max_age is None:
+            return self
+        max_age, needed, store = self.data.reuse.max_age, self.steps_kept_for_reuse, self.store
+        if max_age <= min(1, self.runtime.max_staleness):
+            raise ValueError(
+                f"data.reuse.max_age = {max_age} leaves no step to take groups from, as with runtime.max_staleness = "
+                f"{self.runtime.max_staleness} the step before is not finished in time; set it to 2 or more"
+            )
+        if not store.is_durable:
+            raise ValueError(
+                f'data.reuse takes groups from stored steps, and store.kind = "{store.kind}" keeps none; set '
+                'store.kind = "tiered"'
+            )
+        if store.keep_steps != "all" and store.keep_steps < needed:
+            raise ValueError(
+                f"data.reuse.max_age = {max_age} needs store.keep_steps of at least {needed}, not {store.keep_steps}: "
+                f"max_age, and (checkpoint.keep_last - 1) x checkpoint.every_steps = {needed - max_age} for a resume "
+                "from the oldest checkpoint"
+            )
+        if store.keep_bytes is not None:
+            raise ValueError(
+                "store.keep_bytes may remove steps that data.reuse takes groups from; leave it out, and set "
+                "store.keep_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _parts_can_be_kept(self) -> "RunConfig":
         n, limit = self.runtime.max_staleness, self.rollout.max_response_tokens
         problems = {
@@ -203,6 +240,19 @@ class RunConfig(FrozenConfig):
         """Return the most tokens that a response has so many steps before the rows of its own step are finished."""
         parts = max(1, self.runtime.max_staleness)
         return -(-self.rollout.max_response_tokens * (parts - steps_ahead) // parts)
+
+    @property
+    def steps_kept_for_reuse(self) -> int:
+        """How many steps before a checkpoint must stay stored, so that a resume from any kept one can reuse them."""
+        if self.data.reuse is None or self.data.reuse.max_age is None:
+            return 0
+        return self.data.reuse.max_age + (self.checkpoint.keep_last - 1) * self.checkpoint.every_steps
+
+    @property
+    def first_reused_group(self) -> int:
+        """The number within a step from which its groups are reused ones; those that it samples have smaller ones."""
+        dynamic = self.rollout.dynamic_sampling
+        return self.rollout.num_prompts * (dynamic.max_rounds if dynamic else 1)
 
     def overlaps_next_rollout(self, step: int) -> bool:
         """Return whether the rollout of the next step overlaps the training of `step`."""

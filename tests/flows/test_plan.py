@@ -223,6 +223,18 @@ def test_a_curriculum_begins_with_as_many_prompts_of_each_level(load: Callable[.
     assert [prompt.info["index"] >= 9 for prompt in prompts] == [False, True, False, True]
 
 
+def test_stored_groups_are_rows_that_are_not_generated(load: Callable[..., RunConfig], sluice: Command) -> None:
+    reuse = ("correction.kind=truncated", "data.reuse.num_groups=2", "data.reuse.max_age=1", "store.keep_steps=2")
+    value = planned(sluice(*reuse, "--json"))
+    assert (value["num_rows"], value["num_reused"]) == (4 * 4 + 2 * 4, 2 * 4)
+    assert "one step: 24 rows (8 of stored groups), " in sluice(*reuse)[1]
+    step, own = (simulate_step(load(*changes), "uniform", 0.5) for changes in (reuse, ()))
+    texts = [[prompt.prompt_text for prompt in each.prompts] for each in (step.sampled(), own)]
+    assert texts[0] == texts[1]
+    other = (*reuse[:2], "data.reuse.run=earlier", "data.reuse.steps=[0,2]")
+    assert_rejected(sluice(*other), "no run 'earlier'")
+
+
 def test_the_environments_of_all_sources_are_tried(folder: Path, sluice: Command) -> None:
     (folder / "board_games.py").write_text(GAME)
     first, both = (

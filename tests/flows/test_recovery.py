@@ -12,6 +12,8 @@ from infra.storage.ledger import stage_key
 from infra.storage.runs import RunDirectory
 from infra.stores.offline import steps_with_columns
 from infra.stores.open import open_files
+from schemas.config.correction import TruncatedCorrection
+from schemas.config.reuse import ReuseConfig
 from schemas.config.store import FsspecStore
 from schemas.errors import RunError
 from schemas.step import PolicyHandle, RunHandle
@@ -42,6 +44,17 @@ def test_a_change_of_limits_touches_no_file(directory: RunDirectory) -> None:
     assert changed == directory.config() == config.replace(store=store)
     assert stored_steps(directory, store) == [2, 3]
     assert directory.ledger.steps() == [3]
+
+
+def test_columns_whose_groups_are_trained_on_again_stay_where_they_are(directory: RunDirectory) -> None:
+    config, store = directory.config(), FsspecStore(keep_steps="all")
+    data = config.data.replace(reuse=ReuseConfig(num_groups=1, max_age=1))
+    config = config.replace(data=data, correction=TruncatedCorrection(), store=store)
+    directory.write_config(config)
+    with pytest.raises(RunError, match=r"leave store.kind and store.url as they were"):
+        change_config(directory, config.replace(store=store.replace(url="elsewhere")))
+    assert directory.config() == config
+    assert stored_steps(directory, store) == [2, 3]
 
 
 def test_columns_at_another_place_begin_with_the_steps_that_are_not_in_a_checkpoint(

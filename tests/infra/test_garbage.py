@@ -9,6 +9,8 @@ from infra.history.garbage import collect_garbage
 from infra.storage.driver_lock import driver_lock
 from infra.storage.runs import RunDirectory
 from infra.stores.steps import steps_to_keep
+from schemas.config.correction import TruncatedCorrection
+from schemas.config.reuse import ReuseConfig
 from schemas.errors import RunError
 from tests.small_run import columns_of, finish_step, make_small_run
 
@@ -53,6 +55,14 @@ def test_the_runs_own_settings_are_the_default(run: RunDirectory) -> None:
     assert collect_garbage(run, None, 2 * size, dry_run=False).steps == (2,)
     run.write_config(run.config().replace(store=run.config().store.replace(keep_steps=1)))
     assert collect_garbage(run, None, None, dry_run=False).steps == (3,)
+
+
+def test_steps_whose_groups_may_be_trained_on_again_stay(run: RunDirectory) -> None:
+    config = run.config()
+    data = config.data.replace(reuse=ReuseConfig(num_groups=1, max_age=1))
+    run.write_config(config.replace(data=data, correction=TruncatedCorrection()))
+    assert collect_garbage(run, 0, None, dry_run=False).steps == (2,)  # step 3 is for a resume from checkpoint 4
+    assert columns_of(run).steps() == [3, 4, 5]
 
 
 def test_a_run_that_works_or_keeps_nothing_is_left_alone(run: RunDirectory, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from rl_core.advantages import prepare_updates
 from rl_core.columns.jagged import jagged
 from rl_core.losses import policy_loss
 from rl_core.rollout.dynamic_sampling import count_generated, keep_rows
+from rl_core.rollout.reuse import reuse_metrics
 from rl_core.training import RankRows, ScoringModule, Trainer, training_columns
 from schemas.config.correction import TruncatedCorrection
 from schemas.config.kl import KlConfig
@@ -25,12 +26,13 @@ from schemas.config.rollout import DynamicSampling, TransformersRollout
 from schemas.errors import MetricError
 from schemas.metric_catalog import METRICS, View, find_metric, metric_spec, metrics_of
 from schemas.metrics import Metrics
-from schemas.rollout import RolloutHandle, RolloutShard
+from schemas.rollout import ReusedGroup, RolloutHandle, RolloutShard
 from tests.configs import run_config
 from tests.packed import random_batch, tiny_qwen3
 from tests.rl_core.loss_inputs import CORRECTIONS, LOSSES, row_inputs
 
 LENGTHS = [4, 8, 10, 10]
+KEPT = {"keep_steps": "all"}
 
 
 def shard(number: int, rewards: tuple[float | None, ...]) -> RolloutShard:
@@ -58,6 +60,9 @@ def rollout_metrics() -> Iterator[Metrics]:
     generated = count_generated(rounds, config)
     yield generated
     yield RolloutHandle(step=3, policy_version=2, shards=keep_rows(config, rounds), generated=generated).metrics
+    reuse = run_config(data={"reuse": {"num_groups": 2, "max_age": 1}}, correction=TruncatedCorrection(), store=KEPT)
+    reused = tuple(ReusedGroup(step=2, group=group) for group in (0, 1))
+    yield reuse_metrics(reuse, 3, [shard(0, (1.0, 0.0, 1.0, 0.0)).replace(reused=reused)])
     row = TrajectoryBuilder(0, np.array([1, 2]), 0, None)
     row.add_turn(Generation(np.array([3, 4]), np.zeros(2, np.float32), "stop"), "4")
     row.add_answer(Reply(("lower",), 0.5, metrics={"hints": 1.0}, seconds=0.1))

@@ -39,7 +39,7 @@ TRAINED = {
     *("name", "seed", "runtime.max_staleness"),
     *(f"model.{name}" for name in ("path", "compute_dtype", "lora")),
     *(f"data.{name}" for name in ("train_path", "sources", "curriculum", "max_prompt_tokens", "overlong", "shuffle")),
-    "data.chat_template_kwargs",
+    *("data.chat_template_kwargs", "data.reuse"),
     *(f"reward.{name}" for name in ("kind", "path", "full_marks_only", "relative_tolerance", "absolute_tolerance")),
     *(f"reward.{name}" for name in ("pattern", "parts", "target", "unit")),
     *(f"reward.{name}" for name in ("model", "prompt", "scale", "max_tokens", "temperature", "token_budget")),
@@ -63,6 +63,7 @@ FOR_A_NEW_RUN = {
         "kl.coef",
     ),
     *(f"data.curriculum.{name}" for name in ("kind", "field", "starts")),
+    *("data.reuse", *(f"data.reuse.{name}" for name in ("num_groups", "max_age", "run", "steps"))),
     *("kl.in_reward", "loss.entropy_coef", "model.lora", "model.path", "optim.lr", "optim.updates_per_step"),
     *("optim.implementation", "rollout.router_replay"),
     *(f"environment.{name}" for name in ("kind", "tools", "path", "arguments", "parser", "drops_reasoning")),
@@ -79,6 +80,8 @@ FOR_A_NEW_RUN = {
 }
 # Another value for each key that may change and that the code names.
 OTHER = {
+    "checkpoint.every_steps": "7",
+    "checkpoint.keep_last": "7",
     "checkpoint.url": "elsewhere",
     "data.eval_path": "other.parquet",
     "environment.journal": "false",

@@ -104,6 +104,32 @@ def test_what_can_not_be_sampled_in_parts_is_rejected(path: Path, change: str, p
     assert f"samples responses in 3 parts, over several steps, but {problem}" in str(caught.value)
 
 
+REUSE = ("correction.kind=truncated", "data.reuse.num_groups=2")
+OWN = (*REUSE, "data.reuse.max_age=3", "store.keep_steps=9")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ((*OWN, "correction.kind=none"), 'without a correction; set correction.kind = "truncated" (or "masked")'),
+        ((*OWN, "store.kind=shared", "store.keep_steps=0"), 'store.kind = "shared" keeps none'),
+        ((*OWN, "store.keep_steps=4", "checkpoint.every_steps=2"), "store.keep_steps of at least 5, not 4: max_age"),
+        ((*OWN, "store.keep_bytes=9"), "store.keep_bytes may remove steps that data.reuse takes groups from"),
+        ((*OWN, "data.reuse.max_age=1", "runtime.max_staleness=1"), "leaves no step to take groups from"),
+        ((*OWN, "data.reuse.steps=[0,2]"), "need data.reuse.max_age, and no data.reuse.steps"),
+        ((*OWN, "data.reuse.run=other"), "groups of run other need data.reuse.steps"),
+        ((*REUSE, "data.reuse.run=other", "data.reuse.steps=[2,2]"), "[2, 2] is empty; give the first step"),
+        (REUSE, "groups of the run's own steps need data.reuse.max_age"),
+    ],
+)
+def test_groups_that_can_not_be_reused_exactly_are_rejected(path: Path, changes: tuple[str, ...], problem: str) -> None:
+    assert load_config(path, [*OWN, "runtime.max_staleness=1"]).steps_kept_for_reuse == 4
+    assert load_config(path, [*REUSE, "data.reuse.run=r", "data.reuse.steps=[0,2]"]).steps_kept_for_reuse == 0
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(changes))
+    assert problem in str(caught.value)
+
+
 def test_every_section_names_its_kinds_if_another_one_is_given(path: Path) -> None:
     annotations = {name: field.annotation for name, field in RunConfig.model_fields.items()}
     unions = {name: annotation for name, annotation in annotations.items() if isinstance(annotation, UnionType)}

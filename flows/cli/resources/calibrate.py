@@ -73,7 +73,7 @@ def _decode_seconds(config: RunConfig, step: SimulatedStep) -> tuple[float, int,
     rollout, tokenizer = config.rollout, load_tokenizer(config.model)
     engine = open_engine(config, tokenizer)
     samples = rollout.samples_per_prompt
-    prompts = step.prompts[::samples][: rollout.prompts_per_batch]
+    prompts = step.sampled().prompts[::samples][: rollout.prompts_per_batch]
     seeds = tuple(range(samples))
     requests = [GenerationRequest(prompt.prompt_ids, seeds) for prompt in prompts]
     device = choose_device()

@@ -110,7 +110,7 @@ def step_seconds(
     exposed = max(0.0, hidden - scoring - update)
     return StepSeconds(
         source=rates.source,
-        rollout=_rollout_seconds(config, work, model, rates, prompts, responses, placement, cache),
+        rollout=_rollout_seconds(config, work, model, rates, step.sampled(), placement, cache),
         scoring=scoring,
         update=update,
         transfers=math.fsum(waits.values()) + exposed,
@@ -133,8 +133,7 @@ def _rollout_seconds(
     work: ModelWork,
     model: ModelMemory,
     rates: Rates,
-    prompts: np.ndarray,
-    responses: np.ndarray,
+    step: SimulatedStep,
     placement: Placement,
     cache: int,
 ) -> float:
@@ -143,7 +142,7 @@ def _rollout_seconds(
     Rows are decoded at the same time as far as the engine allows and `cache`, the bytes of its KV cache, holds them.
     Responses in parts are those of as many steps, of which each has one part; its history is prefilled again.
     """
-    rollout = config.rollout
+    rollout, prompts, responses = config.rollout, step.prompt_lengths, step.response_lengths
     num_workers = rollout.num_workers if placement.on_gpus else 1
     num_parts = max(1, config.runtime.max_staleness)
     before = np.array([config.token_limit(num_parts - part) for part in range(num_parts)])[:, None]  # each part

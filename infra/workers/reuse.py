@@ -1,0 +1,99 @@
+"""Rows of stored groups that a step trains on again: their scalars for the driver, and a copy in the step's columns.
+
+Both are functions of the stored columns alone: any worker can do them, at any time. N rows.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from infra.history.reuse import read_groups
+from infra.history.stored import shard_of
+from infra.stores.base import ColumnStore
+from rl_core.columns.codec import value_dtypes
+from rl_core.columns.jagged import flat_values, row_lengths
+from schemas.batch import ChunkKey
+from schemas.catalog import REWARD_PART_PREFIX
+from schemas.rollout import PutResult, ReusedGroup, RolloutShard
+from schemas.step import RunHandle
+
+# What scalars are made of; the columns that take most bytes aren't among them.
+_SCALARS = {
+    *("prompt_ids", "loss_mask", "sample_id", "group_id", "finish_reason", "turn_tokens", "turn_rewards"),
+    *("policy_version", "sampler_versions"),
+}
+
+
+def describe_groups(
+    run: RunHandle, step: int, shard: int, groups: Sequence[int], reused: Sequence[ReusedGroup]
+) -> RolloutShard:
+    """Return the scalars of the groups' rows.
+
+    Args:
+        run: The run.
+        step: The step that trains on them.
+        shard: The number of their shard within it.
+        groups: Their numbers within it, ascending.
+        reused: Where they come from.
+
+    Raises:
+        RunError: A step that they come from is not kept.
+        StoreError: Columns are lost or damaged.
+    """
+    rows = read_groups(run, reused, groups, _is_scalar)
+    described = shard_of(shard, rows, run.config.first_reused_group)
+    reuse = run.config.data.reuse
+    if reuse is None or reuse.run is not None:  # the versions of another run are not those of this one
+        return described
+    return described.replace(token_lag=_token_lag(step, rows))
+
+
+def put_groups(
+    run: RunHandle,
+    store: ColumnStore,
+    step: int,
+    shard: int,
+    groups: Sequence[int],
+    reused: Sequence[ReusedGroup],
+    reward_parts: Sequence[str],
+) -> PutResult:
+    """Store the groups' rows as a chunk of the step.
+
+    Args:
+        run: The run.
+        store: Its columns.
+        step: The step that trains on them.
+        shard: The number of their shard within it.
+        groups: Their numbers within it, ascending.
+        reused: Where they come from.
+        reward_parts: The reward parts of all the step's rows, so that all chunks have the same columns.
+
+    Raises:
+        RunError: A step that they come from is not kept.
+        StoreError: Columns are lost or damaged, or the store rejects the chunk.
+    """
+    rows = _with_parts(read_groups(run, reused, groups), reward_parts)
+    chunk = store.put(ChunkKey(run_id=run.run_id, step=step, stage="rollout", shard=shard), rows)
+    store.flush()
+    return PutResult(chunk=chunk, dtypes=value_dtypes(rows), traffic=store.take_traffic("put"))
+
+
+def _with_parts(rows: pa.RecordBatch, reward_parts: Sequence[str]) -> pa.RecordBatch:
+    """Add the reward parts that the rows lack."""
+    lacking = [name for part in reward_parts if (name := REWARD_PART_PREFIX + part) not in rows.schema.names]
+    for name in lacking:
+        rows = rows.append_column(name, pa.nulls(rows.num_rows, pa.float32()))
+    return rows
+
+
+def _token_lag(step: int, rows: pa.RecordBatch) -> int:
+    """Return the sum over the rows' tokens of the step minus the version that sampled them."""
+    responses = row_lengths(rows["loss_mask"])
+    if "sampler_versions" in rows.schema.names:
+        return int((step - flat_values(rows["sampler_versions"]).astype(np.int64)).sum())
+    return int(((step - rows["policy_version"].to_numpy()) * responses).sum())
+
+
+def _is_scalar(name: str) -> bool:
+    return name in _SCALARS or name == "reward" or name.startswith(REWARD_PART_PREFIX)
