@@ -89,8 +89,8 @@ class Request(NamedTuple):
         """
         if others := sorted(name for name, value in self.body.items() if value is not None and name not in SETTINGS):
             raise EpisodeError(
-                f"the environment asks its model with {', '.join(others)}, but tools are not supported here, and how "
-                "turns are sampled is up to the run's rollout section; take it out of the environment's config"
+                f"the environment asks its model with {', '.join(others)}, but here it is a chat without tools, "
+                "whose turns come whole and are sampled as the run's config says; take it out of the environment's"
             )
         return [Message(message["role"], _text(message.get("content"))) for message in self.body["messages"]]
 
