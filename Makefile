@@ -7,7 +7,7 @@ EXTRAS ?= bench,bitsandbytes,cpu,demo,docs,lora,math,mlflow,otel,s3,tensorboard,
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test chaos gpu lint format docs down
+.PHONY: venv demo test verifiers chaos gpu lint format docs down
 
 venv: $(VENV)/installed
 
@@ -38,6 +38,11 @@ lint: venv  ## check formatting, lint, types and import layers
 
 test: lint  ## lint, then the whole test suite, three files at a time: some only wait
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+verifiers: venv  ## the tests of verifiers' environments, with the library in an interpreter of its own
+	@test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
+	@.venv-verifiers/bin/pip install --quiet --disable-pip-version-check verifiers==0.4.0
+	$(BIN)/pytest -k verifiers tests/infra/test_environment_adapters.py tests/examples
 
 KILLS ?= 10
 chaos: venv  ## disturb real runs at random moments and resume them; KILLS=n sets the number of faults

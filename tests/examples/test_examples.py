@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +22,10 @@ FOLDERS = sorted(path.parent for path in EXAMPLES.glob("*/run.py"))
 
 # Packages of optional extras that an example's script needs; without them, its run is skipped.
 NEEDS = {"arithmetic": ("reasoning_gym",), "math_lora_vllm": ("vllm", "peft"), "from_verl": ("tensorboard",)}
-FILES = ("README.md", "config.toml", "run.py", "curve.svg")
+# Interpreters of environments, which `make verifiers` makes; without them, an example's run is skipped.
+INTERPRETERS = {"verifiers_env": EXAMPLES.parent / ".venv-verifiers" / "bin" / "python"}
+FILES = ("README.md", "config.toml", "run.py")
+OF_ANOTHER = {"verifiers_env": "guess_the_number"}  # whose curve shows what to expect
 
 
 def example_id(folder: Path) -> str:
@@ -37,6 +41,8 @@ def example(folder: Path, workplace: Workplace) -> Iterator[Path]:
     missing = [name for name in (*NEEDS.get(folder.name, ()), "matplotlib") if find_spec(name) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
+    if not (python := INTERPRETERS.get(folder.name, Path(sys.executable))).exists():
+        pytest.skip(f"there is no {python}")
     copy = workplace.folder / "examples"
     ignored = shutil.ignore_patterns(".sluice", "runs", "__pycache__")
     shutil.copytree(EXAMPLES, copy, ignore=ignored, dirs_exist_ok=True)
@@ -48,7 +54,8 @@ def example(folder: Path, workplace: Workplace) -> Iterator[Path]:
 @every_example
 def test_the_tiny_run(folder: Path, example: Path, workplace: Workplace) -> None:
     before = _files(example.parent)
-    printed = workplace.python(str(example.relative_to(workplace.folder) / "run.py"), "--tiny")
+    interpreter = ("--python", str(INTERPRETERS[folder.name])) if folder.name in INTERPRETERS else ()
+    printed = workplace.python(str(example.relative_to(workplace.folder) / "run.py"), "--tiny", *interpreter)
     (metrics,) = example.glob(".sluice/runs/*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     rewards = [row["metrics"]["reward"] for row in rows if row["kind"] == "step"]
@@ -67,7 +74,7 @@ def test_the_tiny_run(folder: Path, example: Path, workplace: Workplace) -> None
 def test_the_files_of_an_example(folder: Path) -> None:
     for name in FILES:
         assert (folder / name).is_file(), f"{folder.name} has no {name}"
-    ElementTree.parse(folder / "curve.svg")
+    ElementTree.parse(folder.parent / OF_ANOTHER.get(folder.name, folder.name) / "curve.svg")
     assert "--tiny" in (folder / "run.py").read_text()
 
 
