@@ -31,15 +31,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+def make_model(folder: Path, *, seed: int = 0, tokenizer: PreTrainedTokenizerFast | None = None, **config: Any) -> Path:
     """Write a model (float32, tied embeddings) and its tokenizer to `folder`, and return the folder.
 
     Args:
         folder: Where to write; created if missing.
         seed: The seed of the weights.
+        tokenizer: The tokenizer; None: that of `make_tokenizer`.
         **config: Fields of `Qwen3Config`; at least the sizes.
     """
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     fields: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "tie_word_embeddings": True,

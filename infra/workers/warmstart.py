@@ -4,8 +4,10 @@ import numpy as np
 import torch
 
 from infra.datasets import load_train_prompts
+from infra.datasets.environments import RowEnvironment
 from infra.models.load import load_model, load_tokenizer
 from infra.ray.device import set_threads
+from rl_core.environments.tools import tool_schemas
 from rl_core.scoring.attention import use_packed_attention
 from rl_core.scoring.forward import pack_row
 from rl_core.scoring.logprobs import packed_logprobs
@@ -29,7 +31,9 @@ class WarmstartWorker:
         self._tokenizer = load_tokenizer(config.model)
         self._model = load_model(config.model)
         use_packed_attention(self._model)
-        self._rows = load_train_prompts(config.data, self._tokenizer)
+        environment = RowEnvironment(tools=tool_schemas(config.tools))
+        environments = [environment] * len(config.data.train_sources)
+        self._rows = load_train_prompts(config.data, self._tokenizer, environments)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.98)
         )

@@ -4,6 +4,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from schemas.base import FrozenConfig
 from schemas.config.data import DataConfig
+from schemas.config.environment import ImportPath
 from schemas.config.model import ModelConfig
 
 
@@ -15,6 +16,9 @@ class WarmstartConfig(FrozenConfig):
 
     data: DataConfig
     """The prompts and answers."""
+
+    tools: tuple[ImportPath, ...] = ()
+    """Import paths of the tools that the chat template shows to the model, as in `environment.tools`."""
 
     out_path: str
     """Folder to write the trained model to."""

@@ -1,4 +1,4 @@
-"""The code of examples that a user would copy: GSM8K's conversion, and the wrapper of verl's reward function."""
+"""The code of examples that a user would copy: GSM8K's conversion, calls of tools, the wrapper of verl's reward."""
 
 import json
 import os
@@ -32,6 +32,35 @@ def test_gsm8k_rows_become_prompts_with_the_number_as_answer(tmp_path: Path) -> 
     assert row["reward_model"] == {"ground_truth": "1200"}
     assert row["prompt"][0]["content"].startswith("How many clips? ")
     assert row["extra_info"] == {"solution": "She sold 2 * 600 = <<2*600=1200>>1200 clips."}
+
+
+def test_the_calculator_s_students_call_tools_as_the_environment_answers() -> None:
+    """Each turn but an answer is a call of a tool, of 9 tokens, that the environment answers as the student is told."""
+    code = """
+import asyncio, json, random
+from make_files import Question, make_tools_tokenizer, respond
+from rl_core.environments.tools import ToolEnvironment
+
+tokenizer = make_tools_tokenizer()
+environment = ToolEnvironment(None, 0, tools=["calculator:add", "calculator:multiply"], parser="hermes")
+dice, seen = random.Random(0), []
+for number in range(200):
+    question = Question(dice.randint(10, 99), dice.choice("+*"), dice.randint(10, 99))
+    first, *second = respond(question, dice)
+    turn = first["reward_model"]["ground_truth"]
+    step = asyncio.run(environment.step(turn))
+    assert step.done == (not second)
+    if second:
+        _, called, told = second[0]["prompt"]
+        assert (called["content"], [told["content"]]) == (turn, step.observation), (turn, step)
+        assert second[0]["reward_model"]["ground_truth"] == told["content"]
+        assert len(tokenizer.encode(turn)) == 9, turn
+    seen.append("guess" if step.done else "right" if told["content"] == str(question.answer) else "wrong")
+print(json.dumps({kind: seen.count(kind) for kind in sorted(set(seen))}))
+"""
+    counts = json.loads(run("calculator_tool", code))
+    assert sum(counts.values()) == 200
+    assert all(counts[kind] > 40 for kind in ("guess", "right", "wrong"))  # 60, 80 and 60 are expected
 
 
 @pytest.mark.parametrize(
