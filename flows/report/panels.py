@@ -17,6 +17,8 @@ SHARED_AXES = {
     "KL and approximate KL": ("kl", "reward/kl", "approx_kl"),
     "clip fractions": ("clip_fraction", "clip_fraction/low", "clip_fraction/high", "clip_fraction/dual"),
 }
+OF_SOURCES = {"share of the prompts by source": "share", "success rate by source": "success_rate"}
+OF_REUSE = ("reuse/groups", "reuse/age")
 SOURCE_METRICS = ("mean_at_n", "best_at_n", "maj_at_n")
 
 
@@ -25,6 +27,7 @@ def run_panels(run: RunRecord) -> list[Panel]:
     return [
         _reward(run),
         _evaluation(run),
+        _data(run),
         _lengths(run),
         _stability(run),
         time_panel(run),
@@ -99,6 +102,22 @@ def _source_cells(source: SourceReport) -> tuple[str, ...]:
     shown = ["all rewards failed" if value is None else f"{value:.3f}" for value in rates]
     figures = (str(source.num_failed), f"{source.response_tokens:.1f}", f"{source.truncated:.1%}")
     return (source.data_source, str(source.num_prompts), *shown, *figures)
+
+
+def _data(run: RunRecord) -> Panel:
+    """Chart where the rows come from, if that changes from step to step."""
+    names = dict.fromkeys(name for report in run.steps for name in report.metrics if name.startswith("data/"))
+    charts = []
+    for title, metric in OF_SOURCES.items():
+        found = {name: name.removeprefix("data/").removesuffix(f"/{metric}") for name in names if name.endswith(metric)}
+        if found:
+            lines = [Line(source, *run.series(name)) for name, source in found.items()]
+            charts.append(_chart(title, lines, run))
+    charts += [
+        _chart(metric_title(name), [Line(name, *run.series(name))], run) for name in OF_REUSE if run.series(name)[0]
+    ]
+    note = "" if charts else "No step has shares of a curriculum or stored groups (data.curriculum, data.reuse)."
+    return Panel("Data", note, charts)
 
 
 def _lengths(run: RunRecord) -> Panel:

@@ -22,7 +22,7 @@ from tests.tiny import make_tiny_model
 
 ATTACK = "</pre></script><script>window.attacked = 1</script><img src=x onerror='window.attacked = 2'>"
 PANELS = (
-    *("Reward", "Evaluation", "Response length", "Stability", "Time", "Performance", "Store and weights"),
+    *("Reward", "Evaluation", "Data", "Response length", "Stability", "Time", "Performance", "Store and weights"),
     *("Rows", "Starts and resumes", "Configuration"),
 )
 IS_DRAWN = """
@@ -52,6 +52,10 @@ def step_report(step: int, **changes: object) -> StepReport:
         "mismatch/mean": 0.001,
         "mismatch/max": 0.1,
         "mismatch/ess": 0.99,
+        f"data/{ATTACK}/share": 0.5,
+        f"data/{ATTACK}/success_rate": 0.25,
+        "reuse/groups": 2.0,
+        "reuse/age": 1.5,
     }
     return StepReport(
         step=step,
@@ -165,7 +169,13 @@ def test_the_report_has_every_panel_and_shows_attacks_as_text(runs_dir: Path, sl
     assert f"wrote {runs_dir / 'whole' / 'report.html'}" in out
     assert assert_drawn(page, runs_dir / "whole" / "report.html") == list(PANELS)
     text = page.text()
-    for shown in ("stopped, 12 of 12 steps", "no alarms", "share of responses by length", "timeline of the last steps"):
+    for shown in (
+        "stopped, 12 of 12 steps",
+        "no alarms",
+        "success rate by source",
+        "share of responses by length",
+        "timeline of the last steps",
+    ):
         assert shown in text
     for shown in (
         "profile/step-000002/policy-0-update.json.gz",
@@ -188,6 +198,7 @@ def test_a_panel_without_data_says_so(runs_dir: Path, sluice: Command, page: Pag
     assert text.count("An earlier version of Sluice wrote this run") == 5
     assert "No step published weights" in text
     assert "data.eval_path is not set" in text
+    assert "No step has shares of a curriculum or stored groups" in text
 
 
 @pytest.mark.slow
