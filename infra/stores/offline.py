@@ -86,6 +86,12 @@ def _no_columns_error(directory: RunDirectory, store: RunColumns, step: int | No
     if step is not None and (reason := store.reason(step)):
         return RunError(reason)
     steps = steps_with_columns(store)
+    having = ", ".join(map(str, steps)) or "none"
+    if step is not None and (owner := store.owner(step)).url != directory.url:
+        return RunError(
+            f"step {step} of run {directory.run_id} has no columns, as run {owner.run_id}, which it was forked from, "
+            f"kept none of it; steps that have: {having}"
+        )
     if step is None or not steps:
         kept = json.dumps(directory.config().store.keep_steps)
         unfinished = f"; step {steps[-1]} has its first chunks, but no batch yet" if steps else ""
@@ -95,7 +101,4 @@ def _no_columns_error(directory: RunDirectory, store: RunColumns, step: int | No
         )
     if step in steps:
         return RunError(f"step {step} of run {directory.run_id} has chunks, but no batch before its put stage is done")
-    owner = "" if (run := store.owner(step)).url == directory.url else f", as run {run.run_id} kept none of it"
-    return RunError(
-        f"step {step} of run {directory.run_id} has no columns{owner}; steps that have: {', '.join(map(str, steps))}"
-    )
+    return RunError(f"step {step} of run {directory.run_id} has no columns; steps that have: {having}")
