@@ -111,7 +111,9 @@ def test_a_fork_of_a_fork_has_the_steps_of_both(parent: RunDirectory) -> None:
     assert History(owner_of(second, 4)).possible_versions() == [4, 5]
 
 
-def test_no_byte_is_stored_twice_and_garbage_is_each_runs_own(parent: RunDirectory) -> None:
+def test_no_byte_is_stored_twice_and_garbage_is_each_runs_own(
+    parent: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     fork = fork_of(parent, 4, "fork", "store.keep_steps=1")
     past = fork.path / "parent" / "demo"
     shared = [path for path in past.rglob("*") if path.suffix in (".arrow", ".safetensors")]
@@ -122,6 +124,10 @@ def test_no_byte_is_stored_twice_and_garbage_is_each_runs_own(parent: RunDirecto
     size = columns_of(parent).bytes_by_step()[2]
     own = collect_garbage(fork, None, None, dry_run=False)
     assert (own.steps, own.num_bytes, own.shared_bytes, own.kept_steps) == ((4,), size, 0, 1)
+    planned = make_command(monkeypatch, capsys)("gc", "demo", "--keep-steps", "1", "--dry-run").out
+    assert (
+        f"would remove 1 steps with {size:,} bytes ({size:,} of them not freed: other runs have them, too)" in planned
+    )
     of_parent = collect_garbage(parent, 1, None, dry_run=False)
     assert (of_parent.steps, of_parent.num_bytes, of_parent.shared_bytes) == ((2,), size, size)
     assert open_run_columns(fork).steps() == [2, 3, 5]
