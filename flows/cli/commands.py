@@ -267,7 +267,8 @@ def inspect(
     """Show a step's columns, without Ray: statistics, chunks, lengths and sample rows."""
     from flows.cli.inspect import print_step
     from infra.storage.runs import RunDirectory
-    from infra.stores.offline import find_step, open_run_columns
+    from infra.stores.offline import find_step
+    from infra.stores.run_columns import open_run_columns
     from infra.stores.summary import summarize_step
 
     directory = RunDirectory.open(run, runs_dir)
@@ -276,7 +277,7 @@ def inspect(
     if as_json:
         typer.echo(summary.model_dump_json(indent=2))
     else:
-        print_step(console, summary, directory.plans.load(summary.step))
+        print_step(console, summary, store.owner(summary.step).plans.load(summary.step))
     if failures:
         raise failures[0]
 

@@ -83,9 +83,10 @@ def gc(
 
     for directory in [RunDirectory.open(run, runs_dir) for run in runs]:
         found = collect_garbage(directory, keep_steps, keep_bytes, dry_run=dry_run)
+        shared = f" ({found.shared_bytes:,} of them not freed: other runs have them, too)" if found.shared_bytes else ""
         console.print(
             f"{found.run_id}: {'would remove' if dry_run else 'removed'} {len(found.steps):,} steps with "
-            f"{found.num_bytes:,} bytes, {'and keep' if dry_run else 'kept'} {found.kept_steps:,} with "
+            f"{found.num_bytes:,} bytes{shared}, {'and keep' if dry_run else 'kept'} {found.kept_steps:,} with "
             f"{found.kept_bytes:,} bytes",
             soft_wrap=True,
             highlight=False,

@@ -20,6 +20,7 @@ from flows.replay.settings import changes_rewards, replay_config
 from infra.history.compare import Closeness, is_within, worst
 from infra.history.diff import StageDiff
 from infra.history.start import History
+from infra.storage.lineage import owner_of_steps
 from infra.storage.runs import RunDirectory
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, RunError
@@ -56,9 +57,10 @@ def run_replay(
         UserError: The steps can't be replayed, or not with these settings.
         PipelineError: What a stage raises.
     """
-    history = History(directory)
+    first, stop = parse_steps(steps)
+    directory = owner_of_steps(directory, first, stop)
     own, config, changed = replay_config(directory, overrides)
-    found = Steps.find(history, *parse_steps(steps))
+    found = Steps.find(History(directory), first, stop)
     rescores = rescores or changes_rewards(changed)
     if changed or rescores:
         changes = _what_changes(console, found, (own, config), rescores=rescores, as_json=as_json)

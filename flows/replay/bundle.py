@@ -13,6 +13,7 @@ from infra.checkpoints import open_checkpoints
 from infra.history.bundle_files import FORMAT, BundleManifest, pack, unpack
 from infra.history.start import History
 from infra.history.stored import StoredStep
+from infra.storage.lineage import owner_of
 from infra.storage.runs import RunDirectory
 from infra.storage.versions import installed_versions
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
@@ -47,6 +48,7 @@ def write_bundle(directory: RunDirectory, step: int, out: Path, *, is_redacted: 
     """
     if out.exists():
         raise BundleError(f"{out} exists; choose another name, or remove it")
+    directory = owner_of(directory, step)
     history = History(directory)
     (stored,), start, config = history.steps(step, step + 1), history.start(step), directory.config()
     if not Path(config.model.path).is_dir():

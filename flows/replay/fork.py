@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from flows.replay.session import write_version
 from infra.checkpoints import open_checkpoints
+from infra.history.past import link_past
 from infra.history.reuse import check_parent
 from infra.history.start import History, Start
 from infra.storage.driver_lock import driver_lock
-from infra.storage.lineage import Fork, save_fork
+from infra.storage.lineage import Fork, owner_of, save_fork
 from infra.storage.runs import RunDirectory
 from infra.storage.versions import installed_versions
 from schemas.config.changes import is_changeable
@@ -27,13 +28,15 @@ class PlannedFork:
     """A fork that can be made.
 
     Attributes:
-        history: The parent.
+        parent: The run that is forked.
+        history: That of the run that made the first version: the parent or, before it was forked itself, an ancestor.
         step: The steps of the parent that it has.
         start: What its first version is made of.
         config: Its config.
         directory: Where it will be.
     """
 
+    parent: RunDirectory
     history: History
     step: int
     start: Start
@@ -48,10 +51,9 @@ class PlannedFork:
     @property
     def lineage(self) -> Fork:
         """Its content of `fork.json`."""
-        parent = self.history.directory
-        changed = differences({PARENT: parent.config(), OWN: self.config})
+        changed = differences({PARENT: self.parent.config(), OWN: self.config})
         changes = {key: (each.get(PARENT), each.get(OWN)) for key, each in changed.items()}
-        return Fork(parent=parent.url, run_id=parent.run_id, step=self.step, changes=changes)
+        return Fork(parent=self.parent.url, run_id=self.parent.run_id, step=self.step, changes=changes)
 
 
 def plan_fork(
@@ -79,10 +81,10 @@ def plan_fork(
     config = config if note is None else config.replace(note=note)
     directory = RunDirectory.require_absent(config, run_id or f"{parent.run_id}-at-{step}")
     _check_changes(parent, before, config, step)
-    history = History(parent)
+    history = History(owner_of(parent, step))
     start = history.start(step)
     check_parent(config, parent, step)
-    return PlannedFork(history, step, start, config, directory)
+    return PlannedFork(parent, history, step, start, config, directory)
 
 
 def make_fork(fork: PlannedFork) -> None:
@@ -92,13 +94,14 @@ def make_fork(fork: PlannedFork) -> None:
         RunError: Another process makes it.
         PipelineError: What the workers raise, if updates have to be repeated.
     """
-    parent, directory = fork.history.directory, fork.directory
+    parent, directory = fork.parent, fork.directory
     if directory.is_local:
         directory.path.mkdir(parents=True, exist_ok=True)
     with driver_lock(directory):
         checkpoints = open_checkpoints(directory, fork.config.checkpoint)
         checkpoints.remove_all()  # of a fork that was interrupted
         save_fork(directory, fork.lineage)
+        link_past(parent, directory, fork.lineage)
         write_version(fork.history, fork.start, checkpoints, directory.run_id)
         directory.metrics.copy_from(parent.metrics, fork.step)
         directory.decisions.copy_from(parent.decisions, fork.step)
@@ -108,7 +111,7 @@ def make_fork(fork: PlannedFork) -> None:
 
 
 def _event(fork: PlannedFork) -> RunEvent:
-    reason = f"of run {fork.history.directory.run_id}, after {fork.step} steps"
+    reason = f"of run {fork.parent.run_id}, after {fork.step} steps"
     return RunEvent(kind="fork", step=fork.step, time=time.time(), reason=reason, versions=installed_versions())
 
 

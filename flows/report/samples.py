@@ -12,8 +12,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from infra.storage.runs import RunDirectory
-from infra.stores.fsspec import FsspecColumnStore
-from infra.stores.offline import open_run_columns
+from infra.stores.run_columns import RunColumns, open_run_columns
 from rl_core.views import select
 from schemas.batch import BatchHandle
 from schemas.config.model import ModelConfig
@@ -74,13 +73,13 @@ def read_samples(directory: RunDirectory) -> StepSamples:
         return StepSamples(None, reason=f"the rows can't be read: {error}")
 
 
-def _newest_batch(store: FsspecColumnStore) -> BatchHandle | None:
+def _newest_batch(store: RunColumns) -> BatchHandle | None:
     wanted = {*SCALARS, *TEXTS, *TOKENS}
     batches = (store.load_batch(step) for step in reversed(store.steps()))
     return next((batch for batch in batches if batch is not None and wanted <= set(batch.columns)), None)
 
 
-def _views(store: FsspecColumnStore, batch: BatchHandle, directory: RunDirectory) -> list[SampleView]:
+def _views(store: RunColumns, batch: BatchHandle, directory: RunDirectory) -> list[SampleView]:
     scalars = store.read(batch, SCALARS)
     rewards, advantages = (scalars[name].to_numpy(zero_copy_only=False) for name in SCALARS)
     chosen = {

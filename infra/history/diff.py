@@ -9,8 +9,7 @@ import numpy as np
 
 from infra.history.compare import Closeness, Difference, closeness_of, compare_columns, worst
 from infra.storage.runs import RunDirectory
-from infra.stores.fsspec import FsspecColumnStore
-from infra.stores.offline import open_run_columns
+from infra.stores.run_columns import RunColumns, StoredColumns, open_run_columns
 from schemas.base import Frozen
 from schemas.batch import BatchHandle, ChunkKey, ColumnGroup
 from schemas.errors import RunError
@@ -70,7 +69,7 @@ def diff_runs(a: RunDirectory, b: RunDirectory) -> Iterator[StepDiff]:
         yield StepDiff(step=step, stages=tuple(stage for stage in stages if stage.differences), has_columns=has_columns)
 
 
-def _columns(run: RunDirectory) -> FsspecColumnStore | None:
+def _columns(run: RunDirectory) -> RunColumns | None:
     try:
         return open_run_columns(run)
     except RunError:  # it keeps none
@@ -78,7 +77,7 @@ def _columns(run: RunDirectory) -> FsspecColumnStore | None:
 
 
 def diff_columns(
-    stores: Sequence[FsspecColumnStore], batches: Sequence[BatchHandle], without: str = ""
+    stores: Sequence[StoredColumns], batches: Sequence[BatchHandle], without: str = ""
 ) -> Iterator[StageDiff]:
     """Compare the columns of a step in two runs.
 
@@ -111,7 +110,7 @@ def diff_columns(
     yield from (StageDiff(stage=stage, differences=tuple(found)) for stage, found in differences.items())
 
 
-def _digests(store: FsspecColumnStore, batch: BatchHandle) -> dict[str, object]:
+def _digests(store: StoredColumns, batch: BatchHandle) -> dict[str, object]:
     """Return what determines the values of each column: the checksums of its chunks, and the rows taken of them."""
     sums = {record.ref: record.checksum for record in store.records(batch.step)}
     return {

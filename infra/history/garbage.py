@@ -18,6 +18,7 @@ class Garbage(Frozen):
     run_id: str
     steps: tuple[int, ...]  # whose columns and plans go
     num_bytes: int  # of these steps' columns
+    shared_bytes: int  # of these, those that a fork, or the run that it was forked from, has, too: they aren't freed
     kept_steps: int
     kept_bytes: int
 
@@ -28,7 +29,7 @@ def collect_garbage(
     """Remove the columns and plans of finished steps that need not be kept, and what is left of their journals.
 
     What a resume may need stays: the steps after the newest complete checkpoint, and those before it whose groups may
-    be trained on again (`data.reuse`).
+    be trained on again (`data.reuse`). So does what the run has of a run that it was forked from.
 
     Args:
         directory: The run, which no driver may be driving.
@@ -50,6 +51,7 @@ def collect_garbage(
         kept = steps_to_keep(sizes, first, steps, config.store.keep_bytes if keep_bytes is None else keep_bytes)
         kept |= {step for step in sizes if step >= first - config.steps_kept_for_reuse}
         removed = sorted(sizes.keys() - kept)
+        shared = store.shared_bytes_by_step()
         if not dry_run:
             directory.journals.drop_before(first)
         for step in removed if not dry_run else ():
@@ -59,6 +61,7 @@ def collect_garbage(
         run_id=directory.run_id,
         steps=tuple(removed),
         num_bytes=sum(sizes[step] for step in removed),
+        shared_bytes=sum(shared.get(step, 0) for step in removed),
         kept_steps=len(kept),
         kept_bytes=sum(sizes[step] for step in kept),
     )

@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 
 from infra.history.ranges import ranges
-from infra.storage.lineage import load_fork
+from infra.storage.lineage import owner_of
 from infra.storage.runs import RunDirectory
 from infra.stores.fsspec import FsspecColumnStore
-from infra.stores.offline import open_run_columns
+from infra.stores.run_columns import open_own_columns
 from rl_core.advantages.base import find_extremes
 from rl_core.rollout.reuse import draw_groups, reusable_steps
 from rl_core.views import decode_ints, select
@@ -101,7 +101,7 @@ def check_source(config: RunConfig, num_positions: int) -> RunDirectory | None:
             f"has not finished; finished: {', '.join(ranges(sorted(finished))) or 'none'}"
         )
     for step in range(*reuse.steps):
-        batch = _open(_follow(source, step), step)[1]
+        batch = _open(owner_of(source, step), step)[1]
         longest = int((decode_ints(batch.prompt_lengths) + decode_ints(batch.response_lengths)).max())
         _check_length(config, source.run_id, step, longest, num_positions)
     return source
@@ -116,7 +116,7 @@ def check_parent(config: RunConfig, parent: RunDirectory, step: int) -> None:
     if config.data.reuse is None or config.data.reuse.max_age is None:
         return
     for each in reusable_steps(config, step):
-        _open(_follow(parent, each), each)
+        _open(owner_of(parent, each), each)
 
 
 def _check_kinds(config: RunConfig, source: RunConfig, run_id: str) -> None:
@@ -147,18 +147,11 @@ def _source(run: RunHandle, step: int) -> RunDirectory:
     """Return the run that has the columns of a step from which groups are taken."""
     directory, reuse = RunDirectory.of(run), run.config.data.reuse
     other = reuse.run if reuse is not None else None
-    return _follow(directory if other is None else RunDirectory.open(other, directory.runs_dir), step)
-
-
-def _follow(directory: RunDirectory, step: int) -> RunDirectory:
-    """Return the run itself or, for a step before it was forked, the ancestor that ran the step."""
-    while (fork := load_fork(directory)) is not None and step < fork.step:
-        directory = RunDirectory.open(fork.parent)
-    return directory
+    return owner_of(directory if other is None else RunDirectory.open(other, directory.runs_dir), step)
 
 
 def _open(directory: RunDirectory, step: int) -> tuple[FsspecColumnStore, BatchHandle]:
-    store = open_run_columns(directory)
+    store = open_own_columns(directory)
     batch = store.load_batch(step)
     if batch is None:
         raise RunError(

@@ -22,6 +22,7 @@ from typing import Self
 import duckdb
 import pyarrow as pa
 
+from infra.history.ranges import ranges
 from infra.history.steps import KeptSteps
 from infra.history.views import placement_dataset, row_dataset, token_dataset
 from infra.storage.lineage import load_fork
@@ -92,12 +93,14 @@ class RunQueries:
             return self.connection.sql(sql, params=parameters).to_arrow_table()
 
     def missing_steps(self) -> str:
-        """Say where the columns are that forks lack; empty if no run is one."""
-        forks = {run.run_id: load_fork(run.directory) for run in self._runs}
+        """Say which steps before they were forked have no columns; empty if all have."""
+        forks = [(run, fork) for run in self._runs if (fork := load_fork(run.directory))]
+        lacking = [(run, fork, sorted(set(range(fork.step)) - run.batches.keys())) for run, fork in forks]
         return "; ".join(
-            f"run {run_id} has the metrics of steps before {fork.step}, and their columns are in run {fork.parent}"
-            for run_id, fork in forks.items()
-            if fork
+            f"run {run.run_id} has the metrics of steps {', '.join(ranges(steps))}, but no columns, as run "
+            f"{fork.run_id} had none or is gone from {fork.parent}"
+            for run, fork, steps in lacking
+            if steps
         )
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from infra.history.stored import StoredStep
 from infra.storage.lineage import load_fork
 from infra.storage.runs import RunDirectory
 from infra.stores.fsspec import FsspecColumnStore
-from infra.stores.offline import open_run_columns
+from infra.stores.run_columns import open_own_columns
 from schemas.errors import CheckpointError, RunError
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ class Start:
 
 class History:
     """The versions that a run has had, as far as its checkpoints and its stored steps give them back.
+
+    Those from before it was forked are of its ancestors' histories: `lineage.owner_of` finds these.
 
     Args:
         directory: The run.
@@ -57,7 +59,7 @@ class History:
         Raises:
             RunError: It keeps none on disk, or has none yet.
         """
-        self._stored = self._stored or open_run_columns(self.directory)
+        self._stored = self._stored or open_own_columns(self.directory)
         return self._stored
 
     def start(self, version: int) -> Start:
@@ -73,7 +75,7 @@ class History:
                 "yet; choose a smaller one"
             )
         found = next(self._undamaged(version), None)
-        first = 0 if found is None else found
+        first = (self._fork.step if self._fork else 0) if found is None else found
         missing = sorted(set(range(first, version)) - self._kept(range(first, version)))
         if missing or (found is None and self._fork):
             raise self._missing_error(version, first, missing)
@@ -124,11 +126,6 @@ class History:
             return set()
 
     def _missing_error(self, version: int, first: int, missing: list[int]) -> RunError:
-        if self._fork and version < self._fork.step:
-            return RunError(
-                f"run {self.directory.run_id} was forked from {self._fork.run_id} after step {self._fork.step}: its "
-                f"version {version} is in that run, {self._fork.parent}; use that run instead"
-            )
         lacks = f"lacks the columns of {_steps(missing)}" if missing else "has no checkpoint up to it"
         possible = ", ".join(ranges(self.possible_versions())) or "none"
         return RunError(

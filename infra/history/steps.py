@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from infra.history.pieces import TokenTexts
 from infra.storage.runs import RunDirectory
-from infra.stores.fsspec import FsspecColumnStore
-from infra.stores.offline import find_batch, open_run_columns
+from infra.stores.offline import find_batch
+from infra.stores.run_columns import RunColumns, open_run_columns
 from rl_core.columns.codec import arrow_type
 from rl_core.columns.turns import TURN_COLUMNS, advantages_of_turns
 from rl_core.views import decode_ints
@@ -26,7 +26,7 @@ ROW_VALUES = ("group_id", "reward", "advantages")  # that each token has, too
 
 
 class KeptSteps:
-    """The steps of a run whose columns can be read.
+    """The steps of a run whose columns can be read, those before it was forked included.
 
     Args:
         directory: The run's.
@@ -113,7 +113,7 @@ class KeptSteps:
 
     def placements(self, step: int, fields: Collection[pa.Field]) -> pa.RecordBatch:
         """Return these fields of the places in the step's plan, in the plan's order: N rows for each epoch."""
-        plan = self.directory.plans.load(step)
+        plan = self._store.owner(step).plans.load(step)
         places = np.concatenate([np.empty((4, 0), np.int64), *(_places(plan) if plan else ())], axis=1)
         made = dict(zip(("row", "update", "rank", "micro_batch"), places, strict=True))
         count = places.shape[1]
@@ -151,7 +151,7 @@ def _places(plan: StepPlan) -> Iterator[NDArray[np.int64]]:
         yield np.stack([rows, np.full_like(rows, number), *np.divmod(micros, update.num_micros)])
 
 
-def _load_batches(store: FsspecColumnStore, steps: Collection[int]) -> dict[int, BatchHandle]:
+def _load_batches(store: RunColumns, steps: Collection[int]) -> dict[int, BatchHandle]:
     found = ((step, store.load_batch(step)) for step in steps)
     return {step: batch for step, batch in found if batch is not None}
 

@@ -5,7 +5,7 @@ from typing import Any
 from infra.history.plain import plain
 from infra.storage.run_list import run_state
 from infra.storage.runs import RunDirectory
-from infra.stores.offline import open_run_columns
+from infra.stores.run_columns import open_run_columns
 from schemas.errors import MetricError, RunError
 from schemas.metric_catalog import metric_spec
 

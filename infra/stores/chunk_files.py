@@ -112,10 +112,15 @@ class ChunkFiles:
         """Return the steps that have a folder, in order."""
         return sorted(step for name in self._folder.subfolders() if (step := step_number(name)) is not None)
 
-    def bytes_by_step(self, within: str = "") -> Counter[int]:
-        """Return the bytes of each step's chunks; with `within`, of those in this subfolder."""
+    def bytes_by_step(self, within: str = "", *, only_linked: bool = False) -> Counter[int]:
+        """Return the bytes of each step's chunks.
+
+        Args:
+            within: Only those in this subfolder.
+            only_linked: Only those that another run has, too, by hard links.
+        """
         held: Counter[int] = Counter()
-        for path, size in self._folder.sizes(within).items():
+        for path, size in self._folder.sizes(within, only_linked=only_linked).items():
             if path.endswith(DATA_SUFFIX) and (step := step_of(path)) is not None:
                 held[step] += size
         return held

@@ -21,6 +21,7 @@ from schemas.batch import ChunkKey
 from schemas.errors import ChunkCorruptedError
 
 STORE_PATH = "store.json"
+BATCH_NAME = "_batch.json"
 DATA_SUFFIX = ".arrow"
 LEASES = "leases"  # in a folder of their own: they are listed often, and the steps' folders may be many
 
@@ -39,7 +40,7 @@ def leased_step(path: str) -> int | None:
 
 def batch_path(step: int) -> str:
     """Return the path of a step's newest handle."""
-    return f"{step_folder(step)}/_batch.json"
+    return f"{step_folder(step)}/{BATCH_NAME}"
 
 
 def record_path(key: ChunkKey) -> str:

@@ -103,6 +103,10 @@ class FsspecColumnStore(ColumnStore):
     def bytes_by_step(self) -> dict[int, int]:
         return self._files.bytes_by_step()
 
+    def shared_bytes_by_step(self) -> dict[int, int]:
+        """Return the bytes of those of each step's chunks that another run has, too: by hard links."""
+        return self._files.bytes_by_step(only_linked=True)
+
     def chunks(self, step: int) -> list[ChunkRef]:
         return [record.ref for record in self.records(step)]
 

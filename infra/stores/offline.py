@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from infra.storage.lineage import load_fork
 from infra.storage.runs import RunDirectory
-from infra.stores.file_layout import STORE_PATH
-from infra.stores.fsspec import FsspecColumnStore
-from infra.stores.open import open_files
+from infra.stores.run_columns import RunColumns, StoredColumns, open_run_columns
 from schemas.batch import BatchHandle
 from schemas.config.folders import DEFAULT_RUNS_DIR
-from schemas.config.store import SharedStore
-from schemas.errors import ChunkCorruptedError, RunError, StoreError
+from schemas.errors import ChunkCorruptedError, RunError
 
 
 def read_step(
@@ -50,30 +46,7 @@ def read_step(
     return pa.Table.from_batches([store.read(batch, batch.columns if columns is None else columns)])
 
 
-def open_run_columns(directory: RunDirectory) -> FsspecColumnStore:
-    """Open a run's durable columns for reading.
-
-    Raises:
-        RunError: The run keeps none on disk, has none yet, or its `store.url` can't be reached.
-    """
-    config = directory.config()
-    if isinstance(config.store, SharedStore):
-        raise RunError(
-            f'run {directory.run_id} keeps no columns on disk, because its store.kind = "{config.store.kind}"; '
-            'a run with store.kind = "tiered" keeps them'
-        )
-    if config.store.url is None and directory.folder.size(f"columns/{STORE_PATH}") is None:
-        fork = load_fork(directory)
-        others = f"; those of steps before {fork.step} are in run {fork.parent}" if fork else ""
-        raise RunError(f"run {directory.run_id} has no columns yet: its first step creates {directory.columns}{others}")
-    try:
-        return open_files(directory, config.store, read_only=True)
-    except (StoreError, OSError, ImportError, ValueError) as error:  # ValueError: fsspec knows no such protocol
-        place = config.store.url or directory.columns
-        raise RunError(f"the columns of run {directory.run_id} in {place} can't be opened: {error}") from error
-
-
-def find_batch(directory: RunDirectory, store: FsspecColumnStore, step: int | None) -> BatchHandle:
+def find_batch(directory: RunDirectory, store: RunColumns, step: int | None) -> BatchHandle:
     """Return the batch of a step or, for None, of the newest one that has a batch.
 
     Raises:
@@ -85,7 +58,7 @@ def find_batch(directory: RunDirectory, store: FsspecColumnStore, step: int | No
     raise _no_columns_error(directory, store, step)
 
 
-def find_step(directory: RunDirectory, store: FsspecColumnStore, step: int | None) -> int:
+def find_step(directory: RunDirectory, store: RunColumns, step: int | None) -> int:
     """Return the step itself or, for None, the newest one that has columns.
 
     Raises:
@@ -97,25 +70,28 @@ def find_step(directory: RunDirectory, store: FsspecColumnStore, step: int | Non
     raise _no_columns_error(directory, store, step)
 
 
-def steps_with_columns(store: FsspecColumnStore) -> list[int]:
+def steps_with_columns(store: StoredColumns) -> list[int]:
     """Return the steps that have a batch or a chunk, in order; one that only has a lease is not among them."""
     return [step for step in store.steps() if _has_columns(store, step)]
 
 
-def _has_columns(store: FsspecColumnStore, step: int) -> bool:
+def _has_columns(store: StoredColumns, step: int) -> bool:
     try:
         return store.load_batch(step) is not None or bool(store.records(step))
     except ChunkCorruptedError:
         return True  # they exist, though they are damaged
 
 
-def _no_columns_error(directory: RunDirectory, store: FsspecColumnStore, step: int | None) -> RunError:
-    if step is not None and (fork := load_fork(directory)) and step < fork.step:
-        return RunError(
-            f"step {step} of run {directory.run_id} is before it was forked: its columns are those of step {step} of "
-            f"run {fork.run_id}, {fork.parent}"
-        )
+def _no_columns_error(directory: RunDirectory, store: RunColumns, step: int | None) -> RunError:
+    if step is not None and (reason := store.reason(step)):
+        return RunError(reason)
     steps = steps_with_columns(store)
+    having = ", ".join(map(str, steps)) or "none"
+    if step is not None and (owner := store.owner(step)).url != directory.url:
+        return RunError(
+            f"step {step} of run {directory.run_id} has no columns, as run {owner.run_id}, which it was forked from, "
+            f"kept none of it; steps that have: {having}"
+        )
     if step is None or not steps:
         kept = json.dumps(directory.config().store.keep_steps)
         unfinished = f"; step {steps[-1]} has its first chunks, but no batch yet" if steps else ""
@@ -125,6 +101,4 @@ def _no_columns_error(directory: RunDirectory, store: FsspecColumnStore, step: i
         )
     if step in steps:
         return RunError(f"step {step} of run {directory.run_id} has chunks, but no batch before its put stage is done")
-    return RunError(
-        f"step {step} of run {directory.run_id} has no columns; steps that have: {', '.join(map(str, steps))}"
-    )
+    return RunError(f"step {step} of run {directory.run_id} has no columns; steps that have: {having}")

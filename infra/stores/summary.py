@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infra.stores.column_stats import length_histogram, summarize_values
-from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.offline import steps_with_columns
+from infra.stores.run_columns import StoredColumns
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import row_lengths
 from rl_core.views import decode_ints, new_batch
@@ -22,7 +22,7 @@ from schemas.errors import ColumnError, StoreError
 from schemas.summary import ChunkSummary, ColumnSummary, SampleRow, StepSummary
 
 
-def summarize_step(store: FsspecColumnStore, step: int, num_samples: int) -> tuple[StepSummary, list[StoreError]]:
+def summarize_step(store: StoredColumns, step: int, num_samples: int) -> tuple[StepSummary, list[StoreError]]:
     """Read a step's columns once and summarize those that can be read.
 
     Args:
@@ -59,7 +59,7 @@ def summarize_step(store: FsspecColumnStore, step: int, num_samples: int) -> tup
     return summary, failures
 
 
-def _committed_chunks(store: FsspecColumnStore, step: int, failures: list[StoreError]) -> list[ChunkRef]:
+def _committed_chunks(store: StoredColumns, step: int, failures: list[StoreError]) -> list[ChunkRef]:
     """Return the step's committed chunks, by stage and shard."""
     try:
         refs = [record.ref for record in store.records(step)]
@@ -75,7 +75,7 @@ def _sort_key(ref: ChunkRef) -> tuple[str, int, int]:
 
 
 def _batch_of_chunks(
-    store: FsspecColumnStore, step: int, refs: Sequence[ChunkRef], failures: list[StoreError]
+    store: StoredColumns, step: int, refs: Sequence[ChunkRef], failures: list[StoreError]
 ) -> BatchHandle | None:
     """Return a batch of the token chunks so far, for a step whose handle isn't saved yet."""
     chunks: dict[tuple[str, int], tuple[ChunkRef, pa.RecordBatch]] = {}  # the last attempt of each shard
@@ -101,7 +101,7 @@ def _batch_of_chunks(
 
 
 def _summarize_rows(
-    store: FsspecColumnStore, batch: BatchHandle, num_samples: int, failures: list[StoreError]
+    store: StoredColumns, batch: BatchHandle, num_samples: int, failures: list[StoreError]
 ) -> tuple[tuple[ColumnSummary, ...], tuple[SampleRow, ...]]:
     """Read each column of the batch once; return the columns' summaries and the sample rows."""
     rows = _sample_rows(batch.num_rows, num_samples)
@@ -124,7 +124,7 @@ def _summarize_rows(
 
 
 def _read_group(
-    store: FsspecColumnStore, batch: BatchHandle, group: ColumnGroup
+    store: StoredColumns, batch: BatchHandle, group: ColumnGroup
 ) -> Iterator[tuple[str, pa.Array | StoreError]]:
     """Yield the group's columns; if they can't be read together, read each alone, and yield its error if that fails."""
     try:

@@ -36,8 +36,13 @@ COMMANDS = {
     "linked": ("fork", PARENT, "--at", "4", "--run-id", LINKED, "--note", "slower", "optim.lr=1e-3"),
     "bundle": ("bundle", PARENT, "5", "-o", "step.bundle", "--redact"),
     "reproduced": ("reproduce", "step.bundle", "--json"),
-    "before": ("fork", LINKED, "--at", "3"),
     "runs": ("runs", "--json"),
+}
+WITHOUT_PARENT = {
+    "early": ("replay", FORK, "--steps", "4", "--json"),
+    "early bundle": ("bundle", FORK, "4", "-o", "early.bundle"),
+    "across": ("replay", FORK, "--steps", "5:7"),
+    "asked": ("sql", FORK, "select step, count(*) as n from rows group by step order by step", "--json"),
 }
 
 Printed = dict[str, tuple[int, str]]
@@ -57,9 +62,13 @@ def printed(workplace: Workplace) -> Iterator[Printed]:
     update = "optim.updates_per_step=2"  # so that behavior log-probs are stored
     workplace.sluice("train", "tiny.toml", "--run-id", PARENT, *KEPT, update)
     before = files_of(workplace.run(PARENT).path)
-    yield dict(zip(COMMANDS, sluice_in_turn(workplace, *COMMANDS.values()), strict=True))
+    found = dict(zip(COMMANDS, sluice_in_turn(workplace, *COMMANDS.values()), strict=True))
+    moved = workplace.run(PARENT).path.rename(workplace.folder / "moved")
+    found |= zip(WITHOUT_PARENT, sluice_in_turn(workplace, *WITHOUT_PARENT.values()), strict=True)
+    moved.rename(workplace.run(PARENT).path)
+    yield found
     assert files_of(workplace.run(PARENT).path) == before
-    assert not (workplace.folder / "runs" / ".replay").exists()
+    assert not list((workplace.folder / "runs").rglob(".replay"))
 
 
 def test_a_replayed_step_has_the_same_bits(printed: Printed) -> None:
@@ -116,7 +125,8 @@ def test_a_fork_at_a_checkpoint_shares_its_bytes(workplace: Workplace, printed: 
     assert "nothing to repeat" in printed["linked"][1]
     linked = workplace.run(LINKED)
     shards = list(linked.path.glob("policy/step-000004/*.safetensors"))
-    assert [shard.stat().st_nlink for shard in shards] == [2] * len(shards)
+    assert shards
+    assert all(shard.samefile(workplace.run(PARENT).path / shard.relative_to(linked.path)) for shard in shards)
     fork = load_fork(linked)
     assert fork is not None
     assert fork.changes == {"note": ("", "slower"), "optim.lr": (0.01, 0.001)}
@@ -140,8 +150,15 @@ def test_a_bundle_needs_nothing_else(workplace: Workplace, printed: Printed) -> 
     assert not [text for text in texts if text.encode() in content]
 
 
-def test_steps_before_a_fork_are_its_parents(workplace: Workplace, printed: Printed) -> None:
-    code, line = printed["before"]
+def test_a_fork_has_the_steps_before_it_without_its_parent(printed: Printed) -> None:
+    code, _ = printed["early"]
+    (step,) = json_of(printed["early"])["steps"]
+    assert code == 0, printed["early"]
+    assert [stage["stage"] for stage in step["stages"]] == STAGES[:-1]  # there is no checkpoint of version 5
+    assert {stage["closeness"] for stage in step["stages"]} == {"same bits"}
+    assert printed["early bundle"][0] == 0, printed["early bundle"]
+    assert [row["step"] for row in json_of(printed["asked"])] == [0, 1, 2, 3, 4, 5]
+    code, line = printed["across"]
     assert code == 2
-    assert f"run {LINKED} was forked from {PARENT} after step 4" in line
-    assert str(workplace.run(PARENT).path) in line
+    assert f"steps 5 to 6 of run {FORK} are not of one run" in line
+    assert "ask for 5:6 and 6:7" in line

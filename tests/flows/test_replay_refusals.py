@@ -73,7 +73,9 @@ def test_a_fork_that_was_interrupted_is_begun_anew(sluice: Command) -> None:
     assert [report.step for report in fork.metrics.steps()] == [0, 1]
     assert (fork.config().note, fork.config().optim.lr) == ("a note", 0.5)
     assert not fork.ledger.is_outdated()
-    assert_rejected(sluice("inspect", "again", "1"), "run again has no columns yet", "steps before 2 are in run")
+    assert_rejected(
+        sluice("inspect", "again", "1"), "step 1 of run again has no columns, as run demo", "that have: none"
+    )
 
 
 def test_another_kind_keeps_the_settings_that_it_has(tmp_path: Path) -> None:
