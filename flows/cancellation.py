@@ -4,16 +4,13 @@ Prefect only writes the request to the flow run's state. For the runs of deploym
 it and terminates the run's process, but only once for each flow run. So every run reads it itself, too: one that was
 started in a terminal, and one that is cancelled again after a retry.
 
-A SIGTERM is turned into an exception by Prefect, which is raised wherever the main thread is. In a callback of the
-event loop that is where it ends: asyncio logs it and goes on. So every run also learns of the signal in its own turn.
+A SIGTERM is turned into an exception by Prefect, which is raised wherever the main thread is. In a callback or a
+transport of the event loop that is where it ends: asyncio reports it and goes on. So every run looks at these reports.
 """
 
 import asyncio
-import signal
-import socket
-import threading
 from collections.abc import Coroutine
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from uuid import UUID
 
 import httpx
@@ -26,7 +23,6 @@ from prefect.states import Cancelled
 from flows.watched import unless
 
 POLL_SECONDS = 2.0
-MAX_SIGNALS = 4096  # read at a time
 
 Result = TypeVar("Result")
 
@@ -41,29 +37,28 @@ async def cancellable(work: Coroutine[Any, Any, Result]) -> Result | State:
 
 
 async def terminable(work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work`; if the process is terminated, cancel it, and await its clean-up.
+    """Await `work`; if the event loop swallows the exception of a SIGTERM, cancel it, and await its clean-up.
 
     Raises:
         TerminationSignal: The process was terminated.
     """
-    if threading.current_thread() is not threading.main_thread():  # no signal is handled in another one
-        return await work
-    reader, writer = socket.socketpair()
-    with reader, writer:
-        for end in (reader, writer):
-            end.setblocking(False)
-        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        try:
-            return await unless(_terminated(reader), work)
-        finally:
-            signal.set_wakeup_fd(before)
+    loop = asyncio.get_running_loop()
+    swallowed, before = loop.create_future(), loop.get_exception_handler()
 
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not isinstance(error := context.get("exception"), TerminationSignal):
+            (before or asyncio.AbstractEventLoop.default_exception_handler)(loop, context)
+        elif not swallowed.done():
+            swallowed.set_result(error)
 
-async def _terminated(signals: socket.socket) -> NoReturn:
-    """Raise `TerminationSignal` when a SIGTERM is among the numbers of signals that a socket receives."""
-    while signal.SIGTERM not in await asyncio.get_running_loop().sock_recv(signals, MAX_SIGNALS):
-        pass
-    raise TerminationSignal(signal.SIGTERM)
+    async def terminated() -> Result:
+        raise await swallowed
+
+    loop.set_exception_handler(handle)
+    try:
+        return await unless(terminated(), work)
+    finally:
+        loop.set_exception_handler(before)
 
 
 async def _cancellation_requested() -> State:
