@@ -111,11 +111,14 @@ class RunEvents:
     Args:
         run_id: The run's id.
         runs_dir: The folder that holds the run.
+        num_reported: The steps that were finished before the run was resumed. Some of them may be run again, as they
+            were: what went wrong in them is not reported again, or an automation would stop the run there each time.
     """
 
-    def __init__(self, run_id: str, runs_dir: str) -> None:
+    def __init__(self, run_id: str, runs_dir: str, num_reported: int = 0) -> None:
         self._run = {"run_id": run_id, "runs_dir": runs_dir}
         self._resource = {"prefect.resource.id": f"sluice.run.{run_id}", "prefect.resource.name": run_id}
+        self._num_reported = num_reported
         self._leader: Event | None = None  # that others follow
         self._checkpoint = -1
         self._rewards: deque[float] = deque(maxlen=WINDOW_STEPS)
@@ -129,12 +132,14 @@ class RunEvents:
         """Report a finished step, and what its rewards show."""
         step = report.policy_version
         self._lead(StepCompleted(**self._run, step=step, seconds=report.seconds, metrics=report.metrics))
-        if fraction := report.metrics.get("reward/failed_fraction"):
+        if (fraction := report.metrics.get("reward/failed_fraction")) and step > self._num_reported:
             self._emit(RewardFailing(**self._run, step=step, failed_fraction=fraction))
         self._watch_reward(step, report.metrics["reward"])
 
     def fail_query(self, step: int, failed: FailedQuery) -> None:
         """Report what a saved query says about the newest of `step` finished steps."""
+        if step <= self._num_reported:
+            return
         found = failed.model_dump(include={"num_rows", "rows", "error"})
         self._emit(QueryFailed(**self._run, step=step, query=failed.name, **found))
 
@@ -160,7 +165,7 @@ class RunEvents:
             return
         mean, was_collapsed = fmean(self._rewards), self._is_collapsed
         self._is_collapsed = mean < COLLAPSE_FRACTION * self._best_reward
-        if self._is_collapsed and not was_collapsed:
+        if self._is_collapsed and not was_collapsed and step > self._num_reported:
             self._emit(RewardCollapsed(**self._run, step=step, reward=mean, best_reward=self._best_reward))
         self._best_reward = max(self._best_reward, mean)
 

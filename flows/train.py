@@ -111,7 +111,7 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         stack.enter_context(traced_run(run_id, config))
         monitors = stack.enter_context(open_monitors(directory, config, get_run_logger()))
         run = open_run(directory, config.replace(runtime=config.runtime.replace(device=device)))  # nodes may be lost
-        events = RunEvents(run_id, directory.runs_dir)
+        events = RunEvents(run_id, directory.runs_dir, len(directory.metrics.steps()))
         try:
             work = while_ray_lives(_training_loop(run, directory, monitors, events))
             run = await unless(watch_lock(directory), work)

@@ -96,7 +96,7 @@ def test_queries_of_a_step_are_answered_by_a_process_of_their_own(tmp_path: Path
 
 @pytest.fixture
 def emitted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    """The events of a run whose reward collapses after `WINDOW_STEPS` steps, and which then ends."""
+    """What is emitted."""
     found: list[Event] = []
 
     def emit(event: str, resource: dict[str, str], payload: dict[str, object], follows: Event | None) -> Event:
@@ -105,7 +105,11 @@ def emitted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         return found[-1]
 
     monkeypatch.setattr("flows.events.emit_event", emit)
-    events = RunEvents("run", "runs")
+    return found
+
+
+def collapse(events: RunEvents) -> None:
+    """Report a run whose reward collapses after `WINDOW_STEPS` steps, and which then ends."""
     events.start(0)
     for step, reward in enumerate([0.8] * WINDOW_STEPS + [0.0] * WINDOW_STEPS):
         report = StepReport(
@@ -114,16 +118,21 @@ def emitted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         events.complete_step(report)
         events.save_checkpoint(step + 1)
     events.end(2 * WINDOW_STEPS, is_complete=True)
-    return found
 
 
 def test_a_collapse_of_the_reward_is_reported_once(emitted: list[Event]) -> None:
+    collapse(RunEvents("run", "runs"))
     # The mean over the window falls by a tenth of 0.8 with each step: after six, it is below half.
     collapsed = [event.payload["step"] for event in emitted if event.event == RewardCollapsed.event]
     assert collapsed == [WINDOW_STEPS + int(WINDOW_STEPS * COLLAPSE_FRACTION) + 1]
 
+    emitted.clear()
+    collapse(RunEvents("run", "runs", num_reported=collapsed[0]))  # resumed: the steps up to the collapse are repeated
+    assert RewardCollapsed.event not in {event.event for event in emitted}
+
 
 def test_a_lost_event_delays_no_later_step(emitted: list[Event]) -> None:
+    collapse(RunEvents("run", "runs"))
     leader = None
     for event in emitted:
         if event.event in (RunStarted.event, StepCompleted.event):
