@@ -116,7 +116,7 @@ def _data(run: RunRecord) -> Panel:
     charts += [
         _chart(metric_title(name), [Line(name, *run.series(name))], run) for name in OF_REUSE if run.series(name)[0]
     ]
-    note = "" if charts else "No step has shares of a curriculum or stored groups (data.curriculum, data.reuse)."
+    note = "" if charts else "No step has shares of a curriculum, or stored groups."
     return Panel("Data", note, charts)
 
 

@@ -198,7 +198,7 @@ def test_a_panel_without_data_says_so(runs_dir: Path, sluice: Command, page: Pag
     assert text.count("An earlier version of Sluice wrote this run") == 5
     assert "No step published weights" in text
     assert "data.eval_path is not set" in text
-    assert "No step has shares of a curriculum or stored groups" in text
+    assert "No step has shares of a curriculum, or stored groups" in text
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ FOR_A_NEW_RUN = {
     *("kl.in_reward", "loss.entropy_coef", "model.lora", "model.path", "optim.lr", "optim.updates_per_step"),
     *("optim.implementation", "rollout.router_replay"),
     *(f"environment.{name}" for name in ("kind", "tools", "path", "arguments", "parser", "drops_reasoning")),
+    "environment.max_turn_tokens",
     *(f"reward.{name}" for name in ("model", "pattern", "scale", "max_tokens")),  # of a judge
     *("overlong.buffer_tokens", "reward.kind", "reward.path", "rollout.dynamic_sampling", "rollout.kind"),
     *("rollout.max_response_tokens", "rollout.num_prompts", "rollout.samples_per_prompt", "rollout.stop_token_ids"),
