@@ -10,12 +10,9 @@ import pyarrow as pa
 
 from infra.history.reuse import read_groups
 from infra.history.stored import shard_of
-from infra.stores.base import ColumnStore
-from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import flat_values, row_lengths
-from schemas.batch import ChunkKey
 from schemas.catalog import REWARD_PART_PREFIX
-from schemas.rollout import PutResult, ReusedGroup, RolloutShard
+from schemas.rollout import ReusedGroup, RolloutShard
 from schemas.step import RunHandle
 
 # What scalars are made of; the columns that take most bytes aren't among them.
@@ -49,34 +46,22 @@ def describe_groups(
     return described.replace(token_lag=_token_lag(step, rows))
 
 
-def put_groups(
-    run: RunHandle,
-    store: ColumnStore,
-    step: int,
-    shard: int,
-    groups: Sequence[int],
-    reused: Sequence[ReusedGroup],
-    reward_parts: Sequence[str],
-) -> PutResult:
-    """Store the groups' rows as a chunk of the step.
+def copy_groups(
+    run: RunHandle, groups: Sequence[int], reused: Sequence[ReusedGroup], reward_parts: Sequence[str]
+) -> pa.RecordBatch:
+    """Return the groups' rows as rows of the step that trains on them.
 
     Args:
         run: The run.
-        store: Its columns.
-        step: The step that trains on them.
-        shard: The number of their shard within it.
-        groups: Their numbers within it, ascending.
+        groups: Their numbers within the step, ascending.
         reused: Where they come from.
         reward_parts: The reward parts of all the step's rows, so that all chunks have the same columns.
 
     Raises:
         RunError: A step that they come from is not kept.
-        StoreError: Columns are lost or damaged, or the store rejects the chunk.
+        StoreError: Columns are lost or damaged.
     """
-    rows = _with_parts(read_groups(run, reused, groups), reward_parts)
-    chunk = store.put(ChunkKey(run_id=run.run_id, step=step, stage="rollout", shard=shard), rows)
-    store.flush()
-    return PutResult(chunk=chunk, dtypes=value_dtypes(rows), traffic=store.take_traffic("put"))
+    return _with_parts(read_groups(run, reused, groups), reward_parts)
 
 
 def _with_parts(rows: pa.RecordBatch, reward_parts: Sequence[str]) -> pa.RecordBatch:

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
 from infra.datasets import load_run_prompts
 from infra.datasets.limits import check_prompts
@@ -24,7 +25,7 @@ from infra.weights.endpoint import WeightSyncEndpoint
 from infra.workers.evaluation import Evaluator
 from infra.workers.groups import GroupSampler
 from infra.workers.profile import profiled
-from infra.workers.reuse import describe_groups, put_groups
+from infra.workers.reuse import copy_groups, describe_groups
 from infra.workers.reward_calls import model_opener
 from infra.workers.samples import Sample, make_shard, num_sampled, to_columns, trajectories_of
 from infra.workers.sampling import ResponseSampler
@@ -227,11 +228,9 @@ class RolloutWorker:
         pending = self._pending[step, shard]
         samples = [sample for sample in pending.samples if sample.group_id in kept]
         columns = to_columns(samples, pending.policy_version, self._vocab_size, reward_parts)
-        key = ChunkKey(run_id=self._run.run_id, step=step, stage="rollout", shard=shard)
-        chunk = self._columns.put(key, columns)
-        self._columns.flush()
+        result = self._store_rows(step, shard, columns)
         del self._pending[step, shard]
-        return PutResult(chunk=chunk, dtypes=value_dtypes(columns), traffic=self._columns.take_traffic("put"))
+        return result
 
     def describe_reused(
         self, step: int, shard: int, groups: Sequence[int], reused: Sequence[ReusedGroup]
@@ -248,7 +247,7 @@ class RolloutWorker:
         reward_parts: Sequence[str],
     ) -> PutResult:
         """Store the rows of stored groups as rows of the step, too; see `infra.workers.reuse`."""
-        return put_groups(self._run, self._columns, step, shard, groups, reused, reward_parts)
+        return self._store_rows(step, shard, copy_groups(self._run, groups, reused, reward_parts))
 
     def num_held_out(self) -> int:
         """Return the number of held-out prompts.
@@ -267,6 +266,13 @@ class RolloutWorker:
         """
         self._check_version(policy_version)
         return self._get_evaluator().generate(rows)
+
+    def _store_rows(self, step: int, shard: int, rows: pa.RecordBatch) -> PutResult:
+        """Store rows of a step's rollout as the chunk of a shard."""
+        key = ChunkKey(run_id=self._run.run_id, step=step, stage="rollout", shard=shard)
+        chunk = self._columns.put(key, rows)
+        self._columns.flush()
+        return PutResult(chunk=chunk, dtypes=value_dtypes(rows), traffic=self._columns.take_traffic("put"))
 
     def _get_evaluator(self) -> Evaluator:
         if self._evaluator is None:
