@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.agents.delayed import ANSWER
 from infra.engines.base import DecodingRows, Generation, GenerationRequest, RolloutEngine, Sampling
-from infra.environments.pool import Reply
+from infra.environments.reply import Replies, Reply
 from rl_core.environments.base import Task
 
 
@@ -16,20 +16,21 @@ class Immediate:
     def __init__(self, turns: int) -> None:
         self._turns = turns
         self._left: dict[int, int] = {}
-        self._replies: dict[int, Reply] = {}
+        self.replies = Replies()
 
     def open(self, row: int, task: Task, seed: int, number: int = 0) -> None:
         """Reset a row's environment."""
-        self._left[row], self._replies[row] = self._turns, Reply()
+        self._left[row] = self._turns
+        self.replies.add(row, Reply())
 
     def step(self, row: int, action: str) -> None:
         """Answer a row's action."""
         self._left[row] -= 1
-        self._replies[row] = Reply(observations=(ANSWER,), done=self._left[row] == 0)
+        self.replies.add(row, Reply(observations=(ANSWER,), done=self._left[row] == 0))
 
     def wait(self, rows: Collection[int] | None = None) -> dict[int, Reply]:
         """Return the replies of rows."""
-        return {row: self._replies.pop(row) for row in sorted(self._replies if rows is None else rows)}
+        return {row: self.replies.pop(row) for row in sorted(self.replies if rows is None else rows)}
 
     def poll(self, *, waits: bool) -> dict[int, Reply]:
         """Return all replies."""
