@@ -1,5 +1,6 @@
 """The commands that the examples' scripts share; each is printed, and run in the example's folder."""
 
+import argparse
 import os
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ SETTINGS = (  # runs are in the example's folder; the local Prefect and Ray are 
     f"runtime.runs_dir={RUNS}",
     f"runtime.services_dir={EXAMPLES.parent / '.sluice'}",
 )
+TINY = ("steps=2", "rollout.num_prompts=4", "rollout.samples_per_prompt=4", "eval.num_prompts=4")  # of an agent
 
 
 def new_run_id(name: str) -> str:
@@ -42,6 +44,34 @@ def report(run: str, curve: str, title: str) -> None:
     """Report a run's metrics, and draw its rewards to the file `curve`."""
     call(SLUICE, "report", run, "--runs-dir", RUNS)
     call(sys.executable, "../draw_curve.py", f"{RUNS}/{run}", curve, title)
+
+
+def run_agent(script: str, description: str | None, name: str, title: str) -> None:
+    """Make an agent example's files, train, report, and draw the curve, as the command line says.
+
+    Args:
+        script: The example's `run.py`, which has a `make_files.py` next to it.
+        description: What its `--help` says.
+        name: What its run ids begin with.
+        title: The curve's.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--tiny", action="store_true", help="a short warm start and two small steps only")
+    parser.add_argument("--seed", type=int, default=0, help="of the model, its warm start and the run")
+    parser.add_argument("--curve", default=".sluice/curve.svg", help="the drawing; relative to this folder")
+    arguments = parser.parse_args()
+
+    enter(script)
+    folder = f".sluice/{'tiny-' if arguments.tiny else ''}seed-{arguments.seed}"
+    call(sys.executable, "make_files.py", folder, str(arguments.seed), *(["5"] if arguments.tiny else []))
+    run = new_run_id(name)
+    files = (
+        f"model.path={folder}/model",
+        f"data.train_path={folder}/train.jsonl",
+        f"data.eval_path={folder}/heldout.jsonl",
+    )
+    train(run, f"seed={arguments.seed}", *files, *(TINY if arguments.tiny else ()))
+    report(run, arguments.curve, title)
 
 
 def enter(script: str) -> None:
