@@ -281,7 +281,7 @@ def test_engines_that_compute_with_adapters_hold_them_and_are_sent_only_those(
     assert embedded.workers[-1].parts["weights"] == whole + adapters
     assert vllm.workers[-1].parts["weights"] == whole + 2 * adapters  # vLLM allocates for a rank of 8
     for resources in (embedded, vllm):
-        [published] = [each for each in resources.transfers if each.name == "weights published"]
+        [published] = [each for each in resources.traffic if each.name == "weights published"]
         assert published.num_bytes == adapters
 
 
