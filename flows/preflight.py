@@ -8,6 +8,7 @@ from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import open_checkpoints
 from infra.datasets import PromptDataset, load_run_prompts
 from infra.datasets.limits import check_prompts
+from infra.engines.vllm.adapters import check_adapters
 from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
 from infra.environments.open import check_environments
@@ -46,6 +47,7 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
     check_stop_tokens(config)
     if isinstance(config.rollout, VllmRollout):
         check_tensor_parallel(config.model, config.rollout)
+        check_adapters(config.model)
         if runs_here:
             check_vllm(config, config.rollout)
     load_reward(config.reward)

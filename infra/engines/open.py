@@ -7,6 +7,7 @@ from infra.engines.embedded.engine import TransformersEngine
 from infra.engines.vllm.sizes import max_model_len
 from infra.engines.vllm.start import open_vllm
 from infra.models.load import load_model
+from infra.models.lora import add_adapter
 from infra.ray.device import choose_device
 from rl_core.registry import Registry, entry
 from schemas.config.rollout import RolloutConfig, TransformersRollout, VllmRollout
@@ -30,6 +31,9 @@ def _open_transformers(
     rollout: TransformersRollout, config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutEngine:
     model = load_model(config.model)
+    if (lora := config.model.lora) is not None and config.model.publishes_adapters:
+        add_adapter(model, lora, config.seed)
+        model.requires_grad_(False)
     model.to(choose_device())  # type: ignore[arg-type]  # its decorator hides that a device is accepted
     return TransformersEngine(
         model,
@@ -41,7 +45,14 @@ def _open_transformers(
 
 def _open_vllm(rollout: VllmRollout, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     is_colocated = config.runtime.placement == "colocated"
-    return open_vllm(config.model, rollout, max_model_len(config), is_colocated=is_colocated, sleeps=config.takes_turns)
+    return open_vllm(
+        config.model,
+        rollout,
+        max_model_len(config),
+        is_colocated=is_colocated,
+        sleeps=config.takes_turns,
+        shared_memory=config.runtime.shared_memory,
+    )
 
 
 OPENERS = Registry(

@@ -90,9 +90,30 @@ def require_peft() -> None:
         raise ConfigError("model.lora needs peft, which is not installed: pip install 'sluice-rl[lora]'") from None
 
 
+def adapted_layers(model: nn.Module) -> list[str]:
+    """Return the names of the layers with adapters."""
+    return list(_layers(model))
+
+
 def has_adapter(model: nn.Module) -> bool:
     """Return whether the model has adapters."""
     return bool(_layers(model))
+
+
+def published_weights(model: nn.Module, *, as_adapters: bool) -> dict[str, Tensor]:
+    """Return the weights that engines are sent; the model is left unchanged.
+
+    Args:
+        model: The policy.
+        as_adapters: Whether engines have the adapters too; else, see `merged_weights`.
+
+    Returns:
+        Weights by the names of the engines' model, tied ones once, in the parameters' dtypes and placements. Those that
+        are not merged are the live ones, not copies.
+    """
+    if not as_adapters:
+        return merged_weights(model)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def trainable_names(model: nn.Module) -> list[str]:

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infra.models.flat_tensors import flat_bytes, tensor_specs
+from infra.models.lora import changing_names, trainable_names
 from schemas.weights import TensorSpec
 
 _BLOCK = re.compile(r".*?\.\d+\.[^.]+(?=\.)")  # such as model.layers.0.self_attn
@@ -88,6 +89,20 @@ def with_whole_blocks(weights: Mapping[str, Tensor], changed: Iterable[str]) -> 
     """
     blocks = {block_of(name) for name in changed}
     return {name: tensor for name, tensor in weights.items() if block_of(name) in blocks}
+
+
+def changing_weights(weights: Mapping[str, Tensor], model: nn.Module, *, as_adapters: bool) -> dict[str, Tensor]:
+    """Return those of a policy's weights that an engine with another version lacks, in order.
+
+    Args:
+        weights: All weights by name; see `infra.models.lora.published_weights`.
+        model: The policy.
+        as_adapters: Whether they are those of an adapted model, of which the trained ones suffice; else, blocks are
+            whole, because engines fuse the tensors of one.
+    """
+    if not as_adapters:
+        return with_whole_blocks(weights, changing_names(model))
+    return {name: weights[name] for name in trainable_names(model)}
 
 
 def join_gather(tensors: Iterable[tuple[str, Tensor]]) -> None:

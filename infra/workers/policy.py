@@ -13,9 +13,9 @@ from torch import Tensor
 
 from infra.checkpoints import open_checkpoints
 from infra.checkpoints.state import copy_trained, policy_tensors, restore_policy, swapped_weights
-from infra.models.lora import adapter_disabled, changing_names, merged_weights
+from infra.models.lora import adapter_disabled, published_weights
 from infra.ray.tracing import traced
-from infra.weights.buckets import join_gather, with_whole_blocks
+from infra.weights.buckets import changing_weights, join_gather
 from infra.weights.endpoint import WeightSyncEndpoint
 from infra.weights.probe import score_probe
 from infra.workers.policy_checkpoints import PolicyCheckpoints
@@ -177,7 +177,7 @@ class PolicyWorker(ScoringWorker):
 
     @traced("rl.sync")
     def send_weights(self, version: int, route: WeightsRoute) -> SentWeights | None:
-        """Send the parameters of `version`, adapters merged: rank 0 sends, the other ranks take part in gathering.
+        """Send the parameters of `version` to engines: rank 0 sends, the other ranks take part in gathering.
 
         If the previous version may still sample, it can be sent as well.
 
@@ -196,7 +196,7 @@ class PolicyWorker(ScoringWorker):
             probe = self._score_probe() if self._config.runtime.weight_probe else None
             probe_seconds = time.perf_counter() - started
             if not route.is_complete:
-                changing = with_whole_blocks(weights, changing_names(self._module.model))
+                changing = changing_weights(weights, self._module.model, as_adapters=self._sends_adapters)
                 route = route.replace(is_complete=len(changing) == len(weights))
                 weights = changing
             tensors = ((name, full_tensor(tensor)) for name, tensor in weights.items())
@@ -212,7 +212,7 @@ class PolicyWorker(ScoringWorker):
 
     @contextmanager
     def weights(self, version: int) -> Iterator[dict[str, Tensor]]:
-        """Hold the parameters of `version`, adapters merged, sharded: not copies, valid within the block only.
+        """Hold the parameters of `version` as engines have them, sharded: not copies, valid within the block only.
 
         Raises:
             VersionError: `version` is neither the current one nor the previous one if that was kept.
@@ -220,10 +220,14 @@ class PolicyWorker(ScoringWorker):
         self.wake(["weights"])
         if self._previous is None or version != self._version - 1:
             self._check_version(version)
-            yield merged_weights(self._module.model)
+            yield published_weights(self._module.model, as_adapters=self._sends_adapters)
         else:
             with swapped_weights(self._module.model, self._previous):
-                yield merged_weights(self._module.model)
+                yield published_weights(self._module.model, as_adapters=self._sends_adapters)
+
+    @property
+    def _sends_adapters(self) -> bool:
+        return self._config.model.publishes_adapters
 
     def weight_group_member(self) -> WeightGroupMember:
         """Return its GPU and the weight group that it is in."""

@@ -22,6 +22,9 @@ class LoraConfig(FrozenConfig):
     target_modules: tuple[Annotated[str, Field(pattern=r"^[\w.-]+$")], ...] = ()
     """Names of the modules with adapters; empty: all linear layers except the LM head."""
 
+    publish: Literal["merged", "adapters"] = "merged"
+    """What is sent to engines: weights with the adapters merged; or the adapters, of far fewer bytes, as such."""
+
 
 class ModelConfig(FrozenConfig):
     """A causal language model and its tokenizer, as an ordinary Hugging Face folder."""
@@ -37,6 +40,11 @@ class ModelConfig(FrozenConfig):
 
     lora: LoraConfig | None = None
     """Low-rank adapters; None: all weights are trained."""
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether engines compute with the adapters as such, and are sent only those."""
+        return self.lora is not None and self.lora.publish == "adapters"
 
     def dtype_on(self, device: str) -> Literal["float32", "bfloat16"]:
         """Return the compute dtype on a kind of device, `cpu` or `cuda`."""

@@ -269,6 +269,22 @@ def test_only_an_adapter_has_gradients(folder: Path, plan: Callable[..., Resourc
     assert rollout.parts["weights"] == whole_bytes(str(folder / "model"))
 
 
+def test_engines_that_compute_with_adapters_hold_them_and_are_sent_only_those(
+    folder: Path, plan: Callable[..., Resources]
+) -> None:
+    pytest.importorskip("peft")
+    lora = ("model.lora.rank=4", "model.lora.publish=adapters")
+    adapted = load_policy(ModelConfig(path=str(folder / "model"), lora=LoraConfig(rank=4)))
+    adapters = 4 * sum(part.numel() for part in adapted.parameters() if part.requires_grad)
+    whole = whole_bytes(str(folder / "model"))
+    embedded, vllm = plan(*lora), plan(*lora, "rollout.kind=vllm")
+    assert embedded.workers[-1].parts["weights"] == whole + adapters
+    assert vllm.workers[-1].parts["weights"] == whole + 2 * adapters  # vLLM allocates for a rank of 8
+    for resources in (embedded, vllm):
+        [published] = [each for each in resources.traffic if each.name == "weights published"]
+        assert published.num_bytes == adapters
+
+
 def test_a_model_that_is_no_causal_one_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(ModelError, match="not a causal language model"):

@@ -75,7 +75,7 @@ FOR_A_NEW_RUN = {
         "model.compute_dtype",
         "rollout.stop",
         "runtime.max_staleness",
-        "model.lora.target_modules",
+        *("model.lora.publish", "model.lora.rank", "model.lora.target_modules"),
         "rollout.dynamic_sampling.max_rounds",
     ),
 }

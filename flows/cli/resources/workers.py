@@ -11,9 +11,10 @@ from flows.cli.footprint import Footprint
 from flows.cli.resources.placement import Placement
 from flows.cli.resources.rewards import RewardBytes
 from infra.engines.embedded.cache import cache_bytes_per_token
+from infra.engines.vllm.adapters import allocated_rank
 from infra.engines.vllm.sizes import num_cache_copies
 from infra.models.load import build_meta_model, max_positions
-from infra.models.lora import add_adapter
+from infra.models.lora import add_adapter, is_adapter
 from infra.workers.roles import Role, num_workers
 from rl_core.planning.activations import Activations, trace_activations
 from rl_core.planning.hardware import Cluster, format_bytes
@@ -55,7 +56,8 @@ class ModelMemory:
         policy: The weights of a policy rank, adapters included.
         reference: Those of a reference rank; None without reference workers.
         reward: Those of a reward worker; None without one.
-        whole: All weights, adapters merged, in float32.
+        whole: All weights of an engine, in float32: with adapters merged, or with room for them as such.
+        sent: Those that a publish sends, in float32.
         activations: Of a micro-batch with the most tokens.
         micro_tokens: Its tokens.
         token_bytes: Float32 KV-cache bytes of a token.
@@ -68,6 +70,7 @@ class ModelMemory:
     reference: WeightBytes | None
     reward: RewardBytes | None
     whole: int
+    sent: int
     activations: Activations
     micro_tokens: int
     token_bytes: int
@@ -88,13 +91,18 @@ class ModelMemory:
             UserError: The model's config is not that of a causal language model, or its adapter can't be made.
         """
         base = build_meta_model(config.model)
-        whole = WeightBytes.of(base, 1).whole
+        whole = sent = WeightBytes.of(base, 1).whole
         reference, runtime = None, config.runtime
         half = computes_in_bfloat16(config, on_gpus=on_gpus)
         if config.needs_reference_worker:
             reference = WeightBytes.of(base, runtime.num_reference_ranks, bfloat16=half)
-        if config.model.lora is not None:
-            add_adapter(base, config.model.lora)
+        if (lora := config.model.lora) is not None:
+            add_adapter(base, lora)
+        if lora is not None and config.model.publishes_adapters:
+            adapters = sum(FLOAT_BYTES * weight.numel() for name, weight in base.named_parameters() if is_adapter(name))
+            sent = whole + adapters if config.takes_turns else adapters  # an engine that slept has no base weights
+            is_vllm = isinstance(config.rollout, VllmRollout)
+            whole += adapters * (allocated_rank(lora.rank) if is_vllm else lora.rank) // lora.rank
         tokens = footprint.micro_tokens
         if half:
             base.bfloat16()
@@ -110,6 +118,7 @@ class ModelMemory:
             reference=reference,
             reward=reward,
             whole=whole,
+            sent=sent,
             activations=activations,
             micro_tokens=tokens,
             token_bytes=cache_bytes_per_token(base.config, torch.float32),
@@ -161,14 +170,19 @@ def weight_carrier(config: RunConfig, placement: Placement) -> Literal["nccl", "
 
 
 def sent_bytes(model: ModelMemory) -> int:
-    """Return the bytes of all weights in the engines' dtype."""
+    """Return the bytes of the weights that a publish sends, in the engines' dtype."""
+    return model.sent * model.engine_itemsize // FLOAT_BYTES
+
+
+def engine_weight_bytes(model: ModelMemory) -> int:
+    """Return the bytes of an engine's weights, all of which it is sent if it has no version."""
     return model.whole * model.engine_itemsize // FLOAT_BYTES
 
 
 def bucket_bytes(config: RunConfig, model: ModelMemory) -> int:
     """Return the bytes of the largest bucket of weights: a tensor larger than the setting is one of its own."""
     largest = model.policy.largest * model.engine_itemsize // FLOAT_BYTES
-    return max(largest, min(config.runtime.weight_bucket_bytes, sent_bytes(model)))
+    return max(largest, min(config.runtime.weight_bucket_bytes, engine_weight_bytes(model)))
 
 
 def kv_cache(config: RunConfig, workers: tuple[WorkerMemory, ...]) -> int:
@@ -281,7 +295,7 @@ def _buckets_on_device(config: RunConfig, model: ModelMemory, placement: Placeme
 def _vllm_parts(rollout: VllmRollout, model: ModelMemory, cluster: Cluster, placement: Placement) -> dict[str, int]:
     """Return what each GPU of an engine holds, a shard of weights and cache; on a CPU, what all ranks hold."""
     dtype, ranks = rollout.dtype_on("cuda" if placement.on_gpus else "cpu"), rollout.tensor_parallel
-    whole = sent_bytes(model)
+    whole = engine_weight_bytes(model)
     if not placement.on_gpus:
         return {"weights": whole, KV_CACHE: rollout.cache_bytes}
     weights, fraction = whole // ranks, rollout.gpu_fraction(is_colocated=placement.is_colocated)

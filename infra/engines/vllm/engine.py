@@ -10,7 +10,7 @@ its raw log-probs are then log-softmax(logits / temperature), before any truncat
 
 import gc
 import multiprocessing
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,10 +21,12 @@ from transformers import PreTrainedModel
 from infra.engines.base import Sampling, WeightsBucket
 from infra.engines.checks import check_held, require_awake
 from infra.engines.usage import EngineUsage
+from infra.engines.vllm.adapters import VllmAdapters, check_layers
 from infra.engines.vllm.ranks import mapped
 from infra.engines.vllm.rows import VllmRows
 from infra.engines.vllm.translate import prompt_logprobs, scoring_params
 from infra.models.load import check_weights
+from infra.models.lora import is_adapter
 from schemas.errors import EngineLostError, describe
 from schemas.memory import EngineTag, MemoryChange, PartBytes
 from schemas.weights import TensorSpec
@@ -55,6 +57,7 @@ class VllmEngine:
         eager: bool,
         keep_prefixes: bool = False,
         can_sleep: bool = False,
+        adapters: VllmAdapters | None = None,
     ) -> None:
         """Wrap an engine, whose weights are those of policy version 0; see `open_vllm`.
 
@@ -65,10 +68,12 @@ class VllmEngine:
             eager: Don't let vLLM compile the small functions of its sampler.
             keep_prefixes: Empty the prefix cache when weights are loaded, not when rows are opened.
             can_sleep: Whether it was started in vLLM's sleep mode, which its CPU build lacks.
+            adapters: How it gets adapters, which `shapes` then has too; None: its weights have them merged.
         """
         self._engine, self._shapes, self._num_ranks = engine, shapes, num_ranks
         self._eager, self._keep_prefixes = eager, keep_prefixes
         self._can_sleep, self._part_bytes = can_sleep, PartBytes()
+        self._adapters = adapters
         self._lost = ""  # why its ranks are gone
         self._processes: list[int] = []  # of ranks with their own
         self.version: int | None = 0
@@ -79,6 +84,8 @@ class VllmEngine:
             self._processes = self._call_ranks("process_id")
         if eager and num_ranks > 1:
             self._call_ranks("skip_compiling")
+        if adapters is not None:
+            check_layers(shapes, self._call_ranks("adapted_layers")[0])
         self._scale: float = self._call_ranks("logit_scale")[0]  # the model's own
 
     def open_rows(self, sampling: Sampling, *, several_turns: bool = False) -> VllmRows:
@@ -118,19 +125,42 @@ class VllmEngine:
         check_held(self.version, is_complete=is_complete)
         check_weights(self._shapes, specs, version, is_complete=is_complete)
         self.version = None
+        adapters: dict[str, torch.Tensor] = {}
+        with self._loading_base() if any(not is_adapter(spec.name) for spec in specs) else nullcontext():
+            for bucket in buckets:
+                taken = {name: tensor for name, tensor in bucket.tensors.items() if is_adapter(name)}
+                adapters |= {name: tensor.to("cpu", copy=True) for name, tensor in taken.items()}
+                if len(taken) < len(bucket.tensors):
+                    self._load_base(bucket)
+        if adapters:
+            self._replace_adapters(adapters, version)
+        self._forget_prefixes()
+        self.version = version
+
+    @contextmanager
+    def _loading_base(self) -> Iterator[None]:
         self._call_ranks("start_load")
         try:
-            for bucket in buckets:
-                if self._num_ranks == 1:
-                    self._call_ranks("load_tensors", bucket.tensors)
-                else:
-                    with mapped(bucket) as arguments:
-                        self._call_ranks("load_mapped", *arguments)
+            yield
         finally:
             if not self._lost:
                 self._call_ranks("finish_load")
-        self._forget_prefixes()
-        self.version = version
+
+    def _load_base(self, bucket: WeightsBucket) -> None:
+        if self._num_ranks == 1:
+            self._call_ranks("load_tensors", bucket.tensors)
+        else:
+            with mapped(bucket) as arguments:
+                self._call_ranks("load_mapped", *arguments)
+
+    def _replace_adapters(self, adapters: Mapping[str, torch.Tensor], version: int) -> None:
+        assert self._adapters is not None, "an engine without adapters has no such weights"
+        with self._adapters.saved(adapters, version) as request, self._closed_if_lost():
+            if (held := self._adapters.request) is not None:
+                self._adapters.request = None
+                self._engine.remove_lora(held.lora_int_id)
+            self._engine.add_lora(request)
+            self._adapters.request = request
 
     def sleep(self, tags: Collection[EngineTag]) -> MemoryChange:
         """Give up memory by vLLM's sleep mode; with the weights, the cache too. See `RolloutEngine.sleep`.
@@ -259,7 +289,8 @@ class VllmEngine:
         """Add one sample as a request, and return vLLM's own id for it."""
         from vllm.inputs.engine import tokens_input
 
-        internal_id: str = self._engine.add_request(name, tokens_input(prompt), params)
+        adapters = self._adapters.request if self._adapters else None
+        internal_id: str = self._engine.add_request(name, tokens_input(prompt), params, lora_request=adapters)
         return internal_id
 
     def abort(self, request_ids: list[str]) -> None:

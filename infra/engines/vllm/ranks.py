@@ -13,6 +13,7 @@ import torch
 
 from infra.engines.base import WeightsBucket
 from infra.models.flat_tensors import buffer_as_tensor, flat_bytes, tensor_specs, tensor_views, write_tensors
+from infra.models.lora import is_adapter, without_adapter
 from rl_core.storages import storage_bytes
 from rl_core.telemetry import take_peak_memory
 from schemas.errors import ConfigError
@@ -24,6 +25,7 @@ class RankMethods:
 
     model_runner: Any  # vLLM's
     vllm_config: Any
+    _adapted: dict[str, torch.nn.Module]  # vLLM's layers with adapters, during a load
 
     def skip_compiling(self) -> None:
         """Run functions that vLLM decorates with `torch.compile` uncompiled, from now on."""
@@ -53,13 +55,18 @@ class RankMethods:
         """Prepare to load weights in parts: vLLM fills each of its layers once that has all its tensors."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        model = self.model_runner.get_model()
+        self._adapted = _adapted_layers(model)
+        for name, layer in self._adapted.items():  # it finds weights by the base model's names only
+            model.set_submodule(name, layer.base_layer)
         with self._vllm_settings():
-            initialize_layerwise_reload(self.model_runner.get_model())
+            initialize_layerwise_reload(model)
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's part of whole tensors, by the transformers model's names, into its weights."""
+        """Copy this rank's part of whole tensors, by the transformers model's names, into its weights, but adapters."""
+        base = ((without_adapter(name), tensor) for name, tensor in tensors.items() if not is_adapter(name))
         with self._vllm_settings():
-            self.model_runner.get_model().load_weights(iter(tensors.items()))
+            self.model_runner.get_model().load_weights(base)
 
     def load_mapped(self, path: str, specs: Sequence[TensorSpec]) -> None:
         """Do `load_tensors` from a flat buffer in a file that is mapped, not read: only this rank's part is copied."""
@@ -74,6 +81,12 @@ class RankMethods:
         with self._vllm_settings():
             finalize_layerwise_reload(model, self.vllm_config.model_config)
         _repack_head(model)
+        for name, layer in self._adapted.items():
+            model.set_submodule(name, layer)
+
+    def adapted_layers(self) -> list[str]:
+        """Return the names of vLLM's layers that adapters are applied to."""
+        return list(_adapted_layers(self.model_runner.get_model()))
 
     def _vllm_settings(self) -> AbstractContextManager[Any]:
         from vllm.config import set_current_vllm_config
@@ -102,6 +115,13 @@ def mapped(bucket: WeightsBucket) -> Iterator[tuple[str, Sequence[TensorSpec]]]:
         yield f"/proc/{os.getpid()}/fd/{descriptor}", specs
     finally:
         os.close(descriptor)
+
+
+def _adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the layers that apply adapters, by name; each wraps one of the base model."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, BaseLayerWithLoRA)}
 
 
 def _logits_processor(model: torch.nn.Module) -> Any:

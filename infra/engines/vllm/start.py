@@ -12,11 +12,13 @@ import torch
 
 from infra.engines.base import GenerationRequest, Sampling
 from infra.engines.generate import generate_all
+from infra.engines.vllm.adapters import VllmAdapters, adapter_arguments, check_adapters
 from infra.engines.vllm.engine import VllmEngine, no_compiling
 from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
 from infra.engines.vllm.ranks import RankMethods
 from infra.engines.vllm.sizes import BLOCK_TOKENS, check_tensor_parallel
 from infra.models.load import build_meta_model
+from infra.models.lora import add_adapter
 from infra.ray.rendezvous import interface_variables
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
@@ -28,7 +30,13 @@ LOOPBACK = "127.0.0.1"
 
 
 def open_vllm(
-    model: ModelConfig, rollout: VllmRollout, max_model_len: int, *, is_colocated: bool = False, sleeps: bool = False
+    model: ModelConfig,
+    rollout: VllmRollout,
+    max_model_len: int,
+    *,
+    is_colocated: bool = False,
+    sleeps: bool = False,
+    shared_memory: str | None = None,
 ) -> VllmEngine:
     """Start vLLM, with the model folder's weights as policy version 0.
 
@@ -42,17 +50,24 @@ def open_vllm(
         max_model_len: The most tokens of a prompt plus its response.
         is_colocated: Whether other workers compute on the same GPU.
         sleeps: Whether it gives up its memory while they do; only on CUDA can it.
+        shared_memory: `runtime.shared_memory`, through which vLLM gets adapters.
 
     Raises:
         ConfigError: vLLM is not installed, or can't run this model with these sizes.
     """
     require_vllm()
     check_tensor_parallel(model, rollout)
+    check_adapters(model)
     _set_environment()
     device: Device = "cpu" if vllm_is_for_cpu() else "cuda"
     can_sleep = sleeps and device == "cuda"
     shapes, eager = build_meta_model(model), device == "cpu" or rollout.enforce_eager
     arguments = _arguments(model, rollout, max_model_len, device, is_colocated) | {"enable_sleep_mode": can_sleep}
+    adapters = None
+    if model.lora is not None and model.publishes_adapters:
+        add_adapter(shapes, model.lora)
+        arguments |= adapter_arguments(shapes, model.lora)
+        adapters = VllmAdapters(model.lora, shared_memory)
     try:
         with _process_settings_restored(), no_compiling(eager):
             # For vLLM's own process group only: weights may be broadcast to this process from another node.
@@ -65,6 +80,7 @@ def open_vllm(
                 eager=eager,
                 keep_prefixes=rollout.prefix_cache == "version",
                 can_sleep=can_sleep,
+                adapters=adapters,
             )
             # Only in the first step does vLLM find out what its kernels don't support, and finish its preparations.
             generate_all(engine, [GenerationRequest(np.zeros(1, dtype=np.int64), (0,))], Sampling(1))
