@@ -9,6 +9,7 @@ import pytest
 
 from infra.rewards.open import open_reward_scorer
 from infra.stores.offline import read_step
+from infra.workers.hosted import open_model_here
 from rl_core.rewards import RewardItem, as_stored
 from schemas.config.reward import ModelReward
 from tests.services import Workplace
@@ -49,7 +50,7 @@ def in_one_process(config: ModelReward, rows: list[dict]) -> list[float | None]:
     rows = [row | {"number": int(row["sample_id"].rpartition("-")[2])} for row in rows]
     order = sorted(range(len(rows)), key=lambda index: (rows[index]["group_id"], rows[index]["number"]))
     items = [RewardItem(*(rows[at][name] for name in TEXTS[:3]), json.loads(rows[at]["info"])) for at in order]
-    scorer = open_reward_scorer(config)
+    scorer = open_reward_scorer(config, open_model_here)
     scorer.wait_until_ready()
     outcomes = scorer.score(items, [rows[index]["group_id"] for index in order])
     scorer.close()
