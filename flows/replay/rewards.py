@@ -7,6 +7,7 @@ from contextlib import closing
 from infra.history.stored import StoredStep, with_rewards
 from infra.rewards.base import RewardScorer
 from infra.rewards.open import open_reward_scorer
+from infra.workers.hosted import open_model_here
 from rl_core.rewards import RewardItem, as_stored
 from schemas.config.reward import RewardConfig
 from schemas.errors import ConfigError
@@ -25,7 +26,7 @@ def score_steps(steps: Sequence[StoredStep], config: RewardConfig) -> list[Rollo
     """
     for stored in steps:
         _check_texts(stored)
-    with closing(open_reward_scorer(config)) as scorer:
+    with closing(open_reward_scorer(config, open_model_here)) as scorer:
         scorer.wait_until_ready()
         return [_score(stored, scorer, config) for stored in steps]
 

@@ -1,4 +1,6 @@
-"""Start the rollout engine of a config."""
+"""Start the engine of a config."""
+
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,8 +12,30 @@ from infra.models.load import load_model
 from infra.models.lora import add_adapter
 from infra.ray.device import choose_device
 from rl_core.registry import Registry, entry
+from schemas.config.model import ModelConfig
 from schemas.config.rollout import RolloutConfig, TransformersRollout, VllmRollout
 from schemas.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """The model that an engine runs.
+
+    Attributes:
+        config: The model.
+        tokenizer: Its tokenizer, used to find stop strings.
+        max_tokens: The most tokens of a prompt plus its response.
+        is_colocated: Whether the engine shares its GPU.
+        sleeps: Whether it gives up its memory while others need it.
+        shared_memory: `runtime.shared_memory`, through which vLLM gets adapters.
+    """
+
+    config: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    is_colocated: bool = False
+    sleeps: bool = False
+    shared_memory: str | None = None
 
 
 def open_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
@@ -24,34 +48,39 @@ def open_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Rollou
     Raises:
         UserError: The model is not usable, or the engine can't run here.
     """
-    return OPENERS(config.rollout, config, tokenizer)
+    model = EngineModel(
+        config.model,
+        tokenizer,
+        max_model_len(config),
+        is_colocated=config.runtime.placement == "colocated",
+        sleeps=config.takes_turns,
+        shared_memory=config.runtime.shared_memory,
+    )
+    return OPENERS(config.rollout, model)
 
 
-def _open_transformers(
-    rollout: TransformersRollout, config: RunConfig, tokenizer: PreTrainedTokenizerBase
-) -> RolloutEngine:
-    model = load_model(config.model)
-    if (lora := config.model.lora) is not None and config.model.publishes_adapters:
-        add_adapter(model, lora, config.seed)
+def _open_transformers(rollout: TransformersRollout, of: EngineModel) -> RolloutEngine:
+    model = load_model(of.config)
+    if of.config.lora is not None and of.config.publishes_adapters:
+        add_adapter(model, of.config.lora)
         model.requires_grad_(False)
     model.to(choose_device())  # type: ignore[arg-type]  # its decorator hides that a device is accepted
     return TransformersEngine(
         model,
         max_cache_bytes=rollout.max_cache_bytes,
-        tokenizer=tokenizer,
+        tokenizer=of.tokenizer,
         records_experts=rollout.router_replay,
     )
 
 
-def _open_vllm(rollout: VllmRollout, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    is_colocated = config.runtime.placement == "colocated"
+def _open_vllm(rollout: VllmRollout, of: EngineModel) -> RolloutEngine:
     return open_vllm(
-        config.model,
+        of.config,
         rollout,
-        max_model_len(config),
-        is_colocated=is_colocated,
-        sleeps=config.takes_turns,
-        shared_memory=config.runtime.shared_memory,
+        of.max_tokens,
+        is_colocated=of.is_colocated,
+        sleeps=of.sleeps,
+        shared_memory=of.shared_memory,
     )
 
 
@@ -61,3 +90,4 @@ OPENERS = Registry(
     entry(TransformersRollout, _open_transformers),
     entry(VllmRollout, _open_vllm),
 )
+"""Starters of engines: (settings, model) -> engine."""

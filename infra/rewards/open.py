@@ -8,34 +8,26 @@ from infra.rewards.local import LocalRewardScorer
 from infra.rewards.pool import RewardPool
 from infra.rewards.sums import REST, SumRewardScorer
 from rl_core.rewards import load_reward
-from schemas.config.reward import GroupFunctionReward, ModelReward, RewardConfig, WeightedReward
-from schemas.config.reward_base import IsolatedReward
+from schemas.config.reward import GroupFunctionReward, RewardConfig, WeightedReward
+from schemas.config.reward_base import HostedReward, IsolatedReward
 
-OpenModel = Callable[[ModelReward], RewardScorer]
-"""Opens a scorer of whole groups for a reward model; called for the models of a config in their order."""
-
-
-def open_model_here(config: ModelReward) -> RewardScorer:
-    """Return a scorer that holds the reward model in this process.
-
-    Raises:
-        ModelError: It can't be used.
-    """
-    return LocalRewardScorer(load_reward(config))
+OpenModel = Callable[[HostedReward], RewardScorer]
+"""Opens a scorer of whole groups for a reward that a model gives; called for those of a config in their order."""
 
 
-def open_reward_scorer(config: RewardConfig, open_model: OpenModel = open_model_here) -> RewardScorer:
+def open_reward_scorer(config: RewardConfig, open_model: OpenModel | None = None) -> RewardScorer:
     """Return the config's scorer; its processes, if any, load the reward function in the background.
 
     Args:
         config: The reward.
-        open_model: Opens the scorer of each of its reward models.
+        open_model: Opens the scorer of each reward in it that a model gives; None: there is none.
 
     Raises:
         RewardImportError: The reward function can't be loaded in this process.
         ModelError: A reward model can't be used.
     """
-    if isinstance(config, ModelReward):
+    if isinstance(config, HostedReward):
+        assert open_model is not None, "rewards that models give need what opens their scorers"
         return GroupRewardScorer(open_model(config))
     if isinstance(config, WeightedReward) and config.models:
         return SumRewardScorer(
@@ -45,12 +37,12 @@ def open_reward_scorer(config: RewardConfig, open_model: OpenModel = open_model_
     return GroupRewardScorer(scorer) if isinstance(config, GroupFunctionReward) else scorer
 
 
-def _open_parts(config: WeightedReward, open_model: OpenModel) -> Iterator[tuple[str, RewardScorer]]:
-    rest = {name: part for name, part in config.parts.items() if not isinstance(part.reward, ModelReward)}
+def _open_parts(config: WeightedReward, open_model: OpenModel | None) -> Iterator[tuple[str, RewardScorer]]:
+    rest = {name: part for name, part in config.parts.items() if not isinstance(part.reward, HostedReward)}
     if rest:
         yield REST, _open(config.model_copy(update={"parts": rest}))  # not validated: all weights may be 0
     for name, part in config.parts.items():
-        if isinstance(part.reward, ModelReward):
+        if isinstance(part.reward, HostedReward):
             yield name, open_reward_scorer(part.reward, open_model)
 
 

@@ -79,12 +79,21 @@ class SumRewardBatch(RewardBatch):
 
 
 def _add_up(outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float]) -> RewardOutcome:
-    """Return the weighted sum of a response's rewards, with the rewards as parts; a failure if one has failed."""
+    """Return the weighted sum of a response's rewards, with rewards and their parts as parts; a failure if one failed.
+
+    As `rl_core.rewards.base.WeightedSum` does, the parts of `a` are added as `a_<part>`.
+    """
     total, parts = 0.0, dict[str, float]()
     for name, outcome in outcomes.items():
         if outcome.reward is None:
             failure = outcome.failure if name == REST else f"RuntimeError: part {name!r} failed: {outcome.failure}"
             return RewardOutcome(reward=None, failure=failure)
         total += outcome.reward if name == REST else weights[name] * outcome.reward
-        parts |= outcome.parts if name == REST else {name: outcome.reward}
+        own = {f"{name}_{key}": value for key, value in outcome.parts.items()} | {name: outcome.reward}
+        added = outcome.parts if name == REST else own
+        if twice := sorted(parts.keys() & added):
+            return RewardOutcome(
+                reward=None, failure=f"RuntimeError: two parts are named {twice[0]!r}: rename one of them"
+            )
+        parts |= added
     return RewardOutcome(total, parts)

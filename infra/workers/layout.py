@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from infra.workers.roles import Role, gpus_per_worker, num_workers, worker_numbers
-from schemas.config.reward import ModelReward, WeightedReward
+from schemas.config.reward import WeightedReward
+from schemas.config.reward_base import HostedReward
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.placement import Device
@@ -126,7 +127,7 @@ def _count_keys(config: RunConfig) -> dict[Role, str]:
         "rollout": "rollout.num_workers",
     }
     reward = config.reward
-    if isinstance(reward, ModelReward):
+    if isinstance(reward, HostedReward):
         keys["reward"] = "reward.num_workers"
     elif isinstance(reward, WeightedReward) and len(reward.models) == 1:
         (name,) = (name for name, part in reward.parts.items() if part.reward.models)

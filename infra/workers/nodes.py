@@ -128,5 +128,5 @@ def find_problem(here: NodeReport, there: NodeReport, directory: RunDirectory) -
 def _inputs(config: RunConfig) -> list[str]:
     """Return the local paths that workers read."""
     held_out = [config.data.eval_path] if config.data.eval_path else []
-    models = [model.path for model in (config.model, *config.reward.models)]
+    models = [config.model.path, *(model.path for model in config.reward.models)]
     return [*models, *(source.path for source in config.data.train_sources), *held_out]

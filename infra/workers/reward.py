@@ -1,12 +1,13 @@
-"""The reward worker: a reward model that scores all responses to a prompt at a time."""
+"""The reward worker: a reward model or a judge that scores all responses to a prompt at a time."""
 
 from collections.abc import Collection
 
 from infra.ray.device import choose_device, set_threads
+from infra.workers.hosted import load_hosted
 from infra.workers.residency import Residency
 from infra.workers.roles import reward_model_of
 from rl_core.rewards import RewardItem, RewardOutcome, group_outcome
-from rl_core.rewards.model import RewardModel
+from rl_core.rewards.hosted import GroupReward
 from schemas.memory import MemoryChange, Part
 from schemas.step import RunHandle
 
@@ -23,22 +24,20 @@ class RewardWorker:
 
     def __init__(self, run: RunHandle, number: int = 0) -> None:
         self._run, self._model_config = run, reward_model_of(run.config, number)
-        self._reward: RewardModel | None = None
+        self._reward: GroupReward | None = None
         self._residency = Residency({})
 
     def start(self) -> None:
         """Load the model, once.
 
         Raises:
-            ModelError: It can't be used.
+            UserError: It can't be used.
         """
         if self._reward is not None:
             return
         set_threads(self._run.config.runtime.num_threads)
-        device, reward = choose_device(), RewardModel(self._model_config)
-        reward.load(device)
-        self._residency = Residency({"weights": reward.model.parameters})
-        self._reward = reward
+        self._reward, parts = load_hosted(self._model_config, choose_device())
+        self._residency = Residency(parts)
 
     def score(self, item: RewardItem) -> RewardOutcome:
         """Return the outcomes of all responses to a prompt, as `group`; weights that were moved out are moved in.
@@ -49,7 +48,7 @@ class RewardWorker:
         assert self._reward is not None, "the worker has not started"
         assert isinstance(item.completion, list), "a reward worker scores whole groups"
         self._residency.move_in(_WEIGHTS)
-        return group_outcome(self._reward.score(item.prompt, item.completion), len(item.completion))
+        return group_outcome(self._reward.score(item.prompt, item.completion, item.answer), len(item.completion))
 
     def sleep(self, parts: Collection[Part]) -> MemoryChange:
         """Move the weights out of the device's memory, for as long as others need it."""

@@ -3,7 +3,7 @@
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from schemas.config.reward import ModelReward
+from schemas.config.reward_base import HostedReward
 from schemas.config.run import RunConfig
 
 Role = Literal["policy", "reference", "rollout", "reward"]
@@ -40,8 +40,8 @@ def reward_workers(config: RunConfig) -> list[range]:
     return [range(start, end) for start, end in pairwise([0, *ends])]
 
 
-def reward_model_of(config: RunConfig, number: int) -> ModelReward:
-    """Return the model of a reward worker."""
+def reward_model_of(config: RunConfig, number: int) -> HostedReward:
+    """Return the reward, and so the model, of a reward worker."""
     return next(
         model for model, numbers in zip(config.reward.models, reward_workers(config), strict=True) if number in numbers
     )

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import httpx
 
 from rl_core.rewards.base import ManagedReward
+from rl_core.rewards.rubric import EXCERPT_CHARACTERS, Rubric
 from schemas.config.judge import JudgeReward
 from schemas.errors import ConfigError, ServiceError
 
@@ -24,7 +25,6 @@ READY_SECONDS = 60.0  # for the answer to the first request
 CONNECT_SECONDS = 10.0
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 30.0  # before the first repetition, and at most
 MAX_SCORES = 16_384  # of questions that are not asked again
-EXCERPT_CHARACTERS = 200
 TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
 HINTS = {
     401: "; check the key in the variable that reward.api_key_variable names",
@@ -54,7 +54,7 @@ class Judge(ManagedReward):
         self.max_calls = config.concurrency
         self._config = config
         self._url = f"{config.url}/chat/completions"
-        self._pattern = re.compile(config.pattern, re.DOTALL)
+        self._rubric = Rubric(config)
         self._scores: OrderedDict[bytes, float] = OrderedDict()  # by question, the latest used last
         self._asking: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._loop: asyncio.AbstractEventLoop | None = None  # of the client: a connection belongs to its loop
@@ -83,7 +83,7 @@ class Judge(ManagedReward):
             ServiceError: The judge doesn't answer.
             ValueError: Its answer has no score from 0 to `scale`.
         """
-        question = self._config.prompt.format(prompt=prompt, response=completion, answer=answer)
+        question = self._rubric.question(prompt, completion, answer)
         digest = blake2b(question.encode(errors="surrogatepass")).digest()
         async with self._asking.setdefault(digest, asyncio.Lock()):  # equal questions wait for the answer to the first
             if digest in self._scores:
@@ -91,23 +91,10 @@ class Judge(ManagedReward):
                 costs = {"judge_prompt_tokens": 0.0, "judge_completion_tokens": 0.0}
             else:
                 reply = await self._ask(question)
-                self._scores[digest], costs = self._score(reply.text), reply.costs
+                self._scores[digest], costs = self._rubric.score(reply.text), reply.costs
                 if len(self._scores) > MAX_SCORES:
                     self._scores.popitem(last=False)
-            return {"reward": self._scores[digest] / self._config.scale, **costs}
-
-    def _score(self, text: str) -> float:
-        found = list(self._pattern.finditer(text))
-        if not found:
-            raise ValueError(f"the judge's answer has no score, as reward.pattern finds it: {_end_of(text)}")
-        try:
-            score = float(found[-1][1])
-        except (TypeError, ValueError):
-            raise ValueError(f"the judge's score is {found[-1][1]!r:.80}, not a number: {_end_of(text)}") from None
-        if not 0 <= score <= self._config.scale:
-            scale = self._config.scale
-            raise ValueError(f"the judge's score {score:g} is not from 0 to reward.scale = {scale:g}: {_end_of(text)}")
-        return score
+            return {"reward": self._scores[digest], **costs}
 
     async def _ask(self, question: str) -> _Answer:
         body = {
@@ -203,8 +190,3 @@ def _retry_after(response: httpx.Response) -> float:
         return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
     except ValueError:
         return 0.0
-
-
-def _end_of(text: str) -> str:
-    """Return the end of an answer, where its score is."""
-    return repr(text.strip()[-EXCERPT_CHARACTERS:])

@@ -1,32 +1,30 @@
 """The scores of a reward model: a sequence-classification model with one label."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from rl_core.rewards.base import ManagedReward
+from rl_core.rewards.base import Score
+from rl_core.rewards.hosted import (
+    GroupReward,
+    build_on_meta,
+    check_positions,
+    describe_model,
+    first_line,
+    load_hosted_tokenizer,
+    model_error,
+)
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.scoring.pooled import pack_whole, packed_pooled_scores, prepare_pooled, score_head
 from schemas.config.reward import ModelReward
-from schemas.errors import ModelError, ScoringError
+from schemas.errors import ScoringError
 
 
-class RewardModel(ManagedReward):
-    """A group function: scores all responses to a prompt, in packed rows that depend on no other prompt.
-
-    So a step that is repeated has the same rewards, whichever worker scores a prompt, and when.
+class RewardModel(GroupReward):
+    """Scores all responses to a prompt in packed rows of theirs only.
 
     Args:
         config: The model, its compute dtype and the longest text.
@@ -35,17 +33,12 @@ class RewardModel(ManagedReward):
         ModelError: The folder has no decoder-only model with one label, or no tokenizer of it with a chat template.
     """
 
-    is_concurrent, max_calls = False, None
     model: PreTrainedModel
 
     def __init__(self, config: ModelReward) -> None:
         self._config = config
-        tokenizer = _check_tokenizer(config, build_meta_reward_model(config))
+        tokenizer = load_hosted_tokenizer(config, build_meta_reward_model(config))
         self._chat = ChatTemplate(tokenizer)
-
-    async def prepare(self) -> None:
-        """Do what `load` does, on the GPU that this process sees, if any."""
-        self.load(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def load(self, device: torch.device) -> None:
         """Load the weights, from safetensors only, and check that packed scores are the model's own.
@@ -59,9 +52,9 @@ class RewardModel(ManagedReward):
                 self._config.path, dtype=dtype, use_safetensors=True, output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError) as error:
-            raise _error(self._config, _first_line(error)) from error
+            raise model_error(self._config, first_line(error)) from error
         if missing := sorted(found["missing_keys"]):
-            raise _error(
+            raise model_error(
                 self._config,
                 f"the weights {', '.join(missing)} are missing, and would be random; save the whole model there with "
                 "`model.save_pretrained(folder)`",
@@ -73,17 +66,11 @@ class RewardModel(ManagedReward):
         try:
             prepare_pooled(self.model)
         except ScoringError as error:
-            raise _error(self._config, str(error)) from error
+            raise model_error(self._config, str(error)) from error
 
-    async def __call__(  # type: ignore[override]  # a group function
-        self, prompt: str, completions: list[str], answer: str, info: dict[str, Any]
-    ) -> list[float | Exception]:
-        """Do what `score` does."""
-        return self.score(prompt, completions)
-
-    def score(self, prompt: str, completions: Sequence[str]) -> list[float | Exception]:
-        """Return the model's score of each response as the answer to the prompt; for one without a score, the error."""
-        scores: dict[int, float | Exception] = {}
+    def score(self, prompt: str, completions: Sequence[str], answer: str) -> list[Score | Exception]:
+        """Return the model's score of each response; it sees no answer. See `GroupReward.score`."""
+        scores: dict[int, Score | Exception] = {}
         sequences: dict[int, list[int]] = {}
         for index, completion in enumerate(completions):
             try:
@@ -122,63 +109,20 @@ def build_meta_reward_model(config: ModelReward) -> PreTrainedModel:
     Raises:
         ModelError: The folder has none with one label that is decoder-only, or it has too few positions.
     """
-    try:
-        described = AutoConfig.from_pretrained(config.path)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise _error(config, f"the model can't be loaded: {_first_line(error)}") from error
-    _check_config(config, described)
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(  # type: ignore[no-untyped-call]
-                described, dtype=torch.float32
-            )
-        score_head(model)
-    except Exception as error:  # transformers and torch raise unrelated types for bad configs
-        raise _error(config, _first_line(error)) from error
-    return model
-
-
-def _check_config(config: ModelReward, described: PreTrainedConfig) -> None:
-    names = ", ".join(described.architectures or ["none"])
-    if not names.endswith("ForSequenceClassification"):
-        raise _error(
-            config,
-            f"its architecture is {names}, expected one that ends with ForSequenceClassification; use a reward model's "
-            "folder",
-        )
+    described = describe_model(config, "ForSequenceClassification", "a reward model")
     if described.num_labels != 1:
-        raise _error(
+        raise model_error(
             config,
             f"the model has {described.num_labels} labels, expected 1, the score; use a model that was trained with "
             "num_labels=1",
         )
-    positions = getattr(described.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and positions < config.max_tokens:
-        raise _error(
-            config,
-            f"the model has {positions} positions, fewer than reward.max_tokens = {config.max_tokens}; lower it",
-        )
-
-
-def _check_tokenizer(config: ModelReward, model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    check_positions(config, described, config.max_tokens, "reward.max_tokens")
+    model = build_on_meta(config, described, AutoModelForSequenceClassification)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.path)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise _error(config, f"the tokenizer can't be loaded: {_first_line(error)}") from error
-    if tokenizer.chat_template is None:
-        raise _error(
-            config,
-            "the tokenizer has no chat template, by which prompt and response are written; write one to "
-            "chat_template.jinja in that folder",
-        )
-    largest, num_tokens = max(tokenizer.get_vocab().values()), len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
-    if largest >= num_tokens:
-        raise _error(
-            config,
-            f"the tokenizer's largest token id is {largest}, but the model has embeddings for {num_tokens} tokens (0 "
-            f"to {num_tokens - 1}); use the tokenizer of this model",
-        )
-    return tokenizer
+        score_head(model)
+    except ScoringError as error:
+        raise model_error(config, str(error)) from error
+    return model
 
 
 def _rows(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
@@ -195,11 +139,3 @@ def _rows(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
 
 def _finite(score: float) -> float | ValueError:
     return score if math.isfinite(score) else ValueError(f"the reward model's score is {score}")
-
-
-def _error(config: ModelReward, text: str) -> ModelError:
-    return ModelError(f"reward.path {config.path}: {text}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

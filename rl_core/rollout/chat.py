@@ -17,6 +17,7 @@ class ChatTemplate:
         tokenizer: The tokenizer, which has the template.
         variables: Variables of the template.
         tools: JSON schemas of the tools that the model may call.
+        setting: What sets the variables, for the error.
 
     Raises:
         DataError: The template has no variable of a given name, or none for tools.
@@ -27,13 +28,14 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        setting: str = "data.chat_template_kwargs",
     ) -> None:
         self.tokenizer, self._control = tokenizer, ControlTokens(tokenizer)
         self._variables = dict(variables or {})
         template = str(tokenizer.get_chat_template())
         if unused := [name for name in self._variables if not _uses(template, name)]:
             raise DataError(
-                f"data.chat_template_kwargs: the model's chat template has no variable {', '.join(unused)}; remove it, "
+                f"{setting}: the model's chat template has no variable {', '.join(unused)}; remove it, "
                 "or check its name in the tokenizer's chat_template.jinja"
             )
         if tools and not _uses(template, "tools"):

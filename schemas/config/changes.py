@@ -27,6 +27,8 @@ CHANGEABLE = (
     "reward.num_processes",
     "reward.timeout_seconds",
     "reward.num_workers",
+    "reward.cache_bytes",
+    "reward.gpu_memory_utilization",
     "environment.journal",
     "environment.python",
     "environment.num_processes",
@@ -47,7 +49,9 @@ CHANGEABLE = (
     "rollout.tensor_parallel",
     "rollout.prefix_cache",
 )
-PART_WORKERS = re.compile(r"reward\.parts\.\w+\.reward\.num_workers")  # of a reward model in a sum
+OF_PARTS = re.compile(  # of a reward model or a judge in a sum
+    r"reward\.parts\.\w+\.reward\.(num_workers|cache_bytes|gpu_memory_utilization)"
+)
 FIXED = ("runtime.max_staleness",)
 # Those of them on which log-probs and plans depend: who computes them, and in which micro-batches.
 SCORING = ("packing.", "runtime.device", "runtime.num_policy_ranks")
@@ -55,7 +59,7 @@ SCORING = ("packing.", "runtime.device", "runtime.num_policy_ranks")
 
 def is_changeable(key: str) -> bool:
     """Return whether the value of a dotted key may differ when a run is resumed."""
-    return (_is_in(key, CHANGEABLE) or PART_WORKERS.fullmatch(key) is not None) and not _is_in(key, FIXED)
+    return (_is_in(key, CHANGEABLE) or OF_PARTS.fullmatch(key) is not None) and not _is_in(key, FIXED)
 
 
 def rejected_changes(before: RunConfig, after: RunConfig) -> list[str]:

@@ -1,16 +1,15 @@
 """The prompts to train and evaluate on."""
 
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from schemas.base import FrozenConfig, OptionalText
 from schemas.config.curriculum import CurriculumConfig, LevelCurriculum
 from schemas.config.environment import EnvironmentConfig
 from schemas.config.reuse import ReuseConfig
-
-_TEMPLATE_OPTIONS = {"conversation", "messages", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
+from schemas.config.template import TemplateVariables
 
 
 class PromptSource(FrozenConfig):
@@ -62,7 +61,7 @@ class DataConfig(FrozenConfig):
     overlong: Literal["error", "drop"] = "error"
     """A longer prompt is an error, or is dropped and counted."""
 
-    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     """Variables of the model's chat template, such as `enable_thinking = false`; for training and held-out prompts."""
 
     shuffle: bool = True
@@ -100,15 +99,6 @@ class DataConfig(FrozenConfig):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two of data.sources are named {twice[0]!r}; give one of them another name")
         return self
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _not_sluices_own(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if own := sorted(given.keys() & _TEMPLATE_OPTIONS):
-            raise ValueError(
-                f"{', '.join(own)} can't be set: Sluice renders prompts as messages with a generation prompt"
-            )
-        return given
 
     @property
     def train_sources(self) -> tuple[PromptSource, ...]:

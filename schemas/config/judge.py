@@ -1,8 +1,7 @@
 """The settings of an LLM judge."""
 
 import re
-from string import Formatter
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -10,18 +9,15 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     model_validator,
 )
 
 from schemas.base import OptionalText
-from schemas.config.reward_base import IsolatedReward, Pattern, TimeLimit
+from schemas.config.judged import JudgedReward
+from schemas.config.reward_base import IsolatedReward, TimeLimit
 
 EMPTY_IS_NONE = BeforeValidator(lambda value: None if value == "" else value)  # TOML has no None
-PROMPT_FIELDS = ("prompt", "response", "answer")
-LAST_NUMBER = r"(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?"
-"""A number, as the score; that of "8/10" and "8 out of 10" is 8."""
 
 
 def _is_base_url(url: str) -> str:
@@ -32,28 +28,7 @@ def _is_base_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _has_known_fields(template: str) -> str:
-    allowed = "{prompt}, {response} and {answer} are filled in; for other braces write {{ and }}"
-    try:
-        parsed = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(template)]
-    except ValueError as error:
-        raise ValueError(f"not a template: {error}; {allowed}") from None
-    fields = [each for each in parsed if each[0] is not None]
-    for name, spec, conversion in fields:
-        if name not in PROMPT_FIELDS or spec or conversion:
-            raise ValueError(f"unknown field {{{name}}} or a format of it; {allowed}")
-    if not any(name == "response" for name, _, _ in fields):
-        raise ValueError("without {response} the judge would not see what it judges; add it")
-    return template
-
-
-def _has_group(pattern: str) -> str:
-    if not re.compile(pattern).groups:
-        raise ValueError(r"no group is the score; put it in parentheses, as in 'Score: (\d+)'")
-    return pattern
-
-
-class JudgeReward(IsolatedReward):
+class JudgeReward(JudgedReward, IsolatedReward):
     """The score that an LLM judge gives, at any endpoint that speaks OpenAI's chat completions, divided by `scale`.
 
     The parts `judge_prompt_tokens` and `judge_completion_tokens` are what the judge's answer has cost.
@@ -67,15 +42,6 @@ class JudgeReward(IsolatedReward):
 
     model: Annotated[str, Field(min_length=1)]
     """The judge's name at the endpoint."""
-
-    prompt: Annotated[str, AfterValidator(_has_known_fields)]
-    """The question to the judge, in which `{prompt}`, `{response}` and `{answer}` are filled in."""
-
-    pattern: Annotated[Pattern, AfterValidator(_has_group)] = LAST_NUMBER
-    """Group 1 of its last match in the judge's answer is the score; by default the last number ("8/10" is 8)."""
-
-    scale: PositiveFloat = 10.0
-    """The best score; one below 0 or above this is a failed reward."""
 
     api_key_variable: OptionalText = None
     """Environment variable of the rollout workers that holds the endpoint's key; None: it needs none."""
@@ -97,6 +63,16 @@ class JudgeReward(IsolatedReward):
 
     num_processes: NonNegativeInt = 1
     """Reward processes per rollout worker, each with requests of its own; 0: asked by the rollout worker itself."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_folder(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "path" in values:
+            raise ValueError(
+                'path is the folder of a judge on workers of the run: for that, set kind = "judge_model" and leave url '
+                "and model out; else leave path out"
+            )
+        return values
 
     @model_validator(mode="after")
     def _names_a_variable(self) -> "JudgeReward":

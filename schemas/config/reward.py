@@ -14,7 +14,8 @@ from pydantic import (
 
 from schemas.base import FrozenConfig
 from schemas.config.judge import JudgeReward
-from schemas.config.reward_base import InProcessReward, IsolatedReward, Pattern
+from schemas.config.judge_model import JudgeModelReward
+from schemas.config.reward_base import HostedReward, InProcessReward, IsolatedReward, Pattern
 
 
 def _is_part_name(name: str) -> str:
@@ -87,14 +88,11 @@ class ReasoningGymReward(IsolatedReward):
     """1 for the verifier's full score, else 0; false: the verifier's score, which may be partial credit."""
 
 
-class ModelReward(InProcessReward):
+class ModelReward(HostedReward):
     """The score of a reward model: a folder for sequence classification with one label, on Ray workers of its own."""
 
     kind: Literal["model"] = "model"
     """Selects a reward model."""
-
-    path: Annotated[str, Field(min_length=1)]
-    """Folder or hub id of the model, in safetensors, and of its tokenizer with a chat template."""
 
     max_tokens: PositiveInt = 4096
     """Longest prompt and response together in tokens; the reward of a longer one fails."""
@@ -104,14 +102,6 @@ class ModelReward(InProcessReward):
 
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and activations; auto: bfloat16 on CUDA, float32 on a CPU."""
-
-    num_workers: PositiveInt = 1
-    """Reward workers, each with the model, and a GPU if there are some."""
-
-    @property
-    def models(self) -> "tuple[ModelReward, ...]":
-        """The reward models, this one."""
-        return (self,)
 
     def dtype_on(self, device: str) -> Literal["float32", "bfloat16"]:
         """Return the compute dtype on a kind of device, `cpu` or `cuda`."""
@@ -187,6 +177,7 @@ class LengthReward(InProcessReward):
 _OfOneResponse = (
     FunctionReward
     | JudgeReward
+    | JudgeModelReward
     | ModelReward
     | ExactReward
     | EnvironmentReward
@@ -246,8 +237,8 @@ class WeightedReward(IsolatedReward):
         return self.num_processes > 0 and any(part.reward.needs_processes for part in self.parts.values())
 
     @property
-    def models(self) -> tuple[ModelReward, ...]:
-        """The reward models among the parts."""
+    def models(self) -> tuple[HostedReward, ...]:
+        """The rewards among the parts that models give."""
         return tuple(model for part in self.parts.values() for model in part.reward.models)
 
     @property

@@ -9,6 +9,7 @@ from schemas.config.checkpoint import CheckpointConfig
 from schemas.config.correction import CorrectionConfig, NoCorrection
 from schemas.config.data import DataConfig
 from schemas.config.environment import EnvironmentConfig
+from schemas.config.judge_model import JudgeModelReward
 from schemas.config.kl import KlConfig
 from schemas.config.loss import ClippedLoss, LossConfig
 from schemas.config.model import ModelConfig
@@ -216,6 +217,16 @@ class RunConfig(FrozenConfig):
                 f"rollout.tensor_parallel = {self.rollout.gpus_per_worker} gives an engine GPUs of its own, but with "
                 'runtime.placement = "colocated" it would share one; set runtime.placement = "separate", or '
                 "rollout.tensor_parallel = 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _judge_gives_up_memory(self) -> "RunConfig":
+        is_vllm = any(isinstance(model, JudgeModelReward) and model.engine == "vllm" for model in self.reward.models)
+        if is_vllm and self.runtime.placement == "colocated":
+            raise ValueError(
+                'a judge with engine = "vllm" keeps its memory, and runtime.placement = "colocated" has workers take '
+                'turns; set engine = "transformers" for the judge, or runtime.placement = "separate"'
             )
         return self
 

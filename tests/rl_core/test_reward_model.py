@@ -10,6 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification, Qwen3ForSequ
 
 from infra.models.tiny import END, make_tokenizer
 from infra.rewards.open import open_reward_scorer
+from infra.workers.hosted import open_model_here
 from rl_core.rewards import RewardOutcome, load_reward
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.scoring.pooled import pack_whole, packed_pooled_scores, prepare_pooled
@@ -33,7 +34,7 @@ def config_of(folder: Path | str, **fields: object) -> ModelReward:
 def scores(
     config: ModelReward | WeightedReward, *completions: str, groups: tuple[int, ...] = ()
 ) -> list[RewardOutcome]:
-    scorer = open_reward_scorer(config)
+    scorer = open_reward_scorer(config, open_model_here)
     try:
         scorer.wait_until_ready()
         return scorer.score([item(completion) for completion in completions], groups or (0,) * len(completions))
@@ -85,7 +86,7 @@ def test_a_reward_model_in_a_weighted_sum(folder: Path) -> None:
     )
     only = WeightedReward.model_validate({"parts": {"model": parts["model"]}})
     assert [outcome.reward for outcome in scores(only, "4")] == [0.5 * of_model[0]]
-    scorer = open_reward_scorer(only)
+    scorer = open_reward_scorer(only, open_model_here)
     scorer.wait_until_ready()
     with scorer.open_batch((0, 0)) as batch:
         batch.leave_out(1)
@@ -139,10 +140,8 @@ def test_what_is_no_reward_model_is_refused_before_a_run(folder: Path, tmp_path:
 
 def test_weights_that_are_missing_are_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
     deeper = changed(folder, tmp_path / "deeper", num_hidden_layers=3, layer_types=["full_attention"] * 3)
-    scorer = open_reward_scorer(config_of(deeper))
     with pytest.raises(ModelError, match=r"layers\.2\..* are missing, and would be random"):
-        scorer.wait_until_ready()
-    scorer.close()
+        open_reward_scorer(config_of(deeper), open_model_here)
 
 
 def test_padding_at_the_end_of_a_text_is_ignored_as_by_transformers(folder: Path, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ TRAINED = {
     *(f"reward.{name}" for name in ("kind", "path", "full_marks_only", "relative_tolerance", "absolute_tolerance")),
     *(f"reward.{name}" for name in ("pattern", "parts", "target", "unit")),
     *(f"reward.{name}" for name in ("model", "prompt", "scale", "max_tokens", "temperature", "token_budget")),
-    "reward.compute_dtype",
+    *(f"reward.{name}" for name in ("compute_dtype", "engine", "max_question_tokens", "chat_template_kwargs")),
     *(f"rollout.{name}" for name in ("kind", "dtype", "num_prompts", "samples_per_prompt", "max_response_tokens")),
     *(f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")),
     *("rollout.dynamic_sampling", "rollout.router_replay"),
@@ -68,7 +68,10 @@ FOR_A_NEW_RUN = {
     *("optim.implementation", "rollout.router_replay"),
     *(f"environment.{name}" for name in ("kind", "tools", "path", "arguments", "parser", "drops_reasoning")),
     "environment.max_turn_tokens",
-    *(f"reward.{name}" for name in ("model", "pattern", "scale", "max_tokens")),  # of a judge
+    *(
+        f"reward.{name}"
+        for name in ("model", "pattern", "scale", "max_tokens", "max_question_tokens", "chat_template_kwargs")
+    ),  # of a judge
     *("overlong.buffer_tokens", "reward.kind", "reward.path", "rollout.dynamic_sampling", "rollout.kind"),
     *("rollout.max_response_tokens", "rollout.num_prompts", "rollout.samples_per_prompt", "rollout.stop_token_ids"),
     *(

@@ -144,7 +144,7 @@ def worker_memory(
     if model.reference is not None:
         workers.append(_reference(config, model, model.reference, placement))
     if model.reward is not None:
-        workers.append(_reward(config, model.reward, placement))
+        workers.append(_reward(config, model.reward, cluster, placement))
     workers.append(_rollout(config, footprint, model, cluster, placement))
     return tuple(workers)
 
@@ -257,13 +257,16 @@ def _reference(config: RunConfig, model: ModelMemory, weights: WeightBytes, plac
     return WorkerMemory(role="reference", count=weights.num_ranks, parts=parts, phases=phases)
 
 
-def _reward(config: RunConfig, reward: RewardBytes, placement: Placement) -> WorkerMemory:
-    held = reward.weights
-    phases = PhaseBytes(load=held, rollout=held + reward.forward, scoring=held, update=held, publish=held)
+def _reward(config: RunConfig, reward: RewardBytes, cluster: Cluster, placement: Placement) -> WorkerMemory:
+    held, forward, count = reward.weights, reward.forward, num_workers(config)["reward"]
+    if reward.gpu_fraction:  # vLLM reserves its memory for good
+        total = max(held, round(reward.gpu_fraction * cluster.gpu_bytes))
+        phases = PhaseBytes(load=total, rollout=total, scoring=total, update=total, publish=total)
+        return WorkerMemory(role="reward", count=count, parts={"weights": held, KV_CACHE: total - held}, phases=phases)
+    phases = PhaseBytes(load=held, rollout=held + forward, scoring=held, update=held, publish=held)
     if placement.takes_turns:
         phases = phases.replace(scoring=0, update=0)
-    parts = {"weights": held, "forward": reward.forward}
-    return WorkerMemory(role="reward", count=num_workers(config)["reward"], parts=parts, phases=phases)
+    return WorkerMemory(role="reward", count=count, parts={"weights": held, "forward": forward}, phases=phases)
 
 
 def _rollout(
