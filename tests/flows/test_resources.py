@@ -131,7 +131,7 @@ def test_a_judge_is_planned_with_its_cache(folder: Path, plan: Callable[..., Res
     assert full.parts["forward"] == 5000
     reserved = plan(*settings, "reward.engine=vllm", "reward.gpu_memory_utilization=0.5", cluster="8xH100").workers[1]
     assert reserved.parts["weights"] == 2 * weights  # in bfloat16
-    assert reserved.phases.update == reserved.phases.rollout == sum(reserved.parts.values()) == 40 * 2**30
+    assert reserved.phases.update == reserved.phases.rollout == sum(reserved.parts.values()) == 40 * 10**9
 
 
 def test_ranks_on_two_nodes_gather_over_the_network(plan: Callable[..., Resources]) -> None:

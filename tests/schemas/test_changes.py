@@ -101,7 +101,9 @@ OTHER = {
     "packing.kind": "padded",
     "packing.token_budget": "9999",
     "reward.api_key_variable": "JUDGE_KEY",
+    "reward.cache_bytes": "7",
     "reward.concurrency": "7",
+    "reward.gpu_memory_utilization": "0.5",
     "reward.max_failure_fraction": "1",
     "reward.max_retries": "7",
     "reward.num_processes": "7",
@@ -194,13 +196,15 @@ def test_what_a_message_names_may_change_or_is_for_a_new_run() -> None:
 @pytest.mark.parametrize("key", NAMED)
 def test_an_advised_change_is_accepted(key: str) -> None:
     is_of_vllm = key.removeprefix("rollout.") in VllmRollout.model_fields.keys() - TransformersRollout.model_fields
-    is_of_judge = key.removeprefix("reward.") in JudgeReward.model_fields.keys() - IsolatedReward.model_fields
-    function, model = {"kind": "function", "path": "my:score"}, {"kind": "model", "path": "model"}
     judge = {"kind": "judge", "url": "http://one/v1", "model": "judge", "prompt": "{response}"}
+    hosted = {"kind": "judge_model", "path": "judge", "engine": "vllm", "prompt": "{response}"}
+    rewards = dict.fromkeys(JudgeReward.model_fields.keys() - IsolatedReward.model_fields, judge)
+    rewards |= dict.fromkeys(("num_workers", "cache_bytes", "gpu_memory_utilization"), hosted)
+    function = {"kind": "function", "path": "my:score"}
     environment = {"kind": "class", "path": "game:Game"}
     begun = run_config(
         **({"environment": environment} if key.startswith("environment.") else {}),
-        reward=judge if is_of_judge else model if key == "reward.num_workers" else function,
+        reward=rewards.get(key.removeprefix("reward."), function),
         rollout={"kind": "vllm" if is_of_vllm else "transformers"},
     )
     resumed = override_config(begun, f"{key}={OTHER[key]}".split(" "), "demo")
