@@ -1,7 +1,7 @@
 """Steps that train on stored groups again, of their own run and of another one; killed, replayed and forked."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import pytest
@@ -19,6 +19,20 @@ PARTS = (
 )
 CONFIG = (*PARTS, f"steps={STEPS}", f"data.reuse.max_age={MAX_AGE}")
 COPIED = ("sample_id", "policy_version", "prompt_ids", "response_ids", "loss_mask", "sampler_logprobs", "reward")
+TURNS = (*COPIED, "turn_tokens", "turn_bridge_tokens", "turn_rewards", "episode_end")
+STOPS = [*range(40), 259]  # a tiny model rarely ends a turn itself
+GAME = """
+class Asking:
+    def __init__(self, task, seed):
+        self._left = 3
+
+    def reset(self):
+        return "Begin."
+
+    def step(self, action):
+        self._left -= 1
+        return f"{len(action)}?", 0.5, self._left == 0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +118,38 @@ def test_another_runs_groups_are_taken_from_the_first_step_on(workplace: Workpla
             assert [row["sampler_logprobs"] for row in rows] == [row["sampler_logprobs"] for row in stored]
 
 
-def _rows(run: Run, step: int) -> list[dict]:
-    return read_step(run.path, step, [*COPIED, "group_id"]).to_pylist()
+def test_trajectories_are_taken_again_with_all_their_turns(workplace: Workplace) -> None:
+    (workplace.folder / "reused_game.py").write_text(GAME)
+    environment = 'environment={kind="class", path="reused_game:Asking", max_turn_tokens=12}'
+    config = (*PARTS, environment, "rollout.max_response_tokens=48", f"rollout.stop_token_ids={STOPS}", "steps=4")
+    config += (f"data.reuse.max_age={MAX_AGE}",)
+    workplace.sluice(*config, "--run-id", "reuse-turns")
+    expected, run = workplace.run("reuse-turns"), workplace.run("reuse-turns-killed")
+    found = [(step, each) for step in range(4) for each in _reused(expected, step, TURNS)]
+    assert max(len(row["turn_tokens"]) for _, (_, _, rows) in found for row in rows) == 3
+    for _, (source, group, rows) in found:
+        stored = [row for row in _rows(expected, source, TURNS) if row["group_id"] == group]
+        assert [{name: row[name] for name in TURNS} for row in rows] == [
+            {name: row[name] for name in TURNS} for row in stored
+        ]
+
+    driver = workplace.start(*config, "--run-id", "reuse-turns-killed")
+    driver.wait_for(lambda: run.passed(2, "rollout"))
+    workplace.kill_worker("RolloutWorker")
+    driver.kill()
+    workplace.stop_ray()
+    workplace.sluice("resume", "reuse-turns-killed")
+    assert run.weights(4) == expected.weights(4)
+    assert "1 steps replayed: same bits" in workplace.sluice("replay", "reuse-turns", "--steps", "3")
 
 
-def _reused(run: Run, step: int) -> Iterator[tuple[int, int, list[dict]]]:
+def _rows(run: Run, step: int, columns: Sequence[str] = COPIED) -> list[dict]:
+    return read_step(run.path, step, [*columns, "group_id"]).to_pylist()
+
+
+def _reused(run: Run, step: int, columns: Sequence[str] = COPIED) -> Iterator[tuple[int, int, list[dict]]]:
     """Yield a step's reused groups: step and group in which they were sampled, and their rows."""
-    rows = [row for row in _rows(run, step) if row["group_id"] >= NUM_PROMPTS]
+    rows = [row for row in _rows(run, step, columns) if row["group_id"] >= NUM_PROMPTS]
     for _, group in groupby(rows, key=lambda row: row["group_id"]):
         own = list(group)
         ((source, number),) = {tuple(map(int, row["sample_id"].split("-")[:2])) for row in own}
