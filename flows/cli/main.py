@@ -39,8 +39,7 @@ def _run_command() -> int:
             raise
         return _report("error", str(reason), error, USER_ERROR)
     except PipelineError as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())  # Ray's messages have several lines
-        return _report("stopped", message, error, PIPELINE_ERROR)
+        return _report("stopped", f"{type(error).__name__}: {error}", error, PIPELINE_ERROR)
     except Exception as error:
         if not _is_expected(error):
             raise
@@ -54,6 +53,7 @@ def _is_expected(error: Exception) -> bool:
 
 def _report(outcome: str, message: str, error: Exception, code: int) -> int:
     """Print an error with its notes, which name the log and the command that resumes the run, on one line."""
+    message = " ".join(message.split())  # Ray's messages have several lines, and so may those of the user's code
     line = "; ".join([f"{outcome}: {message}", *getattr(error, "__notes__", ())])
     errors.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     return code

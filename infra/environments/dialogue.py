@@ -48,7 +48,7 @@ class Dialogue:
         if len(token_ids) > self._max_prompt_tokens:
             return prompt, (
                 f"reset: the prompt has {len(token_ids)} tokens with the environment's first message, more than "
-                f"data.max_prompt_tokens = {self._max_prompt_tokens}"
+                f"data.max_prompt_tokens = {self._max_prompt_tokens}; raise it, or let the environment begin with less"
             )
         text = "\n\n".join(message["content"] for message in messages)
         ids = np.array(token_ids, dtype=np.int32)

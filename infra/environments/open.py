@@ -40,7 +40,7 @@ def check_environments(config: RunConfig, tokenizer: PreTrainedTokenizerBase, pr
 
     Raises:
         ChatTemplateError: The model's chat template can't.
-        DataError: Making or resetting an environment fails.
+        DataError: Making or resetting an environment fails, or what that adds to the prompt doesn't fit.
         EnvironmentImportError: An environment can't be loaded.
     """
     rows = [prompts[number] for number in range(len(prompts))]
@@ -67,9 +67,12 @@ def _check_environment(
         reply = pool.wait()[0]
     finally:
         pool.close()
-    if reply.failure is not None:
-        raise DataError(f"the environment of the first training prompt can't be reset: {reply.failure.message}")
-    TurnBridge(_chat(config, environment, tokenizer), reply.role, drops_reasoning=environment.drops_reasoning)
+    chat = _chat(config, environment, tokenizer)
+    _, failure = Dialogue(environment, chat, config.data.max_prompt_tokens).begin(first, reply)
+    if failure is not None:
+        name = ", ".join(environment.tools) if isinstance(environment, ToolsEnvironment) else environment.path
+        raise DataError(f"environment {name} can't begin with its first training prompt: {failure}")
+    TurnBridge(chat, reply.role, drops_reasoning=environment.drops_reasoning)
 
 
 def _chat(config: RunConfig, environment: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:

@@ -4,7 +4,8 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -128,6 +129,8 @@ def _explain(detail: ErrorDetails) -> str:
         close = difflib.get_close_matches(place[-1], allowed, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         return f"unknown key {_dotted(place)}; {hint}allowed here: {', '.join(allowed)}"
+    if detail["type"] == "union_tag_invalid":
+        return f"{_dotted(place)}.kind = {detail['ctx']['tag']!r}: expected one of {detail['ctx']['expected_tags']}"
     if detail["type"] == "union_tag_not_found":
         return f"missing key {_dotted(place)}.kind"
     if detail["type"] == "missing":
@@ -142,40 +145,46 @@ def _explain(detail: ErrorDetails) -> str:
 
 def _fields_at(place: Sequence[str]) -> list[str]:
     """Return the keys that a section may have."""
-    return sorted({name for model in _models_at(place) for name in model.model_fields})
-
-
-def _models_at(place: Sequence[str]) -> list[type[BaseModel]]:
-    """Return the possible models at a place; in pydantic's locations a member of a union appears by its `kind`."""
-    models: list[type[BaseModel]] = [RunConfig]
-    for part in place:
-        if part.isdigit():  # an entry of a list has the models of the list
-            continue
-        by_kind = [model for model in models if _kind(model) == part]
-        if by_kind:
-            models = by_kind
-            continue
-        fields = [model.model_fields[part] for model in models if part in model.model_fields]
-        models = [model for field in fields for model in _models_in(field.annotation)]
-    return models
-
-
-def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
-    """Yield the models that a field may hold, itself or in a list."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _models_in(argument)
+    return sorted({name for model in _models(_walk(place)[0]) for name in model.model_fields})
 
 
 def _dotted(place: Sequence[str]) -> str:
     """Format the place as a dotted key, without the union tags that pydantic adds."""
-    return ".".join(part for index, part in enumerate(place) if not _is_tag(place[:index], part)) or "the file"
+    return ".".join(_walk(place)[1]) or "the file"
 
 
-def _is_tag(parent: Sequence[str], part: str) -> bool:
-    return bool(parent) and part not in _fields_at(parent) and part in {_kind(model) for model in _models_at(parent)}
+def _walk(place: Sequence[str]) -> tuple[list[object], list[str]]:
+    """Return the types that a place may have, and its keys, without the `kind` that pydantic adds behind a union's."""
+    types: list[object] = [RunConfig]
+    keys: list[str] = []
+    for part in place:
+        models = _models(types)
+        tagged = [model for model in models if "kind" in model.model_fields and kind_of(model) == part]
+        if len(models) > 1 and tagged:
+            types = list(tagged)
+            continue
+        keys.append(part)
+        fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        types = [inner for annotation in fields or _entries(types) for inner in _unwrapped(annotation)]
+    return types, keys
 
 
-def _kind(model: type[BaseModel]) -> str | None:
-    return kind_of(model) if "kind" in model.model_fields else None
+def _models(types: Sequence[object]) -> list[type[BaseModel]]:
+    return [each for each in types if isinstance(each, type) and issubclass(each, BaseModel)]
+
+
+def _entries(types: Sequence[object]) -> list[object]:
+    """Return the types of the entries of lists and dicts."""
+    containers = [each for each in types if get_origin(each) in (tuple, list, dict)]
+    return [next(each for each in reversed(get_args(container)) if each is not ...) for container in containers]
+
+
+def _unwrapped(annotation: object) -> Iterator[object]:
+    """Yield the members of a union, or a type itself, without what annotates it."""
+    if get_origin(annotation) is Annotated:
+        yield from _unwrapped(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _unwrapped(member)
+    else:
+        yield annotation

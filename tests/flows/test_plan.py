@@ -29,7 +29,7 @@ from tests.command import Command, Result, assert_rejected, make_command
 from tests.services import WITH_REFERENCE, Workplace
 from tests.tiny import make_tiny_moe
 
-GAMES = ("Game", "Broken")
+GAMES = ("Game", "Broken", "Wordy")
 GAME = """
 class Game:
     def __init__(self, task, seed): ...
@@ -37,7 +37,10 @@ class Game:
     def step(self, action): return "", 1.0, True
 
 class Broken(Game):
-    def reset(self): raise ValueError("no such game")
+    def reset(self): raise ValueError("no such game:\\n7")
+
+class Wordy(Game):
+    def reset(self): return "x" * 1_000_000
 """
 VOCAB_SIZE = 300  # fits uint16, as the tiny model's does
 
@@ -237,16 +240,18 @@ def test_stored_groups_are_rows_that_are_not_generated(load: Callable[..., RunCo
 
 def test_the_environments_of_all_sources_are_tried(folder: Path, sluice: Command) -> None:
     (folder / "board_games.py").write_text(GAME)
-    first, both = (
-        ", ".join(
-            f'{{path="train.parquet", environment={{kind="class", path="board_games:{game}"}}}}' for game in games
-        )
-        for games in (GAMES[:1], GAMES)
+    game, broken, wordy = (
+        f'{{path="train.parquet", environment={{kind="class", path="board_games:{name}"}}}}' for name in GAMES
     )
     mixed = ("data.train_path=", "data.eval_path=")
-    assert planned(sluice(*mixed, f"data.sources=[{first}]", "--json"))["num_rows"] == 16
-    result = sluice(*mixed, f"data.sources=[{both}]")
-    assert_rejected(result, "the environment of the first training prompt can't be reset: ValueError: no such game")
+    assert planned(sluice(*mixed, f"data.sources=[{game}]", "--json"))["num_rows"] == 16
+    begins = "can't begin with its first training prompt: reset: "
+    result = sluice(*mixed, f"data.sources=[{game}, {broken}]")
+    assert_rejected(result, f"environment board_games:Broken {begins}ValueError: no such game: 7 (")
+    result = sluice(*mixed, f"data.sources=[{game}, {wordy}]")
+    assert_rejected(
+        result, f"environment board_games:Wordy {begins}the prompt has ", "more than data.max_prompt_tokens"
+    )
 
 
 def test_nothing_was_started_or_left(folder: Path) -> None:

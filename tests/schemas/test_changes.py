@@ -19,14 +19,14 @@ from schemas.config.changes import (
     scoring_digest,
 )
 from schemas.config.judge import JudgeReward
-from schemas.config.load import _models_in, changed_keys, override_config
+from schemas.config.load import _fields_at, changed_keys, override_config
 from schemas.config.reward_base import IsolatedReward
 from schemas.config.rollout import TransformersRollout, VllmRollout
 from schemas.config.run import RunConfig
 from tests.configs import run_config
 
 ROOT = Path(schemas.__file__).parents[1]
-SECTIONS = [name for name, field in RunConfig.model_fields.items() if list(_models_in(field.annotation))]
+SECTIONS = [name for name in RunConfig.model_fields if _fields_at([name])]
 KEY = re.compile(rf"\b(?:{'|'.join(SECTIONS)})\.[a-z][a-z_]*(?:\.[a-z_]+)*")
 
 # Sections, and keys of other sections, that decide what is trained.
@@ -160,9 +160,8 @@ def test_every_key_is_decided_on() -> None:
 
 def _keys() -> set[str]:
     keys = set()
-    for name, field in RunConfig.model_fields.items():
-        models = list(_models_in(field.annotation)) if name != "monitors" else []
-        keys |= {f"{name}.{key}" for model in models for key in model.model_fields if name in SECTIONS} or {name}
+    for name in RunConfig.model_fields:
+        keys |= {f"{name}.{key}" for key in _fields_at([name])} or {name}
     return keys
 
 

@@ -73,6 +73,21 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
         ("runtime.max_staleness=9", "runtime.max_staleness = 9: Input should be less than or equal to 8"),
         ("runtime.max_staleness=1", 'set correction.kind = "truncated" (or "masked"), or runtime.max_staleness = 0'),
         ("runtime.profile_steps=[9999]", "runtime.profile_steps = [9999] names [9999], but with steps = "),
+        (
+            "reward={kind='weighted', parts={a={weigth=1, reward={kind='exact'}}}}",
+            "unknown key reward.parts.a.weigth; did you mean 'weight'? allowed here: reward, weight",
+        ),
+        (
+            "reward={kind='weighted', parts={exact={reward={kind='exact', foo=1}}}}",
+            "unknown key reward.parts.exact.reward.foo; allowed here: kind, max_failure_fraction",
+        ),
+        (
+            "reward={kind='weighted', parts={a={reward={kind='x'}}}}",
+            "reward.parts.a.reward.kind = 'x': expected one of",
+        ),
+        ("environment={kind='tools', tools=['a:b'], tool=1}", "unknown key environment.tool; did you mean 'tools'?"),
+        ("environment.kind=tools", "missing key environment.tools"),
+        ("environment={kind='tools', tools=[]}", "environment.tools = []: "),
         ("monitors=[{project='p'}]", "missing key monitors.0.kind"),
         ("monitors=[{kind='wandb', project='p', mod='offline'}]", "unknown key monitors.0.mod; did you mean 'mode'?"),
         ("monitors=[{kind='wandb'}]", "missing key monitors.0.project"),
@@ -136,7 +151,7 @@ def test_every_section_names_its_kinds_if_another_one_is_given(path: Path) -> No
     assert unions.keys() == {"reward", "rollout", "advantage", "loss", "correction", "store"}
     for section, union in unions.items():
         kinds = ", ".join(map(repr, kinds_of(union)))
-        with pytest.raises(ConfigError, match=f"'kind' does not match any of the expected tags: {kinds}$"):
+        with pytest.raises(ConfigError, match=f"{section}.kind = 'none_of_them': expected one of {kinds}$"):
             load_config(path, [f"{section}.kind=none_of_them"])
 
 
