@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+import prefect.main  # noqa: F401  its first import makes a log handler of stderr, which must not be one test's own
 import pytest
 
 from flows.cli import commands, main
