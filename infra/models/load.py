@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
@@ -22,12 +20,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from infra.models.lora import add_adapter
 from infra.models.weights import load_weights
+from rl_core.model_folder import TOKENIZER_FILES, check_model_folder
 from rl_core.scoring import RouterReplay
 from schemas.config.model import ModelConfig
 from schemas.errors import ModelError, WeightsError
 from schemas.weights import Adapter, TensorSpec
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -37,7 +34,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         ModelError: The folder, its config or tokenizer files are missing or unreadable; the tokenizer has no chat
             template or end-of-sequence token, or more tokens than the model has embeddings.
     """
-    _check_folder(config.path, TOKENIZER_FILES, "save the tokenizer there with `tokenizer.save_pretrained(folder)`")
+    check_model_folder("model.path", config.path, TOKENIZER_FILES)
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path)
         num_tokens = num_embeddings(config)
@@ -85,7 +82,7 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
         ModelError: The folder or its config is missing or unreadable, or the weights are quantized.
     """
     disable_progress_bar()  # its bars would interrupt our own progress lines
-    _check_folder(config.path, ("config.json",), "save the model there with `model.save_pretrained(folder)`")
+    check_model_folder("model.path", config.path)
     try:
         with _parameters_on_meta():
             model = build_model(Path(config.path))
@@ -224,33 +221,6 @@ def num_embeddings(config: ModelConfig) -> int:
 def max_positions(config: ModelConfig) -> int:
     """Return the most tokens, prompt plus response, that a row may have under the model."""
     return int(AutoConfig.from_pretrained(config.path).get_text_config().max_position_embeddings)
-
-
-def _check_folder(path: str, any_of: tuple[str, ...], fix: str) -> None:
-    """Check the files of a local folder; a path that doesn't exist may be a model name on the hub."""
-    folder = Path(path)
-    if folder.is_file():
-        raise ModelError(f"model.path {path} is a file; give the Hugging Face folder that contains it")
-    if not folder.exists():
-        if _on_hub(path):
-            return
-        raise ModelError(
-            f"model.path {path}: no such folder (and no such model on the Hugging Face hub, or no "
-            "network); give a Hugging Face model folder"
-        )
-    if not (folder / "config.json").exists():
-        raise ModelError(f"model.path {path}: config.json is missing; give a Hugging Face model folder")
-    if not any((folder / name).exists() for name in any_of):
-        raise ModelError(f"model.path {path}: found none of {', '.join(any_of)}; {fix}")
-
-
-def _on_hub(name: str) -> bool:
-    """Return whether the hub or its local cache has a model of this name; asks once, without retries."""
-    try:
-        validate_repo_id(name)
-        return bool(try_to_load_from_cache(name, "config.json")) or HfApi().model_info(name, timeout=10) is not None
-    except Exception:  # noqa: BLE001 - the HTTP client's errors share no base across versions; all mean "not found"
-        return False
 
 
 def _generation_config(path: str) -> GenerationConfig | None:

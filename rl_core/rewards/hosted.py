@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from rl_core.model_folder import TOKENIZER_FILES, check_model_folder
 from rl_core.rewards.base import ManagedReward, Score
 from schemas.config.reward_base import HostedReward
 from schemas.errors import ModelError
@@ -46,6 +47,7 @@ def describe_model(config: HostedReward, suffix: str, what: str) -> PreTrainedCo
     Raises:
         ModelError: It can't be loaded, or is of another architecture.
     """
+    check_model_folder("reward.path", config.path)
     try:
         described: PreTrainedConfig = AutoConfig.from_pretrained(config.path)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
@@ -94,6 +96,7 @@ def load_hosted_tokenizer(config: HostedReward, model: PreTrainedModel) -> PreTr
     Raises:
         ModelError: It can't be loaded, has no chat template, or is not the model's.
     """
+    check_model_folder("reward.path", config.path, TOKENIZER_FILES)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.path)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:

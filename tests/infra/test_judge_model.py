@@ -149,7 +149,7 @@ def test_what_is_no_judge_is_refused_before_a_run(folder: Path, tmp_path: Path) 
     plain = Path(changed(folder, tmp_path / "plain"))
     (plain / "chat_template.jinja").unlink()
     for path, fields, text in (
-        (str(tmp_path / "absent"), {}, "can't be loaded"),
+        (str(tmp_path / "absent"), {}, "no such folder"),
         (str(make_tiny_reward_model(tmp_path / "reward")), {}, "is Qwen3ForSequenceClassification, expected"),
         (str(plain), {}, "the tokenizer has no chat template"),
         (

@@ -117,7 +117,9 @@ def test_what_is_no_reward_model_is_refused_before_a_run(folder: Path, tmp_path:
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     BertForSequenceClassification(BertConfig(vocab_size=300, num_labels=1, **sizes)).save_pretrained(bert)
     for path, text in (
-        (str(tmp_path / "absent"), "can't be loaded"),
+        (str(tmp_path / "absent"), "no such folder"),
+        ("nobody/no-such-model", "no such folder"),
+        (without(folder, tmp_path / "untokenized", "tokenizer.json"), "found none of tokenizer.json"),
         (changed(folder, tmp_path / "causal", architectures=["Qwen3ForCausalLM"]), "is Qwen3ForCausalLM, expected"),
         (changed(folder, tmp_path / "two", **labels), "has 2 labels, expected 1"),
         (
