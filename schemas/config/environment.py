@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import FrozenConfig
-
-ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+from schemas.config.import_path import ImportPath
 
 
 class TurnLimits(FrozenConfig):

@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from schemas.base import FrozenConfig
+from schemas.config.import_path import ImportPath
 from schemas.config.judge import JudgeReward
 from schemas.config.judge_model import JudgeModelReward
 from schemas.config.reward_base import HostedReward, InProcessReward, IsolatedReward, Pattern
@@ -24,7 +25,6 @@ def _is_part_name(name: str) -> str:
     return name
 
 
-ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 PartName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$"), AfterValidator(_is_part_name)]  # of column reward_<name>
 
 

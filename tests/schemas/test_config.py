@@ -88,6 +88,12 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
         ("environment={kind='tools', tools=['a:b'], tool=1}", "unknown key environment.tool; did you mean 'tools'?"),
         ("environment.kind=tools", "missing key environment.tools"),
         ("environment={kind='tools', tools=[]}", "environment.tools = []: "),
+        (
+            "environment={kind='class', path='bad.X'}",
+            "environment.path = 'bad.X': expected module:name, such as my_env:Game",
+        ),
+        ("environment={kind='tools', tools=['a:b', 'bad.X']}", "environment.tools.1 = 'bad.X': expected module:name, "),
+        ("reward={kind='function', path='bad.X'}", "reward.path = 'bad.X': expected module:name, "),
         ("monitors=[{project='p'}]", "missing key monitors.0.kind"),
         ("monitors=[{kind='wandb', project='p', mod='offline'}]", "unknown key monitors.0.mod; did you mean 'mode'?"),
         ("monitors=[{kind='wandb'}]", "missing key monitors.0.project"),
