@@ -12,6 +12,7 @@ from rl_core.columns.codec import arrow_type, encoded_bytes
 from rl_core.planning import plan_forward, plan_step
 from schemas.base import Frozen
 from schemas.catalog import column_spec
+from schemas.config.environment import EnvironmentConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.plan import ForwardPlan, StepPlan, UpdatePlan
@@ -33,6 +34,7 @@ class Footprint(Frozen):
     most_store_bytes: PositiveInt  # the same with every response at its longest
     capacity_bytes: PositiveInt
     micro_tokens: PositiveInt  # the most that a micro-batch computes, padding included, with the longest responses
+    environments: tuple[EnvironmentConfig, ...]  # that answer the model's turns
     plan: StepPlan
     forward: ForwardPlan  # of a scoring pass
     warnings: tuple[str, ...]
@@ -101,6 +103,7 @@ def measure_step(
         most_store_bytes=most_store_bytes,
         capacity_bytes=config.store.capacity_bytes,
         micro_tokens=_micro_tokens(config, plan.updates, step),
+        environments=config.environments,
         plan=plan,
         forward=plan_forward(prompts, responses, **packing),
         warnings=_warnings(config, plan, most_store_bytes),

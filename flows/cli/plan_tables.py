@@ -10,10 +10,11 @@ from flows.cli.resources import Resources
 from flows.cli.resources.limits import Limit
 from rl_core.planning.hardware import format_bytes
 from rl_core.planning.memory import PHASES, PhaseBytes
+from schemas.config.environment import EnvironmentConfig
 
 
 def footprint_parts(footprint: Footprint) -> Iterator[str | Table]:
-    """Yield rows and tokens, the plans, the columns and the store."""
+    """Yield rows and tokens, the environments, the plans, the columns and the store."""
     reused = f" ({footprint.num_reused:,} of stored groups)" if footprint.num_reused else ""
     yield (
         f"one step: {footprint.num_rows:,} rows{reused}, {footprint.prompt_tokens:,} prompt tokens (at most "
@@ -22,6 +23,8 @@ def footprint_parts(footprint: Footprint) -> Iterator[str | Table]:
         f"padding: 0 tokens; a padded batch would be {footprint.padded_tokens:,} tokens, "
         f"{footprint.pad_waste:.1%} of them padding\n"
     )
+    for environment in footprint.environments:
+        yield _environment(environment)
     yield f"updates: {footprint.plan}\n\nscoring: {footprint.forward}\n"
     columns = _table("column", "axis", "dtype", "values", "bytes", left=3)
     for column in footprint.columns:
@@ -65,6 +68,16 @@ def resource_parts(resources: Resources) -> Iterator[str | Table]:
         )
     yield limits
     yield f"on {resources.cluster.name}, {_verdict(resources)}"
+
+
+def _environment(environment: EnvironmentConfig) -> str:
+    what = f"tools {', '.join(environment.tools)}" if environment.kind == "tools" else f"class {environment.path}"
+    tokens = f" of at most {environment.max_turn_tokens:,} tokens" if environment.max_turn_tokens else ""
+    return (
+        f"environment: {what}; at most {environment.max_turns:,} turns{tokens}; {environment.num_processes} processes "
+        f"per rollout worker; at most {environment.reset_timeout_seconds:g} s a reset, "
+        f"{environment.step_timeout_seconds:g} s a step, {environment.trajectory_timeout_seconds:g} s a trajectory\n"
+    )
 
 
 def _by_phase(phases: PhaseBytes) -> list[str]:

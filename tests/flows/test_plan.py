@@ -245,6 +245,10 @@ def test_the_environments_of_all_sources_are_tried(folder: Path, sluice: Command
     )
     mixed = ("data.train_path=", "data.eval_path=")
     assert planned(sluice(*mixed, f"data.sources=[{game}]", "--json"))["num_rows"] == 16
+    assert (
+        "environment: class board_games:Game; at most 8 turns of at most 6 tokens; 2 processes per rollout worker; at "
+        "most 60 s a reset, 0.5 s a step, 600 s a trajectory\n"
+    ) in sluice(*mixed, f"data.sources=[{game[:-2]}, max_turn_tokens=6, step_timeout_seconds=0.5}}}}]")[1]
     begins = "can't begin with its first training prompt: reset: "
     result = sluice(*mixed, f"data.sources=[{game}, {broken}]")
     assert_rejected(result, f"environment board_games:Broken {begins}ValueError: no such game: 7 (")
