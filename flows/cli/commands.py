@@ -85,6 +85,7 @@ def train(
     from flows.cli.run import run_training
     from flows.cli.session import prefect_session
     from flows.preflight import check
+    from infra.models.load import check_weight_files
     from infra.storage.runs import RunDirectory
 
     config = _load(config_path, overrides or [])
@@ -92,6 +93,7 @@ def train(
         RunDirectory.require_absent(config, run_id)
     with console.status("checking model, data and reward"):
         check_capacity(config, check(config))
+        check_weight_files(config.model)
     with prefect_session(config.runtime, console):
         run_training(console, config, run_id)
 

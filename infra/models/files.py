@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from pydantic import BaseModel
@@ -28,6 +29,7 @@ class ModelFiles(AbstractContextManager["ModelFiles"]):
 
     Args:
         path: The folder, or the model's name on the hub.
+        shapes_only: Read no values: tensors are on the meta device.
 
     Attributes:
         names: The names of all tensors.
@@ -36,8 +38,8 @@ class ModelFiles(AbstractContextManager["ModelFiles"]):
         ModelError: The model has no safetensors files, or one is missing or unreadable.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, *, shapes_only: bool = False) -> None:
+        self._path, self._shapes_only = path, shapes_only
         self._open_file: Path | None = None
         self._reader: Any = None
         self._num_read = 0
@@ -54,8 +56,10 @@ class ModelFiles(AbstractContextManager["ModelFiles"]):
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
         """Read a tensor in the file's dtype, or its rows [start, stop)."""
         part = self._slice(name)
+        if self._shapes_only:
+            part = torch.empty(part.get_shape(), device="meta")
         tensor: Tensor = part[...] if start is None else part[start:stop]
-        self._num_read += tensor.nbytes
+        self._num_read += 0 if self._shapes_only else tensor.nbytes
         return tensor
 
     def describe(self, name: str) -> str:

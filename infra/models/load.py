@@ -73,6 +73,16 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     return model
 
 
+def check_weight_files(config: ModelConfig) -> None:
+    """Check that a folder's weights cover the model, by the files' headers alone; a model on the hub isn't downloaded.
+
+    Raises:
+        ModelError: See `load_model`.
+    """
+    if Path(config.path).is_dir():
+        load_weights(empty_model(config), config.path, torch.device("meta"))
+
+
 def empty_model(config: ModelConfig) -> PreTrainedModel:
     """Build the model that `load_model` loads, with parameters on the meta device; `load_weights` fills it.
 

@@ -34,14 +34,14 @@ def load_weights(
     Args:
         model: The model with parameters on the meta device, adapted and sharded as in use; its buffers exist.
         path: The model folder, or the model's name on the hub.
-        device: The device of the parameters and buffers.
+        device: The device of the parameters and buffers; `meta` reads no values, and only checks names and shapes.
         dtype: The dtype of the parameters.
         seed: The seed of new adapters.
 
     Raises:
         ModelError: The folder has no weights that can be read, or they don't cover the model, or not in its shapes.
     """
-    with ModelFiles(path) as files, torch.no_grad():
+    with ModelFiles(path, shapes_only=device.type == "meta") as files, torch.no_grad():
         targets = _Targets(model, device, dtype)
         converters = []
         for target, source in _matches(model, files, targets.names):
@@ -93,6 +93,8 @@ class _Targets:
     def _copy(self, rows: Rows, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor of this shape with the rows from `start` on, which are read piece by piece."""
         values = torch.empty(shape, dtype=dtype, device=self._device)
+        if values.is_meta:
+            return values
         if not shape:
             return values.copy_(rows(None, None))
         step = max(1, _PIECE_ELEMENTS // max(1, math.prod(shape[1:])))

@@ -92,6 +92,11 @@ def test_a_model_folder_without_a_tokenizer(sluice: Command, folder: Path) -> No
     assert_rejected(sluice("train", "tiny.toml", "model.path=bare"), "model.path bare", "tokenizer")
 
 
+def test_a_model_folder_without_weights(sluice: Command, folder: Path) -> None:
+    (make_tiny_model(folder / "light") / "model.safetensors").unlink()
+    assert_rejected(sluice("train", "tiny.toml", "model.path=light"), "model.path light", "neither model.safetensors")
+
+
 def test_a_model_folder_that_is_not_there(sluice: Command) -> None:
     assert_rejected(sluice("train", "tiny.toml", "model.path=./nowhere"), "./nowhere", "no such folder")
 

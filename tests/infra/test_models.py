@@ -3,19 +3,29 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from infra.models.load import describe_adapter, load_model, load_tokenizer, save_assets, stop_token_ids
+from infra.models.load import (
+    check_weight_files,
+    describe_adapter,
+    load_model,
+    load_tokenizer,
+    save_assets,
+    stop_token_ids,
+)
 from infra.models.lora import trainable_names
 from rl_core.scoring import pack_row, packed_logprobs, use_packed_attention
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import ModelError
 from tests.policies import load_policy
 from tests.tiny import END, make_tiny_model
+
+LoadOrCheck = Callable[[ModelConfig], object]
 
 
 @pytest.fixture(scope="module")
@@ -159,34 +169,38 @@ def test_a_tokenizer_larger_than_the_embedding(tmp_path: Path) -> None:
         load_tokenizer(config_of(folder))
 
 
-def test_missing_weights_are_rejected_and_not_random(folder: Path) -> None:
+@pytest.mark.parametrize("load", [load_model, check_weight_files])
+def test_missing_weights_are_rejected_and_not_random(folder: Path, load: LoadOrCheck) -> None:
     edit_json(folder / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3)
     with pytest.raises(ModelError, match=r"weights are not in the folder.*layers\.2"):
-        load_model(config_of(folder))
+        load(config_of(folder))
 
 
-def test_unreadable_weights(folder: Path) -> None:
+@pytest.mark.parametrize("load", [load_model, check_weight_files])
+def test_unreadable_weights(folder: Path, load: LoadOrCheck) -> None:
     (folder / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(ModelError, match=r"model\.safetensors can't be read") as caught:
-        load_model(config_of(folder))
+        load(config_of(folder))
     assert "\n" not in str(caught.value)
 
 
-def test_weights_of_another_shape_are_named_with_their_file(folder: Path) -> None:
+@pytest.mark.parametrize("load", [load_model, check_weight_files])
+def test_weights_of_another_shape_are_named_with_their_file(folder: Path, load: LoadOrCheck) -> None:
     edit_json(folder / "config.json", intermediate_size=24)
     with pytest.raises(
         ModelError, match=r"layers\.0\.mlp\..* in model\.safetensors has shape .*, but model\.layers\.0"
     ):
-        load_model(config_of(folder))
+        load(config_of(folder))
 
 
-def test_a_missing_file_of_an_index_is_named(folder: Path) -> None:
+@pytest.mark.parametrize("load", [load_model, check_weight_files])
+def test_a_missing_file_of_an_index_is_named(folder: Path, load: LoadOrCheck) -> None:
     load_model(config_of(folder)).save_pretrained(folder / "parts", max_shard_size="20KB")
     parts = sorted((folder / "parts").glob("*.safetensors"))
     assert len(parts) > 2
     parts[1].unlink()
     with pytest.raises(ModelError, match=f"names {parts[1].name}, which is missing"):
-        load_model(config_of(folder / "parts"))
+        load(config_of(folder / "parts"))
 
 
 @pytest.mark.parametrize(
@@ -204,10 +218,11 @@ def test_an_index_names_files_of_its_own_folder(folder: Path, content: str, mess
         load_policy(config_of(folder))
 
 
-def test_pickled_weights_are_never_read(folder: Path) -> None:
+@pytest.mark.parametrize("load", [load_model, check_weight_files])
+def test_pickled_weights_are_never_read(folder: Path, load: LoadOrCheck) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"only in pytorch_model\.bin, a pickle, .*use_safetensors=False"):
-        load_model(config_of(folder))
+        load(config_of(folder))
 
 
 SIZES = {
@@ -234,6 +249,7 @@ def test_every_weight_and_buffer_is_that_of_transformers(
     config = AutoConfig.for_model(family, **SIZES, **changes, eos_token_id=1)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20KB")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    check_weight_files(config_of(tmp_path))
     model = load_model(config_of(tmp_path))
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
     own, theirs = ({**m.state_dict(), **dict(m.named_buffers())} for m in (model, expected))
