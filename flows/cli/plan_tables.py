@@ -23,8 +23,8 @@ def footprint_parts(footprint: Footprint) -> Iterator[str | Table]:
         f"padding: 0 tokens; a padded batch would be {footprint.padded_tokens:,} tokens, "
         f"{footprint.pad_waste:.1%} of them padding\n"
     )
-    for environment in footprint.environments:
-        yield _environment(environment)
+    if footprint.environments:
+        yield "\n".join(map(_environment, footprint.environments)) + "\n"
     yield f"updates: {footprint.plan}\n\nscoring: {footprint.forward}\n"
     columns = _table("column", "axis", "dtype", "values", "bytes", left=3)
     for column in footprint.columns:
@@ -73,10 +73,11 @@ def resource_parts(resources: Resources) -> Iterator[str | Table]:
 def _environment(environment: EnvironmentConfig) -> str:
     what = f"tools {', '.join(environment.tools)}" if environment.kind == "tools" else f"class {environment.path}"
     tokens = f" of at most {environment.max_turn_tokens:,} tokens" if environment.max_turn_tokens else ""
+    processes = f"{environment.num_processes} process{'es' * (environment.num_processes > 1)} per rollout worker"
     return (
-        f"environment: {what}; at most {environment.max_turns:,} turns{tokens}; {environment.num_processes} processes "
-        f"per rollout worker; at most {environment.reset_timeout_seconds:g} s a reset, "
-        f"{environment.step_timeout_seconds:g} s a step, {environment.trajectory_timeout_seconds:g} s a trajectory\n"
+        f"environment: {what}; at most {environment.max_turns:,} turns{tokens}; {processes}; at most "
+        f"{environment.reset_timeout_seconds:g} s a reset, {environment.step_timeout_seconds:g} s a step, "
+        f"{environment.trajectory_timeout_seconds:g} s a trajectory"
     )
 
 

@@ -133,6 +133,8 @@ def _explain(detail: ErrorDetails) -> str:
         return f"{_dotted(place)}.kind = {detail['ctx']['tag']!r}: expected one of {detail['ctx']['expected_tags']}"
     if detail["type"] == "union_tag_not_found":
         return f"missing key {_dotted(place)}.kind"
+    if detail["type"] == "tuple_type":
+        return f"{_dotted(place)} = {detail['input']!r}: expected a list, such as {[detail['input']]}"
     if detail["type"] == "missing":
         return f"missing key {_dotted(place)}"
     if detail["type"] == "value_error":  # raised by a config's own validator, whose message names the keys

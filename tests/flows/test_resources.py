@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
@@ -252,6 +253,13 @@ def test_the_limit_that_binds_first(plan: Callable[..., Resources]) -> None:
     limits["store"] = limits["store"].replace(used=2 * limits["store"].available)
     limits["GPU memory"] = limits["GPU memory"].replace(used=3 * limits["GPU memory"].available)
     assert binding(tuple(limits.values())).name == "GPU memory"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_gpus_that_are_not_here_are_refused(sluice: Command) -> None:
+    assert_rejected(
+        sluice("runtime.device=cuda"), "needs 2 GPUs", "has 0; ", 'runtime.device = "cpu"', "--cluster 8xH100"
+    )
 
 
 def test_here_the_time_is_unknown_unless_it_is_measured(sluice: Command) -> None:

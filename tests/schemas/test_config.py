@@ -63,6 +63,11 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
             "rollout.stop=[13]",
             "13 is not a stop string, expected a string of at least one character; use stop_token_ids",
         ),
+        ("runtime.profile_steps=3", "runtime.profile_steps = 3: expected a list, such as [3]"),
+        (
+            "model.lora.target_modules=q_proj",
+            "model.lora.target_modules = 'q_proj': expected a list, such as ['q_proj']",
+        ),
         ("rollout.temperature=0", "all samples of a prompt would be the same greedy response; set it above 0"),
         ("rollout.temperature=-1", "rollout.temperature = -1: Input should be greater than 0"),
         ("rollout.stop=['.', '']", "'' is not a stop string"),

@@ -7,6 +7,7 @@ from infra.workers.layout import decide_device, spread_over_gpus
 from infra.workers.roles import Role, num_workers
 from rl_core.planning.hardware import Cluster
 from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,16 @@ def place(config: RunConfig, cluster: Cluster) -> Placement:
         ConfigError: The cluster has too few GPUs, in all or on one node.
     """
     counts = num_workers(config)
-    if not (cluster.gpus_per_node and config.runtime.device != "cpu"):
+    device = config.runtime.device
+    if device == "cpu" or (device == "auto" and not cluster.gpus_per_node):
         return Placement({role: (0,) * count for role, count in counts.items()}, False, False)
     gpus = [cluster.gpus_per_node] * cluster.num_nodes
-    decide_device(config, gpus, num_cpus=0)  # raises if there are too few GPUs
+    try:
+        decide_device(config, gpus, num_cpus=0)  # raises if there are too few GPUs
+    except ConfigError as error:
+        if cluster.is_here:
+            raise ConfigError(f"{error}; or plan for hardware that is not here, with --cluster 8xH100") from None
+        raise
     spread = spread_over_gpus(config, gpus)
     nodes = {role: tuple(spread[role, number] for number in range(count)) for role, count in counts.items()}
     return Placement(nodes, config.runtime.placement == "colocated", True, config.takes_turns)
