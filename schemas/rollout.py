@@ -233,7 +233,7 @@ class RolloutHandle(Frozen):
         return PackedInts.concat(shard.truncated for shard in self.shards)
 
 
-def check_failures(rewards: Sequence[float | None], failure: str | None, max_fraction: float, where: str) -> None:
+def check_failures(rewards: Sequence[float | None], failure: str | None, max_fraction: float, where: str) -> str | None:
     """Check that no more rewards failed than the config allows.
 
     Args:
@@ -242,15 +242,21 @@ def check_failures(rewards: Sequence[float | None], failure: str | None, max_fra
         max_fraction: The largest fraction that may fail.
         where: Names the rows in the error, e.g. "step 3".
 
+    Returns:
+        A warning of those that failed; None if none did.
+
     Raises:
         RewardFailureError: More than `max_fraction` of them failed, or all.
     """
-    num_failed = rewards.count(None)
-    if num_failed and (num_failed > max_fraction * len(rewards) or num_failed == len(rewards)):
+    if not (num_failed := rewards.count(None)):
+        return None
+    failed = f"{num_failed} of {len(rewards)} rewards of {where} failed"
+    if num_failed > max_fraction * len(rewards) or num_failed == len(rewards):
         raise RewardFailureError(
-            f"{num_failed} of {len(rewards)} rewards of {where} failed; reward.max_failure_fraction = "
-            f"{max_fraction} and at least one must succeed; the first failure: {failure}"
+            f"{failed}; reward.max_failure_fraction = {max_fraction} and at least one must succeed; the first failure: "
+            f"{failure}"
         )
+    return f"{failed}, and are left out; the first failure: {failure}"
 
 
 class PutResult(Frozen):

@@ -49,6 +49,7 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: Rollou
         RunError: A stored step whose groups may be trained on again is not kept.
     """
     config, rounds, schedules = run.config.rollout, list[list[RolloutShard]](), find_schedules(run, policy.step)
+    failures: str | None = None
     begun = _find_begun(run, before) if before else {}
     if not begun and policy.step and run.config.runtime.max_staleness > 1:
         get_run_logger().warning(
@@ -59,7 +60,9 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: Rollou
         )
     while groups := next_groups(config, find_variance(rounds) if config.dynamic_sampling else [], len(rounds)):
         rounds.append(await _generate_round(run, policy, groups, sum(map(len, rounds)), begun, schedules))
-        _check_failures(run, policy, rounds)
+        failures = _check_failures(run, policy, rounds)
+    if failures is not None:
+        get_run_logger().warning(failures)
     if (warning := short_batch_warning(config, policy.step, rounds)) is not None:
         get_run_logger().warning(warning)
     reused = await _describe_reused(run, policy, sum(map(len, rounds)))
@@ -131,11 +134,11 @@ def _count_results(
     return count_results(schedule, [shard for shards in rounds for shard in shards], run.config.data.curriculum)
 
 
-def _check_failures(run: RunHandle, policy: PolicyHandle, rounds: Sequence[Sequence[RolloutShard]]) -> None:
+def _check_failures(run: RunHandle, policy: PolicyHandle, rounds: Sequence[Sequence[RolloutShard]]) -> str | None:
     # Count all rounds together: it is no error if all rewards of a single group fail, since it is then replaced.
     shards = [shard for shards in rounds for shard in shards]
     try:
-        check_failures(
+        return check_failures(
             PackedFloats.concat(shard.rewards for shard in shards),
             next((shard.failure for shard in shards if shard.failure), None),
             run.config.reward.max_failure_fraction,

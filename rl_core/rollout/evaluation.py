@@ -4,6 +4,7 @@ P prompts, m samples of a prompt whose reward is known. A sample whose reward fa
 correct nor as wrong; a prompt without known samples is ignored. A metric over no prompts is None.
 """
 
+import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import comb
@@ -13,6 +14,8 @@ from schemas.config.rollout import EvalConfig
 from schemas.config.run import RunConfig
 from schemas.rollout import check_failures
 from schemas.step import EvalReport, EvalShard, SourceReport
+
+logger = logging.getLogger(__name__)
 
 BOXED = "\\boxed{"
 
@@ -54,12 +57,14 @@ def summarize(config: RunConfig, policy_version: int, shards: Sequence[EvalShard
         RewardFailureError: More rewards failed than the config allows.
     """
     n, threshold = config.eval.samples_per_prompt, config.eval.accuracy_threshold
-    check_failures(
+    failures = check_failures(
         [reward for shard in shards for reward in shard.rewards],
         next((shard.failure for shard in shards if shard.failure), None),
         config.reward.max_failure_fraction,
         "the evaluation",
     )
+    if failures is not None:
+        logger.warning(failures)
     samples, by_source = list[list[HeldOutSample]](), dict[str, list[list[HeldOutSample]]]()
     for shard in shards:
         for data_source, of_prompt in zip(shard.data_sources, _by_prompt(shard, n), strict=True):

@@ -6,7 +6,7 @@ import pytest
 
 from infra.storage.runs import RunDirectory
 from schemas.errors import RewardFailureError
-from schemas.metrics import Sum
+from schemas.metrics import Metrics, Sum
 from schemas.rollout import RolloutShard
 from schemas.step import PolicyHandle, RunHandle
 from tasks.rollout import _check_failures
@@ -21,11 +21,33 @@ def test_recorded_failures_do_not_stop_a_resumed_run_again(tmp_path: Path, faile
     run = RunHandle(run_id="run", directory=str(tmp_path), config=config, store_incarnation="s")
     journals = RunDirectory.of(run).journals
     journals.begin(3, 0).append("line\n")
-    shard = RolloutShard(
+    shard = failed_shard(rewards=(None, None), turns={"turns/failed": Sum(value=failed)})
+    with pytest.raises(RewardFailureError):
+        _check_failures(run, POLICY, [[shard]])
+    assert journals.steps() == steps_left
+
+
+@pytest.mark.parametrize(
+    ("rewards", "warning"),
+    [
+        ((None, 1.0), "1 of 2 rewards of step 3 failed, and are left out; the first failure: no answer"),
+        ((0.0, 1.0), None),
+    ],
+)
+def test_failures_that_are_allowed_are_a_warning(
+    tmp_path: Path, rewards: tuple[float | None, ...], warning: str | None
+) -> None:
+    config = run_config(tmp_path, reward={"max_failure_fraction": 0.5})
+    run = RunHandle(run_id="run", directory=str(tmp_path), config=config, store_incarnation="s")
+    assert _check_failures(run, POLICY, [[failed_shard(rewards=rewards, turns={})]]) == warning
+
+
+def failed_shard(rewards: tuple[float | None, ...], turns: Metrics) -> RolloutShard:
+    return RolloutShard(
         shard=0,
         worker=0,
         groups=(0,),
-        rewards=(None, None),
+        rewards=rewards,
         group_ids=(0, 0),
         prompt_lengths=(1, 1),
         response_lengths=(1, 1),
@@ -33,9 +55,6 @@ def test_recorded_failures_do_not_stop_a_resumed_run_again(tmp_path: Path, faile
         truncated=(0, 0),
         parts={},
         failure="no answer",
-        turns={"turns/failed": Sum(value=failed)},
+        turns=turns,
         seconds={},
     )
-    with pytest.raises(RewardFailureError):
-        _check_failures(run, POLICY, [[shard]])
-    assert journals.steps() == steps_left
