@@ -141,9 +141,20 @@ class ToolEnvironment:
                 result = await asyncio.to_thread(_run, tool.function, call.arguments)
                 if inspect.isawaitable(result):
                     result = await result
-            return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False), None
+            return result if isinstance(result, str) else json.dumps(result, default=_as_text, ensure_ascii=False), None
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
             return f"{tool.name} raised {describe_error(error)}", "tool_errors"
+
+
+def _as_text(value: object) -> str:
+    """Return the text of a part of a result that JSON lacks, such as a date.
+
+    Raises:
+        TypeError: It is the value's address, which says nothing and is another one whenever the row is played again.
+    """
+    if re.search(r" at 0x[0-9a-f]+>", text := str(value)):
+        raise TypeError(f"the result has a {type(value).__name__}, expected text or what JSON has")
+    return text
 
 
 def load_tools(paths: Sequence[str]) -> dict[str, Tool]:

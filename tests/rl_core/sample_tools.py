@@ -55,7 +55,7 @@ def now() -> str:
     return "noon"
 
 
-def fail(how: Literal["raise", "exit", "stop", "long", "unprintable", "circular", "surrogate"]) -> Any:
+def fail(how: Literal["raise", "exit", "stop", "long", "unprintable", "circular", "surrogate", "object"]) -> Any:
     """Fail.
 
     Args:
@@ -80,6 +80,8 @@ def fail(how: Literal["raise", "exit", "stop", "long", "unprintable", "circular"
         value = []
         value.append(value)
         return value
+    if how == "object":
+        return {"lines": (line for line in "ab")}
     return "\ud800"
 
 

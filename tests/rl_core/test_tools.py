@@ -93,6 +93,7 @@ def test_one_bad_call_does_not_keep_others_from_running() -> None:
         ("long", "fail raised ValueError: " + "x" * (1000 - len("ValueError: "))),
         ("unprintable", "fail raised Unprintable, whose message can't be formatted"),
         ("circular", "fail raised ValueError: Circular reference detected"),
+        ("object", "fail raised TypeError: the result has a generator, expected text or what JSON has"),
     ],
 )
 def test_whatever_a_tool_raises_is_a_message(how: str, message: str) -> None:
