@@ -216,7 +216,8 @@ class Slot:
             "late": f"no answer within {running.limit_seconds:g} s",
             "silent": f"the environment's process showed no sign of life for {SILENT_SECONDS:g} s",
         }[loss]
-        logger.warning("environment process %d is replaced: %s", process.pid, message)
+        name = self._settings["path"]
+        logger.warning("environment process %d of %s is replaced: %s", process.pid, name, message)
         for environment in causes:
             seconds = min(max(0.0, now - running.deadline + running.limit_seconds), running.limit_seconds)
             again = "when it was made again: " if running.is_remade else ""

@@ -10,6 +10,7 @@ import pytest
 
 from tests.infra.environment_pools import (
     LIMIT_SECONDS,
+    MODULE,
     contents,
     counted,
     kinds,
@@ -154,7 +155,7 @@ def test_a_clock_stands_still_while_code_of_other_rows_runs() -> None:
         assert kinds(step_rows(pool, ["nap", "block", "block", "block"])) == {}
 
 
-def test_a_process_that_ended_between_two_calls_is_replaced() -> None:
+def test_a_process_that_ended_between_two_calls_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     with opened("Counting") as pool:
         open_rows(pool, *"ab")
         step_rows(pool, ["1", "1"])
@@ -163,6 +164,7 @@ def test_a_process_that_ended_between_two_calls_is_replaced() -> None:
         wait_for_exit(pid)
         replies = step_rows(pool, ["2", "2"])
         assert [contents(replies[row]) for row in range(2)] == [counted(row, "1", "2") for row in range(2)]
+    assert f"environment process {pid} of {MODULE}:Counting is replaced: " in caplog.text
 
 
 def test_environments_without_a_state_are_only_made_again() -> None:
