@@ -163,7 +163,7 @@ class RolloutEngine(Protocol):
 
     Attributes:
         version: The policy version of its weights; None if they are not all of one version, after a load that failed,
-            or if they are gone, as the engine slept.
+            or if they are gone, as the engine slept without keeping them.
         dtype: The dtype of its weights, by torch's name.
         asleep: The parts that are out of the device's memory.
         usage: How much of it was in use.
@@ -213,8 +213,9 @@ class RolloutEngine(Protocol):
     def sleep(self, tags: Collection[EngineTag]) -> MemoryChange:
         """Give up the device memory of these parts, until `wake`; no request may be unfinished.
 
-        Values are dropped: the next publish brings weights, and a cache is empty at the start of a call anyway. What
-        an engine can't give up is reported as kept, and stays usable.
+        Values are dropped: the next publish brings weights, and a cache is empty at the start of a call anyway. Only
+        an engine that is sent adapters keeps its weights, in host memory, and with them its version. What an engine
+        can't give up is reported as kept, and stays usable.
         """
         ...
 

@@ -70,6 +70,7 @@ def _open_transformers(rollout: TransformersRollout, of: EngineModel) -> Rollout
         max_cache_bytes=rollout.max_cache_bytes,
         tokenizer=of.tokenizer,
         records_experts=rollout.router_replay,
+        keeps_weights=of.config.publishes_adapters,
     )
 
 

@@ -310,6 +310,14 @@ def test_engines_that_compute_with_adapters_hold_them_and_are_sent_only_those(
     for resources in (embedded, vllm):
         [published] = [each for each in resources.traffic if each.name == "weights published"]
         assert published.num_bytes == adapters
+    turns = ("runtime.placement=colocated", "rollout.num_workers=2", "kl.coef=0")
+    merged, kept = (plan(*turns, *settings, cluster="2xH100") for settings in (lora[:1], lora))
+    [published] = [each for each in kept.traffic if each.name == "weights published"]
+    assert published.num_bytes == 2 * adapters  # to two engines
+    in_host = [resources.host.parts["moved out of GPUs"] for resources in (merged, kept)]
+    optimizer = 2 * adapters
+    assert in_host[0] == optimizer + whole + adapters  # the policy, while the engines sample
+    assert in_host[1] == optimizer + 2 * (whole + adapters)  # the engines, while it computes
 
 
 def test_a_model_that_is_no_causal_one_is_rejected(tmp_path: Path) -> None:

@@ -133,6 +133,23 @@ def test_an_engine_without_a_version_needs_the_base_too(started: tuple[RolloutEn
     publish(engine, policy_of(folder, 0), 0, is_complete=True)
 
 
+def test_an_engine_that_slept_has_its_version_and_base(started: tuple[RolloutEngine, Path], folder: Path) -> None:
+    engine, _ = started
+    policies, requests = [policy_of(folder, seed) for seed in (5, 6)], [request(prompt, 1, 2) for prompt in PROMPTS]
+    publish(engine, policies[0], 5, is_complete=False)
+    before = generate_all(engine, requests, SAMPLING)
+    slept = engine.sleep(("weights", "cache"))
+    assert not slept.freed.get("weights")  # copied; vLLM's CPU build keeps it where it is
+    assert (slept.moved | slept.kept)["weights"] > 0
+    woken = engine.wake(("weights", "cache"))
+    assert woken.moved == slept.moved
+    assert engine.version == 5
+    assert_identical(generate_all(engine, requests, SAMPLING), before)
+    publish(engine, policies[1], 6, is_complete=False)
+    assert_engine_is(engine, policies[1])
+    publish(engine, policy_of(folder, 0), 0, is_complete=True)
+
+
 def test_merged_weights_are_refused(started: tuple[RolloutEngine, Path], folder: Path) -> None:
     engine, _ = started
     version, merged = engine.version, merged_weights(policy_of(folder, 1))

@@ -1,6 +1,6 @@
 """Workers that take turns in a GPU's memory, here a CPU's: what moves, in counted bytes, and that no bit changes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +11,10 @@ import torch.distributed as dist
 from infra.engines.base import Sampling
 from infra.engines.embedded.engine import TransformersEngine
 from infra.engines.generate import generate_all
+from infra.engines.vllm.adapters import VllmAdapters
 from infra.engines.vllm.engine import VllmEngine
 from infra.models.load import load_model
+from infra.models.lora import adapted_layers, add_adapter
 from infra.stores.memory import MemoryStore
 from infra.workers.policy import PolicyWorker
 from infra.workers.reference import ReferenceWorker
@@ -132,11 +134,14 @@ class FullGpu:
     model_config = SimpleNamespace(dtype=torch.bfloat16)
     engine_core = SimpleNamespace(shutdown=lambda: None)
 
+    def __init__(self, layers: Sequence[str] = ()) -> None:
+        self.layers, self.levels = layers, list[int]()
+
     def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[object]:
-        return {"logit_scale": [1.0], "cache_bytes": [32]}[method]
+        return {"logit_scale": [1.0], "cache_bytes": [32], "adapted_layers": [self.layers]}[method]
 
     def sleep(self, level: int) -> None:
-        assert level == 2
+        self.levels.append(level)
 
     def wake_up(self, tags: list[str]) -> bool:
         assert tags == ["weights"]
@@ -144,12 +149,26 @@ class FullGpu:
 
 
 def test_an_engine_that_fails_at_wake_up_is_lost(run: RunHandle) -> None:
-    engine = VllmEngine(FullGpu(), load_model(run.config.model), eager=True, can_sleep=True)
+    gpu = FullGpu()
+    engine = VllmEngine(gpu, load_model(run.config.model), eager=True, can_sleep=True)
     assert engine.sleep(("weights", "cache")).freed == {"weights": whole_bytes(run) // 2, "cache": 32}
+    assert gpu.levels == [2]
+    assert engine.version is None
     with pytest.raises(EngineLostError, match=r"could not wake up weights.*out of memory.*lower rollout.gpu_memory"):
         engine.wake(("weights",))
     with pytest.raises(EngineLostError, match="could not wake up"):  # so that its worker is created again
         engine.check()
+
+
+def test_an_engine_with_adapters_keeps_its_weights_in_host_memory(run: RunHandle, tmp_path: Path) -> None:
+    shapes, lora = load_model(run.config.model), LoraConfig(rank=2, publish="adapters")
+    add_adapter(shapes, lora)
+    gpu = FullGpu(adapted_layers(shapes))
+    engine = VllmEngine(gpu, shapes, eager=True, can_sleep=True, adapters=VllmAdapters(lora, str(tmp_path)))
+    slept, weights = engine.sleep(("weights", "cache")), sum(2 * weight.numel() for weight in shapes.parameters())
+    assert (slept.moved, slept.freed, slept.resident) == ({"weights": weights}, {"cache": 32}, {})
+    assert gpu.levels == [1]
+    assert engine.version == 0
 
 
 def test_a_reward_model_that_moves_out_scores_the_same(run: RunHandle, tmp_path: Path) -> None:

@@ -41,4 +41,4 @@ def test_a_killed_run_ends_the_same(workplace: Workplace, name: str, settings: t
     sizes = [line["publish"]["num_bytes"] for line in lines if line.get("publish")]
     assert sizes  # off-policy, versions are published while steps before are trained
     base = (workplace.folder / "adapted" / "model.safetensors").stat().st_size
-    assert all((size > base) == (name == "adapters-colocated") for size in sizes)  # an engine that slept has no base
+    assert max(sizes) < base  # of a colocated run, too: an engine that sleeps keeps its base

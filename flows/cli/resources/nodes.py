@@ -6,7 +6,7 @@ from pydantic import NonNegativeInt
 
 from flows.cli.footprint import Footprint
 from flows.cli.resources.placement import Placement
-from flows.cli.resources.workers import ModelMemory, WorkerMemory, bucket_bytes, weight_carrier
+from flows.cli.resources.workers import ModelMemory, WorkerMemory, bucket_bytes, engine_weight_bytes, weight_carrier
 from infra.checkpoints.writing import FILE_BYTES
 from infra.workers.roles import Role
 from rl_core.planning.memory import PHASES, Phase, PhaseBytes
@@ -118,16 +118,17 @@ def _loading(model: ModelMemory, workers: tuple[WorkerMemory, ...], counts: Mapp
 
 
 def _moved_out(config: RunConfig, model: ModelMemory, counts: Mapping[Role, int]) -> dict[Phase, int]:
-    """Return what policy, reference and reward models keep in host memory while others compute on their GPUs."""
+    """Return what workers keep in host memory while others compute on their GPUs."""
     weights, reference = model.policy, model.reference
     optimizer = 0 if config.optim.offload else weights.optimizer * counts["policy"]
     frozen = reference.computed(reference.held) * counts["reference"] if reference else 0
     scored = model.reward.weights * counts["reward"] if model.reward else 0
+    engines = engine_weight_bytes(model) * counts["rollout"] if config.model.publishes_adapters else 0
     return {
         "rollout": optimizer + weights.held * counts["policy"] + frozen,
         "publish": optimizer + frozen,
-        "scoring": optimizer + scored,
-        "update": frozen + scored,
+        "scoring": optimizer + scored + engines,
+        "update": frozen + scored + engines,
     }
 
 

@@ -100,7 +100,7 @@ class ModelMemory:
             add_adapter(base, lora)
         if lora is not None and config.model.publishes_adapters:
             adapters = sum(FLOAT_BYTES * weight.numel() for name, weight in base.named_parameters() if is_adapter(name))
-            sent = whole + adapters if config.takes_turns else adapters  # an engine that slept has no base weights
+            sent = adapters
             is_vllm = isinstance(config.rollout, VllmRollout)
             whole += adapters * (allocated_rank(lora.rank) if is_vllm else lora.rank) // lora.rank
         tokens = footprint.micro_tokens

@@ -21,7 +21,7 @@ from infra.models.load import check_weights
 from rl_core.scoring import RouterReplay
 from rl_core.storages import EmptiedStorages, release_cached, storage_bytes
 from rl_core.telemetry import take_peak_memory
-from schemas.memory import EngineTag, MemoryChange
+from schemas.memory import EngineTag, MemoryChange, PartBytes
 from schemas.weights import TensorSpec
 
 
@@ -30,7 +30,7 @@ class TransformersEngine:
 
     Attributes:
         version: The policy version of the model's weights; None after a load that failed, or if they are gone, as the
-            engine slept.
+            engine slept without keeping them.
         dtype: The dtype of the weights.
         asleep: The parts that are out of the device's memory.
         usage: How much of it was in use.
@@ -44,6 +44,7 @@ class TransformersEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         records_experts: bool = False,
+        keeps_weights: bool = False,
     ) -> None:
         """Wrap `model`, whose weights are those of policy `version`.
 
@@ -53,6 +54,7 @@ class TransformersEngine:
             max_cache_bytes: Requests are split into several batches if one batch's KV cache could exceed this.
             tokenizer: The model's tokenizer; needed for stop strings only.
             records_experts: Whether generations have the experts that the model chose.
+            keeps_weights: Whether it keeps its weights in host memory while it sleeps, instead of dropping them.
 
         Raises:
             ModelError: The experts of this model can't be recorded.
@@ -65,7 +67,7 @@ class TransformersEngine:
         self.version: int | None = version
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.asleep: frozenset[EngineTag] = frozenset()
-        self._emptied = EmptiedStorages()
+        self._emptied, self._keeps_weights = EmptiedStorages(), keeps_weights
         self.max_cache_bytes = max_cache_bytes
         self.usage = EngineUsage()
         self._token_bytes = cache_bytes_per_token(model.config, model.dtype)
@@ -116,23 +118,29 @@ class TransformersEngine:
         )
 
     def sleep(self, tags: Collection[EngineTag]) -> MemoryChange:
-        """Drop the weights' values and memory; a KV cache exists only during a call. See `RolloutEngine.sleep`."""
-        freed = 0
+        """Give up the weights' memory; a KV cache exists only during a call. See `RolloutEngine.sleep`."""
+        num_bytes = 0
         if "weights" in tags and "weights" not in self.asleep:
-            self.version = None
-            freed = self._emptied.move_out(self.model.parameters(), keep_values=False)
+            if not self._keeps_weights:
+                self.version = None
+            num_bytes = self._emptied.move_out(self.model.parameters(), keep_values=self._keeps_weights)
         self.asleep |= frozenset(tags)
         release_cached()
-        return self._change(freed)
+        return self._change(num_bytes)
 
     def wake(self, tags: Collection[EngineTag]) -> MemoryChange:
-        """Allocate the weights again, in the same layout and without values; see `RolloutEngine.wake`."""
+        """Allocate the weights again, in the same layout, with their values if kept; see `RolloutEngine.wake`."""
         allocated = self._emptied.move_in() if "weights" in tags else 0
         self.asleep -= frozenset(tags)
         return self._change(allocated)
 
     def _change(self, num_bytes: int) -> MemoryChange:
-        return MemoryChange(freed={"weights": num_bytes}, resident={"weights": storage_bytes(self.model.parameters())})
+        changed: PartBytes = {"weights": num_bytes}
+        return MemoryChange(
+            moved=changed if self._keeps_weights else {},
+            freed={} if self._keeps_weights else changed,
+            resident={"weights": storage_bytes(self.model.parameters())},
+        )
 
     def check(self) -> None:
         """Do nothing: the engine has no other processes that could be lost."""

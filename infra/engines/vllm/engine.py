@@ -42,7 +42,7 @@ class VllmEngine:
 
     Attributes:
         version: The policy version of the weights; None after a load that failed, or if they are gone, as the engine
-            slept.
+            slept without keeping them.
         dtype: The dtype of the weights.
         asleep: The parts that are out of the GPU's memory.
         usage: How much of it was in use.
@@ -68,7 +68,8 @@ class VllmEngine:
             eager: Don't let vLLM compile the small functions of its sampler.
             keep_prefixes: Empty the prefix cache when weights are loaded, not when rows are opened.
             can_sleep: Whether it was started in vLLM's sleep mode, which its CPU build lacks.
-            adapters: How it gets adapters, which `shapes` then has too; None: its weights have them merged.
+            adapters: How it gets adapters, which `shapes` then has too; None: its weights have them merged. With
+                adapters, it keeps its weights in host memory while it sleeps, instead of dropping them.
         """
         self._engine, self._shapes, self._num_ranks = engine, shapes, num_ranks
         self._eager, self._keep_prefixes = eager, keep_prefixes
@@ -173,8 +174,10 @@ class VllmEngine:
             return MemoryChange(kept={tag: sizes[tag] for tag in tags}, resident=sizes)
         before = self.asleep
         if "weights" in tags and "weights" not in before:
-            self.version = None
-            self._engine.sleep(level=2)  # discards both
+            if not self._keeps_weights:
+                self.version = None
+            # Level 2 discards weights and cache; level 1 copies the weights, adapters too, to host memory.
+            self._engine.sleep(level=1 if self._keeps_weights else 2)
             self.asleep = frozenset(_VLLM_TAGS)
         elif "cache" in tags and "cache" not in before:
             self._engine.sleep(level=0)  # pauses, which the next call requires
@@ -211,10 +214,16 @@ class VllmEngine:
             self._part_bytes = {"weights": weights * itemsize, "cache": sum(self._call_ranks("cache_bytes"))}
         return self._part_bytes
 
+    @property
+    def _keeps_weights(self) -> bool:
+        return self._adapters is not None
+
     def _change(self, changed: frozenset[EngineTag]) -> MemoryChange:
         sizes = self._sizes()
+        moved = changed & {"weights"} if self._keeps_weights else frozenset()
         return MemoryChange(
-            freed={tag: sizes[tag] for tag in changed},
+            moved={tag: sizes[tag] for tag in moved},
+            freed={tag: sizes[tag] for tag in changed - moved},
             resident={tag: sizes[tag] for tag in _VLLM_TAGS if tag not in self.asleep},
         )
 
