@@ -168,11 +168,13 @@ def test_every_metric_is_in_the_catalog(workplace: Workplace, directory: RunDire
         assert {spec.name for spec in metrics_of("terminal")} - report.metrics.keys() == {"reward/kl"}
 
 
-def test_a_reward_that_raises_is_counted_and_masked(directory: RunDirectory) -> None:
+def test_a_reward_that_raises_is_counted_masked_and_a_warning(directory: RunDirectory, printed: str) -> None:
     for report in directory.metrics.steps():
         failed = report.metrics["reward/failed"]
         assert 0 < failed < 16
         assert report.metrics["reward"] > 0.3  # a mean over those that did not fail; zeros would halve it
+        assert f"warning: {failed:g} of 16 rewards of step {report.step} failed, and are left out; the first" in printed
+    assert printed.count(" rewards of the evaluation failed, and are left out; ") == STEPS + 1
 
 
 def test_a_reward_that_always_raises_stops_the_run_and_says_how_to_go_on(workplace: Workplace, failure: str) -> None:
