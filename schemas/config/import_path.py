@@ -9,7 +9,7 @@ _PATTERN = r"^[\w.]+:\w+$"
 
 
 def _is_import_path(path: str) -> str:
-    if not re.match(_PATTERN, path):
+    if not re.fullmatch(_PATTERN, path):
         raise ValueError("expected module:name, such as my_env:Game")
     return path
 
