@@ -18,7 +18,7 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 LOOPBACK = "127.0.0.1"
-WHOLE_RUNS = ("resume", "flows")  # folders whose tests start whole runs, those that take longest first
+WHOLE_RUNS = ("deploy", "resume", "flows")  # folders whose tests start whole runs, those that take longest first
 
 # Read when Typer is imported: a terminal's or CI's settings would change what the command prints.
 for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH", "COLUMNS"):

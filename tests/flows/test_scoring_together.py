@@ -18,7 +18,7 @@ from tests.configs import run_config
 from tests.run_results import Run
 from tests.services import Command, Workplace
 
-STEPS = 3
+STEPS = 2
 CONFIG = (
     *("train", "tiny.toml", f"steps={STEPS}", "store.keep_steps=1", "kl.coef=0.01"),
     *("runtime.device=cpu", "optim.updates_per_step=2"),

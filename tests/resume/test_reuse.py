@@ -15,8 +15,9 @@ pytestmark = pytest.mark.slow
 STEPS, SAVED, MAX_AGE, NUM_PROMPTS, NUM_GROUPS = 5, 2, 2, 4, 3
 PARTS = (
     *("train", "tiny.toml", "eval.every_steps=0", "correction.kind=truncated", f"data.reuse.num_groups={NUM_GROUPS}"),
-    *("store.keep_steps=all", "rollout.num_workers=2", "rollout.batch_prompts=2", f"checkpoint.every_steps={SAVED}"),
+    *("store.keep_steps=all", "rollout.batch_prompts=2", f"checkpoint.every_steps={SAVED}"),
 )
+WORKERS = "rollout.num_workers=2"  # of the runs that are killed, which changes no result
 CONFIG = (*PARTS, f"steps={STEPS}", f"data.reuse.max_age={MAX_AGE}")
 COPIED = ("sample_id", "policy_version", "prompt_ids", "response_ids", "loss_mask", "sampler_logprobs", "reward")
 TURNS = (*COPIED, "turn_tokens", "turn_bridge_tokens", "turn_rewards", "episode_end")
@@ -76,7 +77,7 @@ def test_killed_and_back_at_an_older_checkpoint_it_ends_in_the_same_weights(
     workplace: Workplace, expected: Run
 ) -> None:
     run = workplace.run("reuse-killed")
-    driver = workplace.start(*CONFIG, f"store.keep_steps={MAX_AGE + SAVED}", "--run-id", "reuse-killed")
+    driver = workplace.start(*CONFIG, WORKERS, f"store.keep_steps={MAX_AGE + SAVED}", "--run-id", "reuse-killed")
     driver.wait_for(lambda: run.passed(2, "rollout"))
     workplace.kill_worker("RolloutWorker")
     driver.wait_for(lambda: run.passed(STEPS - 1, "put"))
@@ -133,7 +134,7 @@ def test_trajectories_are_taken_again_with_all_their_turns(workplace: Workplace)
             {name: row[name] for name in TURNS} for row in stored
         ]
 
-    driver = workplace.start(*config, "--run-id", "reuse-turns-killed")
+    driver = workplace.start(*config, WORKERS, "--run-id", "reuse-turns-killed")
     driver.wait_for(lambda: run.passed(2, "rollout"))
     workplace.kill_worker("RolloutWorker")
     driver.kill()
