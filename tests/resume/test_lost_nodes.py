@@ -14,9 +14,10 @@ pytestmark = pytest.mark.slow
 LOOPBACK = "127.0.0.1"
 STEPS = 5
 CONFIG = (
-    *("train", "tiny.toml", f"steps={STEPS}", "rollout.num_workers=2", "rollout.batch_prompts=1"),
+    *("train", "tiny.toml", f"steps={STEPS}", "rollout.batch_prompts=1"),
     *("runtime.num_threads=1", "checkpoint.every_steps=2", "kl.coef=0.01"),
 )
+WORKERS = "rollout.num_workers=2"  # which changes no result
 
 
 def start_cluster(*cores: int) -> Cluster:
@@ -54,7 +55,8 @@ def test_nodes_die_one_after_another(
     monkeypatch.setitem(workplace.environment, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as here: loopback only
     workplace.sluice(*CONFIG, "--run-id", "no-lost-nodes")
     clusters.append(start_cluster(1, 1, 1))
-    driver = workplace.start(*CONFIG, "--run-id", "lost-nodes", f"runtime.ray_address={clusters[0].address}")
+    address = f"runtime.ray_address={clusters[0].address}"
+    driver = workplace.start(*CONFIG, WORKERS, address, "--run-id", "lost-nodes")
     run = workplace.run("lost-nodes")
     driver.wait_for(lambda: run.passed(0, "rollout"))
     places = {worker: place_of(worker, driver.printed) for worker in ("policy-0", "reference-0", "rollout-0")}
