@@ -153,7 +153,7 @@ def test_length_grows_up_to_its_target() -> None:
             {"kind": "weighted", "parts": {"a": {"reward": {"kind": "group_function", "path": "a:b"}}}},
             "a group function can't be a part of a sum",
         ),
-        ({"kind": "group_function", "path": "a.b"}, "should match pattern"),
+        ({"kind": "group_function", "path": "a.b"}, "expected module:name"),
         (
             {"kind": "weighted", "parts": {"a": {"reward": {"kind": "math", "timeout_seconds": 5}}}},
             "set reward.timeout_seconds, not that of a part",
