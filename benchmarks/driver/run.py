@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import ray
 from prefect.filesystems import LocalFileSystem
+from prefect.logging import disable_run_logger
 from prefect.results import ResultStore
 
 from benchmarks.driver.meter import Meter
@@ -78,7 +79,8 @@ def measure(plan: Plan, folder: Path) -> dict[str, Any]:
     def find(name: str, namespace: str | None = None) -> Any:
         return workers.find(name) or get_actor(name, namespace)
 
-    with patch.object(ray, "get_actor", find), rare_collections():
+    # Tasks run outside of a flow here, where Prefect has no logger for their warnings of failed rewards.
+    with patch.object(ray, "get_actor", find), rare_collections(), disable_run_logger():
         steps = [asyncio.run(_run_step(run, workers, step)) for step in range(plan.steps)]
     store.close()
     median = statistics.median_low([step["driver_seconds"] for step in steps])
