@@ -30,8 +30,16 @@ def kind_of(config: type[BaseModel]) -> str:
 
 
 def configs_of(union: object) -> tuple[type[BaseModel], ...]:
-    """Return the config classes of a union alias such as `AdvantageConfig`, in order."""
-    return tuple(dict.fromkeys(_members(union)))
+    """Return the config classes of a union alias such as `AdvantageConfig`, in order.
+
+    Raises:
+        TypeError: A member is no config class.
+    """
+    members = list(union_members(union))
+    configs = [each for each in members if isinstance(each, type) and issubclass(each, BaseModel)]
+    if len(configs) < len(members):
+        raise TypeError(f"{union!r} is not a union of config classes")
+    return tuple(dict.fromkeys(configs))
 
 
 def kinds_of(union: object) -> tuple[str, ...]:
@@ -43,13 +51,12 @@ def kinds_of(union: object) -> tuple[str, ...]:
     return tuple(kind_of(config) for config in configs_of(union))
 
 
-def _members(union: object) -> Iterator[type[BaseModel]]:
-    if isinstance(union, type) and issubclass(union, BaseModel):
-        yield union
-    elif get_origin(union) is Annotated:
-        yield from _members(get_args(union)[0])
-    elif get_origin(union) in (Union, UnionType):
-        for member in get_args(union):
-            yield from _members(member)
+def union_members(annotation: object) -> Iterator[object]:
+    """Yield the members of a union, or another type itself, without what annotates them."""
+    if get_origin(annotation) is Annotated:
+        yield from union_members(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from union_members(member)
     else:
-        raise TypeError(f"{union!r} is not a union of config classes")
+        yield annotation

@@ -4,14 +4,13 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from schemas.config.differences import non_defaults
-from schemas.config.kinds import kind_of
+from schemas.config.kinds import kind_of, union_members
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 
@@ -167,7 +166,7 @@ def _walk(place: Sequence[str]) -> tuple[list[object], list[str]]:
             continue
         keys.append(part)
         fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-        types = [inner for annotation in fields or _entries(types) for inner in _unwrapped(annotation)]
+        types = [inner for annotation in fields or _entries(types) for inner in union_members(annotation)]
     return types, keys
 
 
@@ -179,14 +178,3 @@ def _entries(types: Sequence[object]) -> list[object]:
     """Return the types of the entries of lists and dicts."""
     containers = [each for each in types if get_origin(each) in (tuple, list, dict)]
     return [next(each for each in reversed(get_args(container)) if each is not ...) for container in containers]
-
-
-def _unwrapped(annotation: object) -> Iterator[object]:
-    """Yield the members of a union, or a type itself, without what annotates it."""
-    if get_origin(annotation) is Annotated:
-        yield from _unwrapped(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, UnionType):
-        for member in get_args(annotation):
-            yield from _unwrapped(member)
-    else:
-        yield annotation
