@@ -1,8 +1,9 @@
-"""Cancelling a run from the Prefect UI, and terminating its process.
+"""Cancelling and suspending a run from the Prefect UI, and terminating its process.
 
 Prefect only writes the request to the flow run's state. For the runs of deployments the worker or `sluice serve` reads
 it and terminates the run's process, but only once for each flow run. So every run reads it itself, too: one that was
-started in a terminal, and one that is cancelled again after a retry.
+started in a terminal, and one that is cancelled again after a retry. Of a suspension Prefect tells a run by an event,
+which a busy machine may lose; then the run would go on for hours. So every run reads that itself, too.
 
 A SIGTERM is turned into an exception by Prefect, which is raised wherever the main thread is. In a callback or a
 transport of the event loop that is where it ends: asyncio reports it and goes on. So every run looks at these reports.
@@ -16,9 +17,9 @@ from uuid import UUID
 import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.exceptions import PrefectException, TerminationSignal
+from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.runtime import flow_run
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Suspended
 
 from flows.watched import unless
 
@@ -31,9 +32,10 @@ async def cancellable(work: Coroutine[Any, Any, Result]) -> Result | State:
     """Await `work`; if the flow run is cancelled in the UI, cancel it, await its clean-up, and return `Cancelled`.
 
     Raises:
-        TerminationSignal: The process was terminated; `work` was cancelled, and has cleaned up.
+        Pause: The flow run was suspended; `work` was cancelled, and has cleaned up.
+        TerminationSignal: The process was terminated; the same.
     """
-    return await unless(_cancellation_requested(), terminable(work))
+    return await unless(_end_requested(), terminable(work))
 
 
 async def terminable(work: Coroutine[Any, Any, Result]) -> Result:
@@ -61,8 +63,8 @@ async def terminable(work: Coroutine[Any, Any, Result]) -> Result:
         loop.set_exception_handler(before)
 
 
-async def _cancellation_requested() -> State:
-    """Return `Cancelled` when somebody has cancelled the flow run."""
+async def _end_requested() -> State:
+    """Return `Cancelled` when somebody has cancelled the flow run; raise `Pause` when it was suspended."""
     async with get_client() as client:
         while True:
             await asyncio.sleep(POLL_SECONDS)
@@ -72,3 +74,5 @@ async def _cancellation_requested() -> State:
                 continue
             if state is not None and state.is_cancelling():
                 return Cancelled(message="cancelled in the Prefect UI; the run can be resumed")
+            if state is not None and state.is_paused() and state.name == Suspended().name:
+                raise Pause(state=state)

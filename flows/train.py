@@ -83,6 +83,7 @@ async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
         RunError: The run exists and trains something else than `config`, or was written by a newer Sluice.
         PipelineError: The run stopped; it can be resumed. Or another driver has taken it over.
         CancelledRun: It was cancelled in the Prefect UI; it can be resumed.
+        Pause: It was suspended there, or by an automation; it can be resumed.
     """
     run_id = run_id or own_run_id(config.name)
     if (finished := finished_summary(config, run_id)) is not None:

@@ -148,6 +148,10 @@ class Workplace:
         """Return the Ray worker processes that hold a model."""
         return [process for name, process in self._workers() if "Worker" in name]
 
+    def wait_for_no_workers(self) -> None:
+        """Wait until no process holds a model: Ray frees a killed worker's name before its process has ended."""
+        wait_until(lambda: not self.model_workers())
+
     def service_processes(self) -> list[psutil.Process]:
         """Return the local services' processes, with all that they have started."""
         states = (self.services.state(name) for name in ("prefect", "ray"))

@@ -59,7 +59,7 @@ def test_a_stopped_run_is_resumed_and_can_be_cancelled_in_the_ui(workplace: Work
     assert "resume with: sluice resume stopped" in printed
     assert "Traceback" not in printed
     assert workplace.ask(lambda client: client.read_flow_run(flow_run.id)).state_name == "Cancelled"
-    assert not workplace.model_workers()
+    workplace.wait_for_no_workers()
 
 
 def test_a_node_that_lacks_something_is_named(tmp_path: Path) -> None:

@@ -1,17 +1,21 @@
 """Runs that are started from the Prefect UI, by a schedule and by automations, on a real server and a real worker."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID
 
 import pytest
+from prefect import flow, runtime
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.exceptions import PrefectHTTPStatusError
+from prefect.exceptions import Pause, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelling, Scheduled
+from prefect.states import Cancelling, Scheduled, Suspended
 
+from flows.cancellation import cancellable
 from flows.events import WINDOW_STEPS
 from tests.commands import sluice_in_turn
 from tests.deployed import Deployed, receiving_notifications
@@ -210,6 +214,26 @@ def test_a_retry_of_a_complete_run_ends_at_once_and_refused_input_is_the_message
     assert "ConfigError: tiny.toml: optim.lr = -1: Input should be greater than 0" in state.message
     assert "\n" not in state.message
     deployed.wait_for(lambda: "was complete already" in (deployed.flow_run(cancelled).state.message or ""))
+
+
+def test_a_run_ends_if_the_event_of_its_suspension_is_lost(deployed: Deployed) -> None:
+    cleaned: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append("work")
+
+    @flow
+    async def suspended() -> None:  # not a deployment's: Prefect itself tells it nothing
+        async with get_client() as client:
+            await client.set_flow_run_state(UUID(runtime.flow_run.id), Suspended(), force=True)
+        await cancellable(work())
+
+    with temporary_settings({PREFECT_API_URL: deployed.place.services.prefect_api_url}), pytest.raises(Pause):
+        asyncio.run(suspended())
+    assert cleaned == ["work"]
 
 
 def test_the_deployments_of_prefect_yaml(workplace: Workplace, deployed: Deployed) -> None:

@@ -86,7 +86,7 @@ def watched(workplace: Workplace) -> Iterator[SimpleNamespace]:
         exported = export(workplace)
         printed = driver.kill()
         left = [workplace.sluice(*command) for command in (("ps", "--json"), ("stop", RUN_ID), ("stop", RUN_ID))]
-        assert not workplace.model_workers()
+        workplace.wait_for_no_workers()
         hold.unlink()
         printed += workplace.sluice("resume", RUN_ID)
         yield SimpleNamespace(

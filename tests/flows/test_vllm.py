@@ -36,5 +36,5 @@ def test_a_run_whose_engine_loses_a_rank(workplace: Workplace) -> None:
     assert len(steps) == STEPS
     for step in steps:  # sampler and trainer agree, whatever version sampled
         assert 0 < step["mismatch/mean"] <= step["mismatch/max"] < 1e-3
-    assert not [name for name in workplace.worker_names() if name.startswith("RolloutWorker")]
+    workplace.wait_for_no_workers()
     assert not [rank for rank in ranks if rank.is_running()]

@@ -11,6 +11,7 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
 from infra.services.local import ServiceState
+from tests.progress import wait_until
 from tests.run_results import Run
 from tests.services import Command, Workplace
 from tests.tiny import make_tiny_moe
@@ -168,7 +169,7 @@ def test_workers_killed_under_a_living_driver(workplace: Workplace, living: str)
 def test_a_terminated_driver_leaves_nothing_behind(workplace: Workplace, terminated: Command) -> None:
     assert f"resume with: sluice resume {RUN_ID}" in terminated.errors
     assert "Traceback" not in terminated.errors
-    assert not workplace.worker_names()
+    wait_until(lambda: not workplace.worker_names())
 
 
 def test_a_terminated_step_is_run_again(lost_ray: str) -> None:

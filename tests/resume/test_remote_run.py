@@ -40,7 +40,15 @@ def test_a_run_is_moved_from_machine_to_machine(machines: tuple[Workplace, Workp
     first, second = machines
     run = Run(URL)
     driver = first.start(*CONFIG, "--run-id", RUN_ID, f"runtime.runs_dir={RUNS_DIR}")
-    driver.wait_for(lambda: run.passed(1, "advantage"), POLL_SECONDS)
+    driver.wait_for(lambda: run.committed(0, "rollout"), POLL_SECONDS)
+
+    def stands_within_a_step() -> bool:
+        (process := driver.processes[0]).suspend()  # else the step may end while the bucket is asked
+        if not (stands := run.committed(1, "advantage")):
+            process.resume()
+        return stands
+
+    driver.wait_for(stands_within_a_step)
     driver.kill()
     for service in ("ray", "prefect"):
         first.kill_service(service)
