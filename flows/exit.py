@@ -10,17 +10,17 @@ from typing import NoReturn
 from schemas.errors import RayLostError
 
 POLL_SECONDS = 2.0
-MAX_SECONDS = 60.0  # for a server that responds, but is slow
+MAX_SECONDS = 60.0  # for a server that is slow
 
 _undelivered = False  # whether Prefect's queues still hold what the server doesn't take
 
 
 def deliver_events(api_url: str) -> None:
-    """Wait until Prefect's queues of events and logs are empty; give up soon if the server doesn't respond."""
+    """Wait until Prefect's queues of events and logs are empty; give up soon if the server is gone."""
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
 
-    from infra.services.prefect_api import prefect_responds
+    from infra.services.prefect_api import prefect_is_gone
 
     global _undelivered
     deadline = time.monotonic() + MAX_SECONDS
@@ -31,7 +31,7 @@ def deliver_events(api_url: str) -> None:
         left |= drained[1]
     while left and time.monotonic() < deadline:
         _, left = concurrent.futures.wait(left, timeout=POLL_SECONDS)
-        if left and not prefect_responds(api_url):
+        if left and prefect_is_gone(api_url):
             break
     _undelivered = bool(left)
 

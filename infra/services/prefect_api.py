@@ -21,6 +21,15 @@ def prefect_responds(api_url: str) -> bool:
         return False
 
 
+def prefect_is_gone(api_url: str) -> bool:
+    """Return whether nothing is at `api_url`; a server that doesn't respond in time may only be slow."""
+    try:
+        _get(f"{api_url}/health")
+    except OSError as error:
+        return not isinstance(getattr(error, "reason", error), TimeoutError)
+    return False
+
+
 def check_prefect_api(api_url: str, login: str | None = None) -> None:
     """Check that a healthy Prefect server of the installed minor version responds.
 

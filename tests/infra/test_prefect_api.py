@@ -1,7 +1,8 @@
-"""The check of a configured Prefect server, one with a login included."""
+"""The check of a configured Prefect server, one with a login included, and whether a server is gone or slow."""
 
 import base64
 import json
+import socket
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
@@ -9,7 +10,9 @@ from threading import Thread
 
 import pytest
 
-from infra.services.prefect_api import check_prefect_api
+from infra.services import prefect_api
+from infra.services.ports import free_port
+from infra.services.prefect_api import check_prefect_api, prefect_is_gone, prefect_responds
 from schemas.errors import ServiceError
 
 LOGIN = "sluice:correct horse"
@@ -46,3 +49,15 @@ def test_the_right_login_is_accepted(api_url: str) -> None:
 def test_a_refused_login_names_the_setting(api_url: str, login: str | None) -> None:
     with pytest.raises(ServiceError, match="refuses the login; set PREFECT_API_AUTH_STRING to user:password"):
         check_prefect_api(api_url, login)
+
+
+def test_a_server_that_does_not_answer_in_time_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefect_api, "TIMEOUT_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
+        assert not prefect_responds(url)
+        assert not prefect_is_gone(url)
+
+
+def test_a_server_whose_port_is_closed_is_gone() -> None:
+    assert prefect_is_gone(f"http://127.0.0.1:{free_port()}/api")
