@@ -48,7 +48,11 @@ class Delivery:
         """Wait until the sink is closed, or until `deadline` (of `time.monotonic`)."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive() or self._waiting:
-            self._log.info("monitor %s did not finish in time: %d reports are left", self._name, len(self._waiting))
+            self._log.warning(
+                "monitor %s did not finish in time: it lacks %d reports, which metrics.jsonl has",
+                self._name,
+                len(self._waiting),
+            )
 
     def _run(self) -> None:
         while True:

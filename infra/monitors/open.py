@@ -33,7 +33,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.step import EvalReport, StepReport
 
-CLOSE_SECONDS = 30  # that all monitors together may take at the end of a run
+CLOSE_SECONDS = 300  # that all monitors together may take at the end of a run, whose workers have ended by then
 STOP_SECONDS = 5  # and if it is cancelled or fails
 
 

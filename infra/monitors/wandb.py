@@ -10,7 +10,8 @@ from schemas.config.monitor import WandbMonitor
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 
-PATIENCE_SECONDS = 15  # with a server that doesn't respond; as long, an ended process may wait for the library
+INIT_SECONDS = 60  # for the library's service and its server to start a run, beside other work
+FINISH_SECONDS = 15  # with a server that doesn't respond; as long, an ended process may wait for the library
 
 
 def require_login(monitor: WandbMonitor) -> None:
@@ -57,8 +58,8 @@ class WandbSink:
             settings=wandb.Settings(
                 console="off",
                 silent=True,
-                init_timeout=PATIENCE_SECONDS,
-                finish_timeout=PATIENCE_SECONDS,
+                init_timeout=INIT_SECONDS,
+                finish_timeout=FINISH_SECONDS,
                 finish_timeout_raises=True,
             ),
         )
