@@ -8,6 +8,7 @@ from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import open_checkpoints
 from infra.datasets import PromptDataset, load_run_prompts
 from infra.datasets.limits import check_prompts
+from infra.engines.embedded.cache import check_speculative
 from infra.engines.vllm.adapters import check_adapters
 from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
@@ -60,6 +61,8 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
     check_reuse(config, tokenizer)
     if config.model.lora is not None:
         require_peft()
+    if config.rollout.speculative is not None:
+        check_speculative(AutoConfig.from_pretrained(config.model.path))
     if config.rollout.router_replay:
         experts_dtype(config.model)
     if config.optim.implementation == "8bit":

@@ -42,6 +42,7 @@ CHANGEABLE = (
     "rollout.num_workers",
     "rollout.batch_prompts",
     "rollout.max_cache_bytes",
+    "rollout.speculative",
     "rollout.max_num_seqs",
     "rollout.cache_bytes",
     "rollout.gpu_memory_utilization",
@@ -99,4 +100,4 @@ def _digest(config: str, included: tuple[str, ...]) -> str:
 
 
 def _is_in(key: str, names: Sequence[str]) -> bool:
-    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
+    return any(key == name or key.startswith(f"{name.removesuffix('.')}.") for name in names)

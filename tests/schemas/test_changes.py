@@ -118,6 +118,7 @@ OTHER = {
     "rollout.max_num_seqs": "7",
     "rollout.num_workers": "3",
     "rollout.prefix_cache": "version",
+    "rollout.speculative": "{num_tokens=2}",
     "rollout.tensor_parallel": "2",
     "runtime.device": "cpu",
     "runtime.gradient_sync": "every_micro_batch",

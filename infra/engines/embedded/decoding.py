@@ -1,7 +1,7 @@
 """Rows that are decoded together by a transformers model. L rows, W columns of their KV cache, V tokens of vocabulary.
 
-Rows are left-padded to the width of the batch. Where rows that are continued get unequal numbers of tokens at once,
-columns between them stay empty, too. Positions and masks count present tokens only.
+Rows are left-padded to the width of the batch. Where rows get unequal numbers of tokens at once, as they are continued
+or as drafts are dropped, columns between them stay empty, too. Positions and masks count present tokens only.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,7 @@ class DecodingBatch:
 
     rows: np.ndarray
     newest: torch.Tensor
+    num_drafted = 0  # K, the drafts of each row that were run last
 
     def __init__(self, model: PreTrainedModel, experts: ExpertRecord | None = None) -> None:
         """Make a batch without rows; `prefill` adds them.
@@ -52,7 +53,7 @@ class DecodingBatch:
     def prefill(
         self, rows: Sequence[Sequence[int]], token_ids: Sequence[np.ndarray], held: Sequence[RowCache] | None
     ) -> torch.Tensor:
-        """Run S sequences, each for one or more rows, and return every row's logits [L, V].
+        """Run S sequences, each for one or more rows, and return every row's last logits [L, 1, V].
 
         Args:
             rows: S, the numbers of the rows that continue each sequence.
@@ -87,16 +88,48 @@ class DecodingBatch:
         self._cache.batch_select_indices(repeated)
         return logits[repeated]
 
-    def advance(self, num_sampled: int) -> torch.Tensor:
-        """Run the newest tokens, and return the next logits [L, V].
+    def advance(self, num_sampled: int, drafts: np.ndarray) -> torch.Tensor:
+        """Run the newest tokens and drafts of those that follow, and return the logits after each [L, K + 1, V].
 
         Args:
             num_sampled: The tokens that the rows have sampled, if experts are recorded.
+            drafts: Integers [L, K]; -1 where a row has fewer. Only rows that can be moved may have any.
         """
+        self.num_drafted = drafts.shape[1]
+        input_ids, positions = self.newest[:, None], self._next_positions
+        if self.num_drafted:
+            drafted = torch.from_numpy(drafts).to(self.newest).clamp_(min=0)
+            input_ids = torch.cat([input_ids, drafted], dim=1)
+            positions = positions + torch.arange(self.num_drafted + 1, device=positions.device)
         with self._experts.decode(self.rows - self._first, num_sampled - 1) if self._experts else nullcontext():
-            logits = self._forward(self.newest[:, None], self._next_positions)
+            logits = self._forward(input_ids, positions, self.num_drafted + 1)
         self._next_positions = self._next_positions + 1
         return logits
+
+    def accept(self, newest: torch.Tensor, num_accepted: np.ndarray) -> None:
+        """Set the newest tokens, int64 [L], and drop the other drafts than these first ones of each row, int64 [L]."""
+        self.newest = newest
+        if not self.num_drafted:
+            return
+        start, most = self.width - self.num_drafted, int(num_accepted.max())
+        accepted = torch.from_numpy(num_accepted).to(newest.device)[:, None]
+        self._next_positions = self._next_positions + accepted
+        self._present[:, start : self.width] = torch.arange(self.num_drafted, device=newest.device) < accepted
+        self._present[:, start + most : self.width] = True  # of tokens to come
+        self._is_padded |= most > int(num_accepted.min())
+        self.width, self.num_drafted = start + most, 0
+        for layer in self._layers():
+            layer.shorten(self.width)
+
+    def compact(self) -> None:
+        """Close the gaps that dropped drafts have left, once they take more than the cache grows by."""
+        present = self._present[:, : self.width]
+        if self.width <= (longest := int(present.sum(1).max())) + _GROWTH_TOKENS:
+            return
+        columns = present.int().argsort(dim=1, stable=True)[:, -longest:]
+        for layer in self._layers():
+            layer.select_columns(columns)
+        self._present, self.width = present.gather(1, columns), longest
 
     def keep(self, kept: np.ndarray) -> None:
         """Remove all rows but those at `kept`, bool [L]."""
@@ -154,8 +187,8 @@ class DecodingBatch:
     def _layers(self) -> list[PreallocatedLayer]:
         return [layer for layer in self._cache.layers if isinstance(layer, PreallocatedLayer)]
 
-    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Run `input_ids` [L, T], which follow the cached tokens."""
+    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, num_kept: int = 1) -> torch.Tensor:
+        """Run `input_ids` [L, T], which follow the cached tokens; return the last logits [L, num_kept, V]."""
         self.width += input_ids.shape[1]
         if self.width > self._present.shape[1]:
             self._present = pad(self._present, (0, self.width + _GROWTH_TOKENS - self._present.shape[1]), value=True)
@@ -165,9 +198,9 @@ class DecodingBatch:
             attention_mask=self._present[:, : self.width] if self._is_padded else None,
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=num_kept,
         )
-        logits: torch.Tensor = output.logits[:, -1]
+        logits: torch.Tensor = output.logits
         return logits
 
 
