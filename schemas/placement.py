@@ -64,7 +64,9 @@ class ClusterRun(Frozen):
     """A run that has processes in the Ray cluster; what none of them said is None."""
 
     run_id: str
-    state: Literal["starting", "driven", "no driver"]
+    state: Literal["no answer", "driven", "no driver"]
+    """`no answer`: its processes are starting, or are too busy to say more."""
+
     num_processes: NonNegativeInt
     nodes: tuple[str, ...] = ()
     num_gpus: NonNegativeInt = 0

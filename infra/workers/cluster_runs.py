@@ -11,7 +11,7 @@ from infra.workers.placement import release
 from schemas.errors import StoreError, WorkerLostError
 from schemas.placement import ActorInfo, ClusterRun
 
-_ANSWER_SECONDS = 5.0  # for all processes together; those that are starting, or hang, don't answer
+_ANSWER_SECONDS = 10.0  # for all processes together; those that are starting, or hang, don't answer
 _DRIVERLESS_SECONDS = 30.0  # without a ping; a driver pings every ten seconds
 
 
@@ -57,7 +57,7 @@ def _answer(ref: "ray.ObjectRef[ActorInfo]") -> ActorInfo | None:
 
 def _summarize(run_id: str, num_processes: int, infos: list[ActorInfo]) -> ClusterRun:
     if not infos:
-        return ClusterRun(run_id=run_id, state="starting", num_processes=num_processes)
+        return ClusterRun(run_id=run_id, state="no answer", num_processes=num_processes)
     driverless = min(info.driverless_seconds for info in infos)
     return ClusterRun(
         run_id=run_id,

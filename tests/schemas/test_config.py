@@ -68,6 +68,10 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
             "model.lora.target_modules=q_proj",
             "model.lora.target_modules = 'q_proj': expected a list, such as ['q_proj']",
         ),
+        (
+            "data.chat_template_kwargs={a=[1]}",
+            "data.chat_template_kwargs.a = [1]: expected a truth value, a number or a string",
+        ),
         ("rollout.temperature=0", "all samples of a prompt would be the same greedy response; set it above 0"),
         ("rollout.temperature=-1", "rollout.temperature = -1: Input should be greater than 0"),
         ("rollout.stop=['.', '']", "'' is not a stop string"),
