@@ -263,6 +263,9 @@ def inspect(
         typer.Argument(help="Counted from 0, as in folder names; default: the newest with columns.", metavar="[STEP]"),
     ] = None,
     rows: Annotated[int, typer.Option(help="Number of sample rows.", min=0)] = 3,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Show the rows whose reward failed, which are not trained on.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value, with full strings.")] = False,
     runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
 ) -> None:
@@ -275,11 +278,11 @@ def inspect(
 
     directory = RunDirectory.open(run, runs_dir)
     store = open_run_columns(directory)
-    summary, failures = summarize_step(store, find_step(directory, store, step), rows)
+    summary, failures = summarize_step(store, find_step(directory, store, step), rows, failed=failed)
     if as_json:
         typer.echo(summary.model_dump_json(indent=2))
     else:
-        print_step(console, summary, store.owner(summary.step).plans.load(summary.step))
+        print_step(console, summary, None if failed else store.owner(summary.step).plans.load(summary.step))
     if failures:
         raise failures[0]
 

@@ -15,20 +15,23 @@ from infra.stores.offline import steps_with_columns
 from infra.stores.run_columns import StoredColumns
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import row_lengths
-from rl_core.views import decode_ints, new_batch
+from rl_core.views import decode_ints, new_batch, select
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef, ColumnGroup
 from schemas.catalog import REWARD_PART_PREFIX, column_spec
 from schemas.errors import ColumnError, StoreError
 from schemas.summary import ChunkSummary, ColumnSummary, SampleRow, StepSummary
 
 
-def summarize_step(store: StoredColumns, step: int, num_samples: int) -> tuple[StepSummary, list[StoreError]]:
+def summarize_step(
+    store: StoredColumns, step: int, num_samples: int, *, failed: bool = False
+) -> tuple[StepSummary, list[StoreError]]:
     """Read a step's columns once and summarize those that can be read.
 
     Args:
         store: The run's files.
         step: A step that has columns.
         num_samples: S; all N rows if the batch has fewer.
+        failed: Summarize the rows whose reward failed, which are not trained on, instead of the others.
 
     Returns:
         The summary, and the errors of columns and chunks that can't be read.
@@ -39,7 +42,10 @@ def summarize_step(store: StoredColumns, step: int, num_samples: int) -> tuple[S
     failures: list[StoreError] = []
     saved = store.load_batch(step)
     refs = _committed_chunks(store, step, failures)
-    batch = saved or _batch_of_chunks(store, step, refs, failures)
+    batch = None if failed else saved
+    batch = batch or _batch_of_chunks(store, step, refs, failures)
+    if failed and batch:
+        batch = select(batch, np.flatnonzero(store.read(batch, ["reward"]).column(0).is_null()))
     columns, samples = _summarize_rows(store, batch, num_samples, failures) if batch else ((), ())
     summary = StepSummary(
         run_id=store.run_id,

@@ -53,6 +53,14 @@ def test_the_newest_step_in_the_terminal(inspect: Command) -> None:
     assert out.count("\nrow ") == 3
 
 
+def test_the_rows_whose_reward_failed(inspect: Command) -> None:
+    out = shown(inspect("demo", "3", "--failed"))
+    assert out.startswith("run demo, step 3, policy version 3: 1 rows, selected from 6 that were put\n")
+    assert "\nprompt 'Spell cat backward.'\n" in out
+    assert "\nscores reward -, reward_letters -, advantages -\n" in out
+    assert "\nplan " not in out
+
+
 def test_a_narrow_terminal_shows_the_figures_in_a_line_each(run: RunDirectory) -> None:
     narrow = Console(file=io.StringIO(), force_terminal=True, width=80, no_color=True, highlight=False)
     summary, failures = summarize_step(columns_of(run), 3, 3)
