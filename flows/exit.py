@@ -1,7 +1,6 @@
 """The end of a process that ran a flow, which must not wait for a Prefect server or a Ray that is gone."""
 
 import concurrent.futures
-import gc
 import os
 import sys
 import time
@@ -42,7 +41,6 @@ def exit_process(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # an ordinary exit would try to deliver each event for minutes, and ask Ray for another minute
-    gc.freeze()  # else Python looks for cycles among all that was imported: a second, for memory that goes anyway
     sys.exit(code)
 
 

@@ -1,6 +1,9 @@
 """`sluice sql`, `sluice diff` and `sluice gc` on small runs."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -28,6 +31,14 @@ def test_a_query_is_answered_in_the_terminal(sluice: Command) -> None:
     assert json.loads(sluice("sql", "demo", GAP, "--json").out) == [{"step": 2, "gap": 0.25}, {"step": 3, "gap": 0.25}]
     Path("gap.sql").write_text(GAP)
     assert "2 0.25" in shown(sluice("sql", "demo", "gap.sql"))
+
+
+def test_a_process_prints_its_answer_and_nothing_else(run: RunDirectory) -> None:
+    command = [sys.executable, "-m", "flows.cli.main", "sql", "demo", GAP, "--json"]
+    path = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | path)
+    assert json.loads(printed.stdout)[0] == {"step": 2, "gap": 0.25}
+    assert not printed.stderr  # not what libraries print as Python ends, either
 
 
 def test_control_characters_of_a_model_are_escaped(sluice: Command) -> None:
