@@ -5,18 +5,19 @@ import itertools
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
+from tests.progress import Deadlock, wait_until
+
 DESKTOP, PHONE = 1280, 375  # widths of a window in pixels
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-WAIT_SECONDS = 60
 
 
 def find_chromium() -> str:
@@ -34,8 +35,10 @@ def open_browser(folder: Path) -> Iterator["Page"]:
     command = [find_chromium(), *options, f"--user-data-dir={folder / 'profile'}", "about:blank"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        port = _wait_for_port(folder / "profile" / "DevToolsActivePort")
-        with connect(_page_url(port), max_size=None) as connection:
+        urls: list[str] = []
+        wait_until(lambda: process.poll() is not None or urls.extend(_page_urls(folder / "profile")) or urls)
+        assert urls, f"the browser ended with exit code {process.returncode}"
+        with connect(urls[0], max_size=None, open_timeout=None, ping_interval=None) as connection:
             yield Page(connection)
     finally:
         process.terminate()
@@ -59,8 +62,9 @@ class Page:
     def open(self, url: str, width: int = DESKTOP, height: int = 900) -> None:
         """Load a page in a window of this size."""
         self.resize(width, height)
+        self.evaluate("window.isLeft = true")  # of the document before, which may still be there for a moment
         self.command("Page.navigate", url=url)
-        self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.wait_for("!window.isLeft && document.readyState === 'complete'")
 
     def resize(self, width: int, height: int = 900) -> None:
         """Change the window's size; a narrow one is a phone's."""
@@ -76,10 +80,11 @@ class Page:
 
     def wait_for(self, expression: str) -> None:
         """Wait until a JavaScript expression is true."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not self._is_true(expression):
-            assert time.monotonic() < deadline, f"{expression} stayed false; the page says: {self.text()[:500]}"
-            time.sleep(0.1)
+        try:
+            wait_until(lambda: self._is_true(expression))
+        except Deadlock as deadlock:
+            deadlock.add_note(f"{expression} stayed false; the page says: {self.text()[:500]}")
+            raise
 
     def _is_true(self, expression: str) -> bool:
         try:
@@ -107,7 +112,7 @@ class Page:
         number = next(self._numbers)
         self._connection.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
-            message = json.loads(self._connection.recv(timeout=WAIT_SECONDS))
+            message = json.loads(self._connection.recv())
             if message.get("id") == number:
                 if "error" in message:
                     raise CommandError(f"{method}: {message['error']}")
@@ -123,16 +128,11 @@ class Page:
             self.errors.append(parameters["entry"]["text"])
 
 
-def _wait_for_port(file: Path) -> int:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not (file.exists() and file.read_text().strip()):
-        assert time.monotonic() < deadline, "the browser didn't start"
-        time.sleep(0.05)
-    return int(file.read_text().splitlines()[0])
-
-
-def _page_url(port: int) -> str:
-    from urllib.request import urlopen
-
-    with urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
-        return next(target["webSocketDebuggerUrl"] for target in json.load(answer) if target["type"] == "page")
+def _page_urls(profile: Path) -> list[str]:
+    """Return the addresses of the browser's pages; it has none while it starts."""
+    try:
+        port, _, _ = (profile / "DevToolsActivePort").read_text().partition("\n")
+        with urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
+            return [target["webSocketDebuggerUrl"] for target in json.load(answer) if target["type"] == "page"]
+    except OSError:
+        return []

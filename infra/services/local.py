@@ -30,7 +30,7 @@ PROMETHEUS_TARGETS = "prometheus.json"  # in the services' folder; for Prometheu
 # -P: without the working directory on the module path, where any file might shadow a module.
 PREFECT_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("prefect_server.py")))
 RAY_COMMAND = (sys.executable, "-P", "-m", "ray.scripts.scripts")
-START_TIMEOUT_SECONDS = 120
+START_TIMEOUT_SECONDS = 600  # on a busy machine; one that exits is noticed at once
 
 # Ray binds all its ports to loopback only if it considers clusters unsupported; the head and its clients must agree.
 RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}

@@ -158,9 +158,9 @@ def test_what_a_killed_index_left_is_removed_by_the_next_start(store: SharedColu
             each.open_lease(1)
             put_batch(each, 1, [rollout_columns(LARGE)])
         left, kept = Path(store._member.folder), Path(other._member.folder)
-        index_process().kill()
-        wait_until(has_no_index)
         assert left.exists()
+        index_process().kill()
+        wait_until(has_no_index)  # from here on, the start of any test's store removes it
         fresh = start_shared_store(RUN, LIMITS)
         assert not left.exists()
         assert len(files(other)) == 1  # another run on the same node

@@ -29,7 +29,7 @@ LR = 1e-2
 LEAP_DAY = "0 0 29 2 *"  # nothing of this schedule is due during the tests
 EVERY = "checkpoint.every_steps=10000"  # each starts an evaluation and an export: only the one at the end is saved
 LIMIT = f'runtime.approve_when=["learning_rate > {0.9 * LR}"]'
-TRAINED = [EVERY, "reward.path=tiny_rewards:switched", LIMIT]
+TRAINED = [EVERY, "reward.path=tiny_rewards:switched", "reward.timeout_seconds=inf", LIMIT]  # a reward may be held
 BY_HAND = ["steps=10000", *TRAINED]  # it never ends by itself
 
 
@@ -139,12 +139,18 @@ def scheduled(deployed: Deployed, resumed: UUID) -> UUID:
     run = deployed.run_of(resumed)
     steps = run.num_done + 3  # one of them may be in progress
     deployed.schedule("* * * * *", overrides=[f"steps={steps}", *TRAINED], run_id=run.run_id)
-    deployed.wait_for(lambda: any(found.state_name == "Queued" for found in deployed.flow_runs("tiny")))
-    deployed.pause()
-    flow_run = next(found for found in deployed.flow_runs("tiny") if found.state_name == "Queued")
-    assert flow_run.auto_scheduled
-    assert "pool 'default'" in (flow_run.state.message or "")
-    return flow_run.id
+
+    def due() -> list[UUID]:
+        return [
+            found.id for found in deployed.flow_runs("tiny") if found.auto_scheduled and not found.state.is_scheduled()
+        ]
+
+    deployed.wait_for(lambda: bool(due()))
+    deployed.pause()  # before the next one is due, which might be given the slot first
+    (flow_run,) = due()
+    state = deployed.wait_for_state(flow_run, "Queued", "Completed", "Failed", "Crashed").state
+    assert "pool 'default'" in (state.message or "")
+    return flow_run
 
 
 @pytest.fixture(scope="module")

@@ -82,8 +82,15 @@ def watched(workplace: Workplace) -> Iterator[SimpleNamespace]:
         patch.setenv("TRACKIO_DIR", str(workplace.folder / "trackio"))
         driver = workplace.start("train", "tiny.toml", *SETTINGS, "--run-id", RUN_ID)
         driver.wait_for(lambda: run.metrics.steps())
-        wait_until(lambda: dashboard_series() <= names_of(export(workplace)))
-        exported = export(workplace)
+        exported: dict[str, float] = {}
+
+        def shows_all() -> bool:
+            exported.clear()
+            exported.update(export(workplace))
+            return dashboard_series() <= names_of(exported)
+
+        wait_until(shows_all)
+        wait_until(lambda: {"rl.loop", "rl.train", "rl.sync"} <= {span.name for span in collector.spans})
         printed = driver.kill()
         left = [workplace.sluice(*command) for command in (("ps", "--json"), ("stop", RUN_ID), ("stop", RUN_ID))]
         workplace.wait_for_no_workers()
@@ -167,9 +174,14 @@ def test_a_saved_query_that_returns_rows_is_logged_and_an_event(watched: SimpleN
         assert f"step {step + 1}: query trained: 1 row, such as {row}" in watched.printed
     assert "query ungraded" not in watched.printed
     sent = {"filter": {"event": {"name": ["sluice.query.failed"]}}}
-    found = watched.place.ask(lambda client: client.request("POST", "/events/filter", json=sent)).json()["events"]
-    payloads = {event["payload"]["step"]: event["payload"] for event in found}
-    assert {step: payload["rows"] for step, payload in payloads.items() if step > 1} == {2: [rows[1]], 3: [rows[2]]}
+
+    def found() -> dict[int, list[str]]:
+        answer = watched.place.ask(lambda client: client.request("POST", "/events/filter", json=sent))
+        payloads = [event["payload"] for event in answer.json()["events"]]
+        return {payload["step"]: payload["rows"] for payload in payloads if payload["step"] > 1}
+
+    wait_until(lambda: len(found()) == STEPS - 1)  # the server records them with a delay
+    assert found() == {2: [rows[1]], 3: [rows[2]]}
 
 
 def test_no_monitor_failed(watched: SimpleNamespace) -> None:

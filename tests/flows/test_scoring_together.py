@@ -22,6 +22,7 @@ STEPS = 2
 CONFIG = (
     *("train", "tiny.toml", f"steps={STEPS}", "store.keep_steps=1", "kl.coef=0.01"),
     *("runtime.device=cpu", "optim.updates_per_step=2"),
+    *("reward.path=tiny_rewards:switched", "reward.timeout_seconds=inf"),
 )
 TOGETHER = "reference scoring"  # the name of what ran in the background
 
@@ -121,10 +122,14 @@ def second_node(ray_cluster: Cluster, one_node: Run) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def two_nodes(ray_cluster: Cluster, workplace: Workplace, second_node: Any) -> Run:
     """The same run on a cluster of two nodes, whose reference is killed when the first step's rows can be scored."""
-    run = workplace.run("two-nodes")
+    run, hold = workplace.run("two-nodes"), workplace.folder / "hold"
+    hold.touch()  # the first evaluation does not end, before which all workers have started
     driver = train_on(ray_cluster, workplace, run.run_id)
-    driver.wait_for(lambda: run.passed(0, "put"))
+    driver.wait_for(lambda: bool(run.metrics.events()))
     (reference,) = [process for process in process_tree(os.getpid()) if title(process).startswith("ray::Reference")]
+    reference.suspend()  # so that no step ends without it
+    hold.unlink()
+    driver.wait_for(lambda: run.committed(0, "put"))
     reference.kill()
     driver.finish()
     return run

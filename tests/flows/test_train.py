@@ -12,6 +12,8 @@ import pytest
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterKey,
     DeploymentFilter,
     DeploymentFilterId,
     FlowRunFilter,
@@ -72,6 +74,8 @@ try:
 finally:
     print("driver read", ColumnStore.bytes_read, "bytes of columns")
 """
+# The server returns at most 200, of all runs.
+OWN_ARTIFACTS = {"artifact_filter": ArtifactFilter(key=ArtifactFilterKey(like_=f"{RUN_ID}-"))}
 NEW_FLOW_RUN = "POST /api/flow_runs/"
 OF_TIME = ("POST /api/logs/", "GET /api/flow_runs/ID")  # lines sent every few seconds, and the look for a cancellation
 
@@ -216,7 +220,7 @@ def test_the_ui_has_named_runs_and_artifacts(workplace: Workplace, printed: str)
 
     async def question(client: PrefectClient):  # type: ignore[no-untyped-def]
         chosen = FlowRunFilter(name=FlowRunFilterName(any_=names))
-        return await client.read_flow_runs(flow_run_filter=chosen), await client.read_artifacts()
+        return await client.read_flow_runs(flow_run_filter=chosen), await client.read_artifacts(**OWN_ARTIFACTS)
 
     runs, artifacts = workplace.ask(question)
     assert {run.name: run.state_name for run in runs} == dict.fromkeys(names, "Completed")
@@ -236,7 +240,9 @@ def test_the_ui_has_named_runs_and_artifacts(workplace: Workplace, printed: str)
 def test_the_ui_shows_the_curves_and_links_to_the_report(
     workplace: Workplace, directory: RunDirectory, tmp_path: Path
 ) -> None:
-    found = {artifact.key: artifact for artifact in workplace.ask(lambda client: client.read_artifacts())}
+    found = {
+        artifact.key: artifact for artifact in workplace.ask(lambda client: client.read_artifacts(**OWN_ARTIFACTS))
+    }
     address = str(workplace.services.prefect_api_url).removesuffix("/api")
     with open_browser(tmp_path) as page:
         page.open(f"{address}/artifacts/artifact/{found[f'{RUN_ID}-progress'].id}")
@@ -246,7 +252,7 @@ def test_the_ui_shows_the_curves_and_links_to_the_report(
         page.open(f"{address}/artifacts/artifact/{found[f'{RUN_ID}-summary'].id}")
         page.wait_for("document.body.innerText.includes('tokens per second')")
         page.resize(PHONE)
-        assert page.overflow() <= 0
+        page.wait_for(f"document.documentElement.scrollWidth <= {PHONE}")
         assert str(directory.path / "report.html") in page.text()
 
 
@@ -282,4 +288,4 @@ def test_a_scheduled_deployment_gets_its_runs(workplace: Workplace, printed: str
     runs = workplace.ask(scheduled)
     times = sorted(run.expected_start_time for run in runs)
     assert times[1] - times[0] == timedelta(hours=1)
-    assert {run.state_name for run in runs} == {"Scheduled"}
+    assert {run.state_name for run in runs} <= {"Scheduled", "Late"}  # the hour may be full just now

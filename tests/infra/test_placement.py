@@ -80,6 +80,15 @@ def started(run_id: str, of: RunConfig) -> Iterator[RunHandle]:
         end(run)
 
 
+def miss_pings(name: str, seconds: float) -> Any:
+    """Have an actor believe that its last ping came so much earlier; return the call, in which it may end."""
+
+    def miss(actor: Any) -> None:
+        actor._pinged -= seconds
+
+    return find_actor(name).__ray_call__.remote(miss)
+
+
 def end(run: RunHandle) -> None:
     kill_actors(f"{run.run_id}/{role}-{number}" for role, number in worker_numbers(run.config))
     release(run.run_id)
@@ -133,7 +142,7 @@ def test_colocated_workers_share_gpus_by_number(tmp_path: Path, nodes: list[Any]
         for number in range(2):
             assert found["policy", number] == found["rollout", number] == found["reference", number]
         assert found["policy", 0] != found["policy", 1]
-        assert ray.available_resources()["GPU"] == 6
+        wait_until(lambda: ray.available_resources().get("GPU", 0) == 6)
 
 
 @pytest.mark.slow
@@ -153,14 +162,16 @@ def test_a_worker_computes_where_it_was_told_and_nowhere_else(tmp_path: Path, no
 
 @pytest.mark.slow
 def test_gpus_that_others_hold_are_awaited_and_then_refused(
-    tmp_path: Path, nodes: list[Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, nodes: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(placement, "_PATIENCE_SECONDS", 0)  # the first look already says what is awaited
     first = start("first", placed_config(tmp_path, ranks=6, device="cuda"))
-    second = start("second", placed_config(tmp_path, ranks=2, device="cuda", resource_timeout_seconds=2))
+    second = start("second", placed_config(tmp_path, ranks=2, device="cuda", resource_timeout_seconds=5))
     try:
         probes(first)
+        wait_until(lambda: ray.available_resources().get("GPU", 0) == 1)
         line = r"the Ray cluster has 8 GPUs, 1 free, run first holds 7"
-        with pytest.raises(ResourcesError, match=rf"no GPU for run second within .* = 2: {line}.*sluice stop RUN"):
+        with pytest.raises(ResourcesError, match=rf"no GPU for run second within .* = 5: {line}.*sluice stop RUN"):
             probes(second)
         assert f"run second waits for 3 GPUs: {line}" in caplog.text
         assert not placement._find_group("second")  # nothing stays reserved
@@ -181,14 +192,16 @@ def test_gpus_that_others_hold_are_awaited_and_then_refused(
 
 @pytest.mark.slow
 def test_workers_without_a_driver_end_and_free_their_gpus(tmp_path: Path, nodes: list[Any]) -> None:
-    run = start("orphan", placed_config(tmp_path, device="cuda", orphan_seconds=3))
-    driven = start("driven", placed_config(tmp_path, device="cuda", orphan_seconds=3))
+    run = start("orphan", placed_config(tmp_path, device="cuda", orphan_seconds=600))
+    driven = start("driven", placed_config(tmp_path, device="cuda", orphan_seconds=600))
     try:
         probes(run)
         probes(driven)
-        with health.monitored_actors(["driven/policy-0", "driven/rollout-0"], timeout_seconds=5):
+        ray.get(miss_pings("driven/policy-0", 300))
+        with health.monitored_actors(["driven/policy-0", "driven/rollout-0"], timeout_seconds=60):
+            miss_pings("orphan/policy-0", 600)
             wait_until(lambda: find_actor("orphan/policy-0") is find_actor("orphan/rollout-0") is None)
-            assert find_actor("driven/policy-0") is not None
+            wait_until(lambda: ray.get(find_actor("driven/policy-0").describe.remote()).driverless_seconds < 300)
         wait_until(lambda: ray.available_resources().get("GPU", 0) == 6)
     finally:
         end(run)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -31,11 +32,12 @@ def test_every_port_is_on_loopback(services: LocalServices) -> None:
         state = services.state(name)
         assert state is not None
         for process in process_tree(state.pid):
-            listening |= {
-                connection.laddr.ip
-                for connection in process.net_connections("inet")
-                if connection.status == psutil.CONN_LISTEN
-            }
+            with suppress(psutil.NoSuchProcess):  # a worker of an earlier run ends
+                listening |= {
+                    connection.laddr.ip
+                    for connection in process.net_connections("inet")
+                    if connection.status == psutil.CONN_LISTEN
+                }
     assert listening
     assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
 
@@ -45,8 +47,9 @@ def test_running_services_are_found_again(services: LocalServices) -> None:
     before = services.state("prefect"), services.state("ray")
     services.start(prefect=True, ray=True)
     assert (services.state("prefect"), services.state("ray")) == before
-    assert services.prefect_api_url is not None
-    assert prefect_responds(services.prefect_api_url)
+    url = services.prefect_api_url
+    assert url is not None
+    wait_until(lambda: prefect_responds(url))
 
 
 class OtherServer(BaseHTTPRequestHandler):
@@ -70,12 +73,12 @@ def test_a_server_of_another_folder_that_takes_the_port_first(tmp_path: Path, mo
     monkeypatch.setattr(local, "is_free", lambda port: next(was_free, False) or is_free(port))
     services = LocalServices(tmp_path)
     try:
-        assert prefect_responds(f"http://{local.LOOPBACK}:{other.server_port}/api")
+        wait_until(lambda: prefect_responds(f"http://{local.LOOPBACK}:{other.server_port}/api"))
         services.start(prefect=True, ray=False)
         state = services.state("prefect")
         assert state is not None
         assert state.port != other.server_port
-        assert prefect_responds(f"http://{state.address}/api")
+        wait_until(lambda: prefect_responds(f"http://{state.address}/api"))
     finally:
         services.stop()
         other.shutdown()
