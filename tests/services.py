@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -217,12 +218,42 @@ class Command:
         """Wait until `reached` returns true, while the command runs."""
 
         def reached_while_running() -> bool:
+            has_ended = self.exit_code is not None  # asked first: it may reach it, and end, in between
             if reached():
                 return True
-            assert self._process.poll() is None, self.printed
+            assert not has_ended, self.printed
             return False
 
         wait_until(reached_while_running, self._progress, poll_seconds)  # what is reached may pass again
+
+    def wait_standing(self, reached: Callable[[], bool], poll_seconds: float = MIN_POLL_SECONDS) -> None:
+        """Wait until `reached` returns true, and leave the command's process standing there, until `resume` or `kill`.
+
+        It stands whenever it isn't given `poll_seconds` to go on, so that nothing passes while `reached` is asked. What
+        it has started, such as Ray's workers, goes on.
+        """
+
+        def stands() -> bool:
+            self.resume()
+            time.sleep(poll_seconds)
+            self.suspend()
+            return self.exit_code is None and reached()
+
+        try:
+            self.wait_for(stands, poll_seconds=0)
+        except BaseException:
+            self.kill()
+            raise
+
+    def suspend(self) -> None:
+        """Have its process stand; what it has started goes on."""
+        self._process.send_signal(signal.SIGSTOP)
+        with suppress(ChildProcessError):  # it has ended
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # until all threads stand
+
+    def resume(self) -> None:
+        """Have its process go on."""
+        self._process.send_signal(signal.SIGCONT)
 
     def finish(self, exit_code: int = 0) -> str:
         """Wait for its end; return what it printed, standard error last."""
