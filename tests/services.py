@@ -168,7 +168,8 @@ class Workplace:
         assert state is not None
         processes = process_tree(state.pid)
         for process in processes:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                process.kill()
         psutil.wait_procs(processes)
 
     def _workers(self) -> Iterator[tuple[str, psutil.Process]]:
