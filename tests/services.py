@@ -23,6 +23,8 @@ from tests.tiny import make_tiny_data, make_tiny_model
 
 Answer = TypeVar("Answer")
 
+SLICE_SECONDS = 0.01  # much less than a step of a tiny model, which takes a tenth of a second
+
 CONFIG = config_toml(
     name="tiny",
     data={"eval_path": "eval.parquet"},
@@ -227,16 +229,16 @@ class Command:
 
         wait_until(reached_while_running, self._progress, poll_seconds)  # what is reached may pass again
 
-    def wait_standing(self, reached: Callable[[], bool], poll_seconds: float = MIN_POLL_SECONDS) -> None:
+    def wait_standing(self, reached: Callable[[], bool]) -> None:
         """Wait until `reached` returns true, and leave the command's process standing there, until `resume` or `kill`.
 
-        It stands whenever it isn't given `poll_seconds` to go on, so that nothing passes while `reached` is asked. What
-        it has started, such as Ray's workers, goes on.
+        Until then it goes on for `SLICE_SECONDS` at a time, and stands while `reached` is asked, so that it passes hardly
+        anything unseen. What it has started, such as Ray's workers, goes on.
         """
 
         def stands() -> bool:
             self.resume()
-            time.sleep(poll_seconds)
+            time.sleep(SLICE_SECONDS)
             self.suspend()
             return self.exit_code is None and reached()
 

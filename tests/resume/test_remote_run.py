@@ -40,7 +40,8 @@ def test_a_run_is_moved_from_machine_to_machine(machines: tuple[Workplace, Workp
     first, second = machines
     run = Run(URL)
     driver = first.start(*CONFIG, "--run-id", RUN_ID, f"runtime.runs_dir={RUNS_DIR}")
-    driver.wait_standing(lambda: run.num_done == 1 and run.committed(1, "advantage"), POLL_SECONDS)
+    driver.wait_for(lambda: run.passed(0, "rollout"), POLL_SECONDS)
+    driver.wait_standing(lambda: run.num_done == 1 and run.committed(1, "advantage"))
     driver.kill()
     for service in ("ray", "prefect"):
         first.kill_service(service)
