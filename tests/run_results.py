@@ -13,14 +13,8 @@ class Run(RunDirectory):
     """The results of a run, as tests compare them."""
 
     def committed(self, step: int, stage: str) -> bool:
-        """Return whether the ledger holds a stage of a step, whole: Prefect writes an entry in place."""
-        entries = self.folder.within(f"ledger/{step_folder(step)}")
-        try:
-            return any(
-                json.loads(entries.read(name) or "null") for name in entries.sizes() if name.startswith(f"{stage}-")
-            )
-        except json.JSONDecodeError:
-            return False
+        """Return whether the ledger holds a stage of a step."""
+        return bool(self.entries(step, f"{stage}-"))
 
     def passed(self, step: int, stage: str) -> bool:
         """Return whether a stage of a step is committed, or the whole step is done: its ledger may be dropped then."""
@@ -31,10 +25,11 @@ class Run(RunDirectory):
         """How many steps are done, without reading their metrics: it is asked in waits, many times a second."""
         return sum(line.startswith('{"kind": "step"') for line in self._lines("metrics", ".jsonl").read())
 
-    def entries(self, step: int) -> dict[str, float]:
-        """Return when each of a step's ledger entries was written, by name."""
+    def entries(self, step: int, beginning: str = "") -> dict[str, float]:
+        """Return when each of a step's ledger entries was written, by name; of those that begin so, and are whole."""
         entries = self.folder.within(f"ledger/{step_folder(step)}")
-        return {name: time for name in entries.sizes() if (time := entries.modified(name)) is not None}
+        whole = [name for name in entries.sizes() if name.startswith(beginning) and _is_whole(entries.read(name))]
+        return {name: time for name in whole if (time := entries.modified(name)) is not None}
 
     def step_ledger(self, step: int) -> Path:
         return self.path / "ledger" / step_folder(step)
@@ -66,3 +61,11 @@ class Run(RunDirectory):
         summary = self.summary()
         assert summary is not None
         return summary.store_bytes_at_end
+
+
+def _is_whole(entry: bytes | None) -> bool:
+    """Return whether an entry was written to its end: Prefect writes it in place, and may be killed meanwhile."""
+    try:
+        return bool(json.loads(entry or "null"))
+    except ValueError:
+        return False

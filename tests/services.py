@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,8 @@ from tests.run_results import Run
 from tests.tiny import make_tiny_data, make_tiny_model
 
 Answer = TypeVar("Answer")
+
+SLICE_SECONDS = 0.01  # much less than a step of a tiny model, which takes a tenth of a second
 
 CONFIG = config_toml(
     name="tiny",
@@ -167,7 +170,8 @@ class Workplace:
         assert state is not None
         processes = process_tree(state.pid)
         for process in processes:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                process.kill()
         psutil.wait_procs(processes)
 
     def _workers(self) -> Iterator[tuple[str, psutil.Process]]:
@@ -217,12 +221,42 @@ class Command:
         """Wait until `reached` returns true, while the command runs."""
 
         def reached_while_running() -> bool:
+            has_ended = self.exit_code is not None  # asked first: it may reach it, and end, in between
             if reached():
                 return True
-            assert self._process.poll() is None, self.printed
+            assert not has_ended, self.printed
             return False
 
         wait_until(reached_while_running, self._progress, poll_seconds)  # what is reached may pass again
+
+    def wait_standing(self, reached: Callable[[], bool]) -> None:
+        """Wait until `reached` returns true, and leave the command's process standing there, until `resume` or `kill`.
+
+        Until then it goes on for `SLICE_SECONDS` at a time, and stands while `reached` is asked, so that it passes hardly
+        anything unseen. What it has started, such as Ray's workers, goes on.
+        """
+
+        def stands() -> bool:
+            self.resume()
+            time.sleep(SLICE_SECONDS)
+            self.suspend()
+            return self.exit_code is None and reached()
+
+        try:
+            self.wait_for(stands, poll_seconds=0)
+        except BaseException:
+            self.kill()
+            raise
+
+    def suspend(self) -> None:
+        """Have its process stand; what it has started goes on."""
+        self._process.send_signal(signal.SIGSTOP)
+        with suppress(ChildProcessError):  # it has ended
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # until all threads stand
+
+    def resume(self) -> None:
+        """Have its process go on."""
+        self._process.send_signal(signal.SIGCONT)
 
     def finish(self, exit_code: int = 0) -> str:
         """Wait for its end; return what it printed, standard error last."""

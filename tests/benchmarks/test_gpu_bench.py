@@ -57,7 +57,7 @@ def test_without_a_gpu_it_refuses_in_one_line() -> None:
 
 @pytest.mark.slow
 def test_a_check_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path: Path) -> None:
-    checks = {"speed huge": Check("benchmarks.gpu.speed", 60), "kernels": Check("benchmarks.gpu.kernels", 0.01)}
+    checks = {"speed huge": Check("benchmarks.gpu.speed", 900), "kernels": Check("benchmarks.gpu.kernels", 0.01)}
     report = run_checks(TWIN, checks, tmp_path)
     assert not report.is_passed
     assert [(check.status, check.reason) for check in report.checks] == [

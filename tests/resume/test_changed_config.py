@@ -51,7 +51,7 @@ def _simulated_bytes(workplace: Workplace) -> int:
 def in_third_step(workplace: Workplace, run: Run) -> Run:
     """The same run in its third step, after that limit was raised, with others; its driver was killed."""
     driver = workplace.start("resume", RUN_ID, "store.capacity_bytes=1000000", *LIMITS)
-    driver.wait_for(lambda: run.committed(2, "advantage"))
+    driver.wait_standing(lambda: run.num_done == 2 and run.committed(2, "advantage"))
     driver.kill()
     return run
 

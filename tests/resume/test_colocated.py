@@ -148,17 +148,18 @@ def in_turns(workplace: Workplace, separate: Run) -> Run:
     wait_until(lambda: set(waiting(workplace)) - {first})
     release(workplace)
 
-    driver.wait_for(lambda: run.committed(0, "reference"))
+    driver.wait_standing(lambda: run.num_done == 0 and run.committed(0, "reference"))
     assert workplace.kill_worker("RolloutWorker") == 1  # it sleeps
     kill_in_turn(driver, workplace, lambda: workplace.kill_worker("RolloutWorker"))
-    driver.wait_for(lambda: run.passed(1, "put"))
+    driver.wait_standing(lambda: run.num_done == 1 and run.committed(1, "put"))
     kill_in_turn(driver, workplace, driver.kill)
     return run
 
 
 def kill_in_turn(driver: Command, workplace: Workplace, kill: Callable[[], object]) -> None:
-    """Kill a process in the middle of a trajectory."""
+    """Kill a process in the middle of a trajectory of the next step of a driver, which stands."""
     hold(workplace)
+    driver.resume()
     driver.wait_for(lambda: bool(waiting(workplace)))
     kill()
     release(workplace)
@@ -168,10 +169,10 @@ def kill_in_turn(driver: Command, workplace: Workplace, kill: Callable[[], objec
 def ledger(workplace: Workplace, in_turns: Run) -> dict[str, str]:
     """The text of the ledger's entries, by stage, that the next driver left: it was killed while the engine slept."""
     driver = workplace.start("resume", RUN_ID)
-    driver.wait_for(lambda: in_turns.committed(ASLEEP, "advantage"))
+    driver.wait_standing(lambda: in_turns.num_done == ASLEEP and in_turns.committed(ASLEEP, "advantage"))
     driver.kill()
-    found = {path.name.partition("-")[0]: path for path in in_turns.step_ledger(ASLEEP).glob("*")}
-    return {stage: path.read_text() for stage, path in found.items() if in_turns.committed(ASLEEP, stage)}
+    folder = in_turns.step_ledger(ASLEEP)
+    return {name.partition("-")[0]: (folder / name).read_text() for name in in_turns.entries(ASLEEP)}
 
 
 @pytest.fixture(scope="module")

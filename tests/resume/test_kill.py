@@ -53,22 +53,23 @@ class KilledRun:
         self.driver = workplace.start(*CONFIG, "--run-id", RUN_ID, "runtime.max_restarts=9")
         self._left_step, self._left_entries = -1, dict[str, float]()
 
-    def wait_for(self, reached: Callable[[], bool]) -> None:
-        """Wait until `reached` returns true, while the driver runs."""
+    def wait_for(self, reached: Callable[[], bool], *, standing: bool = False) -> None:
+        """Wait until `reached` returns true, while the driver runs; have it stand there if asked to."""
 
         def reached_with_entries_kept() -> bool:
             self._check_entries()
             return reached()
 
-        self.driver.wait_for(reached_with_entries_kept)
+        wait = self.driver.wait_standing if standing else self.driver.wait_for
+        wait(reached_with_entries_kept)
 
-    def wait_for_stage(self, step: int, stage: str) -> None:
-        """Wait until the driver has passed a stage."""
-        self.wait_for(lambda: self.run.passed(step, stage))
+    def stand_after(self, step: int, stage: str) -> None:
+        """Have the driver stand once it has passed a stage."""
+        self.wait_for(lambda: self.run.passed(step, stage), standing=True)
 
     def kill_driver(self, step: int, stage: str) -> str:
         """Kill the driver once it has passed a stage; return what it had printed."""
-        self.wait_for_stage(step, stage)
+        self.stand_after(step, stage)
         printed = self.driver.kill()
         self._left_step, self._left_entries = step, self.run.entries(step)
         return printed
@@ -97,8 +98,10 @@ def killed(workplace: Workplace, expected: Run) -> KilledRun:
 def living(workplace: Workplace, killed: KilledRun) -> str:
     """What the first driver printed; workers are killed under it, and then it is, after an update."""
     for step, role in enumerate(ROLES, start=1):
-        killed.wait_for_stage(step, "rollout")
+        killed.stand_after(step, "rollout")
+        wait_until((killed.run.path / f"policy/step-{step:06d}/manifest.json").exists)  # else a done step is done again
         assert workplace.kill_worker(role) == 1
+        killed.driver.resume()
     return killed.kill_driver(len(ROLES) + 1, "update")
 
 
@@ -106,8 +109,9 @@ def living(workplace: Workplace, killed: KilledRun) -> str:
 def terminated(workplace: Workplace, killed: KilledRun, living: str) -> Command:
     """The second driver, which got a SIGTERM."""
     driver = killed.resume()
-    killed.wait_for_stage(TERMINATED, "put")
+    killed.stand_after(TERMINATED, "put")
     driver.terminate()
+    driver.resume()
     driver.finish(128 + signal.SIGTERM)
     return driver
 
@@ -133,17 +137,18 @@ def generated(killed: KilledRun, lost_ray: str) -> list[float]:
 def before(workplace: Workplace, killed: KilledRun, generated: list[float]) -> ServiceState:
     """The local Prefect server that the last driver had until it was killed in the last step."""
     driver = killed.resume(*LIMITS)
-    killed.wait_for(lambda: f"step {LOST:3}/{STEPS}" in driver.printed)
+    killed.wait_for(lambda: f"step {LOST:3}/{STEPS}" in driver.printed, standing=True)
     state = workplace.services.state("prefect")
     assert state is not None
     workplace.kill_service("prefect")
+    driver.resume()
     return state
 
 
 @pytest.fixture(scope="module")
 def finished(killed: KilledRun, before: ServiceState) -> str:
     """What the last driver printed."""
-    killed.wait_for_stage(LOST, "update")
+    killed.wait_for(lambda: killed.run.passed(LOST, "update"))
     return killed.driver.finish()
 
 

@@ -54,7 +54,7 @@ def test_whatever_dies_the_weights_are_the_same_and_lost_parts_are_sampled_anew(
     driver = workplace.start(*CONFIG, "--run-id", "in-parts-disturbed")
     driver.wait_for(lambda: run.committed(1, "rollout"))
     workplace.kill_worker("RolloutWorker")  # their finished rows, and what they were about to sample
-    driver.wait_for(lambda: run.committed(2, "put"))
+    driver.wait_standing(lambda: run.committed(2, "put") and not run.committed(3, "rollout"))
     driver.kill()
     workplace.stop_ray()
     killed = shutil.copytree(run.path, tmp_path / "killed")

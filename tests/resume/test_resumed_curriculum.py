@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -98,16 +99,19 @@ def test_several_environments_play_the_same_rows_again(workplace: Workplace) -> 
 def killed_and_resumed(workplace: Workplace, settings: Sequence[str], run_id: str, *, has_games: bool = False) -> Run:
     """Kill environments, a rollout worker and the driver of a run, and resume it from an older checkpoint."""
     run = workplace.run(run_id)
+    for file in workplace.folder.glob("game-*"):  # of the run before, whose ids other processes may have by now
+        file.unlink()
     driver = workplace.start(*CONFIG, *settings, "--run-id", run_id)
     if has_games:
         driver.wait_for(lambda: run.passed(0, "rollout"))
         playing = [pid for pid in players(workplace) if psutil.pid_exists(pid)]
         assert playing
         for pid in playing:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended since then
+                os.kill(pid, signal.SIGKILL)
     driver.wait_for(lambda: run.passed(1, "rollout"))
     workplace.kill_worker("RolloutWorker")  # rows that are not put yet are sampled again
-    driver.wait_for(lambda: run.passed(KILLED, "rollout"))
+    driver.wait_standing(lambda: run.passed(KILLED, "rollout") and run.num_done < STEPS)
     driver.kill()
     workplace.stop_ray()
     for folder in ("ledger", "columns", "journal"):  # so that rollouts are repeated, too

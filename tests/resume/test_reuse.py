@@ -80,8 +80,9 @@ def test_killed_and_back_at_an_older_checkpoint_it_ends_in_the_same_weights(
     driver = workplace.start(*CONFIG, WORKERS, f"store.keep_steps={MAX_AGE + SAVED}", "--run-id", "reuse-killed")
     driver.wait_for(lambda: run.passed(2, "rollout"))
     workplace.kill_worker("RolloutWorker")
-    driver.wait_for(lambda: run.passed(STEPS - 1, "put"))
+    driver.wait_standing(lambda: run.passed(STEPS - 1, "put"))
     driver.kill()
+    assert run.summary() is None  # it has not ended before
     workplace.stop_ray()
     for folder in ("ledger", "columns", "policy"):
         for step in (run.path / folder).glob("step-*"):

@@ -32,7 +32,7 @@ def test_a_lost_reward_worker_scores_again(workplace: Workplace) -> None:
         "runtime.placement=colocated",
     )
     run = workplace.run(RUN_ID)
-    driver.wait_for(lambda: run.committed(0, "put"))
+    driver.wait_for(lambda: run.passed(0, "put"))
     assert workplace.kill_worker("RewardWorker") == 1
     printed = driver.finish()
     assert "reward-0" in printed  # in the table of workers
@@ -56,7 +56,7 @@ def test_a_lost_judge_answers_again(workplace: Workplace) -> None:
         *("reward.max_question_tokens=400", "runtime.max_restarts=0", "runtime.placement=colocated"),
     )
     run = workplace.run(JUDGED_ID)
-    driver.wait_for(lambda: run.committed(0, "put"))
+    driver.wait_for(lambda: run.passed(0, "put"))
     assert workplace.kill_worker("RewardWorker") == 1
     printed = driver.finish()
     assert "reward worker 0 is lost, and created again" in printed

@@ -73,20 +73,23 @@ def driver(workplace: Workplace) -> Command:
 
 def test_a_lost_rollout_worker(workplace: Workplace, metrics: list[dict[str, float]], driver: Command) -> None:
     run = workplace.run(DISTURBED)
-    driver.wait_for(lambda: run.committed(1, "rollout"))
+    driver.wait_standing(lambda: run.committed(1, "rollout") and not run.committed(1, "put"))
     rollout = rollout_of(run)
     assert rollout.policy_version == 0
-    assert {shard.worker for shard in rollout.shards} == {0, 1}
     assert len(set(rollout.group_ids)) == NUM_PROMPTS
     assert rollout.num_rows == NUM_PROMPTS * NUM_SAMPLES
-    assert workplace.kill_worker("RolloutWorker", at_most=1) == 1  # it held some of these rows; the step goes on
+    holders = {shard.worker for shard in rollout.shards if shard.num_rows}
+    assert holders <= {0, 1}
+    num_lost = 3 - len(holders)  # of two workers, so that at least one held some of these rows; the step goes on
+    assert workplace.kill_worker("RolloutWorker", at_most=num_lost) == num_lost
+    driver.resume()
 
 
 def test_then_all_that_is_volatile_is_lost(
     workplace: Workplace, metrics: list[dict[str, float]], driver: Command
 ) -> None:
     run = workplace.run(DISTURBED)
-    driver.wait_for(lambda: run.committed(3, "put"))
+    driver.wait_standing(lambda: run.num_done >= STEPS - 1)  # no checkpoint has the last two steps yet
     assert "is lost, other workers take over its work" in driver.kill()
     workplace.stop_ray()
     # The columns are gone, and what sampled step 2 is no longer published: the checkpoint has both policies.
