@@ -232,8 +232,8 @@ class Command:
     def wait_standing(self, reached: Callable[[], bool]) -> None:
         """Wait until `reached` returns true, and leave the command's process standing there, until `resume` or `kill`.
 
-        Until then it goes on for `SLICE_SECONDS` at a time, and stands while `reached` is asked, so that it passes hardly
-        anything unseen. What it has started, such as Ray's workers, goes on.
+        Until then it goes on for `SLICE_SECONDS` at a time, and stands while `reached` is asked: hardly anything passes
+        unseen. What it has started, such as Ray's workers, goes on.
         """
 
         def stands() -> bool:
