@@ -22,20 +22,13 @@ def test_a_run_whose_engine_loses_a_rank(workplace: Workplace) -> None:
         "rollout.tensor_parallel=2",
         *("runtime.max_restarts=0", "data.max_prompt_tokens=64", "eval.samples_per_prompt=2", "eval.temperature=1.0"),
     )
-
-    def stands_within_a_step() -> bool:
-        (process := driver.processes[0]).suspend()  # else the step may end before the ranks are found
-        if not (stands := (done := run.num_done) > 0 and run.committed(done, "rollout")):
-            process.resume()
-        return stands
-
-    driver.wait_for(stands_within_a_step)
+    driver.wait_standing(lambda: (done := run.num_done) > 0 and run.committed(done, "rollout"))
     killed_at = run.num_done
     children = [child for worker in workplace.find_workers("RolloutWorker") for child in worker.children()]
     ranks = [child for child in children if "Worker_TP" in child.name()]
     assert len(ranks) == 2
     ranks[1].kill()  # the successor of its rollout worker starts with version 0, and is sent a later one
-    driver.processes[0].resume()
+    driver.resume()
     driver.wait_for(lambda: run.num_done > killed_at + 1)
     driver.terminate()
     out = driver.finish(143)
