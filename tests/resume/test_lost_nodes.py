@@ -16,6 +16,7 @@ STEPS = 5
 CONFIG = (
     *("train", "tiny.toml", f"steps={STEPS}", "rollout.batch_prompts=1"),
     *("runtime.num_threads=1", "checkpoint.every_steps=2", "kl.coef=0.01"),
+    *("reward.path=tiny_rewards:switched", "reward.timeout_seconds=inf"),
 )
 WORKERS = "rollout.num_workers=2"  # which changes no result
 
@@ -64,9 +65,13 @@ def test_nodes_die_one_after_another(
     kill_node(clusters[0], places["rollout-0"])  # the other rollout worker does its prompts, too
     driver.wait_for(lambda: run.passed(1, "update"))  # if columns went before they were durable, step 0 is run again
     kill_node(clusters[0], places["policy-0"])
-    driver.wait_for(lambda: run.passed(2, "update"))  # from the newest checkpoint, on the only node that has cores left
+    # From the newest checkpoint, on the only node that has cores left.
+    driver.wait_standing(lambda: run.passed(2, "update"))
+    (hold := workplace.folder / "hold").touch()  # no further rollout ends
+    driver.resume()
     clusters[0].shutdown()
     printed = driver.finish(1)
+    hold.unlink()
     assert "sluice resume lost-nodes" in printed
     clusters.append(start_cluster(1))
     workplace.sluice("resume", "lost-nodes", f"runtime.ray_address={clusters[1].address}")
