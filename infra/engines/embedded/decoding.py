@@ -32,7 +32,6 @@ class DecodingBatch:
 
     rows: np.ndarray
     newest: torch.Tensor
-    num_drafted = 0  # K, the drafts of each row that were run last
 
     def __init__(self, model: PreTrainedModel, experts: ExpertRecord | None = None) -> None:
         """Make a batch without rows; `prefill` adds them.
@@ -95,29 +94,34 @@ class DecodingBatch:
             num_sampled: The tokens that the rows have sampled, if experts are recorded.
             drafts: Integers [L, K]; -1 where a row has fewer. Only rows that can be moved may have any.
         """
-        self.num_drafted = drafts.shape[1]
-        input_ids, positions = self.newest[:, None], self._next_positions
-        if self.num_drafted:
+        input_ids, positions, num_drafted = self.newest[:, None], self._next_positions, drafts.shape[1]
+        if num_drafted:
             drafted = torch.from_numpy(drafts).to(self.newest).clamp_(min=0)
             input_ids = torch.cat([input_ids, drafted], dim=1)
-            positions = positions + torch.arange(self.num_drafted + 1, device=positions.device)
+            positions = positions + torch.arange(num_drafted + 1, device=positions.device)
         with self._experts.decode(self.rows - self._first, num_sampled - 1) if self._experts else nullcontext():
-            logits = self._forward(input_ids, positions, self.num_drafted + 1)
+            logits = self._forward(input_ids, positions, num_drafted + 1)
         self._next_positions = self._next_positions + 1
         return logits
 
-    def accept(self, newest: torch.Tensor, num_accepted: np.ndarray) -> None:
-        """Set the newest tokens, int64 [L], and drop the other drafts than these first ones of each row, int64 [L]."""
+    def accept(self, newest: torch.Tensor, num_drafted: int, num_accepted: np.ndarray) -> None:
+        """Set the newest tokens, and drop the drafts that were run before them but for those that are accepted.
+
+        Args:
+            newest: int64 [L].
+            num_drafted: K, of each row.
+            num_accepted: int64 [L], the first ones of each row.
+        """
         self.newest = newest
-        if not self.num_drafted:
+        if not num_drafted:
             return
-        start, most = self.width - self.num_drafted, int(num_accepted.max())
+        start, most = self.width - num_drafted, int(num_accepted.max())
         accepted = torch.from_numpy(num_accepted).to(newest.device)[:, None]
         self._next_positions = self._next_positions + accepted
-        self._present[:, start : self.width] = torch.arange(self.num_drafted, device=newest.device) < accepted
+        self._present[:, start : self.width] = torch.arange(num_drafted, device=newest.device) < accepted
         self._present[:, start + most : self.width] = True  # of tokens to come
         self._is_padded |= most > int(num_accepted.min())
-        self.width, self.num_drafted = start + most, 0
+        self.width = start + most
         for layer in self._layers():
             layer.shorten(self.width)
 

@@ -117,7 +117,7 @@ class TransformersRows:
 
     def end(self, row: int) -> None:
         """Forget a row whose turn has ended."""
-        del self._histories[row]
+        del self._histories[row], self._groups[row]
         self._held.pop(row, None)
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class TransformersRows:
         for batch in list(self._batches):
             goes_on = ~self._samples.ended[batch.rows]
             num_ended = len(batch.rows) - int(goes_on.sum())
-            enough = 1 if self._speculates(batch) else max(1, _CHANGE_FRACTION * len(batch.rows))
+            enough = 1 if self._speculation(batch) else max(1, _CHANGE_FRACTION * len(batch.rows))
             if num_ended >= enough or not returning.isdisjoint(batch.rows):
                 self._remove(batch, goes_on)
 
@@ -180,16 +180,17 @@ class TransformersRows:
                 break
             kept -= self._held.pop(row)[0][0].shape[1]
 
-    def _speculates(self, batch: DecodingBatch) -> bool:
-        """Whether drafts of the rows of a batch are made."""
-        return self._speculative is not None and len(batch.rows) <= self._speculative.max_rows
+    def _speculation(self, batch: DecodingBatch) -> NgramSpeculation | None:
+        """Return how drafts of a batch's rows are made; None: there are none, as it has too many rows."""
+        speculative = self._speculative
+        return speculative if speculative and len(batch.rows) <= speculative.max_rows else None
 
     def _advance(self, batch: DecodingBatch) -> tuple[DecodingBatch, np.ndarray, torch.Tensor]:
         """Run a batch's newest tokens, and drafts of those that follow; return these, and the logits after each."""
         drafts = np.zeros((len(batch.rows), 0), dtype=np.int64)
-        if self._speculative and self._speculates(batch):
+        if speculative := self._speculation(batch):
             batch.compact()
-            drafts = stack_drafts([self._draft(row, self._speculative) for row in batch.rows.tolist()])
+            drafts = stack_drafts([self._draft(row, speculative) for row in batch.rows.tolist()])
         return batch, drafts, batch.advance(int(self._samples.counts[batch.rows].max()), drafts)
 
     def _draft(self, row: int, speculative: NgramSpeculation) -> np.ndarray:
@@ -220,7 +221,7 @@ class TransformersRows:
             batch.rows, tokens.cpu().numpy(), logprobs.view(num_rows, num_tokens).cpu().numpy(), drafts
         )
         last = np.maximum(added - 1, 0)
-        batch.accept(tokens[torch.arange(num_rows), torch.from_numpy(last)], last)
+        batch.accept(tokens[torch.arange(num_rows), torch.from_numpy(last)], drafts.shape[1], last)
         self._usage.drafted += int((drafts >= 0).sum())
         self._usage.accepted += int(last.sum())
         return ended
