@@ -10,17 +10,17 @@ from schemas.config.differences import flat_values
 from schemas.config.load import changed_keys
 from schemas.config.run import RunConfig
 
-# Where, how long and within which limits a run trains, and what it reports; a name that ends with "." is a section.
+# Where, how long and within which limits a run trains, and what it reports; a section's name is for all of its keys.
 CHANGEABLE = (
     "steps",
     "note",
     "monitors",
-    "eval.",
+    "eval",
     "data.eval_path",
-    "checkpoint.",
-    "store.",
-    "packing.",
-    "runtime.",
+    "checkpoint",
+    "store",
+    "packing",
+    "runtime",
     "model.gradient_checkpointing",
     "optim.offload",
     "reward.max_failure_fraction",
@@ -55,7 +55,7 @@ OF_PARTS = re.compile(  # of a reward model or a judge in a sum
 )
 FIXED = ("runtime.max_staleness",)
 # Those of them on which log-probs and plans depend: who computes them, and in which micro-batches.
-SCORING = ("packing.", "runtime.device", "runtime.num_policy_ranks")
+SCORING = ("packing", "runtime.device", "runtime.num_policy_ranks")
 
 
 def is_changeable(key: str) -> bool:
@@ -100,4 +100,4 @@ def _digest(config: str, included: tuple[str, ...]) -> str:
 
 
 def _is_in(key: str, names: Sequence[str]) -> bool:
-    return any(key == name or key.startswith(f"{name.removesuffix('.')}.") for name in names)
+    return any(key == name or key.startswith(f"{name}.") for name in names)
