@@ -42,8 +42,7 @@ def summarize_step(
     failures: list[StoreError] = []
     saved = store.load_batch(step)
     refs = _committed_chunks(store, step, failures)
-    batch = None if failed else saved
-    batch = batch or _batch_of_chunks(store, step, refs, failures)
+    batch = _batch_of_chunks(store, step, refs, failures) if failed or saved is None else saved
     if failed and batch:
         batch = select(batch, np.flatnonzero(store.read(batch, ["reward"]).column(0).is_null()))
     columns, samples = _summarize_rows(store, batch, num_samples, failures) if batch else ((), ())
