@@ -1,4 +1,3 @@
-# ruff: noqa: E402  # Ray and torch read the environment on import
 """Publishing weights: safetensors bytes returned by Ray, and buckets through shared memory and by gloo.
 
     python -m benchmarks.weights [--json] [--megabytes 100 500] [--receivers 1 2] [--bucket-mib 64] [--repeats N]
@@ -11,20 +10,11 @@ ratios.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-for name, value in {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "token",
-    "OMP_NUM_THREADS": "1",
-}.items():
-    os.environ.setdefault(name, value)
 
 import ray
 import torch

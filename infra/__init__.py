@@ -1,6 +1,5 @@
 """Everything below the tasks that has side effects: Ray, stores, engines, models, checkpoints, local services."""
 
-import os
+from infra.processes.variables import RAY_VARIABLES, TORCH_VARIABLES, set_variables
 
-# Ray 2.60 heads require a token, and a driver sends one only if this is set before Ray is imported.
-os.environ.setdefault("RAY_AUTH_MODE", "token")
+set_variables(TORCH_VARIABLES | RAY_VARIABLES)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from infra.processes.variables import LOCAL_RAY_VARIABLES, set_variables
 from tests.progress import DeadlockDetector
 
 # A slow example is no failure.
@@ -23,17 +24,8 @@ WHOLE_RUNS = ("deploy", "resume", "flows")  # folders whose tests start whole ru
 # Read when Typer is imported: a terminal's or CI's settings would change what the command prints.
 for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH", "COLUMNS"):
     os.environ.pop(name, None)
-# Read when Ray is imported. On Linux, Ray otherwise listens on every interface, whatever address it is given.
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `infra` sets it, which a test module may import after Ray
-# Ray otherwise starts a process per core for each driver in advance; actors with an own environment use none of them.
-os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")  # of all processes' use, which no test reads
-# Read when torch is imported. OpenMP threads otherwise wait for one another by spinning, which on cores that other
-# processes also use makes small models many times slower.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, on models too small for two threads
+set_variables(LOCAL_RAY_VARIABLES)  # as of a run's own Ray, for the clusters of tests; before anything imports Ray
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as Ray gives an actor
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,11 +1,5 @@
 """The command that `sluice bench gpu` runs in a process of its own."""
 
-import os
-
-# Ray and torch read these on import; see tests/conftest.py.
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
 import tempfile
 from pathlib import Path
 from typing import Annotated

@@ -1,11 +1,5 @@
 """The checks, and the process that each of them runs in: `python -m benchmarks.gpu.check NAME SETTINGS FOLDER`."""
 
-import os
-
-# Ray and torch read these on import; see tests/conftest.py.
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
 import sys
 from collections.abc import Mapping
 from importlib import import_module

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from benchmarks.busy import busy_processes
 from benchmarks.command import benchmark_place, print_report
 from benchmarks.step.report import render
 from benchmarks.step.run import measure
@@ -23,6 +24,7 @@ def main(
     steps: Annotated[int | None, typer.Option(min=3, help="Steps per run.")] = None,
     repetitions: Annotated[int | None, typer.Option(min=1, help="Runs per path.")] = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Cores that the workers share.")] = None,
+    beside: Annotated[int | None, typer.Option(min=0, help="Busy processes beside the runs.")] = None,
     peer: Annotated[Literal["trl"] | None, typer.Option(help="Run its trainer beside synchronous steps.")] = None,
 ) -> None:
     """Measure whole steps: rollout and training in turn, or overlapped; or beside those of another trainer."""
@@ -32,11 +34,12 @@ def main(
         "steps": steps,
         "repetitions": repetitions,
         "cores": cores,
+        "beside": beside,
     }
     if peer is not None:
         chosen |= {"peer": peer, "paths": ("synchronous",), "num_prompts": None if quick else PEER_PROMPTS}
     plan = replace(QUICK if quick else Plan(), **{name: value for name, value in chosen.items() if value is not None})
-    with benchmark_place(Workspace) as workspace:
+    with benchmark_place(Workspace) as workspace, busy_processes(plan.beside):
         report = measure(plan, workspace)
     print_report(report, as_json, render)
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,9 +12,11 @@ from importlib.metadata import version
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.step import trl_process
 from benchmarks.step.trl_process import PeerSettings, PeerSteps
 from benchmarks.step.workload import LEARNING_RATE, WARM_UP_STEPS, Plan, stop_token_ids
 from benchmarks.step.workspace import DATA, KL_COEF, MODEL, REWARDS, Workspace
+from infra.processes.variables import TORCH_VARIABLES
 from schemas.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -54,8 +57,12 @@ def run_trl(plan: Plan, workspace: Workspace, threads: int, rows_per_forward: in
             lr=LEARNING_RATE,
             seed=seed,
         )
-        command = [sys.executable, "-m", "benchmarks.step.trl_process", json.dumps(asdict(settings))]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+        command = [sys.executable, "-P", trl_process.__file__, json.dumps(asdict(settings))]
+        # As its users run it: without the variables that Sluice sets for itself.
+        own = {name: value for name, value in os.environ.items() if TORCH_VARIABLES.get(name) != value}
+        done = subprocess.run(
+            command, env=own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
+        )
     if done.returncode:
         raise ConfigError(f"TRL's process failed with exit code {done.returncode}; see its output above")
     steps = PeerSteps(**json.loads(done.stdout.rstrip().rpartition("\n")[2]))

@@ -11,7 +11,7 @@ def render(report: dict[str, Any]) -> Group:
     """Return the report as a table and text."""
     phases = sorted({phase for path in report["paths"].values() for phase in path["seconds_by_phase"]})
     table = Table(
-        "path", "threads", "s/step", "tok/s", "store", *phases, title="whole GRPO steps, medians", title_justify="left"
+        "path", "threads", "s/step", "tok/s", "store", *phases, title=_title(report), title_justify="left"
     )
     for column in table.columns[1:]:
         column.justify = "right"
@@ -39,3 +39,8 @@ def render(report: dict[str, Any]) -> Group:
         for path, value in report["speedup_over_peers"][name].items():
             speedups.append(f"{path} is {value:.2f} times as fast as {name}")
     return Group(table, Text("\n".join(speedups)))
+
+
+def _title(report: dict[str, Any]) -> str:
+    beside = report["plan"]["beside"]
+    return "whole GRPO steps, medians" + (f", beside {beside} busy processes" if beside else "")

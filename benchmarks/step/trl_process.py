@@ -1,4 +1,4 @@
-"""The same steps in TRL's `GRPOTrainer`, in a process of its own: `python -m benchmarks.step.trl_process SETTINGS`.
+"""The same steps in TRL's `GRPOTrainer`, in a process of its own: `python benchmarks/step/trl_process.py SETTINGS`.
 
 SETTINGS is the JSON of a `PeerSettings`; the last line of the output is that of a `PeerSteps`. Where TRL offers a
 choice, it is the faster one: no gradient checkpointing, and one update per step, which needs no pass for old log-probs.

@@ -41,6 +41,7 @@ class Plan:
         steps: Steps per run.
         repetitions: Runs per path; the paths take turns.
         cores: Cores that the workers share; 0 for all of the machine's.
+        beside: Busy processes of the benchmark's own, during the runs.
         paths: A selection of `PATHS`.
         peer: The trainer to run beside them; None: none.
     """
@@ -52,6 +53,7 @@ class Plan:
     steps: int = 8
     repetitions: int = 3
     cores: int = 0
+    beside: int = 0
     paths: tuple[str, ...] = tuple(PATHS)
     peer: Literal["trl"] | None = None
 

@@ -1,9 +1,5 @@
 """The command that `sluice bench train` runs in a process of its own."""
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch reads it on import; see tests/conftest.py
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

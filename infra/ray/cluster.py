@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from infra.processes.variables import chosen_variables
 from infra.ray.actors import NAMESPACE
 from infra.ray.client import SCHEME, connected_to, is_client_address
 from infra.ray.module_path import WORKING_DIRECTORY, worker_setup_hook
@@ -80,7 +81,7 @@ def _init(address: str, runtime_env: dict[str, Any], attempts: int = CLIENT_ATTE
 def _runtime_env(address: str, py_modules: Sequence[str]) -> dict[str, Any]:
     """Return the environment of the run's workers; through Ray Client, also of the driver's stand-in on the head."""
     # The head may have been started with others.
-    variables = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
+    variables = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")} | chosen_variables()
     variables["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
     modules = {"py_modules": list(py_modules)} if py_modules else {}
     if is_client_address(address):

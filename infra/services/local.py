@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from infra.processes.variables import LOCAL_RAY_VARIABLES
 from infra.services.ports import LOOPBACK, free_port, is_free
 from infra.services.prefect_api import prefect_responds
 from infra.services.processes import STOP_TIMEOUT_SECONDS, listens, process_name, process_tree, stop_process_tree
@@ -33,7 +34,7 @@ RAY_COMMAND = (sys.executable, "-P", "-m", "ray.scripts.scripts")
 START_TIMEOUT_SECONDS = 600  # on a busy machine; one that exits is noticed at once
 
 # Ray binds all its ports to loopback only if it considers clusters unsupported; the head and its clients must agree.
-RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}  # whatever the user has set
 
 PREFECT_ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",  # as `-P`, for the server's own child processes too
@@ -186,7 +187,8 @@ class LocalServices:
         command += ["--dashboard-agent-listen-port=0", "--include-log-monitor=false"]
         command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: another Ray would hand out the same range
         command += [f"--metrics-export-port={self._announce_metrics()}"]
-        return "ray", self._spawn("ray", command, RAY_ENVIRONMENT, port), port
+        environment = {**LOCAL_RAY_VARIABLES, **os.environ, **RAY_ENVIRONMENT}
+        return "ray", self._spawn("ray", command, environment, port), port
 
     def _announce_metrics(self) -> int:
         """Choose the port of Ray's metrics, and write it to a file by which Prometheus finds it; return the port."""

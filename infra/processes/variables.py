@@ -1,0 +1,43 @@
+"""Environment variables that libraries read when they are imported: set in all processes of Sluice; a user's own win.
+
+Importing `infra` sets them before anything can import torch or Ray. Child processes inherit them, and so do the workers
+of a Ray that is started here; those of a cluster that is there already set them when they import `infra` themselves.
+Tests and benchmarks call the same function, so that they run as a user's run does.
+"""
+
+import os
+from collections.abc import Mapping
+
+TORCH_VARIABLES = {
+    # OpenMP's threads otherwise wait for one another by spinning: on cores that other processes use, too, a step of a
+    # small model then takes several times as long.
+    "OMP_WAIT_POLICY": "passive",
+}
+
+RAY_VARIABLES = {
+    # Ray 2.60 heads require a token, and a driver sends one only if this is set.
+    "RAY_AUTH_MODE": "token",
+}
+
+LOCAL_RAY_VARIABLES = {
+    # On Linux, Ray otherwise listens on every interface, whatever address it is given. Heads and clients must agree.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray otherwise starts a process per core for each driver in advance. Actors with an environment of their own, such
+    # as a run's, use none of them.
+    "RAY_prestart_worker_first_driver": "0",
+    # Between two looks at what each process uses: as often as Prometheus asks (docs/monitoring.md); Ray's own interval
+    # is 2.5 s.
+    "REPORTER_UPDATE_INTERVAL_MS": "10000",
+}
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set those of the variables that aren't set in this process."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def chosen_variables() -> dict[str, str]:
+    """Return those of `TORCH_VARIABLES` that the user has set to another value: a run's workers get them, too."""
+    return {name: os.environ[name] for name, value in TORCH_VARIABLES.items() if os.environ.get(name, value) != value}
