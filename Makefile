@@ -42,7 +42,7 @@ test: lint  ## lint, then the whole test suite, three files at a time: some only
 verifiers: venv  ## the tests of verifiers' environments, with the library in an interpreter of its own
 	@test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
 	@.venv-verifiers/bin/pip install --quiet --disable-pip-version-check verifiers==0.4.0
-	$(BIN)/pytest -k verifiers tests/infra/test_environment_adapters.py tests/examples
+	$(BIN)/pytest -k verifiers tests/unit/infra/test_environment_adapters.py tests/end_to_end/test_examples.py
 
 KILLS ?= 10
 chaos: venv  ## disturb real runs at random moments and resume them; KILLS=n sets the number of faults

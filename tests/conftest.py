@@ -12,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from infra.processes.variables import LOCAL_RAY_VARIABLES, set_variables
-from tests.progress import DeadlockDetector
+from tests.support.progress import DeadlockDetector
 
 # A slow example is no failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 LOOPBACK = "127.0.0.1"
-WHOLE_RUNS = ("deploy", "resume", "flows")  # folders whose tests start whole runs, those that take longest first
+WHOLE_RUNS = ("end_to_end",)  # folders whose tests start whole runs, which take longest
 
 # Read when Typer is imported: a terminal's or CI's settings would change what the command prints.
 for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH", "COLUMNS"):
@@ -92,7 +92,7 @@ def ray_cluster() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A folder in which `sluice` commands run; its services are stopped at the session's end."""
-    from tests.services import Workplace
+    from tests.support.workplace import Workplace
 
     place = Workplace(tmp_path_factory.mktemp("workplace"))
     yield place

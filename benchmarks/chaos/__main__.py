@@ -7,7 +7,7 @@ import typer
 from benchmarks.chaos.report import render
 from benchmarks.chaos.run import is_passed, measure
 from benchmarks.command import benchmark_place, print_report
-from tests.services import Workplace
+from tests.support.workplace import Workplace
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 

@@ -11,8 +11,8 @@ import psutil
 
 from benchmarks.chaos.failing_store import BUCKET, FAILING, HAS_FAILED
 from infra.services.processes import process_tree
-from tests.run_results import Run
-from tests.services import Command, Workplace
+from tests.support.run_results import Run
+from tests.support.workplace import Command, Workplace
 
 STEPS = 6
 FAULTS_PER_RUN = 5

@@ -12,8 +12,8 @@ from benchmarks.chaos.failing_store import BUCKET
 from benchmarks.chaos.faults import STEPS
 from infra.checkpoints.store import open_checkpoints
 from infra.stores.run_columns import open_run_columns
-from tests.run_results import Run
-from tests.services import Workplace
+from tests.support.run_results import Run
+from tests.support.workplace import Workplace
 
 LOGS = ("driver.log", "driver.lock")
 

@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.chaos.failing_store import BUCKET, PROTOCOL, install
 from benchmarks.chaos.faults import STEPS, Fault, choose_faults, strike
 from benchmarks.chaos.results import Results, leaked_bytes, leaked_processes, read_results
-from tests.progress import Deadlock
-from tests.services import Command, Workplace
+from tests.support.progress import Deadlock
+from tests.support.workplace import Command, Workplace
 
 UNDISTURBED = "chaos-undisturbed"
 MAX_RESUMES = 20  # of one run

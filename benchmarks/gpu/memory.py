@@ -16,9 +16,9 @@ from infra.models.tiny import make_model
 from rl_core.planning import plan_forward, plan_step
 from rl_core.training import Trainer, score_rows
 from schemas.config.run import RunConfig
-from tests.configs import run_config
-from tests.measured_memory import packed_rows
-from tests.tiny import make_tiny_data
+from tests.support.configs import run_config
+from tests.support.measured_memory import packed_rows
+from tests.support.tiny import make_tiny_data
 
 TOLERANCE = 0.15  # of the planned bytes
 MODEL, TWIN_MODEL = "qwen3-0.6b", "tiny"

@@ -10,9 +10,7 @@ from rich.text import Text
 def render(report: dict[str, Any]) -> Group:
     """Return the report as a table and text."""
     phases = sorted({phase for path in report["paths"].values() for phase in path["seconds_by_phase"]})
-    table = Table(
-        "path", "threads", "s/step", "tok/s", "store", *phases, title=_title(report), title_justify="left"
-    )
+    table = Table("path", "threads", "s/step", "tok/s", "store", *phases, title=_title(report), title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, path in report["paths"].items():

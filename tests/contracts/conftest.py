@@ -10,7 +10,7 @@ import pytest
 from infra.stores.base import ColumnStore
 from schemas.errors import StoreError
 from tests.contracts.backends import Backend
-from tests.s3 import s3_server
+from tests.support.s3 import s3_server
 
 KINDS = [
     "memory",

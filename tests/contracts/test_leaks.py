@@ -20,7 +20,7 @@ from schemas.batch import BatchHandle
 from schemas.errors import CapacityError, ColumnError, DuplicateChunkError, StoreError
 from tests.contracts.backends import COLUMNS, NEVER_SECONDS, data_file, key, rollout_columns, start_producer
 from tests.contracts.clock import ManualClock
-from tests.progress import wait_until
+from tests.support.progress import wait_until
 
 pytestmark = pytest.mark.slow
 

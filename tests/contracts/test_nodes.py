@@ -24,7 +24,7 @@ from rl_core.views import new_batch, select
 from schemas.batch import BatchHandle, ChunkRef
 from schemas.errors import ChunkNotFoundError
 from tests.contracts.backends import CAPACITY, COLUMNS, NEVER_SECONDS, key, rollout_columns
-from tests.progress import wait_until
+from tests.support.progress import wait_until
 
 pytestmark = pytest.mark.slow
 

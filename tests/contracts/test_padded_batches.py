@@ -12,7 +12,7 @@ from rl_core.padded import nest, unnest
 from rl_core.padded.layouts import TRL, VERL, PaddedLayout
 from rl_core.views import new_batch
 from tests.contracts.backends import key
-from tests.rl_core.test_padded import as_tensordict, assert_same, trl_batch, verl_batch
+from tests.unit.rl_core.test_padded import as_tensordict, assert_same, trl_batch, verl_batch
 
 
 @pytest.mark.parametrize(("make", "layout"), [(verl_batch, VERL), (trl_batch, TRL)])

@@ -34,7 +34,7 @@ from tests.contracts.backends import (
     stored_bytes,
 )
 from tests.contracts.shared_stores import LARGE, LIMITS, RUN, SMALL, files, has_no_index, index_process, shared_store
-from tests.progress import wait_until
+from tests.support.progress import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -41,7 +41,7 @@ from tests.contracts.backends import (
 )
 from tests.contracts.clock import ManualClock
 from tests.contracts.shared_stores import LARGE, LIMITS, RUN, SMALL, files, index_process, shared_store
-from tests.progress import wait_until
+from tests.support.progress import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,85 @@
+"""A run from a terminal is listed, stopped, resumed and cancelled in the Prefect UI; and the check of nodes."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+from prefect.states import Cancelling
+
+from infra.ray.health import run_owner
+from infra.storage.runs import RunDirectory
+from infra.workers.nodes import MAX_CLOCK_SECONDS, find_problem, report_node
+from tests.support.configs import run_config
+from tests.support.run_results import Run
+from tests.support.workplace import Workplace
+
+RUN_ID = "stopped"
+
+
+@pytest.fixture(scope="module")
+def stopped(workplace: Workplace) -> Run:
+    """A run that was listed while it had a driver, and then stopped."""
+    run = workplace.run(RUN_ID)
+    driver = workplace.start("train", "tiny.toml", "steps=10000", "eval.every_steps=0", "--run-id", RUN_ID)
+    driver.wait_for(lambda: run.num_done > 0)
+
+    def is_driven() -> bool:  # a process that is busy may answer too late
+        (listed,) = json.loads(workplace.sluice("ps", "--json"))
+        assert (listed["run_id"], listed["num_processes"]) == (RUN_ID, 3)  # with the index
+        answered = listed["state"] == "driven" and listed["memory_bytes"] > 100 * 2**20
+        return answered and listed["owner"] == run_owner()
+
+    driver.wait_for(is_driven)
+    driver.wait_for(lambda: re.search(rf"{RUN_ID}.*driven", workplace.sluice("ps")) is not None)
+    refused = workplace.sluice("resume", RUN_ID, exit_code=2)
+    assert "is being driven by process" in refused
+    assert "stop it first: sluice stop stopped" in refused
+    assert workplace.sluice("stop", RUN_ID) == "stopped stopped; resume with: sluice resume stopped\n"
+    driver.finish(143)
+    return run
+
+
+@pytest.mark.slow
+def test_a_run_with_a_driver_is_listed_and_stopped(workplace: Workplace, stopped: Run) -> None:
+    assert workplace.sluice("ps") == "no run has processes in the cluster\n"
+
+
+@pytest.mark.slow
+def test_a_stopped_run_is_resumed_and_can_be_cancelled_in_the_ui(workplace: Workplace, stopped: Run) -> None:
+    done = stopped.num_done
+    driver = workplace.start("resume", RUN_ID)
+    driver.wait_for(lambda: stopped.num_done > done)
+    chosen = FlowRunFilter(name=FlowRunFilterName(any_=[RUN_ID]))
+    flow_runs = workplace.ask(lambda client: client.read_flow_runs(flow_run_filter=chosen))
+    (flow_run,) = (found for found in flow_runs if found.state_name == "Running")
+    workplace.ask(lambda client: client.set_flow_run_state(flow_run.id, Cancelling()))
+    printed = driver.finish(exit_code=1)
+    assert "cancelled in the Prefect UI" in printed
+    assert "resume with: sluice resume stopped" in printed
+    assert "Traceback" not in printed
+    assert workplace.ask(lambda client: client.read_flow_run(flow_run.id)).state_name == "Cancelled"
+    workplace.wait_for_no_workers()
+
+
+def test_a_node_that_lacks_something_is_named(tmp_path: Path) -> None:
+    directory = RunDirectory.create(run_config(tmp_path), "checked")
+    here = report_node(str(directory.path), [str(tmp_path), str(tmp_path / "absent")])
+    assert here.missing == (str(tmp_path / "absent"),)
+    assert here.run
+    assert abs(here.time - time.time()) < MAX_CLOCK_SECONDS
+    assert find_problem(here, here.replace(missing=()), directory) == ""
+    assert "lacks" in find_problem(here, here, directory)
+    elsewhere = here.replace(run=report_node(str(tmp_path / "other"), []).run)
+    assert f"doesn't see the run directory {directory.path}; set runtime.runs_dir" in find_problem(
+        here, elsewhere, directory
+    )
+    older = here.replace(version="0.1.0", missing=())
+    assert "has Sluice 0.1.0 on Python" in find_problem(here, older, directory)
+    for offset, word in ((3600, "ahead of"), (-3600, "behind")):
+        late = here.replace(time=here.time + offset, missing=())
+        assert f"has a clock 3600 s {word} the driver's; synchronize" in find_problem(here, late, directory)
+    assert os.getcwd() not in here.missing

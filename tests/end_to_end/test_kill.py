@@ -1,0 +1,227 @@
+"""Kill any process at any moment: the resumed run ends in the same weights, bit for bit."""
+
+import signal
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+
+import pytest
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+
+from infra.services.local import ServiceState
+from tests.support.progress import wait_until
+from tests.support.run_results import Run
+from tests.support.tiny import make_tiny_moe
+from tests.support.workplace import Command, Workplace
+
+pytestmark = pytest.mark.slow
+
+STEPS, RUN_ID = 9, "killed"
+CONFIG = (  # all columns of rows: the policy trains with the experts that the engine chose
+    *("train", "tiny.toml", f"steps={STEPS}", "loss.behavior=recompute"),
+    *("model.path=experts", "rollout.router_replay=true"),
+)
+ROLES = ("PolicyWorker", "RolloutWorker", "StoreIndex")  # one is killed in each step after the first
+TERMINATED, LOST = 5, 8  # the steps in which the driver is terminated, and in which it is killed with Ray
+SAVED, DAMAGED = 6, 7  # of the steps before that: the first after the last checkpoint; and one with a damaged column
+LIMITS = (  # none of which changes a bit of the result
+    *("store.capacity_bytes=5000000", "store.lease_seconds=1000", "reward.timeout_seconds=20"),
+    *("reward.num_processes=1", "rollout.num_workers=2", "model.gradient_checkpointing=true"),
+)
+
+
+@pytest.fixture(scope="module")
+def expected(workplace: Workplace) -> Run:
+    """An undisturbed run."""
+    make_tiny_moe(workplace.folder / "experts")
+    workplace.sluice(*CONFIG, "--run-id", "undisturbed")
+    return workplace.run("undisturbed")
+
+
+class KilledRun:
+    """One run whose processes are killed one after another, as the fixtures below tell in this order.
+
+    Attributes:
+        run: The run.
+        driver: The driver that runs now.
+    """
+
+    def __init__(self, workplace: Workplace) -> None:
+        self.run, self._workplace = workplace.run(RUN_ID), workplace
+        self.driver = workplace.start(*CONFIG, "--run-id", RUN_ID, "runtime.max_restarts=9")
+        self._left_step, self._left_entries = -1, dict[str, float]()
+
+    def wait_for(self, reached: Callable[[], bool], *, standing: bool = False) -> None:
+        """Wait until `reached` returns true, while the driver runs; have it stand there if asked to."""
+
+        def reached_with_entries_kept() -> bool:
+            self._check_entries()
+            return reached()
+
+        wait = self.driver.wait_standing if standing else self.driver.wait_for
+        wait(reached_with_entries_kept)
+
+    def stand_after(self, step: int, stage: str) -> None:
+        """Have the driver stand once it has passed a stage."""
+        self.wait_for(lambda: self.run.passed(step, stage), standing=True)
+
+    def kill_driver(self, step: int, stage: str) -> str:
+        """Kill the driver once it has passed a stage; return what it had printed."""
+        self.stand_after(step, stage)
+        printed = self.driver.kill()
+        self._left_step, self._left_entries = step, self.run.entries(step)
+        return printed
+
+    def resume(self, *overrides: str) -> Command:
+        """Have another driver go on."""
+        self.driver = self._workplace.start("resume", RUN_ID, *overrides)
+        return self.driver
+
+    def _check_entries(self) -> None:
+        """Check that no stage that a killed driver committed is run again, as long as its step is not done."""
+        if not self._left_entries:
+            return
+        now = self.run.entries(self._left_step)
+        if self.run.num_done <= self._left_step:
+            for name, written in now.items():
+                assert self._left_entries.get(name, written) == written, name
+
+
+@pytest.fixture(scope="module")
+def killed(workplace: Workplace, expected: Run) -> KilledRun:
+    return KilledRun(workplace)
+
+
+@pytest.fixture(scope="module")
+def living(workplace: Workplace, killed: KilledRun) -> str:
+    """What the first driver printed; workers are killed under it, and then it is, after an update."""
+    for step, role in enumerate(ROLES, start=1):
+        killed.stand_after(step, "rollout")
+        wait_until((killed.run.path / f"policy/step-{step:06d}/manifest.json").exists)  # else a done step is done again
+        assert workplace.kill_worker(role) == 1
+        killed.driver.resume()
+    return killed.kill_driver(len(ROLES) + 1, "update")
+
+
+@pytest.fixture(scope="module")
+def terminated(workplace: Workplace, killed: KilledRun, living: str) -> Command:
+    """The second driver, which got a SIGTERM."""
+    driver = killed.resume()
+    killed.stand_after(TERMINATED, "put")
+    driver.terminate()
+    driver.resume()
+    driver.finish(128 + signal.SIGTERM)
+    return driver
+
+
+@pytest.fixture(scope="module")
+def lost_ray(workplace: Workplace, killed: KilledRun, terminated: Command) -> str:
+    """What the third driver printed, which had rare checkpoints, and was killed together with Ray."""
+    killed.resume("checkpoint.every_steps=3")
+    printed = killed.kill_driver(LOST, "logprob")
+    workplace.stop_ray()
+    damaged = next((killed.run.path / "columns" / f"step-{DAMAGED:06d}").glob("rollout-*.arrow"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    return printed
+
+
+@pytest.fixture(scope="module")
+def generated(killed: KilledRun, lost_ray: str) -> list[float]:
+    """How long each step's rollout took before Ray was lost."""
+    return killed.run.generate_seconds()
+
+
+@pytest.fixture(scope="module")
+def before(workplace: Workplace, killed: KilledRun, generated: list[float]) -> ServiceState:
+    """The local Prefect server that the last driver had until it was killed in the last step."""
+    driver = killed.resume(*LIMITS)
+    killed.wait_for(lambda: f"step {LOST:3}/{STEPS}" in driver.printed, standing=True)
+    state = workplace.services.state("prefect")
+    assert state is not None
+    workplace.kill_service("prefect")
+    driver.resume()
+    return state
+
+
+@pytest.fixture(scope="module")
+def finished(killed: KilledRun, before: ServiceState) -> str:
+    """What the last driver printed."""
+    killed.wait_for(lambda: killed.run.passed(LOST, "update"))
+    return killed.driver.finish()
+
+
+async def flow_run_states(names: list[str], client: PrefectClient) -> dict[str, list[str]]:
+    """Return the states of the flow runs of these names that the server knows to have started, by name."""
+    found = await client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=names)))
+    states = defaultdict[str, list[str]](list)
+    for flow_run in found:
+        states[flow_run.name].append(str(flow_run.state_type.value))
+    return states
+
+
+def test_workers_killed_under_a_living_driver(workplace: Workplace, living: str) -> None:
+    for step in range(1, len(ROLES) + 2):  # no step is done twice
+        assert living.count(f"step {step:3}/{STEPS}") == 1
+    names = [f"{RUN_ID}/step-{step:04d}" for step in range(len(ROLES) + 1)]
+    states = workplace.ask(partial(flow_run_states, names))
+    assert set(states) == set(names)
+    assert [states[name].count("COMPLETED") for name in names] == [1] * len(names)
+    assert set(chain(*states.values())) <= {"COMPLETED", "FAILED"}  # a step whose worker was killed was run again
+
+
+def test_a_terminated_driver_leaves_nothing_behind(workplace: Workplace, terminated: Command) -> None:
+    assert f"resume with: sluice resume {RUN_ID}" in terminated.errors
+    assert "Traceback" not in terminated.errors
+    wait_until(lambda: not workplace.worker_names())
+
+
+def test_a_terminated_step_is_run_again(lost_ray: str) -> None:
+    assert f"{TERMINATED} of {STEPS} steps are done" in lost_ray
+    assert lost_ray.count(f"step {TERMINATED + 1:3}/{STEPS}") == 1
+
+
+def test_a_lost_ray_rare_checkpoints_and_a_damaged_column(
+    killed: KilledRun, generated: list[float], finished: str
+) -> None:
+    assert f"{LOST} of {STEPS} steps are done" in finished
+    for step in range(STEPS):  # printed from one; those since the checkpoint are run again
+        assert finished.count(f"step {step + 1:3}/{STEPS}") == (step >= SAVED)
+    assert finished.count("is run again from its start") == 1
+    chunk = f"{RUN_ID}/{DAMAGED}/rollout/0/0"
+    assert f"step {DAMAGED} is run again from its start: chunk {chunk}: the checksum" in finished
+    # Other columns survived Ray, so that they were not generated again: the ledger still told when they were.
+    assert killed.run.generate_seconds()[:DAMAGED] == generated[:DAMAGED]
+
+
+def test_more_workers_than_batches_get_the_same_batches(killed: KilledRun, finished: str) -> None:
+    assert "lower it to 2 to use them all" in finished
+    assert killed.run.config().rollout.batch_prompts == 4  # as one worker had them
+
+
+def test_a_local_prefect_server_that_was_killed_is_started_again(
+    workplace: Workplace, before: ServiceState, finished: str
+) -> None:
+    assert "the local Prefect server had died, and was started again" in finished
+    assert finished.count(f"step {STEPS:3}/{STEPS}") == 1
+    after = workplace.services.state("prefect")
+    assert after is not None
+    assert (after.port, after.pid == before.pid) == (before.port, False)
+    last = f"{RUN_ID}/step-{STEPS - 1:04d}"
+    states = workplace.ask(partial(flow_run_states, [RUN_ID, last]))
+    assert [states[name].count("COMPLETED") for name in (RUN_ID, last)] == [1, 1]
+
+
+def test_the_run_ends_the_same(killed: KilledRun, expected: Run, finished: str) -> None:
+    run = killed.run
+    assert run.weights(STEPS) == expected.weights(STEPS) != expected.weights(STEPS - 1)
+    assert run.step_metrics() == expected.step_metrics()
+    assert expected.step_metrics()[0]["grad_norm"] > 0
+    assert run.store_bytes_at_end() == 0
+    assert run.ledger.steps() == []
+    events = run.metrics.events()
+    restarts = [event for event in events if event.kind == "restart"]
+    assert [event.kind for event in events] == ["start", *["restart"] * len(restarts), *["resume"] * 3]
+    assert restarts
+    assert all(event.reason for event in restarts)

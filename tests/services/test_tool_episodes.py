@@ -1,0 +1,113 @@
+"""Tools in trajectories, with turns that are given: a tiny model writes no calls."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from infra.datasets import PromptRow
+from infra.datasets.environments import schemas_of_tools
+from infra.engines.base import Generation, GenerationRequest, Sampling
+from infra.environments.dialogue import Dialogue
+from infra.environments.episodes import Episodes
+from infra.environments.open import environment_class
+from infra.environments.pool import EnvironmentPool
+from infra.environments.trajectory import Trajectory
+from infra.models.tiny import CHAT_TEMPLATE, make_tokenizer
+from rl_core.rollout.chat import ChatTemplate
+from schemas.config.environment import ToolsEnvironment
+
+CONFIG = ToolsEnvironment(
+    tools=("tests.support.games:add", "tests.support.games:wait"),
+    num_processes=1,
+    step_timeout_seconds=2,
+    max_turns=4,
+)
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+WAIT = '<tool_call>{"name": "wait", "arguments": {}}</tool_call>'
+
+
+class GivenTurns:
+    """An engine, and its rows: they take their turns from lists of texts, each ended by the chat's end token."""
+
+    def __init__(self, turns: Sequence[Sequence[str]]) -> None:
+        self._tokenizer, self._turns = make_tokenizer(), [list(texts) for texts in turns]
+        self._histories: list[np.ndarray] = []
+        self._unfinished: list[int] = []
+        self.prompts: list[str] = []  # of each turn
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._unfinished)
+
+    def open_rows(self, sampling: Sampling, *, several_turns: bool) -> "GivenTurns":
+        assert several_turns
+        return self
+
+    def begin(self, requests: Sequence[GenerationRequest]) -> range:
+        self._histories = [request.prompt_ids for request in requests for _ in request.seeds]
+        self._unfinished = list(range(len(self._histories)))
+        return range(len(self._histories))
+
+    def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int) -> None:
+        self._histories[row] = np.concatenate([self._histories[row], token_ids])
+        self._unfinished.append(row)
+
+    def step(self) -> list[tuple[int, Generation]]:
+        rows, self._unfinished = self._unfinished, []
+        return [(row, self._turn(row)) for row in rows]
+
+    def end(self, row: int) -> None:
+        self._histories[row] = np.empty(0)
+
+    def close(self) -> None:
+        self._histories.clear()
+
+    def _turn(self, row: int) -> Generation:
+        self.prompts.append(self._tokenizer.decode(self._histories[row]))
+        ids = np.array([*self._tokenizer(self._turns[row].pop(0))["input_ids"], self._tokenizer.eos_token_id])
+        self._histories[row] = np.concatenate([self._histories[row], ids])
+        return Generation(ids, np.zeros(len(ids), dtype=np.float32), "stop")
+
+
+def play(engine: GivenTurns, num_rows: int) -> list[Trajectory]:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ '<|pad|>' if tools else '' }}" + CHAT_TEMPLATE
+    chat = ChatTemplate(tokenizer, {}, schemas_of_tools(CONFIG))
+    pool = EnvironmentPool(environment_class(CONFIG))
+    pool.start()
+    try:
+        episodes = Episodes([Dialogue(CONFIG, chat, 64)], engine, pool, tokenizer)  # type: ignore[arg-type]
+        messages = [{"role": "user", "content": "2 + 3 ="}]
+        prompt = PromptRow(np.array(chat.encode(messages)), "2 + 3 =", "5", {}, "sums", messages, environment=0)
+        sampling = Sampling(max_response_tokens=2000, stop_token_ids=(tokenizer.eos_token_id,))
+        begun = episodes.begin([prompt] * num_rows, range(num_rows))
+        played = dict(episodes.play(begun, range(num_rows), sampling))
+        return [played[number] for number in range(num_rows)]
+    finally:
+        pool.close()
+
+
+@pytest.mark.slow
+def test_calls_are_answered_and_a_turn_without_one_is_the_answer() -> None:
+    engine = GivenTurns([[ADD, "It is 5."], ["5"], [f"{ADD} and {ADD}", "<tool_call>{oops</tool_call>", "5"]])
+    called, answered, malformed = play(engine, 3)
+    assert [turn.observations for turn in called.turns] == [("5",), ("",)]
+    assert [trajectory.end for trajectory in (called, answered, malformed)] == ["done"] * 3
+    assert len(answered.turns) == 1
+    assert malformed.turns[0].observations == ("5", "5")
+    assert malformed.turns[1].observations[0].startswith("The call is malformed: ")
+    assert (called.metrics["tool_calls"], malformed.metrics["tool_calls"]) == (1, 3)
+    assert malformed.metrics["malformed_calls"] == 1
+    assert engine.prompts[0].startswith("<|pad|><|user|>2 + 3 =")  # the template has seen the tools
+    assert engine.prompts[3] == f"{engine.prompts[0]}{ADD}<|end|><|tool|>5<|assistant|>"
+
+
+@pytest.mark.slow
+def test_a_call_that_takes_too_long_is_an_observation_and_the_row_goes_on() -> None:
+    slow, other = play(GivenTurns([[WAIT, ADD, "5"], [ADD, ADD, "6"]]), 2)
+    assert slow.failure is other.failure is None
+    assert slow.turns[0].observations == ("error: the call took longer than 2 s and was stopped",)
+    assert [turn.observations for turn in other.turns] == [("5",), ("5",), ("",)]
+    assert slow.turns[1].observations == ("5",)
+    assert (slow.end, slow.metrics["tool_timeouts"], slow.metrics["tool_calls"]) == ("done", 1, 1)

@@ -1,0 +1,197 @@
+"""vLLM with two tensor-parallel ranks, each a process: what its engine returns, and that no process is left behind."""
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from infra.engines.base import Sampling, WeightsBucket
+from infra.engines.generate import generate, generate_all
+from infra.engines.vllm.engine import VllmEngine
+from infra.engines.vllm.start import open_vllm
+from infra.models.flat_tensors import buffer_as_tensor, flat_bytes, tensor_specs, tensor_views, write_tensors
+from infra.models.load import load_model
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import VllmRollout
+from schemas.errors import ConfigError, EngineLostError, WorkerLostError
+from tests.support.engine_checks import (
+    HEAD_DIM,
+    MAX_MODEL_LEN,
+    NEEDS_VLLM,
+    PROMPTS,
+    assert_identical,
+    assert_logprobs,
+    greedy,
+    plain_logprobs,
+    request,
+)
+from tests.support.progress import wait_until
+from tests.support.tiny import make_tiny_model
+from tests.support.weight_tensors import load_state
+
+pytestmark = NEEDS_VLLM
+
+NUM_RANKS = 2
+HOST = """
+import sys
+import psutil
+from infra.engines.vllm.start import open_vllm
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import VllmRollout
+if __name__ == "__main__":
+    engine = open_vllm(ModelConfig(path=sys.argv[1]), VllmRollout(cache_bytes=2**22, tensor_parallel=2), 64)
+    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), head_dim=HEAD_DIM)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    return load_model(ModelConfig(path=str(folder)))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[VllmEngine]:
+    """One engine for all tests of this module, of which the last one ends it."""
+    rollout = VllmRollout(cache_bytes=2**22, tensor_parallel=NUM_RANKS, prefix_cache="version")
+    torch.set_num_threads(2)
+    started = open_vllm(ModelConfig(path=str(folder)), rollout, MAX_MODEL_LEN)
+    assert torch.get_num_threads() == 2
+    yield started
+    started.close()
+
+
+def rank_processes(engine: VllmEngine) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in engine._call_ranks("process_id")]
+
+
+def assert_engine_is(model: PreTrainedModel, engine: VllmEngine) -> None:
+    """Check the greedy tokens and all log-probs against the model's."""
+    for prompt, generation in zip(
+        PROMPTS, generate_all(engine, [request(p, 0) for p in PROMPTS], Sampling(24, temperature=0)), strict=True
+    ):
+        assert generation.token_ids.tolist() == greedy(model, prompt, 24)
+        assert_logprobs(generation, plain_logprobs(model, prompt, generation.token_ids, 1))
+    sampling = Sampling(50, 0.7, top_p=0.9, top_k=40, stop_token_ids=(5, 50, 150))
+    for row, generation in enumerate(generate_all(engine, [request(p, 1, 2) for p in PROMPTS], sampling)):
+        expected = plain_logprobs(model, PROMPTS[row // 2], generation.token_ids, 0.7)
+        assert_logprobs(generation, expected, tolerance=2e-5)
+
+
+def test_numbers_of_ranks_that_do_not_divide_the_heads_are_refused(folder: Path) -> None:
+    for ranks in (3, 8):
+        with pytest.raises(ConfigError, match=r"4 attention heads, 2 key-value heads .* of 32; set it to 1, 2 or 4"):
+            open_vllm(ModelConfig(path=str(folder)), VllmRollout(tensor_parallel=ranks), MAX_MODEL_LEN)
+
+
+def test_ranks_generate_what_the_model_does(engine: VllmEngine, model: PreTrainedModel) -> None:
+    processes = rank_processes(engine)
+    assert len({process.pid for process in processes} - {os.getpid()}) == NUM_RANKS
+    assert_engine_is(model, engine)
+    assert_engine_is(model, engine)  # with prefixes of the previous call
+    assert engine.usage.running > 0
+    assert engine.take_peak_memory()["rss"] >= max(process.memory_info().rss for process in processes) / 2
+    listening = {c.laddr.ip for p in processes for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+    assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def test_each_rank_loads_its_part_of_mapped_weights(engine: VllmEngine, tmp_path: Path) -> None:
+    other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1, head_dim=HEAD_DIM))))
+    state = dict(other.named_parameters())
+    load_state(engine, state, version=1)
+    assert_engine_is(other, engine)
+    third = load_model(ModelConfig(path=str(make_tiny_model(tmp_path / "third", seed=2, head_dim=HEAD_DIM))))
+    specs = tensor_specs(state)
+    path = tmp_path / "weights.bin"
+    with path.open("w+b") as file:
+        file.truncate(flat_bytes(specs))
+        buffer = buffer_as_tensor(mmap.mmap(file.fileno(), 0))
+    write_tensors(buffer, specs, third.named_parameters())
+    engine.load_weights(specs, [WeightsBucket(tensor_views(buffer, specs), path)], version=2)
+    assert_engine_is(third, engine)
+    assert engine.version == 2
+
+
+def test_given_tokens_are_scored_as_the_model_does(engine: VllmEngine, model: PreTrainedModel) -> None:
+    load_state(engine, dict(model.named_parameters()), version=0)
+    requests, sampling = [request(prompt, 1, 2) for prompt in PROMPTS], Sampling(20, 0.7)
+    before = generate_all(engine, requests, sampling)
+    tokens = np.array(PROMPTS[1])
+    for temperature in (1.0, 0.7):
+        expected = plain_logprobs(model, PROMPTS[1][:1], tokens[1:], temperature)
+        np.testing.assert_allclose(engine.score(tokens, temperature), expected, rtol=0, atol=2e-5)
+    assert_identical(generate_all(engine, requests, sampling), before)
+
+
+def test_weights_in_buckets_are_those_of_one_and_a_load_can_fail_between(
+    engine: VllmEngine, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1, head_dim=HEAD_DIM))))
+    state = dict(other.named_parameters())
+    buckets = [WeightsBucket({name: tensor}) for name, tensor in state.items()]  # queries, keys and values apart
+
+    def broken() -> Iterator[WeightsBucket]:
+        yield from buckets[:4]
+        raise WorkerLostError("the sender is gone")
+
+    with pytest.raises(WorkerLostError, match="the sender is gone"):
+        engine.load_weights(tensor_specs(state), broken(), version=1)
+    assert engine.version is None
+    engine.load_weights(tensor_specs(state), buckets, version=1)
+    requests, sampling = [request(prompt, 1, 2) for prompt in PROMPTS], Sampling(20, 0.7)
+    after = generate_all(engine, requests, sampling)
+    load_state(engine, state, version=2)
+    assert_identical(generate_all(engine, requests, sampling), after)
+    attention = {name: tensor * 1.1 for name, tensor in state.items() if ".self_attn." in name}
+    engine.load_weights(tensor_specs(attention), [WeightsBucket(attention)], version=3, is_complete=False)
+    partly = generate_all(engine, requests, sampling)
+    load_state(engine, state | attention, version=3)
+    assert_identical(generate_all(engine, requests, sampling), partly)
+
+
+def test_a_call_that_was_abandoned_can_be_repeated(engine: VllmEngine) -> None:
+    requests, sampling = [request(prompt, 1, 2, 3) for prompt in PROMPTS], Sampling(40, stop_token_ids=(5, 50))
+    generate_all(engine, requests, sampling)
+    whole = generate_all(engine, requests, sampling)  # all prefixes are cached now
+    abandoned = generate(engine, requests, sampling)
+    number, generation = next(abandoned)
+    assert_identical([generation], [whole[number]])
+    abandoned.close()  # type: ignore[attr-defined]
+    assert_identical(generate_all(engine, requests, sampling), whole)
+
+
+def test_ranks_end_with_a_killed_host(folder: Path) -> None:
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert host.stdout is not None
+    pids = [int(pid) for pid in host.stdout.readline().split()]
+    assert len(pids) >= NUM_RANKS
+    host.send_signal(signal.SIGKILL)
+    host.wait()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_an_engine_that_loses_a_rank_ends_the_others_and_says_so(engine: VllmEngine) -> None:
+    processes = rank_processes(engine)
+    generations = generate(engine, [request(PROMPTS[0], 1, 2)], Sampling(100, stop_token_ids=(5,)))
+    processes[1].kill()
+    with pytest.raises(EngineLostError, match="vLLM's 2 tensor-parallel processes failed, and were ended"):
+        list(generations)
+    wait_until(lambda: not any(process.is_running() for process in processes))
+    with pytest.raises(EngineLostError, match="were ended"):
+        engine.check()

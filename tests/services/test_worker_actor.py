@@ -1,0 +1,87 @@
+"""The actors that host the workers: a process that holds their handles imports none of what the workers need."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import ray
+
+from infra.ray.actors import call, create_actor, kill_actors, start_actor
+from infra.ray.worker_logs import MAX_LINES
+from infra.workers.actor import WorkerActor, actor_class
+from infra.workers.launch import _CLASSES, Role
+from schemas.errors import GpuMemoryError, ModelError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def worker(ray_cluster: None) -> Iterator[Any]:
+    hosted = actor_class("tests.support.hosted_worker:Worker", "add", "report", "fail", "exhaust")
+    yield create_actor("run/hosted-0", hosted, 3)
+    kill_actors(["run/hosted-0"])
+
+
+def test_calls_reach_the_worker(worker: Any) -> None:
+    assert asyncio.run(call(worker, "add", 4)) == 7
+    with pytest.raises(ModelError, match="no such model"):
+        asyncio.run(call(worker, "fail"))
+    with pytest.raises(
+        GpuMemoryError, match=r"'exhaust' of a worker failed: CUDA out of memory.*Lower packing"
+    ) as failed:
+        asyncio.run(call(worker, "exhaust"))
+    assert failed.value.gpu_bytes == round(79.1 * 2**30)
+    assert "hosted_worker.py" in str(failed.value.__cause__)  # where it was raised, for the log
+
+
+def test_log_lines_come_with_the_result_of_the_call(worker: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert asyncio.run(call(worker, "report", 1)) == 1
+    assert [(record.name, record.levelname, record.message) for record in caplog.records] == [
+        ("elsewhere", "WARNING", "hosted-0: not ours, but a warning"),
+        ("infra.hosted", "INFO", "hosted-0: line 0"),
+    ]
+    caplog.clear()
+    with pytest.raises(ModelError, match="no such model") as error:
+        asyncio.run(call(worker, "fail"))
+    assert caplog.messages == ["hosted-0: about to fail"]
+    assert not vars(error.value)
+
+
+def test_a_flood_of_log_lines_is_cut_and_says_so(worker: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    asyncio.run(call(worker, "report", 2 * MAX_LINES))
+    assert len(caplog.messages) == MAX_LINES + 1
+    assert caplog.messages[-1] == f"hosted-0: {MAX_LINES + 1} more lines are not shown"
+    caplog.clear()
+    asyncio.run(call(worker, "add", 1))
+    assert not caplog.messages
+
+
+def test_a_process_that_holds_a_handle_imports_no_torch(worker: Any) -> None:
+    class Holder:
+        def has_imported_torch(self, worker: Any) -> bool:
+            assert ray.get(worker.add.remote(1)) == 4
+            return "torch" in sys.modules
+
+    assert not ray.get(start_actor(Holder).has_imported_torch.remote(worker))
+    assert ray.get(worker.__ray_call__.remote(lambda _: "torch" in sys.modules))
+
+
+def test_the_flows_of_a_run_import_no_torch() -> None:
+    code = "import sys, flows.cli.demo, flows.train; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("role", _CLASSES)
+def test_every_role_has_its_workers_name_and_methods(role: Role) -> None:
+    actor = _CLASSES[role]
+    module, _, name = actor.worker.partition(":")  # type: ignore[attr-defined]
+    worker = getattr(import_module(module), name)
+    assert actor.__name__ == worker.__name__
+    forwarded = {name for name in vars(actor) if not name.startswith("_")} - set(vars(WorkerActor))
+    assert {name for name in forwarded if not callable(getattr(worker, name, None))} == set()

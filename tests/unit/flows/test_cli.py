@@ -1,0 +1,222 @@
+"""What a user who made a mistake sees: one clear line, exit code 2, and nothing started."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from flows.cli import bench
+from infra.storage.runs import RunDirectory
+from schemas.config.load import load_config
+from tests.support.command import Command, assert_rejected, make_command
+from tests.support.tiny import make_tiny_model, tiny_row, write_rows
+from tests.support.workplace import Workplace
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Workplace(tmp_path_factory.mktemp("cli")).folder
+
+
+@pytest.fixture
+def sluice(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return a function that calls the command in the folder."""
+    monkeypatch.chdir(folder)
+    return make_command(monkeypatch, capsys)
+
+
+def test_an_unknown_key(sluice: Command) -> None:
+    assert_rejected(sluice("train", "tiny.toml", "optim.lrr=1"), "unknown key optim.lrr", "did you mean 'lr'")
+
+
+def test_an_absent_config(sluice: Command) -> None:
+    assert_rejected(sluice("train", "absent.toml"), "absent.toml does not exist")
+
+
+def test_a_missing_data_file(sluice: Command) -> None:
+    assert_rejected(sluice("train", "tiny.toml", "data.train_path=gone.parquet"), "gone.parquet", "no such file")
+
+
+def test_several_samples_that_would_be_the_same(sluice: Command) -> None:
+    assert_rejected(
+        sluice("train", "tiny.toml", "eval.samples_per_prompt=4"),
+        "eval.samples_per_prompt = 4 with eval.temperature = 0",
+        "set eval.temperature above 0",
+    )
+
+
+def test_weighted_sources(sluice: Command) -> None:
+    sources = 'data.sources=[{path="train.parquet", weight=2}, {path="gone.jsonl"}]'
+    assert_rejected(sluice("train", "tiny.toml", sources), "data.train_path and data.sources are both set")
+    assert_rejected(sluice("train", "tiny.toml", sources, "data.train_path="), "gone.jsonl", "no such file")
+
+
+def test_an_unreadable_data_file(sluice: Command, folder: Path) -> None:
+    (folder / "broken.parquet").write_bytes(b"PAR1 but not really")
+    assert_rejected(
+        sluice("train", "tiny.toml", "data.eval_path=broken.parquet"), "broken.parquet", "can't be read as Parquet"
+    )
+
+
+def test_a_row_without_a_needed_column(sluice: Command, folder: Path) -> None:
+    lines = [tiny_row(0), {key: value for key, value in tiny_row(1).items() if key != "reward_model"}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert_rejected(sluice("train", "tiny.toml", "data.train_path=rows.jsonl"), "rows.jsonl, row 2", "'reward_model'")
+
+
+def test_an_empty_prompt(sluice: Command, folder: Path) -> None:
+    write_rows(folder / "empty.parquet", [tiny_row(0), tiny_row(1, prompt=" ")])
+    assert_rejected(sluice("train", "tiny.toml", "data.train_path=empty.parquet"), "row 2", "the prompt is empty")
+
+
+def test_a_prompt_that_is_too_long(sluice: Command) -> None:
+    assert_rejected(
+        sluice("train", "tiny.toml", "data.max_prompt_tokens=8"),
+        "train.parquet, row 1: the prompt has 9 tokens",
+        "data.max_prompt_tokens = 8",
+        'data.overlong = "drop"',
+    )
+
+
+def test_a_row_that_can_not_fit_a_micro_batch(sluice: Command) -> None:
+    assert_rejected(sluice("train", "tiny.toml", "packing.token_budget=16"), "packing.token_budget = 16", "at least 22")
+
+
+def test_a_model_folder_without_a_tokenizer(sluice: Command, folder: Path) -> None:
+    make_tiny_model(folder / "bare")
+    for path in (folder / "bare").glob("tokenizer*"):
+        path.unlink()
+    assert_rejected(sluice("train", "tiny.toml", "model.path=bare"), "model.path bare", "tokenizer")
+
+
+def test_a_model_folder_without_weights(sluice: Command, folder: Path) -> None:
+    (make_tiny_model(folder / "light") / "model.safetensors").unlink()
+    assert_rejected(sluice("train", "tiny.toml", "model.path=light"), "model.path light", "neither model.safetensors")
+
+
+def test_drafts_for_a_model_that_can_not_forget_tokens(sluice: Command, folder: Path) -> None:
+    make_tiny_model(folder / "sliding", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    drafts = ("model.path=sliding", "rollout.speculative={}")
+    assert_rejected(sluice("train", "tiny.toml", *drafts), "a sliding window or a state", "remove rollout.speculative")
+
+
+def test_a_model_folder_that_is_not_there(sluice: Command) -> None:
+    assert_rejected(sluice("train", "tiny.toml", "model.path=./nowhere"), "./nowhere", "no such folder")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("no_such_module:score", "No module named 'no_such_module'"), ("tiny_rewards:absent", "has no such function")],
+)
+def test_a_reward_that_can_not_be_imported(sluice: Command, path: str, message: str) -> None:
+    assert_rejected(sluice("train", "tiny.toml", f"reward.path={path}"), f"reward.path '{path}'", message)
+
+
+def test_a_prefect_that_does_not_answer(sluice: Command) -> None:
+    assert_rejected(
+        sluice(
+            "train", "tiny.toml", "runtime.prefect_api_url=http://127.0.0.1:9/api", "runtime.ray_address=127.0.0.1:9"
+        ),
+        "no Prefect API responds at http://127.0.0.1:9/api",
+    )
+
+
+def test_a_step_that_the_store_can_not_hold(sluice: Command, tmp_path: Path) -> None:
+    expected = ("the columns of one step take", "more than store.capacity_bytes = 2000; raise it")
+    assert_rejected(sluice("train", "tiny.toml", "store.capacity_bytes=2000"), *expected)
+    directory = RunDirectory.create(load_config(Path("tiny.toml"), [f"runtime.runs_dir={tmp_path}"]), "begun")
+    assert_rejected(sluice("resume", str(directory.path), "store.capacity_bytes=2000"), *expected)
+
+
+def test_an_unknown_run_names_the_known_ones(sluice: Command, folder: Path) -> None:
+    for command in ("resume", "report", "eval"):
+        assert_rejected(sluice(command, "absent-run"), "no run 'absent-run'", "runs/ holds no runs")
+
+
+def test_a_task_that_reasoning_gym_does_not_know(sluice: Command) -> None:
+    assert_rejected(sluice("data", "no_such_task", "out.parquet"), "no_such_task")
+    assert_rejected(sluice("data", "spell_backward", "out.parquet", "max_word_length=4"), "max_word_length")
+    assert_rejected(sluice("data", "spell_backward", "out.parquet", "max_word_len"), "not of the form key=value")
+
+
+def test_nothing_was_started_or_left(folder: Path) -> None:
+    assert not (folder / ".sluice").exists()
+    assert not (folder / "runs").exists()
+
+
+def test_data_that_is_held_out_stays_out(sluice: Command, folder: Path) -> None:
+    from infra.datasets import load_prompts
+    from infra.models.load import load_tokenizer
+    from schemas.config.data import DataConfig
+    from schemas.config.model import ModelConfig
+
+    settings = ("max_word_len=3", "--size")
+    assert sluice("data", "spell_backward", "held.parquet", *settings, "50")[0] == 0
+    code, out, _ = sluice("data", "spell_backward", "rest.parquet", *settings, "300", "--exclude", "held.parquet")
+    assert code == 0
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder / "model")))
+    rows = {}
+    for name in ("held", "rest"):
+        data = load_prompts(str(folder / f"{name}.parquet"), DataConfig(train_path=name), tokenizer)
+        rows[name] = {data[index].prompt_text for index in range(len(data))}
+    assert not rows["held"] & rows["rest"]
+    assert 0 < len(rows["rest"]) < 300
+    assert "rows of spell_backward to rest.parquet" in out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["demo"],
+        ["train"],
+        ["resume"],
+        ["data"],
+        ["eval"],
+        ["inspect"],
+        ["report"],
+        ["runs"],
+        ["plan"],
+        ["export"],
+        ["down"],
+    ],
+)
+def test_every_command_explains_itself(sluice: Command, command: list[str]) -> None:
+    code, out, _ = sluice(*command, "--help")
+    assert code == 0
+    assert "Usage: sluice" in out
+    if command:
+        assert len(out.splitlines()[3].strip()) > 30  # a sentence, not a name
+
+
+def test_the_version(sluice: Command) -> None:
+    code, out, _ = sluice("--version")
+    assert code == 0
+    assert out == f"sluice {version('sluice-rl')}\n"
+
+
+def test_the_benchmarks_are_listed(sluice: Command) -> None:
+    code, out, _ = sluice("bench", "--help")
+    assert code == 0
+    listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in out.splitlines()[1:]}
+    assert {"data-plane", "rollout", "step", "train"} <= set(listed)
+    assert all(len(title) > 30 for title in listed.values())
+    assert_rejected(sluice("bench", "speed"), "there is no benchmark 'speed'", "data-plane")
+
+
+def test_benchmarks_without_a_checkout(sluice: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
+    assert_rejected(sluice("bench", "train"), "benchmarks need a checkout and the extra `bench`")
+
+
+HEAVY = ("pydantic", "numpy", "pyarrow", "prefect", "ray", "torch", "transformers")
+
+
+def test_help_imports_only_what_it_needs() -> None:
+    code = f"import sys, flows.cli.main; print(set(sys.modules) & set({HEAVY}))"
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

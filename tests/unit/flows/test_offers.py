@@ -1,0 +1,142 @@
+"""What `sluice serve` and `sluice deploy` refuse before anything is started, and the decisions and events of a run."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from prefect.events import Event
+
+from flows.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, RunEvents, RunStarted, StepCompleted
+from flows.queries import find_failed_queries
+from infra.storage.decisions import Decision, DecisionsFile
+from infra.storage.folder import Folder
+from schemas.config.approval import MetricLimit
+from schemas.config.load import load_config
+from schemas.errors import ConfigError
+from schemas.queries import FailedQuery
+from schemas.step import RunHandle, StepReport
+from tests.support.command import assert_rejected, make_command
+from tests.support.configs import config_toml
+from tests.support.small_run import make_small_run
+
+
+@pytest.fixture
+def sluice(monkeypatch, capsys, tmp_path):  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(config_toml())
+    return make_command(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("tiny.toml", "--cron", "every night"), ("--cron 'every night' can't be parsed", "'0 2 * * *'")),
+        (("tiny.toml", "--cron", "0 2 * * *", "--timezone", "Mars"), ("--timezone 'Mars'", "Europe/Berlin")),
+        (("tiny.toml", "other/tiny.toml"), ("two configs are named 'tiny'",)),
+        (("absent.toml",), ("config file absent.toml does not exist",)),
+        (("tiny.toml", "--set", "steps=0"), ("steps = 0",)),
+        (("tiny.toml", "--set", "runtime.approve_when=['kl too high']"), ("runtime.approve_when", "METRIC > NUMBER")),
+        (("tiny.toml", "--set", "runtime.approve_when=['klm > 1']"), ("runtime.approve_when", "klm")),
+    ],
+)
+def test_serve_refuses_bad_input(sluice, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    assert_rejected(sluice("serve", *arguments), *parts)
+    assert not Path(".sluice").exists()
+
+
+def test_a_limit_survives_the_round_trip_through_a_config(sluice) -> None:  # type: ignore[no-untyped-def]
+    config = load_config(Path("tiny.toml"), ["runtime.approve_when=['kl > 0.2', 'reward < 0.1']"])
+    again = type(config).model_validate_json(config.model_dump_json())
+    assert [str(limit) for limit in again.runtime.approve_when] == ["kl > 0.2", "reward < 0.1"]
+    assert again == config
+    with pytest.raises(ConfigError, match="approve_when"):
+        load_config(Path("tiny.toml"), ["runtime.approve_when=['kl > high']"])
+
+
+def test_a_limit_is_exceeded_on_its_side_only() -> None:
+    above, below = (MetricLimit.model_validate(text) for text in ("kl > 0.2", "reward < 0.1"))
+    assert [above.is_exceeded({"kl": kl}) for kl in (0.1, 0.2, 0.3)] == [False, False, True]
+    assert [below.is_exceeded({"reward": reward}) for reward in (0.0, 0.1, 0.2)] == [True, False, False]
+
+
+def test_decisions_change_the_learning_rate_of_later_steps_only(tmp_path: Path) -> None:
+    decisions = DecisionsFile(Folder(str(tmp_path), {}))
+    assert decisions.lr_scale(9) == 1
+    for step, factor in ((2, 0.5), (5, 0.25), (7, 1.0)):
+        decisions.add(Decision(step=step, reason="kl > 0.2", lr_factor=factor))
+    assert [decisions.lr_scale(step) for step in range(9)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.125, 0.125, 0.125]
+
+
+def test_saved_queries_are_checked_with_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(config_toml())
+    config = load_config(Path("tiny.toml"), ["runtime.queries=queries", "runtime.approve_failed_queries=true"])
+    assert config.runtime.approve_failed_queries
+    for overrides, message in (
+        (["runtime.queries=queries", "store.kind=shared"], "runtime.queries reads columns from files"),
+        (["runtime.approve_failed_queries=true"], "needs runtime.queries"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(Path("tiny.toml"), overrides)
+
+
+def test_queries_of_a_step_are_answered_by_a_process_of_their_own(tmp_path: Path) -> None:
+    directory = make_small_run(tmp_path)
+    (tmp_path / "queries").mkdir()
+    (tmp_path / "queries" / "long.sql").write_text("select row from rows where step = $step and row > 3")
+    config = directory.config()
+    asked = config.replace(runtime=config.runtime.replace(queries=str(tmp_path / "queries")))
+    run = RunHandle(run_id="demo", directory=directory.url, config=asked, store_incarnation="a")
+    assert asyncio.run(find_failed_queries(run, 3)) == (FailedQuery(name="long", num_rows=1, rows=('{"row": 4}',)),)
+    assert asyncio.run(find_failed_queries(run.replace(config=config), 3)) == ()
+    (tmp_path / "queries" / "long.sql").unlink()
+    (failed,) = asyncio.run(find_failed_queries(run, 3))
+    assert "has no file that ends in .sql" in str(failed.error)
+
+
+@pytest.fixture
+def emitted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """What is emitted."""
+    found: list[Event] = []
+
+    def emit(event: str, resource: dict[str, str], payload: dict[str, object], follows: Event | None) -> Event:
+        leader = follows.id if follows else None
+        found.append(Event(event=event, resource=resource, payload=payload, follows=leader))
+        return found[-1]
+
+    monkeypatch.setattr("flows.events.emit_event", emit)
+    return found
+
+
+def collapse(events: RunEvents) -> None:
+    """Report a run whose reward collapses after `WINDOW_STEPS` steps, and which then ends."""
+    events.start(0)
+    for step, reward in enumerate([0.8] * WINDOW_STEPS + [0.0] * WINDOW_STEPS):
+        report = StepReport(
+            step=step, policy_version=step + 1, metrics={"reward": reward}, seconds=1.0, seconds_by_phase={}
+        )
+        events.complete_step(report)
+        events.save_checkpoint(step + 1)
+    events.end(2 * WINDOW_STEPS, is_complete=True)
+
+
+def test_a_collapse_of_the_reward_is_reported_once(emitted: list[Event]) -> None:
+    collapse(RunEvents("run", "runs"))
+    # The mean over the window falls by a tenth of 0.8 with each step: after six, it is below half.
+    collapsed = [event.payload["step"] for event in emitted if event.event == RewardCollapsed.event]
+    assert collapsed == [WINDOW_STEPS + int(WINDOW_STEPS * COLLAPSE_FRACTION) + 1]
+
+    emitted.clear()
+    collapse(RunEvents("run", "runs", num_reported=collapsed[0]))  # resumed: the steps up to the collapse are repeated
+    assert RewardCollapsed.event not in {event.event for event in emitted}
+
+
+def test_a_lost_event_delays_no_later_step(emitted: list[Event]) -> None:
+    collapse(RunEvents("run", "runs"))
+    leader = None
+    for event in emitted:
+        if event.event in (RunStarted.event, StepCompleted.event):
+            assert event.follows is None
+            leader = event.id
+        else:
+            assert event.follows == leader

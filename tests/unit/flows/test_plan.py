@@ -1,0 +1,263 @@
+"""`sluice plan`: what a step of a config takes, and what of it can't fit, with nothing started."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from flows.cli.footprint import measure_step
+from flows.cli.simulate import SimulatedStep, column_bytes, column_dtypes, draw_lengths, simulate_step
+from infra.datasets import load_prompts
+from infra.engines.base import Generation, TokenExperts
+from infra.models.load import load_tokenizer
+from infra.workers.samples import Sample, to_columns
+from infra.workers.sampling import ScoredResponse
+from rl_core.columns.codec import encoded_bytes
+from rl_core.columns.jagged import is_jagged
+from rl_core.rewards import RewardOutcome
+from schemas.config.load import load_config
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
+from schemas.plan import ForwardPlan, StepPlan
+from tests.support.command import Command, Result, assert_rejected, make_command
+from tests.support.tiny import make_tiny_moe
+from tests.support.workplace import WITH_REFERENCE, Workplace
+
+GAMES = ("Game", "Broken", "Wordy")
+GAME = """
+class Game:
+    def __init__(self, task, seed): ...
+    def reset(self): ...
+    def step(self, action): return "", 1.0, True
+
+class Broken(Game):
+    def reset(self): raise ValueError("no such game:\\n7")
+
+class Wordy(Game):
+    def reset(self): return "x" * 1_000_000
+"""
+VOCAB_SIZE = 300  # fits uint16, as the tiny model's does
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Workplace(tmp_path_factory.mktemp("plan"), config=WITH_REFERENCE).folder
+
+
+@pytest.fixture
+def sluice(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return a function that calls `sluice plan tiny.toml` in the folder."""
+    monkeypatch.chdir(folder)
+    return partial(make_command(monkeypatch, capsys), "plan", "tiny.toml")
+
+
+@pytest.fixture
+def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
+    """Read the folder's config, with overrides."""
+    monkeypatch.chdir(folder)
+    return lambda *overrides: load_config(Path("tiny.toml"), overrides)
+
+
+def planned(result: Result) -> dict[str, Any]:
+    """The JSON value of a command that succeeded."""
+    code, out, err = result
+    assert (code, err) == (0, "")
+    value: dict[str, Any] = json.loads(out)["footprint"]
+    return value
+
+
+def test_a_full_step_in_numbers(sluice: Command) -> None:
+    arguments = ("runtime.num_policy_ranks=2", "optim.updates_per_step=2", "packing.token_budget=44")
+    value = planned(sluice(*arguments, "--fill", "1", "--lengths", "uniform", "--json"))
+    # Four prompts of 9 tokens, four times each; every response has the most tokens, 12: 16 rows of 21 tokens.
+    assert (value["num_rows"], value["prompt_tokens"], value["response_tokens"]) == (16, 144, 192)
+    assert value["padded_tokens"] == 16 * 21
+    assert value["warnings"] == []
+    plan = StepPlan.model_validate(value["plan"])
+    assert [(update.num_loss_tokens, update.num_live_sequences) for update in plan.updates] == [(96, 8), (96, 8)]
+    # Four rows for each rank, two to a micro-batch of 44.
+    assert [[[len(micro.rows) for micro in rank] for rank in update.ranks] for update in plan.updates] == [
+        [[2, 2], [2, 2]]
+    ] * 2
+    forward = ForwardPlan.model_validate(value["forward"])
+    assert (len(forward.ranks), forward.num_micros, forward.num_tokens) == (2, 4, 336)
+    # ids: uint16 and 17 offsets of 8 bytes; the mask: a bit each; log-probs: float32.
+    num_bytes = {column["name"]: column["num_bytes"] for column in value["columns"]}
+    assert num_bytes["prompt_ids"] == 2 * 144 + 17 * 8
+    assert num_bytes["loss_mask"] == 192 / 8 + 17 * 8
+    assert num_bytes["reference_logprobs"] == num_bytes["behavior_logprobs"] == 4 * 192 + 17 * 8
+    assert value["store_bytes"] == value["most_store_bytes"] == sum(num_bytes.values()) + value["chunk_bytes"]
+
+
+def test_people_see_plans_columns_bytes_and_warnings(sluice: Command) -> None:
+    code, out, err = sluice("runtime.num_policy_ranks=3", "optim.updates_per_step=8", "--fill", "0.25")
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[0].startswith("one step: 16 rows, 144 prompt tokens (at most 9), ")
+    assert "updates: token budget 8,192, seed 0, 0 rows skipped" in lines
+    assert "update ranks micro-batches rows tokens fill dummies imbalance loss tokens sequences" in lines
+    assert sum(line.split()[1:4] == ["3", "1", "2"] for line in lines) == 8  # three ranks, one micro-batch, two rows
+    assert "prompt_ids prompt uint16 144 424" in lines
+    assert "store.capacity_bytes 1,073,741,824 1,024.0" in lines
+    assert (
+        "warning: runtime.num_policy_ranks = 3, but an update has 2 rows: the other ranks (1) process only dummies; "
+        "lower it, or optim.updates_per_step"
+    ) in lines
+
+
+def test_the_same_config_gives_the_same_plan(sluice: Command) -> None:
+    first, second = planned(sluice("--json")), planned(sluice("--json"))
+    assert first == second
+    assert planned(sluice("seed=1", "--json"))["plan"] != first["plan"]
+
+
+def test_what_can_not_fit_is_rejected(sluice: Command) -> None:
+    assert_rejected(sluice("packing.token_budget=16"), "packing.token_budget = 16", "at least 22")
+    assert_rejected(
+        sluice("rollout.max_response_tokens=600", "packing.token_budget=9000"), "512 positions of the model"
+    )
+    assert_rejected(
+        sluice("--fill", "0"), "fill is 0.0, expected a fraction of rollout.max_response_tokens above 0 and at most 1"
+    )
+    assert_rejected(sluice("model.path=./nowhere"), "./nowhere", "no such folder")
+
+
+def test_a_step_over_the_stores_capacity_is_shown_and_rejected(sluice: Command) -> None:
+    result = sluice("store.capacity_bytes=2000", "--json")
+    assert_rejected(result, "one step take", "more than store.capacity_bytes = 2000", "lower rollout.num_prompts")
+    assert json.loads(result[1])["footprint"]["store_bytes"] > 2000
+
+
+def test_a_store_that_long_responses_would_fill_is_a_warning(load: Callable[..., RunConfig]) -> None:
+    footprint = measure_step(load(), fill=0.1)
+    room = (footprint.store_bytes + footprint.most_store_bytes) // 2
+    tight = measure_step(load(f"store.capacity_bytes={room}"), fill=0.1)
+    tight.check_capacity()
+    assert tight.warnings == (
+        f"with every response of 12 tokens the columns of one step take {footprint.most_store_bytes} bytes, more than "
+        f"store.capacity_bytes = {room}",
+    )
+
+
+@pytest.mark.parametrize("experts", [0, 2 * 2])  # of a token: without and with router replay
+def test_column_bytes_are_those_of_what_workers_put(folder: Path, load: Callable[..., RunConfig], experts: int) -> None:
+    config = load("model.path=moe", "rollout.router_replay=true") if experts else load()
+    make_tiny_moe(folder / "moe")
+    draw = simulate_step(config, "lognormal", 0.5)
+    columns = to_columns(samples_of(draw, experts), 0, VOCAB_SIZE, [])
+    dtypes = column_dtypes(config, VOCAB_SIZE)
+    assert dtypes.get("response_experts") == ("uint8[4]" if experts else None)
+    assert set(dtypes) - set(columns.schema.names) == {"reference_logprobs", "advantages"}
+    every = set(column_dtypes(config.replace(loss=config.loss.replace(behavior="recompute")), VOCAB_SIZE))
+    assert every - set(dtypes) == {"behavior_logprobs"}
+    ours = {column.name: column.num_bytes for column in column_bytes(draw, dtypes)}
+    for name in set(columns.schema.names) - {"response_text"}:  # no text is drawn
+        assert ours[name] == plain_bytes(columns[name]), name
+    names = [name for name in columns.schema.names if name != "response_text"]
+    payload, buffers = sum(ours[name] for name in names), 3 * len(names)
+    empty = encoded_bytes(columns.select(names).slice(0, 0))
+    assert abs(encoded_bytes(columns.select(names)) - payload - empty) <= 64 * buffers  # what they are padded to
+
+
+def plain_bytes(column: pa.Array) -> int:
+    """The bytes of a column's values and row offsets; Arrow's own `nbytes` leaves out some offsets and bits."""
+    if pa.types.is_string(column.type):
+        return int(pc.binary_length(column).to_numpy().sum()) + 4 * (len(column) + 1)
+    return int(column.offsets.nbytes + column.values.nbytes if is_jagged(column) else column.nbytes)
+
+
+def samples_of(draw: SimulatedStep, experts: int) -> list[Sample]:
+    """Generations of the drawn lengths."""
+    samples = []
+    for row, (prompt, length) in enumerate(zip(draw.prompts, draw.response_lengths.tolist(), strict=True)):
+        group, sample = divmod(row, draw.samples_per_prompt)
+        reason = "length" if length == draw.max_response_tokens else "stop"
+        chosen = TokenExperts(*(np.zeros((size, experts), np.uint8) for size in (len(prompt.prompt_ids), length)))
+        logprobs = np.zeros(length, dtype=np.float32)
+        ids = np.ones(length, dtype=np.int32)
+        generation = Generation(ids, logprobs, reason, experts=chosen if experts else None)
+        response = ScoredResponse(generation, "", RewardOutcome(reward=0.5))
+        samples.append(Sample(f"0-{group}-{sample}", group, prompt, response))
+    return samples
+
+
+def test_no_reference_column_without_kl(load: Callable[..., RunConfig]) -> None:
+    assert "reference_logprobs" in column_dtypes(load(), VOCAB_SIZE)
+    assert "reference_logprobs" not in column_dtypes(load("kl.coef=0"), VOCAB_SIZE)
+    assert column_dtypes(load(), 2**17)["response_ids"] == "int32"
+
+
+@pytest.mark.parametrize("shape", ["lognormal", "uniform"])
+@pytest.mark.parametrize("fill", [0.001, 0.3, 0.5, 0.8, 1.0])
+def test_drawn_lengths(shape: Any, fill: float) -> None:
+    lengths = draw_lengths(np.random.default_rng(0), shape, fill, 1000, 4000)
+    assert lengths.min() >= 1
+    assert lengths.max() <= 1000
+    if shape == "uniform" or fill <= 0.3:  # else the cut at the most tokens lowers the mean
+        assert abs(lengths.mean() - max(fill * 1000, 1)) < 20
+    assert (lengths == draw_lengths(np.random.default_rng(0), shape, fill, 1000, 4000)).all()
+    if shape == "uniform" and fill == 1:
+        assert (lengths == 1000).all()
+
+
+@pytest.mark.parametrize("fill", [0.0, -0.5, 1.01, float("nan")])
+def test_a_fill_that_is_no_share_is_rejected(fill: float) -> None:
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        draw_lengths(np.random.default_rng(0), "uniform", fill, 10, 1)
+
+
+def test_prompts_are_those_of_the_first_step(load: Callable[..., RunConfig]) -> None:
+    config = load()
+    data = load_prompts(config.data.train_path, config.data, load_tokenizer(config.model))
+    rows = data.rows_for_step(0, 4, config.seed, config.data.shuffle)
+    expected = [data[row].prompt_text for row in rows for _ in range(4)]
+    assert [prompt.prompt_text for prompt in simulate_step(config, "uniform", 0.5).prompts] == expected
+
+
+def test_a_curriculum_begins_with_as_many_prompts_of_each_level(load: Callable[..., RunConfig]) -> None:
+    levels = ("data.curriculum.kind=levels", "data.curriculum.field=index", "data.curriculum.starts=[0,9]")
+    prompts = simulate_step(load(*levels), "uniform", 0.5).prompts[::4]  # 9 and 3 rows
+    assert [prompt.info["index"] >= 9 for prompt in prompts] == [False, True, False, True]
+
+
+def test_stored_groups_are_rows_that_are_not_generated(load: Callable[..., RunConfig], sluice: Command) -> None:
+    reuse = ("correction.kind=truncated", "data.reuse.num_groups=2", "data.reuse.max_age=1", "store.keep_steps=2")
+    value = planned(sluice(*reuse, "--json"))
+    assert (value["num_rows"], value["num_reused"]) == (4 * 4 + 2 * 4, 2 * 4)
+    assert "one step: 24 rows (8 of stored groups), " in sluice(*reuse)[1]
+    step, own = (simulate_step(load(*changes), "uniform", 0.5) for changes in (reuse, ()))
+    texts = [[prompt.prompt_text for prompt in each.prompts] for each in (step.sampled(), own)]
+    assert texts[0] == texts[1]
+    other = (*reuse[:2], "data.reuse.run=earlier", "data.reuse.steps=[0,2]")
+    assert_rejected(sluice(*other), "no run 'earlier'")
+
+
+def test_the_environments_of_all_sources_are_tried(folder: Path, sluice: Command) -> None:
+    (folder / "board_games.py").write_text(GAME)
+    game, broken, wordy = (
+        f'{{path="train.parquet", environment={{kind="class", path="board_games:{name}"}}}}' for name in GAMES
+    )
+    mixed = ("data.train_path=", "data.eval_path=")
+    assert planned(sluice(*mixed, f"data.sources=[{game}]", "--json"))["num_rows"] == 16
+    assert (
+        "environment: class board_games:Game; at most 8 turns of at most 6 tokens; 2 processes per rollout worker; at "
+        "most 60 s a reset, 0.5 s a step, 600 s a trajectory\n"
+    ) in sluice(*mixed, f"data.sources=[{game[:-2]}, max_turn_tokens=6, step_timeout_seconds=0.5}}}}]")[1]
+    begins = "can't begin with its first training prompt: reset: "
+    result = sluice(*mixed, f"data.sources=[{game}, {broken}]")
+    assert_rejected(result, f"environment board_games:Broken {begins}ValueError: no such game: 7 (")
+    result = sluice(*mixed, f"data.sources=[{game}, {wordy}]")
+    assert_rejected(
+        result, f"environment board_games:Wordy {begins}the prompt has ", "more than data.max_prompt_tokens"
+    )
+
+
+def test_nothing_was_started_or_left(folder: Path) -> None:
+    assert not (folder / ".sluice").exists()
+    assert not (folder / "runs").exists()

@@ -1,0 +1,343 @@
+"""`sluice plan --cluster` and `--calibrate`: memory by phase, transfers, time, and the limit that binds first."""
+
+import json
+import shlex
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config
+
+from flows.built_in import CONFIGS
+from flows.cli.footprint import measure_step
+from flows.cli.resources import Resources, plan_resources
+from flows.cli.resources.limits import binding
+from flows.preflight import check
+from infra.models.load import build_meta_model, load_model
+from infra.models.tiny import make_tokenizer
+from rl_core.planning.hardware import GPU_KINDS, parse_cluster
+from rl_core.planning.memory import WeightBytes
+from rl_core.training.eight_bit import moment_bytes
+from schemas.config.load import load_config
+from schemas.config.model import LoraConfig, ModelConfig
+from schemas.config.run import RunConfig
+from schemas.errors import ModelError
+from tests.support.command import Command, assert_rejected, make_command
+from tests.support.policies import load_policy
+from tests.support.tiny import make_tiny_data, make_tiny_judge, make_tiny_model, make_tiny_reward_model
+from tests.support.workplace import Workplace
+
+# The sizes of Qwen3 8B; its folder has no weights, which a plan doesn't need.
+LARGE = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40_960,
+    tie_word_embeddings=False,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Workplace(tmp_path_factory.mktemp("resources")).folder
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "large")
+    LARGE.save_pretrained(folder / "large")
+    return folder
+
+
+@pytest.fixture
+def sluice(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return a function that calls `sluice plan tiny.toml` in the folder."""
+    monkeypatch.chdir(folder)
+    return partial(make_command(monkeypatch, capsys), "plan", "tiny.toml")
+
+
+@pytest.fixture
+def plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Resources]:
+    """Plan the folder's config, with overrides."""
+    monkeypatch.chdir(folder)
+
+    def planned(*overrides: str, **options: Any) -> Resources:
+        config = load_config(Path("tiny.toml"), overrides)
+        return plan_resources(config, measure_step(config), shape="lognormal", fill=0.5, **options)
+
+    return planned
+
+
+def whole_bytes(path: str) -> int:
+    return 4 * sum(part.numel() for part in build_meta_model(ModelConfig(path=path)).parameters())
+
+
+def test_a_sharded_policy_on_two_nodes_in_numbers(plan: Callable[..., Resources]) -> None:
+    resources = plan("runtime.num_policy_ranks=2", "rollout.num_workers=3", cluster="2x4xH100")
+    whole = whole_bytes("model")
+    policy, rollout = resources.workers
+    assert (policy.role, policy.count, rollout.role, rollout.count) == ("policy", 2, "rollout", 3)
+    assert policy.parts["weights"] == policy.parts["gradients"] == whole // 2  # all shapes are even
+    assert policy.parts["optimizer"] == whole
+    assert policy.phases.load == whole // 2
+    assert policy.phases.rollout == 3 * whole // 2  # weights and two moments, halved
+    assert policy.phases.peak_phase == "update"
+    transfers = {transfer.name: transfer for transfer in resources.traffic}
+    # Ranks 0 and 1 and rollout workers 0 and 1 are on the first node, worker 2 on the second one.
+    published = transfers["weights published"]
+    assert (published.num_bytes, published.network_bytes) == (3 * whole, whole)
+    columns = transfers["columns read"]
+    assert 0 < columns.network_bytes < columns.num_bytes
+    # One micro-batch each: gathered in bfloat16 to score, to train and in the backward, reduced once in float32; half
+    # of it is one's own.
+    assert (transfers["collectives"].num_bytes, transfers["collectives"].network_bytes) == (5 * whole // 2, 0)
+    assert transfers["checkpoint"].num_bytes == 3 * whole
+
+
+def test_a_reward_model_is_a_worker_of_its_own(folder: Path, plan: Callable[..., Resources]) -> None:
+    make_tiny_reward_model(folder / "liked")
+    settings = ("reward.kind=model", "reward.path=liked", "reward.max_tokens=512", "reward.num_workers=2")
+    resources = plan(*settings, cluster="8xH100")
+    _, reward, rollout = resources.workers
+    assert (reward.role, reward.count, rollout.role) == ("reward", 2, "rollout")
+    weights = load_file(folder / "liked" / "model.safetensors").values()
+    assert reward.parts["weights"] == sum(2 * weight.numel() for weight in weights)  # in bfloat16
+    assert reward.phases.peak_phase == "rollout"
+    assert reward.phases.rollout == reward.parts["weights"] + reward.parts["forward"] > reward.phases.update > 0
+    colocated = plan(*settings, "runtime.placement=colocated", cluster="2xH100")
+    (shared,) = (worker for worker in colocated.workers if worker.role == "reward")
+    assert (shared.phases.scoring, shared.phases.update) == (0, 0)
+    assert colocated.shared is not None
+    assert colocated.shared.rollout > plan("runtime.placement=colocated", cluster="2xH100").shared.rollout
+
+
+def test_a_judge_is_planned_with_its_cache(folder: Path, plan: Callable[..., Resources]) -> None:
+    make_tiny_judge(folder / "judge")
+    weights = sum(weight.numel() for weight in load_file(folder / "judge" / "model.safetensors").values())
+    settings = ("reward.kind=judge_model", "reward.path=judge", "reward.prompt={response}", "reward.max_tokens=8")
+    settings += ("reward.max_question_tokens=92",)
+    _, embedded, _ = plan(*settings, cluster="8xH100").workers
+    token_bytes = 2 * 2 * 8 * 4  # keys and values of 2 heads of 8 numbers in float32
+    samples = 4
+    assert (embedded.role, embedded.parts) == (
+        "reward",
+        {"weights": 4 * weights, "forward": samples * 100 * token_bytes},
+    )
+    _, full, _ = plan(*settings, "reward.cache_bytes=5000", cluster="8xH100").workers
+    assert full.parts["forward"] == 5000
+    reserved = plan(*settings, "reward.engine=vllm", "reward.gpu_memory_utilization=0.5", cluster="8xH100").workers[1]
+    assert reserved.parts["weights"] == 2 * weights  # in bfloat16
+    assert reserved.phases.update == reserved.phases.rollout == sum(reserved.parts.values()) == 40 * 10**9
+
+
+def test_ranks_on_two_nodes_gather_over_the_network(plan: Callable[..., Resources]) -> None:
+    resources = plan("runtime.num_policy_ranks=2", cluster="3x1xH100")
+    collectives = next(transfer for transfer in resources.traffic if transfer.name == "collectives")
+    assert collectives.network_bytes == collectives.num_bytes
+    embeddings = 4 * 260 * 16
+    assert resources.host.parts["weights while loading"] == embeddings // 2  # one tensor at a time, a rank's rows
+
+
+def test_colocated_workers_share_a_gpu(plan: Callable[..., Resources]) -> None:
+    separate, colocated = (
+        plan(f"runtime.placement={sharing}", cluster=f"{gpus}xH100")
+        for gpus, sharing in ((2, "separate"), (1, "colocated"))
+    )
+    policy, rollout = separate.workers
+    assert separate.limits[0].used == max(policy.phases.peak, rollout.phases.peak)
+    shared = colocated.limits[0]
+    both = [worker.phases for worker in colocated.workers]
+    assert shared.used == (both[0] + both[1]).peak
+    assert shared.where.startswith("colocated")
+
+
+def test_large_models_weights_are_those_of_their_shapes(plan: Callable[..., Resources]) -> None:
+    resources = plan("model.path=large", "runtime.num_policy_ranks=8", cluster="9xH200")
+    policy = resources.workers[0]
+    assert whole_bytes("large") / 4 == pytest.approx(8.19e9, rel=0.001)  # as published: 8.2 B
+    assert policy.parts["weights"] == pytest.approx(whole_bytes("large") / 8, rel=0.001)
+    assert resources.excess == ""
+
+
+def test_what_does_not_fit_is_shown_and_its_advice_works(sluice: Command) -> None:
+    arguments = ("model.path=large", "runtime.num_policy_ranks=4", "--cluster", "8xH100")
+    result = sluice(*arguments, "rollout.max_response_tokens=2000", "rollout.samples_per_prompt=8", "--json")
+    assert_rejected(result, "GPU memory (policy, update): the run needs", "but 1x8xH100 has 74.5 GiB; it fits with ")
+    resources = json.loads(result.out)["resources"]
+    limit = resources["limits"][0]
+    assert limit["name"] == "GPU memory"
+    assert limit["used"] > limit["available"] == 80e9
+    advice = shlex.split(result.err.partition("it fits with ")[2])
+    followed = sluice(*arguments, "rollout.max_response_tokens=2000", "rollout.samples_per_prompt=8", *advice)
+    assert (followed.exit_code, followed.err) == (0, "")
+    assert "the run fits" in followed.out
+
+
+def test_without_a_fix_the_advice_is_other_hardware(sluice: Command) -> None:
+    result = sluice("model.path=large", "--cluster", "2xL4")
+    assert_rejected(result, "GPU memory (", "use GPUs with more memory, or more of them")
+
+
+def test_vllm_needs_memory_for_its_weights(sluice: Command) -> None:
+    vllm = ("rollout.kind=vllm", "rollout.dtype=bfloat16", "model.path=large", "--cluster", "16xH100")
+    result = sluice(*vllm, "rollout.gpu_memory_utilization=0.1", "runtime.num_policy_ranks=15")
+    assert_rejected(result, "gives vLLM 7.45 GiB of a GPU", "weights in bfloat16 take 15.3 GiB", "more than 0.20")
+    assert sluice(*vllm, "rollout.gpu_memory_utilization=0.3", "runtime.num_policy_ranks=15").exit_code == 0
+
+
+def test_the_gpus_of_an_engine_share_its_weights_and_cache(plan: Callable[..., Resources], sluice: Command) -> None:
+    vllm = ("rollout.kind=vllm", "model.path=large", "runtime.num_policy_ranks=4")
+    alone, four = (plan(*vllm, f"rollout.tensor_parallel={count}", cluster="8xH100") for count in (1, 4))
+    one, each = alone.workers[-1], four.workers[-1]
+    assert (one.gpus, each.gpus) == (1, 4)
+    assert each.parts["weights"] == one.parts["weights"] // 4 == whole_bytes("large") // 2 // 4
+    assert each.phases.rollout == one.phases.rollout == round(0.85 * 80e9)
+    assert alone.seconds is not None
+    assert four.seconds is not None
+    assert four.seconds.rollout < alone.seconds.rollout
+    arguments = (*vllm, "--cluster", "4x2xH100")
+    assert_rejected(
+        sluice(*arguments, "rollout.tensor_parallel=4"), "the nodes have 2, 2, 2, 2, enough for 0; what fits:"
+    )
+    assert_rejected(sluice(*arguments, "rollout.tensor_parallel=3"), "set it to 1, 2, 4, 8, 16 or 32")
+
+
+def test_a_cluster_that_is_no_cluster_is_rejected(sluice: Command) -> None:
+    assert_rejected(sluice("--cluster", "eight"), "'eight' is not of the form [NODESx]GPUSxKIND")
+    assert_rejected(sluice("--cluster", "0xH100"), "not of the form")
+    assert_rejected(sluice("--cluster", "8xV9000"), "V9000 is not a known GPU", "H100")
+    needed = sluice("kl.coef=0.01", "--cluster", "2xH100")
+    assert_rejected(needed, "needs 3 GPUs (1 policy, 1 reference, 1 rollout; separate)", "has 2")
+    assert_rejected(sluice("--cluster", "3xH100", "--calibrate"), "leave one of them out")
+    assert_rejected(sluice("--cluster", "3xH100", "--utilization", "0"), "above 0 and at most 1")
+
+
+@pytest.mark.parametrize("kind", GPU_KINDS)
+def test_kinds_are_read_in_any_case(kind: str) -> None:
+    cluster = parse_cluster(f"3x2x{kind.lower()}")
+    assert (cluster.name, cluster.num_gpus, cluster.gpu_bytes) == (f"3x2x{kind}", 6, GPU_KINDS[kind].memory_bytes)
+
+
+def test_time_is_that_of_the_stated_utilization(plan: Callable[..., Resources]) -> None:
+    half, whole = (plan(cluster="2xH100", utilization=part).seconds for part in (0.5, 1.0))
+    assert half is not None
+    assert whole is not None
+    assert half.compute == pytest.approx(2 * whole.compute)
+    assert half.total == pytest.approx(half.compute + half.transfers)
+    assert half.steps_per_hour == 3600 / half.total
+
+
+def test_responses_in_parts_take_fewer_decoding_steps(plan: Callable[..., Resources]) -> None:
+    sizes = ("model.path=large", "runtime.num_policy_ranks=4", "rollout.max_response_tokens=480")
+    options = ("rollout.kind=vllm", "correction.kind=truncated", "packing.token_budget=4096")
+    seconds = [
+        plan(*sizes, *options, f"runtime.max_staleness={parts}", cluster="8xH100").seconds for parts in (0, 1, 4)
+    ]
+    on_policy, one, four = (each.rollout if each else 0.0 for each in seconds)
+    assert on_policy == one  # but it is overlapped
+    assert one / 4 < four < one / 2  # each step has a quarter of the longest response, of four times the rows
+
+
+def test_the_limit_that_binds_first(plan: Callable[..., Resources]) -> None:
+    resources = plan(cluster="2xH100")
+    assert resources.binding.name == "compute"
+    network = next(limit for limit in resources.limits if limit.name == "network")
+    limits = {limit.name: limit for limit in resources.limits}
+    limits["network"] = network.replace(used=2 * network.available)
+    assert binding(tuple(limits.values())).name == "network"
+    limits["store"] = limits["store"].replace(used=2 * limits["store"].available)
+    limits["GPU memory"] = limits["GPU memory"].replace(used=3 * limits["GPU memory"].available)
+    assert binding(tuple(limits.values())).name == "GPU memory"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_gpus_that_are_not_here_are_refused(sluice: Command) -> None:
+    assert_rejected(
+        sluice("runtime.device=cuda"), "needs 2 GPUs", "has 0; ", 'runtime.device = "cpu"', "--cluster 8xH100"
+    )
+
+
+def test_here_the_time_is_unknown_unless_it_is_measured(sluice: Command) -> None:
+    code, out, err = sluice("runtime.device=cpu")
+    assert (code, err) == (0, "")
+    assert "time: not known for this machine; --calibrate measures it" in out
+    code, out, err = sluice("runtime.device=cpu", "--calibrate")
+    assert (code, err) == (0, "")
+    assert "measured on this machine's CPU" in out
+    assert "steps an hour: rollout" in out
+    assert "compute (" in out
+
+
+def test_weights_are_those_of_the_model(folder: Path) -> None:
+    model = load_model(ModelConfig(path=str(folder / "model")))
+    whole = 4 * sum(part.numel() for part in model.parameters())
+    alone, halves = WeightBytes.of(model, 1), WeightBytes.of(model, 2)
+    assert (alone.whole, alone.held, alone.trained, alone.optimizer, alone.gathered) == (*[whole] * 3, 2 * whole, 0)
+    assert (halves.held, halves.trained, halves.optimizer) == (whole // 2, whole // 2, whole)  # all shapes are even
+    assert WeightBytes.of(model, 1, eight_bit=True).optimizer == sum(
+        moment_bytes(w, len(w)) for w in model.parameters()
+    )
+    assert halves.root + 2 * halves.layer == whole == halves.gathered  # two layers
+
+
+def test_only_an_adapter_has_gradients(folder: Path, plan: Callable[..., Resources]) -> None:
+    pytest.importorskip("peft")
+    adapted = load_policy(ModelConfig(path=str(folder / "model"), lora=LoraConfig(rank=2)))
+    resources = plan("model.lora.rank=2", "kl.coef=0.01", cluster="2xH100")
+    policy, rollout = resources.workers  # the reference is the policy without its adapter
+    parameters = list(adapted.parameters())
+    assert policy.parts["weights"] == 4 * sum(part.numel() for part in parameters)
+    assert policy.parts["gradients"] == 4 * sum(part.numel() for part in parameters if part.requires_grad)
+    assert rollout.parts["weights"] == whole_bytes(str(folder / "model"))
+
+
+def test_engines_that_compute_with_adapters_hold_them_and_are_sent_only_those(
+    folder: Path, plan: Callable[..., Resources]
+) -> None:
+    pytest.importorskip("peft")
+    lora = ("model.lora.rank=4", "model.lora.publish=adapters")
+    adapted = load_policy(ModelConfig(path=str(folder / "model"), lora=LoraConfig(rank=4)))
+    adapters = 4 * sum(part.numel() for part in adapted.parameters() if part.requires_grad)
+    whole = whole_bytes(str(folder / "model"))
+    embedded, vllm = plan(*lora), plan(*lora, "rollout.kind=vllm")
+    assert embedded.workers[-1].parts["weights"] == whole + adapters
+    assert vllm.workers[-1].parts["weights"] == whole + 2 * adapters  # vLLM allocates for a rank of 8
+    for resources in (embedded, vllm):
+        [published] = [each for each in resources.traffic if each.name == "weights published"]
+        assert published.num_bytes == adapters
+    turns = ("runtime.placement=colocated", "rollout.num_workers=2", "kl.coef=0")
+    merged, kept = (plan(*turns, *settings, cluster="2xH100") for settings in (lora[:1], lora))
+    [published] = [each for each in kept.traffic if each.name == "weights published"]
+    assert published.num_bytes == 2 * adapters  # to two engines
+    in_host = [resources.host.parts["moved out of GPUs"] for resources in (merged, kept)]
+    optimizer = 2 * adapters
+    assert in_host[0] == optimizer + whole + adapters  # the policy, while the engines sample
+    assert in_host[1] == optimizer + 2 * (whole + adapters)  # the engines, while it computes
+
+
+def test_a_model_that_is_no_causal_one_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(ModelError, match="not a causal language model"):
+        build_meta_model(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_built_in_config_passes_its_own_plan(path: Path, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", vocab_size=100_000, max_position_embeddings=40_000)  # ids of four bytes
+    data = str(make_tiny_data(tmp_path / "train.parquet", 8))
+    overrides = [f"model.path={tmp_path / 'model'}", f"data.train_path={data}"]
+    config: RunConfig = load_config(path, overrides)
+    if config.data.eval_path:
+        config = config.replace(data=config.data.replace(eval_path=data))
+    check(config, runs_here=False)
+    footprint = measure_step(config, "uniform", 1.0)  # every response at its longest
+    footprint.check_capacity()
+    assert footprint.warnings == ()
+    resources = plan_resources(config, footprint, shape="uniform", fill=1.0, cluster="3xH100")
+    resources.check()

@@ -1,0 +1,90 @@
+"""Damaged, unfinished and foreign files are skipped or rejected, and named."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from infra.checkpoints.store import CheckpointStore
+from schemas.errors import CheckpointError
+from tests.support.checkpoint_processes import save_assets
+from tests.support.checkpoint_tensors import SHARD, newest_version, save
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(str(tmp_path / "policy"))
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "no manifest", "broken manifest"])
+@pytest.mark.parametrize("name", [SHARD, "hf/config.json"])
+def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_says_why(
+    store: CheckpointStore, damage: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, 1)
+    path = Path(save(store, 2, write_assets=save_assets))
+    file = path / ("manifest.json" if "manifest" in damage else name)
+    content = bytearray(file.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+    if damage in ("remove", "no manifest"):
+        file.unlink()
+    else:
+        file.write_bytes(content if damage == "flip" else content[:-1])
+    with caplog.at_level(logging.WARNING):
+        assert newest_version(store) == 1
+    reason = {"flip": "is damaged", "truncate": "bytes, expected", "remove": "is missing"}
+    assert f"{file} {reason.get(damage, 'is missing: the checkpoint' if damage[0] == 'n' else 'is not a')}" in _tidy(
+        caplog.text
+    )
+    with pytest.raises(CheckpointError, match=r"step-000002/"):
+        store.verify(2)
+
+
+def _tidy(text: str) -> str:
+    """Remove the sizes of files."""
+    return " ".join(word for word in text.split() if word not in ("has",) and not word.isdigit())
+
+
+def test_a_manifest_that_names_files_elsewhere_is_rejected(store: CheckpointStore) -> None:
+    manifest = Path(save(store, 1), "manifest.json")
+    content = json.loads(manifest.read_text())
+    for name in ("../../secret", "/etc/passwd", "hf/.hidden"):
+        manifest.write_text(json.dumps(content | {"files": {name: {"num_bytes": 1, "checksum": ""}}}))
+        with pytest.raises(CheckpointError, match="is not a manifest"):
+            store.read_manifest(1)
+
+
+def test_a_file_that_is_not_a_shard_is_named(store: CheckpointStore) -> None:
+    shard = Path(save(store, 1), SHARD)
+    for content in (b"\xff" * shard.stat().st_size, b"\x02" + bytes(7) + b"{}" + bytes(shard.stat().st_size - 10)):
+        shard.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{SHARD} is not a shard"):
+            store.tensor_names(1)
+
+
+def test_a_file_that_disappears_while_it_is_read_is_named(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = Path(save(store, 1), SHARD)
+    monkeypatch.setattr(CheckpointStore, "_check_sizes", lambda *_: shard.unlink(missing_ok=True))  # as `retain` may
+    with pytest.raises(CheckpointError, match=f"{SHARD} can't be read"):
+        store.verify(1)
+
+
+def test_config_and_tokenizer_files_are_checked(store: CheckpointStore) -> None:
+    save(store, 1)
+    with pytest.raises(CheckpointError, match="written without config and tokenizer files"), store.assets(1):
+        pass
+    Path(save(store, 2, write_assets=save_assets), "hf/config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"hf/config\.json is missing or damaged"), store.assets(2):
+        pass
+
+
+def test_a_folder_without_checkpoints(store: CheckpointStore) -> None:
+    assert store.newest() is None
+    assert store.complete_versions() == []
+    store.retain(1)
+    with pytest.raises(CheckpointError, match="never finished"):
+        store.read_manifest(1)

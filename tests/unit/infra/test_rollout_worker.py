@@ -1,0 +1,302 @@
+"""The rollout worker: what it generates, keeps and puts, as a function of step and groups alone."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from infra.models.load import load_model
+from infra.models.tiny import make_tokenizer
+from infra.stores.memory import MemoryStore
+from rl_core.columns.jagged import flat_values, row_lengths
+from schemas.catalog import CATALOG
+from schemas.config.model import ModelConfig
+from schemas.errors import (
+    ConfigError,
+    DataError,
+    LeaseError,
+    ModelError,
+    RewardFailureError,
+    RewardImportError,
+    UserError,
+    VersionError,
+)
+from schemas.rollout import RolloutHandle, check_failures
+from tests.support.rollout_workers import (
+    GROUPS,
+    NUM_PROMPTS,
+    NUM_SAMPLES,
+    assert_same_rows,
+    evaluate,
+    make_folder,
+    open_store,
+    put,
+    read,
+    rows_of,
+    run_of,
+    worker_of,
+)
+from tests.support.tiny import make_tiny_model, make_tiny_moe, tiny_row, write_rows
+from tests.support.weight_tensors import load_state
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(autouse=True)
+def _importable_rewards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_the_stored_columns_agree_with_the_report(folder: Path) -> None:
+    store = open_store()
+    experts = {"model": {"path": str(make_tiny_moe(folder / "moe"))}, "rollout": {"router_replay": True}}
+    worker = worker_of(run_of(folder, **experts), store=store)
+    shard = worker.generate(0, 0, 0, GROUPS)
+    rows = read(store, shard, put(worker, shard))
+    assert rows.num_rows == NUM_PROMPTS * NUM_SAMPLES
+    produced = {name for name, spec in CATALOG.items() if spec.producer == "rollout" and spec.axis != "turn"}
+    assert set(rows.schema.names) == produced - {"sampler_versions", "episode_end"} | {"reward_index"}
+    assert rows["prompt_ids"].type.value_type == pa.uint16()
+    assert row_lengths(rows["response_ids"]).tolist() == list(shard.response_lengths) == list(shard.loss_tokens)
+    assert flat_values(rows["loss_mask"]).all()
+    assert rows["reward"].to_pylist() == [np.float32(reward) for reward in shard.rewards]
+    assert [reason == "length" for reason in rows["finish_reason"].to_pylist()] == list(shard.truncated)
+    assert rows["group_id"].to_pylist() == list(shard.group_ids) == [g for g in range(5) for _ in range(3)]
+    assert rows["sample_id"].to_pylist()[:4] == ["0-0-0", "0-0-1", "0-0-2", "0-1-0"]
+    assert set(rows["policy_version"].to_pylist()) == {0}
+
+
+def test_the_columns_of_a_row_agree_with_one_another(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder), store=store)
+    shard = worker.generate(0, 0, 0, GROUPS)
+    tokenizer = make_tokenizer()
+    for row in read(store, shard, put(worker, shard)).to_pylist():
+        info = json.loads(row["info"])
+        assert info["data_source"] == "tiny"
+        assert row["prompt_text"] == f"{info['index']} + 1 ="
+        assert row["answer"] == str(info["index"] + 1)
+        assert row["prompt_text"] in tokenizer.decode(row["prompt_ids"])
+        assert row["response_text"] == tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+        assert row["reward"] == pytest.approx(len(row["response_text"]) / 10)
+        assert row["reward_index"] == info["index"]
+        assert (row["response_ids"][-1] == tokenizer.eos_token_id) == (row["finish_reason"] == "stop")
+
+
+def test_the_driver_gets_scalars_and_a_few_texts(folder: Path) -> None:
+    shard = worker_of(run_of(folder)).generate(0, 0, 0, GROUPS)
+    assert len({sample.prompt for sample in shard.samples}) == 4  # each of a different prompt
+    assert len(shard.samples) == 4
+    assert shard.samples[0].reward == shard.rewards[0]
+    metrics = RolloutHandle(step=0, policy_version=0, shards=(shard,)).metrics
+    assert metrics["reward_index"].weight == NUM_PROMPTS * NUM_SAMPLES
+    assert {"rollout/generate_seconds", "rollout/reward_seconds"} < set(metrics)
+    assert shard.failure is None
+    assert len(shard.model_dump_json()) < 4000
+
+
+def test_another_worker_puts_the_same_rows(folder: Path) -> None:
+    store = open_store()
+    first = worker_of(run_of(folder), store=store)
+    shard = first.generate(1, 0, 2, GROUPS)
+    assert first.has_shard(1, 0, 2)
+    assert not first.has_shard(1, 1, 2)  # another version would have given other samples
+    assert not first.has_shard(1, 0, 0)
+    chunk = put(first, shard, 1).chunk
+    for worker in (worker_of(run_of(folder), 1, store), first):
+        assert worker.put(1, 0, 2, shard.kept, tuple(shard.parts)) is None  # never generated it, or dropped it
+        again = worker.generate(1, 0, 2, GROUPS)
+        assert again.replace(seconds=shard.seconds, telemetry=shard.telemetry, worker=0) == shard
+        assert put(worker, again, 1).chunk == chunk  # other content under the same key is rejected
+    assert store.usage().num_chunks == 1
+
+
+def test_some_groups_alone_have_the_rows_that_they_have_among_all(folder: Path) -> None:
+    run = run_of(folder)
+    whole_store, store = open_store(), open_store()
+    whole = worker_of(run, store=whole_store)
+    expected = rows_of(whole_store, whole, whole.generate(2, 0, 0, range(9)), 2)
+    worker = worker_of(run, store=store)
+    shard = worker.generate(2, 0, 0, (3, 6, 8))
+    assert shard.groups == shard.kept == (3, 6, 8)
+    chosen = {sample_id: row for sample_id, row in expected.items() if row["group_id"] in (3, 6, 8)}
+    assert len(chosen) == 3 * NUM_SAMPLES
+    assert_same_rows(rows_of(store, worker, shard, 2), chosen)
+
+
+def test_only_kept_groups_are_put(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder), store=store)
+    whole, more = worker.generate(1, 0, 0, GROUPS), worker.generate(1, 0, 1, (5, 6))
+    shard = whole.keep({1, 4, 6})
+    assert (shard.groups, shard.kept) == (tuple(GROUPS), (1, 4))
+    rows = rows_of(store, worker, shard, 1)
+    assert [row["group_id"] for row in rows.values()] == list(shard.group_ids) == [1, 1, 1, 4, 4, 4]
+    assert [row["reward"] for row in rows.values()] == pytest.approx(shard.rewards)
+    assert [row["reward_index"] for row in rows.values()] == list(shard.parts["index"])
+    assert shard.rewards == tuple(r for g, r in zip(whole.group_ids, whole.rewards, strict=True) if g in (1, 4))
+    assert len(rows_of(store, worker, more.keep({6}), 1)) == NUM_SAMPLES
+    assert store.usage().num_chunks == 2
+
+
+def test_a_restarted_step_keeps_nothing_twice(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder), store=store)
+    for shard, groups in enumerate((GROUPS, (5, 6), GROUPS, (5, 6))):
+        last = worker.generate(0, 0, shard % 2, groups)
+    assert len(rows_of(store, worker, last)) == 2 * NUM_SAMPLES
+
+
+def test_a_worker_drops_the_pending_shards_of_earlier_steps(folder: Path) -> None:
+    worker = worker_of(run_of(folder))
+    worker.generate(0, 0, 0, GROUPS)
+    worker.generate(1, 0, 0, GROUPS)
+    assert not worker.has_shard(0, 0, 0)
+    assert worker.has_shard(1, 0, 0)
+
+
+def test_all_workers_chunks_have_the_same_reward_parts(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder), store=store)
+    shard = worker.generate(0, 0, 0, GROUPS)
+    assert tuple(shard.parts) == ("index",)
+    result = put(worker, shard, parts=("index", "style"))  # as another worker's samples have a second part
+    rows = read(store, shard, result)
+    assert result.traffic.num_puts == 1
+    assert result.traffic.put_bytes == result.chunk.num_bytes
+    assert rows["reward_style"].null_count == rows.num_rows
+    assert rows["reward_index"].null_count == 0
+
+
+def test_steps_and_seeds_differ(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder), store=store)
+    texts = [tuple(s.response for s in worker.generate(step, 0, 0, GROUPS).samples) for step in (0, 1, 0)]
+    assert texts[0] == texts[2]
+    assert texts[0] != texts[1]
+    other = worker_of(run_of(folder, seed=1)).generate(0, 0, 0, GROUPS)
+    assert tuple(sample.response for sample in other.samples) != texts[0]
+
+
+def test_the_number_of_workers_does_not_change_the_samples(folder: Path) -> None:
+    store = open_store()
+    whole = worker_of(run_of(folder), store=store)
+    expected = rows_of(store, whole, whole.generate(2, 0, 0, GROUPS), 2)
+    store = open_store()
+    found = {}
+    for shard in range(2):
+        worker = worker_of(run_of(folder, rollout={"num_workers": 2}), shard, store)
+        report = worker.generate(2, 0, shard, GROUPS[shard::2])
+        assert set(report.group_ids) == set(range(shard, NUM_PROMPTS, 2))
+        found |= rows_of(store, worker, report, 2)
+    assert_same_rows(found, expected)
+
+
+def test_only_the_held_version_is_served(folder: Path, tmp_path: Path) -> None:
+    worker = worker_of(run_of(folder))
+    before = worker.generate(0, 0, 0, GROUPS)
+    other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1))))
+    for call in (lambda: worker.generate(0, 1, 0, GROUPS), lambda: worker.evaluate(1, range(1))):
+        with pytest.raises(VersionError, match="holds policy version 0, not the expected 1"):
+            call()
+    load_state(worker.engine, dict(other.named_parameters()), 1)
+    assert worker.version() == 1
+    assert worker.has_shard(0, 0, 0)  # the samples of version 0 stay until they are put
+    assert worker.generate(0, 1, 0, GROUPS).samples != before.samples
+    assert worker.has_shard(0, 1, 0)
+
+
+def test_failed_rewards_are_null_and_counted(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder, reward="fails_for_some"), store=store)
+    shard = worker.generate(0, 0, 0, GROUPS)
+    rows = read(store, shard, put(worker, shard))
+    failed = [int(answer) % 2 == 1 for answer in rows["answer"].to_pylist()]
+    assert 0 < sum(failed) < len(failed)
+    assert [reward is None for reward in shard.rewards] == failed
+    assert rows["reward"].to_pylist() == [None if bad else 1.0 for bad in failed]
+    assert shard.failure is not None
+    assert shard.failure.startswith("RuntimeError: no reward for ")
+
+
+def test_a_reward_that_never_returns_costs_only_its_rows(folder: Path) -> None:
+    store = open_store()
+    run = run_of(
+        folder,
+        reward="hangs_for_one",
+        limits={"num_processes": NUM_SAMPLES, "timeout_seconds": 3.0},
+        data={"shuffle": False},  # answers 1 to 5
+    )
+    worker = worker_of(run, store=store)
+    shard = worker.generate(0, 0, 0, GROUPS)
+    rows = read(store, shard, put(worker, shard)).to_pylist()
+    hung = [row["answer"] == "1" for row in rows]
+    assert sum(hung) == NUM_SAMPLES
+    assert [reward is None for reward in shard.rewards] == hung
+    assert [row["reward"] for row in rows] == [None if bad else 1.0 for bad in hung]
+    assert [row["reward_length"] for row in rows] == [
+        None if bad else len(row["response_text"]) for bad, row in zip(hung, rows, strict=True)
+    ]
+    assert shard.failure == "TimeoutError: no answer within 3 s"
+
+
+@pytest.mark.parametrize("max_failure_fraction", [0.5, 1.0])
+def test_too_many_failed_rewards_stop_the_step(folder: Path, max_failure_fraction: float) -> None:
+    reward = {
+        "kind": "function",
+        "path": "rollout_rewards:fails",
+        "max_failure_fraction": max_failure_fraction,
+    }
+    run = run_of(folder)
+    run = run.replace(config=run.config.replace(reward=reward))
+    shard = worker_of(run).generate(0, 0, 0, GROUPS)
+    with pytest.raises(RewardFailureError, match=r"15 of 15 rewards of step 0 failed.*no reward at all"):
+        check_failures(shard.rewards, shard.failure, max_failure_fraction, "step 0")
+    with pytest.raises(RewardFailureError, match=r"4 of 4 rewards of the evaluation failed.*no reward at all"):
+        evaluate(run)
+
+
+def test_steps_take_their_prompts_from_all_sources(folder: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "more.jsonl", [tiny_row(40 + index) for index in range(3)])
+    sources = [{"path": str(folder / "train.parquet")}, {"path": str(tmp_path / "more.jsonl"), "weight": 1.5}]
+    store = open_store()
+    worker = worker_of(run_of(folder, data={"train_path": None, "sources": sources}), store=store)
+    answers = {int(row["answer"]) for row in rows_of(store, worker, worker.generate(0, 0, 0, GROUPS)).values()}
+    assert len(answers) == NUM_PROMPTS
+    assert sum(answer > 40 for answer in answers) == 3  # 3 of 5, by weight
+
+
+def test_a_put_needs_the_lease_and_keeps_the_rows_if_rejected(folder: Path) -> None:
+    store = MemoryStore("run", 2**20)
+    worker = worker_of(run_of(folder), store=store)
+    shard = worker.generate(0, 0, 0, GROUPS)
+    with pytest.raises(LeaseError):
+        put(worker, shard)
+    store.open_lease(0)
+    assert read(store, shard, put(worker, shard)).num_rows == len(shard.rewards)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"model": {"path": "/no/such/model"}}, ModelError, "no such folder"),
+        ({"data": {"train_path": "/no/such/data.parquet"}}, DataError, "no such file"),
+        ({"reward": "none"}, RewardImportError, "no such function"),
+        ({"rollout": {"max_response_tokens": 505}}, ConfigError, "more than the 512 positions"),
+        (
+            {"eval": {"max_response_tokens": 505}},
+            ConfigError,
+            r"eval\.max_response_tokens is 505, together more than the 512 positions",
+        ),
+    ],
+)
+def test_a_users_mistake_is_reported_at_the_start(
+    folder: Path, changes: dict, error: type[UserError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        worker_of(run_of(folder, **changes))

@@ -1,0 +1,217 @@
+"""The run directory: finding runs, config changes, metrics, and the driver's lock."""
+
+import json
+import multiprocessing
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.storage.config_changes import resumed_config
+from infra.storage.driver_lock import driver_lock
+from infra.storage.lines import LocalLines
+from infra.storage.metrics_file import MetricsFile
+from infra.storage.run_list import list_runs, run_status
+from infra.storage.runs import RunDirectory
+from schemas.config.correction import TruncatedCorrection
+from schemas.config.monitor import TensorBoardMonitor
+from schemas.config.store import SharedStore
+from schemas.errors import RunError
+from schemas.step import EvalReport, RunEvent, RunSummary, StepReport
+from tests.support.configs import run_config
+
+
+def step(number: int) -> StepReport:
+    return StepReport(
+        step=number, policy_version=number + 1, metrics={"reward": 0.5}, seconds=1.0, seconds_by_phase={"rollout": 1.0}
+    )
+
+
+def evaluation(version: int) -> EvalReport:
+    return EvalReport(policy_version=version, num_prompts=2, accuracy=0.5, reward=0.5, num_failed=0, seconds=1.0)
+
+
+def test_a_run_is_found_by_id_and_by_directory(tmp_path: Path) -> None:
+    created = RunDirectory.create(run_config(tmp_path), "run-1")
+    assert RunDirectory.open("run-1", str(tmp_path / "runs")).path == created.path
+    assert RunDirectory.open(str(created.path)).config() == run_config(tmp_path)
+    assert RunDirectory.open(f"file://{created.path}").path == created.path
+
+
+def test_what_a_command_takes_to_find_a_run_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    created = RunDirectory.create(run_config(tmp_path), "run-1")
+    assert RunDirectory.open(created.argument).path == created.path
+    monkeypatch.chdir(tmp_path)
+    assert created.argument == "run-1"
+    assert RunDirectory.open(created.argument).path == created.path
+
+
+def test_a_run_is_created_once_and_the_error_for_an_unknown_run_lists_existing_ones(tmp_path: Path) -> None:
+    RunDirectory.create(run_config(tmp_path), "run-1")
+    with pytest.raises(RunError, match=rf"sluice resume {tmp_path}/runs/run-1$"):
+        RunDirectory.create(run_config(tmp_path), "run-1")
+    with pytest.raises(RunError, match=r"no run 'run-2'.*run-1"):
+        RunDirectory.open("run-2", str(tmp_path / "runs"))
+
+
+@pytest.mark.parametrize("run_id", ["../elsewhere", "a/b", "", ".hidden"])
+def test_a_run_id_is_the_name_of_a_folder(tmp_path: Path, run_id: str) -> None:
+    with pytest.raises(RunError, match=r"the run id .* is not a safe name"):
+        RunDirectory.open_or_create(run_config(tmp_path), run_id)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_opened_if_it_exists_and_else_created(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    created = RunDirectory.open_or_create(config, "run-1")
+    assert created.exists
+    assert RunDirectory.open_or_create(config.replace(steps=9), "run-1").config() == config
+    with pytest.raises(RunError, match="run 'run-1' exists"):
+        RunDirectory.require_absent(config, "run-1")
+
+
+def test_a_resumed_run_can_not_change_what_it_trains(tmp_path: Path) -> None:
+    begun = run_config(tmp_path)
+    run = RunDirectory.create(begun, "run-1")
+    moved = begun.replace(steps=5, runtime=begun.runtime.replace(num_threads=2, weight_transport="shared_memory"))
+    assert resumed_config(run, moved) == moved
+    correction, stale = TruncatedCorrection(), begun.runtime.replace(max_staleness=1)
+    with pytest.raises(
+        RunError, match=r"different correction\.cap, .*runtime\.max_staleness: that would be another run"
+    ):
+        resumed_config(run, begun.replace(correction=correction, runtime=stale))
+
+
+def test_a_config_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    directory = RunDirectory.create(config, "run-1")
+    for tensorboard, monitors in ((False, ()), (True, (TensorBoardMonitor(),))):
+        tree = config.model_dump(mode="json")
+        tree["runtime"]["tensorboard"] = tensorboard
+        (directory.path / "config.json").write_text(json.dumps(tree))
+        assert directory.config() == config.replace(monitors=monitors)
+        assert resumed_config(directory, config) == config
+    tree |= {"store": {"kind": "ray"}}
+    tree["runtime"]["weight_transport"] = "object_store"
+    (directory.path / "config.json").write_text(json.dumps(tree))
+    assert directory.config().store == SharedStore()
+    assert directory.config().runtime.weight_transport == "shared_memory"
+
+
+def test_a_line_cut_short_by_a_kill_was_never_committed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(LocalLines(path))
+    metrics.append_step(step(0))
+    metrics.append_step(step(1))
+    whole = path.read_bytes()
+    for cut in range(1, 60):
+        path.write_bytes(whole[:-cut])
+        assert metrics.steps() == [step(0)]
+
+
+@given(
+    lines=st.lists(st.text(st.sampled_from("aé"), max_size=9)),
+    cut=st.text(max_size=3).filter(str.isalpha),
+    block=st.integers(1, 9),
+)
+def test_lines_backwards(lines: list[str], cut: str, block: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, mock.patch("infra.storage.lines._BLOCK_BYTES", block):
+        file = LocalLines(Path(folder) / "lines")
+        assert list(file.read_backwards()) == []
+        file.append("".join(f"{line}\n" for line in lines) + cut)
+        assert list(file.read_backwards()) == [f"{line}\n" for line in reversed(lines)]
+
+
+@pytest.mark.parametrize("place", ["", "memory://runs-backwards/"])
+def test_the_last_steps(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.storage.lines.SEGMENT_BYTES", 700)  # a few reports to an object
+    metrics = RunDirectory(place + "run" if place else tmp_path).metrics
+    assert metrics.last_steps(0) == []
+    for number in range(12):
+        metrics.append_step(step(number))
+        metrics.append_eval(evaluation(number + 1))
+    assert metrics.last_steps(12) == []
+    assert metrics.last_steps(9) == [step(9), step(10), step(11)]
+    assert metrics.last_steps(0) == metrics.steps()
+
+
+def test_appending_after_a_cut_line_keeps_both_lines_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(LocalLines(path))
+    metrics.append_step(step(0))
+    metrics.append_step(step(1))
+    path.write_bytes(path.read_bytes()[:-20])
+    metrics.truncate(1)
+    metrics.append_step(step(1))
+    assert metrics.steps() == [step(0), step(1)]
+
+
+def test_truncating_drops_the_reports_of_steps_that_will_be_run_again(tmp_path: Path) -> None:
+    metrics = MetricsFile(LocalLines(tmp_path / "metrics.jsonl"))
+    metrics.append_eval(evaluation(0))
+    for number in range(3):
+        metrics.append_step(step(number))
+        metrics.append_eval(evaluation(number + 1))
+    restart = RunEvent(kind="restart", step=2, time=1.0, reason="a worker died")
+    metrics.append_event(restart)
+    metrics.truncate(2)
+    assert metrics.steps() == [step(0), step(1)]
+    assert [report.policy_version for report in metrics.evals()] == [0, 1, 2]
+    assert metrics.events() == [restart]  # it happened, whatever is run again
+
+
+def _hold(path: Path, held: "multiprocessing.synchronize.Event") -> None:  # type: ignore[name-defined]
+    with driver_lock(RunDirectory(path)):
+        held.set()
+        multiprocessing.Event().wait()
+
+
+def test_one_driver_at_a_time_and_a_killed_one_releases_the_lock(tmp_path: Path) -> None:
+    directory = RunDirectory.create(run_config(tmp_path), "run-1")
+    spawn = multiprocessing.get_context("spawn")
+    held = spawn.Event()
+    holder = spawn.Process(target=_hold, args=(directory.path, held))
+    holder.start()
+    held.wait()
+    with (
+        pytest.raises(RunError, match=r"driven by process \d+ on .*; stop it first: sluice stop"),
+        driver_lock(directory),
+    ):
+        pass
+    assert run_status(directory).state == "running"
+    holder.kill()
+    holder.join()
+    assert run_status(directory).state == "stopped"
+    with driver_lock(directory):
+        pass
+
+
+def test_the_list_of_runs_says_how_far_each_has_come(tmp_path: Path) -> None:
+    config = run_config(tmp_path, steps=2)
+    done, begun, foreign = (RunDirectory.create(config, name) for name in ("done", "begun", "foreign"))
+    begun.metrics.append_event(RunEvent(kind="start", step=0, time=7.0))
+    for number in range(2):
+        done.metrics.append_step(step(number))
+    done.metrics.append_eval(evaluation(2))
+    figures = {"reward_first": 0.5, "reward_last": 0.5, "accuracy_before": None, "accuracy_after": 0.5, "seconds": 2.0}
+    done.write_summary(
+        RunSummary(
+            **{"run_id": "done", "steps": 2, "tokens_per_second": 1.0, "seconds_by_phase": {}, **figures},
+            store_bytes_at_end=0,
+            prefect_ui="",
+        )
+    )
+    (foreign.path / "config.json").write_text('{"steps": 2, "of another version": true}')
+    runs = {run.run_id: run for run in list_runs(str(tmp_path / "runs"))}
+    assert {name: run.state for name, run in runs.items()} == {
+        "done": "finished",
+        "begun": "stopped",
+        "foreign": "unreadable",
+    }
+    assert (runs["done"].step, runs["done"].steps, runs["done"].reward, runs["done"].accuracy) == (2, 2, 0.5, 0.5)
+    assert (runs["begun"].step, runs["begun"].reward, runs["begun"].started_at) == (0, None, 7.0)
+    done.write_config(config.replace(steps=3))
+    assert run_status(done).state == "stopped"  # it was extended

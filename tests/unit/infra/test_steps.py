@@ -1,0 +1,114 @@
+"""A step that is opened again: what its committed stages have put is kept, the rest is deleted."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from infra.storage.ledger import stage_key
+from infra.storage.step_folders import step_folder
+from infra.stores.file_layout import lease_path
+from infra.stores.fsspec import FsspecColumnStore
+from infra.stores.open import open_store
+from infra.stores.steps import open_step, sweep_steps
+from schemas.batch import BatchHandle, ChunkKey
+from schemas.step import PolicyHandle, RunHandle
+from tests.support.small_run import make_small_run, put_advantages, put_behavior, put_rollout
+
+STEP = 4
+STAGES = {"rollout": "", "put": "rollout", "logprob": "behavior", "advantage": "advantage"}  # and their chunks
+POLICY = PolicyHandle(run_id="demo", version=STEP, incarnation="w")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunHandle:
+    """A run with all columns of a step that was not finished; its stages are in the ledger."""
+    directory = make_small_run(tmp_path, kind="fsspec")
+    run = RunHandle(run_id="demo", directory=str(directory.path), config=directory.config(), store_incarnation="s")
+    for stage in STAGES:
+        entry = directory.path / "ledger" / stage_key(run, POLICY, stage)
+        entry.parent.mkdir(exist_ok=True)
+        entry.write_text("{}")
+    store = columns(run)
+    store.open_lease(STEP)
+    store.save_batch(put_advantages(store, put_behavior(store, put_rollout(store, STEP))))
+    return run
+
+
+def columns(run: RunHandle) -> FsspecColumnStore:
+    store = open_store(run)
+    assert isinstance(store, FsspecColumnStore)
+    return store
+
+
+def kept(run: RunHandle) -> tuple[set[str], BatchHandle | None]:
+    """Return the stages of the chunks that are left after the step is opened, and its handle."""
+    open_step(run, POLICY)
+    store = columns(run)
+    return {ChunkKey.parse(ref.key).stage for ref in store.chunks(STEP)}, store.load_batch(STEP)
+
+
+def changed(run: RunHandle, **runtime: object) -> RunHandle:
+    return run.replace(config=run.config.replace(runtime=run.config.runtime.replace(**runtime)))
+
+
+def test_a_change_of_limits_keeps_all_columns(run: RunHandle) -> None:
+    before = columns(run).load_batch(STEP)
+    assert kept(changed(run, worker_timeout_seconds=7)) == ({"rollout", "behavior", "advantage"}, before)
+
+
+def test_other_ranks_keep_the_rows_and_score_them_again(run: RunHandle) -> None:
+    other = changed(run, num_policy_ranks=2)
+    stages, batch = kept(other)
+    assert stages == {"rollout"}
+    assert batch is not None
+    assert "prompt_ids" in batch.columns
+    assert not {"behavior_logprobs", "advantages"} & set(batch.columns)
+    store = columns(other)
+    chunk = put_behavior(store, put_rollout(store, STEP)).chunks[-1]  # the same key is free again
+    assert ChunkKey.parse(chunk.key).stage == "behavior"
+
+
+@pytest.mark.parametrize("committed", [("rollout",), ("rollout", "put"), ("rollout", "put", "logprob")])
+def test_what_a_killed_stage_has_put_is_deleted(run: RunHandle, committed: tuple[str, ...]) -> None:
+    ledger = Path(run.directory, "ledger")
+    for stage in STAGES.keys() - committed:
+        (ledger / stage_key(run, POLICY, stage)).unlink()
+    stages, batch = kept(run)
+    assert stages == {STAGES[stage] for stage in committed[1:]}
+    assert (batch is None) == (committed == ("rollout",))
+    assert (ledger / stage_key(run, POLICY, "rollout")).exists()
+
+
+def test_a_step_whose_columns_are_lost_is_run_again_from_its_start(
+    run: RunHandle, caplog: pytest.LogCaptureFixture
+) -> None:
+    columns(run).clear(STEP)
+    with caplog.at_level(logging.WARNING):
+        assert kept(run) == (set(), None)
+    assert "step 4 is run again from its start: its columns are no longer in the store" in caplog.text
+    assert not list(Path(run.directory, "ledger").glob("step-000004/*"))
+
+
+@pytest.mark.parametrize(("keep_steps", "left"), [(1, [3, 4]), ("all", [2, 3, 4])])
+def test_a_sweep_keeps_the_last_steps_or_all(run: RunHandle, keep_steps: int | str, left: list[int]) -> None:
+    kept_run = run.replace(config=run.config.replace(store=run.config.store.replace(keep_steps=keep_steps)))
+    sweep_steps(kept_run, STEP)
+    assert columns(run).steps() == left
+    assert columns(run).usage().open_leases == (STEP,)
+    sweep_steps(kept_run, STEP + 1)
+    assert columns(run).steps() == ([4] if keep_steps == 1 else left)
+    assert columns(run).usage().open_leases == ()  # its lease was ended, its ledger entries are gone
+    assert not (Path(run.directory) / "ledger" / stage_key(run, POLICY, "put")).exists()
+
+
+def test_the_files_of_kept_steps_are_not_looked_at_by_a_put(run: RunHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = columns(run)
+    seen: list[str] = []
+    for name in ("read", "sizes"):
+        own = getattr(store._folder, name)
+        monkeypatch.setattr(store._folder, name, lambda path="", own=own: seen.append(path) or own(path))
+    store.open_lease(STEP)
+    put_rollout(store, STEP)
+    assert lease_path(STEP) in seen
+    assert {path.split("/")[0] for path in seen} == {"leases", step_folder(STEP)}

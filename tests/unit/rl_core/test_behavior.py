@@ -1,0 +1,66 @@
+"""Behavior log-probs that the update takes from its own forward, and those of a pass before it."""
+
+import pyarrow as pa
+import pytest
+import torch
+
+from rl_core.columns.jagged import jagged, row_lengths
+from rl_core.planning import plan_forward, plan_step
+from rl_core.training import RankRows, ScoringModule, Trainer, score_rows, training_columns
+from schemas.config.correction import TruncatedCorrection
+from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, LossConfig
+from schemas.config.optim import OptimConfig
+from schemas.config.run import RunConfig
+from schemas.metrics import values
+from tests.support.configs import run_config
+from tests.support.measured_memory import packed_rows
+from tests.support.packed import tiny_qwen3
+
+PROMPTS, RESPONSES = [3, 5, 2, 4], [6, 1, 7, 4]
+
+
+@pytest.mark.parametrize("loss", [ClippedLoss(dual_clip=3.0), GspoLoss(), CispoLoss()], ids=lambda loss: loss.kind)
+def test_the_update_is_the_same_without_a_pass_before_it(loss: LossConfig) -> None:
+    own, own_metrics = _gradient(loss, token_budget=64)
+    again, metrics = _gradient(loss.replace(behavior="recompute"), token_budget=64)
+    for name, gradient in own.items():
+        torch.testing.assert_close(gradient, again[name], rtol=1e-5, atol=1e-7)
+    assert own_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+    assert own_metrics["ratio"] == own_metrics["ratio_max"] == 1
+    packed, _ = _gradient(loss, token_budget=12)  # a row of each micro-batch, or two
+    for name, gradient in own.items():
+        torch.testing.assert_close(gradient, packed[name], rtol=1e-5, atol=1e-6)
+
+
+def test_which_runs_need_a_pass() -> None:
+    assert not run_config().scores_behavior
+    assert "behavior_logprobs" not in training_columns(run_config())
+    for sections in ({"loss": {"behavior": "recompute"}}, {"optim": {"updates_per_step": 2}}, _KL_IN_REWARD):
+        assert run_config(**sections).scores_behavior
+        assert "behavior_logprobs" in training_columns(run_config(**sections))
+
+
+_KL_IN_REWARD = {"kl": {"coef": 0.1, "in_reward": True}}
+
+
+def _gradient(loss: LossConfig, token_budget: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Return the gradient of an update and its metrics."""
+    config: RunConfig = run_config(
+        loss=loss, correction=TruncatedCorrection(), optim=OptimConfig(max_grad_norm=1e9), model={"path": "unused"}
+    )
+    module = ScoringModule(tiny_qwen3(num_hidden_layers=2, vocab_size=256), config.packing, 1.0)
+    rows = packed_rows(PROMPTS, RESPONSES)
+    sizes = {"num_ranks": 1, "token_budget": token_budget}
+    scores = score_rows(module, rows, plan_forward(PROMPTS, RESPONSES, **sizes).ranks[0])
+    columns = {name: rows.columns[name] for name in rows.columns.schema.names}
+    lengths = row_lengths(columns["response_ids"])
+    columns["behavior_logprobs"] = jagged(scores, lengths)
+    columns["sampler_logprobs"] = jagged(scores + 0.1, lengths)
+    trainer, found = Trainer(module, config), dict[str, torch.Tensor]()
+
+    def keep(*_: object) -> None:
+        found.update({name: weight.grad.clone() for name, weight in trainer.named_parameters().items()})
+
+    trainer.optimizer.register_step_pre_hook(keep)
+    update = plan_step(PROMPTS, RESPONSES, RESPONSES, num_updates=1, seed=0, **sizes).updates[0]
+    return found, values(trainer.update(RankRows(rows.rows, pa.record_batch(columns)), update))

@@ -1,0 +1,121 @@
+"""Policy losses and their aggregation, computed by hand."""
+
+import math
+
+import pytest
+import torch
+
+from schemas.config.loss import Aggregation, CispoLoss, GspoLoss
+from schemas.metrics import Max, Mean
+from tests.unit.rl_core.loss_inputs import (
+    assert_mean,
+    gradient_of,
+    loss_of,
+    row_inputs,
+)
+
+
+def test_clipping_by_hand() -> None:
+    # A = 1: r 2.0 is clipped to 1.2, r 0.5 is not. A = -1: r 2.0 is not clipped, r 0.5 is clipped to 0.8.
+    inputs = row_inputs([2.0, 0.5, 2.0, 0.5], [1.0, -1.0], [2, 2])
+    loss, metrics = loss_of(inputs, 4, 2)
+    assert loss.item() == pytest.approx((-1.2 - 0.5 + 2.0 + 0.8) / 4)
+    # d(-A r)/dlogp = -A r where the plain branch wins, else 0; divided by the 4 tokens.
+    assert gradient_of(inputs, loss) == pytest.approx([0.0, -0.125, 0.5, 0.0])
+    assert metrics["ratio"] == Mean(total=5.0, weight=4)
+    assert isinstance(metrics["ratio_max"], Max)
+    assert metrics["ratio_max"].value == pytest.approx(2.0)
+    assert metrics["clip_fraction"] == Mean(total=2.0, weight=4)
+    assert metrics["clip_fraction/low"] == metrics["clip_fraction/high"] == Mean(total=1.0, weight=4)
+    # k3 of r is r - 1 - log r; the logs of 2 and 1/2 cancel.
+    assert metrics["approx_kl"].value == pytest.approx(1.0 / 4)
+    assert metrics["loss"].value == pytest.approx(loss.item())
+
+
+def test_clip_range_has_two_sides() -> None:
+    inputs = row_inputs([2.0, 0.5], [1.0, -1.0], [1, 1])
+    loss, _ = loss_of(inputs, 2, 2, clip_low=0.1, clip_high=0.4)
+    assert loss.item() == pytest.approx((-1.4 + 0.9) / 2)
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
+    # A = -1: r 5 would cost 5, but 3 is the most; r 2 costs 2. A = 1 is clipped at 1.2 as ever.
+    inputs = row_inputs([5.0, 2.0, 5.0], [-1.0, 1.0], [2, 1])
+    loss, metrics = loss_of(inputs, 3, 2, dual_clip=3.0)
+    assert loss.item() == pytest.approx((3.0 + 2.0 - 1.2) / 3)
+    assert gradient_of(inputs, loss) == pytest.approx([0.0, 2 / 3, 0.0])
+    assert metrics["clip_fraction/dual"] == Mean(total=1.0, weight=3)
+    assert metrics["clip_fraction"] == Mean(total=1.0, weight=3)
+    assert "clip_fraction/dual" not in loss_of(inputs, 3, 2)[1]
+
+
+def test_gspo_clips_whole_sequences() -> None:
+    # Sequence ratios are geometric means over trained tokens: sqrt(2 * 0.5) = 1; of 4, 9 and an untrained 100, 6.
+    ratios, mask = [2.0, 0.5, 4.0, 9.0, 100.0], [True] * 4 + [False]
+    inputs = row_inputs(ratios, [1.0, -1.0], [2, 3], mask)
+    loss, metrics = loss_of(inputs, 4, 2, GspoLoss(clip_low=0.2, clip_high=0.2))
+    assert loss.item() == pytest.approx((-1.0 + 6.0) / 2)
+    # d s/d logp_t = s / |y|: all tokens of a sequence alike, whatever their own ratios; over 2 sequences.
+    assert gradient_of(inputs, loss) == pytest.approx([-1 / 4, -1 / 4, 6 / 4, 6 / 4, 0.0])
+    assert_mean(metrics["ratio"], 14.0, 4)
+    assert metrics["clip_fraction"] == Mean(total=0.0, weight=4)
+
+
+def test_gspo_gives_clipped_sequences_no_gradient() -> None:
+    inputs = row_inputs([2.0, 2.0, 0.5], [1.0, -1.0], [2, 1])
+    loss, metrics = loss_of(inputs, 3, 2, GspoLoss())
+    assert loss.item() == pytest.approx((-1.0004 + 0.9997) / 2)
+    assert gradient_of(inputs, loss) == [0.0, 0.0, 0.0]
+    assert metrics["clip_fraction/high"] == Mean(total=2.0, weight=3)
+    assert metrics["clip_fraction/low"] == Mean(total=1.0, weight=3)
+
+
+def test_cispo_clips_weights_but_no_gradient() -> None:
+    ratios = [2.0, 0.5, 2.0, 0.5]
+    inputs = row_inputs(ratios, [1.0, -1.0], [2, 2])
+    loss, metrics = loss_of(inputs, 4, 2, CispoLoss(clip_low=0.3, clip_high=0.2))
+    # Weights 1.2 and 0.7 of either sign; the loss is -A w log r.
+    assert loss.item() == pytest.approx((-1.2 * math.log(2) - 0.7 * math.log(0.5)) * (1 - 1) / 4)
+    assert gradient_of(inputs, loss) == pytest.approx([-1.2 / 4, -0.7 / 4, 1.2 / 4, 0.7 / 4])
+    assert metrics["clip_fraction/high"] == metrics["clip_fraction/low"] == Mean(total=2.0, weight=4)
+    assert metrics["clip_fraction"] == Mean(total=4.0, weight=4)
+
+
+def test_cispo_has_no_lower_bound_by_default() -> None:
+    inputs = row_inputs([0.01, 1.0], [1.0], [2])
+    loss, metrics = loss_of(inputs, 2, 1, CispoLoss())
+    assert gradient_of(inputs, loss) == pytest.approx([-0.005, -0.5])
+    assert metrics["clip_fraction"].value == 0.0
+
+
+# With r = 1, a token's loss is -A.
+@pytest.mark.parametrize("groups", [[[0], [1], [2]], [[0, 1], [2]], [[0], [1, 2]], [[0, 1, 2]]])
+def test_token_mean_of_lengths_4_1_1_is_4(groups: list[list[int]]) -> None:
+    # Losses 1, 10, 10 per token: (4 * 1 + 10 + 10) / 6 = 4; a mean of micro-batch means is 7 or 5.2.
+    lengths, losses = [4, 1, 1], [1.0, 10.0, 10.0]
+    total = torch.zeros((), dtype=torch.float64)
+    for group in groups:
+        rows = [lengths[row] for row in group]
+        inputs = row_inputs([1.0] * sum(rows), [-losses[row] for row in group], rows)
+        total += loss_of(inputs, 6, 3)[0]
+    assert total.item() == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected", "metric"),
+    [
+        ("token_mean", 24 / 6, Mean(total=24.0, weight=6)),
+        ("seq_mean_token_mean", (1 + 10 + 10) / 3, Mean(total=21.0, weight=3)),
+        ("seq_mean_token_sum", (4 + 10 + 10) / 3, Mean(total=24.0, weight=3)),
+        ("seq_mean_token_sum_norm", (4 + 10 + 10) / 10 / 3, Mean(total=24.0, weight=30)),
+    ],
+)
+def test_aggregations_by_hand(aggregation: Aggregation, expected: float, metric: Mean) -> None:
+    # Three live sequences of 4, 1, 1 trained tokens; the fourth is fully masked and counts nowhere.
+    inputs = row_inputs(
+        [1.0] * 9, [-1.0, -10.0, -10.0, 5.0], [5, 1, 1, 2], [True] * 4 + [False, True, True] + [False] * 2
+    )
+    loss, metrics = loss_of(inputs, 6, 3, aggregation=aggregation)
+    assert loss.item() == pytest.approx(expected)
+    assert metrics["loss"] == metric
+    assert metrics["loss"].value == pytest.approx(expected)

@@ -1,0 +1,165 @@
+"""The built-in rewards, and the validation of reward configs."""
+
+import math
+import re
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from rl_core.rewards import RewardItem, RewardOutcome, load_reward, score_all
+from schemas.config.reward import ExactReward, MathReward, ReasoningGymReward, RewardConfig
+from schemas.errors import RewardImportError
+from tests.unit.rl_core.reward_items import item, reward_of
+
+
+def test_exact_ignores_surrounding_white_space() -> None:
+    outcomes = score_all(load_reward(ExactReward()), [item(" 4\n"), item("44"), item("")])
+    assert [outcome.reward for outcome in outcomes] == [1.0, 0.0, 0.0]
+
+
+def test_reasoning_gym_scores_its_own_entries() -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    function = load_reward(ReasoningGymReward())
+    entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=1)[0]  # 4 - 1 - 7
+    info = {"data_source": "chain_sum", "metadata": entry["metadata"]}
+    outcomes = score_all(
+        function,
+        [
+            RewardItem(entry["question"], " -4 ", "-4", info),
+            RewardItem(entry["question"], "4", "-4", info),
+            RewardItem(entry["question"], "-4", "-4", info | {"data_source": "reasoning_gym/chain_sum"}),
+            RewardItem(entry["question"], "-4", "-4", info | {"metadata": '{"num_terms": 3}'}),
+            RewardItem(entry["question"], "-4", "-4", {"data_source": "chain_sum"}),
+            RewardItem(entry["question"], "-4", "-4", info | {"data_source": "no_such_task"}),
+        ],
+    )
+    assert [outcome.reward for outcome in outcomes[:4]] == [1.0, 0.0, 1.0, 1.0]
+    assert outcomes[4].failure == "KeyError: 'metadata'"
+    assert "no_such_task" in (outcomes[5].failure or "")
+
+
+def test_a_missing_reasoning_gym_names_the_extra(monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
+    with pytest.raises(RewardImportError, match=r"pip install 'sluice-rl\[demo\]'"):
+        load_reward(ReasoningGymReward())
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("3 + 4 = 7", "7", 1),
+        ("7, or rather 8", "7", 0),
+        ("it costs $1,234.50.", "1234.5", 1),
+        ("1,23", "23", 1),  # a list, not a thousand
+        ("1,2345", "2345", 1),
+        ("x = -4", "-4", 1),
+        ("3-4", "4", 1),  # a dash between two numbers is no sign
+        ("x = \N{MINUS SIGN}4", "-4", 1),
+        ("about .5", "0.5", 1),
+        ("2e3 m", "2000", 1),
+        ("7.", "#### 7", 1),
+        ("none", "7", 0),
+        ("", "7", 0),
+        ("9" * 400, "7", 0),  # infinite as a float
+    ],
+)
+def test_numeric_takes_the_last_number(completion: str, answer: str, reward: float) -> None:
+    assert reward_of("numeric", completion, answer) == RewardOutcome(reward)
+
+
+def test_numeric_tolerances_by_hand() -> None:
+    assert reward_of("numeric", "3.1416", "3.14159").reward == 0  # off by 3.2e-6 of it
+    assert reward_of("numeric", "3.1416", "3.14159", relative_tolerance=1e-5).reward == 1
+    assert reward_of("numeric", "3.1416", "3.14159", relative_tolerance=0, absolute_tolerance=2e-5).reward == 1
+    assert reward_of("numeric", "1e-9", "0", relative_tolerance=0.5).reward == 0
+    assert reward_of("numeric", "3.14", "3.14", relative_tolerance=0).reward == 1
+
+
+@pytest.mark.parametrize("answer", ["", "seven", "9" * 400])
+def test_an_answer_without_a_number_is_a_failure(answer: str) -> None:
+    assert "has no finite last number" in (reward_of("numeric", "7", answer).failure or "")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"The answer is $\frac{1}{2}$.", "0.5", 1),
+        (r"so \boxed{\frac{2}{4}}", r"\frac{1}{2}", 1),
+        (r"so \boxed{\frac{2}{4}}", r"$\frac{1}{2}$", 1),
+        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", 1),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1),
+        (r"first $3$, then \boxed{4}", "3", 0),
+        ("42", "42", 1),
+        ("no idea", "42", 0),
+        ("", "42", 0),
+    ],
+)
+def test_math_compares_expressions(completion: str, answer: str, reward: float) -> None:
+    pytest.importorskip("math_verify")
+    assert reward_of("math", completion, answer) == RewardOutcome(reward)
+
+
+def test_math_needs_an_answer() -> None:
+    pytest.importorskip("math_verify")
+    assert "finds no expression in the answer" in (reward_of("math", "42", "").failure or "")
+
+
+def test_a_missing_math_verify_names_the_extra(monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
+    with pytest.raises(RewardImportError, match=r"pip install 'sluice-rl\[math\]'"):
+        load_reward(MathReward())
+
+
+def test_a_format_pattern_must_match_the_whole_response() -> None:
+    pattern = "<think>.*</think>\\s*<answer>[^<]*</answer>"
+    assert reward_of("format", " <think>one\ntwo</think>\n<answer>3</answer>\n", pattern=pattern).reward == 1
+    assert reward_of("format", "so <think>one</think><answer>3</answer>", pattern=pattern).reward == 0
+    assert reward_of("format", "<think>one</think><answer>3</answer> or 4", pattern=pattern).reward == 0
+
+
+def test_parts_of_a_format_are_columns_and_their_mean_is_the_reward() -> None:
+    parts = {"thinks": "<think>.+</think>", "answers": "<answer>", "polite": "please", "short": r"\A.{,60}\Z"}
+    outcome = reward_of("format", "<think>one\ntwo</think> <answer>3", parts=parts)
+    assert outcome == RewardOutcome(0.75, {"thinks": 1.0, "answers": 1.0, "polite": 0.0, "short": 1.0})
+
+
+def test_length_grows_up_to_its_target() -> None:
+    rewards = [reward_of("length", text, target=4).reward for text in ("", "a", "a b", "abcd", "abcdef")]
+    assert rewards == [0, 0.25, 0.75, 1, 1]
+    assert reward_of("length", "one  two\nthree", target=4, unit="words").reward == 0.75
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"kind": "format", "pattern": "(a"}, "not a regular expression: missing )"),
+        ({"kind": "format", "parts": {"a": "["}}, "not a regular expression"),
+        ({"kind": "format"}, "set either pattern"),
+        ({"kind": "format", "pattern": "a", "parts": {"a": "a"}}, "set either pattern"),
+        ({"kind": "format", "parts": {"reward": "a"}}, "can't be named 'reward'"),
+        ({"kind": "format", "parts": {"A b": "a"}}, "should match pattern"),
+        ({"kind": "length"}, "Field required"),
+        ({"kind": "length", "target": 0}, "greater than 0"),
+        ({"kind": "numeric", "relative_tolerance": -1}, "greater than or equal to 0"),
+        ({"kind": "exact", "timeout_seconds": 1}, "Extra inputs are not permitted"),
+        ({"kind": "math", "timeout_seconds": 0}, "greater than 0"),
+        ({"kind": "math", "num_processes": 0}, "timeout_seconds = 30 needs num_processes of at least 1"),
+        ({"kind": "weighted", "parts": {}}, "at least 1 item"),
+        ({"kind": "weighted", "parts": {"a": {"weight": 0, "reward": {"kind": "exact"}}}}, "all weights are 0"),
+        ({"kind": "weighted", "parts": {"a": {"weight": math.nan, "reward": {"kind": "exact"}}}}, "finite number"),
+        ({"kind": "weighted", "parts": {"a": {"weight": "much", "reward": {"kind": "exact"}}}}, "valid number"),
+        ({"kind": "weighted", "parts": {"a": {"reward": {"kind": "weighted", "parts": {}}}}}, "expected tags"),
+        (
+            {"kind": "weighted", "parts": {"a": {"reward": {"kind": "group_function", "path": "a:b"}}}},
+            "a group function can't be a part of a sum",
+        ),
+        ({"kind": "group_function", "path": "a.b"}, "expected module:name"),
+        (
+            {"kind": "weighted", "parts": {"a": {"reward": {"kind": "math", "timeout_seconds": 5}}}},
+            "set reward.timeout_seconds, not that of a part",
+        ),
+    ],
+)
+def test_invalid_rewards_are_rejected(config: dict, text: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(text)):
+        TypeAdapter(RewardConfig).validate_python(config)

@@ -1,0 +1,252 @@
+"""What may change when a run is resumed: every key is decided on, and all that an error advises is possible."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import schemas
+from schemas.config.changes import (
+    CHANGEABLE,
+    SCORING,
+    is_changeable,
+    keep_batches,
+    rejected_changes,
+    sampling_digest,
+    scoring_digest,
+)
+from schemas.config.judge import JudgeReward
+from schemas.config.load import _fields_at, changed_keys, override_config
+from schemas.config.reward_base import IsolatedReward
+from schemas.config.rollout import TransformersRollout, VllmRollout
+from schemas.config.run import RunConfig
+from tests.support.configs import run_config
+
+ROOT = Path(schemas.__file__).parents[1]
+SECTIONS = [name for name in RunConfig.model_fields if _fields_at([name])]
+KEY = re.compile(rf"\b(?:{'|'.join(SECTIONS)})\.[a-z][a-z_]*(?:\.[a-z_]+)*")
+
+# Sections, and keys of other sections, that decide what is trained.
+TRAINED_SECTIONS = {"environment", "overlong", "advantage", "loss", "kl", "correction", "optim"}
+WHERE_ONLY = {  # in such a section, but the same bit for bit
+    *("optim.offload", "environment.num_processes", "environment.python", "environment.journal"),
+    *(f"environment.{name}_timeout_seconds" for name in ("reset", "step", "trajectory")),
+}
+TRAINED = {
+    *("name", "seed", "runtime.max_staleness"),
+    *(f"model.{name}" for name in ("path", "compute_dtype", "lora")),
+    *(f"data.{name}" for name in ("train_path", "sources", "curriculum", "max_prompt_tokens", "overlong", "shuffle")),
+    *("data.chat_template_kwargs", "data.reuse"),
+    *(f"reward.{name}" for name in ("kind", "path", "full_marks_only", "relative_tolerance", "absolute_tolerance")),
+    *(f"reward.{name}" for name in ("pattern", "parts", "target", "unit")),
+    *(f"reward.{name}" for name in ("model", "prompt", "scale", "max_tokens", "temperature", "token_budget")),
+    *(f"reward.{name}" for name in ("compute_dtype", "engine", "max_question_tokens", "chat_template_kwargs")),
+    *(f"rollout.{name}" for name in ("kind", "dtype", "num_prompts", "samples_per_prompt", "max_response_tokens")),
+    *(f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")),
+    *("rollout.dynamic_sampling", "rollout.router_replay"),
+}
+
+# Of the keys that decide what is trained, those that messages name: they are for `sluice train`, before a run exists,
+# describe data or model, or offer a second remedy beside one that works.
+FOR_A_NEW_RUN = {
+    *(
+        "advantage.kind",
+        "correction.kind",
+        "data.chat_template_kwargs",
+        "data.max_prompt_tokens",
+        "data.overlong",
+        "data.sources",
+        "data.train_path",
+        "kl.coef",
+    ),
+    *(f"data.curriculum.{name}" for name in ("kind", "field", "starts")),
+    *("data.reuse", *(f"data.reuse.{name}" for name in ("num_groups", "max_age", "run", "steps"))),
+    *("kl.in_reward", "loss.entropy_coef", "model.lora", "model.path", "optim.lr", "optim.updates_per_step"),
+    *("optim.implementation", "rollout.router_replay"),
+    *(f"environment.{name}" for name in ("kind", "tools", "path", "arguments", "parser", "drops_reasoning")),
+    "environment.max_turn_tokens",
+    *(
+        f"reward.{name}"
+        for name in ("model", "pattern", "scale", "max_tokens", "max_question_tokens", "chat_template_kwargs")
+    ),  # of a judge
+    *("overlong.buffer_tokens", "reward.kind", "reward.path", "rollout.dynamic_sampling", "rollout.kind"),
+    *("rollout.max_response_tokens", "rollout.num_prompts", "rollout.samples_per_prompt", "rollout.stop_token_ids"),
+    *(
+        "model.compute_dtype",
+        "rollout.stop",
+        "runtime.max_staleness",
+        *("model.lora.publish", "model.lora.rank", "model.lora.target_modules"),
+        "rollout.dynamic_sampling.max_rounds",
+    ),
+}
+# Another value for each key that may change and that the code names.
+OTHER = {
+    "checkpoint.every_steps": "7",
+    "checkpoint.keep_last": "7",
+    "checkpoint.url": "elsewhere",
+    "data.eval_path": "other.parquet",
+    "environment.journal": "false",
+    "environment.num_processes": "7",
+    "environment.python": "venv/bin/python",
+    "environment.reset_timeout_seconds": "7",
+    "environment.step_timeout_seconds": "7",
+    "environment.trajectory_timeout_seconds": "7",
+    "eval.samples_per_prompt": "4 eval.temperature=1.0",
+    "eval.temperature": "0.5",
+    "model.gradient_checkpointing": "true",
+    "optim.offload": "true",
+    "packing.kind": "padded",
+    "packing.token_budget": "9999",
+    "reward.api_key_variable": "JUDGE_KEY",
+    "reward.cache_bytes": "7",
+    "reward.concurrency": "7",
+    "reward.gpu_memory_utilization": "0.5",
+    "reward.max_failure_fraction": "1",
+    "reward.max_retries": "7",
+    "reward.num_processes": "7",
+    "reward.num_workers": "7",
+    "reward.timeout_seconds": "7",
+    "reward.url": "http://other/v1",
+    "rollout.batch_prompts": "3",
+    "rollout.cache_bytes": "9999",
+    "rollout.enforce_eager": "true",
+    "rollout.gpu_memory_utilization": "0.7",
+    "rollout.max_cache_bytes": "9999",
+    "rollout.max_num_seqs": "7",
+    "rollout.num_workers": "3",
+    "rollout.prefix_cache": "version",
+    "rollout.speculative": "{num_tokens=2}",
+    "rollout.tensor_parallel": "2",
+    "runtime.device": "cpu",
+    "runtime.gradient_sync": "every_micro_batch",
+    "runtime.num_reference_ranks": "2",
+    "runtime.orphan_seconds": "9",
+    "runtime.placement": "colocated",
+    "runtime.resource_timeout_seconds": "9",
+    "runtime.runs_dir": "elsewhere",
+    "runtime.gpus_per_worker": "0.5",
+    "runtime.num_policy_ranks": "2",
+    "runtime.profile_steps": "[0]",
+    "runtime.prefect_api_url": "http://localhost:4200/api",
+    "runtime.prefect_patience_seconds": "7",
+    "runtime.approve_failed_queries": "true runtime.queries=queries",
+    "runtime.queries": "queries",
+    "runtime.ray_address": "localhost:6379",
+    "runtime.shared_memory": "memory",
+    "runtime.tls_certificate": "certificate.pem runtime.tls_key=key.pem",
+    "runtime.tls_key": "key.pem runtime.tls_certificate=certificate.pem",
+    "runtime.tracing": "true",
+    "runtime.weight_transport": "broadcast",
+    "runtime.weight_bucket_bytes": "99999",
+    "runtime.weight_probe": "false",
+    "runtime.worker_timeout_seconds": "7",
+    "store.capacity_bytes": "9999",
+    "store.compression": "zstd",
+    "store.keep_bytes": "7",
+    "store.keep_steps": "7",
+    "store.kind": "shared",
+    "store.lease_seconds": "7",
+    "store.url": "memory://columns",
+}
+
+
+def test_every_key_is_decided_on() -> None:
+    decided = {key for key in _keys() if key in TRAINED or key.partition(".")[0] in TRAINED_SECTIONS} - WHERE_ONLY
+    assert {key for key in _keys() if not is_changeable(key)} == decided
+    assert all(any(key == name or key.startswith(name) for key in _keys()) for name in (*CHANGEABLE, *SCORING))
+
+
+def _keys() -> set[str]:
+    keys = set()
+    for name in RunConfig.model_fields:
+        keys |= {f"{name}.{key}" for key in _fields_at([name])} or {name}
+    return keys
+
+
+@cache
+def _mentioned() -> frozenset[str]:
+    """Return the keys that messages of the code name."""
+    files = [
+        path for layer in ("schemas", "rl_core", "infra", "tasks", "flows") for path in (ROOT / layer).rglob("*.py")
+    ]
+    return frozenset(key for path in files for text in _texts(path) for key in KEY.findall(text))
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """Yield a file's string literals that are sentences or single keys, but no docstrings."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+            yield from [node.value] if " " in node.value or KEY.fullmatch(node.value) else []
+
+
+NAMED = sorted(key for key in _mentioned() if key in _keys() and is_changeable(key))
+
+
+def test_what_a_message_names_may_change_or_is_for_a_new_run() -> None:
+    fixed = {key for key in _mentioned() if not is_changeable(key)}
+    names = {"model.save_pretrained", "model.safetensors", "model.safetensors.index.json"}  # not keys
+    assert fixed - names <= FOR_A_NEW_RUN
+
+
+@pytest.mark.parametrize("key", NAMED)
+def test_an_advised_change_is_accepted(key: str) -> None:
+    is_of_vllm = key.removeprefix("rollout.") in VllmRollout.model_fields.keys() - TransformersRollout.model_fields
+    judge = {"kind": "judge", "url": "http://one/v1", "model": "judge", "prompt": "{response}"}
+    hosted = {"kind": "judge_model", "path": "judge", "engine": "vllm", "prompt": "{response}"}
+    rewards = dict.fromkeys(JudgeReward.model_fields.keys() - IsolatedReward.model_fields, judge)
+    rewards |= dict.fromkeys(("num_workers", "cache_bytes", "gpu_memory_utilization"), hosted)
+    function = {"kind": "function", "path": "my:score"}
+    environment = {"kind": "class", "path": "game:Game"}
+    begun = run_config(
+        **({"environment": environment} if key.startswith("environment.") else {}),
+        reward=rewards.get(key.removeprefix("reward."), function),
+        rollout={"kind": "vllm" if is_of_vllm else "transformers"},
+    )
+    resumed = override_config(begun, f"{key}={OTHER[key]}".split(" "), "demo")
+    assert key in changed_keys(begun, resumed)
+    assert rejected_changes(begun, resumed) == []
+    assert sampling_digest(resumed) == sampling_digest(begun)
+    is_scoring = any(key == name or key.startswith(name) for name in SCORING)
+    assert (scoring_digest(resumed) != scoring_digest(begun)) == is_scoring
+
+
+def test_the_workers_of_a_reward_model_in_a_sum_may_change() -> None:
+    model = {"weight": 1, "reward": {"kind": "model", "path": "model"}}
+    begun = run_config(reward={"kind": "weighted", "parts": {"liked": model}})
+    changes = {name: f"reward.parts.liked.reward.{name}" for name in ("num_workers", "max_tokens")}
+    resumed = {name: override_config(begun, [f"{key}=7"], "demo") for name, key in changes.items()}
+    assert rejected_changes(begun, resumed["num_workers"]) == []
+    assert sampling_digest(begun) == sampling_digest(resumed["num_workers"])
+    assert rejected_changes(begun, resumed["max_tokens"]) == [changes["max_tokens"]]
+
+
+def test_a_change_of_what_is_trained_changes_all_digests() -> None:
+    begun = run_config()
+    other = begun.replace(seed=1)
+    assert rejected_changes(begun, other) == ["seed"]
+    assert sampling_digest(other) != sampling_digest(begun)
+    assert scoring_digest(other) != scoring_digest(begun)
+    stale = override_config(begun, ["runtime.max_staleness=1", "correction.kind=truncated"], "demo")
+    assert rejected_changes(begun, stale) == [
+        "correction.cap",
+        "correction.kind",
+        "correction.level",
+        "runtime.max_staleness",
+    ]
+
+
+@pytest.mark.parametrize(("workers", "batch_prompts", "kept"), [(3, None, 8), (1, None, 8), (3, 2, 2), (2, None, None)])
+def test_another_number_of_workers_decodes_the_same_prompts_together(
+    workers: int, batch_prompts: int | None, kept: int | None
+) -> None:
+    begun = run_config(rollout={"num_prompts": 16, "num_workers": 2})
+    asked = run_config(rollout={"num_prompts": 16, "num_workers": workers, "batch_prompts": batch_prompts})
+    resumed = keep_batches(begun, asked)
+    assert resumed.rollout.batch_prompts == kept
+    assert resumed.rollout.num_workers == workers
+    assert keep_batches(resumed, asked) == resumed  # asked for again, as a deployment does
