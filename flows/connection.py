@@ -26,6 +26,7 @@ def connect(runtime: RuntimeConfig) -> None:
     services.start(prefect=False, ray=True)
     assert services.ray_address is not None
     cluster.connect(services.ray_address, local=True, py_modules=runtime.py_modules)
+    services.announce_metrics(cluster.metrics_addresses())
 
 
 async def while_ray_lives(work: Coroutine[Any, Any, Result]) -> Result:

@@ -28,7 +28,7 @@ def _run_command() -> int:
     """Run the command; return its exit code."""
     try:
         with rare_collections():  # most commands import a lot
-            app()  # ends in SystemExit
+            app(prog_name="sluice")  # ends in SystemExit
         return 0
     except SystemExit as ended:
         return int(ended.code or 0)

@@ -55,6 +55,13 @@ def connect(address: str, *, local: bool, py_modules: Sequence[str] = ()) -> Non
     connected_to(address.removeprefix(SCHEME) if is_client_address(address) else "")
 
 
+def metrics_addresses() -> list[str]:
+    """Return the addresses (`host:port`) at which the cluster's nodes serve their metrics."""
+    import ray
+
+    return [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes() if node["Alive"]]
+
+
 def _init(address: str, runtime_env: dict[str, Any], attempts: int = CLIENT_ATTEMPTS) -> None:
     import ray
 

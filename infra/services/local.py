@@ -11,9 +11,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -32,6 +33,7 @@ PROMETHEUS_TARGETS = "prometheus.json"  # in the services' folder; for Prometheu
 PREFECT_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("prefect_server.py")))
 RAY_COMMAND = (sys.executable, "-P", "-m", "ray.scripts.scripts")
 START_TIMEOUT_SECONDS = 600  # on a busy machine; one that exits is noticed at once
+MAX_STARTS = 5  # of a service whose port another program takes each time, before it has bound it
 
 # Ray binds all its ports to loopback only if it considers clusters unsupported; the head and its clients must agree.
 RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}  # whatever the user has set
@@ -61,6 +63,18 @@ class ServiceState(Frozen):
         return f"{LOOPBACK}:{self.port}"
 
 
+class _Started(NamedTuple):
+    """A service that was started, and the port at which it will respond."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    port: int
+
+
+class _PortTakenError(ServiceError):
+    """A service exited because another program has its port."""
+
+
 class LocalServices:
     """The services whose state is in one directory.
 
@@ -85,15 +99,13 @@ class LocalServices:
                 started.append(self._spawn_prefect(self._prefect_port()))
             if ray and not self._ray_is_whole():
                 self._stop("ray")
-                started.append(self._spawn_ray())
+                started.append(self._spawn_ray(free_port()))
             try:
-                for service in tuple(started):
-                    if not self._wait(*service):
-                        started.append(self._spawn_prefect(free_port()))
-                        self._wait(*started[-1])
+                for number, service in enumerate(tuple(started)):
+                    started[number] = self._wait_or_move(service)
             except BaseException:
-                for _, process, _ in started:
-                    stop_process_tree(process.pid)
+                for service in started:
+                    stop_process_tree(service.process.pid)
                 raise
 
     def restart_prefect(self) -> bool:
@@ -115,10 +127,16 @@ class LocalServices:
                 raise ServiceError(f"the local Prefect server died, and another program took {last.address}")
             service = self._spawn_prefect(last.port)
             try:
-                return self._wait(*service)
+                self._wait(service)
             except BaseException:
-                stop_process_tree(service[1].pid)
+                stop_process_tree(service.process.pid)
                 raise
+            return True
+
+    def announce_metrics(self, targets: Sequence[str]) -> None:
+        """Write the addresses (`host:port`) of Ray's metrics to the file by which Prometheus finds them."""
+        groups = [{"labels": {"job": "ray"}, "targets": list(targets)}]
+        (self.directory / PROMETHEUS_TARGETS).write_text(json.dumps(groups))
 
     def state(self, name: str) -> ServiceState | None:
         """Return the state of the service `name` ("prefect" or "ray") if it has started and is alive, else None."""
@@ -173,31 +191,24 @@ class LocalServices:
         usual = (last.port, PREFECT_PORT) if last else (PREFECT_PORT,)
         return next((port for port in usual if is_free(port)), None) or free_port()
 
-    def _spawn_prefect(self, port: int) -> tuple[str, subprocess.Popen[bytes], int]:
+    def _spawn_prefect(self, port: int) -> "_Started":
         api_url = f"http://{LOOPBACK}:{port}/api"
         environment = {"PREFECT_HOME": str(self.directory / "prefect"), "PREFECT_UI_API_URL": api_url}
         command = [*PREFECT_COMMAND, "server", "start", "--host", LOOPBACK, f"--port={port}"]
-        return "prefect", self._spawn("prefect", command, PREFECT_ENVIRONMENT | environment, port), port
+        return self._spawn("prefect", command, PREFECT_ENVIRONMENT | environment, port)
 
-    def _spawn_ray(self) -> tuple[str, subprocess.Popen[bytes], int]:
+    def _spawn_ray(self, port: int) -> "_Started":
         _make_ray_token()
-        port = free_port()
         command = [*RAY_COMMAND, "start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=false"]
-        command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", f"--ray-client-server-port={free_port()}"]
-        command += ["--dashboard-agent-listen-port=0", "--include-log-monitor=false"]
+        command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", "--include-log-monitor=false"]
+        command += ["--ray-client-server-port=0"]  # none: the driver is on this machine
+        # Ray binds these before it names them to others; `announce_metrics` tells Prometheus.
+        command += ["--dashboard-agent-listen-port=0", "--metrics-export-port=0"]
         command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: another Ray would hand out the same range
-        command += [f"--metrics-export-port={self._announce_metrics()}"]
         environment = {**LOCAL_RAY_VARIABLES, **os.environ, **RAY_ENVIRONMENT}
-        return "ray", self._spawn("ray", command, environment, port), port
+        return self._spawn("ray", command, environment, port)
 
-    def _announce_metrics(self) -> int:
-        """Choose the port of Ray's metrics, and write it to a file by which Prometheus finds it; return the port."""
-        port = free_port()
-        targets = [{"labels": {"job": "ray"}, "targets": [f"{LOOPBACK}:{port}"]}]
-        (self.directory / PROMETHEUS_TARGETS).write_text(json.dumps(targets))
-        return port
-
-    def _spawn(self, name: str, command: list[str], environment: dict[str, str], port: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, name: str, command: list[str], environment: dict[str, str], port: int) -> "_Started":
         with self._log_path(name).open("wb") as log:
             process = subprocess.Popen(
                 command,
@@ -208,23 +219,40 @@ class LocalServices:
                 start_new_session=True,  # so that a Ctrl-C or kill of the driver doesn't reach it
             )
         self._record(name, process.pid, port, is_ready=False)
-        return process
+        return _Started(name, process, port)
 
-    def _wait(self, name: str, process: subprocess.Popen[bytes], port: int) -> bool:
-        """Wait until a service responds; return False if Prefect exited because its usual port was taken meanwhile."""
+    def _wait_or_move(self, service: "_Started") -> "_Started":
+        """Wait until a service responds; start it again at another port if another program took its own first."""
+        for _ in range(MAX_STARTS - 1):
+            try:
+                self._wait(service)
+                return service
+            except _PortTakenError:
+                spawn = self._spawn_prefect if service.name == "prefect" else self._spawn_ray
+                service = spawn(free_port())
+        self._wait(service)
+        return service
+
+    def _wait(self, service: "_Started") -> None:
+        """Wait until a service responds.
+
+        Raises:
+            ServiceError: It does not respond in time, or has exited; `_PortTakenError` if its port was taken.
+        """
+        name, process, port = service
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while not self._responds(name, process.pid, port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                if process.returncode is not None and port == PREFECT_PORT and not is_free(port):
-                    return False
-                outcome = f"exited with {process.returncode}" if process.returncode is not None else "did not respond"
-                raise ServiceError(
-                    f"the local {name} service {outcome} within {START_TIMEOUT_SECONDS} s; see {self._log_path(name)}"
+            log = self._log_path(name)
+            if process.poll() is not None:
+                error = _PortTakenError if _says_port_is_taken(log) or not is_free(port) else ServiceError
+                raise error(
+                    f"the local {name} service exited with {process.returncode} at {LOOPBACK}:{port}; see {log}"
                 )
+            if time.monotonic() > deadline:
+                raise ServiceError(f"the local {name} service did not respond in {START_TIMEOUT_SECONDS} s; see {log}")
             time.sleep(0.1)
         self._record(name, process.pid, port, is_ready=True)
         logger.info("started %s at %s:%d (pid %d)", name, LOOPBACK, port, process.pid)
-        return True
 
     def _record(self, name: str, pid: int, port: int, is_ready: bool) -> None:
         state = ServiceState(pid=pid, started=psutil.Process(pid).create_time(), port=port, is_ready=is_ready)
@@ -260,6 +288,12 @@ def _make_ray_token() -> None:
     token = subprocess.run(generate, env={**os.environ, **RAY_ENVIRONMENT}, capture_output=True, check=False)
     if token.returncode:
         raise ServiceError(f"Ray can't create its authentication token: {token.stderr.decode().strip()}")
+
+
+def _says_port_is_taken(log: Path) -> bool:
+    """Return whether a service's log tells that it could not bind its port; who had it may be gone again."""
+    text = log.read_text(errors="replace").lower()
+    return any(reason in text for reason in ("already in use", "is already running at"))
 
 
 def _is_alive(state: ServiceState) -> bool:

@@ -55,6 +55,8 @@ def sometimes(prompt, completion, answer, info):
 
 
 OF_RAY = ("IDLE", "Dashboard", "RuntimeEnv")
+# Beginnings of the variables that a command doesn't inherit: it sets its own, and starts its own services.
+OF_CALLER = ("PREFECT_", "RAY_", "OMP_", "REPORTER_")
 
 
 class Workplace:
@@ -187,10 +189,9 @@ class Command:
     ) -> None:
         self._place = place
         self._out, self._err = (_new_file(place.folder / ".output", suffix) for suffix in ("out", "err"))
-        # Nothing of the caller's configuration may reach the command: each workplace starts its own services.
         path = [str(Path(__file__).parents[2]), *filter(None, [place.environment.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(path), "COLUMNS": "200"}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "RAY_"))}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_CALLER)}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],
