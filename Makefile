@@ -7,7 +7,7 @@ EXTRAS ?= bench,bitsandbytes,cpu,demo,docs,lora,math,mlflow,otel,s3,tensorboard,
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test verifiers chaos gpu lint format docs down
+.PHONY: venv demo test test-all verifiers chaos gpu lint format docs down
 
 venv: $(VENV)/installed
 
@@ -36,8 +36,13 @@ lint: venv  ## check formatting, lint, types and import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint  ## lint, then the whole test suite, three files at a time: some only wait
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder  # three files at a time: some only wait
+
+test: lint  ## lint, then the tests of every part and one run through all of them
+	$(PYTEST) -m "not extended"
+
+test-all: test  ## and then the rest: whole runs of what those combine, killed at other moments
+	$(PYTEST) -m extended
 
 verifiers: venv  ## the tests of verifiers' environments, with the library in an interpreter of its own
 	@test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers

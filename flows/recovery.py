@@ -98,19 +98,36 @@ async def reconcile(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
 async def _find_policy(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
     finished = len(directory.metrics.steps())
     policy = await _get_policy(run)
-    if policy.version == finished + 1:
-        unfinished = policy.replace(version=finished)
-        if is_committed(run, unfinished, "advantage"):
-            return unfinished
+    is_planned = is_committed(run, policy.replace(version=finished), "advantage")
+    step = resumed_step(finished, policy.version, is_planned)
+    if step is None and policy.version == finished + 1:
         (await get_group(run, "policy")).kill()
         policy = await _get_policy(run)
-    if policy.version > finished:
+        step = resumed_step(finished, policy.version, is_planned)
+    if step is None:
         raise RunError(
             f"the policy has version {policy.version}, but {directory.metrics} has {finished} steps: the run "
             "directory was edited by hand; restore that file"
         )
-    directory.metrics.truncate(policy.version)
-    return policy
+    directory.metrics.truncate(step)
+    return policy.replace(version=step)
+
+
+def resumed_step(num_finished: int, version: int, is_planned: bool) -> int | None:
+    """Return the step from which a run goes on.
+
+    Args:
+        num_finished: Steps that have a line in `metrics.jsonl`.
+        version: The policy's version, which is the number of its updates.
+        is_planned: Whether the ledger holds all of step `num_finished` that an update needs.
+
+    Returns:
+        The policy's own step; later ones, which it doesn't know, are run again. If it is one update ahead, the step
+        whose update it has recorded. None if it is ahead of what the run has recorded: it must be loaded again.
+    """
+    if version <= num_finished:
+        return version
+    return num_finished if version == num_finished + 1 and is_planned else None
 
 
 async def _get_policy(run: RunHandle) -> PolicyHandle:

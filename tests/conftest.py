@@ -19,7 +19,7 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 LOOPBACK = "127.0.0.1"
-WHOLE_RUNS = ("end_to_end",)  # folders whose tests start whole runs, which take longest
+SLOW_FOLDERS = ("end_to_end", "services")  # whose tests start services; those that take longest first
 
 # Read when Typer is imported: a terminal's or CI's settings would change what the command prints.
 for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH", "COLUMNS"):
@@ -51,14 +51,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take minutes, so that none of them is left over at the end, alone."""
+    """Mark what starts services as slow, and begin with it, so that no file of minutes is left over at the end."""
+    for item in items:
+        if item.path.parent.name in SLOW_FOLDERS:
+            item.add_marker("slow")
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
 
     def rank(item: pytest.Item) -> int:
-        if item.path not in slow_files:
-            return len(WHOLE_RUNS) + 1
         folder = item.path.parent.name
-        return WHOLE_RUNS.index(folder) if folder in WHOLE_RUNS else len(WHOLE_RUNS)
+        if folder in SLOW_FOLDERS:
+            return SLOW_FOLDERS.index(folder)
+        return len(SLOW_FOLDERS) + (item.path not in slow_files)
 
     items.sort(key=rank)
 

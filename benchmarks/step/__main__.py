@@ -23,7 +23,8 @@ def main(
     tokens: Annotated[int | None, typer.Option(min=8, help="Maximum tokens per response.")] = None,
     steps: Annotated[int | None, typer.Option(min=3, help="Steps per run.")] = None,
     repetitions: Annotated[int | None, typer.Option(min=1, help="Runs per path.")] = None,
-    cores: Annotated[int | None, typer.Option(min=1, help="Cores that the workers share.")] = None,
+    threads: Annotated[int | None, typer.Option(min=0, help="Threads of a worker; 0: as a run has them.")] = None,
+    paths: Annotated[str | None, typer.Option(help="Comma-separated: synchronous, overlapped, large_chunks.")] = None,
     beside: Annotated[int | None, typer.Option(min=0, help="Busy processes beside the runs.")] = None,
     peer: Annotated[Literal["trl"] | None, typer.Option(help="Run its trainer beside synchronous steps.")] = None,
 ) -> None:
@@ -33,7 +34,8 @@ def main(
         "tokens": tokens,
         "steps": steps,
         "repetitions": repetitions,
-        "cores": cores,
+        "threads": threads,
+        "paths": tuple(paths.split(",")) if paths else None,
         "beside": beside,
     }
     if peer is not None:

@@ -10,14 +10,13 @@ from rich.text import Text
 def render(report: dict[str, Any]) -> Group:
     """Return the report as a table and text."""
     phases = sorted({phase for path in report["paths"].values() for phase in path["seconds_by_phase"]})
-    table = Table("path", "threads", "s/step", "tok/s", "store", *phases, title=_title(report), title_justify="left")
+    table = Table("path", "s/step", "tok/s", "store", *phases, title=_title(report), title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, path in report["paths"].items():
         seconds = [f"{path['seconds_by_phase'].get(phase, 0.0):.2f}" for phase in phases]
         table.add_row(
             name,
-            str(path["threads"]),
             f"{path['seconds_per_step']:.2f}",
             f"{path['tokens_per_s']:.0f}",
             f"{path['data_plane']['share']:.1%}",
@@ -40,5 +39,7 @@ def render(report: dict[str, Any]) -> Group:
 
 
 def _title(report: dict[str, Any]) -> str:
-    beside = report["plan"]["beside"]
-    return "whole GRPO steps, medians" + (f", beside {beside} busy processes" if beside else "")
+    plan = report["plan"]
+    parts = [f"{plan['threads']} threads per worker"] * bool(plan["threads"])
+    parts += [f"beside {plan['beside']} busy processes"] * bool(plan["beside"])
+    return ", ".join(["whole GRPO steps, medians", *parts])

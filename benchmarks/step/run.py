@@ -13,6 +13,7 @@ from benchmarks.step.peer import TrlRuns
 from benchmarks.step.workload import PATHS, WARM_UP_STEPS, Plan, write_inputs
 from benchmarks.step.workspace import Workspace
 from infra.storage.runs import RunDirectory
+from schemas.errors import ConfigError
 from schemas.step import StepReport
 from schemas.store import StoreTraffic
 
@@ -27,23 +28,24 @@ def measure(plan: Plan, workspace: Workspace) -> dict[str, Any]:
         workspace: The folder of the runs; its services are left running.
 
     Returns:
-        `paths`: by name, `seconds_per_step`, `tokens_per_s`, `seconds_by_phase`, `threads`, the mean `staleness` of a
+        `paths`: by name, `seconds_per_step`, `tokens_per_s`, `seconds_by_phase`, the mean `staleness` of a
         step's rows, and `data_plane`, see `_data_plane`; `speedup`: the seconds of the others over those of
         `overlapped`; `peers`, see `TrlRuns.summary`, and `speedup_over_peers`: a peer's seconds over those of each
         path; the plan, and the machine.
+
+    Raises:
+        ConfigError: The plan has a path that there is not, or its peer is not installed.
     """
-    cores = plan.cores or os.cpu_count() or 1
-    peer = TrlRuns(plan, cores) if plan.peer == "trl" else None
-    threads = {name: max(1, round(cores * PATHS[name].threads)) for name in plan.paths}
+    if unknown := [name for name in plan.paths if name not in PATHS]:
+        raise ConfigError(f"--paths: {unknown[0]!r} is not one of {', '.join(PATHS)}")
+    peer = TrlRuns(plan, plan.threads or os.cpu_count() or 1) if plan.peer == "trl" else None
     common = write_inputs(workspace, plan)
     reports: dict[str, list[StepReport]] = {name: [] for name in plan.paths}
     first_steps: dict[str, list[StepReport]] = {name: [] for name in plan.paths}
     for repetition in range(plan.repetitions):
         for name in plan.paths:
             run_id = f"{name}-{repetition}"
-            path = PATHS[name]
-            varied = (f"runtime.max_staleness={path.max_staleness}", f"runtime.num_threads={threads[name]}")
-            workspace.train("--run-id", run_id, *common, *varied, *path.overrides)
+            workspace.train("--run-id", run_id, *common, f"runtime.num_threads={plan.threads}", *PATHS[name])
             all_steps = RunDirectory(workspace.folder / "runs" / run_id).metrics.steps()
             steps = all_steps[WARM_UP_STEPS:]
             logger.info("%s: %.2f s per step", run_id, median(step.seconds for step in steps))
@@ -52,7 +54,7 @@ def measure(plan: Plan, workspace: Workspace) -> dict[str, Any]:
         if peer is not None:
             peer.run(workspace, repetition)
     paths = {
-        name: {"threads": threads[name], **_summary(steps), "data_plane": _data_plane(steps, first_steps[name])}
+        name: {**_summary(steps), "data_plane": _data_plane(steps, first_steps[name])}
         for name, steps in reports.items()
     }
     seconds = {name: path["seconds_per_step"] for name, path in paths.items()}
@@ -65,7 +67,7 @@ def measure(plan: Plan, workspace: Workspace) -> dict[str, Any]:
             name: {path: each["seconds_per_step"] / own for path, own in seconds.items()}
             for name, each in peers.items()
         },
-        "plan": asdict(plan) | {"cores": cores},
+        "plan": asdict(plan),
         "machine": {"processor": platform.processor() or platform.machine(), "torch": torch.__version__},
     }
 

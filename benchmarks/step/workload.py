@@ -1,7 +1,7 @@
 """What is measured: the runs' settings, model and rows."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from benchmarks.step.workspace import LARGE_ROWS, MODEL, Workspace
 from benchmarks.train.models import size_of
@@ -12,20 +12,11 @@ LEARNING_RATE = 1e-6
 WARM_UP_STEPS = 2  # a run's first steps, during which the overlap starts
 
 
-class Path(NamedTuple):
-    """What runs of one path differ in: `max_staleness`, threads as a fraction of the cores, and further settings."""
-
-    max_staleness: int
-    threads: float
-    overrides: tuple[str, ...] = ()
-
-
-PATHS = {
-    "synchronous": Path(0, 1.0),
-    "synchronous_half": Path(0, 0.5),  # each worker has as many threads as when overlapped
-    "overlapped": Path(1, 0.5),
+PATHS = {  # and the settings in which their runs differ
+    "synchronous": (),
+    "overlapped": ("runtime.max_staleness=1",),
     # Two rollout workers, and rows so large that each worker puts more than 1 MB.
-    "large_chunks": Path(0, 1.0, ("rollout.num_workers=2", f"data.train_path={LARGE_ROWS}")),
+    "large_chunks": ("rollout.num_workers=2", f"data.train_path={LARGE_ROWS}"),
 }
 
 
@@ -40,7 +31,7 @@ class Plan:
         tokens: Maximum tokens per response; random stop tokens end one after about a quarter of them.
         steps: Steps per run.
         repetitions: Runs per path; the paths take turns.
-        cores: Cores that the workers share; 0 for all of the machine's.
+        threads: `runtime.num_threads`; 0 as a run has it by default.
         beside: Busy processes of the benchmark's own, during the runs.
         paths: A selection of `PATHS`.
         peer: The trainer to run beside them; None: none.
@@ -52,7 +43,7 @@ class Plan:
     tokens: int = 192
     steps: int = 8
     repetitions: int = 3
-    cores: int = 0
+    threads: int = 0
     beside: int = 0
     paths: tuple[str, ...] = tuple(PATHS)
     peer: Literal["trl"] | None = None

@@ -64,11 +64,11 @@ class ServiceState(Frozen):
 
 
 class _Started(NamedTuple):
-    """A service that was started, and the port at which it will respond."""
+    """A service that was started, and the ports that were chosen for it; it will respond at the first."""
 
     name: str
     process: subprocess.Popen[bytes]
-    port: int
+    ports: tuple[int, ...]
 
 
 class _PortTakenError(ServiceError):
@@ -201,14 +201,14 @@ class LocalServices:
         _make_ray_token()
         command = [*RAY_COMMAND, "start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=false"]
         command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", "--include-log-monitor=false"]
-        command += ["--ray-client-server-port=0"]  # none: the driver is on this machine
+        command += [f"--ray-client-server-port={(client_port := free_port())}"]
         # Ray binds these before it names them to others; `announce_metrics` tells Prometheus.
         command += ["--dashboard-agent-listen-port=0", "--metrics-export-port=0"]
         command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: another Ray would hand out the same range
         environment = {**LOCAL_RAY_VARIABLES, **os.environ, **RAY_ENVIRONMENT}
-        return self._spawn("ray", command, environment, port)
+        return self._spawn("ray", command, environment, port, client_port)
 
-    def _spawn(self, name: str, command: list[str], environment: dict[str, str], port: int) -> "_Started":
+    def _spawn(self, name: str, command: list[str], environment: dict[str, str], *ports: int) -> "_Started":
         with self._log_path(name).open("wb") as log:
             process = subprocess.Popen(
                 command,
@@ -218,8 +218,8 @@ class LocalServices:
                 env={**os.environ, **environment},
                 start_new_session=True,  # so that a Ctrl-C or kill of the driver doesn't reach it
             )
-        self._record(name, process.pid, port, is_ready=False)
-        return _Started(name, process, port)
+        self._record(name, process.pid, ports[0], is_ready=False)
+        return _Started(name, process, ports)
 
     def _wait_or_move(self, service: "_Started") -> "_Started":
         """Wait until a service responds; start it again at another port if another program took its own first."""
@@ -239,20 +239,18 @@ class LocalServices:
         Raises:
             ServiceError: It does not respond in time, or has exited; `_PortTakenError` if its port was taken.
         """
-        name, process, port = service
+        name, process, ports = service
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
-        while not self._responds(name, process.pid, port):
+        while not self._responds(name, process.pid, ports):
             log = self._log_path(name)
             if process.poll() is not None:
-                error = _PortTakenError if _says_port_is_taken(log) or not is_free(port) else ServiceError
-                raise error(
-                    f"the local {name} service exited with {process.returncode} at {LOOPBACK}:{port}; see {log}"
-                )
+                error = _PortTakenError if _says_port_is_taken(log) or not all(map(is_free, ports)) else ServiceError
+                raise error(f"the local {name} service exited with {process.returncode}; see {log}")
             if time.monotonic() > deadline:
                 raise ServiceError(f"the local {name} service did not respond in {START_TIMEOUT_SECONDS} s; see {log}")
             time.sleep(0.1)
-        self._record(name, process.pid, port, is_ready=True)
-        logger.info("started %s at %s:%d (pid %d)", name, LOOPBACK, port, process.pid)
+        self._record(name, process.pid, ports[0], is_ready=True)
+        logger.info("started %s at %s:%d (pid %d)", name, LOOPBACK, ports[0], process.pid)
 
     def _record(self, name: str, pid: int, port: int, is_ready: bool) -> None:
         state = ServiceState(pid=pid, started=psutil.Process(pid).create_time(), port=port, is_ready=is_ready)
@@ -260,11 +258,14 @@ class LocalServices:
         temporary.write_text(state.model_dump_json())
         temporary.replace(self._state_path(name))  # a reader sees all of it
 
-    def _responds(self, name: str, pid: int, port: int) -> bool:
-        if name == "prefect":  # another folder's server may respond at this port, if both were started at once
-            return not is_free(port) and listens(pid, port) and prefect_responds(f"http://{LOOPBACK}:{port}/api")
-        # The port opens before the node is registered; `ray start` prints this line afterwards.
-        return not is_free(port) and b"Ray runtime started" in self._log_path("ray").read_bytes()
+    def _responds(self, name: str, pid: int, ports: Sequence[int]) -> bool:
+        if any(map(is_free, ports)):
+            return False
+        if name == "prefect":
+            is_ready = prefect_responds(f"http://{LOOPBACK}:{ports[0]}/api")
+        else:  # its port opens before the node is registered; `ray start` prints this line afterwards
+            is_ready = b"Ray runtime started" in self._log_path("ray").read_bytes()
+        return is_ready and all(listens(pid, port) for port in ports)  # and not another program
 
     @contextmanager
     def _lock(self) -> Iterator[None]:

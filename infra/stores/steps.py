@@ -49,13 +49,20 @@ def open_step(run: RunHandle, policy: PolicyHandle) -> None:
 
 @asynccontextmanager
 async def renewed_lease(run: RunHandle, step: int) -> AsyncIterator[None]:
-    """Renew the step's lease periodically for as long as this process works on the step."""
+    """Renew the step's lease periodically for as long as this process works on the step.
+
+    A renewal that the file system fails is tried again after the next interval; whether the lease has expired in the
+    meantime is for the store to say.
+    """
 
     async def renew_forever() -> None:
         try:
             while True:
                 await asyncio.sleep(run.config.store.lease_seconds / RENEWALS_PER_LEASE)
-                open_store(run).open_lease(step)
+                try:
+                    open_store(run).open_lease(step)
+                except OSError as error:
+                    logger.warning("the lease of step %d could not be renewed, it is tried again: %s", step, error)
         except PipelineError as error:  # the stages get the same error, and raise it
             logger.warning("the lease of step %d is no longer renewed: %s", step, error)
 

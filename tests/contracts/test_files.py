@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import polars
 import pyarrow as pa
@@ -13,7 +14,7 @@ from infra.storage.blocks import BLOCK_BYTES
 from infra.stores.fsspec import FsspecColumnStore
 from rl_core.views import select
 from schemas.batch import BatchHandle
-from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, InvalidKeyError, StoreError
+from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, InvalidKeyError, LeaseError, StoreError
 from tests.contracts.backends import COLUMNS, data_file, key, put_batch, rollout_columns
 
 RUN = "files"
@@ -88,6 +89,20 @@ def test_a_writer_that_dies_leaves_nothing_readable(store: FsspecColumnStore, ba
     assert store.put(key(store, 1), rollout_columns([2, 30, 3])) == batch.chunks[0]
     assert record.read_bytes() == committed
     assert store.read(batch, COLUMNS).equals(rollout_columns([2, 30, 3]))
+
+
+def test_a_step_cleared_during_a_write_gets_no_chunk(store: FsspecColumnStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, write = FsspecColumnStore(RUN, str(store._folder)), store._files.write
+
+    def clear_first(*arguments: Any, **options: Any) -> None:
+        assert other.clear(1) == 0
+        write(*arguments, **options)
+
+    monkeypatch.setattr(store._files, "write", clear_first)
+    with pytest.raises(LeaseError, match="step 1 has no open lease"):
+        store.put(key(store, 1), rollout_columns([2]))
+    assert store.chunks(1) == []
+    assert store.bytes_by_step() == {}
 
 
 def test_a_second_client_has_the_same_incarnation(store: FsspecColumnStore, batch: BatchHandle) -> None:

@@ -78,6 +78,17 @@ def test_work_on_a_step_renews_its_lease(backend: Backend) -> None:
     assert store.usage().open_leases == (1,)
 
 
+def test_puts_renew_the_lease(backend: Backend) -> None:
+    store = backend.make(lease_seconds=LEASE_SECONDS)
+    store.open_lease(1)
+    for shard in range(4):
+        backend.clock.advance(0.4 * LEASE_SECONDS)
+        store.put(key(store, 1, shard), rollout_columns([2]))
+    store.flush()
+    assert store.usage().open_leases == (1,)
+    assert store.usage().num_chunks == 4
+
+
 def test_a_dead_runs_bytes_count_as_leaked_until_the_sweep(backend: Backend) -> None:
     store = backend.make(lease_seconds=LEASE_SECONDS)
     store.open_lease(1)

@@ -88,6 +88,24 @@ def test_a_failed_durable_write_fails_the_flush_and_a_retry_succeeds(durable: Fs
     durable.verify(batch)
 
 
+def test_a_write_that_failed_before_the_next_put_still_fails_the_flush(durable: FsspecColumnStore) -> None:
+    store = fresh(durable)
+    store.open_lease(1)
+    put_durable = durable._put
+
+    def broken_once(chunk: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
+        durable._put = put_durable  # type: ignore[method-assign]
+        raise OSError("no space left on device")
+
+    durable._put = broken_once  # type: ignore[method-assign]
+    store.put(key(store, 1, 0), rollout_columns([2]))
+    ((_, written),) = store._pending
+    assert isinstance(written.exception(), OSError)  # waits for it
+    store.put(key(store, 1, 1), rollout_columns([2]))
+    with pytest.raises(StoreError, match=r"tiers/1/rollout/0/0 .*not durable.*no space left on device"):
+        store.flush()
+
+
 def test_damage_in_the_durable_store_is_found_when_its_bytes_are_needed(durable: FsspecColumnStore) -> None:
     store = fresh(durable)
     store.open_lease(1)

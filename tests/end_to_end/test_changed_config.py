@@ -11,7 +11,7 @@ from tests.support.configs import run_config
 from tests.support.run_results import Run
 from tests.support.workplace import Workplace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 STEPS = 4
 RUN_ID = "changed"

@@ -1,19 +1,13 @@
-"""A run from a terminal is listed, stopped, resumed and cancelled in the Prefect UI; and the check of nodes."""
+"""A run from a terminal is listed, stopped, resumed and cancelled in the Prefect UI."""
 
 import json
-import os
 import re
-import time
-from pathlib import Path
 
 import pytest
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.states import Cancelling
 
 from infra.ray.health import run_owner
-from infra.storage.runs import RunDirectory
-from infra.workers.nodes import MAX_CLOCK_SECONDS, find_problem, report_node
-from tests.support.configs import run_config
 from tests.support.run_results import Run
 from tests.support.workplace import Workplace
 
@@ -43,12 +37,10 @@ def stopped(workplace: Workplace) -> Run:
     return run
 
 
-@pytest.mark.slow
 def test_a_run_with_a_driver_is_listed_and_stopped(workplace: Workplace, stopped: Run) -> None:
     assert workplace.sluice("ps") == "no run has processes in the cluster\n"
 
 
-@pytest.mark.slow
 def test_a_stopped_run_is_resumed_and_can_be_cancelled_in_the_ui(workplace: Workplace, stopped: Run) -> None:
     done = stopped.num_done
     driver = workplace.start("resume", RUN_ID)
@@ -63,23 +55,3 @@ def test_a_stopped_run_is_resumed_and_can_be_cancelled_in_the_ui(workplace: Work
     assert "Traceback" not in printed
     assert workplace.ask(lambda client: client.read_flow_run(flow_run.id)).state_name == "Cancelled"
     workplace.wait_for_no_workers()
-
-
-def test_a_node_that_lacks_something_is_named(tmp_path: Path) -> None:
-    directory = RunDirectory.create(run_config(tmp_path), "checked")
-    here = report_node(str(directory.path), [str(tmp_path), str(tmp_path / "absent")])
-    assert here.missing == (str(tmp_path / "absent"),)
-    assert here.run
-    assert abs(here.time - time.time()) < MAX_CLOCK_SECONDS
-    assert find_problem(here, here.replace(missing=()), directory) == ""
-    assert "lacks" in find_problem(here, here, directory)
-    elsewhere = here.replace(run=report_node(str(tmp_path / "other"), []).run)
-    assert f"doesn't see the run directory {directory.path}; set runtime.runs_dir" in find_problem(
-        here, elsewhere, directory
-    )
-    older = here.replace(version="0.1.0", missing=())
-    assert "has Sluice 0.1.0 on Python" in find_problem(here, older, directory)
-    for offset, word in ((3600, "ahead of"), (-3600, "behind")):
-        late = here.replace(time=here.time + offset, missing=())
-        assert f"has a clock 3600 s {word} the driver's; synchronize" in find_problem(here, late, directory)
-    assert os.getcwd() not in here.missing

@@ -22,7 +22,7 @@ from tests.support.progress import wait_until
 from tests.support.run_results import Run
 from tests.support.workplace import Command, Workplace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 STEPS, RUN_ID = 5, "colocated"
 ASLEEP = 2  # the step in which the second driver is killed while the engine sleeps

@@ -22,7 +22,7 @@ from tests.support.deployed import Deployed, receiving_notifications
 from tests.support.run_results import Run
 from tests.support.workplace import Workplace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 POOL = "local"
 LR = 1e-2

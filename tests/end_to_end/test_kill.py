@@ -16,8 +16,6 @@ from tests.support.run_results import Run
 from tests.support.tiny import make_tiny_moe
 from tests.support.workplace import Command, Workplace
 
-pytestmark = pytest.mark.slow
-
 STEPS, RUN_ID = 9, "killed"
 CONFIG = (  # all columns of rows: the policy trains with the experts that the engine chose
     *("train", "tiny.toml", f"steps={STEPS}", "loss.behavior=recompute"),

@@ -9,7 +9,7 @@ from ray.cluster_utils import Cluster
 
 from tests.support.workplace import Workplace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 LOOPBACK = "127.0.0.1"
 STEPS = 5

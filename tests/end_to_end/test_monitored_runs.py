@@ -26,7 +26,7 @@ from tests.support.tracker_files import (
 )
 from tests.support.workplace import Workplace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio", "opentelemetry.exporter.otlp.proto.http")
 RUN_ID = "watched"

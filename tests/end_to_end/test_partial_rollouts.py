@@ -9,7 +9,7 @@ from infra.stores.offline import read_step
 from tests.support.run_results import Run
 from tests.support.workplace import Workplace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 STEPS, STALENESS, LIMIT = 4, 3, 12
 CONFIG = (

@@ -9,7 +9,7 @@ from ray.cluster_utils import Cluster
 from infra.services.ports import LOOPBACK, free_port
 from tests.support.workplace import Workplace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 STEPS = 4
 CONFIG = (

@@ -9,7 +9,7 @@ from tests.support.run_results import Run
 from tests.support.s3 import s3_in_environment
 from tests.support.workplace import Workplace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 STEPS, BUCKET, RUN_ID = 3, "training", "moved"
 CONFIG = ("train", "tiny.toml", f"steps={STEPS}", "reward.path=tiny_rewards:switched", "reward.timeout_seconds=inf")

@@ -13,7 +13,7 @@ from infra.stores.offline import read_step
 from tests.support.commands import sluice_in_turn
 from tests.support.workplace import Workplace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 PARENT, FORK, LINKED = "kept", "kept-at-6", "linked"
 KEPT = ("steps=8", "store.keep_steps=all", "checkpoint.every_steps=4", "checkpoint.keep_last=3", "kl.coef=0.01")

@@ -17,7 +17,7 @@ from schemas.config.reward_base import HostedReward
 from tests.support.tiny import make_tiny_judge, make_tiny_reward_model
 from tests.support.workplace import Workplace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 STEPS, RUN_ID, JUDGED_ID = 5, "reward-model", "judge-model"
 QUESTION = "Judge the answer to {prompt}, which is {answer}: {response}"

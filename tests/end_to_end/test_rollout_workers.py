@@ -9,7 +9,7 @@ from schemas.rollout import RolloutHandle
 from tests.support.run_results import Run
 from tests.support.workplace import Command, Workplace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 REWARDS = '''
 from tiny_rewards import short

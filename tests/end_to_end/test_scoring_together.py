@@ -1,6 +1,5 @@
 """Behavior and reference scoring, one after the other or at the same time: the same columns and weights."""
 
-import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +9,14 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
-from flows.scoring import in_background
 from infra.services.processes import process_tree
 from infra.stores.offline import read_step
 from infra.workers.placement import score_together
 from tests.support.configs import run_config
 from tests.support.run_results import Run
 from tests.support.workplace import Command, Workplace
+
+pytestmark = pytest.mark.extended
 
 STEPS = 2
 CONFIG = (
@@ -25,82 +25,6 @@ CONFIG = (
     *("reward.path=tiny_rewards:switched", "reward.timeout_seconds=inf"),
 )
 TOGETHER = "reference scoring"  # the name of what ran in the background
-
-
-async def succeed(events: list[str], turns: int) -> str:
-    """Go on for some turns of the event loop."""
-    try:
-        for _ in range(turns):
-            await asyncio.sleep(0)
-    except asyncio.CancelledError:
-        events.append("cancelled")
-        raise
-    events.append("done")
-    return "result"
-
-
-async def fail() -> None:
-    raise ValueError("of the background")
-
-
-def test_the_result_of_work_in_the_background() -> None:
-    async def main() -> str:
-        async with in_background(succeed([], 3)) as work:
-            await asyncio.sleep(0)
-            return await work
-
-    assert asyncio.run(main()) == "result"
-
-
-def test_a_failed_block_waits_for_the_work_and_raises_its_own_error() -> None:
-    events: list[str] = []
-
-    async def main() -> None:
-        async with in_background(succeed(events, 5)):
-            await asyncio.sleep(0)
-            raise KeyError("of the block")
-
-    with pytest.raises(KeyError, match="of the block"):
-        asyncio.run(main())
-    assert events == ["done"]
-
-
-def test_work_that_fails_raises_where_it_is_awaited() -> None:
-    reached: list[str] = []
-
-    async def main() -> None:
-        async with in_background(fail()) as work:
-            for _ in range(3):
-                await asyncio.sleep(0)
-            reached.append("the end of the other work")
-            await work
-
-    with pytest.raises(ValueError, match="of the background"):
-        asyncio.run(main())
-    assert reached
-
-
-@pytest.mark.parametrize("fails_first", [False, True], ids=["in the block", "while a failed block waits"])
-def test_a_cancelled_block_cancels_the_work_and_waits_for_it(fails_first: bool) -> None:
-    events: list[str] = []
-
-    async def block() -> None:
-        async with in_background(succeed(events, 1000)):
-            await asyncio.sleep(0)
-            if fails_first:
-                raise KeyError("of the block")
-            await asyncio.Event().wait()
-
-    async def main() -> None:
-        task = asyncio.create_task(block())
-        for _ in range(5):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled()
-        assert events == ["cancelled"]
-
-    asyncio.run(main())
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +80,6 @@ def overlaps(run: Run) -> list[bool]:
     return [any(span.name == TOGETHER for span in report.timeline) for report in run.metrics.steps()]
 
 
-@pytest.mark.slow
 def test_scoring_together_changes_no_result_even_if_the_reference_dies(one_node: Run, two_nodes: Run) -> None:
     assert overlaps(one_node) == [False] * STEPS
     assert overlaps(two_nodes) == [True] * STEPS
@@ -171,7 +94,6 @@ def test_scoring_together_changes_no_result_even_if_the_reference_dies(one_node:
         assert {"logprob", "reference"} <= set(report.seconds_by_phase)
 
 
-@pytest.mark.slow
 def test_they_score_together_on_devices_of_their_own(two_nodes: Run, second_node: Any, tmp_path: Path) -> None:
     assert score_together(run_config(tmp_path, kl={"coef": 0.1}))
     assert not score_together(run_config(tmp_path))  # no reference

@@ -4,6 +4,7 @@ Two runs of the same config: one goes to its end; the other has two rollout work
 """
 
 import json
+import os
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.schedules import CronSchedule
 
+from infra.processes.variables import LOCAL_RAY_VARIABLES, RAY_VARIABLES, TORCH_VARIABLES
 from infra.storage.runs import RunDirectory
 from schemas.config.changes import scoring_digest
 from schemas.metric_catalog import metric_spec, metrics_of
@@ -32,9 +34,9 @@ from tests.support.browser import PHONE, open_browser
 from tests.support.progress import wait_until
 from tests.support.workplace import Command, Workplace
 
-pytestmark = pytest.mark.slow
-
 RUN_ID, FAILING = "whole", "failing"
+VARIABLES = "variables.json"  # of the workers of the second run
+OF_SPEED = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "PYTORCH_", "REPORTER_")
 STEPS, STEP = 3, 1  # the step whose requests are counted is neither the first nor the last
 CONFIG = (
     *("reward.path=breaking_rewards:sometimes", "reward.max_failure_fraction=0.9", "kl.coef=0.01"),
@@ -119,6 +121,8 @@ def failure(workplace: Workplace, printed: str) -> str:
     run, broken = workplace.run(FAILING), workplace.folder / "broken"
     driver = start_counted(workplace, FAILING, "steps=10000", "rollout.num_workers=2")
     driver.wait_for(lambda: run.num_done > STEP + 1)
+    workers = [worker.environ() for worker in workplace.model_workers()]
+    (workplace.folder / VARIABLES).write_text(json.dumps(workers))
     broken.touch()
     failed = driver.finish(exit_code=1)
     broken.unlink()
@@ -128,6 +132,19 @@ def failure(workplace: Workplace, printed: str) -> str:
 @pytest.fixture(scope="module")
 def directory(workplace: Workplace, printed: str) -> RunDirectory:
     return RunDirectory(workplace.folder / "runs" / RUN_ID)
+
+
+def test_workers_of_a_users_run_have_the_variables_of_the_tests(workplace: Workplace, failure: str) -> None:
+    """Else the tests would be faster or steadier than what they test; see `infra.processes.variables`."""
+    workers = json.loads((workplace.folder / VARIABLES).read_text())
+    assert len(workers) == 4  # policy, reference, and two for rollouts
+    settings = {*TORCH_VARIABLES, *RAY_VARIABLES, *LOCAL_RAY_VARIABLES}
+    assert settings <= os.environ.keys()
+    # Ray itself sets OMP_NUM_THREADS in an actor's process, to 1 as here.
+    settings |= {name for name in os.environ if name.startswith(OF_SPEED)} - {"OMP_NUM_THREADS"}
+    own = {name: os.environ[name] for name in settings}
+    for worker in workers:
+        assert {name: worker.get(name) for name in settings} == own
 
 
 def test_the_driver_reads_no_column(printed: str) -> None:

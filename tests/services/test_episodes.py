@@ -24,8 +24,6 @@ from tests.support.rollout_workers import (
     worker_of,
 )
 
-pytestmark = pytest.mark.slow
-
 ENDS = tuple(range(64))  # tokens that end a turn: a tiny model samples its real one too rarely
 TURN_COLUMNS = ("turn_tokens", "turn_bridge_tokens", "turn_rewards", "episode_end")
 

@@ -1,134 +1,14 @@
-"""A folder next to the config with files named like Sluice's packages, or like modules that they import."""
+"""Files next to the config that are named like Sluice's packages, and workers on a Ray."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import ray
 
-from infra.ray.module_path import INSTALLATION, append_working_directory
+from tests.support.shadowing_folder import check, folder, run_driver
 
-PACKAGES = ("schemas", "rl_core", "infra", "tasks", "flows")
-HOSTILE = (*PACKAGES, "json", "numpy", "random", "typing_extensions")
-
-REWARD = """
-import my_words
-
-def score(prompt, completion, answer, info):
-    return float(completion in my_words.WORDS)
-"""
-
-DRIVER = """
-import json, sys
-sys.path.append(sys.argv[1])
-from infra.ray.module_path import append_working_directory
-
-sys.path.pop()  # as in an editable install, whose own finder is asked after `sys.path`
-append_working_directory()
+__all__ = ["folder"]  # a fixture
 
 
-def probe():
-    import importlib, os, sys
-    import numpy, random, typing_extensions
-    from infra.rewards.pool import RewardPool
-    from schemas.config.reward import FunctionReward
-    from rl_core.rewards import load_reward
-
-    files = {name: importlib.import_module(name).__file__ for name in ("schemas", "rl_core", "infra", "tasks", "flows")}
-    config = FunctionReward(path="my_reward:score", num_processes=1)
-    pool = RewardPool(config)
-    pool.start()
-    try:
-        pool.wait_until_ready()  # the reward is loaded in a process of its own
-    finally:
-        pool.close()
-    reward = load_reward(config)("", "good", "", {})
-    path = {"last": sys.path[-1], "count": sys.path.count(sys.path[-1])}
-    return {"files": files, "reward": reward, "working directory": os.getcwd(), **path}
-
-
-class Probe:
-    def probe(self):
-        return probe()
-
-
-if __name__ == "__main__":
-    found = {"driver": probe()}
-    if len(sys.argv) > 2:
-        import ray
-        from infra.ray.actors import create_actor, kill_actors, start_actor
-        from infra.ray.cluster import connect
-
-        connect(sys.argv[2], local=True)
-        found["task"] = ray.get(ray.remote(num_cpus=0)(probe).remote())
-        found["actor"] = ray.get(start_actor(Probe).probe.remote())
-        found["detached actor"] = ray.get(create_actor("module-path-probe", Probe).probe.remote())
-        kill_actors(["module-path-probe"])
-    print(json.dumps(found))
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for name in HOSTILE:
-        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('the {name} next to the config was imported')\n")
-    (tmp_path / "my_reward.py").write_text(REWARD)
-    (tmp_path / "my_words.py").write_text("WORDS = ['good']\n")
-    (tmp_path.parent / f"{tmp_path.name}-driver.py").write_text(DRIVER)
-    return tmp_path
-
-
-def run_driver(folder: Path, *arguments: str) -> dict[str, dict[str, object]]:
-    """Run `DRIVER` in the folder; at its start, the folder is not on its module path, as for the installed command."""
-    command = [sys.executable, "-P", str(folder.parent / f"{folder.name}-driver.py"), INSTALLATION, *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def check(found: dict[str, object], folder: Path) -> None:
-    assert found["files"] == {name: f"{INSTALLATION}/{name}/__init__.py" for name in PACKAGES}
-    assert found["reward"] == 1.0
-    assert found["working directory"] == os.path.realpath(folder)
-    assert (found["last"], found["count"]) == (os.path.realpath(folder), 1)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (["/a", INSTALLATION], ["/a", INSTALLATION, "FOLDER"]),
-        (["", "FOLDER", "/a", INSTALLATION, "FOLDER/."], ["/a", INSTALLATION, "FOLDER"]),
-        (["FOLDER", "/a"], ["/a", INSTALLATION, "FOLDER"]),  # an editable install, found by a finder of its own
-    ],
-)
-def test_the_working_directory_is_last_once_and_after_the_installation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: list[str], after: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry.replace("FOLDER", os.getcwd()) for entry in before])
-    append_working_directory()
-    assert sys.path == [entry.replace("FOLDER", os.getcwd()) for entry in after]
-
-
-@pytest.mark.parametrize(("before", "after"), [(["", "/a"], ["", "/a", INSTALLATION]), ([INSTALLATION, "/a"],) * 2])
-def test_a_checkout_as_the_working_directory_stays_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, before: list[str], after: list[str]
-) -> None:
-    monkeypatch.chdir(INSTALLATION)
-    monkeypatch.setattr(sys, "path", before)
-    append_working_directory()
-    assert sys.path == after
-
-
-def test_files_next_to_the_config_shadow_no_module_of_the_driver(folder: Path) -> None:
-    check(run_driver(folder)["driver"], folder)
-
-
-@pytest.mark.slow
 def test_files_next_to_the_config_shadow_no_module_of_a_worker(ray_cluster: None, folder: Path) -> None:
     found = run_driver(folder, ray.get_runtime_context().gcs_address)
     assert set(found) == {"driver", "task", "actor", "detached actor"}

@@ -15,6 +15,8 @@ from tests.support.configs import run_config
 from tests.support.measured_memory import measure
 from tests.support.tiny import make_tiny_data, make_tiny_model, tiny_row
 
+pytestmark = pytest.mark.extended
+
 TOLERANCE = 0.15
 MODEL = {
     "vocab_size": 16_384,
@@ -63,7 +65,6 @@ def measured(configs: dict[str, RunConfig], tmp_path_factory: pytest.TempPathFac
     return dict(zip(configs, measure(list(configs.values()), sizes, warm_up=tiny), strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_plan_is_within_15_percent_of_the_measured_peaks(
     configs: dict[str, RunConfig], measured: dict[str, dict[str, int]], name: str

@@ -34,8 +34,6 @@ from schemas.weights import WeightsRoute
 from tests.support.policy_runs import Runs, plan_of, put_rows, with_advantages
 from tests.support.tiny import make_tiny_data, make_tiny_model
 
-pytestmark = pytest.mark.slow
-
 STEPS, SAVED = 5, 3
 
 

@@ -20,8 +20,6 @@ from schemas.step import PolicyHandle, RunHandle
 from tests.support.checkpoint_tensors import assert_equal, load, save, tensors_of
 from tests.support.small_run import make_small_run
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def directory(tmp_path: Path, ray_cluster: Any) -> RunDirectory:

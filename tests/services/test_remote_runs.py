@@ -25,8 +25,6 @@ from tests.support.s3 import s3_in_environment
 from tests.unit.infra.test_journal import BATCH, RESET, answer, lengths, read, turn, write
 from tests.unit.infra.test_runs import evaluation, step
 
-pytestmark = pytest.mark.slow
-
 BUCKET = "runs"
 
 

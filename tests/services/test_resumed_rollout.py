@@ -16,8 +16,6 @@ from schemas.step import RunHandle
 from tests.support.configs import merge
 from tests.support.rollout_workers import GROUPS, NUM_SAMPLES, make_folder, play, run_of
 
-pytestmark = pytest.mark.slow
-
 ENDS = tuple(range(64))  # tokens that end a turn: a tiny model samples its real one too rarely
 MAX_TURNS = 3
 BITS = ("wave", "steps")  # the kinds of admission that promise the same bits

@@ -1,20 +1,17 @@
 """The local Prefect server and Ray head: addresses, and how they are found again."""
 
-import json
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
 
 import psutil
 import pytest
 
 from infra.services import local
-from infra.services.local import LocalServices, ServiceState, prefect_responds
+from infra.services.local import LocalServices, prefect_responds
 from infra.services.processes import process_tree
-from schemas.errors import ServiceError
 from tests.support.progress import wait_until
 from tests.support.workplace import Workplace
 
@@ -25,7 +22,6 @@ def services(workplace: Workplace) -> LocalServices:
     return workplace.services
 
 
-@pytest.mark.slow
 def test_every_port_is_on_loopback(services: LocalServices) -> None:
     listening = set()
     for name in ("prefect", "ray"):
@@ -42,7 +38,6 @@ def test_every_port_is_on_loopback(services: LocalServices) -> None:
     assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
 
 
-@pytest.mark.slow
 def test_running_services_are_found_again(services: LocalServices) -> None:
     before = services.state("prefect"), services.state("ray")
     services.start(prefect=True, ray=True)
@@ -64,88 +59,52 @@ class OtherServer(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.slow
-def test_a_server_of_another_folder_that_takes_the_port_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_that_take_the_chosen_ports_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = ThreadingHTTPServer((local.LOOPBACK, 0), OtherServer)
     Thread(target=other.serve_forever, daemon=True).start()
-    monkeypatch.setattr(local, "PREFECT_PORT", other.server_port)
-    was_free, is_free = iter([True]), local.is_free  # when the port was chosen, it was still free
+    taken, is_free, free_port = other.server_port, local.is_free, local.free_port
+    # When the ports were chosen, they were still free.
+    monkeypatch.setattr(local, "PREFECT_PORT", taken)
+    was_free, chosen = iter([True]), iter([taken])
     monkeypatch.setattr(local, "is_free", lambda port: next(was_free, False) or is_free(port))
+    monkeypatch.setattr(local, "free_port", lambda: next(chosen, 0) or free_port())
     services = LocalServices(tmp_path)
     try:
-        wait_until(lambda: prefect_responds(f"http://{local.LOOPBACK}:{other.server_port}/api"))
-        services.start(prefect=True, ray=False)
-        state = services.state("prefect")
-        assert state is not None
-        assert state.port != other.server_port
-        wait_until(lambda: prefect_responds(f"http://{state.address}/api"))
+        wait_until(lambda: prefect_responds(f"http://{local.LOOPBACK}:{taken}/api"))
+        services.start(prefect=True, ray=True)
+        states = [services.state(name) for name in ("prefect", "ray")]
+        assert [state is not None and state.port != taken for state in states] == [True, True]
+        url = services.prefect_api_url
+        assert url is not None
+        wait_until(lambda: prefect_responds(url))
+        assert next(chosen, None) is None
     finally:
         services.stop()
         other.shutdown()
         other.server_close()
 
 
-def test_a_service_that_died_or_whose_pid_was_reused_is_not_running(tmp_path: Path) -> None:
-    services = LocalServices(tmp_path)
-    me = psutil.Process()
-    for started, running in ((me.create_time(), True), (me.create_time() - 100, False)):
-        state = ServiceState(pid=me.pid, started=started, port=1)
-        (tmp_path / "ray.json").write_text(state.model_dump_json())
-        assert (services.state("ray") == state) is running
-    assert services.state("prefect") is None
+def test_two_folders_whose_servers_start_at_the_same_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, is_free, both_chose = local.free_port(), local.is_free, Barrier(2)
+    monkeypatch.setattr(local, "PREFECT_PORT", usual)
+    choosing = iter([True, True])
 
+    def is_free_for_both(port: int) -> bool:
+        if next(choosing, False):
+            both_chose.wait()
+            return True
+        return is_free(port)
 
-def has_ended(process: psutil.Process) -> bool:
-    """Return whether a process has ended, even if nobody has asked for its exit code."""
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.parametrize("action", ["start", "stop"])
-def test_a_service_whose_starter_was_killed_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
-) -> None:
-    never_ready = "import sys, time; time.sleep(3600)"
-    starter = f"""
-from pathlib import Path
-from infra.services import local
-local.PREFECT_COMMAND = ({sys.executable!r}, "-c", {never_ready!r})
-local.LocalServices(Path({str(tmp_path)!r})).start(prefect=True, ray=False)
-"""
-    command = subprocess.Popen([sys.executable, "-c", starter])
-    recorded = tmp_path / "prefect.json"
-    wait_until(recorded.exists)
-    command.kill()
-    command.wait()
-    left_over = psutil.Process(json.loads(recorded.read_text())["pid"])
-    assert left_over.is_running()
-    services = LocalServices(tmp_path)
-    assert services.state("prefect") is None
-    if action == "stop":
-        assert services.stop() == ["prefect"]
-    else:
-        monkeypatch.setattr(local, "PREFECT_COMMAND", ("/bin/false",))
-        with pytest.raises(ServiceError):
-            services.start(prefect=True, ray=False)
-    assert has_ended(left_over)
-
-
-def test_what_a_dead_service_has_left_is_stopped_with_it(tmp_path: Path) -> None:
-    """A process that has lost its parent is still found by the session that the service led."""
-    orphan = "import subprocess, sys; print(subprocess.Popen(['sleep', '3600'], stdout=subprocess.DEVNULL).pid)"
-    service = subprocess.Popen([sys.executable, "-c", orphan], stdout=subprocess.PIPE, start_new_session=True)
-    state = ServiceState(pid=service.pid, started=psutil.Process(service.pid).create_time(), port=1)
-    assert service.stdout is not None
-    left_over = psutil.Process(int(service.stdout.readline()))
-    service.wait()
-    (tmp_path / "ray.json").write_text(state.model_dump_json())
-    assert LocalServices(tmp_path).stop() == []
-    assert has_ended(left_over)
-
-
-def test_a_service_that_fails_to_start_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.services.local.PREFECT_COMMAND", ("/bin/false",))
-    services = LocalServices(tmp_path)
-    with pytest.raises(ServiceError, match=r"prefect service exited with 1.*prefect\.log"):
-        services.start(prefect=True, ray=False)
-    assert services.state("prefect") is None
-    assert services.stop() == []
+    monkeypatch.setattr(local, "is_free", is_free_for_both)
+    folders = [LocalServices(tmp_path / name) for name in ("first", "second")]
+    try:
+        with ThreadPoolExecutor() as pool:
+            for started in [pool.submit(each.start, prefect=True, ray=False) for each in folders]:
+                started.result()
+        ports = [state.port for each in folders if (state := each.state("prefect"))]
+        assert len(set(ports)) == 2
+        assert usual in ports
+        wait_until(lambda: all(prefect_responds(str(each.prefect_api_url)) for each in folders))
+    finally:
+        for each in folders:
+            each.stop()

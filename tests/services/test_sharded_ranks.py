@@ -18,8 +18,6 @@ from tests.support.configs import merge, run_config
 from tests.support.sharded_ranks import NUM_EXPERTS, PROMPT_TOKENS, Case, response_tokens, run_cases
 from tests.support.tiny import make_tiny_data, make_tiny_model, make_tiny_moe
 
-pytestmark = pytest.mark.slow
-
 BFLOAT16_BOUND = 0.02  # of a parameter's gradient norm; one rounding of a gradient's element is up to 2^-9 of it
 HALF = {"model": {"compute_dtype": "bfloat16"}}
 REPLICAS = {"runtime": {"num_policy_replicas": 2}}

@@ -2,15 +2,12 @@
 
 import urllib.request
 
-import pytest
 import ray
 
 from infra.stores.column_server import Limits
 from infra.stores.shared_open import start_shared_store
 from tests.contracts.backends import CAPACITY, key, put_batch, rollout_columns
 from tests.support.progress import wait_until
-
-pytestmark = pytest.mark.slow
 
 RUN = "watched"
 

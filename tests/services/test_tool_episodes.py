@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 
 from infra.datasets import PromptRow
 from infra.datasets.environments import schemas_of_tools
@@ -88,7 +87,6 @@ def play(engine: GivenTurns, num_rows: int) -> list[Trajectory]:
         pool.close()
 
 
-@pytest.mark.slow
 def test_calls_are_answered_and_a_turn_without_one_is_the_answer() -> None:
     engine = GivenTurns([[ADD, "It is 5."], ["5"], [f"{ADD} and {ADD}", "<tool_call>{oops</tool_call>", "5"]])
     called, answered, malformed = play(engine, 3)
@@ -103,7 +101,6 @@ def test_calls_are_answered_and_a_turn_without_one_is_the_answer() -> None:
     assert engine.prompts[3] == f"{engine.prompts[0]}{ADD}<|end|><|tool|>5<|assistant|>"
 
 
-@pytest.mark.slow
 def test_a_call_that_takes_too_long_is_an_observation_and_the_row_goes_on() -> None:
     slow, other = play(GivenTurns([[WAIT, ADD, "5"], [ADD, ADD, "6"]]), 2)
     assert slow.failure is other.failure is None

@@ -83,7 +83,6 @@ def link_to(text: str) -> str:
     return f"[...document.querySelectorAll('main a')].find(link => link.innerText.trim().startsWith('{text}'))"
 
 
-@pytest.mark.slow
 def test_from_the_curves_to_a_token(url: str, page: Page) -> None:
     base, _ = url.split("/run/")
     assert page.evaluate("location.pathname + location.search") == "/run/demo/step/2/row/1"  # without the token
@@ -110,7 +109,6 @@ def test_from_the_curves_to_a_token(url: str, page: Page) -> None:
     assert ATTACK in page.evaluate(f"{TOKENS}.map(token => token.innerText).join('')")
 
 
-@pytest.mark.slow
 def test_the_tokens_of_a_row(url: str, page: Page) -> None:
     base, _ = url.split("/run/")
     show(page, f"{base}/run/demo/step/3/row/1?at=2")
@@ -145,7 +143,6 @@ def test_the_tokens_of_a_row(url: str, page: Page) -> None:
     assert page.evaluate("document.querySelectorAll('.token.bad').length") == 1  # minus infinity
 
 
-@pytest.mark.slow
 def test_a_group_and_two_runs_side_by_side(url: str, page: Page) -> None:
     base, _ = url.split("/run/")
     show(page, f"{base}/run/demo/step/3/group/0")
@@ -161,7 +158,6 @@ def test_a_group_and_two_runs_side_by_side(url: str, page: Page) -> None:
     assert page.evaluate("document.querySelector('.verdict').innerText") == "all tokens are the same"
 
 
-@pytest.mark.slow
 def test_what_is_wrong_is_one_line(url: str, page: Page) -> None:
     base, _ = url.split("/run/")
     for path, message in {

@@ -25,8 +25,6 @@ from schemas.weights import LoadedWeights, SentWeights, TensorSpec, Transport, W
 from tests.support import weight_tensors
 from tests.support.weight_tensors import RUN, same, tensors
 
-pytestmark = pytest.mark.slow
-
 for module in (sys.modules[__name__], weight_tensors):
     ray.cloudpickle.register_pickle_by_value(module)  # workers can't import test modules
 

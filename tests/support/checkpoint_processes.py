@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore
 from rl_core.training.sharding import make_mesh
+from tests.support.checkpoint_tensors import save_assets
 
 NUM_RANKS, NUM_REPLICAS = 2, 2
 POINTS = ("rank-00000-00000.safetensors", "hf/config.json", "manifest.json")  # files before which a save is killed
@@ -40,10 +41,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(torch.linspace(-1, 1, 21).reshape(3, 7) + step).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def save_assets(folder: Path) -> None:
-    (folder / "config.json").write_text("{}")
 
 
 def main(folder: Path) -> None:

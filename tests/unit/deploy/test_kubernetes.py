@@ -3,18 +3,13 @@
 import copy
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.configs import config_toml
-from tests.support.progress import wait_until
-from tests.support.tiny import make_tiny_data, make_tiny_model
-from tests.unit.deploy.commands import is_read, parse
-from tests.unit.deploy.files import DEPLOY, compose, manifests, pinned, pod_templates
+from tests.support.deploy_commands import is_read, parse
+from tests.support.deploy_files import DEPLOY, compose, manifests, pinned, pod_templates
 from tests.unit.deploy.kubernetes import faults
-from tests.unit.deploy.site_on_loopback import Site
 
 OBJECTS = manifests()
 PART_OF = {"app.kubernetes.io/part-of": "sluice"}
@@ -153,27 +148,6 @@ def test_the_job_s_commands_parse() -> None:
     assert [command.split()[1] for command in commands] == ["resume", "train"]
     for command in commands:
         parse(command.split())
-
-
-@pytest.mark.slow
-def test_the_job_trains_and_resumes_as_a_ray_job(tmp_path: Path) -> None:
-    site = Site(tmp_path / "data", ["head"])
-    try:
-        make_tiny_model(site.folder / "model")
-        make_tiny_data(site.folder / "train.parquet", 8)
-        rollout = {"num_prompts": 2, "samples_per_prompt": 2, "max_response_tokens": 8}
-        (site.folder / "train.toml").write_text(config_toml(name="tiny", steps=1, rollout=rollout))
-        environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t" * 32, "PREFECT_HOME": ".prefect"}
-        own = [f"--node-ip-address={site.addresses['head']}", "--port=6379", "--num-cpus=1", "--dashboard-host=0.0.0.0"]
-        head = site.start(["ray", "start", "--head", "--block", *own], environment, "head.log")
-        log = site.folder / "head.log"
-        wait_until(lambda: "Ray runtime started" in log.read_text() or head.poll() is not None)
-        job = [part.replace("cd /data;", f"cd {site.folder};") for part in ENTRYPOINT]
-        submit = ["ray", "job", "submit", "--address=http://head:8265", "--", *job]
-        assert "step   1/1" in site.run(submit, environment, "first.log")
-        assert "run train-1 is complete: 1 of 1 steps" in site.run(submit, environment, "second.log")
-    finally:
-        site.close()
 
 
 def variables() -> list[dict[str, Any]]:

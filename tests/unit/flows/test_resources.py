@@ -326,7 +326,6 @@ def test_a_model_that_is_no_causal_one_is_rejected(tmp_path: Path) -> None:
         build_meta_model(ModelConfig(path=str(tmp_path)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_built_in_config_passes_its_own_plan(path: Path, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", vocab_size=100_000, max_position_embeddings=40_000)  # ids of four bytes

@@ -1,9 +1,7 @@
 """Checkpoints of one process: saved, loaded, described by a manifest, pruned, and on other file systems."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from infra.checkpoints import reading, shards, writing
-from infra.checkpoints.manifest import Manifest
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore, open_checkpoints
 from infra.storage.runs import RunDirectory
@@ -23,20 +20,22 @@ from schemas.errors import CheckpointError
 from schemas.metrics import Mean
 from schemas.step import PolicyHandle, UpdateReport
 from schemas.store import StoreTraffic
-from tests.support.checkpoint_processes import make_model, save_assets, train
-from tests.support.checkpoint_tensors import SHARD, assert_equal, load, newest_version, save, tensors_of
-from tests.support.s3 import s3_server
+from tests.support.checkpoint_processes import make_model, train
+from tests.support.checkpoint_tensors import (
+    SHARD,
+    assert_checkpoints_are_kept,
+    assert_equal,
+    load,
+    newest_version,
+    save,
+    save_assets,
+    tensors_of,
+)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(str(tmp_path / "policy"))
-
-
-@pytest.fixture(scope="module")
-def s3_options() -> Iterator[dict[str, Any]]:
-    with s3_server("runs") as options:
-        yield options
 
 
 def test_a_policy_comes_back_bit_for_bit(store: CheckpointStore) -> None:
@@ -226,25 +225,6 @@ def test_the_url_of_a_runs_checkpoints(tmp_path: Path) -> None:
     assert elsewhere.path(12) == "memory://bucket/prefix/run-7/step-000012"
 
 
-@pytest.mark.parametrize("kind", ["memory", pytest.param("s3", marks=pytest.mark.slow)])
-def test_other_file_systems(kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "FILE_BYTES", 40)  # several files
-    options = request.getfixturevalue("s3_options") if kind == "s3" else None
-    store = CheckpointStore("s3://runs/run-7" if kind == "s3" else "memory://runs/run-7", options)
-    assert store.newest() is None
-    for version in range(1, 4):
-        save(store, version, write_assets=save_assets)
-    again = CheckpointStore(str(store), options)  # as another process has it
-    assert_equal(load(again, 3), tensors_of(3))
-    found = again.newest()
-    assert found is not None
-    assert isinstance(found[1], Manifest)
-    assert (found[0], len(found[1].files)) == (3, 3)
-    store._folder.write("step-000003/rank-00000-00000.safetensors", b"damage")
-    assert newest_version(again) == 2
-    with store.assets(2) as folder:
-        assert (folder / "config.json").read_text() == "{}"
-    store._folder.remove("step-000001/manifest.json")
-    store.retain(2)
-    assert again.complete_versions() == [2, 3]
-    assert not again._folder.sizes("step-000001")
+    assert_checkpoints_are_kept("memory://runs/run-7")

@@ -7,8 +7,7 @@ import pytest
 
 from infra.checkpoints.store import CheckpointStore
 from schemas.errors import CheckpointError
-from tests.support.checkpoint_processes import save_assets
-from tests.support.checkpoint_tensors import SHARD, assert_equal, load, save, tensors_of
+from tests.support.checkpoint_tensors import SHARD, assert_equal, load, save, save_assets, tensors_of
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import pytest
 
 from infra.checkpoints.store import CheckpointStore
 from schemas.errors import CheckpointError
-from tests.support.checkpoint_processes import save_assets
-from tests.support.checkpoint_tensors import SHARD, newest_version, save
+from tests.support.checkpoint_tensors import SHARD, newest_version, save, save_assets
 
 
 @pytest.fixture

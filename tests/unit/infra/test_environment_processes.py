@@ -10,7 +10,7 @@ import pytest
 
 from infra.environments.pool import EnvironmentClass, EnvironmentPool
 from schemas.config.environment import TurnLimits
-from tests.support.environment_pools import MODULE, kinds, open_rows, opened, step_rows
+from tests.support.environment_pools import MODULE, open_rows, opened
 from tests.support.progress import wait_until
 from tests.support.reward_pools import wait_for_exit
 
@@ -44,15 +44,6 @@ def test_a_class_may_import_the_modules_of_its_process(tmp_path: Path, monkeypat
         assert pool.wait()[0].observations == ("infra.processes.lifeline",)
     finally:
         pool.close()
-
-
-@pytest.mark.slow
-def test_an_environments_child_processes_are_killed_with_it(tmp_path: Path) -> None:
-    log = tmp_path / "pid"
-    with opened("Counting", {"log": str(log)}) as pool:
-        open_rows(pool, "")
-        assert kinds(step_rows(pool, ["child"])) == {0: "timeout"}
-        wait_for_exit(int(log.read_text()))
 
 
 def test_close_kills_all_processes() -> None:

@@ -68,6 +68,21 @@ def test_equal_rows_of_other_chunks_are_the_same(runs: tuple[RunDirectory, RunDi
     assert compared(a, b)[1].stages == ()
 
 
+def test_other_rows_of_the_same_chunks_are_a_difference(runs: tuple[RunDirectory, RunDirectory]) -> None:
+    a, b = runs
+    store = columns_of(b)
+    batch = store.load_batch(2)
+    assert batch is not None
+    store.save_batch(select(batch, (1, 0, 2, 3, 4)))  # the first two rows have changed places
+    first, second = compared(a, b)
+    differences = {found.column: found for stage in first.stages for found in stage.differences}
+    assert {"response_ids", "reward", "behavior_logprobs", "advantages"} <= differences.keys()
+    reward, advantage = differences["reward"], differences["advantages"]
+    assert (reward.row, reward.a, reward.b, reward.num_different) == (0, "1", "0.5", 2)
+    assert (advantage.row, advantage.a, advantage.b, advantage.num_different) == (0, "0.25", "-0.25", 2)
+    assert second.stages == ()
+
+
 def test_columns_and_steps_that_only_one_run_has(runs: tuple[RunDirectory, RunDirectory], tmp_path: Path) -> None:
     a, b = runs
     columns_of(b).clear(2)

@@ -7,64 +7,34 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from infra.models.tiny import END, make_tokenizer
 from infra.rewards.open import open_reward_scorer
 from infra.workers.hosted import open_model_here
 from infra.workers.reward import RewardWorker
 from rl_core.rewards import RewardItem, RewardOutcome, load_reward
 from rl_core.rewards.judge_model import Answer, JudgeModel, Question
-from schemas.config.judge_model import JudgeModelReward
 from schemas.config.reward import JudgeReward, WeightedReward
 from schemas.errors import ModelError
 from schemas.step import RunHandle
 from tests.support.configs import run_config
-from tests.support.engine_checks import HEAD_DIM, NEEDS_VLLM
-from tests.support.tiny import make_tiny_judge, make_tiny_model, make_tiny_reward_model
-
-PROMPT = "{prompt} {answer}: {response}"
-NUM_AROUND = len("<u>p a: ") - 2  # tokens of a question besides the response: the user's control token is one
-ENGINES = ["transformers", pytest.param("vllm", marks=NEEDS_VLLM)]
+from tests.support.judge_models import (
+    NUM_AROUND,
+    PROMPT,
+    assert_a_judge_scores_all_responses,
+    judge,
+    make_judge,
+    outcome_of,
+    scores,
+)
+from tests.support.tiny import make_tiny_model, make_tiny_reward_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_judge(tmp_path_factory.mktemp("judge"), cut="#", head_dim=HEAD_DIM)
+    return make_judge(tmp_path_factory.mktemp("judge"))
 
 
-def judge(folder: Path | str, **fields: object) -> JudgeModelReward:
-    given = {"path": str(folder), "prompt": PROMPT, "max_question_tokens": 100, "max_tokens": 8}
-    return JudgeModelReward.model_validate(given | fields)
-
-
-def scores(
-    config: JudgeModelReward | WeightedReward, *completions: str, groups: Sequence[int] = ()
-) -> list[RewardOutcome]:
-    scorer = open_reward_scorer(config, open_model_here)
-    try:
-        scorer.wait_until_ready()
-        items = [RewardItem("p", completion, "a", {}) for completion in completions]
-        return scorer.score(items, groups or (0,) * len(completions))
-    finally:
-        scorer.close()
-
-
-def outcome_of(completion: str, *, is_known: bool = False) -> RewardOutcome:
-    """Return what the tiny judge gives a response by construction; see `make_tiny_judge`."""
-    *_, last = make_tokenizer()(completion, split_special_tokens=True)["input_ids"]
-    asked, said = (0.0, 0.0) if is_known else (float(NUM_AROUND + len(completion)), 2.0)
-    return RewardOutcome(last % 10 / 10, {"judge_prompt_tokens": asked, "judge_completion_tokens": said})
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_judge_scores_all_responses_to_a_prompt(folder: Path, engine: str) -> None:
-    responses = ("a", "bb", "a", "cut #", "x" * 200, f"q{END}", "c")
-    first, second, again, cut, long, marked, last = scores(judge(folder, engine=engine), *responses)
-    assert (first, second, last) == (outcome_of("a"), outcome_of("bb"), outcome_of("c"))
-    assert len({first.reward, second.reward, last.reward}) == 3
-    assert again == outcome_of("a", is_known=True)
-    assert cut.failure == "ValueError: the judge's answer is cut at 8 tokens; raise reward.max_tokens"
-    assert "has 206 tokens, more than reward.max_question_tokens = 100" in (long.failure or "")
-    assert marked == outcome_of(f"q{END}")  # the name of a control token, of which the judge reads every byte
+def test_a_judge_scores_all_responses_to_a_prompt(folder: Path) -> None:
+    assert_a_judge_scores_all_responses(folder, "transformers")
 
 
 def test_a_group_is_asked_in_one_call_of_its_own(folder: Path) -> None:

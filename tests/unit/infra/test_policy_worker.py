@@ -21,6 +21,7 @@ from schemas.batch import BatchHandle, ChunkKey
 from schemas.config.correction import TruncatedCorrection
 from schemas.config.model import LoraConfig
 from schemas.errors import NonFiniteError, VersionError
+from schemas.metrics import values
 from schemas.plan import ForwardPlan, StepPlan
 from schemas.step import RunHandle
 from tests.support.configs import run_config
@@ -145,6 +146,25 @@ def test_a_restart_from_a_checkpoint_continues_bit_for_bit(run: RunHandle, store
     # The next update also needs the optimizer's state and count.
     for each in (worker, fresh):
         each.update(batch, plan, 1)
+    weights = [parameters(each, 2) for each in (worker, fresh)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("schedule", [{"warmup_updates": 7}, {"schedule": "cosine"}])
+def test_a_restart_from_a_checkpoint_goes_on_with_the_learning_rates_schedule(
+    run: RunHandle, store: MemoryStore, schedule: dict[str, object]
+) -> None:
+    config = run.config.replace(steps=4, optim=run.config.optim.replace(**schedule))
+    scheduled = run.replace(config=config)
+    worker = started(scheduled, store)
+    batch, plan = make_step(scheduled, store, worker)
+    begun = worker.update(batch, plan, 0)
+    worker.save(1)
+    worker.finish_saving()
+    fresh = started(scheduled, store)
+    expected, found = (each.update(batch, plan, 1) for each in (worker, fresh))
+    rates = [values(report.metrics)["learning_rate"] for report in (begun, expected, found)]
+    assert rates[0] != rates[1] == rates[2]
     weights = [parameters(each, 2) for each in (worker, fresh)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 

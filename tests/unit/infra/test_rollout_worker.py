@@ -7,10 +7,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from infra.datasets import PromptRow
+from infra.engines.base import Generation
+from infra.environments.reply import Reply
+from infra.environments.trajectory import TrajectoryBuilder
 from infra.models.load import load_model
 from infra.models.tiny import make_tokenizer
+from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.memory import MemoryStore
+from infra.stores.tiered import TieredColumnStore
+from infra.workers.partial_rows import Row
+from infra.workers.rollout import RolloutWorker
+from infra.workers.sampling import ResponseSampler, ResponseStart
 from rl_core.columns.jagged import flat_values, row_lengths
+from schemas.batch import ChunkKey, ChunkRef
 from schemas.catalog import CATALOG
 from schemas.config.model import ModelConfig
 from schemas.errors import (
@@ -20,6 +30,7 @@ from schemas.errors import (
     ModelError,
     RewardFailureError,
     RewardImportError,
+    StoreError,
     UserError,
     VersionError,
 )
@@ -183,6 +194,47 @@ def test_steps_and_seeds_differ(folder: Path) -> None:
     assert tuple(sample.response for sample in other.samples) != texts[0]
 
 
+def test_samples_of_a_prompt_have_seeds_of_their_own_and_one_environment_seed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[ResponseStart] = []
+    sample, store = ResponseSampler.sample, open_store()
+
+    def noted(sampler: ResponseSampler, starts: list[ResponseStart], *rest: object) -> object:
+        begun.extend(starts)
+        return sample(sampler, starts, *rest)
+
+    monkeypatch.setattr(ResponseSampler, "sample", noted)
+    worker = worker_of(run_of(folder), store=store)
+    rows = rows_of(store, worker, worker.generate(0, 0, 0, GROUPS)).values()
+    assert len({start.seed for start in begun}) == NUM_PROMPTS * NUM_SAMPLES
+    assert len({(row["group_id"], tuple(row["response_ids"])) for row in rows}) == NUM_PROMPTS * NUM_SAMPLES
+    by_group = [{start.environment_seed for start in begun if start.group == group} for group in GROUPS]
+    assert [len(seeds) for seeds in by_group] == [1] * NUM_PROMPTS
+    assert len(set.union(*by_group)) == NUM_PROMPTS
+
+
+def test_a_row_that_is_continued_draws_other_noise_than_at_its_start() -> None:
+    prompt = PromptRow(np.array([1, 2]), "1 + 1 =", "2", {}, "tiny")
+    responses = [None, *(Generation(np.arange(n), np.zeros(n, np.float32), "length") for n in (3, 6))]
+    rows = [Row(2, group, number, prompt, each) for group in (0, 1) for number in (0, 1) for each in responses]
+    seeds = [row.seed(7) for row in rows]
+    assert len(set(seeds)) == len(rows)
+    assert [row.seed(7) for row in rows] == seeds  # a function of the run, the row and its tokens so far
+
+
+def test_only_sampled_tokens_are_trained() -> None:
+    row = TrajectoryBuilder(0, np.array([1, 2]), 0, None)
+    row.add_turn(Generation(np.array([3, 4]), np.array([-0.5, -0.25], np.float32), "stop"), "a")
+    row.add_answer(Reply(("b",), 0.5))
+    row.add_bridge(np.array([5, 6, 7]))
+    row.add_turn(Generation(np.array([8]), np.array([-1.0], np.float32), "stop"), "c")
+    found = row.finish("done")
+    assert found.token_ids.tolist() == [3, 4, 5, 6, 7, 8]
+    assert found.loss_mask.tolist() == [True, True, False, False, False, True]
+    assert found.logprobs.tolist() == [-0.5, -0.25, 0, 0, 0, -1]
+
+
 def test_the_number_of_workers_does_not_change_the_samples(folder: Path) -> None:
     store = open_store()
     whole = worker_of(run_of(folder), store=store)
@@ -279,6 +331,25 @@ def test_a_put_needs_the_lease_and_keeps_the_rows_if_rejected(folder: Path) -> N
         put(worker, shard)
     store.open_lease(0)
     assert read(store, shard, put(worker, shard)).num_rows == len(shard.rewards)
+
+
+def test_a_put_waits_until_its_rows_are_durable(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durable = FsspecColumnStore("run", str(tmp_path / "columns"))
+    store = TieredColumnStore(MemoryStore("run", 2**20, incarnation=durable.incarnation), durable)
+    store.open_lease(0)
+    worker = RolloutWorker(run_of(folder), store=store)
+    worker.start()
+    shard = worker.generate(0, 0, 0, GROUPS)
+
+    def broken(chunk: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(durable, "_put", broken)
+        with pytest.raises(StoreError, match="not durable: no space left on device"):
+            put(worker, shard)
+    assert worker.has_shard(0, 0, 0)  # it is put again
+    assert put(worker, shard).chunk in durable.chunks(0)
 
 
 @pytest.mark.parametrize(

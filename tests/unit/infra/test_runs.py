@@ -175,15 +175,17 @@ def test_one_driver_at_a_time_and_a_killed_one_releases_the_lock(tmp_path: Path)
     held = spawn.Event()
     holder = spawn.Process(target=_hold, args=(directory.path, held))
     holder.start()
-    held.wait()
-    with (
-        pytest.raises(RunError, match=r"driven by process \d+ on .*; stop it first: sluice stop"),
-        driver_lock(directory),
-    ):
-        pass
-    assert run_status(directory).state == "running"
-    holder.kill()
-    holder.join()
+    try:
+        held.wait()
+        with (
+            pytest.raises(RunError, match=r"driven by process \d+ on .*; stop it first: sluice stop"),
+            driver_lock(directory),
+        ):
+            pass
+        assert run_status(directory).state == "running"
+    finally:
+        holder.kill()  # else pytest would wait for it
+        holder.join()
     assert run_status(directory).state == "stopped"
     with driver_lock(directory):
         pass

@@ -1,5 +1,6 @@
 """A step that is opened again: what its committed stages have put is kept, the rest is deleted."""
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from infra.storage.step_folders import step_folder
 from infra.stores.file_layout import lease_path
 from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.open import open_store
-from infra.stores.steps import open_step, sweep_steps
+from infra.stores.steps import open_step, renewed_lease, sweep_steps
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.step import PolicyHandle, RunHandle
 from tests.support.small_run import make_small_run, put_advantages, put_behavior, put_rollout
@@ -88,6 +89,49 @@ def test_a_step_whose_columns_are_lost_is_run_again_from_its_start(
         assert kept(run) == (set(), None)
     assert "step 4 is run again from its start: its columns are no longer in the store" in caplog.text
     assert not list(Path(run.directory, "ledger").glob("step-000004/*"))
+
+
+@pytest.mark.parametrize("damage", ["lost", "damaged"])
+@pytest.mark.parametrize("stage", ["rollout", "behavior", "advantage"])
+def test_a_step_with_a_bad_chunk_is_run_again_from_its_start(
+    run: RunHandle, stage: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = next(Path(run.directory).glob(f"columns/step-000004/{stage}-0-0.*.arrow"))
+    if damage == "lost":
+        file.unlink()
+    else:
+        file.write_bytes(b"x" * file.stat().st_size)
+    with caplog.at_level(logging.WARNING):
+        assert kept(run) == (set(), None)
+    assert f"step 4 is run again from its start: chunk demo/4/{stage}/0/0" in caplog.text
+    assert not list(Path(run.directory, "ledger").glob("step-000004/*"))
+
+
+def test_a_renewal_that_fails_once_is_tried_again(
+    run: RunHandle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_lease, failures = columns(run).open_lease, [OSError("no route to host")]
+    config = run.config.replace(store=run.config.store.replace(lease_seconds=0.001))
+
+    async def work() -> None:
+        renewed = asyncio.Event()
+
+        def renew(step: int) -> None:
+            if failures:
+                raise failures.pop()
+            open_lease(step)
+            renewed.set()
+
+        monkeypatch.setattr(columns(run), "open_lease", renew)
+        async with renewed_lease(run.replace(config=config), STEP):
+            waiting = asyncio.create_task(renewed.wait())
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)  # the renewal itself must not end
+            assert waiting.done()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(work())
+    assert "the lease of step 4 could not be renewed, it is tried again: no route to host" in caplog.text
 
 
 @pytest.mark.parametrize(("keep_steps", "left"), [(1, [3, 4]), ("all", [2, 3, 4])])

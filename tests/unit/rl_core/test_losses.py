@@ -33,9 +33,10 @@ def test_clipping_by_hand() -> None:
 
 
 def test_clip_range_has_two_sides() -> None:
-    inputs = row_inputs([2.0, 0.5], [1.0, -1.0], [1, 1])
+    # A = 3: r 2 is clipped to 1.4. A = -1: r 0.5 is clipped to 0.9.
+    inputs = row_inputs([2.0, 0.5], [3.0, -1.0], [1, 1])
     loss, _ = loss_of(inputs, 2, 2, clip_low=0.1, clip_high=0.4)
-    assert loss.item() == pytest.approx((-1.4 + 0.9) / 2)
+    assert loss.item() == pytest.approx((-3 * 1.4 + 0.9) / 2)
 
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
@@ -62,9 +63,9 @@ def test_gspo_clips_whole_sequences() -> None:
 
 
 def test_gspo_gives_clipped_sequences_no_gradient() -> None:
-    inputs = row_inputs([2.0, 2.0, 0.5], [1.0, -1.0], [2, 1])
+    inputs = row_inputs([2.0, 2.0, 0.5], [3.0, -1.0], [2, 1])
     loss, metrics = loss_of(inputs, 3, 2, GspoLoss())
-    assert loss.item() == pytest.approx((-1.0004 + 0.9997) / 2)
+    assert loss.item() == pytest.approx((-3 * 1.0004 + 0.9997) / 2)
     assert gradient_of(inputs, loss) == [0.0, 0.0, 0.0]
     assert metrics["clip_fraction/high"] == Mean(total=2.0, weight=3)
     assert metrics["clip_fraction/low"] == Mean(total=1.0, weight=3)

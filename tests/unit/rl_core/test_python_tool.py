@@ -71,13 +71,11 @@ def test_long_output_is_cut() -> None:
     assert output.endswith("x\n(The output is cut at 9,900 characters.)\n")
 
 
-@pytest.mark.slow
 def test_an_endless_loop_is_stopped_and_keeps_its_output() -> None:
     output = run_python("print('begin')\nwhile True: pass", Limits(cpu_seconds=1, wall_seconds=PATIENT_SECONDS))
     assert output == "begin\nStopped: it used more than 1 s of CPU time."
 
 
-@pytest.mark.slow
 def test_code_that_ignores_the_warning_is_killed() -> None:
     code = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     assert run_python(code, Limits(cpu_seconds=1, wall_seconds=PATIENT_SECONDS)) == "Stopped by SIGKILL."

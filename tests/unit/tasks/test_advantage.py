@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.storage.runs import RunDirectory
+from rl_core.advantages import prepare_updates
 from rl_core.columns.jagged import flat_values
 from schemas.errors import PlanError, RewardFailureError
 from schemas.metrics import values
@@ -132,6 +133,29 @@ def test_penalty_and_kl_shape_the_reward(tmp_path: Path) -> None:
     assert metrics["overlong/penalty"] == pytest.approx(2.0 / 5)
     assert metrics["reward/kl"] == pytest.approx(4.0 / 5)
     assert metrics["groups/zero_variance"] == 0.5
+
+
+def test_an_environments_tokens_cost_no_overlong_penalty(tmp_path: Path) -> None:
+    # Two of the last row's 12 tokens are an environment's. The other 10 are halfway through the last 4: it loses 1.
+    config = run_config(
+        tmp_path,
+        rollout={"max_response_tokens": MAX_RESPONSE_TOKENS},
+        overlong={"buffer_tokens": 4, "penalty": 2.0},
+    )
+    first, second = rollout_of([sample[3] for sample in SAMPLES]).shards
+    rollout = RolloutHandle(step=STEP, policy_version=STEP, shards=(first, second.replace(loss_tokens=(5, 4, 10))))
+    found = prepare_updates(config, STEP, rollout)
+    assert values(found.metrics)["overlong/penalty"] == pytest.approx(1.0 / 5)
+    assert values(found.metrics)["reward/shaped"] == pytest.approx((3.0 - 1.0) / 5)
+    assert found.plan.updates[0].num_loss_tokens == 4 + 3 + 5 + 4 + 10
+
+
+def test_each_step_shuffles_its_rows_anew(tmp_path: Path) -> None:
+    config = run_config(tmp_path, optim={"updates_per_step": 2})
+    rollout = rollout_of([1.0] * 6)
+    plans = [prepare_updates(config, step, rollout).plan for step in (0, 1, 2, 3, 0)]
+    assert plans[4] == plans[0]
+    assert len({frozenset(plan.updates[0].rows) for plan in plans}) > 1  # the same rows, split in other ways
 
 
 def test_masked_rows_are_in_the_baseline_but_not_in_the_plan(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""Environment pools: what an environment that hangs, crashes or returns nonsense costs."""
+"""Environment pools: what an environment that crashes, raises or can't be made again costs."""
 
 import os
-import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.environment_pools import (
-    LIMIT_SECONDS,
     MODULE,
+    assert_a_failed_call_costs_only_its_row,
+    assert_a_failed_close_costs_nothing,
+    assert_a_failed_replay_costs_only_its_row,
+    assert_a_failed_reset_costs_only_its_row,
     contents,
     counted,
     kinds,
@@ -19,12 +21,9 @@ from tests.support.environment_pools import (
     step_rows,
     task,
 )
-from tests.support.faulty_environments import BIG_CHARACTERS
 from tests.support.reward_pools import wait_for_exit
 
-SLOW = pytest.mark.slow  # waits for a time limit
 BOTH = pytest.mark.parametrize("name", ["Counting", "AsyncCounting"])
-LATE = f"no answer within {LIMIT_SECONDS:g} s"
 
 
 @BOTH
@@ -47,8 +46,6 @@ def test_rows_are_played_side_by_side(name: str) -> None:
 @pytest.mark.parametrize(
     ("action", "kind", "message"),
     [
-        pytest.param("hang", "timeout", LATE, marks=SLOW),
-        pytest.param("spin", "timeout", LATE, marks=SLOW),
         ("crash", "died", f"the environment's process ended with signal {signal.SIGSEGV.value} (Segmentation fault)"),
         ("leave", "died", "the environment's process ended with exit code 3"),
         ("killed", "died", f"the environment's process ended with signal {signal.SIGKILL.value} (Killed)"),
@@ -58,44 +55,13 @@ def test_rows_are_played_side_by_side(name: str) -> None:
 )
 @BOTH
 def test_a_failed_call_costs_only_its_row_and_leaves_no_trace(name: str, action: str, kind: str, message: str) -> None:
-    with opened(name) as pool:
-        open_rows(pool, *"abcde")
-        step_rows(pool, list("01234"))
-        replies = step_rows(pool, ["x", "y", action, "z", "w"])
-        assert kinds(replies) == {2: kind}
-        failure = replies[2].failure
-        assert failure is not None
-        assert failure.message.startswith(message) or re.match(message, failure.message)
-        for row, said in {0: "x", 1: "y", 3: "z", 4: "w"}.items():
-            assert contents(replies[row]) == counted(row, str(row), said)
-        replies = step_rows(pool, ["1", "1", "1", action, "1"])
-        assert contents(replies[2]) == counted(2, "2", "1")
-        assert kinds(replies) == {3: kind}
+    assert_a_failed_call_costs_only_its_row(name, action, kind, message)
 
 
-@pytest.mark.parametrize("fault", [pytest.param("hang", marks=SLOW), "leave", "raise"])
+@pytest.mark.parametrize("fault", ["leave", "raise"])
 @BOTH
 def test_a_failed_reset_costs_only_its_row(name: str, fault: str) -> None:
-    with opened(name) as pool:
-        replies = open_rows(pool, "a", fault, "c")
-        assert list(kinds(replies)) == [1]
-        assert replies[2].observations == ("c from 2",)
-        assert kinds(step_rows(pool, ["x", "y", "z"])).keys() == {1}
-        pool.end(1)
-        pool.open(1, task("b"), seed=7)
-        assert pool.wait()[1].observations == ("b from 7",)
-
-
-@SLOW
-def test_a_call_that_only_waits_is_cancelled_and_its_process_stays() -> None:
-    with opened("AsyncCounting") as pool:
-        open_rows(pool, *"abc")
-        pids = pool.pids
-        replies = step_rows(pool, ["1", "wait", "stubborn"])
-        assert kinds(replies) == {1: "timeout", 2: "timeout"}
-        replies = step_rows(pool, ["2", "2", "2"])
-        assert [contents(replies[row]) for row in range(3)] == [counted(0, "1", "2"), counted(1, "2"), counted(2, "2")]
-        assert pool.pids == pids
+    assert_a_failed_reset_costs_only_its_row(name, fault)
 
 
 def test_a_future_of_another_event_loop_is_a_failure() -> None:
@@ -120,39 +86,12 @@ def test_a_plain_environment_may_run_an_event_loop() -> None:
         assert step_rows(pool, ["1"])[0].observations == ("1 True",)
 
 
-@SLOW
-@pytest.mark.parametrize("action", ["task", "later"])
-def test_a_task_of_an_environment_that_blocks_is_its_rows_fault(action: str) -> None:
-    with opened("AsyncCounting") as pool:
-        open_rows(pool, *"abc")
-        step_rows(pool, {0: "1", 2: "1"})
-        step_rows(pool, {1: action})
-        assert contents(step_rows(pool, {0: "2", 2: "2"})[2]) == counted(2, "1", "2")
-
-
 def test_the_cause_of_a_loss_is_found_even_if_it_is_unknown_at_first() -> None:
     with opened("AsyncCounting") as pool:
         open_rows(pool, *"abcd")
         replies = step_rows(pool, ["1", "1", "thread", "1"])
         assert kinds(replies) == {2: "died"}
         assert [contents(replies[row]) for row in (0, 1, 3)] == [counted(row, "1") for row in (0, 1, 3)]
-
-
-@SLOW
-def test_a_block_of_which_nobody_knows_whose_it_is_costs_only_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.environments.slot.SILENT_SECONDS", LIMIT_SECONDS)
-    with opened("AsyncCounting", step_timeout_seconds=600) as pool:
-        open_rows(pool, *"abc")
-        replies = step_rows(pool, ["nap", "callback", "1"])
-        assert kinds(replies) == {1: "timeout"}
-        assert contents(replies[0]) == counted(0, "nap")
-
-
-@SLOW
-def test_a_clock_stands_still_while_code_of_other_rows_runs() -> None:
-    with opened("AsyncCounting") as pool:
-        open_rows(pool, *"abcd")
-        assert kinds(step_rows(pool, ["nap", "block", "block", "block"])) == {}
 
 
 def test_a_process_that_ended_between_two_calls_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
@@ -196,31 +135,9 @@ def test_another_pools_environment_goes_on_if_it_answers_the_same(tmp_path: Path
         assert contents(step_rows(pool, ["2"])[0]) == counted(0, "2")
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind"), [("raise", "raised"), ("leave", "died"), pytest.param("hang", "timeout", marks=SLOW)]
-)
+@pytest.mark.parametrize(("fault", "kind"), [("raise", "raised"), ("leave", "died")])
 def test_a_replay_that_fails_is_its_rows_failure(tmp_path: Path, fault: str, kind: str) -> None:
-    with opened("MadeOnce", {"folder": str(tmp_path)}) as pool:
-        open_rows(pool, *"abc")
-        step_rows(pool, {1: f"later {fault}"})
-        assert kinds(step_rows(pool, {2: "leave"})) == {2: "died"}
-        for _ in range(2):
-            replies = step_rows(pool, ["x", "y", "z"])
-            assert kinds(replies) == {1: kind}
-            failure = replies[1].failure
-            assert failure is not None
-            assert failure.message.startswith("when it was made again: ")
-
-
-@SLOW
-def test_all_calls_of_a_trajectory_have_a_limit_together() -> None:
-    with opened("AsyncCounting", step_timeout_seconds=600, trajectory_timeout_seconds=LIMIT_SECONDS) as pool:
-        open_rows(pool, *"ab")
-        for _ in range(2):
-            replies = step_rows(pool, ["1", "wait"])
-            assert kinds(replies) == {1: "timeout"}
-            assert replies[1].failure is not None
-        assert "all calls of the trajectory together" in replies[1].failure.message
+    assert_a_failed_replay_costs_only_its_row(tmp_path, fault, kind)
 
 
 def test_an_ended_row_is_closed_and_can_be_opened_anew(tmp_path: Path) -> None:
@@ -239,38 +156,6 @@ def test_an_ended_row_is_closed_and_can_be_opened_anew(tmp_path: Path) -> None:
         log.unlink()
 
 
-@pytest.mark.parametrize("fault", [pytest.param("hang", marks=SLOW), "leave", "raise"])
+@pytest.mark.parametrize("fault", ["leave", "raise"])
 def test_an_environment_that_cannot_be_closed_costs_nothing(fault: str) -> None:
-    with opened("Counting") as pool:
-        open_rows(pool, *"ab")
-        step_rows(pool, [f"close {fault}", "1"])
-        pool.end(0)
-        assert contents(step_rows(pool, {1: "2"})[1]) == counted(1, "1", "2")
-
-
-@SLOW
-@BOTH
-def test_two_hundred_rows_of_which_one_in_ten_is_faulty(name: str) -> None:
-    faults = ("hang", "raise", "leave", "big")
-
-    def action(row: int, turn: int) -> str:
-        return faults[row // 10 % 4] if row % 10 == 3 and row // 10 % 3 == turn else f"{row} {turn}"
-
-    with opened(name, num_processes=2, max_observation_characters=100) as pool:
-        open_rows(pool, *["a"] * 200)
-        for turn in range(3):
-            replies = step_rows(pool, [action(row, turn) for row in range(200)])
-            failures = kinds(replies)
-            for row in range(200):
-                said = [action(row, past) for past in range(turn + 1)]
-                if said[-1] in ("hang", "raise", "leave"):
-                    assert failures.pop(row) == {"hang": "timeout", "raise": "raised", "leave": "died"}[said[-1]]
-                elif said[-1] == "big":
-                    assert replies[row].observations[0].endswith(f"[{BIG_CHARACTERS - 100} more characters were cut]")
-                else:
-                    successful = [word for word in said if word not in ("hang", "raise", "leave")]
-                    assert contents(replies[row]) == counted(row, *successful)
-            assert failures == {}
-        pids = pool.pids
-    for pid in pids:
-        wait_for_exit(pid)
+    assert_a_failed_close_costs_nothing(fault)

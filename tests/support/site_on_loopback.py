@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from infra.services.processes import process_tree
+from tests.support.deploy_files import DEPLOY, ROOT
 from tests.support.progress import wait_until
-from tests.unit.deploy.files import DEPLOY, ROOT
 
 NETWORK = "10.77.0."
 SETUP = """

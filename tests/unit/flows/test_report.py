@@ -1,0 +1,58 @@
+"""Reports: what can't be reported, and the alarms; the pages in a browser: tests/services."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.report.alarms import find_alarms
+from flows.report.record import RunRecord
+from infra.storage.runs import RunDirectory
+from tests.support.command import Command, assert_rejected, make_command
+from tests.support.report_run import NUM_STEPS, runs_dir, step_report
+
+__all__ = ["runs_dir"]  # a fixture
+
+
+@pytest.fixture
+def sluice(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return a function that calls the command in the folder of the runs."""
+    monkeypatch.chdir(runs_dir.parent)
+    return make_command(monkeypatch, capsys)
+
+
+def test_what_can_not_be_reported(runs_dir: Path, sluice: Command) -> None:
+    assert_rejected(sluice("report", "absent"), "no run 'absent'")
+    assert_rejected(sluice("report", "whole", "whole"), "runs to compare need different ids")
+
+
+def with_steps(runs_dir: Path, **changes: float) -> RunRecord:
+    """The run, with other metrics in its last ten steps."""
+    record = RunRecord.read(RunDirectory(runs_dir / "whole"))
+    steps = [
+        step_report(step, metrics={**step_report(step).metrics, **(changes if step >= NUM_STEPS - 10 else {})})
+        for step in range(NUM_STEPS)
+    ]
+    return RunRecord(record.directory, record.config, record.state, steps, [], [], None)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "alarm"),
+    [
+        ("groups/zero_variance", 0.9, "zero-variance groups: 90% over the last 10 steps"),
+        ("reward/failed", 2.0, "failed rewards: 20 in 10 of 12 steps, first in step 3"),
+        ("response/truncated", 0.5, "truncation: 50% of the responses"),
+        ("entropy", 0.01, "entropy collapse: 0.01 nat"),
+    ],
+)
+def test_alarms(runs_dir: Path, metric: str, value: float, alarm: str) -> None:
+    assert find_alarms(with_steps(runs_dir)) == []
+    (found,) = find_alarms(with_steps(runs_dir, **{metric: value}))
+    assert found.startswith(alarm)
+
+
+def test_a_jump_of_the_mismatch(runs_dir: Path) -> None:
+    record = with_steps(runs_dir)
+    jumped = step_report(5, metrics={**step_report(5).metrics, "mismatch/mean": 0.5})
+    steps = [*record.steps[:5], jumped, *record.steps[6:]]
+    (found,) = find_alarms(RunRecord(record.directory, record.config, record.state, steps, [], [], None))
+    assert found.startswith("mismatch jump: engine and trainer differ by 0.5 nat per token in step 6")

@@ -1,0 +1,29 @@
+"""The check of a cluster's nodes: what a node lacks of what the driver has."""
+
+import os
+import time
+from pathlib import Path
+
+from infra.storage.runs import RunDirectory
+from infra.workers.nodes import MAX_CLOCK_SECONDS, find_problem, report_node
+from tests.support.configs import run_config
+
+
+def test_a_node_that_lacks_something_is_named(tmp_path: Path) -> None:
+    directory = RunDirectory.create(run_config(tmp_path), "checked")
+    here = report_node(str(directory.path), [str(tmp_path), str(tmp_path / "absent")])
+    assert here.missing == (str(tmp_path / "absent"),)
+    assert here.run
+    assert abs(here.time - time.time()) < MAX_CLOCK_SECONDS
+    assert find_problem(here, here.replace(missing=()), directory) == ""
+    assert "lacks" in find_problem(here, here, directory)
+    elsewhere = here.replace(run=report_node(str(tmp_path / "other"), []).run)
+    assert f"doesn't see the run directory {directory.path}; set runtime.runs_dir" in find_problem(
+        here, elsewhere, directory
+    )
+    older = here.replace(version="0.1.0", missing=())
+    assert "has Sluice 0.1.0 on Python" in find_problem(here, older, directory)
+    for offset, word in ((3600, "ahead of"), (-3600, "behind")):
+        late = here.replace(time=here.time + offset, missing=())
+        assert f"has a clock 3600 s {word} the driver's; synchronize" in find_problem(here, late, directory)
+    assert os.getcwd() not in here.missing
