@@ -93,14 +93,14 @@ async def stages_run(run: RunHandle, policy: PolicyHandle, last: int = len(STAGE
     def note(name: str) -> Any:
         async def body(run: RunHandle, policy: PolicyHandle) -> PolicyHandle:
             ran.append(name)
-            return policy
+            return policy.replace(incarnation="result")
 
         return stage(name, **({"key": update_cache_key} if name == "update" else {}))(body)
 
     @flow(persist_result=False, validate_parameters=False, result_storage=await ledger_storage(RunDirectory.of(run)))
     async def step() -> None:
         for name in STAGES[:last]:
-            assert await note(name)(run, policy) == policy
+            assert await note(name)(run, policy) == policy.replace(incarnation="result")
 
     await step()
     return ran

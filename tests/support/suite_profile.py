@@ -75,6 +75,8 @@ def measure(command: Sequence[str]) -> tuple[int, float, dict[str, tuple[int, fl
                 continue
     kinds: dict[str, tuple[int, float]] = {}
     for usage in used.values():
+        if not usage.by_kind:  # it ended while it was looked at
+            continue
         main = max(usage.by_kind, key=lambda kind: usage.by_kind[kind])
         for kind, seconds in usage.by_kind.items():
             number, total = kinds.get(kind, (0, 0.0))
