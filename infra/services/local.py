@@ -223,14 +223,16 @@ class LocalServices:
 
     def _wait_or_move(self, service: "_Started") -> "_Started":
         """Wait until a service responds; start it again at another port if another program took its own first."""
-        for _ in range(MAX_STARTS - 1):
+        for starts_left in reversed(range(MAX_STARTS)):
             try:
                 self._wait(service)
-                return service
-            except _PortTakenError:
-                spawn = self._spawn_prefect if service.name == "prefect" else self._spawn_ray
-                service = spawn(free_port())
-        self._wait(service)
+                break
+            except BaseException as error:
+                stop_process_tree(service.process.pid)
+                if not isinstance(error, _PortTakenError) or not starts_left:
+                    raise
+            spawn = self._spawn_prefect if service.name == "prefect" else self._spawn_ray
+            service = spawn(free_port())
         return service
 
     def _wait(self, service: "_Started") -> None:
