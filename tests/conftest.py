@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from infra.processes.variables import LOCAL_RAY_VARIABLES, set_variables
+from infra.variables import LOCAL_RAY_VARIABLES, set_variables
 from tests.support.progress import DeadlockDetector
 
 # A slow example is no failure.

@@ -16,7 +16,7 @@ from benchmarks.step import trl_process
 from benchmarks.step.trl_process import PeerSettings, PeerSteps
 from benchmarks.step.workload import LEARNING_RATE, WARM_UP_STEPS, Plan, stop_token_ids
 from benchmarks.step.workspace import DATA, KL_COEF, MODEL, REWARDS, Workspace
-from infra.processes.variables import TORCH_VARIABLES
+from infra.variables import TORCH_VARIABLES
 from schemas.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from infra.processes.variables import chosen_variables
 from infra.ray.actors import NAMESPACE
 from infra.ray.client import SCHEME, connected_to, is_client_address
 from infra.ray.module_path import WORKING_DIRECTORY, worker_setup_hook
+from infra.variables import chosen_variables
 from schemas.errors import ServiceError
 
 CONNECT_TIMEOUT_SECONDS = 10

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import psutil
 
-from infra.processes.variables import LOCAL_RAY_VARIABLES
 from infra.services.ports import LOOPBACK, free_port, is_free
 from infra.services.prefect_api import prefect_responds
 from infra.services.processes import STOP_TIMEOUT_SECONDS, listens, process_name, process_tree, stop_process_tree
+from infra.variables import LOCAL_RAY_VARIABLES
 from schemas.base import Frozen
 from schemas.errors import ServiceError
 

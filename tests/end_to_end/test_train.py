@@ -25,8 +25,8 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.schedules import CronSchedule
 
-from infra.processes.variables import LOCAL_RAY_VARIABLES, RAY_VARIABLES, TORCH_VARIABLES
 from infra.storage.runs import RunDirectory
+from infra.variables import LOCAL_RAY_VARIABLES, RAY_VARIABLES, TORCH_VARIABLES
 from schemas.config.changes import scoring_digest
 from schemas.metric_catalog import metric_spec, metrics_of
 from schemas.step import RunSummary
@@ -135,7 +135,7 @@ def directory(workplace: Workplace, printed: str) -> RunDirectory:
 
 
 def test_workers_of_a_users_run_have_the_variables_of_the_tests(workplace: Workplace, failure: str) -> None:
-    """Else the tests would be faster or steadier than what they test; see `infra.processes.variables`."""
+    """Else the tests would be faster or steadier than what they test; see `infra.variables`."""
     workers = json.loads((workplace.folder / VARIABLES).read_text())
     assert len(workers) == 4  # policy, reference, and two for rollouts
     settings = {*TORCH_VARIABLES, *RAY_VARIABLES, *LOCAL_RAY_VARIABLES}

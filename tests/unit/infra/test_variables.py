@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.processes.variables import LOCAL_RAY_VARIABLES, RAY_VARIABLES, TORCH_VARIABLES, chosen_variables
+from infra.variables import LOCAL_RAY_VARIABLES, RAY_VARIABLES, TORCH_VARIABLES, chosen_variables
 
 ROOT = Path(__file__).parents[3]
 PROCESSES = (  # what the processes of a command, of a deployment and of a run import first
