@@ -33,7 +33,7 @@ def test_a_dict_gives_the_reward_and_its_parts() -> None:
         (math.inf, "inf"),
         (None, "NoneType"),
         ("1.0", "'1.0'"),
-        ({"accuracy": 1.0}, "no 'reward', only ['accuracy']"),
+        ({"accuracy": 1.0}, "no 'reward' or 'score', only ['accuracy']"),
         ({"reward": 1.0, "format": math.nan}, "reward part 'format' is nan"),
     ],
 )
