@@ -204,8 +204,10 @@ def _text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
     Raises:
         TypeError: It is something else.
     """
-    if isinstance(content, str) or not content:
-        return content or ""
+    if not content:
+        return ""
+    if isinstance(content, str):
+        return content
     texts = [part["text"] for part in content if part["type"] == "text"]
     if not all(isinstance(text, str) for text in texts):
         raise TypeError
