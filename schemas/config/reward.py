@@ -124,8 +124,7 @@ class NumericReward(InProcessReward):
     """Selects the comparison of the final numbers."""
 
     relative_tolerance: NonNegativeFloat | None = None
-    """Largest difference as a fraction of the larger number; either tolerance suffices. None: 1e-6, but 0 for two whole
-    numbers."""
+    """Largest difference as a fraction of the larger number; None: 1e-6, but 0 for whole ones. Either one suffices."""
 
     absolute_tolerance: NonNegativeFloat = 0.0
     """Largest difference; either tolerance suffices."""
