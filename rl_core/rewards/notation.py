@@ -23,6 +23,8 @@ _POWER = re.compile(
     r"(?:\^\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+))|([⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+))(?!\.?\w|[\^!])"
 )
 
+_POWER_ALONE = re.compile(r"(?<![\w.^_}])10\s*\^\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+))(?!\.?\w|[\^!])")
+
 
 def plain_notation(text: str) -> str:
     r"""Return the text with numbers written plainly.
@@ -34,7 +36,7 @@ def plain_notation(text: str) -> str:
     for pattern, replacement in _SUBSTITUTIONS:
         text = pattern.sub(replacement, text)
     text = _MIXED.sub(_improper, text)
-    return _POWER.sub(_scientific, text)
+    return _POWER_ALONE.sub(lambda found: f"1e{found[1] or found[2]}", _POWER.sub(_scientific, text))
 
 
 def _improper(found: re.Match[str]) -> str:
