@@ -40,9 +40,10 @@ def import_user_module(key: str, path: str, error_class: type[UserError]) -> tup
             f"{key} {path!r}: importing {module_name!r} raised {' '.join(describe_error(error).split())}; {advice}"
         ) from error
     if shadowed := _shadowed_file(module):
+        imported = getattr(module, "__file__", None) or "a module of Python"
         raise error_class(
-            f"{key} {path!r}: {module_name!r} is {module.__file__ or 'a module of Python'}, not {shadowed}, as that "
-            "comes first on the module path; give your file another name"
+            f"{key} {path!r}: {module_name!r} is {imported}, not {shadowed}, as that comes first on the module path; "
+            "give your file another name"
         )
     return module, name
 
@@ -50,7 +51,7 @@ def import_user_module(key: str, path: str, error_class: type[UserError]) -> tup
 def _shadowed_file(module: ModuleType) -> Path | None:
     """Return the file of the current folder that has a module's name but is not it, if there is one."""
     here = Path.cwd().joinpath(*module.__name__.split("."))
-    folders = [Path(file).resolve().parent for file in [module.__file__] if file]
+    folders = [Path(file).resolve().parent for file in [getattr(module, "__file__", None)] if file]
     for file in (here / "__init__.py", here.with_name(f"{here.name}.py")):
         if file.is_file() and file.resolve().parent not in folders:
             return file
@@ -80,7 +81,7 @@ def outside_of_loop() -> Iterator[None]:
 def describe_error(error: BaseException) -> str:
     """Return an error's type and message, in at most `MAX_ERROR_CHARACTERS` that can be UTF-8."""
     try:
-        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+        text = f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 - the __str__ of a user's exception may raise anything
         text = f"{type(error).__name__}, whose message can't be formatted"
     return text.encode(errors="replace").decode()[:MAX_ERROR_CHARACTERS]

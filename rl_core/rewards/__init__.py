@@ -102,7 +102,7 @@ def _import(path: str, signature: str) -> Any:
     if not callable(function):
         found = "is not a function" if hasattr(module, name) else "has no such function"
         raise RewardImportError(
-            f"reward.path {path!r}: {module.__file__ or module.__name__} {found} {name!r}; "
+            f"reward.path {path!r}: {getattr(module, '__file__', None) or module.__name__} {found} {name!r}; "
             f"define `def {signature}` there and name it after the colon"
         )
     return function

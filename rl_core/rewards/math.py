@@ -1,5 +1,6 @@
 """Equality of mathematical expressions by math-verify (extra `math`)."""
 
+import logging
 import re
 from decimal import Decimal
 from typing import Any
@@ -25,6 +26,7 @@ def require_math_verify() -> None:
             f"reward.kind 'math' needs the package math-verify ({error}); "
             "install it with `pip install 'sluice-rl[math]'`"
         ) from error
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of each process that it has no time limit
 
 
 def score_math(prompt: str, completion: str, answer: str, info: dict[str, Any]) -> float:

@@ -35,7 +35,7 @@ class RewardOutcome:
     @classmethod
     def failed(cls, error: BaseException) -> "RewardOutcome":
         """Create the outcome of a function that raised an error."""
-        return cls(reward=None, failure=describe_error(error))
+        return cls(reward=None, failure=describe_error(error).removesuffix(": "))
 
     @classmethod
     def of(cls, score: object) -> "RewardOutcome":

@@ -149,6 +149,7 @@ def test_a_function_is_found_by_its_path(tmp_path, monkeypatch) -> None:
         ("broken_reward_module:score", "importing 'broken_reward_module' raised SyntaxError"),
         ("math:no_such_name", "has no such function 'no_such_name'"),
         ("math:pi", "is not a function 'pi'"),
+        ("sys:no_such_name", "sys has no such function 'no_such_name'"),
         ("exiting_reward_module:score", "raised SystemExit: 0; put what is to run as a program under `if __name__"),
         ("code:score", "as that comes first on the module path; give your file another name"),
     ],
