@@ -4,6 +4,7 @@ import fsspec
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from flows.answers import check_answers
 from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import open_checkpoints
 from infra.datasets import PromptDataset, load_run_prompts
@@ -58,6 +59,7 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
     prompts, held_out = load_run_prompts(config, tokenizer)
     check_environments(config, tokenizer, prompts)
     check_prompts(config, prompts, held_out, max_positions(config.model))
+    check_answers(config, prompts, held_out)
     check_reuse(config, tokenizer)
     if config.model.lora is not None:
         require_peft()

@@ -1,6 +1,12 @@
-"""Code of users: functions named by import paths in configs, and their errors."""
+"""Code of users: functions named by import paths in configs, their errors, and event loops of their own."""
 
+import asyncio
+import atexit
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 from schemas.errors import UserError
@@ -21,12 +27,55 @@ def import_user_module(key: str, path: str, error_class: type[UserError]) -> tup
     """
     module_name, _, name = path.partition(":")
     try:
-        return import_module(module_name), name
-    except Exception as error:  # importing a user's module may raise anything
+        module = import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # importing a user's module may raise anything
+        advice = (
+            'put what is to run as a program under `if __name__ == "__main__":`'
+            if isinstance(error, SystemExit)
+            else "is the module's folder the current one, or on PYTHONPATH?"
+        )
         raise error_class(
-            f"{key} {path!r}: importing {module_name!r} raised {type(error).__name__}: {error}; "
-            "is the module's folder the current one, or on PYTHONPATH?"
+            f"{key} {path!r}: importing {module_name!r} raised {' '.join(describe_error(error).split())}; {advice}"
         ) from error
+    if shadowed := _shadowed_file(module):
+        imported = getattr(module, "__file__", None) or "a module of Python"
+        raise error_class(
+            f"{key} {path!r}: {module_name!r} is {imported}, not {shadowed}, as that comes first on the module path; "
+            "give your file another name"
+        )
+    return module, name
+
+
+def _shadowed_file(module: ModuleType) -> Path | None:
+    """Return the file of the current folder that has a module's name but is not it, if there is one."""
+    here = Path.cwd().joinpath(*module.__name__.split("."))
+    folders = [Path(file).resolve().parent for file in [getattr(module, "__file__", None)] if file]
+    for file in (here / "__init__.py", here.with_name(f"{here.name}.py")):
+        if file.is_file() and file.resolve().parent not in folders:
+            return file
+    return None
+
+
+_own_loops = threading.local()
+
+
+@contextmanager
+def outside_of_loop() -> Iterator[None]:
+    """Run plain code in a coroutine as if no event loop were running, so that it may run one of its own."""
+    running = asyncio.get_running_loop()
+    own: asyncio.AbstractEventLoop | None = getattr(_own_loops, "loop", None)
+    if own is None or own.is_closed():
+        own = _own_loops.loop = asyncio.new_event_loop()
+        atexit.register(own.close)
+    asyncio._set_running_loop(None)
+    asyncio.set_event_loop(own)  # which `asyncio.get_event_loop` returns
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop(running)
+        asyncio._set_running_loop(running)
 
 
 def describe_error(error: BaseException) -> str:

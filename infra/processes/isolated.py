@@ -5,11 +5,13 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 RECEIVE_BYTES = 2**16
+GRACE_POLL_SECONDS = 0.01
 
 
 class IsolatedProcess:
@@ -71,8 +73,15 @@ class IsolatedProcess:
         except ChildProcessError:  # if SIGCHLD is ignored, the kernel reaps it
             return True
 
-    def kill(self) -> str:
-        """Kill the process and its children; return how it ended, now or before."""
+    def kill(self, grace_seconds: float = 0.0) -> str:
+        """Kill the process and its children; return how it ended, now or before.
+
+        Args:
+            grace_seconds: How long it may take to end by itself.
+        """
+        deadline = time.monotonic() + grace_seconds
+        while not self.has_died() and time.monotonic() < deadline:
+            time.sleep(GRACE_POLL_SECONDS)
         with suppress(ProcessLookupError):  # it is not reaped yet, so its group id can't have been reused
             os.killpg(self.pid, signal.SIGKILL)
         code = self._process.wait()

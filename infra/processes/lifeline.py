@@ -1,4 +1,6 @@
-"""The lifeline: standard input, a pipe that the parent holds open and never writes to; when it closes, all is killed.
+"""The lifeline: a pipe that the parent holds open and never writes to; when it closes, all is killed.
+
+A process gets it as standard input, and moves it away, so that what reads standard input finds its end.
 
 As a program, `python lifeline.py PROGRAM ARGUMENT ...`, it runs another program that ends with its parent, too. It
 needs the standard library only, so that it runs in any interpreter.
@@ -11,7 +13,7 @@ import select
 import signal
 import sys
 
-LIFELINE = 0
+STANDARD_INPUT = 0
 
 
 def end_with_parent() -> None:
@@ -22,11 +24,15 @@ def end_with_parent() -> None:
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
-    fcntl.fcntl(LIFELINE, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(LIFELINE, fcntl.F_SETFL, fcntl.fcntl(LIFELINE, fcntl.F_GETFL) | os.O_ASYNC)
-    lifeline = select.poll()
-    lifeline.register(LIFELINE, 0)
-    if lifeline.poll(0):  # it has closed already
+    lifeline = os.dup(STANDARD_INPUT)  # not inherited by other programs
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, STANDARD_INPUT)
+    os.close(empty)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(lifeline, 0)
+    if poll.poll(0):  # it has closed already
         sys.exit(1)
 
 

@@ -7,12 +7,14 @@ error as `{"error": str, "type": str}`, then one line per item as soon as it is 
 
 import asyncio
 import json
+import os
 import pickle
 import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any, BinaryIO
 
 from infra.processes.lifeline import end_with_parent
@@ -38,6 +40,7 @@ def main(descriptor: int) -> None:
     end_with_parent()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
+    os.register_at_fork(after_in_child=partial(_replace_by_nothing, descriptor))
     with connection.makefile("rb") as messages, suppress(EOFError), asyncio.Runner() as runner:
         config = _read(messages)
         try:
@@ -52,6 +55,13 @@ def main(descriptor: int) -> None:
             return
         while True:
             runner.run(_score_in_order(connection, function, _read(messages), config.timeout_seconds))
+
+
+def _replace_by_nothing(descriptor: int) -> None:
+    """Close the parent's socket in a process that a reward function forked: it must neither read nor answer."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
 
 
 async def _score_in_order(

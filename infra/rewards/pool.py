@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 READY_SECONDS = 300.0  # for importing the reward's module
 POLL_SECONDS = 1.0  # between checks that a silent process is still alive
-GRACE_SECONDS = 1.0  # added to the limit of concurrent calls, which their process cancels by itself first
+GRACE_SECONDS = 1.0  # added to the limit of concurrent calls, and given to a process that closed its socket to end
 
 Loss = Literal["ended", "late"]
 
@@ -167,7 +167,7 @@ class RewardPool(RewardScorer):
             queue.record(answer.pop("item"), RewardOutcome.from_json(answer))
 
     def _replace(self, process: RewardProcess, reason: Loss, queue: RewardQueue | None) -> None:
-        how = process.kill()
+        how = process.kill(GRACE_SECONDS if reason == "ended" else 0.0)  # its socket closes a little before its end
         answers = process.receive()  # those sent before it was killed
         self._record(process, answers, queue)
         self._remove(process)

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from infra.rewards.base import RewardBatch, RewardScorer
 from rl_core.rewards import RewardOutcome
 from rl_core.rewards.base import RewardItem
+from rl_core.rewards.outcome import finite_number
 
 REST = "reward"  # the sum of the other parts, under a name that no part can have
 
@@ -96,4 +97,7 @@ def _add_up(outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float])
                 reward=None, failure=f"RuntimeError: two parts are named {twice[0]!r}: rename one of them"
             )
         parts |= added
-    return RewardOutcome(total, parts)
+    try:
+        return RewardOutcome(finite_number("the weighted sum", total), parts)
+    except ValueError as error:
+        return RewardOutcome.failed(error)

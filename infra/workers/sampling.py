@@ -139,4 +139,8 @@ class ResponseSampler:
         return RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info, trajectory)
 
     def _decode(self, token_ids: np.ndarray, *, with_special_tokens: bool) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=not with_special_tokens))
+        return str(
+            self._tokenizer.decode(
+                token_ids, skip_special_tokens=not with_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )

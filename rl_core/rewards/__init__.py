@@ -8,10 +8,7 @@ from rl_core.rewards.base import (
     GroupFunction,
     RewardFunction,
     RewardItem,
-    RewardOutcome,
     WeightedSum,
-    as_stored,
-    group_outcome,
     is_concurrent,
     prepare,
     score_all,
@@ -25,6 +22,7 @@ from rl_core.rewards.format import load_format
 from rl_core.rewards.length import load_length
 from rl_core.rewards.math import require_math_verify, score_math
 from rl_core.rewards.numeric import load_numeric
+from rl_core.rewards.outcome import RewardOutcome, as_stored, group_outcome
 from rl_core.rewards.reasoning_gym import require_reasoning_gym, score_full_marks, score_reasoning_gym
 from rl_core.user_code import import_user_module
 from schemas.config.judge import JudgeReward
@@ -104,7 +102,7 @@ def _import(path: str, signature: str) -> Any:
     if not callable(function):
         found = "is not a function" if hasattr(module, name) else "has no such function"
         raise RewardImportError(
-            f"reward.path {path!r}: {module.__file__ or module.__name__} {found} {name!r}; "
+            f"reward.path {path!r}: {getattr(module, '__file__', None) or module.__name__} {found} {name!r}; "
             f"define `def {signature}` there and name it after the colon"
         )
     return function

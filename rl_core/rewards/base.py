@@ -1,20 +1,20 @@
 """Reward functions, and the scoring of responses with failures recorded instead of counted as 0."""
 
 import asyncio
-import math
+import os
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from inspect import isawaitable, iscoroutinefunction
-from numbers import Real
 from typing import Any
 
-from rl_core.user_code import describe_error
+from rl_core.rewards.outcome import RewardOutcome, group_outcome
+from rl_core.user_code import outside_of_loop
 
 Score = float | Mapping[str, float]
-"""A number, or a dict with the number as `reward` in addition to named parts."""
+"""A number, or a dict with the number as `reward` (or, as in verl, `score`) in addition to named parts."""
 
 RewardFunction = Callable[[str, str, str, dict[str, Any]], Score | Awaitable[Score]]
 """`score(prompt, completion, answer, info)`, plain or async."""
@@ -37,34 +37,6 @@ class RewardItem:
     answer: str
     info: dict[str, Any]
     trajectory: dict[str, Any] = field(default_factory=dict)  # what `info` has besides, of several turns
-
-
-@dataclass(frozen=True)
-class RewardOutcome:
-    """A reward with its parts, or the failure.
-
-    The outcome of a group function has no reward of its own: it is a failure, or the outcomes of all responses.
-    """
-
-    reward: float | None
-    parts: dict[str, float] = field(default_factory=dict)
-    failure: str | None = None
-    group: "tuple[RewardOutcome, ...]" = ()
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "RewardOutcome":
-        """Create the outcome of which `values` are the fields, after a round trip through JSON."""
-        return cls(**{**values, "group": tuple(map(cls.from_json, values["group"]))})
-
-    @classmethod
-    def timed_out(cls, timeout_seconds: float) -> "RewardOutcome":
-        """Create the outcome of a function that didn't return in time."""
-        return cls(reward=None, failure=f"TimeoutError: no answer within {timeout_seconds:g} s")
-
-
-def as_stored(reward: float | None) -> float | None:
-    """Round a reward to the float32 of its column: what depends on it can then be computed again, bit for bit."""
-    return None if reward is None else float(array("f", [reward])[0])
 
 
 class ManagedReward(ABC):
@@ -162,8 +134,9 @@ def turns_of(function: AnyRewardFunction) -> AbstractAsyncContextManager[object]
 def score_all(function: AnyRewardFunction, items: Sequence[RewardItem]) -> list[RewardOutcome]:
     """Score all items and return their outcomes in order; an async function is called concurrently.
 
-    An exception, or a result other than a finite number or a dict of finite numbers with a `reward`, is a failure: it
-    becomes an outcome without a reward, and doesn't affect other items.
+    Whatever it raises, or a result other than a finite number or a dict of finite numbers with a `reward`, is a
+    failure: it becomes an outcome without a reward, and doesn't affect other items. A function gets a copy of `info`,
+    and a plain one runs outside of the event loop.
 
     Example:
         >>> def score(prompt, completion, answer, info):
@@ -186,7 +159,10 @@ async def score_concurrently(function: AnyRewardFunction, items: Sequence[Reward
         async with turns:
             return await score_one(function, item)
 
-    return list(await asyncio.gather(*map(score, items)))
+    found = await asyncio.gather(
+        *map(score, items), return_exceptions=True
+    )  # such as that of a task that cancels itself
+    return [each if isinstance(each, RewardOutcome) else RewardOutcome.failed(each) for each in found]
 
 
 async def score_one(
@@ -199,53 +175,26 @@ async def score_one(
         item: Its arguments.
         timeout_seconds: The time limit of an async function; one that computes without awaiting can't be interrupted.
     """
+    process = os.getpid()
     try:
         async with asyncio.timeout(timeout_seconds) as limit:
-            info = item.info | item.trajectory
-            score = function(item.prompt, item.completion, item.answer, info)  # type: ignore[arg-type]
-            if isawaitable(score):
-                score = await score
-        return _outcome(score) if isinstance(item.completion, str) else group_outcome(score, len(item.completion))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
+            outcome = await _call(function, item)
+    except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, and cancel its task
+        outcome = RewardOutcome.failed(error)
         if limit.expired():
             assert timeout_seconds is not None
-            return RewardOutcome.timed_out(timeout_seconds)
-        return RewardOutcome(reward=None, failure=describe_error(error))
+            outcome = RewardOutcome.timed_out(timeout_seconds)
+    if os.getpid() != process:  # a fork made by the function, which has returned here, too
+        os._exit(0 if outcome.failure is None else 1)
+    return outcome
 
 
-def _outcome(score: object) -> RewardOutcome:
-    if not isinstance(score, Mapping):
-        return RewardOutcome(reward=_number("the reward", score))
-    if "reward" not in score:
-        raise ValueError(f"the reward function's dict has no 'reward', only {sorted(map(str, score))}")
-    parts = {str(name): _number(f"reward part {name!r}", part) for name, part in score.items() if name != "reward"}
-    return RewardOutcome(reward=_number("the reward", score["reward"]), parts=parts)
-
-
-def group_outcome(scores: object, num_responses: int) -> RewardOutcome:
-    """Return the outcome of what a group function has returned for so many responses.
-
-    Raises:
-        TypeError: It, or a score, is of a wrong type.
-        ValueError: There are fewer or more scores, or one is not finite or lacks its `reward`.
-    """
-    if isinstance(scores, Mapping | str) or not isinstance(scores, Iterable):
-        raise TypeError(
-            f"the group function returned {scores!r:.80}, a {type(scores).__name__}; expected a list of "
-            f"{num_responses} scores"
-        )
-    if len(each := list(scores)) != num_responses:
-        raise ValueError(f"the group function returned {len(each)} scores for {num_responses} responses")
-    return RewardOutcome(reward=None, group=tuple(map(_outcome_in_group, each)))
-
-
-def _outcome_in_group(score: object) -> RewardOutcome:
-    return RewardOutcome(None, failure=describe_error(score)) if isinstance(score, Exception) else _outcome(score)
-
-
-def _number(what: str, value: object) -> float:
-    if not isinstance(value, Real):  # floats, ints, bools and numpy's scalars
-        raise TypeError(f"{what} is {value!r:.80}, a {type(value).__name__}; expected a number")
-    if not math.isfinite(number := float(value)):
-        raise ValueError(f"{what} is {number}; expected a finite number")
-    return number
+async def _call(function: AnyRewardFunction, item: RewardItem) -> RewardOutcome:
+    """Return what a function makes of arguments of its own, which it may change."""
+    info = deepcopy(item.info | item.trajectory)
+    completion: Any = item.completion if isinstance(item.completion, str) else list(item.completion)
+    with nullcontext() if is_concurrent(function) else outside_of_loop():
+        score = function(item.prompt, completion, item.answer, info)
+    if isawaitable(score):
+        score = await score
+    return RewardOutcome.of(score) if isinstance(completion, str) else group_outcome(score, len(item.completion))

@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from hashlib import blake2b
@@ -26,6 +27,7 @@ CONNECT_SECONDS = 10.0
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 30.0  # before the first repetition, and at most
 MAX_SCORES = 16_384  # of questions that are not asked again
 TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
+COMPLETE = frozenset({"stop", "eos", "eos_token", "stop_sequence", "end_turn"})  # what endpoints call an answer's end
 HINTS = {
     401: "; check the key in the variable that reward.api_key_variable names",
     403: "; check the key in the variable that reward.api_key_variable names",
@@ -39,6 +41,7 @@ class _Answer:
 
     text: str
     costs: dict[str, float]
+    finish_reason: str | None
 
 
 class Judge(ManagedReward):
@@ -81,7 +84,7 @@ class Judge(ManagedReward):
         Raises:
             ConfigError: The variable of the key is not set.
             ServiceError: The judge doesn't answer.
-            ValueError: Its answer has no score from 0 to `scale`.
+            ValueError: Its answer is cut, or has no score from 0 to `scale`.
         """
         question = self._rubric.question(prompt, completion, answer)
         digest = blake2b(question.encode(errors="surrogatepass")).digest()
@@ -91,6 +94,7 @@ class Judge(ManagedReward):
                 costs = {"judge_prompt_tokens": 0.0, "judge_completion_tokens": 0.0}
             else:
                 reply = await self._ask(question)
+                self._check_complete(reply)
                 self._scores[digest], costs = self._rubric.score(reply.text), reply.costs
                 if len(self._scores) > MAX_SCORES:
                     self._scores.popitem(last=False)
@@ -133,19 +137,34 @@ class Judge(ManagedReward):
         try:
             reply = response.json()
             choice = reply["choices"][0]
-            if not isinstance(text := choice["message"]["content"] or "", str):
-                raise TypeError
+            text, finish_reason = _text_of(choice["message"]["content"]), choice.get("finish_reason")
             usage = reply.get("usage") or {}
             costs = {
-                f"judge_{name}": float(usage[name]) for name in ("prompt_tokens", "completion_tokens") if name in usage
+                f"judge_{name}": float(usage[name])
+                for name in ("prompt_tokens", "completion_tokens")
+                if usage.get(name) is not None
             }
         except (AttributeError, KeyError, IndexError, TypeError, ValueError):
             raise ServiceError(
                 f"what {self._url} answers is not a chat completion: {self._excerpt(response)}; check reward.url"
             ) from None
-        if not text and choice.get("finish_reason") == "length":
-            raise ValueError(f"the judge's answer is cut at {self._config.max_tokens} tokens; raise reward.max_tokens")
-        return _Answer(text, costs)
+        return _Answer(text, costs, None if finish_reason is None else str(finish_reason))
+
+    def _check_complete(self, answer: _Answer) -> None:
+        """Check that the judge ended its answer: what is cut off may be anything, such as a score.
+
+        Raises:
+            ValueError: It was cut, or ended for another reason.
+        """
+        reason = answer.finish_reason
+        if reason in ("length", "model_length", "max_tokens"):
+            limit = "its limit" if self._config.max_tokens is None else f"{self._config.max_tokens} tokens"
+            raise ValueError(f"the judge's answer is cut at {limit}; raise reward.max_tokens")
+        if reason and reason.lower() not in COMPLETE:
+            raise ValueError(
+                f"the judge's answer is incomplete: its finish_reason is {reason!r:.80}, expected 'stop'; it says "
+                f"{answer.text.strip()[-EXCERPT_CHARACTERS:]!r}"
+            )
 
     def _client(self) -> httpx.AsyncClient:
         if self._loop is not (loop := asyncio.get_running_loop()):
@@ -177,6 +196,22 @@ class Judge(ManagedReward):
         if key := self._key():
             text = text.replace(key, "***")
         return repr(text[:EXCERPT_CHARACTERS])
+
+
+def _text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """Return the text of a message's content: that itself, or its parts of text, without the reasoning beside them.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not content:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError
+    return "".join(texts)
 
 
 def _retry_after(response: httpx.Response) -> float:

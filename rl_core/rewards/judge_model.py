@@ -114,7 +114,8 @@ class JudgeModel(GroupReward):
         if answer.is_cut:
             return ValueError(f"the judge's answer is cut at {self._config.max_tokens} tokens; raise reward.max_tokens")
         try:
-            score = self._rubric.score(str(self.tokenizer.decode(answer.token_ids, skip_special_tokens=True)))
+            text = self.tokenizer.decode(answer.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            score = self._rubric.score(str(text))
         except ValueError as error:
             return error
         costs = {"prompt": len(question.token_ids), "completion": len(answer.token_ids)}

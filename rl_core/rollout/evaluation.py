@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from math import comb
 from statistics import fmean
 
+from rl_core.boxed import last_boxed
 from schemas.config.rollout import EvalConfig
 from schemas.config.run import RunConfig
 from schemas.rollout import check_failures
 from schemas.step import EvalReport, EvalShard, SourceReport
 
 logger = logging.getLogger(__name__)
-
-BOXED = "\\boxed{"
 
 
 @dataclass(frozen=True)
@@ -168,14 +167,9 @@ def number_answers(responses: Sequence[str]) -> list[int]:
 
 
 def extract_answer(response: str) -> str:
-    """Return the content of the last complete `\\boxed{}`, else the whole response, without surrounding white space."""
-    start = response.rfind(BOXED)
-    while start >= 0:
-        content = _braced(response, start + len(BOXED))
-        if content is not None:
-            return content.strip()
-        start = response.rfind(BOXED, 0, start)
-    return response.strip()
+    """Return the content of the last complete box, see `last_boxed`, else the whole response without white space."""
+    boxed = last_boxed(response)
+    return response.strip() if boxed is None else boxed
 
 
 def _by_prompt(shard: EvalShard, n: int) -> list[list[HeldOutSample]]:
@@ -184,20 +178,6 @@ def _by_prompt(shard: EvalShard, n: int) -> list[list[HeldOutSample]]:
     columns = zip(shard.answers, shard.rewards, shard.response_lengths, truncated, strict=True)
     samples = [HeldOutSample(*sample) for sample in columns]
     return [samples[first : first + n] for first in range(0, len(samples), n)]
-
-
-def _braced(text: str, start: int) -> str | None:
-    """Return the text from `start` to the brace that closes the one before it, or None. `\\{` doesn't count."""
-    depth, at = 1, start
-    while at < len(text):
-        if text[at] == "\\":
-            at += 1
-        elif text[at] in "{}":
-            depth += 1 if text[at] == "{" else -1
-            if depth == 0:
-                return text[start:at]
-        at += 1
-    return None
 
 
 def _best_of(num_correct: int, num_samples: int, n: int) -> float:

@@ -17,15 +17,9 @@ from schemas.config.import_path import ImportPath
 from schemas.config.judge import JudgeReward
 from schemas.config.judge_model import JudgeModelReward
 from schemas.config.reward_base import HostedReward, InProcessReward, IsolatedReward, Pattern
+from schemas.reward_parts import check_part_name
 
-
-def _is_part_name(name: str) -> str:
-    if name == "reward":
-        raise ValueError("a part can't be named 'reward', the name of the whole reward; rename it")
-    return name
-
-
-PartName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$"), AfterValidator(_is_part_name)]  # of column reward_<name>
+PartName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$"), AfterValidator(check_part_name)]
 
 
 class FunctionReward(IsolatedReward):
@@ -120,13 +114,17 @@ class ModelReward(HostedReward):
 
 
 class NumericReward(InProcessReward):
-    """1 if the last numbers of response and answer are equal within a tolerance, else 0."""
+    """1 if the final numbers of response and answer are equal within a tolerance, else 0.
+
+    The final number is the one in the last box, or after the last `####`, or the last one. Numbers that belong
+    together, such as a time, a pair or an unevaluated expression, are compared together.
+    """
 
     kind: Literal["numeric"] = "numeric"
-    """Selects the comparison of the last numbers."""
+    """Selects the comparison of the final numbers."""
 
-    relative_tolerance: NonNegativeFloat = 1e-6
-    """Largest difference as a fraction of the larger number; either tolerance suffices."""
+    relative_tolerance: NonNegativeFloat | None = None
+    """Largest difference as a fraction of the larger number; None: 1e-6, but 0 for whole ones. Either one suffices."""
 
     absolute_tolerance: NonNegativeFloat = 0.0
     """Largest difference; either tolerance suffices."""

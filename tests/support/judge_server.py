@@ -17,8 +17,9 @@ class JudgeServer(ThreadingHTTPServer):
     """Answers a question with the text after "Response: ".
 
     Words in it ask for something else: `status 500 twice` and `status 429 once` for failures first, `again 429` for
-    failures only, `denied` for a refusal that repeats the key, `cut` for an answer cut at its limit, `uncounted` for
-    one without its tokens, `odd` for something else than a completion, `hang` for no answer.
+    failures only, `denied` for a refusal that repeats the key, `cut` for an empty answer cut at its limit, `ends X` for
+    the finish_reason X, `uncounted` for an answer without its tokens, `null` for tokens that are null, `parts` for a
+    content in parts, `odd` for something else than a completion, `hang` for no answer.
 
     Attributes:
         requests: The requests so far: question, body, authorization and time.
@@ -97,9 +98,17 @@ def _reply(question: str, num_earlier: int, server: JudgeServer, key: str | None
         return 401, {"error": f"incorrect key {key}"}, {}
     if "odd" in text:
         return 200, {"reply": text}, {}
-    message = {"role": "assistant", "content": None if "cut" in text else text}
-    usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
-    choice = {"index": 0, "message": message, "finish_reason": "length" if "cut" in text else "stop"}
+    message: dict[str, Any] = {"role": "assistant", "content": None if "cut" in text else text}
+    usage: dict[str, Any] = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
+    if "parts" in text:
+        thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "9"}]}
+        message["content"] = [thinking, *({"type": "text", "text": part} for part in text.partition(" "))]
+    if "null" in text:
+        usage |= {"prompt_tokens": None}
+    reason = "length" if "cut" in text else "stop"
+    if "ends " in text:
+        reason = text.partition("ends ")[2].partition(" ")[0]
+    choice = {"index": 0, "message": message, "finish_reason": reason}
     reply: dict[str, Any] = {"object": "chat.completion", "choices": [choice]}
     return 200, reply if "uncounted" in text else {**reply, "usage": usage}, {}
 

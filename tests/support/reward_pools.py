@@ -46,6 +46,23 @@ def misbehave(completion):
         with open(os.environ["CALLS"] + ".pid", "w") as file:
             file.write(str(child.pid))
         time.sleep(600)
+    if word == "reads":
+        return float(len(sys.stdin.read()) + len(subprocess.run(["cat"], capture_output=True).stdout))
+    if word == "forks":
+        if os.fork() == 0:
+            if rest == "badly":
+                raise ValueError("in the fork")
+            return 9.0
+        return float(os.waitstatus_to_exitcode(os.wait()[1]))
+    if word == "loops":
+        run = asyncio.run if rest == "alone" else asyncio.get_event_loop().run_until_complete
+        return float(run(asyncio.sleep(0.01, 5)))
+    if word == "cancels":
+        raise asyncio.CancelledError
+    if word == "interrupts":
+        raise KeyboardInterrupt
+    if word == "exits":
+        sys.exit(4)
     return float(rest or word)
 
 def score(prompt, completion, answer, info):
@@ -66,6 +83,9 @@ async def wait(prompt, completion, answer, info):
     if completion.startswith("overlap"):
         await all_called.wait()
     await asyncio.sleep(0.1)
+    if completion == "cancel own":
+        asyncio.current_task().cancel()
+        await asyncio.sleep(600)
     return {"reward": misbehave(completion), "index": info["index"]}
 
 def modules(prompt, completion, answer, info):

@@ -26,7 +26,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.plan import ForwardPlan, StepPlan
 from tests.support.command import Command, Result, assert_rejected, make_command
-from tests.support.tiny import make_tiny_moe
+from tests.support.tiny import make_tiny_moe, tiny_row, write_rows
 from tests.support.workplace import WITH_REFERENCE, Workplace
 
 GAMES = ("Game", "Broken", "Wordy")
@@ -261,3 +261,25 @@ def test_the_environments_of_all_sources_are_tried(folder: Path, sluice: Command
 def test_nothing_was_started_or_left(folder: Path) -> None:
     assert not (folder / ".sluice").exists()
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "reason"),
+    [
+        ("numeric", "x = 3, y = 4", "has 2 numbers"),
+        ("numeric", "seven", "has no finite number"),
+        ("math", "", "finds no expression"),
+    ],
+)
+def test_an_answer_that_does_not_match_itself_is_refused(
+    sluice: Command, folder: Path, kind: str, answer: str, reason: str
+) -> None:
+    if kind == "math":
+        pytest.importorskip("math_verify")
+    rows = [{**tiny_row(row), "reward_model": {"ground_truth": "3/4"}} for row in range(3)]
+    rows[1]["reward_model"] = {"ground_truth": answer}
+    path = write_rows(folder / "answers.jsonl", rows)
+    reward = f'reward={{ kind = "weighted", parts = {{ right = {{ reward = {{ kind = "{kind}" }} }} }} }}'
+    assert_rejected(sluice(f"data.train_path={path}", reward), "answers.jsonl, row 2: ", repr(answer), reason)
+    write_rows(path, rows[:1])
+    assert sluice(f"data.train_path={path}", reward).exit_code == 0

@@ -123,3 +123,33 @@ def test_quick_rewards_start_no_process() -> None:
 def test_any_reward_can_be_computed_in_this_process(open_pool: OpenPool) -> None:
     scorer = open_pool("pid", num_processes=0, timeout_seconds=None)
     assert rewards(scorer, "") == [os.getpid()]
+
+
+MANNERS = {  # completion: reward, or the end of the failure
+    "reads": 0.0,
+    "forks": 0.0,
+    "forks badly": 1.0,
+    "loops alone": 5.0,
+    "loops": 5.0,
+    "cancels": "CancelledError",
+    "interrupts": "KeyboardInterrupt",
+    "exits": "SystemExit: 4",
+    "7": 7.0,
+}
+
+
+@pytest.mark.parametrize("name", ["score", "wait"])
+def test_programs_of_any_manners_cost_at_most_their_row(open_pool: OpenPool, name: str) -> None:
+    pool = open_pool(name, timeout_seconds=60)
+    pids = pool.pids
+    manners = {word: end for word, end in MANNERS.items() if name == "score" or not word.startswith("loops")}
+    outcomes = pool.score(items(*manners))
+    assert [outcome.failure or outcome.reward for outcome in outcomes] == list(manners.values())
+    assert pool.pids == pids
+
+
+@pytest.mark.parametrize("limits", [{"timeout_seconds": None}, {"timeout_seconds": None, "num_processes": 0}])
+def test_a_task_that_cancels_itself_fails_its_row(open_pool: OpenPool, limits: dict) -> None:
+    outcomes = open_pool("wait", **limits).score(items("1", "cancel own", "cancels", "2"))
+    assert [outcome.reward for outcome in outcomes] == [1, None, None, 2]
+    assert outcomes[1].failure == outcomes[2].failure == "CancelledError"

@@ -64,6 +64,9 @@ def test_the_judge_is_asked_by_the_protocol(server: JudgeServer) -> None:
         ("It has 3 steps. 8/10", {}, 0.8),
         ("I give it 7.5 out of 10.", {}, 0.75),
         ("0", {}, 0.0),
+        ("parts 6", {}, 0.6),
+        ("6 ends eos_token", {}, 0.6),
+        ("6 ends STOP", {}, 0.6),
         ("4", {"scale": 5}, 0.8),
         ("Score: 6. It has 3 steps.", {"pattern": r"Score: (\d+)"}, 0.6),
         ("Score: 1. No,\nScore: 2.", {"pattern": r"Score: (\d+)"}, 0.2),
@@ -85,6 +88,9 @@ def test_scores(server: JudgeServer, answer: str, changes: dict, reward: float) 
         ("nan", {"pattern": r"(\w+)"}, "the judge's score nan is not from 0"),
         ("a", {"pattern": r"a|(b)"}, "the judge's score is None, not a number"),
         ("cut", {"max_tokens": 5}, "the judge's answer is cut at 5 tokens; raise reward.max_tokens"),
+        ("It has 3 steps; ends length", {"max_tokens": 5}, "the judge's answer is cut at 5 tokens; raise"),
+        ("7 ends content_filter", {}, "the judge's answer is incomplete: its finish_reason is 'content_filter'"),
+        ("7 ends tool_calls", {}, "the judge's answer is incomplete: its finish_reason is 'tool_calls'"),
         ("odd", {}, "ServiceError: what http://"),
     ],
 )
@@ -96,6 +102,7 @@ def test_an_answer_without_a_score_is_a_failure_and_not_zero(
 
 def test_costs_that_the_endpoint_does_not_count_are_unknown(server: JudgeServer) -> None:
     assert outcomes(server, "uncounted 5") == [RewardOutcome(0.5)]
+    assert outcomes(server, "null 5") == [RewardOutcome(0.5, {"judge_completion_tokens": 2.0})]
 
 
 def test_failing_requests_are_repeated(server: JudgeServer) -> None:

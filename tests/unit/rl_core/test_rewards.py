@@ -2,18 +2,37 @@
 
 import asyncio
 import math
+import sys
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from pydantic import TypeAdapter
 
-from rl_core.rewards import RewardOutcome, is_concurrent, load_reward, score_all, score_one
+from rl_core.rewards import RewardItem, RewardOutcome, is_concurrent, load_reward, score_all, score_one
 from schemas.config.reward import FunctionReward, RewardConfig
 from schemas.errors import RewardImportError
 from tests.unit.rl_core.reward_items import config_of, item, outcome_of
 
 
-@pytest.mark.parametrize(("score", "expected"), [(0.5, 0.5), (1, 1.0), (True, 1.0), (np.float32(0.25), 0.25), (0, 0.0)])
+@pytest.mark.parametrize(
+    ("score", "expected"),
+    [
+        (0.5, 0.5),
+        (1, 1.0),
+        (True, 1.0),
+        (0, 0.0),
+        (np.float32(0.25), 0.25),
+        (np.bool_(True), 1.0),
+        (np.array(2.0), 2.0),
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor(True), 1.0),
+        (Decimal("1.5"), 1.5),
+        (Fraction(1, 4), 0.25),
+    ],
+)
 def test_any_real_number_is_a_reward(score: object, expected: float) -> None:
     outcome = outcome_of(score)
     assert (outcome.reward, outcome.failure) == (expected, None)
@@ -33,8 +52,20 @@ def test_a_dict_gives_the_reward_and_its_parts() -> None:
         (math.inf, "inf"),
         (None, "NoneType"),
         ("1.0", "'1.0'"),
-        ({"accuracy": 1.0}, "no 'reward', only ['accuracy']"),
+        ({"accuracy": 1.0}, "no 'reward' or 'score', only ['accuracy']"),
         ({"reward": 1.0, "format": math.nan}, "reward part 'format' is nan"),
+        (1e39, "infinite in float32"),
+        (-1e300, "infinite in float32"),
+        (10**400, "the reward is inf"),
+        (np.array([1.0, 2.0]), "expected one number"),
+        (1j, "expected a number"),
+        ({"reward": 1.0, "format": 1e39}, "reward part 'format' is 1e+39"),
+        ({"reward": 1.0, "format": "good"}, "reward part 'format' is 'good'"),
+        ({"reward": 1.0, "": 1}, "can't be named ''"),
+        ({"reward": 1.0, "a b/c": 1}, "can't be named 'a b/c'"),
+        ({"reward": 1.0, "\ud83d": 1}, "can't be named '\\ud83d'"),
+        ({"reward": 1.0, "failed": 1}, "can't be named 'failed'"),
+        ({"reward": 1.0, 1: 1, "1": 2}, "two parts are named '1'"),
     ],
 )
 def test_any_other_result_is_a_recorded_failure_and_not_zero(score: object, text: str) -> None:
@@ -42,6 +73,35 @@ def test_any_other_result_is_a_recorded_failure_and_not_zero(score: object, text
     assert outcome.reward is None
     assert outcome.failure is not None
     assert text in outcome.failure
+
+
+def test_the_score_of_verl_is_a_reward_and_its_texts_are_left_out() -> None:
+    outcome = outcome_of({"score": 1.5, "acc": True, "pred": "42", "长度": 3, "note": None})
+    assert (outcome.reward, outcome.parts, outcome.failure) == (1.5, {"acc": 1.0, "长度": 3.0}, None)
+    assert outcome_of({"reward": 1, "score": 2}) == RewardOutcome(1.0, {"score": 2.0})
+
+
+def test_a_function_gets_a_row_of_its_own() -> None:
+    def score(prompt: str, completion: str, answer: str, info: dict) -> float:
+        info["tests"].pop()
+        return len(info["tests"])
+
+    def rank(prompt: str, completions: list[str], answer: str, info: dict) -> list[float]:
+        return [len(info["tests"].pop()) for _ in range(len(completions) - 1) if completions.pop()] + [0.0]
+
+    info = {"tests": ["a", "bc"]}
+    assert [outcome.reward for outcome in score_all(score, [RewardItem("", "4", "4", info)] * 3)] == [1, 1, 1]
+    group = RewardItem("", ["1", "2"], "4", info)
+    assert [outcome.group for outcome in score_all(rank, [group] * 2)] == [(RewardOutcome(2.0), RewardOutcome(0.0))] * 2
+    assert (info, group.completion) == ({"tests": ["a", "bc"]}, ["1", "2"])
+
+
+def test_a_plain_function_may_run_an_event_loop() -> None:
+    async def wait() -> float:
+        await asyncio.sleep(0)
+        return 1.0
+
+    assert [outcome.reward for outcome in score_all(lambda *_: asyncio.run(wait()), [item()] * 2)] == [1.0, 1.0]
 
 
 def test_a_raising_function_fails_its_own_item_only() -> None:
@@ -89,11 +149,17 @@ def test_a_function_is_found_by_its_path(tmp_path, monkeypatch) -> None:
         ("broken_reward_module:score", "importing 'broken_reward_module' raised SyntaxError"),
         ("math:no_such_name", "has no such function 'no_such_name'"),
         ("math:pi", "is not a function 'pi'"),
+        ("sys:no_such_name", "sys has no such function 'no_such_name'"),
+        ("exiting_reward_module:score", "raised SystemExit: 0; put what is to run as a program under `if __name__"),
+        ("code:score", "as that comes first on the module path; give your file another name"),
     ],
 )
 def test_a_path_without_a_function_is_rejected(tmp_path, monkeypatch, path: str, text: str) -> None:
     (tmp_path / "broken_reward_module.py").write_text("def score(:\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "exiting_reward_module.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "code.py").write_text("def score(*_): return 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     with pytest.raises(RewardImportError, match=r"reward\.path") as caught:
         load_reward(FunctionReward(path=path))
     assert text in str(caught.value)

@@ -1,0 +1,63 @@
+"""The check that the built-in rewards take each answer of the data for right."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+from infra.datasets import PromptDataset
+from infra.rewards.open import open_reward_scorer
+from rl_core.rewards import RewardItem, RewardOutcome
+from rl_core.rewards.math import mark_answer
+from schemas.config.curriculum import LevelCurriculum
+from schemas.config.reward import ExactReward, MathReward, NumericReward, RewardConfig, WeightedReward
+from schemas.config.run import RunConfig
+from schemas.errors import DataError
+
+RESPONSES: dict[type, Callable[[str], str]] = {ExactReward: str, NumericReward: str, MathReward: mark_answer}
+"""The rewards that compare with the answer, and the response that gives it."""
+
+
+def check_answers(config: RunConfig, prompts: PromptDataset, held_out: PromptDataset | None) -> None:
+    """Check that each answer is right by the rewards that compare responses with it.
+
+    Args:
+        config: The run.
+        prompts: The training prompts.
+        held_out: The evaluation prompts, if there are any.
+
+    Raises:
+        DataError: An answer doesn't match itself, so that no response to its prompt could be right.
+        RewardImportError: A reward can't be loaded.
+    """
+    train_paths = [source.path for source in config.data.train_sources]
+    in_order = len(train_paths) == 1 and not isinstance(config.data.curriculum, LevelCurriculum)
+    for reward in _compared(config.reward):
+        _check(reward, " or ".join(train_paths), prompts, in_order=in_order)
+        if held_out is not None:
+            _check(reward, str(config.data.eval_path), held_out, in_order=True)
+
+
+def _compared(reward: RewardConfig) -> Iterator[RewardConfig]:
+    for each in [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]:
+        if type(each) in RESPONSES:
+            yield each
+
+
+def _check(reward: RewardConfig, path: str, prompts: PromptDataset, *, in_order: bool) -> None:
+    first: dict[str, int] = {}  # row of each answer
+    for row in range(len(prompts)):
+        first.setdefault(prompts[row].answer, row)
+    respond = RESPONSES[type(reward)]
+    with closing(open_reward_scorer(reward)) as scorer:
+        outcomes = scorer.score([RewardItem("", respond(answer), answer, {}) for answer in first])
+    for (answer, row), outcome in zip(first.items(), outcomes, strict=True):
+        if outcome.reward != 1.0:
+            place = f"{path}, row {row + 1}" if in_order and not prompts.num_dropped else path
+            raise DataError(_message(place, prompts[row].prompt_text, answer, reward.kind, outcome))
+
+
+def _message(place: str, prompt: str, answer: str, kind: str, outcome: RewardOutcome) -> str:
+    reason = outcome.failure or "even the answer itself, as a response, is wrong"
+    return (
+        f"{place}: by reward.kind {kind!r} no response to {prompt!r:.60} can be right, as its answer {answer!r:.60} "
+        f"doesn't match itself: {reason}; correct the answer, remove the row, or choose another reward"
+    )
