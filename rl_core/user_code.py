@@ -1,6 +1,7 @@
 """Code of users: functions named by import paths in configs, and their errors."""
 
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 from schemas.errors import UserError
@@ -27,6 +28,13 @@ def import_user_module(key: str, path: str, error_class: type[UserError]) -> tup
             f"{key} {path!r}: importing {module_name!r} raised {type(error).__name__}: {error}; "
             "is the module's folder the current one, or on PYTHONPATH?"
         ) from error
+
+
+def hidden_file(module: ModuleType) -> Path | None:
+    """Return the file in the current folder that a module of the same name hides, such as Python's `code`, or None."""
+    own = Path.cwd() / f"{module.__name__.replace('.', '/')}.py"
+    is_loaded = module.__file__ is not None and own == Path(module.__file__).absolute()
+    return own if own.exists() and not is_loaded else None
 
 
 def describe_error(error: BaseException) -> str:
