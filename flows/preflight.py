@@ -1,5 +1,7 @@
 """Checks of a config before any service or worker is started."""
 
+import logging
+
 import fsspec
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -26,6 +28,8 @@ from schemas.config.judge_model import JudgeModelReward
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
 from schemas.errors import CheckpointError, ConfigError, ModelError
+
+logger = logging.getLogger(__name__)
 
 
 def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
@@ -57,6 +61,13 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
         require_vllm_on(config.runtime.device)
     load_reward(config.reward)
     prompts, held_out = load_run_prompts(config, tokenizer)
+    if len(prompts) < config.rollout.num_prompts:
+        logger.warning(
+            "data has %d training prompts, fewer than rollout.num_prompts = %d: a step repeats some of them, each as a "
+            "group of its own; lower rollout.num_prompts, or give more data",
+            len(prompts),
+            config.rollout.num_prompts,
+        )
     check_environments(config, tokenizer, prompts)
     check_prompts(config, prompts, held_out, max_positions(config.model))
     check_answers(config, prompts, held_out)

@@ -48,6 +48,18 @@ def sharing_line(config: RunConfig) -> str:
     )
 
 
+def variance_warning(reports: Sequence[StepReport], run_id: str) -> str | None:
+    """Return what to say if all groups of a run's first steps have zero variance; None if one of them has some."""
+    if not reports or any(report.metrics.get("groups/zero_variance") != 1 for report in reports):
+        return None
+    rewards = sorted({f"{report.metrics['reward']:.3f}" for report in reports})
+    return (
+        f"all groups of the first {len(reports)} steps have zero variance: the responses to a prompt got equal rewards "
+        f"(mean {', '.join(rewards)}), so that nothing was learned from them; look at some with `sluice inspect "
+        f"{run_id}`: either the reward doesn't tell them apart, or the prompts are too hard or too easy for the model"
+    )
+
+
 def eval_lines(report: EvalReport) -> list[str]:
     """Return one line per data source of an evaluation; none if they would only repeat the overall accuracy."""
     return [f"  {name}: {value}" for name, value in source_rows(report)]

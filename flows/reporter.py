@@ -6,10 +6,13 @@ from prefect import get_run_logger
 
 from flows.artifacts import ProgressArtifact, show_evaluation
 from flows.events import RunEvents
-from flows.progress import eval_lines, progress_line
+from flows.progress import eval_lines, progress_line, variance_warning
 from infra.monitors import Monitors
+from infra.storage.metrics_file import MetricsFile
 from schemas.queries import FailedQuery
 from schemas.step import EvalReport, RunHandle, StepReport
+
+FIRST_STEPS = 3  # after which a run whose groups have no variance says so
 
 
 class RunReporter:
@@ -20,10 +23,14 @@ class RunReporter:
         progress: Its progress artifact.
         monitors: Its monitors.
         events: Its events.
+        metrics: Its finished steps.
     """
 
-    def __init__(self, run: RunHandle, progress: ProgressArtifact, monitors: Monitors, events: RunEvents) -> None:
+    def __init__(
+        self, run: RunHandle, progress: ProgressArtifact, monitors: Monitors, events: RunEvents, metrics: MetricsFile
+    ) -> None:
         self._run, self._progress, self._monitors, self._events = run, progress, monitors, events
+        self._metrics = metrics
 
     async def step(self, report: StepReport) -> None:
         """Report a finished step."""
@@ -31,6 +38,9 @@ class RunReporter:
         await self._progress.show_step(report)
         self._monitors.log_step(report)
         self._events.complete_step(report)
+        is_last_of_first = report.step + 1 == min(FIRST_STEPS, self._run.config.steps)
+        if is_last_of_first and (warning := variance_warning(self._metrics.steps(), self._run.run_id)) is not None:
+            get_run_logger().warning(warning)
 
     def queries(self, report: StepReport, failed: Sequence[FailedQuery]) -> None:
         """Report the saved queries that a finished step has failed."""

@@ -144,7 +144,7 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
     step_flow = new_step_flow(await ledger_storage(directory))
     with ExitStack() as stack:
         stack.enter_context(SyncClientContext.get_or_create())  # else each step makes two, with their TLS certificates
-        reporter = RunReporter(run, progress, monitors, events)
+        reporter = RunReporter(run, progress, monitors, events, directory.metrics)
         try:
             while True:
                 try:

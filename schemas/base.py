@@ -1,11 +1,21 @@
 """The base of every value that crosses a process boundary: frozen, strict about its keys, serialized as JSON."""
 
 import hashlib
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-OptionalText = Annotated[str | None, BeforeValidator(lambda text: text or None)]  # an empty text counts as not set
+from schemas.scalars import mixed_up
+
+OptionalText = Annotated[str | None, BeforeValidator(lambda text: None if text == "" else text)]  # empty: not set
 
 
 class Frozen(BaseModel):
@@ -29,6 +39,23 @@ def digest_of(text: str) -> str:
 
 
 class FrozenConfig(Frozen):
-    """The base of config sections: the docstring below a field is its description in the schema and the reference."""
+    """The base of config sections: the docstring below a field is its description in the schema and the reference.
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    A number is no truth value, and the reverse. It is finite, unless its type says otherwise: JSON has no other.
+    """
+
+    model_config = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _has_scalars_of_its_types(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        valid = validate(given)  # first, as a type's own message is the better one
+        fields = cls.model_fields if isinstance(given, dict) else {}
+        errors = [
+            InitErrorDetails(type=PydanticCustomError("scalar", problem), loc=(name,), input=given[name])
+            for name, field in fields.items()
+            if name in given and (problem := mixed_up(field.annotation, given[name])) is not None
+        ]
+        if errors:
+            raise ValidationError.from_exception_data(cls.__name__, errors)
+        return valid

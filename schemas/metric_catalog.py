@@ -205,7 +205,11 @@ METRICS: dict[str, MetricSpec] = _catalog(
 )
 # fmt: on
 
-_FAMILIES = {re.compile(re.sub(r"<(\w+)>", r"(?P<\1>.+)", name)): spec for name, spec in METRICS.items() if "<" in name}
+_FAMILIES = {  # a part may be any text, such as the name of a data source
+    re.compile(re.sub(r"<(\w+)>", r"(?P<\1>.+)", name), re.DOTALL): spec
+    for name, spec in METRICS.items()
+    if "<" in name
+}
 
 
 def metric_spec(name: str) -> MetricSpec:

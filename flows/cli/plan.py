@@ -2,6 +2,7 @@
 
 from rich.console import Console
 
+from flows.cli.example import Example, example_lines, show_example
 from flows.cli.footprint import Footprint, measure_step
 from flows.cli.plan_tables import footprint_parts, resource_parts
 from flows.cli.resources import Resources, plan_resources
@@ -12,8 +13,9 @@ from schemas.config.run import RunConfig
 
 
 class Plan(Frozen):
-    """A step's footprint, and what the run takes of its machines."""
+    """A step's footprint, what the run takes of its machines, and one of its prompts."""
 
+    example: Example
     footprint: Footprint
     resources: Resources
 
@@ -56,16 +58,21 @@ def plan_config(
         calibrate=calibrate,
         utilization=utilization,
     )
+    example = show_example(config, prompts)
     if as_json:
-        console.out(Plan(footprint=footprint, resources=resources).model_dump_json(indent=2), highlight=False)
+        console.out(
+            Plan(example=example, footprint=footprint, resources=resources).model_dump_json(indent=2), highlight=False
+        )
     else:
-        _print(console, footprint, resources)
+        _print(console, config, example, footprint, resources)
     footprint.check_capacity()
     resources.check()
 
 
-def _print(console: Console, footprint: Footprint, resources: Resources) -> None:
-    for part in (*footprint_parts(footprint), *resource_parts(resources)):
+def _print(console: Console, config: RunConfig, example: Example, footprint: Footprint, resources: Resources) -> None:
+    rows, *tables = footprint_parts(footprint)
+    method = f"method: advantage {config.advantage.kind}, loss {config.loss.kind}, correction {config.correction.kind}"
+    for part in (rows, *example_lines(example), f"{method}\n", *tables, *resource_parts(resources)):
         if isinstance(part, str):
             console.print(part, markup=False, highlight=False, soft_wrap=True)
         else:

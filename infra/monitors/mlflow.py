@@ -3,12 +3,13 @@
 import time
 
 from infra.monitors.rows import Position, Row
+from schemas.base import digest_of
 from schemas.config.differences import flat_values
 from schemas.config.monitor import MlflowMonitor
 from schemas.config.run import RunConfig
 
 TAG = "sluice.run_id"
-MAX_PARAM_CHARACTERS = 6000  # MLflow's limit
+MAX_PARAM_CHARACTERS, MAX_KEY_CHARACTERS = 6000, 250  # MLflow's limits
 
 
 class MlflowSink:
@@ -44,7 +45,7 @@ class MlflowSink:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(_key(name), value, now, row.step) for name, value in row.values.items()]
+        metrics = [Metric(metric_key(name), value, now, row.step) for name, value in row.values.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self, succeeded: bool) -> None:
@@ -60,6 +61,24 @@ class MlflowSink:
             self._client.log_batch(self._run, params=params[first : first + 100])
 
 
-def _key(name: str) -> str:
-    """Return a metric's name with only the characters that MLflow allows."""
-    return "".join(each if each.isalnum() or each in "_-. :/" else "_" for each in name)
+def metric_key(name: str) -> str:
+    """Return the key of a metric: its name, cut and escaped as far as MLflow would refuse it.
+
+    Different names have different keys, as MLflow would draw two metrics of one key as one.
+
+    Example:
+        >>> metric_key("eval/数学/reward"), metric_key("eval/a+b//c/reward")
+        ('eval/数学/reward', 'eval/a_2b_b/_/c/reward')
+    """
+    parts = name.split("/")
+    key = "/".join(
+        "".join(map(_escaped, part)) if part.strip(".") else part.replace(".", "_2e_") or "_" for part in parts
+    )
+    if len(key) <= MAX_KEY_CHARACTERS:
+        return key
+    kept = (MAX_KEY_CHARACTERS - 18) // 2
+    return f"{key[:kept]}_{digest_of(name)}_{key[-kept:]}"
+
+
+def _escaped(character: str) -> str:
+    return character if character.isalnum() or character in "_-. :" else f"_{ord(character):x}_"

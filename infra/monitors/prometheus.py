@@ -16,6 +16,16 @@ STORE_PREFIX = "store/"  # the store's own processes export these
 logger = logging.getLogger(__name__)
 
 
+class Label(str):
+    """A label's value of any characters: Ray asks for its ASCII bytes, and passes on the UTF-8 ones that it gets."""
+
+    __slots__ = ()
+
+    def encode(self, encoding: str = "utf-8", errors: str = "replace") -> bytes:
+        """Return the bytes in UTF-8, whichever encoding is asked for."""
+        return super().encode("utf-8", "replace")
+
+
 class PrometheusSeries:
     """The series of one run, each with its value in the last step or the last evaluation.
 
@@ -30,6 +40,7 @@ class PrometheusSeries:
         self._run_id = run_id
         self._values: dict[str, float] = {}  # by metric; replaced, never changed, as two threads read it
         self._is_closed = threading.Event()
+        self._has_failed = False
         if is_outside():
             logger.info("a driver outside the Ray cluster exports no Prometheus series; the column store does")
         threading.Thread(target=self._refresh, name="prometheus", daemon=True).start()
@@ -51,8 +62,14 @@ class PrometheusSeries:
 
     def _set(self, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            spec, parts = find_metric(name)
-            _gauge(spec, tuple(parts)).set(value, tags={"run_id": self._run_id, **parts})
+            try:
+                spec, parts = find_metric(name)
+                labels = {label: Label(part) for label, part in parts.items()}
+                _gauge(spec, tuple(parts)).set(value, tags={"run_id": self._run_id, **labels})
+            except Exception as error:  # noqa: BLE001  no run fails for a series that can't be exported
+                if not self._has_failed:
+                    logger.warning("metric %r has no Prometheus series: %s: %s", name, type(error).__name__, error)
+                self._has_failed = True
 
 
 @cache

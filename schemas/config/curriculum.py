@@ -15,7 +15,7 @@ class CurriculumSettings(FrozenConfig):
     window: PositiveInt = 10
     """Finished steps over which the success rate is taken."""
 
-    success_threshold: Annotated[float, Field(allow_inf_nan=False)] = 0.99
+    success_threshold: float = 0.99
     """A sample is a success if its reward is at least this."""
 
     min_factor: Annotated[float, Field(gt=0, le=1)] = 0.1
@@ -38,7 +38,7 @@ class LevelCurriculum(CurriculumSettings):
     field: Annotated[str, Field(min_length=1)]
     """Field of `extra_info` with the number."""
 
-    starts: Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], Field(min_length=2)]
+    starts: Annotated[tuple[float, ...], Field(min_length=2)]
     """The smallest number of each level, ascending; the last level has no end."""
 
     @field_validator("starts")

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from schemas.config.differences import non_defaults
 from schemas.config.kinds import kind_of, union_members
+from schemas.config.overrides import parse_value
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 
@@ -20,7 +21,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: A TOML file with the keys of `RunConfig`.
-        overrides: `section.key=value`; the value is read as TOML, else as a string.
+        overrides: `section.key=value`; see `schemas.config.overrides.parse_value` for the value.
 
     Raises:
         ConfigError: The file or an override can't be read, or a key or value is invalid.
@@ -35,10 +36,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         (9, 0.0001, 'rloo', 'clipped')
     """
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors may write a byte order mark
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"config file {path} can't be read: {error}") from None
     return _validated(tree, overrides, str(path))
 
@@ -55,7 +56,7 @@ def override_config(config: RunConfig, overrides: Sequence[str], name: str) -> R
     for key, (value, _) in non_defaults(config).items():
         _set(tree, key, value)
     for override in overrides:
-        _keep_common_keys(tree, *override.partition("=")[::2])
+        _keep_common_keys(tree, override)
     return _validated(tree, overrides, name)
 
 
@@ -86,17 +87,21 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"override {override!r} is not of the form section.key=value, e.g. optim.lr=1e-4")
-    if (value := _set(tree, key, _parse(text))) is not None:
+    if (value := _set(tree, key, parse_value(text, _walk(key.split("."))[0], override))) is not None:
         raise ConfigError(f"override {override!r}: {value!r} is a value, not a section")
 
 
-def _keep_common_keys(tree: dict[str, Any], key: str, text: str) -> None:
+def _keep_common_keys(tree: dict[str, Any], override: str) -> None:
     """If an override gives a section another kind, drop the section's keys that this kind doesn't have."""
+    key, _, text = override.partition("=")
     *place, name = key.split(".")
     section: Any = tree
     for part in place:
         section = section.get(part) if isinstance(section, dict) else None
-    if name != "kind" or not isinstance(section, dict) or section.get("kind") == (kind := _parse(text)):
+    if name != "kind" or not isinstance(section, dict):
+        return
+    kind = parse_value(text, _walk([*place, name])[0], override)
+    if section.get("kind") == kind:
         return
     kept = _fields_at([*place, str(kind)])
     for other in [other for other in section if other not in kept]:
@@ -114,13 +119,6 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> str | None:
     return None
 
 
-def _parse(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
 def _explain(detail: ErrorDetails) -> str:
     place = [str(part) for part in detail["loc"]]
     if detail["type"] == "extra_forbidden":
@@ -134,6 +132,10 @@ def _explain(detail: ErrorDetails) -> str:
         return f"missing key {_dotted(place)}.kind"
     if detail["type"] == "tuple_type":
         return f"{_dotted(place)} = {detail['input']!r}: expected a list, such as {[detail['input']]}"
+    if detail["type"] == "string_type":
+        return f"{_dotted(place)} = {detail['input']!r}: expected text; put it into quotes"
+    if detail["type"] == "finite_number":
+        return f"{_dotted(place)} = {detail['input']!r}: expected a finite number"
     if detail["type"] == "missing":
         return f"missing key {_dotted(place)}"
     if detail["type"] == "value_error":  # raised by a config's own validator, whose message names the keys

@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     Field,
-    FiniteFloat,
     NonNegativeFloat,
     PositiveInt,
     field_validator,
@@ -191,7 +190,7 @@ PartReward = Annotated[_OfOneResponse, Field(discriminator="kind")]
 class WeightedPart(FrozenConfig):
     """One part of a weighted sum."""
 
-    weight: FiniteFloat = 1.0
+    weight: float = 1.0
     """Weight in the sum; negative: a penalty; 0: only reported as a column."""
 
     reward: PartReward

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from schemas.base import FrozenConfig
 
@@ -18,7 +18,10 @@ def _compiles(pattern: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_compiles)]
-TimeLimit = Annotated[PositiveFloat | None, AfterValidator(lambda value: None if value == math.inf else value)]
+TimeLimit = Annotated[
+    Annotated[float, Field(gt=0, allow_inf_nan=True)] | None,
+    AfterValidator(lambda value: None if value == math.inf else value),
+]
 
 
 class InProcessReward(FrozenConfig):

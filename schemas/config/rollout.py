@@ -213,7 +213,7 @@ class EvalConfig(FrozenConfig):
     samples_per_prompt: PositiveInt = 1
     """Samples per prompt, the n of mean@n, best@n and maj@n."""
 
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    temperature: Annotated[float, Field(ge=0)] = 0.0
     """Sampling temperature; 0: greedy."""
 
     top_p: Probability = 1.0

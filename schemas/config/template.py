@@ -1,5 +1,6 @@
 """Variables of a chat template."""
 
+import math
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator
@@ -11,7 +12,12 @@ Variable = bool | int | float | str
 
 def _one_value(value: object) -> object:
     if not isinstance(value, Variable):
-        raise ValueError("expected a truth value, a number or a string")  # one line, not one for each of them
+        hint = "; to turn an option off, write false" if value is None else ""
+        raise ValueError(f"expected a truth value, a number or a string{hint}")  # one line, not one for each of them
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    if isinstance(value, str) and value.casefold() in ("true", "false"):
+        raise ValueError(f"a template takes any text for true; write {value.casefold()} without quotes")
     return value
 
 

@@ -107,6 +107,15 @@ def test_a_model_folder_that_is_not_there(sluice: Command) -> None:
     assert_rejected(sluice("train", "tiny.toml", "model.path=./nowhere"), "./nowhere", "no such folder")
 
 
+def test_a_reward_in_a_file_that_another_module_hides(folder: Path, sluice: Command) -> None:
+    (folder / "code.py").write_text("def score(prompt, completion, answer, info): return 1.0\n")
+    try:
+        result = sluice("train", "tiny.toml", "reward.path=code:score")
+    finally:
+        (folder / "code.py").unlink()
+    assert_rejected(result, "code.py is hidden by another module 'code'", "rename it, e.g. to my_code.py")
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [("no_such_module:score", "No module named 'no_such_module'"), ("tiny_rewards:absent", "has no such function")],

@@ -13,6 +13,8 @@ import pytest
 
 from flows.cli.footprint import measure_step
 from flows.cli.simulate import SimulatedStep, column_bytes, column_dtypes, draw_lengths, simulate_step
+from flows.preflight import check
+from flows.progress import variance_warning
 from infra.datasets import load_prompts
 from infra.engines.base import Generation, TokenExperts
 from infra.models.load import load_tokenizer
@@ -25,6 +27,7 @@ from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.plan import ForwardPlan, StepPlan
+from schemas.step import StepReport
 from tests.support.command import Command, Result, assert_rejected, make_command
 from tests.support.tiny import make_tiny_moe, tiny_row, write_rows
 from tests.support.workplace import WITH_REFERENCE, Workplace
@@ -109,6 +112,53 @@ def test_people_see_plans_columns_bytes_and_warnings(sluice: Command) -> None:
         "warning: runtime.num_policy_ranks = 3, but an update has 2 rows: the other ranks (1) process only dummies; "
         "lower it, or optim.updates_per_step"
     ) in lines
+
+
+def test_people_see_a_prompt_and_what_the_reward_gives_to_its_answer(folder: Path, sluice: Command) -> None:
+    (folder / "other_rewards.py").write_text(
+        "def bad(prompt, completion, answer, info):\n    raise ValueError('no')\n"
+        "def rank(prompt, completions, answer, info):\n    return [{'reward': 0.5, 'n': len(completions)}] * 4\n"
+    )
+    exact = "reward={kind='exact'}"
+    example = json.loads(sluice(exact, "--json")[1])["example"]
+    assert (example["num_rows"], example["reward"], len(example["tokens"])) == (12, 1.0, 9)
+    assert example["prompt"] == "".join(example["tokens"])
+    code, out, _ = sluice(exact, "rollout.num_prompts=20")
+    assert code == 0
+    assert "data: 12 training prompts\n" in out
+    assert f"as the model sees it: {example['prompt']!r}\nits 9 tokens: {example['tokens'][0]!r} " in out
+    assert f"reward of its answer, {example['answer']!r}, as the whole response: 1\n" in out
+    assert "method: advantage grpo, loss clipped, correction none\n" in out
+    rank = sluice("reward={kind='group_function', path='other_rewards:rank'}")[1]
+    assert "as the whole response: 0.5, n 4\n" in rank
+    bad = "reward={kind='function', path='other_rewards:bad', num_processes=0, timeout_seconds=inf}"
+    assert "as the whole response: failed: ValueError: no\n" in sluice(bad)[1]
+
+
+def test_fewer_prompts_than_a_step_takes_are_a_warning(
+    load: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    check(load())
+    assert "fewer than" not in caplog.text
+    check(load("rollout.num_prompts=20"))
+    assert "data has 12 training prompts, fewer than rollout.num_prompts = 20: a step repeats some" in caplog.text
+
+
+def test_first_steps_without_variance_are_a_warning() -> None:
+    def steps(*variances: float) -> list[StepReport]:
+        metrics = [{"groups/zero_variance": each, "reward": 0.0} for each in variances]
+        return [
+            StepReport(step=step, policy_version=step + 1, metrics=each, seconds=1.0, seconds_by_phase={})
+            for step, each in enumerate(metrics)
+        ]
+
+    assert variance_warning([], "r") is None
+    assert variance_warning(steps(1, 1, 0.75), "r") is None
+    warning = variance_warning(steps(1, 1, 1), "r")
+    assert warning is not None
+    assert warning.startswith("all groups of the first 3 steps have zero variance: ")
+    assert "(mean 0.000)" in warning
+    assert "`sluice inspect r`" in warning
 
 
 def test_the_same_config_gives_the_same_plan(sluice: Command) -> None:

@@ -12,7 +12,10 @@ import pytest
 from infra.monitors import open_monitors, require_monitors
 from infra.monitors.delivery import Delivery
 from infra.monitors.jsonl import JsonlSink
+from infra.monitors.mlflow import metric_key
+from infra.monitors.prometheus import PrometheusSeries
 from infra.monitors.rows import Position, Row, evaluation_row, recorded_rows, step_row
+from infra.monitors.tensorboard import TensorBoardSink
 from infra.storage.runs import RunDirectory
 from schemas.config.kinds import kinds_of
 from schemas.config.monitor import MonitorConfig
@@ -23,6 +26,7 @@ from schemas.store import StoreTraffic, StoreUsage
 from schemas.weights import WeightsTransfer
 from tests.support.configs import run_config
 from tests.support.progress import wait_until
+from tests.support.tracker_files import jsonl_history, tensorboard_history
 
 STEP = StepReport(
     step=6,
@@ -198,6 +202,74 @@ def test_a_config_may_list_several_of_a_kind(tmp_path: Path) -> None:
     with open_monitors(directory, config, logging.getLogger("test")) as monitors:
         monitors.log_recorded(directory.metrics)
     assert [held_by(folder / "run.jsonl") for folder in folders] == [[6], [6]]
+
+
+NAMES = [
+    "数学题",
+    "naïve",
+    "हिन्दी",
+    "😀",
+    "a+b",
+    "a-b",
+    "a\nb",
+    "a\\b",
+    'a"b',
+    "a b",
+    "a//b",
+    "/a",
+    "..",
+    "x" * 300,
+    "数" * 300,
+]
+
+
+def wild_row() -> Row:
+    values = {f"eval/{name}/reward": float(number) for number, name in enumerate(NAMES)}
+    return Row("step", 0, {**values, "reward_长度": 2.5, "data/数学/share": 0.5, "environment/提示": 1.0, "step": 0})
+
+
+def test_a_series_is_labeled_by_any_name(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    found = []
+
+    class Recorded:
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            labels = {key: text.encode("ascii").decode() for key, text in tags.items()}  # as Ray does
+            if value == 1.0 and "source" in labels:
+                raise OSError("no agent")
+            found.append((value, labels))
+
+    monkeypatch.setattr("infra.monitors.prometheus._gauge", lambda spec, parts: Recorded())
+    monkeypatch.setattr("infra.monitors.prometheus.is_outside", lambda: False)
+    series = PrometheusSeries("r")
+    series.show(wild_row())
+    series.close()
+    expected = [(float(n), {"run_id": "r", "source": name}) for n, name in enumerate(NAMES) if n != 1]
+    assert found[: len(expected)] == expected
+    assert found[len(expected)] == (2.5, {"run_id": "r", "part": "长度"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "metric 'eval/naïve/reward' has no Prometheus series: OSError: no agent"  # and the run goes on
+    ]
+
+
+def test_a_key_of_mlflow_is_valid_and_no_other_metrics() -> None:
+    validation = pytest.importorskip("mlflow.utils.validation")
+    keys = [metric_key(name) for name in wild_row().values]
+    assert len(set(keys)) == len(keys)
+    for key in keys:
+        validation._validate_metric(key, 1.0, 0, 0)
+    assert keys[0] == "eval/数学题/reward"
+    assert metric_key("eval/a+b//c/reward") == "eval/a_2b_b/_/c/reward"
+
+
+def test_tensorboard_and_json_lines_have_any_name(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    made = wild_row()
+    for sink in (JsonlSink(tmp_path / "lines.jsonl"), TensorBoardSink(tmp_path / "events")):
+        sink.log(made)
+        sink.close(succeeded=True)
+    expected = {name: [(0, value)] for name, value in made.values.items()}
+    assert jsonl_history(tmp_path / "lines.jsonl") == expected
+    assert tensorboard_history(tmp_path / "events") == expected
 
 
 def test_none_is_needed() -> None:

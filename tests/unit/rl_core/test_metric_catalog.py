@@ -140,6 +140,7 @@ def test_families_share_an_entry() -> None:
     assert metric_spec("reward_format") == METRICS["reward_<part>"].replace(name="reward_format")
     assert find_metric("rollout/generate_seconds") == (METRICS["rollout/<phase>_seconds"], {"phase": "generate"})
     assert find_metric("eval/a/b/reward") == (METRICS["eval/<source>/reward"], {"source": "a/b"})
+    assert find_metric("eval/a\n数学/reward")[1] == {"source": "a\n数学"}
     assert find_metric("eval/reward") == (METRICS["eval/reward"], {})
 
 

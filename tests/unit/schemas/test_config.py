@@ -1,13 +1,19 @@
 """Reading run configs: overrides, error messages, defaults."""
 
+import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
+from typing import Any, cast, get_args
 
 import pytest
+from pydantic import BaseModel, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
-from schemas.config.kinds import kinds_of
+from schemas.base import FrozenConfig
+from schemas.config.kinds import kinds_of, union_members
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
@@ -161,6 +167,109 @@ def test_groups_that_can_not_be_reused_exactly_are_rejected(path: Path, changes:
     with pytest.raises(ConfigError) as caught:
         load_config(path, list(changes))
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.chat_template_kwargs.thinking=False", False),
+        ("data.chat_template_kwargs.thinking=true", True),
+        ("data.chat_template_kwargs.effort=.5", 0.5),
+        ('data.chat_template_kwargs.effort="off"', "off"),
+        ("data.chat_template_kwargs.day=2024-01-01", "2024-01-01"),
+        ("data.chat_template_kwargs={'thinking': False}", {"thinking": False}),
+        ("data.shuffle=False", False),
+        ("optim.betas=(0.8, .9)", (0.8, 0.9)),
+        ("steps=1e2", 100),
+        ("model.lora=None", None),
+        ("rollout.dynamic_sampling=null", None),
+        ("runtime.ray_address=None", None),
+        ("data.eval_path=None", None),
+        ("data.eval_path=", None),
+        ("name=2024", "2024"),
+        ("note=true", "true"),
+        ("note=None", "None"),
+        ("note=a\nsteps = 3", "a\nsteps = 3"),
+        ("note='a' and 'b'", "'a' and 'b'"),
+        ('note="it\'s 5"', "it's 5"),
+        ("data.train_path=123", "123"),
+        ("data.train_path=2024-01-01", "2024-01-01"),
+        ("model.path=nan", "nan"),
+    ],
+)
+def test_an_override_is_read_by_the_type_of_its_key(path: Path, override: str, expected: object) -> None:
+    value: object = load_config(path, [override])
+    for part in override.partition("=")[0].split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    assert (value, type(value)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "data.chat_template_kwargs.thinking=off",
+            "off would be a text, which counts as true; write true or false, or",
+        ),
+        ("data.chat_template_kwargs.thinking=FALSE", "FALSE would be a text, which counts as true"),
+        (
+            'data.chat_template_kwargs.thinking="False"',
+            "a template takes any text for true; write false without quotes",
+        ),
+        (
+            "data.chat_template_kwargs.thinking=None",
+            "thinking = None: expected a truth value, a number or a string; to",
+        ),
+        ("data.chat_template_kwargs.x=inf", "data.chat_template_kwargs.x = inf: expected a finite number"),
+        ("data.chat_template_kwargs={thinking=False}", "is neither TOML, JSON nor Python; put text into quotes"),
+        ("environment={kind='class', path='a:B', arguments={day=2024-01-01}}", "date is not JSON serializable"),
+        (
+            "environment={kind='class', path='a:B', arguments={x=inf}}",
+            "environment.arguments: expected text, finite numbers,",
+        ),
+        ("rollout.stop_token_ids=[true]", "rollout.stop_token_ids = [True]: expected a number, not a truth value"),
+        ("data.shuffle=yes", "data.shuffle = 'yes': expected true or false"),
+        ("model={path=2024}", "model.path = 2024: expected text; put it into quotes"),
+        ("data={train_path=false}", "data.train_path = False: expected text; put it into quotes"),
+        ("runtime.approve_when=['kl > nan']", "runtime.approve_when.0.value = 'nan': expected a finite number"),
+    ],
+)
+def test_what_a_value_can_not_mean_is_rejected(path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def fields_of(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, set[object]]]:
+    """Yield the fields of a config's class and of the classes in it, each with the types that it may have."""
+    for name, field in model.model_fields.items():
+        types = set(union_members(field.annotation))
+        yield f"{model.__name__}.{name}", field, types
+        for each in types | {inner for outer in types for inner in union_members((get_args(outer) or [outer])[-1])}:
+            if isinstance(each, type) and issubclass(each, BaseModel):
+                yield from fields_of(each)
+
+
+def test_numbers_truth_values_and_text_are_told_apart_in_every_section() -> None:
+    wrong: dict[object, list[object]] = {int: [True], float: [True, math.inf, -math.inf, math.nan], bool: [0, 1]}
+    fields = {name: (field, types) for name, field, types in fields_of(RunConfig) if types & wrong.keys()}
+    for name, (field, types) in fields.items():
+        alone = create_model("Alone", __base__=FrozenConfig, value=(cast(Any, field.annotation), field))
+        for value in (value for scalar in types & wrong.keys() for value in wrong[scalar]):
+            if name.endswith("Reward.timeout_seconds") and value == math.inf:  # no limit
+                continue
+            with pytest.raises(ValidationError):
+                print(name, alone.model_validate({"value": value}))
+    assert fields.keys() >= {"RunConfig.steps", "EvalConfig.accuracy_threshold", "KlConfig.in_reward"}
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(path: Path) -> None:
+    path.write_text(MINIMAL, encoding="utf-8-sig")
+    assert load_config(path).steps == 3
+    path.write_text(MINIMAL + "\n[optim]\nwarmup_updates = " + "9" * 5000)
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_config(path)
 
 
 def test_every_section_names_its_kinds_if_another_one_is_given(path: Path) -> None:

@@ -1,0 +1,99 @@
+"""One training prompt as the model sees it, and what the reward gives to its own answer, for `sluice plan`."""
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from infra.datasets import PromptDataset
+from infra.datasets.prompts import PromptRow
+from infra.models.load import load_tokenizer
+from infra.rewards.open import open_reward_scorer
+from rl_core.rewards import RewardItem, RewardOutcome
+from schemas.base import Frozen
+from schemas.config.judge import JudgeReward
+from schemas.config.reward import GroupFunctionReward, RewardConfig, WeightedReward
+from schemas.config.reward_base import IsolatedReward
+from schemas.config.run import RunConfig
+
+SHOWN_CHARACTERS, SHOWN_TOKENS = 2000, 60
+TIMEOUT_SECONDS = 30.0  # of a reward without a limit
+
+
+class Example(Frozen):
+    """The first training prompt."""
+
+    num_rows: int  # of all training data, without those that are too long
+    num_dropped: int  # those that are
+    data_source: str
+    prompt: str  # what the chat template makes of the messages
+    tokens: tuple[str, ...]  # the text of each token of it
+    answer: str
+    reward: float | None = None  # of the answer as the response; None: it failed, or is not computed
+    parts: dict[str, float] = Field(default_factory=dict)
+    without_reward: str = ""  # why there is none
+
+
+def show_example(config: RunConfig, prompts: PromptDataset) -> Example:
+    """Return the first training prompt, and the reward of its own answer, which is computed in another process.
+
+    The rewards of models, judges and environments are not computed, as they take more than this process.
+
+    Raises:
+        UserError: The reward can't be loaded there.
+    """
+    row, tokenizer = prompts[0], load_tokenizer(config.model)
+    ids = row.prompt_ids.tolist()
+    example = Example(
+        num_rows=len(prompts),
+        num_dropped=prompts.num_dropped,
+        data_source=row.data_source,
+        prompt=tokenizer.decode(ids, clean_up_tokenization_spaces=False),
+        tokens=tuple(tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in ids),
+        answer=row.answer,
+    )
+    if row.environment is not None or config.reward.reads_environment:
+        return example.replace(without_reward="not computed: it is of the turns with an environment")
+    if config.reward.models or any(isinstance(each, JudgeReward) for each in _parts(config.reward)):
+        return example.replace(without_reward="not computed: a model gives it")
+    outcome = _score_answer(config, row)
+    if outcome.reward is None:
+        return example.replace(without_reward=f"failed: {outcome.failure}")
+    return example.replace(reward=outcome.reward, parts=outcome.parts)
+
+
+def example_lines(example: Example) -> Iterator[str]:
+    """Yield the example as text."""
+    dropped = f" ({example.num_dropped:,} more are too long, and dropped)" if example.num_dropped else ""
+    yield f"data: {example.num_rows:,} training prompts{dropped}"
+    yield f"the first one, of {example.data_source!r}, as the model sees it: {_cut(repr(example.prompt))}"
+    shown = [repr(token) for token in example.tokens]
+    if len(shown) > SHOWN_TOKENS:
+        shown[SHOWN_TOKENS // 2 : -SHOWN_TOKENS // 2] = ["..."]
+    yield f"its {len(example.tokens):,} tokens: {' '.join(shown)}"
+    parts = "".join(f", {name} {value:g}" for name, value in example.parts.items())
+    reward = example.without_reward if example.reward is None else f"{example.reward:g}{parts}"
+    yield f"reward of its answer, {_cut(repr(example.answer))}, as the whole response: {reward}\n"
+
+
+def _parts(reward: RewardConfig) -> list[object]:
+    return [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
+
+
+def _score_answer(config: RunConfig, row: PromptRow) -> RewardOutcome:
+    reward = config.reward
+    if isinstance(reward, IsolatedReward):  # in a process of its own in any case
+        reward = reward.replace(num_processes=1, timeout_seconds=reward.timeout_seconds or TIMEOUT_SECONDS)
+    num_items = config.rollout.samples_per_prompt if isinstance(reward, GroupFunctionReward) else 1
+    scorer = open_reward_scorer(reward)
+    try:
+        scorer.wait_until_ready()
+        with scorer.open_batch([0] * num_items) as batch:
+            for number in range(num_items):
+                batch.add(number, RewardItem(row.prompt_text, row.answer, row.answer, row.info))
+            return batch.finish()[0]
+    finally:
+        scorer.close()
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text):,} characters)"
