@@ -78,13 +78,6 @@ def outside_of_loop() -> Iterator[None]:
         asyncio._set_running_loop(running)
 
 
-def hidden_file(module: ModuleType) -> Path | None:
-    """Return the file in the current folder that a module of the same name hides, such as Python's `code`, or None."""
-    own = Path.cwd() / f"{module.__name__.replace('.', '/')}.py"
-    is_loaded = module.__file__ is not None and own == Path(module.__file__).absolute()
-    return own if own.exists() and not is_loaded else None
-
-
 def describe_error(error: BaseException) -> str:
     """Return an error's type and message, in at most `MAX_ERROR_CHARACTERS` that can be UTF-8."""
     try:

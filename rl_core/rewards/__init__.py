@@ -24,7 +24,7 @@ from rl_core.rewards.math import require_math_verify, score_math
 from rl_core.rewards.numeric import load_numeric
 from rl_core.rewards.outcome import RewardOutcome, as_stored, group_outcome
 from rl_core.rewards.reasoning_gym import require_reasoning_gym, score_full_marks, score_reasoning_gym
-from rl_core.user_code import hidden_file, import_user_module
+from rl_core.user_code import import_user_module
 from schemas.config.judge import JudgeReward
 from schemas.config.judge_model import JudgeModelReward
 from schemas.config.reward import (
@@ -100,11 +100,6 @@ def _import(path: str, signature: str) -> Any:
     module, name = import_user_module("reward.path", path, RewardImportError)
     function = getattr(module, name, None)
     if not callable(function):
-        if (own := hidden_file(module)) is not None:
-            raise RewardImportError(
-                f"reward.path {path!r}: {own.name} is hidden by another module {module.__name__!r}, "
-                f"{module.__file__}; rename it, e.g. to my_{own.name}"
-            )
         found = "is not a function" if hasattr(module, name) else "has no such function"
         raise RewardImportError(
             f"reward.path {path!r}: {getattr(module, '__file__', None) or module.__name__} {found} {name!r}; "

@@ -113,7 +113,7 @@ def test_a_reward_in_a_file_that_another_module_hides(folder: Path, sluice: Comm
         result = sluice("train", "tiny.toml", "reward.path=code:score")
     finally:
         (folder / "code.py").unlink()
-    assert_rejected(result, "code.py is hidden by another module 'code'", "rename it, e.g. to my_code.py")
+    assert_rejected(result, "code.py, as that comes first on the module path", "give your file another name")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`sluice plan`: what a step of a config takes, and what of it can't fit, with nothing started."""
 
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -136,8 +137,10 @@ def test_people_see_a_prompt_and_what_the_reward_gives_to_its_answer(folder: Pat
 
 
 def test_fewer_prompts_than_a_step_takes_are_a_warning(
-    load: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture
+    load: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delitem(sys.modules, "tiny_rewards", raising=False)  # it may be another folder's
+    monkeypatch.syspath_prepend(Path.cwd())
     check(load())
     assert "fewer than" not in caplog.text
     check(load("rollout.num_prompts=20"))
