@@ -1,6 +1,7 @@
 """The check that the built-in rewards take each answer of the data for right."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 from infra.datasets import PromptDataset
@@ -47,12 +48,18 @@ def _check(reward: RewardConfig, path: str, prompts: PromptDataset, *, in_order:
     for row in range(len(prompts)):
         first.setdefault(prompts[row].answer, row)
     respond = RESPONSES[type(reward)]
-    with closing(open_reward_scorer(reward)) as scorer:
-        outcomes = scorer.score([RewardItem("", respond(answer), answer, {}) for answer in first])
+    items = [RewardItem("", respond(answer), answer, {}) for answer in first]
+    with ThreadPoolExecutor(1) as thread:  # as an event loop runs in this one if the flow is a deployment's
+        outcomes = thread.submit(_score, reward, items).result()
     for (answer, row), outcome in zip(first.items(), outcomes, strict=True):
         if outcome.reward != 1.0:
             place = f"{path}, row {row + 1}" if in_order and not prompts.num_dropped else path
             raise DataError(_message(place, prompts[row].prompt_text, answer, reward.kind, outcome))
+
+
+def _score(reward: RewardConfig, items: Sequence[RewardItem]) -> list[RewardOutcome]:
+    with closing(open_reward_scorer(reward)) as scorer:
+        return scorer.score(items)
 
 
 def _message(place: str, prompt: str, answer: str, kind: str, outcome: RewardOutcome) -> str:

@@ -1,5 +1,6 @@
 """`sluice plan`: what a step of a config takes, and what of it can't fit, with nothing started."""
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable
@@ -336,3 +337,11 @@ def test_an_answer_that_does_not_match_itself_is_refused(
     assert_rejected(sluice(f"data.train_path={path}", reward), "answers.jsonl, row 2: ", repr(answer), reason)
     write_rows(path, rows[:1])
     assert sluice(f"data.train_path={path}", reward).exit_code == 0
+
+
+@pytest.mark.usefixtures("sluice")
+def test_answers_are_checked_within_a_deployment_whose_event_loop_runs(folder: Path) -> None:
+    async def check_within_loop() -> int:
+        return len(check(load_config(Path("tiny.toml"), ['reward={ kind = "exact" }'])))
+
+    assert asyncio.run(check_within_loop()) > 0
