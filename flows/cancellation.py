@@ -5,12 +5,16 @@ it and terminates the run's process, but only once for each flow run. So every r
 started in a terminal, and one that is cancelled again after a retry. Of a suspension Prefect tells a run by an event,
 which a busy machine may lose; then the run would go on for hours. So every run reads that itself, too.
 
-A SIGTERM is turned into an exception by Prefect, which is raised wherever the main thread is. In a callback or a
-transport of the event loop that is where it ends: asyncio reports it and goes on. So every run looks at these reports.
+A SIGTERM is turned into an exception by Prefect, which is raised wherever the main thread is. In a callback of the
+event loop, or in code that catches everything, that is where it ends, and the run would go on. So every run has the
+event loop tell it of the signal, too.
 """
 
 import asyncio
-from collections.abc import Coroutine
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -39,28 +43,56 @@ async def cancellable(work: Coroutine[Any, Any, Result]) -> Result | State:
 
 
 async def terminable(work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work`; if the event loop swallows the exception of a SIGTERM, cancel it, and await its clean-up.
+    """Await `work`; if the process is terminated, cancel it, and await its clean-up, wherever the exception of it ends.
 
     Raises:
         TerminationSignal: The process was terminated.
     """
     loop = asyncio.get_running_loop()
-    swallowed, before = loop.create_future(), loop.get_exception_handler()
+    requested, before = asyncio.Event(), loop.get_exception_handler()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not isinstance(error := context.get("exception"), TerminationSignal):
+        if not isinstance(context.get("exception"), TerminationSignal):
             (before or asyncio.AbstractEventLoop.default_exception_handler)(loop, context)
-        elif not swallowed.done():
-            swallowed.set_result(error)
 
     async def terminated() -> Result:
-        raise await swallowed
+        await requested.wait()
+        raise TerminationSignal(signal.SIGTERM)
 
     loop.set_exception_handler(handle)
     try:
-        return await unless(terminated(), work)
+        with _told_of_sigterm(loop, requested.set):
+            return await unless(terminated(), work)
     finally:
         loop.set_exception_handler(before)
+
+
+@contextmanager
+def _told_of_sigterm(loop: asyncio.AbstractEventLoop, tell: Callable[[], object]) -> Iterator[None]:
+    """Have the event loop call `tell` after a SIGTERM, beside the handler of the signal, whichever that is by then.
+
+    Signals reach only the main thread; in another one this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _same_handler():
+        loop.add_signal_handler(signal.SIGTERM, tell)
+    try:
+        yield
+    finally:
+        with _same_handler():
+            loop.remove_signal_handler(signal.SIGTERM)
+
+
+@contextmanager
+def _same_handler() -> Iterator[None]:
+    """Put the handler of SIGTERM back: asyncio's would take Prefect's place."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 async def _end_requested() -> State:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from prefect.exceptions import TerminationSignal
@@ -40,6 +41,24 @@ def test_a_termination_that_the_event_loop_swallows_ends_the_work(received: list
         with capture_sigterm():
             asyncio.get_running_loop().call_later(0.01, terminate)  # Prefect's handler raises within this callback
             await terminable(terminable(work(cleaned)))  # as the flow of a deployment runs that of a run
+
+    with pytest.raises(TerminationSignal):
+        asyncio.run(run())
+    assert cleaned == ["work"]
+    assert received == [signal.SIGTERM]
+
+
+def test_a_termination_that_other_code_catches_ends_the_work(received: list[int]) -> None:
+    cleaned = list[str]()
+
+    async def careless() -> None:
+        with suppress(BaseException):
+            terminate()
+        await work(cleaned)
+
+    async def run() -> None:
+        with capture_sigterm():
+            await terminable(terminable(careless()))
 
     with pytest.raises(TerminationSignal):
         asyncio.run(run())
