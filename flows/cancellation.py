@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -30,6 +31,8 @@ from flows.watched import unless
 POLL_SECONDS = 2.0
 
 Result = TypeVar("Result")
+
+_told: ContextVar[Callable[[], object] | None] = ContextVar("told", default=None)  # of a SIGTERM
 
 
 async def cancellable(work: Coroutine[Any, Any, Result]) -> Result | State:
@@ -71,18 +74,24 @@ async def terminable(work: Coroutine[Any, Any, Result]) -> Result:
 def _told_of_sigterm(loop: asyncio.AbstractEventLoop, tell: Callable[[], object]) -> Iterator[None]:
     """Have the event loop call `tell` after a SIGTERM, beside the handler of the signal, whichever that is by then.
 
-    Signals reach only the main thread; in another one this does nothing.
+    Of several within one another the innermost is told. Signals reach only the main thread; in another one this does
+    nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    outer, token = _told.get(), _told.set(tell)
     with _same_handler():
         loop.add_signal_handler(signal.SIGTERM, tell)
     try:
         yield
     finally:
+        _told.reset(token)
         with _same_handler():
-            loop.remove_signal_handler(signal.SIGTERM)
+            if outer is None:
+                loop.remove_signal_handler(signal.SIGTERM)
+            else:
+                loop.add_signal_handler(signal.SIGTERM, outer)
 
 
 @contextmanager

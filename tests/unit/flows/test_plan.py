@@ -340,7 +340,7 @@ def test_an_answer_that_does_not_match_itself_is_refused(
 
 
 @pytest.mark.usefixtures("sluice")
-def test_answers_are_checked_within_a_deployment_whose_event_loop_runs(folder: Path) -> None:
+def test_answers_are_checked_within_a_deployment_whose_event_loop_runs() -> None:
     async def check_within_loop() -> int:
         return len(check(load_config(Path("tiny.toml"), ['reward={ kind = "exact" }'])))
 

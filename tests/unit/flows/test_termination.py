@@ -66,6 +66,26 @@ def test_a_termination_that_other_code_catches_ends_the_work(received: list[int]
     assert received == [signal.SIGTERM]
 
 
+def test_a_termination_after_the_inner_work_ends_the_outer_work(received: list[int]) -> None:
+    """As of a deployment's flow, after the run within it."""
+    cleaned = list[str]()
+
+    async def outer() -> None:
+        await terminable(asyncio.sleep(0))
+        with suppress(BaseException):
+            terminate()
+        await work(cleaned)
+
+    async def run() -> None:
+        with capture_sigterm():
+            await terminable(outer())
+
+    with pytest.raises(TerminationSignal):
+        asyncio.run(run())
+    assert cleaned == ["work"]
+    assert received == [signal.SIGTERM]
+
+
 def test_other_exceptions_that_the_event_loop_swallows_are_reported_as_before() -> None:
     reported = list[str]()
 
