@@ -160,7 +160,10 @@ class PolicyWorker(ScoringWorker):
         """Run the plan's updates; return this rank's part of their metrics, and what it measured."""
         started = time.perf_counter()
         with profiled(self._run, step, self._telemetry.worker, "update"):
-            parts = [self._trainer.update(rows, update, self._rank, plan.lr_scale) for update in plan.updates]
+            parts = [
+                self._trainer.update(rows, update, self._rank, step=step, part=part, lr_scale=plan.lr_scale)
+                for part, update in enumerate(plan.updates)
+            ]
             seconds = self._trainer.stopwatch.take()  # waits for the device
             elapsed = time.perf_counter() - started
         prompts, responses = (row_lengths(rows.columns[name]) for name in TOKEN_COLUMNS)

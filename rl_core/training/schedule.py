@@ -1,19 +1,28 @@
-"""The learning rate as a pure function of the update number, so that resuming needs no scheduler state."""
+"""The learning rate as a pure function of a run's progress, so that resuming needs no scheduler state."""
 
 import math
 
 from schemas.config.optim import OptimConfig
 
 
-def learning_rate(config: OptimConfig, update: int, num_steps: int) -> float:
-    """Return the learning rate of update number `update` (from 0) of a run of `num_steps` steps.
+def learning_rate(config: OptimConfig, num_updates: int, step: int, part: int, num_steps: int) -> float:
+    """Return the learning rate of update `part` (from 0) of step `step` (from 0) of a run of `num_steps` steps.
 
-    It warms up linearly over `warmup_updates`, then is constant, or decays by a half cosine to 0 at the end of the run.
+    It warms up linearly over the first `warmup_updates`, then is constant, or decays by a half cosine to 0 at the end
+    of the run. The decay follows the steps, not the updates: a fork may have other `updates_per_step` than the steps
+    that it took over, and a step with few rows has fewer updates than that.
+
+    Args:
+        config: The optimizer's config.
+        num_updates: Updates before this one.
+        step: The step.
+        part: The update within the step.
+        num_steps: The steps of the run.
     """
-    if update < config.warmup_updates:
-        return config.lr * (update + 1) / (config.warmup_updates + 1)
+    if num_updates < config.warmup_updates:
+        return config.lr * (num_updates + 1) / (config.warmup_updates + 1)
     if config.schedule == "constant":
         return config.lr
-    total = max(num_steps * config.updates_per_step - config.warmup_updates, 1)
-    progress = min((update - config.warmup_updates) / total, 1.0)
-    return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+    decaying = max(num_steps * config.updates_per_step - config.warmup_updates, 1)
+    progress = (step * config.updates_per_step + part - config.warmup_updates) / decaying
+    return config.lr * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))

@@ -72,13 +72,17 @@ class Trainer:
         """Return the trainable parameters by the model's own names; tied parameters once."""
         return {name: weight for name, weight in self.module.model.named_parameters() if weight.requires_grad}
 
-    def update(self, rows: RankRows, update: UpdatePlan, rank: int = 0, lr_scale: float = 1.0) -> Metrics:
+    def update(
+        self, rows: RankRows, update: UpdatePlan, rank: int = 0, *, step: int = 0, part: int = 0, lr_scale: float = 1.0
+    ) -> Metrics:
         """Run one optimizer step over the micro-batches of all ranks.
 
         Args:
             rows: At least this rank's rows of the update, with `training_columns`.
             update: The plan.
             rank: This rank.
+            step: The step, for the learning rate's schedule.
+            part: The update's number within the step, from 0.
             lr_scale: The factor on the scheduled learning rate.
 
         Returns:
@@ -87,7 +91,7 @@ class Trainer:
         Raises:
             NonFiniteError: On every rank, naming the offending rows of all ranks. The weights are unchanged.
         """
-        lr = lr_scale * learning_rate(self._config.optim, self.num_updates, self._config.steps)
+        lr = lr_scale * learning_rate(self._config.optim, self.num_updates, step, part, self._config.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with self.stopwatch.running():
