@@ -16,7 +16,7 @@ from infra.storage.lineage import owner_of
 from infra.storage.runs import RunDirectory
 from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.run_columns import open_own_columns
-from rl_core.advantages.base import find_extremes
+from rl_core.advantages.base import find_equal
 from rl_core.rollout.reuse import draw_groups, reusable_steps
 from rl_core.views import decode_ints, select
 from schemas.batch import BatchHandle, ColumnGroup
@@ -169,8 +169,8 @@ def _find_groups(place: str, step: int) -> tuple[ReusedGroup, ...]:
     columns = store.read(batch, ["group_id", "reward"])
     ids, rewards = (columns[name].to_numpy() for name in columns.schema.names)
     own = ids < directory.config().first_reused_group
-    lowest, highest = find_extremes(rewards[own].astype(np.float64), ids[own], int(ids[own].max(initial=-1)) + 1)
-    return tuple(ReusedGroup(step=step, group=group) for group in np.flatnonzero(lowest < highest).tolist())
+    is_equal = find_equal(rewards[own].astype(np.float64), ids[own], int(ids[own].max(initial=-1)) + 1)
+    return tuple(ReusedGroup(step=step, group=group) for group in np.flatnonzero(~is_equal).tolist())
 
 
 _find_groups_once = lru_cache(maxsize=None)(_find_groups)

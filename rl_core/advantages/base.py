@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_ROUNDING = 8 * float(np.finfo(np.float32).eps)  # relative
+
 
 @dataclass(frozen=True)
 class AdvantageInputs:
@@ -60,8 +62,9 @@ class AdvantageInputs:
 
     @property
     def centered(self) -> Floats:
-        """[N] rewards minus the mean of their group."""
-        return self.rewards - (np.bincount(self.group, weights=self.rewards) / self.group_sizes)[self.group]
+        """[N] rewards minus the mean of their group; exactly 0 where the group's are equal."""
+        centered = self.rewards - (np.bincount(self.group, weights=self.rewards) / self.group_sizes)[self.group]
+        return np.where(self.zero_variance, 0.0, centered)
 
     @property
     def zero_variance(self) -> NDArray[np.bool_]:
@@ -70,9 +73,7 @@ class AdvantageInputs:
         It compares the extremes, because the mean of n equal floats isn't always that float, so that their computed
         variance may not be 0.
         """
-        lowest, highest = find_extremes(self.rewards, self.group, len(self.group_sizes))
-        is_equal: NDArray[np.bool_] = (lowest == highest)[self.group]
-        return is_equal
+        return find_equal(self.rewards, self.group, len(self.group_sizes))[self.group]
 
 
 def number_groups(ids: Ints) -> Ints:
@@ -84,8 +85,11 @@ def number_groups(ids: Ints) -> Ints:
     return numbers[ids - low]
 
 
-def find_extremes(rewards: Floats, group: Ints, num_groups: int) -> tuple[Floats, Floats]:
-    """Return the lowest and the highest reward of each group, [G] each; inf and -inf for a group without rows.
+def find_equal(rewards: Floats, group: Ints, num_groups: int) -> NDArray[np.bool_]:
+    """Return whether all rewards of each group are equal, [G], up to the rounding of float32 sums.
+
+    True for a group of one row or none. Rewards like 1 and 0.99999994 are sums of the same parts in another order:
+    normalized, their difference would be as large as that of right and wrong.
 
     Args:
         rewards: [N].
@@ -95,4 +99,6 @@ def find_extremes(rewards: Floats, group: Ints, num_groups: int) -> tuple[Floats
     lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
     np.minimum.at(lowest, group, rewards)
     np.maximum.at(highest, group, rewards)
-    return lowest, highest
+    largest = np.maximum(np.abs(lowest), np.abs(highest))
+    is_equal: NDArray[np.bool_] = highest - lowest <= _ROUNDING * largest
+    return is_equal

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.advantages.base import AdvantageInputs, Floats, Ints, find_extremes, number_groups
+from rl_core.advantages.base import AdvantageInputs, Floats, Ints, find_equal, number_groups
 from rl_core.advantages.estimators import compute_advantages
 from rl_core.advantages.shaping import ShapedRows, shape_rows
 from rl_core.advantages.turn_level import Turns, advantages_of_turns
@@ -116,7 +116,7 @@ def _shape(
 
 def _metrics(rewards: Floats, shaped: Floats, groups: Ints, sampled: RolloutHandle) -> Metrics:
     """Return the metrics of the rows that the step sampled, of which those with a reward are given."""
-    lowest, highest = find_extremes(shaped, groups, int(groups.max()) + 1)
+    is_equal = find_equal(shaped, groups, int(groups.max()) + 1)
     lengths, truncated = as_int64(sampled.loss_tokens), as_int64(sampled.truncated)
     low, high = np.quantile(rewards, (0.1, 0.9)).tolist()
     num_failed = sampled.num_rows - len(rewards)
@@ -126,7 +126,7 @@ def _metrics(rewards: Floats, shaped: Floats, groups: Ints, sampled: RolloutHand
         "reward/p90": Single(value=high),
         "reward/failed": Sum(value=num_failed),
         "reward/failed_fraction": Mean(total=num_failed, weight=sampled.num_rows),
-        "groups/zero_variance": Mean(total=int((lowest == highest).sum()), weight=len(lowest)),
+        "groups/zero_variance": Mean(total=int(is_equal.sum()), weight=len(is_equal)),
         "response/tokens": Mean(total=int(lengths.sum()), weight=len(lengths)),
         "response/truncated": Mean(total=int(truncated.sum()), weight=len(truncated)),
     }

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_core.advantages.base import find_extremes
+from rl_core.advantages.base import find_equal
 from rl_core.views.integers import as_int64
 from schemas.config.rollout import RolloutConfig
 from schemas.metrics import Mean, Metrics, Single, Sum
@@ -64,8 +64,7 @@ def find_variance(rounds: Rounds) -> list[bool]:
     rewards = np.asarray(PackedFloats.concat(shard.rewards for shard in shards), dtype=np.float64)
     groups = as_int64(PackedInts.concat(shard.group_ids for shard in shards))
     scored, num_groups = ~np.isnan(rewards), int(groups.max(initial=-1)) + 1
-    lowest, highest = find_extremes(rewards[scored], groups[scored], num_groups)
-    has_variance: list[bool] = (lowest < highest).tolist()
+    has_variance: list[bool] = (~find_equal(rewards[scored], groups[scored], num_groups)).tolist()
     return has_variance
 
 

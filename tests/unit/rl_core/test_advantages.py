@@ -128,6 +128,15 @@ def test_zero_variance_groups_count_in_whitening_but_stay_zero() -> None:
     assert uneven[2:].tolist() == [0.0, 0.0]
 
 
+@every_estimator
+def test_rewards_that_are_equal_up_to_rounding_have_no_variance(config: AdvantageConfig) -> None:
+    """Sums of the same parts in another order differ in the last bit of a float32."""
+    equal = [0.99999994, 1.0, 1.0, -1e6, -1e6 - 0.0625]
+    assert advantages_of(config, equal, [0, 0, 0, 1, 1]).tolist() == [0.0] * 5
+    small = advantages_of(config, [1e-8, 2e-8, 0.0, 1e-30], [0, 0, 1, 1])  # their own scale counts
+    assert (np.abs(small) > 0).all()
+
+
 def test_reinforce_plus_plus_without_trained_tokens_or_variance() -> None:
     config = ReinforcePlusPlusAdvantage()
     assert advantages_of(config, [1.0, 0.0], [0, 0], [2, 2], loss_tokens=[0, 0]).tolist() == [0.0, 0.0]
