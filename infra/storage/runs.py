@@ -109,12 +109,12 @@ class RunDirectory:
 
     @classmethod
     def open(cls, run: str, runs_dir: str = DEFAULT_RUNS_DIR) -> "RunDirectory":
-        """Find a run by its directory or its id.
+        """Find a run by its id or its directory; a model's folder of the same name is not taken for it.
 
         Raises:
             RunError: There is no such run; the message lists existing ones.
         """
-        candidates = [run] if places.is_url(run) else [run, places.join(places.resolve(runs_dir), run)]
+        candidates = [run] if "/" in run else [places.join(places.resolve(runs_dir), run), run]
         for place in candidates:
             if (run_directory := cls(place)).exists:
                 return run_directory
@@ -256,7 +256,12 @@ class RunDirectory:
         try:
             return RunConfig.model_validate_json(_upgrade(content))
         except ValidationError as error:
-            raise RunError(f"{place} is not a config of this version of Sluice: {error}") from None
+            first = error.errors(include_url=False)[0]
+            key = ".".join(map(str, first["loc"])) or "the file"
+            raise RunError(
+                f"{place} is not the config of a run of this version of Sluice: {key}: {first['msg']}; give the run's id "
+                "or its directory"
+            ) from None
 
     def write_config(self, config: RunConfig) -> None:
         """Replace `config.json`."""

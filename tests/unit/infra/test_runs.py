@@ -22,6 +22,7 @@ from schemas.config.store import SharedStore
 from schemas.errors import RunError
 from schemas.step import EvalReport, RunEvent, RunSummary, StepReport
 from tests.support.configs import run_config
+from tests.support.tiny import make_tiny_model
 
 
 def step(number: int) -> StepReport:
@@ -39,6 +40,20 @@ def test_a_run_is_found_by_id_and_by_directory(tmp_path: Path) -> None:
     assert RunDirectory.open("run-1", str(tmp_path / "runs")).path == created.path
     assert RunDirectory.open(str(created.path)).config() == run_config(tmp_path)
     assert RunDirectory.open(f"file://{created.path}").path == created.path
+
+
+def test_a_model_folder_of_the_same_name_is_not_taken_for_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created = RunDirectory.create(run_config(tmp_path), "gemma")
+    model = make_tiny_model(tmp_path / "gemma")
+    monkeypatch.chdir(tmp_path)
+    assert RunDirectory.open("gemma").path == created.path
+    with pytest.raises(
+        RunError, match=r"gemma/config\.json is not the config of a run .*: data: Field required; give"
+    ) as e:
+        RunDirectory.open(str(model)).config()
+    assert len(str(e.value)) < 300
 
 
 def test_what_a_command_takes_to_find_a_run_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
