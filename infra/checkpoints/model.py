@@ -1,17 +1,22 @@
 """Load a checkpoint as a model, or export it as a Hugging Face folder that transformers and vLLM load."""
 
+import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from shutil import ignore_patterns
+from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import CheckpointStore
 from infra.models.load import build_model, load_model
 from infra.models.lora import add_adapter, merge_adapter
+from infra.models.precision import cast_model
 from schemas.config.model import ModelConfig
 
 
@@ -53,7 +58,38 @@ def write_model_folder(store: CheckpointStore, version: int, out: Path, dtype: t
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         staged = Path(temporary, out.name)
         with store.assets(version) as assets:
-            shutil.copytree(assets, staged)
             own_dtype = AutoConfig.from_pretrained(assets).dtype or torch.float32
-        model.to(dtype or own_dtype).save_pretrained(staged)  # type: ignore[arg-type]
+            cast_model(model, dtype or own_dtype)
+            _save(model, staged)
+            _copy_assets(assets, staged)
         os.replace(staged, out)
+
+
+def _save(model: PreTrainedModel, folder: Path) -> None:
+    """Write the weights, and a config of theirs."""
+    model.generation_config = GenerationConfig()  # its own may be one that can't be written; it is copied instead
+    model.save_pretrained(folder)
+    Path(folder, GENERATION_CONFIG_NAME).unlink()
+
+
+def _copy_assets(assets: Path, folder: Path) -> None:
+    """Copy the model's own files beside its weights, byte for byte where they still describe them.
+
+    The model's own config is left out if it is that of a larger model, of which this is the part for text; and its
+    dtype is written anew if that isn't the weights'.
+    """
+    written = json.loads(Path(folder, CONFIG_NAME).read_text())
+    config = json.loads(Path(assets, CONFIG_NAME).read_text())
+    is_same = config["model_type"] == written["model_type"]
+    shutil.copytree(assets, folder, dirs_exist_ok=True, ignore=None if is_same else ignore_patterns(CONFIG_NAME))
+    if is_same and _set_dtype(config, written["dtype"]):
+        Path(folder, CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
+    """Write a dtype into a config, under the key that it has, and return whether that changed it."""
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    changed = any(config.get(key, "float32") != dtype for key in keys)
+    config.update(dict.fromkeys(keys, dtype))
+    parts = [part for part in config.values() if isinstance(part, dict) and part.keys() & {"dtype", "torch_dtype"}]
+    return any([changed, *(_set_dtype(part, dtype) for part in parts)])

@@ -1,12 +1,13 @@
 """The state of a policy that a checkpoint saves: weights, optimizer state and torch's random state, by name."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from infra.checkpoints.store import CheckpointStore
+from infra.models.lora import has_adapter
 
 MODEL, OPTIMIZER, RNG = "model", "optimizer", "rng/torch"
 PREVIOUS = "previous"  # the previous version's trained weights, if that version may sample the next step
@@ -29,16 +30,17 @@ def swapped_weights(model: nn.Module, trained: Mapping[str, Tensor]) -> Iterator
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights that a checkpoint holds, as `model/<name>`: only the trained ones if some are frozen.
+    """Return the weights that a checkpoint holds, as `model/<name>`: the adapters' if it has any, else all.
 
-    Tied weights appear once. A buffer that the model saves (e.g. a router's bias) counts as a weight.
+    Tied weights appear once. What the model itself freezes, and a buffer that it saves (e.g. a router's bias), counts
+    as a weight.
     """
-    parameters = dict(model.named_parameters())
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    if len(trained) == len(parameters):
-        state = model.state_dict(keep_vars=True)
-        trained |= {name: value for name, value in state.items() if not isinstance(value, nn.Parameter)}
-    return {f"{MODEL}/{name}": value for name, value in trained.items()}
+    if has_adapter(model):
+        return {f"{MODEL}/{name}": weight for name, weight in model.named_parameters() if weight.requires_grad}
+    buffers = {
+        name: value for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)
+    }
+    return {f"{MODEL}/{name}": value for name, value in (dict(model.named_parameters()) | buffers).items()}
 
 
 def policy_tensors(
@@ -78,9 +80,9 @@ def restore_policy(
     Raises:
         CheckpointError: The checkpoint is missing, or doesn't match the model and optimizer.
     """
-    names = store.tensor_names(version)
-    if any(name.startswith(f"{OPTIMIZER}/") for name in names):
-        _allocate_state(optimizer)
+    stepped = {name.split("/", 2)[2] for name in store.tensor_names(version) if name.startswith(f"{OPTIMIZER}/")}
+    if stepped:
+        _allocate_state(optimizer, {weight for name, weight in model.named_parameters() if name in stepped})
     tensors = policy_tensors(model, optimizer, previous)
     store.load(version, tensors)
     torch.set_rng_state(tensors[RNG])
@@ -101,12 +103,17 @@ def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     }
 
 
-def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer allocate its state: a step with zero gradients and learning rates, which keeps the weights."""
+def _allocate_state(optimizer: torch.optim.Optimizer, weights: Set[nn.Parameter]) -> None:
+    """Make the optimizer allocate its state: a step with zero gradients and learning rates, which keeps the weights.
+
+    Args:
+        optimizer: A new optimizer.
+        weights: Those that have a state: a weight that no loss has reached yet has none.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-        for parameter in filter(lambda parameter: parameter.requires_grad, group["params"]):
+        for parameter in filter(weights.__contains__, group["params"]):
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

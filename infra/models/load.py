@@ -18,7 +18,9 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from infra.models.gradient_checkpointing import enable_gradient_checkpointing
 from infra.models.lora import add_adapter
+from infra.models.precision import constants_to_buffers
 from infra.models.weights import load_weights
 from rl_core.model_folder import TOKENIZER_FILES, check_model_folder
 from rl_core.scoring import RouterReplay
@@ -62,8 +64,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 def load_model(config: ModelConfig) -> PreTrainedModel:
     """Load the causal language model in float32 on the CPU, in eval mode and without dropout.
 
-    Dropout is removed rather than switched off, so that train mode, which gradient checkpointing needs, computes the
-    same function.
+    Dropout is removed rather than switched off: checkpointed layers are in train mode.
 
     Raises:
         ModelError: The folder, its config or weights are missing or unreadable, or don't cover the model.
@@ -107,18 +108,17 @@ def empty_policy(config: ModelConfig) -> PreTrainedModel:
     """Build the model to train, adapters included, with parameters on the meta device; `load_weights` fills it.
 
     Returns:
-        The model; in train mode if it uses gradient checkpointing, which computes the same function.
+        The model, in eval mode but for checkpointed layers.
 
     Raises:
-        ModelError: See `empty_model`.
+        ModelError: See `empty_model`; or the model can't checkpoint.
         ConfigError: See `infra.models.lora.add_adapter`.
     """
     model = empty_model(config)
     if config.lora is not None:
         add_adapter(model, config.lora)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
+        enable_gradient_checkpointing(model)
     return model
 
 
@@ -147,6 +147,7 @@ def build_model(folder: Path) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config = _generation_config(str(folder)) or model.generation_config
     _remove_dropout(model)
+    constants_to_buffers(model)
     return model.eval()
 
 
@@ -196,14 +197,6 @@ def check_weights(
             f"weights of version {version} don't fit the model: unknown {unknown[:3]}, missing "
             f"{missing[:3]}, of another shape {misshapen[:3]}; load weights of the same architecture"
         )
-
-
-def save_assets(config: ModelConfig, folder: Path) -> None:
-    """Write everything of a Hugging Face folder but the weights: the model's own config and tokenizer files."""
-    AutoConfig.from_pretrained(config.path).save_pretrained(folder)
-    if (generation := _generation_config(config.path)) is not None:
-        generation.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(config.path).save_pretrained(folder)
 
 
 def describe_adapter(config: ModelConfig) -> Adapter | None:

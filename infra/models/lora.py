@@ -6,16 +6,18 @@ the adapter's weights `<layer>.lora_A.default.weight` and `<layer>.lora_B.defaul
 """
 
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from schemas.config.model import LoraConfig
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, describe
 
 _ADAPTER = "default"
 
@@ -31,23 +33,48 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> No
         seed: The seed of A; the global random state is left unchanged.
 
     Raises:
-        ConfigError: peft is not installed, or `target_modules` names no linear layer, or the LM head.
+        ConfigError: peft is not installed or refuses a layer, or `target_modules` names no linear layer, or the LM head.
     """
     require_peft()
-    import peft
-
-    names = _target_layers(model, config.target_modules)
-    adapter = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=names, bias="none"
-    )
     on_meta = all(parameter.is_meta for parameter in model.parameters())
-    with torch.random.fork_rng():
-        peft.inject_adapter_in_model(adapter, model, adapter_name=_ADAPTER, low_cpu_mem_usage=on_meta)
+    _inject(model, config, _target_layers(model, config.target_modules), on_meta=on_meta)
     if not on_meta:
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name, value in new_adapter_weights(model, seed):
                 parameters[name].copy_(value)
+
+
+def _inject(model: PreTrainedModel, config: LoraConfig, names: Sequence[str], *, on_meta: bool) -> None:
+    """Put peft's layers in the place of the named ones, and of no others.
+
+    They are given by the names of their weights: names as `target_modules` would mean other layers in some mixtures of
+    experts, as peft takes those of dense and shared layers for those of the experts.
+
+    Raises:
+        ConfigError: peft refuses a layer.
+    """
+    import peft
+
+    adapter = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=[], bias="none"
+    )
+    weights = {f"{name}.lora_A.weight": torch.empty(0) for name in names}
+    try:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the list of target modules is another one
+            peft.inject_adapter_in_model(
+                adapter, model, adapter_name=_ADAPTER, low_cpu_mem_usage=on_meta, state_dict=weights
+            )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"model.lora: peft can't adapt a layer of {type(model).__name__}: {describe(error)}; name others in "
+            f"model.lora.target_modules, of {', '.join(_last_parts(names))}"
+        ) from error
+    if set(adapted_layers(model)) != set(names):
+        raise ConfigError(
+            f"model.lora: peft adapts other layers of {type(model).__name__} than those asked for; leave model.lora out"
+        )
 
 
 def new_adapter_weights(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -179,21 +206,32 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _target_layers(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
-    """Return the full names of the layers to adapt: those that end in a wanted name, or all but the head."""
+    """Return the full names of the layers to adapt: those that end in a wanted name, or all but the head.
+
+    Only layers of the text model count; and only those that compute what a linear layer does, unlike some routers.
+    """
     head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    body = [name for name, module in linear.items() if module is not head]
-    if not wanted:
-        return body
+    text = set(model.get_decoder().modules())
+    linear = {name: module for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
+    body = [name for name, module in linear.items() if module is not head and module in text]
     for target in wanted:
         if not any(_is_named(name, target) for name in body):
-            kinds = sorted({name.rsplit(".", 1)[-1] for name in body})
-            reason = "is the LM head" if any(_is_named(name, target) for name in linear) else "is not a linear layer"
+            reason = (
+                "is the LM head"
+                if head is not None and any(_is_named(name, target) for name, each in linear.items() if each is head)
+                else "is not a linear layer"
+            )
             raise ConfigError(
                 f"model.lora.target_modules: {target!r} {reason} of {type(model).__name__}; "
-                f"choose from {', '.join(kinds)}"
+                f"choose from {', '.join(_last_parts(body))}"
             )
-    return [name for name in body if any(_is_named(name, target) for target in wanted)]
+    if not body:
+        raise ConfigError(f"model.lora: {type(model).__name__} has no linear layers to adapt; leave model.lora out")
+    return [name for name in body if not wanted or any(_is_named(name, target) for target in wanted)]
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    return sorted({name.rsplit(".", 1)[-1] for name in names})
 
 
 def _is_named(name: str, target: str) -> bool:

@@ -19,6 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from infra.models.files import ModelFiles
 from infra.models.lora import new_adapter_weights, without_adapter
+from rl_core.training.sharding import local_tensor
 from schemas.errors import ModelError
 
 _PIECE_ELEMENTS = 2**20  # read at once
@@ -57,7 +58,11 @@ def load_weights(
 
 
 class _Targets:
-    """The parameters and persistent buffers of a model, each to be filled once; tied ones share their memory."""
+    """The parameters and persistent buffers of a model, each to be filled once; tied ones share their memory.
+
+    Buffers keep their dtype: routers' biases, which decide between experts by small differences, are stored in float32
+    beside weights in bfloat16.
+    """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
         self._model, self._device, self._dtype = model, device, dtype
@@ -66,25 +71,31 @@ class _Targets:
         self._new: dict[int, Tensor] = {}  # by the id of what they replace
 
     def fill(self, target: str, shape: tuple[int, ...], rows: Rows, source: str, path: str) -> None:
-        """Fill this rank's rows of a weight; a second value of a tied weight is ignored.
+        """Fill this rank's rows of a weight; a second value of a tied weight must be the same.
 
         Raises:
-            ModelError: The value has another shape than the weight.
+            ModelError: The value has another shape than the weight, or is not the other's that it is tied to.
         """
         old = self._state[self.names[target]]
-        if id(old) in self._new:
-            return
         if shape != tuple(old.shape):
             raise ModelError(
                 f"model.path {path}: {source} has shape {list(shape)}, but {target} of {type(self._model).__name__} "
                 f"has {list(old.shape)}; do config.json and weights belong together?"
             )
-        dtype = self._dtype if old.is_floating_point() else old.dtype
-        if not isinstance(old, DTensor):
-            self._new[id(old)] = _like(old, self._copy(rows, 0, shape, dtype))
+        start, size = _held_rows(old) if isinstance(old, DTensor) else (0, shape[0] if shape else 1)
+        if (filled := self._new.get(id(old))) is not None:
+            if not self._holds(local_tensor(filled), rows, start):
+                raise ModelError(
+                    f"model.path {path}: {source} differs from the weight that {target} of {type(self._model).__name__}"
+                    " is tied to; if both are meant, set tie_word_embeddings to false in the folder's config.json, else"
+                    " remove one of them"
+                )
             return
-        start, size = _held_rows(old)
-        local = self._copy(rows, start, (size, *shape[1:]), dtype)
+        is_weight = isinstance(old, nn.Parameter) and old.is_floating_point()
+        local = self._copy(rows, start, (size, *shape[1:]) if shape else (), self._dtype if is_weight else old.dtype)
+        if not isinstance(old, DTensor):
+            self._new[id(old)] = _like(old, local)
+            return
         placed = DTensor.from_local(
             local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
         )
@@ -102,6 +113,16 @@ class _Targets:
             last = min(first + step, shape[0])
             values[first:last].copy_(rows(start + first, start + last))
         return values
+
+    def _holds(self, filled: Tensor, rows: Rows, start: int) -> bool:
+        """Return whether these are the values of a tensor, as far as this rank holds and reads them."""
+        if filled.is_meta:
+            return True
+        step = max(1, _PIECE_ELEMENTS // max(1, math.prod(filled.shape[1:])))
+        pieces = [(first, min(first + step, len(filled))) for first in range(0, len(filled), step)]
+        return all(
+            torch.equal(filled[first:last], rows(start + first, start + last).to(filled)) for first, last in pieces
+        )
 
     def assign(self, path: str) -> None:
         """Put the values into the model, and move the other buffers to the device.

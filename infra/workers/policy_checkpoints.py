@@ -8,7 +8,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from infra.checkpoints import CheckpointStore, Manifest, PendingCheckpoint, best_version
-from infra.models.load import describe_adapter, save_assets
+from infra.models.assets import save_assets
+from infra.models.load import describe_adapter
 from rl_core.training.sharding import all_gather_object
 from schemas.config.run import RunConfig
 from schemas.step import EvalReport, UpdateReport

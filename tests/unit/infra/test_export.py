@@ -22,7 +22,8 @@ from infra.checkpoints.retention import best_version
 from infra.checkpoints.shards import file_entry
 from infra.checkpoints.state import policy_tensors
 from infra.checkpoints.store import open_checkpoints
-from infra.models.load import describe_adapter, load_model, save_assets
+from infra.models.assets import save_assets
+from infra.models.load import describe_adapter, load_model
 from infra.models.lora import merged_weights
 from infra.storage.runs import RunDirectory
 from infra.stores.memory import MemoryStore

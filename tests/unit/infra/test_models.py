@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from infra.models.assets import save_assets
 from infra.models.load import (
     check_weight_files,
     describe_adapter,
     load_model,
     load_tokenizer,
-    save_assets,
     stop_token_ids,
 )
 from infra.models.lora import trainable_names

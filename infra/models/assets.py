@@ -1,0 +1,63 @@
+"""A model folder's files other than its weights: its config, and all that its tokenizer and processor consist of."""
+
+import re
+import shutil
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from schemas.config.model import ModelConfig
+from schemas.errors import ModelError
+
+_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+_INDEX = ".index.json"  # of weights in several files
+_TEMPLATES = "additional_chat_templates"
+_NAME = re.compile(r"\w[\w.-]*")  # as files of a checkpoint may be named
+_MAX_BYTES = 2**27  # whatever is larger isn't an asset
+
+
+def save_assets(config: ModelConfig, folder: Path) -> None:
+    """Copy a model's config, tokenizer, chat template, generation config and processor, byte for byte.
+
+    Nothing is read and written anew: a file that this transformers would write in another form, or refuse to write,
+    stays as its authors made it.
+
+    Args:
+        config: The model, a folder or a name on the hub.
+        folder: Where to; made if it isn't there.
+
+    Raises:
+        ModelError: The model isn't in a folder, and its files can't be had from the hub or its cache.
+    """
+    source = _local_folder(config.path)
+    for name in _asset_names(source):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target)
+
+
+def _local_folder(path: str) -> Path:
+    """Return the model's folder; that of its snapshot, with the assets, if it is on the hub."""
+    if Path(path).is_dir():
+        return Path(path)
+    patterns = [*(f"*{suffix}" for suffix in _SUFFIXES), f"{_TEMPLATES}/*.jinja"]
+    try:
+        return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=[f"*{_INDEX}"]))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"model.path {path}: its config and tokenizer can't be copied: {reason}") from error
+
+
+def _asset_names(folder: Path) -> list[str]:
+    files = [*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja")]
+    return sorted(file.relative_to(folder).as_posix() for file in files if _is_asset(file))
+
+
+def _is_asset(file: Path) -> bool:
+    return (
+        file.suffix in _SUFFIXES
+        and not file.name.endswith(_INDEX)
+        and _NAME.fullmatch(file.name) is not None
+        and file.is_file()
+        and file.stat().st_size <= _MAX_BYTES
+    )
