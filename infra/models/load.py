@@ -1,6 +1,7 @@
 """Load models and tokenizers from Hugging Face folders, and check them before anything starts."""
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from rl_core.scoring import RouterReplay
 from schemas.config.model import ModelConfig
 from schemas.errors import ModelError, WeightsError
 from schemas.weights import Adapter, TensorSpec
+
+logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -77,11 +80,26 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 def check_weight_files(config: ModelConfig) -> None:
     """Check that a folder's weights cover the model, by the files' headers alone; a model on the hub isn't downloaded.
 
+    Warns of weights that are no part of the model.
+
     Raises:
         ModelError: See `load_model`.
     """
     if Path(config.path).is_dir():
-        load_weights(empty_model(config), config.path, torch.device("meta"))
+        model = empty_model(config)
+        warn_of_unused(model, config.path, load_weights(model, config.path, torch.device("meta")))
+
+
+def warn_of_unused(model: PreTrainedModel, path: str, unused: Sequence[str]) -> None:
+    """Say which stored weights are no part of the model that is trained: an export won't have them either."""
+    if unused:
+        logger.warning(
+            "model.path %s: %d of its tensors are no part of %s, which is what is trained and exported, e.g. %s",
+            path,
+            len(unused),
+            type(model).__name__,
+            unused[0],
+        )
 
 
 def empty_model(config: ModelConfig) -> PreTrainedModel:
@@ -117,6 +135,7 @@ def empty_policy(config: ModelConfig) -> PreTrainedModel:
     model = empty_model(config)
     if config.lora is not None:
         add_adapter(model, config.lora)
+        model.eval()  # peft's layers start in train mode
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model

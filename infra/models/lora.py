@@ -33,7 +33,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int = 0) -> No
         seed: The seed of A; the global random state is left unchanged.
 
     Raises:
-        ConfigError: peft is not installed or refuses a layer, or `target_modules` names no linear layer, or the LM head.
+        ConfigError: peft is not installed or refuses a layer; or `target_modules` names no linear layer, or the head.
     """
     require_peft()
     on_meta = all(parameter.is_meta for parameter in model.parameters())

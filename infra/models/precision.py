@@ -7,13 +7,13 @@ from transformers import PreTrainedModel
 
 
 def constants_to_buffers(model: PreTrainedModel) -> None:
-    """Make buffers of the vectors that a model doesn't train itself, e.g. its routers' biases.
+    """Make buffers of the parameters that a model freezes itself, e.g. its routers' biases.
 
     As parameters they would be gathered, and so rounded, in the compute dtype; buffers of the same name keep their own.
     """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.requires_grad and parameter.ndim <= 1:
+            if not parameter.requires_grad:
                 delattr(module, name)
                 module.register_buffer(name, parameter.detach())
 

@@ -5,7 +5,7 @@ import logging
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from infra.models.load import empty_model, empty_policy
+from infra.models.load import empty_model, empty_policy, warn_of_unused
 from infra.models.weights import load_weights
 from rl_core.training import ScoringModule, shard
 from rl_core.training.sharding import single_rank_mesh
@@ -46,8 +46,9 @@ def load_scoring_module(
     if mesh is not None:
         shard(module, empty, mesh, compute_dtype)
     logger.info("computing in %s: model.compute_dtype is %s, on %s", compute_dtype, model.compute_dtype, device.type)
-    load_weights(
-        empty, model.path, device, torch.float32 if trains else getattr(torch, compute_dtype), seed=config.seed
-    )
+    dtype = torch.float32 if trains else getattr(torch, compute_dtype)
+    unused = load_weights(empty, model.path, device, dtype, seed=config.seed)
+    if trains:
+        warn_of_unused(empty, model.path, unused)
     module.probe()
     return module, mesh

@@ -29,7 +29,7 @@ Rows = Callable[[int | None, int | None], Tensor]  # the rows [start, stop) of a
 
 def load_weights(
     model: PreTrainedModel, path: str, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> None:
+) -> list[str]:
     """Give a model's parameters memory, and read its weights; new adapters get their initial values.
 
     Args:
@@ -39,13 +39,17 @@ def load_weights(
         dtype: The dtype of the parameters.
         seed: The seed of new adapters.
 
+    Returns:
+        The names of the stored tensors that are no part of the model, e.g. those of an encoder of images.
+
     Raises:
-        ModelError: The folder has no weights that can be read, or they don't cover the model, or not in its shapes.
+        ModelError: The folder has no weights that can be read, or they don't cover the model, or not in its shapes; or
+            two that should be tied differ.
     """
     with ModelFiles(path, shapes_only=device.type == "meta") as files, torch.no_grad():
         targets = _Targets(model, device, dtype)
-        converters = []
-        for target, source in _matches(model, files, targets.names):
+        converters, unused = [], list[str]()
+        for target, source in _matches(model, files, targets.names, unused):
             if isinstance(source, WeightConverter):
                 converters.append((target, source))
             else:
@@ -55,6 +59,7 @@ def load_weights(
         for name, value in new_adapter_weights(model, seed):
             targets.fill(without_adapter(name), tuple(value.shape), _rows_in(value), name, path)
         targets.assign(path)
+        return unused
 
 
 class _Targets:
@@ -160,11 +165,12 @@ def _held_rows(sharded: DTensor) -> tuple[int, int]:
 
 
 def _matches(
-    model: PreTrainedModel, files: ModelFiles, own: dict[str, str]
+    model: PreTrainedModel, files: ModelFiles, own: dict[str, str], unused: list[str]
 ) -> Iterator[tuple[str, str | WeightConverter]]:
     """Yield the model's weights with the stored tensor of each, or with the converter that makes it of several.
 
-    Names are matched as transformers does: by its table for the model's class. Converters come last.
+    Names are matched as transformers does: by its table for the model's class. Converters come last. The names of
+    stored tensors that are no part of the model are added to `unused`.
     """
     table = get_model_conversion_mapping(model)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
@@ -177,8 +183,9 @@ def _matches(
         if target not in own and name in own:
             target, pattern = rename_source_key(name, [], [], prefix, own)
         if target not in own:
-            continue
-        if pattern is None:
+            if not name.endswith("inv_freq"):  # older folders store what is computed
+                unused.append(name)
+        elif pattern is None:
             yield target, name
         else:
             converter = composed.setdefault(target, deepcopy(by_pattern[pattern]))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from infra.models.assets import save_assets
@@ -85,7 +86,9 @@ def test_gradient_checkpointing_gives_the_same_numbers(tiny: Path, lora: LoraCon
     config = config_of(tiny).replace(lora=lora)
     logprobs, expected = packed_gradients(config)
     checkpointed = config.replace(gradient_checkpointing=True)
-    assert load_policy(checkpointed).is_gradient_checkpointing
+    policy = load_policy(checkpointed)
+    assert policy.is_gradient_checkpointing
+    assert {type(module).__name__ for module in policy.modules() if module.training} == {"Qwen3DecoderLayer"}
     again, gradients = packed_gradients(checkpointed)
     assert torch.equal(again, logprobs)
     assert gradients.keys() == expected.keys()
@@ -105,21 +108,27 @@ def test_a_policy_has_the_adapter_of_its_config(tiny: Path) -> None:
     assert (adapter.base_model, adapter.lora) == (str(tiny.resolve()), adapted.lora)
 
 
-def test_assets_are_the_models_own_files_except_its_weights(folder: Path, tmp_path: Path) -> None:
-    edit_json(folder / "config.json", dtype="bfloat16")
-    edit_json(folder / "generation_config.json", eos_token_id=[3, 258])
+def test_assets_are_the_models_own_files_byte_for_byte(folder: Path, tmp_path: Path) -> None:
+    """Whatever this transformers would write otherwise, or not at all."""
+    own = {
+        "config.json": (folder / "config.json").read_text().replace("{", '{"rope_theta": 1e6, ', 1),
+        "generation_config.json": '{"temperature": 0.6, "eos_token_id": [3, 258]}',
+        "preprocessor_config.json": '{"size":   28}',
+        "tokenizer.model": "pieces",
+        "modeling_own.py": "raise SystemExit",
+        "additional_chat_templates/rag.jinja": "{{ documents }}",
+    }
+    (folder / "additional_chat_templates").mkdir()
+    for name, content in own.items():
+        (folder / name).write_text(content)
+    for name in ("model.safetensors.index.json", "notes.pdf", "a name.json", ".hidden.json", "old/config.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
     save_assets(config_of(folder), tmp_path / "assets")
-    names = {file.name for file in folder.iterdir()} - {"model.safetensors"}
-    assert {file.name for file in (tmp_path / "assets").iterdir()} == names
-    for name, key in (("config.json", "dtype"), ("config.json", "architectures"), ("config.json", "hidden_size")):
-        saved, own = (json.loads((path / name).read_text())[key] for path in (tmp_path / "assets", folder))
-        assert saved == own
-    assert json.loads((tmp_path / "assets/generation_config.json").read_text())["eos_token_id"] == [3, 258]
-    text = "größe 4 ≠ 5"
-    tokenizer = load_tokenizer(config_of(folder))
-    again = type(tokenizer).from_pretrained(tmp_path / "assets")
-    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert again.chat_template == tokenizer.chat_template
+    kept = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", *own}
+    found = {file.relative_to(tmp_path / "assets").as_posix() for file in (tmp_path / "assets").rglob("*.*")}
+    assert found == kept
+    assert all((tmp_path / "assets" / name).read_bytes() == (folder / name).read_bytes() for name in kept)
 
 
 def test_a_missing_folder_is_named() -> None:
@@ -174,6 +183,35 @@ def test_missing_weights_are_rejected_and_not_random(folder: Path, load: LoadOrC
     edit_json(folder / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3)
     with pytest.raises(ModelError, match=r"weights are not in the folder.*layers\.2"):
         load(config_of(folder))
+
+
+def change_weights(folder: Path, **changes: torch.Tensor) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name.replace("__", "."): value for name, value in changes.items()}, file)
+
+
+def test_weights_that_are_tied_and_differ_are_refused_and_the_advice_works(folder: Path) -> None:
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    change_weights(folder, lm_head__weight=embedding.clone())
+    assert torch.equal(load_model(config_of(folder)).lm_head.weight, embedding)  # the same twice
+    change_weights(folder, lm_head__weight=embedding.flip(0))
+    with pytest.raises(
+        ModelError, match=r"model\.embed_tokens\.weight in .* differs .*set tie_word_embeddings to false"
+    ):
+        load_model(config_of(folder))
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    model = load_model(config_of(folder))
+    assert torch.equal(model.lm_head.weight, embedding.flip(0))
+    assert torch.equal(model.get_input_embeddings().weight, embedding)
+
+
+def test_weights_that_are_no_part_of_the_model_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_weight_files(config_of(folder))
+    assert not caplog.records
+    change_weights(folder, visual__patch__weight=torch.ones(2), model__rotary_emb__inv_freq=torch.ones(2))
+    check_weight_files(config_of(folder))
+    assert "1 of its tensors are no part of Qwen3ForCausalLM" in caplog.text
+    assert "visual.patch.weight" in caplog.text
 
 
 @pytest.mark.parametrize("load", [load_model, check_weight_files])

@@ -50,7 +50,7 @@ def test_a_model_folder_of_the_same_name_is_not_taken_for_a_run(
     monkeypatch.chdir(tmp_path)
     assert RunDirectory.open("gemma").path == created.path
     with pytest.raises(
-        RunError, match=r"gemma/config\.json is not the config of a run .*: data: Field required; give"
+        RunError, match=r"gemma/config\.json is not the config of a run .*: steps: Field required; give"
     ) as e:
         RunDirectory.open(str(model)).config()
     assert len(str(e.value)) < 300
