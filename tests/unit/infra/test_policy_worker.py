@@ -162,7 +162,7 @@ def test_a_restart_from_a_checkpoint_goes_on_with_the_learning_rates_schedule(
     worker.save(1)
     worker.finish_saving()
     fresh = started(scheduled, store)
-    expected, found = (each.update(batch, plan, 1) for each in (worker, fresh))
+    expected, found = (each.update(batch.replace(step=1), plan, 1) for each in (worker, fresh))
     rates = [values(report.metrics)["learning_rate"] for report in (begun, expected, found)]
     assert rates[0] != rates[1] == rates[2]
     weights = [parameters(each, 2) for each in (worker, fresh)]
