@@ -10,6 +10,7 @@ import torch
 from flows.preflight import check
 from infra.checkpoints.model import write_model_folder
 from infra.checkpoints.store import open_checkpoints
+from infra.storage.identity import new_identity
 from infra.storage.runs import RunDirectory
 from infra.stores.memory import MemoryStore
 from infra.workers.rollout import RolloutWorker
@@ -51,7 +52,13 @@ def evaluate_run(
             eval=config.eval.replace(num_prompts=num_prompts or config.eval.num_prompts),
         )
         check(config)
-        run = RunHandle(run_id=directory.run_id, directory=directory.url, config=config, store_incarnation="")
+        run = RunHandle(
+            run_id=directory.run_id,
+            identity=new_identity(directory.run_id),  # in this process alone
+            directory=directory.url,
+            config=config,
+            store_incarnation="",
+        )
         worker = RolloutWorker(run, store=MemoryStore(run.run_id, capacity_bytes=1))  # an evaluation stores nothing
         worker.start()
         try:

@@ -5,6 +5,7 @@ import time
 from contextlib import suppress
 
 from infra.storage.config_changes import resumed_config
+from infra.storage.identity import identity_of, owns_place
 from infra.storage.runs import RunDirectory
 from infra.storage.versions import installed_versions
 from infra.stores.open import close_store, start_store
@@ -34,7 +35,7 @@ def change_config(directory: RunDirectory, config: RunConfig) -> RunConfig:
     if config == before:
         return config
     _check_columns_place(before, config, directory.run_id)
-    kill_workers(directory.run_id, before)
+    kill_workers(identity_of(directory), before)
     _warn_of_idle_workers(config)
     if _columns_place(before) != _columns_place(config):
         _drop_columns(directory, before)
@@ -59,7 +60,7 @@ def drop_outdated_ledger(directory: RunDirectory, config: RunConfig) -> None:
         return
     from infra.checkpoints import open_checkpoints  # not at the top: torch is imported with it
 
-    kill_workers(directory.run_id, config)  # they run the old code, and may be ahead of the checkpoint
+    kill_workers(identity_of(directory), config)  # they run the old code, and may be ahead of the checkpoint
     versions = open_checkpoints(directory, config.checkpoint).complete_versions()
     drop_outdated_steps(directory, config, versions[-1] if versions else 0)
 
@@ -68,9 +69,10 @@ def open_run(directory: RunDirectory, config: RunConfig) -> RunHandle:
     """Open the run's column store, or start a new one if it is gone, and return the run's handle."""
     store, is_new = start_store(directory, config)
     if is_new:
-        kill_workers(directory.run_id, config)  # they are clients of the lost store
+        kill_workers(identity_of(directory), config)  # they are clients of the lost store
     return RunHandle(
         run_id=directory.run_id,
+        identity=identity_of(directory),
         directory=directory.url,
         config=config,
         store_incarnation=store.incarnation,
@@ -156,6 +158,8 @@ def record_event(directory: RunDirectory, policy: PolicyHandle, reason: str = ""
 
 def _drop_columns(directory: RunDirectory, config: RunConfig) -> None:
     try:
+        if (url := getattr(config.store, "url", None)) and not owns_place(directory, url):
+            return
         drop_steps(directory, config)
     except (StoreError, OSError, ImportError, ValueError) as error:
         logger.warning("the columns of run %s can't be removed from their old place: %s", directory.run_id, error)

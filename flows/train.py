@@ -29,6 +29,7 @@ from infra.processes.collection import rare_collections
 from infra.ray.tracing import traced_run
 from infra.storage.driver_lock import driver_lock, holds_lock, watch_lock
 from infra.storage.driver_log import driver_log
+from infra.storage.identity import claim_identity
 from infra.storage.metrics_file import MetricsFile
 from infra.storage.runs import RunDirectory
 from infra.stores.open import close_store, open_store
@@ -102,10 +103,11 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         driver_lock(directory),
         driver_log(directory),
         logs_in_prefect(),
-        monitored_workers(run_id, config),
         rare_collections(),
         ExitStack() as stack,
     ):
+        identity = claim_identity(directory, config)
+        stack.enter_context(monitored_workers(identity, config))
         config = change_config(directory, config)
         check_nodes(directory, config)
         drop_outdated_ledger(directory, config)
@@ -125,7 +127,7 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
             events.end(done, is_complete=done == config.steps)
             if holds_lock(directory):  # else they belong to another driver by now
                 with suppress(RayLostError):  # they are gone with it
-                    kill_workers(run.run_id, config)
+                    kill_workers(run.identity, config)
                     close_store(directory, config)
 
 

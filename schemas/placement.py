@@ -64,6 +64,7 @@ class ClusterRun(Frozen):
     """A run that has processes in the Ray cluster; what none of them said is None."""
 
     run_id: str
+    identity: str  # what its processes are named by
     state: Literal["no answer", "driven", "no driver"]
     """`no answer`: its processes are starting, or are too busy to say more."""
 

@@ -21,6 +21,7 @@ class RunHandle(Frozen):
     """One run: its identity, its directory and its configuration."""
 
     run_id: SafeName
+    identity: SafeName  # of this directory's run: what its processes are named by
     directory: str
     config: RunConfig
     store_incarnation: str  # of the column store; the key of every stage whose result is in the store

@@ -72,7 +72,13 @@ def measure(plan: Plan, folder: Path) -> dict[str, Any]:
     directory = RunDirectory.create(config, RUN_ID)
     store, _ = start_store(directory, config)
     assert isinstance(store, SharedColumnStore)
-    run = RunHandle(run_id=RUN_ID, directory=str(directory.path), config=config, store_incarnation=store.incarnation)
+    run = RunHandle(
+        run_id=RUN_ID,
+        identity=RUN_ID,
+        directory=str(directory.path),
+        config=config,
+        store_incarnation=store.incarnation,
+    )
     workers = Workers(run, FlightClient(store.endpoint), store.endpoint.location)
     get_actor = ray.get_actor
 

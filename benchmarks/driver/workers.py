@@ -50,9 +50,9 @@ class Workers:
         config = run.config
         self._by_name: dict[str, Worker] = {}
         for rank in range(config.runtime.num_policy_ranks):
-            self._by_name[worker_name(run.run_id, "policy", rank)] = Worker(self, PolicyRank(self, rank))
+            self._by_name[worker_name(run.identity, "policy", rank)] = Worker(self, PolicyRank(self, rank))
         for number in range(config.rollout.num_workers):
-            self._by_name[worker_name(run.run_id, "rollout", number)] = Worker(self, RolloutWorker(self, number))
+            self._by_name[worker_name(run.identity, "rollout", number)] = Worker(self, RolloutWorker(self, number))
         self._counted: tuple[ObjectRef[ForwardPlan] | None, list[int]] = None, []
 
     def find(self, name: str) -> "Worker | None":

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from infra.ray import cluster
 from infra.services.local import LocalServices
 from infra.storage.driver_lock import find_driver, is_driven
+from infra.storage.identity import identity_of
 from infra.storage.runs import RunDirectory
 from infra.workers.cluster_runs import cluster_runs, end_run
 from schemas.errors import RunError
@@ -57,13 +59,14 @@ def stop_run(console: Console, run: str, runs_dir: str, address: str | None, ser
     except RunError:
         if address is None:
             raise
-        run_id, hint, had_driver = run, "", False
+        run_id, identity, hint, had_driver = run, run, "", False
     else:
         had_driver = _stop_driver(console, directory)
         runtime = directory.config().runtime
         address, services_dir = address or runtime.ray_address, runtime.services_dir
         run_id, hint = directory.run_id, f"; resume with: sluice resume {directory.argument}"
-    ended = end_run(run_id) if _connect(address, services_dir) else 0
+        identity = identity_of(directory)
+    ended = end_run(identity) if _connect(address, services_dir) else 0
     text = f"stopped {run_id}" if ended or had_driver else f"nothing of {run_id} is running"
     console.print(text + hint, markup=False, highlight=False, soft_wrap=True)
 
@@ -102,13 +105,15 @@ def _table(runs: list[ClusterRun]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("run", "state", "processes", "GPUs", "memory", "age", "nodes", "owner"):
         table.add_column(name, justify="right" if name in ("processes", "GPUs", "memory", "age") else "left")
+    ids = Counter(run.run_id for run in runs)
     for run in runs:
+        name = run.run_id if ids[run.run_id] == 1 else run.identity
         state: str = run.state
         if state == "no driver" and run.driverless_seconds is not None:
             state = f"no driver for {_duration(run.driverless_seconds)}"
         age = _duration(run.age_seconds) if run.age_seconds is not None else "-"
         figures = str(run.num_processes), str(run.num_gpus), f"{run.memory_bytes / 2**20:,.0f} MiB", age
-        table.add_row(run.run_id, state, *figures, ", ".join(run.nodes), run.owner)
+        table.add_row(name, state, *figures, ", ".join(run.nodes), run.owner)
     return table
 
 

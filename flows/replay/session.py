@@ -20,6 +20,7 @@ from infra.history.start import History, Start
 from infra.history.stored import StoredStep
 from infra.ray.group import WorkerGroup
 from infra.storage import places
+from infra.storage.identity import new_identity
 from infra.storage.runs import RunDirectory, open_folder
 from infra.stores.fsspec import FsspecColumnStore
 from infra.stores.open import forget_store, open_store
@@ -158,7 +159,7 @@ class ReplaySession:
 
     def stop(self) -> None:
         """Kill the workers, which frees their memory; what they have saved stays until the end of the session."""
-        kill_workers(self.run.run_id, self.run.config)
+        kill_workers(self.run.identity, self.run.config)
 
     def _handle(self, step: int) -> PolicyHandle:
         return PolicyHandle(run_id=self.run.run_id, version=step, incarnation="")
@@ -171,7 +172,7 @@ def replay_session(source: RunDirectory, config: RunConfig, run_id: str) -> Iter
     Args:
         source: The run whose columns are read.
         config: What the replay computes with.
-        run_id: The id by which its workers are named.
+        run_id: Its id.
 
     Raises:
         ServiceError: No Ray responds.
@@ -181,14 +182,21 @@ def replay_session(source: RunDirectory, config: RunConfig, run_id: str) -> Iter
     config = _scratch_config(config)
     config = config.replace(runtime=config.runtime.replace(device=check_resources(config)))
     directory = RunDirectory(places.join(places.join(source.runs_dir, SCRATCH), run_id))
-    run = RunHandle(run_id=run_id, directory=directory.url, config=config, store_incarnation="", source=source.url)
+    run = RunHandle(
+        run_id=run_id,
+        identity=new_identity(run_id),
+        directory=directory.url,
+        config=config,
+        store_incarnation="",
+        source=source.url,
+    )
     _remove(directory)  # of a replay that was killed
     directory.decisions.copy_from(source.decisions, config.steps)  # a plan has a factor on the learning rate
     try:
-        with monitored_workers(run_id, config):
+        with monitored_workers(run.identity, config):
             yield ReplaySession(run)
     finally:
-        kill_workers(run_id, config)
+        kill_workers(run.identity, config)
         forget_store(run)
         _remove(directory)
 

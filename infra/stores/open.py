@@ -3,6 +3,7 @@
 from contextlib import suppress
 
 from infra.storage import places
+from infra.storage.identity import identity_of
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.fsspec import NO_EXPIRY_SECONDS, NO_LIMIT, FsspecColumnStore
@@ -107,7 +108,7 @@ def _open_index(
     from infra.stores.shared_open import find_shared_store, start_shared_store
 
     if not start:
-        return find_shared_store(directory.run_id)
+        return find_shared_store(directory.run_id, identity_of(directory))
     store, runtime = config.store, config.runtime
     tls = Tls(runtime.tls_certificate, runtime.tls_key) if runtime.tls_certificate and runtime.tls_key else None
     limits = Limits(
@@ -119,7 +120,8 @@ def _open_index(
         owner=run_owner(),
         orphan_seconds=runtime.orphan_seconds,
     )
-    started = start_shared_store(directory.run_id, limits, incarnation=incarnation)
+    identity = identity_of(directory)
+    started = start_shared_store(directory.run_id, limits, identity=identity, incarnation=incarnation)
     directory.write_store_endpoint(*started.endpoint)
     return started
 

@@ -21,19 +21,23 @@ from infra.stores.shared_index import StoreIndex
 from schemas.errors import WorkerLostError
 
 
-def index_name(run_id: str) -> str:
-    """Return the name under which every process of the cluster finds a run's index."""
-    return f"sluice/{run_id}/store"
+def index_name(identity: str) -> str:
+    """Return the name under which every process of the cluster finds the index of the run with that identity."""
+    return f"sluice/{identity}/store"
 
 
-def find_shared_store(run_id: str) -> SharedColumnStore:
+def find_shared_store(run_id: str, identity: str | None = None) -> SharedColumnStore:
     """Return a client of a run's store.
+
+    Args:
+        run_id: The run whose columns these are.
+        identity: What its index is named by; None: the run's id.
 
     Raises:
         WorkerLostError: It has no living index.
     """
     _require_ray(run_id)
-    if (index := find_actor(index_name(run_id))) is None:
+    if (index := find_actor(index_name(identity or run_id))) is None:
         raise WorkerLostError(f"run {run_id} has no column store in this Ray cluster")
     return _open(run_id, index)
 
@@ -42,6 +46,7 @@ def start_shared_store(
     run_id: str,
     limits: Limits,
     *,
+    identity: str | None = None,
     incarnation: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> SharedColumnStore:
@@ -55,6 +60,7 @@ def start_shared_store(
     Args:
         run_id: The run whose columns these are.
         limits: Its settings.
+        identity: What the index is named by; None: the run's id.
         incarnation: The name of its incarnation; None makes a new one.
         clock: Returns the time in seconds, by which leases expire; called in the index's process.
 
@@ -67,10 +73,11 @@ def start_shared_store(
         choose_root(limits.shared_memory, limits.capacity_bytes)
         if limits.tls:
             read_tls(limits.tls)
-    kill_actors([index_name(run_id)])  # it may be stopped, and would never answer
+    name = index_name(identity or run_id)
+    kill_actors([name])  # it may be stopped, and would never answer
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"scheduling_strategy": here, **ACTOR_OPTIONS}
-    index = create_actor(index_name(run_id), StoreIndex, run_id, limits, incarnation, clock, options=options)
+    index = create_actor(name, StoreIndex, run_id, limits, incarnation, clock, options=options)
     return _open(run_id, index)
 
 

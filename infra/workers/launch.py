@@ -58,7 +58,7 @@ async def start_workers(run: RunHandle) -> list[WorkerPlace]:
             await call(worker, "sleep", ("weights", "cache"))
         engines = []
     await _all([*(get_group(run, role) for role in groups), *engines, *_start_all(run, "reward")])
-    workers = find_actors(worker_name(run.run_id, *worker) for worker in worker_numbers(run.config))
+    workers = find_actors(worker_name(run.identity, *worker) for worker in worker_numbers(run.config))
     return list(await asyncio.gather(*(call(worker, "place") for worker in workers.values())))
 
 
@@ -74,16 +74,16 @@ async def get_worker(run: RunHandle, role: Role, number: int = 0, found: Any | N
     Raises:
         WorkerLostError: It died; or its node can't be reached, and it was killed.
     """
-    if (worker := found or find_worker(run.run_id, role, number)) is None:
+    if (worker := found or find_worker(run.identity, role, number)) is None:
         worker = await _create_worker(run, role, number)
     try:
         await call(worker, "start")
     except EngineLostError as error:
         logger.warning("%s-%d is created again: %s", role, number, error)
-        await asyncio.to_thread(kill_actors, [worker_name(run.run_id, role, number)])
+        await asyncio.to_thread(kill_actors, [worker_name(run.identity, role, number)])
         return await get_worker(run, role, number)
     except WorkerLostError:  # of a lost node, Ray knows for a while only that its workers don't answer
-        await asyncio.to_thread(kill_actors, [worker_name(run.run_id, role, number)])
+        await asyncio.to_thread(kill_actors, [worker_name(run.identity, role, number)])
         raise
     return worker
 
@@ -97,14 +97,14 @@ def rollout_pool(run: RunHandle) -> WorkerPool:
     )
 
 
-def find_worker(run_id: str, role: Role, number: int = 0) -> Any | None:
+def find_worker(identity: str, role: Role, number: int = 0) -> Any | None:
     """Return a worker's handle, or None if it doesn't exist."""
-    return find_actor(worker_name(run_id, role, number))
+    return find_actor(worker_name(identity, role, number))
 
 
 def find_workers(run: RunHandle, role: Role) -> dict[int, Any]:
     """Return the handles of those of a role's workers that exist, by ascending number."""
-    names = {worker_name(run.run_id, role, number): number for number in range(num_workers(run.config)[role])}
+    names = {worker_name(run.identity, role, number): number for number in range(num_workers(run.config)[role])}
     return {names[name]: worker for name, worker in find_actors(names).items()}
 
 
@@ -121,7 +121,7 @@ async def get_group(run: RunHandle, role: Role) -> WorkerGroup:
     missing = [rank for rank in numbers if rank not in found]
     created = await asyncio.gather(*(_create_worker(run, role, rank) for rank in missing))
     found.update(zip(missing, created, strict=True))
-    group = WorkerGroup({worker_name(run.run_id, role, rank): found[rank] for rank in numbers})
+    group = WorkerGroup({worker_name(run.identity, role, rank): found[rank] for rank in numbers})
     incarnations = set(await group.call("incarnation"))
     if len(incarnations) == 1 and "" not in incarnations:
         return group
@@ -136,22 +136,22 @@ async def get_group(run: RunHandle, role: Role) -> WorkerGroup:
 def find_group(run: RunHandle, role: Role) -> WorkerGroup | None:
     """Return the run's policy or reference if all its ranks exist; create nothing."""
     found, numbers = find_workers(run, role), range(num_workers(run.config)[role])
-    ranks = {worker_name(run.run_id, role, rank): worker for rank, worker in found.items()}
+    ranks = {worker_name(run.identity, role, rank): worker for rank, worker in found.items()}
     return WorkerGroup(ranks) if len(ranks) == len(numbers) else None
 
 
-def kill_workers(run_id: str, config: RunConfig) -> None:
+def kill_workers(identity: str, config: RunConfig) -> None:
     """Kill all workers of the run, which frees their memory and GPUs."""
-    kill_actors(worker_name(run_id, *worker) for worker in worker_numbers(config))
-    release(run_id)
+    kill_actors(worker_name(identity, *worker) for worker in worker_numbers(config))
+    release(identity)
 
 
-def monitored_workers(run_id: str, config: RunConfig) -> AbstractContextManager[None]:
+def monitored_workers(identity: str, config: RunConfig) -> AbstractContextManager[None]:
     """Kill, during the block, each of the run's workers and its store's index that stops answering."""
     from infra.stores.shared_open import index_name
 
-    names = [worker_name(run_id, *worker) for worker in worker_numbers(config)]
-    return health.monitored_actors([*names, index_name(run_id)], config.runtime.worker_timeout_seconds)
+    names = [worker_name(identity, *worker) for worker in worker_numbers(config)]
+    return health.monitored_actors([*names, index_name(identity)], config.runtime.worker_timeout_seconds)
 
 
 async def _all(starts: Iterable[Awaitable[Any]]) -> list[Any]:
@@ -172,5 +172,5 @@ def _start_all(run: RunHandle, role: Role) -> list[Awaitable[Any]]:
 async def _create_worker(run: RunHandle, role: Role, number: int) -> Any:
     """Create a worker and return its handle; it may not have started yet."""
     slot, options = await place(run, role, number)
-    name, options = worker_name(run.run_id, role, number), {**health.ACTOR_OPTIONS, **options}
+    name, options = worker_name(run.identity, role, number), {**health.ACTOR_OPTIONS, **options}
     return create_actor(name, _CLASSES[role], slot, run, number, options=options)

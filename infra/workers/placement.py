@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from infra.ray.actors import require_ray
 from infra.ray.client import own_node
 from infra.ray.health import run_owner
+from infra.storage.identity import run_id_of
 from infra.workers.layout import (
     bundle_numbers,
     bundle_sizes,
@@ -66,7 +67,7 @@ async def place(run: RunHandle, role: Role, number: int) -> Place:
     """
     if await _wait_for_nodes(run) == "cpu":
         return _place_on_cpu(run.config, role, number)
-    group = _find_group(run.run_id) or _create_group(run)
+    group = _find_group(run.identity) or _create_group(run)
     bundles = bundle_numbers(run.config)
     nodes = await _wait_for_bundle(run, group, bundles[role, number])
     own = nodes[bundles[role, number]]
@@ -84,9 +85,9 @@ def living_nodes() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerAddress"] for node in _living()}
 
 
-def release(run_id: str) -> None:
+def release(identity: str) -> None:
     """Free the GPUs that were reserved for a run; Ray kills workers that still use them."""
-    if (group := _find_group(run_id)) is not None:
+    if (group := _find_group(identity)) is not None:
         ray.util.remove_placement_group(group)
 
 
@@ -128,20 +129,20 @@ def _slot(role: Role, number: int, node: str, device: Device, sharing: int) -> S
     return Slot(worker=worker, node=node, address=address, device=device, sharing=sharing, owner=run_owner())
 
 
-def _group_name(run_id: str) -> str:
-    return f"sluice/{run_id}/gpus"
+def _group_name(identity: str) -> str:
+    return f"sluice/{identity}/gpus"
 
 
-def _find_group(run_id: str) -> PlacementGroup | None:
+def _find_group(identity: str) -> PlacementGroup | None:
     try:
-        return ray.util.get_placement_group(_group_name(run_id))
+        return ray.util.get_placement_group(_group_name(identity))
     except ValueError:
         return None
 
 
 def _create_group(run: RunHandle) -> PlacementGroup:
     bundles = [{"GPU": float(size)} for size in bundle_sizes(run.config)]
-    return ray.util.placement_group(bundles, strategy="PACK", name=_group_name(run.run_id), lifetime="detached")
+    return ray.util.placement_group(bundles, strategy="PACK", name=_group_name(run.identity), lifetime="detached")
 
 
 async def _wait_for_nodes(run: RunHandle) -> Device:
@@ -178,7 +179,7 @@ async def _wait_for_bundle(run: RunHandle, group: PlacementGroup, bundle: int) -
         waited = time.monotonic() - started
         if waited > limit:
             if table["state"] == "PENDING":
-                release(run.run_id)  # others may need fewer
+                release(run.identity)  # others may need fewer
             raise ResourcesError(
                 f"no GPU for run {run.run_id} within runtime.resource_timeout_seconds = {limit:g}: {_holders()}"
                 f"{_scattered(run.config)}; free some (sluice stop RUN), or add nodes"
@@ -202,7 +203,7 @@ def _holders() -> str:
         if table["state"] in ("CREATED", "RESCHEDULING"):
             held[table["name"]] += sum(bundle.get("GPU", 0) for bundle in table["bundles"].values())
     runs = {name.split("/")[1]: count for name, count in held.items() if name.startswith("sluice/") and count}
-    parts = [f"run {name} holds {count:g}" for name, count in runs.items()]
+    parts = [f"run {run_id_of(identity)} holds {count:g}" for identity, count in runs.items()]
     if (others := total - free - sum(runs.values())) > 0:
         parts.append(f"others hold {others:g}")
     return f"the Ray cluster has {total:g} GPUs, {free:g} free" + "".join(f", {part}" for part in parts)

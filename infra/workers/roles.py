@@ -9,9 +9,9 @@ from schemas.config.run import RunConfig
 Role = Literal["policy", "reference", "rollout", "reward"]
 
 
-def worker_name(run_id: str, role: Role, number: int = 0) -> str:
-    """Return the name under which every process of the cluster finds a run's worker."""
-    return f"{run_id}/{role}-{number}"
+def worker_name(identity: str, role: Role, number: int = 0) -> str:
+    """Return the name under which every process of the cluster finds the worker of the run with that identity."""
+    return f"{identity}/{role}-{number}"
 
 
 def num_workers(config: RunConfig) -> dict[Role, int]:

@@ -52,7 +52,9 @@ def run(folder: Path, ray_cluster: None) -> Iterator[RunHandle]:
         store={"kind": "fsspec"},
     )
     directory = RunDirectory.create(config, "evaluate")
-    made = RunHandle(run_id="evaluate", directory=str(directory.path), config=config, store_incarnation="g")
+    made = RunHandle(
+        run_id="evaluate", identity="evaluate", directory=str(directory.path), config=config, store_incarnation="g"
+    )
     yield made
     kill_workers(made.run_id, config)
 

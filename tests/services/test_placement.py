@@ -45,7 +45,7 @@ def nodes(ray_cluster: Cluster) -> Iterator[list[Any]]:
 
 
 def start(run_id: str, of: RunConfig) -> RunHandle:
-    return RunHandle(run_id=run_id, directory="", config=of, store_incarnation="g")
+    return RunHandle(run_id=run_id, identity=run_id, directory="", config=of, store_incarnation="g")
 
 
 async def probe(run: RunHandle, role: Role, number: int) -> Any:

@@ -25,7 +25,9 @@ from tests.support.small_run import make_small_run
 def directory(tmp_path: Path, ray_cluster: Any) -> RunDirectory:
     """A run in files, with a ledger entry."""
     directory = make_small_run(tmp_path, kind="fsspec")
-    run = RunHandle(run_id="demo", directory=str(directory.path), config=directory.config(), store_incarnation="s")
+    run = RunHandle(
+        run_id="demo", identity="demo", directory=str(directory.path), config=directory.config(), store_incarnation="s"
+    )
     entry = directory.path / "ledger" / stage_key(run, PolicyHandle(run_id="demo", version=3, incarnation="w"), "put")
     entry.parent.mkdir()
     entry.write_text("{}")

@@ -80,7 +80,9 @@ def server(workplace: Workplace) -> Iterator[None]:
 @pytest.fixture
 def run(tmp_path: Path) -> RunHandle:
     directory = RunDirectory.create(run_config(tmp_path), "demo")
-    return RunHandle(run_id="demo", directory=directory.url, config=directory.config(), store_incarnation="first")
+    return RunHandle(
+        run_id="demo", identity="demo", directory=directory.url, config=directory.config(), store_incarnation="first"
+    )
 
 
 POLICY = PolicyHandle(run_id="demo", version=3, incarnation="first")

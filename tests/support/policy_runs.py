@@ -38,13 +38,15 @@ class Runs:
         )
         path = self._folder / "runs" / run_id
         directory = RunDirectory(path) if path.exists() else RunDirectory.create(config, run_id)
-        run = RunHandle(run_id=run_id, directory=str(directory.path), config=config, store_incarnation="g")
+        run = RunHandle(
+            run_id=run_id, identity=run_id, directory=str(directory.path), config=config, store_incarnation="g"
+        )
         self._made.append(run)
         return run
 
     def kill_workers(self) -> None:
         for run in self._made:
-            kill_workers(run.run_id, run.config)
+            kill_workers(run.identity, run.config)
 
 
 def put_rows(run: RunHandle, step: int) -> BatchHandle:

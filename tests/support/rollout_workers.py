@@ -71,7 +71,7 @@ def run_of(folder: Path, *, reward: str = "parts", limits: dict | None = None, *
     }
     config = run_config(folder, **merge(fields, overrides))
     directory = tempfile.mkdtemp(prefix="run-", dir=folder)  # its own: a journal of the same run would be used
-    return RunHandle(run_id="run", directory=directory, config=config, store_incarnation="memory")
+    return RunHandle(run_id="run", identity="run", directory=directory, config=config, store_incarnation="memory")
 
 
 def worker_of(run: RunHandle, shard: int = 0, store: MemoryStore | None = None) -> RolloutWorker:

@@ -86,7 +86,7 @@ def test_queries_of_a_step_are_answered_by_a_process_of_their_own(tmp_path: Path
     (tmp_path / "queries" / "long.sql").write_text("select row from rows where step = $step and row > 3")
     config = directory.config()
     asked = config.replace(runtime=config.runtime.replace(queries=str(tmp_path / "queries")))
-    run = RunHandle(run_id="demo", directory=directory.url, config=asked, store_incarnation="a")
+    run = RunHandle(run_id="demo", identity="demo", directory=directory.url, config=asked, store_incarnation="a")
     assert asyncio.run(find_failed_queries(run, 3)) == (FailedQuery(name="long", num_rows=1, rows=('{"row": 4}',)),)
     assert asyncio.run(find_failed_queries(run.replace(config=config), 3)) == ()
     (tmp_path / "queries" / "long.sql").unlink()

@@ -116,7 +116,7 @@ def test_schedules_follow_from_the_recorded_steps(tmp_path: Path) -> None:
     data = {"curriculum": LEVELS | {"window": 2}}
     config = run_config(tmp_path, data=data, runtime={"max_staleness": 1}, correction={"kind": "truncated"})
     directory = RunDirectory.create(config, "run")
-    run = RunHandle(run_id="run", directory=directory.url, config=config, store_incarnation="memory")
+    run = RunHandle(run_id="run", identity="run", directory=directory.url, config=config, store_incarnation="memory")
     schedules = []
     for step in range(4):
         if step > 1:

@@ -242,7 +242,7 @@ def test_an_evaluation_uses_the_newest_checkpoint(
     trained = save_version(run, 3)
     report = evaluate_run(run, None, 3)
     assert (report.policy_version, report.num_prompts, report.num_failed) == (3, 3, 0)
-    handle = RunHandle(run_id="run", directory=str(run.path), config=run.config(), store_incarnation="")
+    handle = RunHandle(run_id="run", identity="run", directory=str(run.path), config=run.config(), store_incarnation="")
     worker = RolloutWorker(handle, store=MemoryStore("run", capacity_bytes=1))
     worker.start()
     rows = range(report.num_prompts)

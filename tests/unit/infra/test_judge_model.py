@@ -91,7 +91,9 @@ def test_a_judge_in_a_weighted_sum_has_its_costs_as_parts(folder: Path) -> None:
 
 def test_a_judge_that_moves_out_scores_the_same(folder: Path) -> None:
     config = run_config(reward=judge(folder).model_dump())
-    worker = RewardWorker(RunHandle(run_id="judged", config=config, directory="", store_incarnation=""))
+    worker = RewardWorker(
+        RunHandle(run_id="judged", identity="judged", config=config, directory="", store_incarnation="")
+    )
     worker.start()
     item = RewardItem("p", ["a", "bb"], "a", {})
     before = worker.score(item)

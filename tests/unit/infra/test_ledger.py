@@ -30,7 +30,9 @@ def plan_of(step: int) -> str:
 
 
 def commit(run: RunDirectory, step: int) -> str:
-    handle = RunHandle(run_id="demo", directory=str(run.path), config=run.config(), store_incarnation="s")
+    handle = RunHandle(
+        run_id="demo", identity="demo", directory=str(run.path), config=run.config(), store_incarnation="s"
+    )
     key = stage_key(handle, PolicyHandle(run_id="demo", version=step, incarnation="w"), "put")
     (run.path / "ledger" / key).parent.mkdir(exist_ok=True)
     (run.path / "ledger" / key).write_text("{}")
@@ -39,7 +41,7 @@ def commit(run: RunDirectory, step: int) -> str:
 
 def test_keys_name_everything_that_an_entry_depends_on(directory: RunDirectory) -> None:
     config = directory.config()
-    run = RunHandle(run_id="demo", directory=str(directory.path), config=config, store_incarnation="s")
+    run = RunHandle(run_id="demo", identity="demo", directory=str(directory.path), config=config, store_incarnation="s")
     policy = PolicyHandle(run_id="demo", version=7, incarnation="w")
     for stage in ("rollout", "put"):
         assert stage_key(run, policy, stage) == f"step-000007/{stage}-{sampling_digest(config)}-s"

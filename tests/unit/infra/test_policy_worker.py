@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> RunHandle:
     )
     directory = tmp_path / "runs" / "run-1"
     directory.mkdir(parents=True)
-    return RunHandle(run_id="run-1", directory=str(directory), config=config, store_incarnation="g")
+    return RunHandle(run_id="run-1", identity="run-1", directory=str(directory), config=config, store_incarnation="g")
 
 
 @pytest.fixture

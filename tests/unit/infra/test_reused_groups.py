@@ -94,5 +94,9 @@ def _run(directory: RunDirectory, *, seed: int = 0, **reuse: object) -> RunHandl
     )
     store = columns_of(directory)
     return RunHandle(
-        run_id=directory.run_id, directory=directory.url, config=config, store_incarnation=store.incarnation
+        run_id=directory.run_id,
+        identity=directory.run_id,
+        directory=directory.url,
+        config=config,
+        store_incarnation=store.incarnation,
     )

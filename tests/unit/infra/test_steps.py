@@ -25,7 +25,9 @@ POLICY = PolicyHandle(run_id="demo", version=STEP, incarnation="w")
 def run(tmp_path: Path) -> RunHandle:
     """A run with all columns of a step that was not finished; its stages are in the ledger."""
     directory = make_small_run(tmp_path, kind="fsspec")
-    run = RunHandle(run_id="demo", directory=str(directory.path), config=directory.config(), store_incarnation="s")
+    run = RunHandle(
+        run_id="demo", identity="demo", directory=str(directory.path), config=directory.config(), store_incarnation="s"
+    )
     for stage in STAGES:
         entry = directory.path / "ledger" / stage_key(run, POLICY, stage)
         entry.parent.mkdir(exist_ok=True)

@@ -33,7 +33,7 @@ def train_step(folder: Path, directory: str, **runtime: Any) -> tuple[UpdateRepo
         store={"kind": "fsspec"},
         runtime=runtime,
     )
-    run = RunHandle(run_id="run-1", directory=directory, config=config, store_incarnation="g")
+    run = RunHandle(run_id="run-1", identity="run-1", directory=directory, config=config, store_incarnation="g")
     worker, batch = PolicyWorker(run), put_rows(run, 0)
     worker.start()
     lengths = decode_ints(batch.prompt_lengths), decode_ints(batch.response_lengths)

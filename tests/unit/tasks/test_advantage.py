@@ -41,7 +41,7 @@ def compute(
     store = columns_of(directory)
     store.open_lease(STEP)
     batch = put_rollout(store, STEP)
-    run = RunHandle(run_id="run", directory=str(directory.path), config=config, store_incarnation="g")
+    run = RunHandle(run_id="run", identity="run", directory=str(directory.path), config=config, store_incarnation="g")
     rollout = rollout_of([sample[3] for sample in SAMPLES] if rewards is None else rewards, turns)
     policy = PolicyHandle(run_id="run", version=STEP, incarnation="i")
     handle = asyncio.run(compute_step_advantages.fn(run, policy, batch, rollout, row_kl))

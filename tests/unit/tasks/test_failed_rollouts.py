@@ -18,7 +18,7 @@ POLICY = PolicyHandle(run_id="run", version=3, incarnation="w")
 @pytest.mark.parametrize(("failed", "steps_left"), [(2, []), (0, [3])])
 def test_recorded_failures_do_not_stop_a_resumed_run_again(tmp_path: Path, failed: int, steps_left: list[int]) -> None:
     config = run_config(tmp_path, environment={"kind": "class", "path": "game:Game"})
-    run = RunHandle(run_id="run", directory=str(tmp_path), config=config, store_incarnation="s")
+    run = RunHandle(run_id="run", identity="run", directory=str(tmp_path), config=config, store_incarnation="s")
     journals = RunDirectory.of(run).journals
     journals.begin(3, 0).append("line\n")
     shard = failed_shard(rewards=(None, None), turns={"turns/failed": Sum(value=failed)})
@@ -38,7 +38,7 @@ def test_failures_that_are_allowed_are_a_warning(
     tmp_path: Path, rewards: tuple[float | None, ...], warning: str | None
 ) -> None:
     config = run_config(tmp_path, reward={"max_failure_fraction": 0.5})
-    run = RunHandle(run_id="run", directory=str(tmp_path), config=config, store_incarnation="s")
+    run = RunHandle(run_id="run", identity="run", directory=str(tmp_path), config=config, store_incarnation="s")
     assert _check_failures(run, POLICY, [[failed_shard(rewards=rewards, turns={})]]) == warning
 
 

@@ -1,0 +1,114 @@
+"""Which run a directory holds: what its processes, store and GPUs are named by, made once and never shared.
+
+A run's id is the name of its directory, which another folder may hold as well: in another project, or in a copy.
+"""
+
+import logging
+import re
+import secrets
+
+from infra.storage import places
+from infra.storage.folder import Folder
+from infra.storage.runs import RunDirectory, open_folder
+from schemas.base import Frozen
+from schemas.config.run import RunConfig
+from schemas.errors import PipelineError, RunError
+
+_FILE = "identity.json"
+_SUFFIX = re.compile(r"\.[0-9a-f]{8}$")
+
+logger = logging.getLogger(__name__)
+
+
+class _Record(Frozen):
+    """A directory's identity, and where it was made or last moved to."""
+
+    identity: str
+    place: str
+
+
+def new_identity(run_id: str) -> str:
+    """Return an identity for a run of that id: no other run has it."""
+    return f"{run_id}.{secrets.token_hex(4)}"
+
+
+def run_id_of(identity: str) -> str:
+    """Return the id of the run that has an identity."""
+    return _SUFFIX.sub("", identity)
+
+
+def claim_identity(directory: RunDirectory, config: RunConfig) -> str:
+    """Return a run's identity; the first driver makes it. Only the driver that holds the run's lock may call this.
+
+    A directory that was moved keeps it. A copy, whose original is still there, gets one of its own and says so: it may
+    run beside the original, and touches nothing of it.
+
+    Raises:
+        RunError: `checkpoint.url` or `store.url` holds what another run of the same id has written.
+    """
+    record = _read(directory.folder)
+    if record is None:
+        record = _write(directory, new_identity(directory.run_id))
+    elif record.place != directory.url:
+        original = _read_elsewhere(record.place)
+        if original is not None and original.identity == record.identity:
+            logger.warning(
+                "%s is a copy of the run in %s: it is a run of its own from here on, with its own workers and columns",
+                *(directory.url, record.place),
+            )
+            record = _write(directory, new_identity(directory.run_id))
+        else:
+            record = _write(directory, record.identity)
+    for key, url in {"checkpoint.url": config.checkpoint.url, "store.url": getattr(config.store, "url", None)}.items():
+        if url:
+            _claim_place(key, places.join(places.resolve(url), directory.run_id), record)
+    return record.identity
+
+
+def identity_of(directory: RunDirectory) -> str:
+    """Return a run's identity; before its first driver, its id, by which nothing is named yet."""
+    record = _read(directory.folder)
+    return record.identity if record else directory.run_id
+
+
+def owns_place(directory: RunDirectory, url: str) -> bool:
+    """Return whether a run's folder at a URL holds its own files, and not those of the run that it is a copy of."""
+    found = _read(open_folder(places.join(places.resolve(url), directory.run_id)))
+    return found is None or found.identity == identity_of(directory)
+
+
+def _claim_place(key: str, place: str, record: _Record) -> None:
+    """Write the run's identity to its folder at a URL that other runs may be given, too.
+
+    Raises:
+        RunError: Another run's is there.
+    """
+    folder = open_folder(place)
+    if (found := _read(folder)) is not None and found.identity != record.identity:
+        raise RunError(
+            f"{place} is in use by the run of the same id in {found.place}; set {key} to another place, or start this "
+            "run under another id"
+        )
+    if found != record:
+        folder.write(_FILE, record.model_dump_json().encode())
+
+
+def _write(directory: RunDirectory, identity: str) -> _Record:
+    record = _Record(identity=identity, place=directory.url)
+    directory.folder.write(_FILE, record.model_dump_json().encode())
+    return record
+
+
+def _read(folder: Folder) -> _Record | None:
+    content = folder.read(_FILE)
+    try:
+        return None if content is None else _Record.model_validate_json(content)
+    except ValueError:
+        raise RunError(f"{folder}/{_FILE} is damaged; remove it, and the run gets a new identity") from None
+
+
+def _read_elsewhere(place: str) -> _Record | None:
+    try:
+        return _read(RunDirectory(place).folder)
+    except (OSError, PipelineError):  # it is on another machine, or not reachable from here
+        return None
