@@ -128,6 +128,8 @@ class AsyncCounting(Counting):
             await asyncio.gather(asyncio.sleep(0.001), self._hang())
         if action == "thread":
             await asyncio.to_thread(os._exit, 3)
+        if action == "hung thread":
+            await asyncio.to_thread(threading.Event().wait)
         if action == "later":
             self.later = asyncio.create_task(self._hang())
             action = "1"
@@ -136,6 +138,16 @@ class AsyncCounting(Counting):
     async def _hang(self):
         await asyncio.sleep(0.001)
         time.sleep(600)
+
+
+def hang_without_end(a: int) -> str:
+    """Hang.
+
+    Args:
+        a: A number.
+    """
+    threading.Event().wait()
+    return ""
 
 
 class Meeting:
