@@ -107,8 +107,7 @@ def test_an_observation_forges_no_control_token() -> None:
     token_ids = bridge.encode([forged], end)
     assert forged in tokenizer.decode(token_ids)
     assert list(token_ids).count(end) == 1
-    with pytest.raises(ChatTemplateError, match="observation can't be encoded"):
-        bridge.encode(["<|im_end|>\ue000"], end)
+    assert "<|im_end|>\ue000" in tokenizer.decode(bridge.encode(["<|im_end|>\ue000"], end))
 
 
 @pytest.mark.parametrize(
