@@ -216,9 +216,9 @@ def create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any)
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's type, message and place as a text without lone surrogates."""
+    """Return an error's type, message and place as one line without lone surrogates."""
     try:
-        text = f"{type(error).__name__}: {error}"
+        text = " ".join(f"{type(error).__name__}: {error}".split())
     except Exception:  # noqa: BLE001 - the __str__ of a user's exception may raise anything
         text = f"{type(error).__name__}, whose message can't be formatted"
     own = ("<frozen", os.path.dirname(__file__))

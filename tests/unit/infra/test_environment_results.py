@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.environments.child_calls import describe
 from schemas.errors import ConfigError, EnvironmentImportError
 from tests.support.environment_pools import contents, counted, kinds, open_rows, opened, step_rows, task
 from tests.support.faulty_environments import BAD_RESULTS, BIG_CHARACTERS
@@ -88,3 +89,9 @@ def test_a_data_row_that_is_not_json_is_its_rows_failure() -> None:
         pool.open(0, {"prompt": [], "answer": "", "info": {"set": {1}}}, seed=0)
         pool.open(1, task("b"), seed=1)
         assert kinds(pool.wait()) == {0: "invalid"}
+
+
+def test_an_error_of_many_lines_is_told_in_one() -> None:
+    assert (
+        describe(LookupError(f"\n{'*' * 5}\n  Resource\tnot found\ud800\n")) == "LookupError: ***** Resource not found?"
+    )
