@@ -79,13 +79,14 @@ class TurnBridge:
             ValueError: That can't be done.
         """
         chat, messages = self._chat, [*before, *self._messages(observations)]
-        head, found, tail = chat.render(messages).partition(before[-1]["content"])
+        rendered = chat.render(messages)
+        head, found, tail = rendered.partition(before[-1]["content"])
         if not found:
             raise ValueError(f"{chat.name} leaves out the text of an assistant's message")
         if not all(_has(tail, text) for text in observations):
             raise ValueError(f"{chat.name} leaves out the text of a message of role {self._role!r} after a turn")
         head_ids = self._encode_head(head + found)
-        token_ids = chat.encode(messages)
+        token_ids = chat.encode(messages, rendered=rendered)
         if token_ids[: len(head_ids)] != head_ids or len(token_ids) == len(head_ids):
             raise ValueError(f"{chat.name} lets the tokens of a turn and those after it merge")
         return token_ids[len(head_ids) :]
@@ -124,5 +125,7 @@ class TurnBridge:
 
 def _has(written: str, text: str) -> bool:
     """Return whether a template has written a text: as it is or as a JSON string, but for white space."""
+    if text in written:
+        return True
     written = "".join(written.split())
     return any("".join(form.split()) in written for form in (text, json.dumps(text, ensure_ascii=False)[1:-1]))

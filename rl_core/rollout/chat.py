@@ -75,8 +75,13 @@ class ChatTemplate:
         """Return the first name of a control token in the texts of a chat."""
         return self._control.find(messages)
 
-    def encode(self, messages: Messages, *, with_prompt: bool = True) -> list[int]:
-        """Return a chat's token ids; see `render`.
+    def encode(self, messages: Messages, *, with_prompt: bool = True, rendered: str | None = None) -> list[int]:
+        """Return a chat's token ids.
+
+        Args:
+            messages: The chat.
+            with_prompt: Whether they end with the beginning of the model's turn.
+            rendered: What `render` returns for the same; None: it is rendered here.
 
         Raises:
             ChatTemplateError: The template rejects the chat.
@@ -84,7 +89,7 @@ class ChatTemplate:
         """
         if self._control.find(messages):
             return self._control.encode(messages, lambda chat: self.render(chat, with_prompt=with_prompt))
-        return self.encode_text(self.render(messages, with_prompt=with_prompt))
+        return self.encode_text(self.render(messages, with_prompt=with_prompt) if rendered is None else rendered)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a rendered chat, or of the beginning of one."""
