@@ -128,8 +128,6 @@ class AsyncCounting(Counting):
             await asyncio.gather(asyncio.sleep(0.001), self._hang())
         if action == "thread":
             await asyncio.to_thread(os._exit, 3)
-        if action == "hung thread":
-            await asyncio.to_thread(threading.Event().wait)
         if action == "later":
             self.later = asyncio.create_task(self._hang())
             action = "1"
@@ -140,14 +138,33 @@ class AsyncCounting(Counting):
         time.sleep(600)
 
 
-def hang_without_end(a: int) -> str:
-    """Hang.
+class HangingThread:
+    """Its reset hangs in a thread if the task says so."""
 
-    Args:
-        a: A number.
-    """
-    threading.Event().wait()
-    return ""
+    keeps_state = False
+
+    def __init__(self, task, seed):
+        self.hangs = task["answer"] == "hang"
+
+    async def reset(self):
+        if self.hangs:
+            await asyncio.to_thread(threading.Event().wait)
+
+    def step(self, action):
+        return action, 0.0, True
+
+
+class HangingGame(HangingThread):
+    """Keeps state."""
+
+    keeps_state = True
+
+
+class HangingSession(HangingThread):
+    """Is to be closed."""
+
+    def close(self):
+        pass
 
 
 class Meeting:

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,12 +14,8 @@ from infra.environments.child_calls import Call, Mark
 from infra.environments.child_threads import MAX_RUNNING, ThreadPerCall
 from infra.environments.pool import EnvironmentPool
 from infra.environments.slot import MAX_HUNG
-from tests.support.environment_pools import MODULE, kinds, open_rows, opened, step_rows
-
-TOOLS = "rl_core.environments.tools:ToolEnvironment"
-HANG, ADD = (
-    f'<tool_call>{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>' for name in ("hang_without_end", "add")
-)
+from rl_core.environments.tools import ToolEnvironment
+from tests.support.environment_pools import kinds, open_rows, opened, task
 
 
 @pytest.fixture
@@ -71,7 +68,7 @@ def exit_with(code: int) -> None:
 
 def test_the_clock_of_a_call_stands_still_until_a_thread_begins(mark: Mark, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(child_calls.time, "monotonic", lambda: now)
+    monkeypatch.setattr(child_calls, "time", SimpleNamespace(monotonic=lambda: now))
     call, ends = Call(mark, 0, 10.0), threading.Event()
 
     async def play() -> None:
@@ -93,7 +90,7 @@ def test_the_clock_of_a_call_stands_still_until_a_thread_begins(mark: Mark, monk
 
 def test_the_clock_goes_on_while_a_thread_of_the_call_runs(mark: Mark, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(child_calls.time, "monotonic", lambda: now)
+    monkeypatch.setattr(child_calls, "time", SimpleNamespace(monotonic=lambda: now))
     call = Call(mark, 0, 10.0)
     call.count_threads(waiting=2)
     now += 5.0
@@ -125,34 +122,35 @@ def test_a_thread_that_can_not_be_started_fails_its_call(monkeypatch: pytest.Mon
     asyncio.run(play())
 
 
-def hang(pool: EnvironmentPool, action: str, num_rows: int) -> None:
-    """Have a step of each row hang in a thread until its time is over, and then another row's step end."""
+def hang(pool: EnvironmentPool, num_rows: int) -> None:
+    """Have resets hang in threads until their time is over, and then others be answered."""
     pool.end_all()
-    open_rows(pool, *"a" * (num_rows + 1))
-    for row in range(num_rows):
-        environment, slot = pool._rows[row]
-        pool._calling.add(row)
-        slot.begin(environment, action, 0.05)
-    assert kinds(pool.wait()) == dict.fromkeys(range(num_rows), "timeout")
-    for _ in range(2):  # the first one's answer says how many threads hang
-        assert kinds(step_rows(pool, {num_rows: ADD})) == {}
+    assert kinds(open_rows(pool, *["hang"] * num_rows)) == dict.fromkeys(range(num_rows), "timeout")
+    for row in (num_rows, num_rows + 1):  # the first one's answer says how many threads hang
+        pool.open(row, task(), seed=0)
+        pool.wait()
 
 
-def test_a_process_of_tools_with_many_hung_calls_is_replaced_once_it_is_idle(caplog: pytest.LogCaptureFixture) -> None:
-    arguments = {"tools": [f"{MODULE}:hang_without_end", "tests.unit.rl_core.sample_tools:add"], "parser": "hermes"}
-    with opened(TOOLS, arguments, step_timeout_seconds=600.0) as pool, caplog.at_level(logging.INFO):
+def test_a_process_with_many_hung_threads_is_replaced_once_it_is_idle(caplog: pytest.LogCaptureFixture) -> None:
+    with opened("HangingThread", reset_timeout_seconds=0.05) as pool, caplog.at_level(logging.INFO):
         for num_replaced in range(2):
             pids = pool.pids
-            hang(pool, HANG, MAX_HUNG - 1)
+            hang(pool, MAX_HUNG - 1)
             assert pool.pids == pids
             while pool.pids == pids:  # a call that a busy machine begins too late is over before it hangs
-                hang(pool, HANG, 1)
+                hang(pool, 1)
             levels = [record.levelno for record in caplog.records if "still run in threads of it" in record.message]
             assert levels == [logging.WARNING, logging.INFO][: num_replaced + 1]
 
 
-def test_environments_that_keep_state_are_not_given_up() -> None:
-    with opened("AsyncCounting", step_timeout_seconds=600.0) as pool:
+@pytest.mark.parametrize("name", ["HangingGame", "HangingSession"])
+def test_environments_that_keep_state_or_are_to_be_closed_are_not_given_up(name: str) -> None:
+    with opened(name, reset_timeout_seconds=0.05) as pool:
         pids = pool.pids
-        hang(pool, "hung thread", MAX_HUNG + 1)
+        hang(pool, MAX_HUNG + 1)
         assert pool.pids == pids
+
+
+def test_tools_can_be_given_up() -> None:
+    assert not ToolEnvironment.keeps_state
+    assert not hasattr(ToolEnvironment, "close")
