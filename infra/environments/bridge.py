@@ -13,7 +13,7 @@ from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.control_tokens import Messages
 from schemas.errors import ChatTemplateError
 
-# No observation or tool's description has these texts, by which the turns are found in what a template writes.
+# Nothing before a turn has these texts, by which it is found in what a template writes.
 _ANSWER, _SECOND_ANSWER, _REASONING = "answer qzj", "second qzj", "because qzj"
 _STUB: Messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
 _TEXTS = ("observation", " ", "\n3 < 4\n", "é", "two\nlines")  # as which observations are tried out
