@@ -31,7 +31,7 @@ class ModelError(UserError):
 
 
 class ChatTemplateError(UserError):
-    """A model's chat template can't continue a chat of several turns token by token."""
+    """A model's chat template rejects a chat, or can't continue one of several turns token by token."""
 
 
 class RewardImportError(UserError):

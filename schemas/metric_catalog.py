@@ -165,7 +165,7 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("engine/draft_acceptance", "step", "mean", "",
      "Fraction of the drafted tokens that were sampled; absent without rollout.speculative.", ()),
     ("engine/cache", "step", "max", "", "Peak of the fraction of an engine's KV cache that is in use.", ()),
-    ("turns/environment_seconds", "step", "mean", "second", "Time of the environment's answers to a trajectory.", ()),
+    ("turns/environment_seconds", "step", "mean", "second", "Time of the environment's calls in a trajectory.", ()),
     ("turns/environment_seconds_max", "step", "max", "second", "The same of the slowest trajectory.", ()),
     ("turns/recorded", "step", "sum", "", "Answers that were taken from the journal; absent if none.", ()),
     ("turns/played_anew", "step", "sum", "row",

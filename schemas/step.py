@@ -139,7 +139,7 @@ class SourceReport(Frozen):
     maj_at_n: float | None  # fraction of prompts whose majority answer is correct
     reward: float | None  # mean
     num_failed: NonNegativeInt  # rewards
-    response_tokens: float  # mean per sample
+    response_tokens: float  # mean per sample, of those that the model sampled
     truncated: float  # fraction of samples that reached the token limit
 
 
@@ -152,7 +152,7 @@ class EvalShard(Frozen):
     data_sources: tuple[str, ...]  # P
     rewards: tuple[float | None, ...]  # N; None: the reward function failed
     answers: tuple[NonNegativeInt, ...]  # N, of n per prompt: the number of the first sample with the same answer
-    response_lengths: tuple[int, ...]  # N, tokens
+    response_lengths: tuple[int, ...]  # N, tokens that the model sampled
     finish_reasons: tuple[FinishReason, ...]  # N
     failure: str | None = None  # message of the first reward failure
 

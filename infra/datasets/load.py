@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets.environments import (
@@ -25,7 +24,7 @@ from rl_core.rollout.control_tokens import Messages
 from schemas.config.curriculum import LevelCurriculum
 from schemas.config.data import DataConfig
 from schemas.config.run import RunConfig
-from schemas.errors import DataError
+from schemas.errors import ChatTemplateError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -191,8 +190,8 @@ def _tokenize(path: str, prompts: list[Messages], chats: list[ChatTemplate]) -> 
     for number, (messages, chat) in enumerate(zip(prompts, chats, strict=True), start=1):
         try:
             texts.append(chat.render(messages))
-        except TemplateError as error:
-            raise DataError(f"{path}, row {number}: the model's chat template rejects the prompt: {error}") from error
+        except ChatTemplateError as error:
+            raise DataError(f"{path}, row {number}: {error}; change the roles of the row's prompt") from error
     token_ids: list[list[int]] = chats[0].tokenizer(texts, add_special_tokens=False)["input_ids"]
     for number, (messages, ids, chat) in enumerate(zip(prompts, token_ids, chats, strict=True), start=1):
         if not ids:

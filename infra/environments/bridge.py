@@ -1,22 +1,29 @@
 """The tokens between two turns of the model: what the chat template writes for an environment's messages.
 
 A trajectory's tokens are append-only: what was sampled is never decoded and encoded again. So the tokens between turns
-are those that the template adds to a stub of a chat, and the template must add the same ones to any chat.
+are those that the template writes after a turn of a stub of a chat, and it must write the same ones after any turn.
 """
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
-from jinja2 import TemplateError
 
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.control_tokens import Messages
 from schemas.errors import ChatTemplateError
 
-_QUESTION, _ANSWER = "question", "answer"
-_STUB: Messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
-_TEXTS = ("observation", " ", "\n3 < 4\n", "é")  # as which observations are tried out
-_REASONING = "because"
+# Nothing before a turn has these texts, by which it is found in what a template writes.
+_ANSWER, _SECOND_ANSWER, _REASONING = "answer qzj", "second qzj", "because qzj"
+_STUB: Messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+_TEXTS = ("observation", " ", "\n3 < 4\n", "é", "two\nlines")  # as which observations are tried out
+_REASONING_MARKS = (
+    ("<think>\n", "\n</think>\n\n"),
+    ("<|channel>thought\n", "\n<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+)
 
 
 class TurnBridge:
@@ -26,21 +33,23 @@ class TurnBridge:
         chat: The chat template.
         role: The role of the messages.
         drops_reasoning: Whether a template that would drop earlier turns' reasoning is accepted.
+        several: Whether the environment may answer a turn with several messages, whatever it is.
 
     Raises:
-        ChatTemplateError: The template rejects such messages, or what it writes depends on the turns before them.
+        ChatTemplateError: The template rejects such messages or leaves them out, or what it writes depends on the turns
+            before them.
     """
 
-    def __init__(self, chat: ChatTemplate, role: str, *, drops_reasoning: bool = False) -> None:
+    def __init__(self, chat: ChatTemplate, role: str, *, drops_reasoning: bool = False, several: bool = False) -> None:
         self._chat, self._role = chat, role
-        try:
-            self._before = self._encode_until_answer(_STUB)
-            self._check(drops_reasoning)
-        except TemplateError as error:
+        self._heads: dict[str, list[int]] = {}  # the tokens of what was written up to a turn's end, usually of one text
+        for texts in [*((text,) for text in _TEXTS), *([_TEXTS] if several else ())]:
+            self._check(texts)
+        if not drops_reasoning and self._drops_reasoning():
             raise ChatTemplateError(
-                f"the model's chat template rejects messages of role {role!r} after a turn: {error}; use a model whose "
-                "chat_template.jinja accepts them"
-            ) from error
+                f"{chat.name} drops the reasoning of earlier turns, but a trajectory keeps what was sampled; set "
+                "environment.drops_reasoning = true to train and evaluate with reasoning kept"
+            )
 
     def encode(self, observations: Sequence[str], last: int) -> np.ndarray:
         """Return the tokens between two turns: int32 [B], B >= 1.
@@ -52,56 +61,71 @@ class TurnBridge:
             last: The last token of the turn before them.
 
         Raises:
-            ChatTemplateError: The texts can't be encoded after a turn.
+            ChatTemplateError: The template rejects the messages, leaves one out, or they can't be encoded after a turn.
         """
-        messages = [{"role": self._role, "content": text} for text in observations]
         try:
-            token_ids = self._encode_after(_STUB, self._before, messages)
-        except (TemplateError, ValueError) as error:
+            token_ids = self._encode_after(_STUB, observations)
+        except ValueError as error:
             raise ChatTemplateError(f"an observation can't be encoded: {error}") from error
         return np.array(token_ids[1:] if token_ids[0] == last else token_ids, dtype=np.int32)
 
-    def _encode_until_answer(self, messages: Messages) -> list[int]:
-        """Return the tokens of a chat up to the end of its last turn's text."""
-        text = self._chat.render(messages, with_prompt=False)
-        head, found, _ = text.rpartition(_ANSWER)
+    def _encode_after(self, before: Messages, observations: Sequence[str]) -> list[int]:
+        """Return the tokens that the template writes after the text of the last turn, which ends `before`.
+
+        Both sides of the turn are taken from the same rendering: before its text, a template may write what depends on
+        the messages that follow, such as an empty block of reasoning, and the trajectory has its own tokens there.
+
+        Raises:
+            ValueError: That can't be done.
+        """
+        chat, messages = self._chat, [*before, *self._messages(observations)]
+        rendered = chat.render(messages)
+        head, found, tail = rendered.partition(before[-1]["content"])
         if not found:
-            raise ChatTemplateError("the model's chat template leaves out the text of an assistant's message")
-        return self._chat.encode_text(head + found)
+            raise ValueError(f"{chat.name} leaves out the text of an assistant's message")
+        if not all(_has(tail, text) for text in observations):
+            raise ValueError(f"{chat.name} leaves out the text of a message of role {self._role!r} after a turn")
+        head_ids = self._encode_head(head + found)
+        token_ids = chat.encode(messages, rendered=rendered)
+        if token_ids[: len(head_ids)] != head_ids or len(token_ids) == len(head_ids):
+            raise ValueError(f"{chat.name} lets the tokens of a turn and those after it merge")
+        return token_ids[len(head_ids) :]
 
-    def _encode_after(self, before: Messages, token_ids: list[int], messages: Messages) -> list[int]:
-        """Return the tokens that the template adds to a chat, of which `token_ids` end with its last turn's text."""
-        whole = self._chat.encode([*before, *messages])
-        if whole[: len(token_ids)] != token_ids or len(whole) == len(token_ids):
-            raise ValueError(
-                "the chat template writes earlier turns differently once messages follow them, or their tokens merge"
-            )
-        return whole[len(token_ids) :]
+    def _encode_head(self, text: str) -> list[int]:
+        if text not in self._heads:
+            self._heads.clear()
+            self._heads[text] = self._chat.encode_text(text)
+        return self._heads[text]
 
-    def _check(self, drops_reasoning: bool) -> None:
-        for text in _TEXTS:
-            messages = [{"role": self._role, "content": text}]
-            try:
-                first = self._encode_after(_STUB, self._before, messages)
-                longer = [*_STUB, *messages, _STUB[1]]
-                second = self._encode_after(longer, self._encode_until_answer(longer), messages)
-            except ValueError as error:
-                raise ChatTemplateError(
-                    f"a chat of several turns can't be continued token by token: {error} (tried with {text!r}); use a "
-                    "model whose chat_template.jinja only adds to a chat"
-                ) from error
+    def _check(self, texts: Sequence[str]) -> None:
+        """Check that the template writes these messages in the same way after a first turn and after a second one."""
+        longer: Messages = [*_STUB, *self._messages(texts), {"role": "assistant", "content": _SECOND_ANSWER}]
+        try:
+            first, second = self._encode_after(_STUB, texts), self._encode_after(longer, texts)
             if first != second:
-                raise ChatTemplateError(
-                    "the model's chat template writes other tokens after the second turn than after the first, so that "
-                    "a chat can't be continued token by token; use a model whose chat_template.jinja doesn't"
-                )
-        if not drops_reasoning and self._rewrites_reasoning():
+                raise ValueError(f"{self._chat.name} writes other tokens after the second turn than after the first")
+        except ValueError as error:
             raise ChatTemplateError(
-                "the model's chat template drops the reasoning of earlier turns, but a trajectory keeps what was "
-                "sampled; set environment.drops_reasoning = true to train and evaluate with reasoning kept"
-            )
+                f"a chat can't go on with messages of role {self._role!r}: {error} (tried with "
+                f"{', '.join(map(repr, texts))}); use a model whose chat_template.jinja writes them after any turn"
+            ) from error
 
-    def _rewrites_reasoning(self) -> bool:
-        thinking = {"role": "assistant", "content": f"<think>\n{_REASONING}\n</think>\n\n{_ANSWER}"}
-        text = self._chat.render([_STUB[0], thinking, {"role": self._role, "content": _TEXTS[0]}])
-        return _REASONING not in text
+    def _drops_reasoning(self) -> bool:
+        """Return whether an earlier turn loses its reasoning, in `<think>` or in marks that the template names."""
+        for begin, end in _REASONING_MARKS:
+            if begin.startswith("<think>") or end.strip() in self._chat.template:
+                thinking = {"role": "assistant", "content": f"{begin}{_REASONING}{end}{_ANSWER}"}
+                if _REASONING not in self._chat.render([_STUB[0], thinking, *self._messages(_TEXTS[:1])]):
+                    return True
+        return False
+
+    def _messages(self, texts: Sequence[str]) -> Messages:
+        return [{"role": self._role, "content": text} for text in texts]
+
+
+def _has(written: str, text: str) -> bool:
+    """Return whether a template has written a text: as it is or as a JSON string, but for white space."""
+    if text in written:
+        return True
+    written = "".join(written.split())
+    return any("".join(form.split()) in written for form in (text, json.dumps(text, ensure_ascii=False)[1:-1]))

@@ -1,9 +1,9 @@
 """The program of an environment process: makes and steps environments as its parent asks.
 
 It needs the standard library only, because it also runs in interpreters without Sluice. Messages are lines of JSON:
-first the settings, answered by `{"ready": true}` or `{"error": str}`; then requests with an environment's `number`,
-answered in any order. A request makes the environment if it has a `make`, and then takes its `action`, if any; or, with
-`close`, it forgets the environment.
+first the settings, answered by `{"ready": true, "is_disposable": bool}` or `{"error": str}`; then requests with an
+environment's `number`, answered in any order. A request makes the environment if it has a `make`, and then takes its
+`action`, if any; or, with `close`, it forgets the environment.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from typing import Any
 
 from infra.environments.child_calls import Call, CallError, Mark, create_task, outside_of_loop
 from infra.environments.child_modules import LoadError, find_modules, load
+from infra.environments.child_threads import ThreadPerCall
 from infra.processes.lifeline import end_with_parent
 
 BEAT_SECONDS = 1.0  # between two signs of life
@@ -56,10 +57,13 @@ async def _serve(connection: socket.socket, mark: Mark) -> None:
         await writer.drain()
         return
     mark.beat()
-    writer.write(_line(ready=True))
-    asyncio.get_running_loop().set_task_factory(create_task)
+    is_disposable = not (_keeps_state(environment_class) or hasattr(environment_class, "close"))
+    writer.write(_line(ready=True, is_disposable=is_disposable))
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(create_task)
+    loop.set_default_executor(threads := ThreadPerCall(loop))
     beats = asyncio.create_task(_beat(mark))
-    await Server(settings, environment_class, mark, writer).serve(requests)
+    await Server(settings, environment_class, mark, writer, threads).serve(requests)
     beats.cancel()
 
 
@@ -77,6 +81,7 @@ class Server:
         environment_class: Makes environments.
         mark: Says whose code is running.
         writer: Takes the answers.
+        threads: Run the environments' plain code, if it asks for a thread.
     """
 
     def __init__(
@@ -85,8 +90,10 @@ class Server:
         environment_class: Callable[..., Any],
         mark: Mark,
         writer: asyncio.StreamWriter,
+        threads: ThreadPerCall,
     ) -> None:
         self._settings, self._class, self._mark, self._writer = settings, environment_class, mark, writer
+        self._threads = threads
         self._environments: dict[int, Any] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}  # the latest one of each environment, if it runs
 
@@ -128,10 +135,9 @@ class Server:
                 if make is not None and action is None:
                     await self._make(call, number, make["task"], make["seed"])
                 reply = await self._ask(call, number, action)
-            answer = _line(number=number, seconds=call.seconds, **reply)
         except CallError as error:
-            answer = _line(number=number, seconds=call.seconds, kind=error.kind, failure=str(error))
-        self._writer.write(answer)
+            reply = {"kind": error.kind, "failure": str(error)}
+        self._writer.write(_line(number=number, seconds=call.seconds, num_hung_threads=self._threads.num_hung, **reply))
 
     async def _make(self, call: Call, number: int, task: dict[str, Any], seed: int) -> None:
         arguments = self._settings["arguments"]
@@ -154,7 +160,7 @@ class Server:
         """
         with Call(self._mark, number, self._settings["reset_seconds"], is_remade=True) as call:
             await self._make(call, number, task, seed)
-        for at, action in enumerate([None, *history] if getattr(self._class, "keeps_state", True) else []):
+        for at, action in enumerate([None, *history] if _keeps_state(self._class) else []):
             limit = self._settings["reset_seconds" if action is None else "step_seconds"]
             with Call(self._mark, number, limit, is_remade=True) as call:
                 reply = await self._ask(call, number, action)
@@ -168,6 +174,10 @@ class Server:
                 await call.run(lambda: environment.close() if hasattr(environment, "close") else None)
         except CallError as error:
             self._writer.write(_line(warning=f"close() of an environment failed: {error}"))
+
+
+def _keeps_state(environment_class: Callable[..., Any]) -> bool:
+    return bool(getattr(environment_class, "keeps_state", True))
 
 
 def read_message(result: object, max_characters: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 MAX_FAILURE_CHARACTERS = 1000  # of a failure's message, which is logged
+MIN_WAIT_SECONDS = 0.01  # between two looks at a clock that may stand still
 
 
 class CallError(Exception):
@@ -72,7 +73,10 @@ class Mark:
 
 
 class Call:
-    """A limit on the time of an environment's code; the clock stands still while code of other environments runs."""
+    """A limit on the time of an environment's code.
+
+    The clock stands still while code of other environments runs, and while all that it does is to wait for a thread.
+    """
 
     current: ContextVar["Call"] = ContextVar("current")
     all_busy_seconds = 0.0  # for which code of any environment has been running
@@ -81,6 +85,9 @@ class Call:
         self._mark, self._number, self._limit_seconds, self._is_remade = mark, number, limit_seconds, is_remade
         self._began, self._busy_before, self._busy_seconds = time.monotonic(), Call.all_busy_seconds, 0.0
         self._is_over = False  # then what still runs in the background gets the limit anew
+        self._num_waiting, self._num_running = 0, 0  # threads
+        self._stalled_at: float | None = None  # by the clock, if it stands still
+        self._stalled_seconds = 0.0
 
     def __enter__(self) -> "Call":
         return self
@@ -95,8 +102,20 @@ class Call:
     @property
     def seconds(self) -> float:
         """The seconds spent so far."""
-        others = Call.all_busy_seconds - self._busy_before - self._busy_seconds
-        return time.monotonic() - self._began - others
+        now = self._seconds_without_others() if self._stalled_at is None else self._stalled_at
+        return now - self._stalled_seconds
+
+    def count_threads(self, *, waiting: int = 0, running: int = 0) -> None:
+        """Note by how many more, or fewer, threads it waits until they begin, and by how many it runs."""
+        now = self._seconds_without_others()
+        self._num_waiting += waiting
+        self._num_running += running
+        is_stalled = self._num_waiting > 0 and self._num_running == 0
+        if is_stalled and self._stalled_at is None:
+            self._stalled_at = now
+        elif not is_stalled and self._stalled_at is not None:
+            self._stalled_seconds += now - self._stalled_at
+            self._stalled_at = None
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return what an environment's function returns, awaited if it is async.
@@ -117,7 +136,7 @@ class Call:
         task = asyncio.create_task(_await(result))
         try:
             while not task.done() and (left := self._limit_seconds - self.seconds) > 0:
-                await asyncio.wait([task], timeout=left)
+                await asyncio.wait([task], timeout=max(left, MIN_WAIT_SECONDS))
             if not task.done():
                 raise CallError("timeout", f"no answer within {self._limit_seconds:g} s")
         finally:
@@ -128,6 +147,10 @@ class Call:
         if (error := task.exception()) is not None:
             raise error if isinstance(error, CallError) else CallError("raised", describe(error)) from error
         return task.result()
+
+    def _seconds_without_others(self) -> float:
+        others = Call.all_busy_seconds - self._busy_before - self._busy_seconds
+        return time.monotonic() - self._began - others
 
     @contextmanager
     def marked(self) -> Iterator[None]:
@@ -193,9 +216,9 @@ def create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any)
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's type, message and place as a text without lone surrogates."""
+    """Return an error's type, message and place as one line without lone surrogates."""
     try:
-        text = f"{type(error).__name__}: {error}"
+        text = " ".join(f"{type(error).__name__}: {error}".split())
     except Exception:  # noqa: BLE001 - the __str__ of a user's exception may raise anything
         text = f"{type(error).__name__}, whose message can't be formatted"
     own = ("<frozen", os.path.dirname(__file__))

@@ -10,6 +10,7 @@ from infra.environments.bridge import TurnBridge
 from infra.environments.reply import Reply
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import EnvironmentConfig, ToolsEnvironment
+from schemas.errors import ChatTemplateError
 
 
 class Dialogue:
@@ -43,6 +44,8 @@ class Dialogue:
         messages = [*prompt.messages, *({"role": reply.role, "content": text} for text in reply.observations)]
         try:
             token_ids = self._chat.encode(messages)
+        except ChatTemplateError as error:
+            return prompt, f"reset: {error}; let reset() return None, or end the row's prompt with another role"
         except ValueError as error:
             return prompt, f"reset: {error}"
         if len(token_ids) > self._max_prompt_tokens:
@@ -64,5 +67,7 @@ class Dialogue:
 
     def _bridge(self, role: str) -> TurnBridge:
         if role not in self._bridges:
-            self._bridges[role] = TurnBridge(self._chat, role, drops_reasoning=self.config.drops_reasoning)
+            self._bridges[role] = TurnBridge(
+                self._chat, role, drops_reasoning=self.config.drops_reasoning, several=self.has_tools
+            )
         return self._bridges[role]

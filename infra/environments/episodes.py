@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -25,6 +26,13 @@ from rl_core.rollout.seeding import derive_seed
 from schemas.errors import ChatTemplateError
 
 _TOOL_TIMEOUT = "error: the call took longer than {:g} s and was stopped"
+
+
+class _Reset(NamedTuple):
+    """How an environment's reset went."""
+
+    failure: str | None = None
+    seconds: float = 0.0
 
 
 class Episodes:
@@ -64,7 +72,7 @@ class Episodes:
             self._answers.open(number, prompt, seed)
         replies = self._answers.wait()
         begun = [self._begun(prompt, replies.get(number)) for number, prompt in enumerate(prompts)]
-        self._failures = [failure for _, failure in begun]
+        self._resets = [reset for _, reset in begun]
         return [prompt for prompt, _ in begun]
 
     def play(
@@ -153,7 +161,7 @@ class Episodes:
                     assert dialogue is not None, "a row without an environment gets no answer"
                     if reply.failure is not None and reply.failure.kind == "differs":
                         rows.end(row.place)
-                        prompts[number], self._failures[number] = self._begun(*self._answers.open_again(number))
+                        prompts[number], self._resets[number] = self._begun(*self._answers.open_again(number))
                         begin([self._builder(number, prompts[number], seeds[number], is_anew=True)])
                         continue
                     bridge, end = self._answer(row, dialogue, reply, sampling.max_response_tokens)
@@ -165,13 +173,17 @@ class Episodes:
                         seed = derive_seed(row.seed, len(row.turns))
                         rows.extend(row.place, bridge, seed, _turn_limit(row, dialogue, sampling))
 
-    def _begun(self, prompt: PromptRow, reply: Reply | None) -> tuple[PromptRow, str | None]:
-        """Return a row's prompt with what the reset has added to it, and why it failed, if it did."""
+    def _begun(self, prompt: PromptRow, reply: Reply | None) -> tuple[PromptRow, _Reset]:
+        """Return a row's prompt with what the reset has added to it, and how the reset went."""
         dialogue = self._dialogue_of(prompt)
-        return dialogue.begin(prompt, reply) if dialogue and reply else (prompt, None)
+        if dialogue is None or reply is None:
+            return prompt, _Reset()
+        prompt, failure = dialogue.begin(prompt, reply)
+        return prompt, _Reset(failure, reply.seconds)
 
     def _builder(self, number: int, prompt: PromptRow, seed: int, *, is_anew: bool = False) -> TrajectoryBuilder:
-        return TrajectoryBuilder(number, prompt.prompt_ids, seed, self._failures[number], is_anew=is_anew)
+        failure, seconds = self._resets[number]
+        return TrajectoryBuilder(number, prompt.prompt_ids, seed, failure, seconds, is_anew=is_anew)
 
     def _dialogue_of(self, prompt: PromptRow) -> Dialogue | None:
         return None if prompt.environment is None else self._dialogues[prompt.environment]
@@ -208,6 +220,7 @@ class Episodes:
         nothing = np.empty(0, dtype=np.int64)
         if reply.failure is not None:
             if not (dialogue.has_tools and reply.failure.kind == "timeout"):
+                row.add_seconds(reply.seconds)
                 row.failure = f"turn {len(row.turns)}: {reply.failure.message}"
                 return nothing, "failed"
             # What the model can cause must not take its row out of the training, or it learns to cause it.

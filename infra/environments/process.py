@@ -10,6 +10,7 @@ from typing import Any
 import infra.environments.child
 import infra.environments.child_calls
 import infra.environments.child_modules
+import infra.environments.child_threads
 import infra.processes.lifeline
 from infra.environments.child_calls import Mark
 from infra.environments.interpreter import Interpreter
@@ -18,6 +19,7 @@ from infra.processes.isolated import IsolatedProcess
 MODULES = (
     infra.processes.lifeline,
     infra.environments.child_calls,
+    infra.environments.child_threads,
     infra.environments.child_modules,
     infra.environments.child,
 )

@@ -20,6 +20,7 @@ READY_SECONDS = 300.0  # for importing the environment's module
 POLL_SECONDS = 1.0  # between checks that a silent process is still alive
 GRACE_SECONDS = 1.0  # added to a call's limit, after which its process cancels it by itself if it can
 SILENT_SECONDS = 60.0  # without a sign of life, while it is not known to run an environment's code
+MAX_HUNG = 8  # threads of a process that run calls which have timed out
 
 Loss = Literal["ended", "late", "silent"]
 
@@ -75,6 +76,7 @@ class Slot:
         self._environments: dict[int, HeldEnvironment] = {}  # this and the next by number
         self._sent: dict[int, HeldEnvironment] = {}  # whose calls are sent, but not answered
         self._waiting: deque[HeldEnvironment] = deque()  # whose calls are to be sent, suspects first
+        self._is_disposable, self._num_hung, self._has_warned = False, 0, False
 
     @property
     def num_environments(self) -> int:
@@ -106,7 +108,7 @@ class Slot:
     def dispatch(self) -> None:
         """Send what the process can take now: a suspect's call on its own, others together."""
         self.process.flush()
-        while self._waiting:
+        while self._waiting and not self._is_worn:
             environment = self._waiting[0]
             if self._sent and (environment.is_suspect or any(sent.is_suspect for sent in self._sent.values())):
                 break
@@ -135,6 +137,16 @@ class Slot:
         loss = self._loss()
         if loss is not None:
             self._replace(loss)
+        elif self._is_worn and not self._sent:
+            self._renew()
+
+    @property
+    def _is_worn(self) -> bool:
+        """Whether to replace the process, which has too many hung threads, once its calls have ended.
+
+        Environments that keep state, or are to be closed, are not given up for that.
+        """
+        return self._is_disposable and self._num_hung >= MAX_HUNG
 
     def _loss(self) -> Loss | None:
         """Return why the process is lost, or None.
@@ -157,9 +169,12 @@ class Slot:
                 raise EnvironmentImportError(answer["error"])
             if "warning" in answer:
                 logger.warning("%s", answer["warning"])
-            elif "ready" in answer:
-                self.process.is_ready = True
-            elif (environment := self._sent.pop(answer.pop("number"), None)) is not None:
+                continue
+            if "ready" in answer:
+                self.process.is_ready, self._is_disposable = True, answer["is_disposable"]
+                continue
+            self._num_hung = answer.pop("num_hung_threads")
+            if (environment := self._sent.pop(answer.pop("number"), None)) is not None:
                 if "failure" in answer:
                     failure = Failure(answer["kind"], answer["failure"])
                     self._reply(environment, Reply(seconds=answer["seconds"], failure=failure))
@@ -194,8 +209,6 @@ class Slot:
         running, outstanding = process.mark.running, list(self._sent.values())
         process.close()
         self._sent.clear()
-        for environment in self._environments.values():
-            environment.is_made = False
         is_known = running.number >= 0
         if (loss == "late" and (not is_known or now < running.deadline)) or (loss == "silent" and is_known):
             causes = []  # it went on just before it was killed
@@ -210,7 +223,7 @@ class Slot:
                 held.is_suspect = held.has_ended_process = True
             causes = [held for held in causes if held not in first]
         self._waiting.extendleft(environment for environment in reversed(outstanding) if environment not in causes)
-        self.process = EnvironmentProcess(self._interpreter, self._settings)
+        self._start()
         message = {
             "ended": f"the environment's process ended with {how}",
             "late": f"no answer within {running.limit_seconds:g} s",
@@ -223,3 +236,25 @@ class Slot:
             again = "when it was made again: " if running.is_remade else ""
             kind: Literal["died", "timeout"] = "died" if loss == "ended" else "timeout"
             self._reply(environment, Reply(seconds=seconds, failure=Failure(kind, again + message)))
+
+    def _renew(self) -> None:
+        """Replace a process without calls, whose hung threads go on for as long as it lives."""
+        process = self.process
+        process.kill()
+        process.close()
+        logger.log(
+            logging.INFO if self._has_warned else logging.WARNING,
+            "environment process %d of %s is replaced: %d calls that timed out still run in threads of it; give what "
+            "they wait for a time limit below environment.step_timeout_seconds",
+            process.pid,
+            self._settings["path"],
+            self._num_hung,
+        )
+        self._has_warned = True
+        self._start()
+
+    def _start(self) -> None:
+        """Start a process in place of another one, whose environments are made again when their next calls begin."""
+        for environment in self._environments.values():
+            environment.is_made = False
+        self.process, self._num_hung = EnvironmentProcess(self._interpreter, self._settings), 0

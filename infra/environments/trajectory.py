@@ -68,6 +68,7 @@ class TrajectoryBuilder:
         prompt_ids: Integers [P], its prompt.
         seed: The seed of its first turn.
         failure: Why its environment can't be used; None: it can.
+        seconds: Time that the environment's reset took.
         is_anew: Whether it is begun anew, as its environment answered otherwise than recorded.
 
     Attributes:
@@ -75,7 +76,14 @@ class TrajectoryBuilder:
     """
 
     def __init__(
-        self, number: int, prompt_ids: np.ndarray, seed: int, failure: str | None, *, is_anew: bool = False
+        self,
+        number: int,
+        prompt_ids: np.ndarray,
+        seed: int,
+        failure: str | None,
+        seconds: float = 0.0,
+        *,
+        is_anew: bool = False,
     ) -> None:
         self.number, self.seed, self.failure, self.place = number, seed, failure, -1
         self.history = np.asarray(prompt_ids, dtype=np.int64)  # [P + R], prompt and tokens so far
@@ -84,7 +92,7 @@ class TrajectoryBuilder:
         self._logprobs: list[np.ndarray] = []
         self._masks: list[np.ndarray] = []
         self._metrics: Counter[str] = Counter()
-        self._seconds, self._num_recorded, self._is_anew = 0.0, 0, is_anew
+        self._seconds, self._num_recorded, self._is_anew = seconds, 0, is_anew
 
     @property
     def num_tokens(self) -> int:
@@ -101,8 +109,12 @@ class TrajectoryBuilder:
         turn = self.turns[-1]
         self.turns[-1] = Turn(turn.num_tokens, turn.action, 0, reply.observations, reply.reward)
         self._metrics.update(reply.metrics)
-        self._seconds += reply.seconds
+        self.add_seconds(reply.seconds)
         self._num_recorded += reply.is_recorded
+
+    def add_seconds(self, seconds: float) -> None:
+        """Count the time of an environment's call, whether it has an answer or failed."""
+        self._seconds += seconds
 
     def add_bridge(self, token_ids: np.ndarray) -> None:
         """Add the tokens between the newest turn and the next one."""

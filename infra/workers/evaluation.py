@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from infra.datasets import PromptDataset
 from infra.engines.base import Sampling
-from infra.workers.samples import first_failure
+from infra.workers.samples import first_failure, num_sampled
 from infra.workers.sampling import ResponseSampler, ResponseStart
 from rl_core.rollout.evaluation import number_answers
 from rl_core.rollout.seeding import derive_seed
@@ -46,14 +46,14 @@ class Evaluator:
         ]
         _, responses, _ = self._sampler.sample(starts, self._sampling)
         outcomes = [response.outcome for response in responses]
-        texts = [response.text for response in responses]
+        given = [response.answer for response in responses]
         return EvalShard(
             data_sources=tuple(prompt.data_source for prompt in prompts),
             rewards=tuple(outcome.reward for outcome in outcomes),
             answers=tuple(
-                answer for first in range(0, len(texts), n) for answer in number_answers(texts[first : first + n])
+                answer for first in range(0, len(given), n) for answer in number_answers(given[first : first + n])
             ),
-            response_lengths=tuple(len(response.generation.token_ids) for response in responses),
+            response_lengths=tuple(num_sampled(response.generation) for response in responses),
             finish_reasons=tuple(response.generation.finish_reason for response in responses),
             failure=first_failure(outcomes),
         )

@@ -23,10 +23,11 @@ from rl_core.rewards import RewardItem, RewardOutcome
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """One response, its text, and its reward."""
+    """One response, its text, its final answer, and its reward."""
 
     generation: Generation
     text: str  # without special tokens; of several turns, with them
+    answer: str  # what was scored, without special tokens: the model's last turn
     outcome: RewardOutcome
 
 
@@ -107,7 +108,7 @@ class ResponseSampler:
         Returns:
             The responses, and the seconds; see `sample`.
         """
-        generated: dict[int, tuple[Generation, str]] = {}
+        generated: dict[int, tuple[Generation, str, str]] = {}
         failed: dict[int, RewardOutcome] = {}
         started = time.perf_counter()
         with ExitStack() as reward_span, self._scorer.open_batch(groups) as batch:
@@ -115,12 +116,13 @@ class ResponseSampler:
                 for number, generation in responses:
                     if not generated:  # rewards are computed from the first response on
                         reward_span.enter_context(span("rl.reward"))
-                    generated[number] = generation, self._text(generation)
+                    answer = self._answer(generation)
+                    generated[number] = generation, self._text(generation), answer
                     if isinstance(generation, Trajectory) and generation.failure is not None:
                         failed[number] = RewardOutcome(reward=None, failure=f"environment, {generation.failure}")
                         batch.leave_out(number)
                     else:
-                        batch.add(number, self._reward_item(prompts[number], generation))
+                        batch.add(number, _reward_item(prompts[number], generation, answer))
             all_generated = time.perf_counter()
             with record_function("reward"):
                 outcomes = batch.finish() | failed
@@ -130,13 +132,9 @@ class ResponseSampler:
     def _text(self, generation: Generation) -> str:
         return self._decode(generation.token_ids, with_special_tokens=isinstance(generation, Trajectory))
 
-    def _reward_item(self, prompt: PromptRow, generation: Generation) -> RewardItem:
-        """Return what the reward function gets: of several turns, the last one is the completion."""
-        token_ids, trajectory = generation.token_ids, {}
-        if isinstance(generation, Trajectory):
-            token_ids, trajectory = generation.last_turn_ids, generation.reward_info()
-        text = self._decode(token_ids, with_special_tokens=False)
-        return RewardItem(prompt.prompt_text, text, prompt.answer, prompt.info, trajectory)
+    def _answer(self, generation: Generation) -> str:
+        token_ids = generation.last_turn_ids if isinstance(generation, Trajectory) else generation.token_ids
+        return self._decode(token_ids, with_special_tokens=False)
 
     def _decode(self, token_ids: np.ndarray, *, with_special_tokens: bool) -> str:
         return str(
@@ -144,3 +142,9 @@ class ResponseSampler:
                 token_ids, skip_special_tokens=not with_special_tokens, clean_up_tokenization_spaces=False
             )
         )
+
+
+def _reward_item(prompt: PromptRow, generation: Generation, answer: str) -> RewardItem:
+    """Return what the reward function gets."""
+    trajectory = generation.reward_info() if isinstance(generation, Trajectory) else {}
+    return RewardItem(prompt.prompt_text, answer, prompt.answer, prompt.info, trajectory)

@@ -1,6 +1,7 @@
 """Parsers of tool calls in a model's text, by name.
 
-What comes before the first `</think>` is the model's reasoning: a call that is written there is not one.
+What comes before the first `</think>` is the model's reasoning: a call that is written there is not one. In the JSON of
+a call, `</think>` and `</tool_call>` are text.
 """
 
 import json
@@ -31,7 +32,9 @@ ParsedCalls = Sequence[Call | MalformedCall]
 
 _CALL = '{"name": "...", "arguments": {...}}'
 _TAGS = f"<tool_call>{_CALL}</tool_call>"
-_TAGGED = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_END_OF_CALL, _END_OF_REASONING = "</tool_call>", "</think>"
+_BEGIN_OF_CALL = re.compile(r"<tool_call>\s*")
+_BEGIN_OF_JSON = re.compile(r"\A\s*(?:```\w*\n\s*)?(?=[{\[])|<tool_call>\s*")  # of a call, or of a whole turn
 _FENCED = re.compile(r"```\w*\n(.*)```", re.DOTALL)
 
 
@@ -41,10 +44,14 @@ def parse_hermes(text: str) -> ParsedCalls:
     >>> parse_hermes('Let me see: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [Call(name='add', arguments={'a': 1})]
     """
-    return [
-        _read(body, _TAGS) if end else MalformedCall(f"The call has no </tool_call> at its end. Write {_TAGS}")
-        for body, end in _TAGGED.findall(without_reasoning(text))
-    ]
+    text, calls, at = without_reasoning(text), list[Call | MalformedCall](), 0
+    while begin := _BEGIN_OF_CALL.search(text, at):
+        end = text.find(_END_OF_CALL, _end_of_json(text, begin.end()))
+        if end < 0:
+            return [*calls, MalformedCall(f"The call has no {_END_OF_CALL} at its end. Write {_TAGS}")]
+        calls.append(_read(text[begin.end() : end], _TAGS))
+        at = end + len(_END_OF_CALL)
+    return calls
 
 
 def parse_json(text: str) -> ParsedCalls:
@@ -72,9 +79,31 @@ PARSERS: Mapping[str, Callable[[str], ParsedCalls]] = MappingProxyType({"hermes"
 
 
 def without_reasoning(text: str) -> str:
-    """Return what follows the first `</think>`, or the whole text if there is none."""
-    _, end, rest = text.partition("</think>")
+    """Return what follows the first `</think>` that isn't in the JSON of a call, or the whole text if there is none.
+
+    >>> without_reasoning('I call it.</think>{"name": "add", "arguments": {}}')
+    '{"name": "add", "arguments": {}}'
+    >>> without_reasoning('{"name": "say", "arguments": {"text": "</think>"}}')
+    '{"name": "say", "arguments": {"text": "</think>"}}'
+    """
+    at = 0  # before here there is none
+    for begin in _BEGIN_OF_JSON.finditer(text):
+        if begin.start() >= at:
+            if _END_OF_REASONING in text[at : begin.start()]:
+                break
+            at = _end_of_json(text, begin.end())
+    _, end, rest = text[at:].partition(_END_OF_REASONING)
     return rest if end else text
+
+
+def _end_of_json(text: str, begin: int) -> int:
+    """Return where the JSON value that begins there ends, or where it first is no JSON."""
+    try:
+        return _SCANNER.raw_decode(text, begin)[1]
+    except json.JSONDecodeError as error:
+        return error.pos
+    except RecursionError:  # which is no call
+        return begin
 
 
 def _read(text: str, form: str) -> Call | MalformedCall:
@@ -139,4 +168,5 @@ def _constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON value")
 
 
+_SCANNER = json.JSONDecoder(parse_int=len, parse_float=len)  # of which only the end matters
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant)

@@ -19,6 +19,7 @@ from rl_core.user_code import describe_error, import_user_module
 from schemas.errors import ConfigError, EnvironmentImportError
 
 METRICS = ("tool_calls", "tool_errors", "malformed_calls", "unknown_tools")
+MAX_MESSAGES = 64  # that answer a turn; an environment process takes no more
 MAX_PROBLEM_CHARACTERS = 300  # of what is wrong with a call's arguments
 
 # Those of `transformers.utils.get_json_schema`, which reads a description of each parameter from the docstring.
@@ -113,17 +114,25 @@ class ToolEnvironment:
         """Begin; the data row's prompt is all that the model gets."""
 
     async def step(self, action: str) -> Step:
-        """Run the calls of a turn; the metrics count all of them, and those that failed by their failure."""
+        """Run the calls of a turn; the metrics count all of them, and those that failed by their failure.
+
+        Of more than `MAX_MESSAGES`, as a model writes them that repeats itself, the last ones share one message.
+        """
         calls = self._parse(action)
         if not calls:
             return Step("", 0.0, True)
         metrics, messages = dict.fromkeys(METRICS, 0.0), []
-        for call in calls:
+        num_run = len(calls) if len(calls) <= MAX_MESSAGES else MAX_MESSAGES - 1
+        for call in calls[:num_run]:
             message, failure = await self._answer(call)
             messages.append(message.encode(errors="replace").decode())  # without what can't be UTF-8
             metrics["tool_calls"] += 1
             if failure:
                 metrics[failure] += 1
+        if num_left := len(calls) - num_run:
+            messages.append(f"{num_left} more calls were not run. Write at most {MAX_MESSAGES} in a turn")
+            metrics["tool_calls"] += num_left
+            metrics["malformed_calls"] += num_left
         return Step(messages, 0.0, False, metrics)
 
     async def _answer(self, call: Call | MalformedCall) -> tuple[str, str | None]:

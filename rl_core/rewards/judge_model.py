@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_core.rewards.base import Score
@@ -85,7 +84,7 @@ class JudgeModel(GroupReward):
         for text in dict.fromkeys(texts):
             try:
                 questions[text] = Question(self._encode(text), derive_seed("judge", text))
-            except (ValueError, TemplateError) as error:
+            except ValueError as error:
                 scores[text] = error
         answers = self._ask(list(questions.values())) if questions else ()
         for (text, question), said in zip(questions.items(), answers, strict=True):
@@ -100,8 +99,8 @@ class JudgeModel(GroupReward):
         """Return the token ids of a question, in which a control token's name is text.
 
         Raises:
-            ValueError: There are more than `max_question_tokens`, or they can't be encoded as text.
-            jinja2.TemplateError: The chat template rejects the question.
+            ValueError: There are more than `max_question_tokens`, they can't be encoded as text, or the chat template
+                rejects the question.
         """
         token_ids = self._chat.encode([{"role": "user", "content": question}])
         if len(token_ids) > (limit := self._config.max_question_tokens):

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from jinja2 import TemplateError
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rl_core.rewards.base import Score
@@ -75,7 +74,7 @@ class RewardModel(GroupReward):
         for index, completion in enumerate(completions):
             try:
                 sequences[index] = self._encode(prompt, completion)
-            except (ValueError, TemplateError) as error:
+            except ValueError as error:
                 scores[index] = error
         for indices in _rows([len(sequence) for sequence in sequences.values()], self._config.token_budget):
             numbers = [list(sequences)[index] for index in indices]
@@ -87,8 +86,7 @@ class RewardModel(GroupReward):
         """Return the token ids of which the last one has the score.
 
         Raises:
-            ValueError: There are more than `max_tokens`.
-            jinja2.TemplateError: The chat template rejects the texts.
+            ValueError: There are more than `max_tokens`, or the chat template rejects the texts.
         """
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         token_ids = self._chat.encode(messages, with_prompt=False)

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, str]]
 
-_OPEN, _CLOSE = "\ue000", "\ue001"  # of private use; between them, the number of a name that the template must not see
-_HIDDEN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+_PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
 
 
 class ControlTokens:
@@ -43,26 +42,36 @@ class ControlTokens:
         Raises:
             ValueError: That can't be done with these texts, or with this tokenizer.
         """
-        if any(mark in message["content"] for message in messages for mark in (_OPEN, _CLOSE)):
-            raise ValueError("it has characters of private use, too")
+        mark = _unused_character(messages)  # around the number of a name that the template must not see
         plain = render(_replace(messages, lambda text: self._pattern.sub("", text)))
-        if self._encode(plain) != self._tokenizer(plain, add_special_tokens=False)["input_ids"]:
+        if self._encode(plain, mark) != self._tokenizer(plain, add_special_tokens=False)["input_ids"]:
             raise ValueError("the tokenizer does not encode the texts between control tokens one by one")
-        return self._encode(render(_replace(messages, self._hide)))
+        hidden = _replace(
+            messages,
+            lambda text: self._pattern.sub(lambda found: f"{mark}{self._names.index(found[0])}{mark}", text),
+        )
+        return self._encode(render(hidden), mark)
 
-    def _hide(self, text: str) -> str:
-        return self._pattern.sub(lambda found: f"{_OPEN}{self._names.index(found[0])}{_CLOSE}", text)
-
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, mark: str) -> list[int]:
         """Encode a rendered chat part by part."""
         token_ids: list[int] = []
+        hidden = re.compile(f"{mark}([0-9]+){mark}")
         for part in self._pattern.split(text):
             if part in self._ids:
                 token_ids.append(self._ids[part])
             elif part:
-                clear = _HIDDEN.sub(lambda found: self._names[int(found[1])], part)
+                clear = hidden.sub(lambda found: self._names[int(found[1])], part)
                 token_ids += self._tokenizer(clear, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return token_ids
+
+
+def _unused_character(messages: Messages) -> str:
+    """Return a character of private use that is in no text of a chat."""
+    used = set[str]().union(*(message["content"] for message in messages))
+    unused = next((character for character in map(chr, _PRIVATE_USE) if character not in used), None)
+    if unused is None:
+        raise ValueError("it has all characters of private use, too")
+    return unused
 
 
 def _replace(messages: Messages, change: Callable[[str], str]) -> Messages:

@@ -14,7 +14,7 @@ from infra.environments.pool import EnvironmentPool
 from infra.environments.trajectory import Trajectory
 from infra.models.tiny import CHAT_TEMPLATE, make_tokenizer
 from rl_core.rollout.chat import ChatTemplate
-from schemas.config.environment import ToolsEnvironment
+from schemas.config.environment import ClassEnvironment, EnvironmentConfig, ToolsEnvironment
 
 CONFIG = ToolsEnvironment(
     tools=("tests.support.games:add", "tests.support.games:wait"),
@@ -69,27 +69,27 @@ class GivenTurns:
         return Generation(ids, np.zeros(len(ids), dtype=np.float32), "stop")
 
 
-def play(engine: GivenTurns, num_rows: int) -> list[Trajectory]:
+def play(engine: GivenTurns, answers: Sequence[str], config: EnvironmentConfig = CONFIG) -> list[Trajectory]:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ '<|pad|>' if tools else '' }}" + CHAT_TEMPLATE
-    chat = ChatTemplate(tokenizer, {}, schemas_of_tools(CONFIG))
-    pool = EnvironmentPool(environment_class(CONFIG))
+    chat = ChatTemplate(tokenizer, {}, schemas_of_tools(config))
+    pool = EnvironmentPool(environment_class(config))
     pool.start()
     try:
-        episodes = Episodes([Dialogue(CONFIG, chat, 64)], engine, pool, tokenizer)  # type: ignore[arg-type]
+        episodes = Episodes([Dialogue(config, chat, 64)], engine, pool, tokenizer)  # type: ignore[arg-type]
         messages = [{"role": "user", "content": "2 + 3 ="}]
-        prompt = PromptRow(np.array(chat.encode(messages)), "2 + 3 =", "5", {}, "sums", messages, environment=0)
+        token_ids, n = np.array(chat.encode(messages)), len(answers)
+        rows = [PromptRow(token_ids, "2 + 3 =", answer, {}, "sums", messages, environment=0) for answer in answers]
         sampling = Sampling(max_response_tokens=2000, stop_token_ids=(tokenizer.eos_token_id,))
-        begun = episodes.begin([prompt] * num_rows, range(num_rows))
-        played = dict(episodes.play(begun, range(num_rows), sampling))
-        return [played[number] for number in range(num_rows)]
+        played = dict(episodes.play(episodes.begin(rows, range(n)), range(n), sampling))
+        return [played[number] for number in range(n)]
     finally:
         pool.close()
 
 
 def test_calls_are_answered_and_a_turn_without_one_is_the_answer() -> None:
     engine = GivenTurns([[ADD, "It is 5."], ["5"], [f"{ADD} and {ADD}", "<tool_call>{oops</tool_call>", "5"]])
-    called, answered, malformed = play(engine, 3)
+    called, answered, malformed = play(engine, ["5"] * 3)
     assert [turn.observations for turn in called.turns] == [("5",), ("",)]
     assert [trajectory.end for trajectory in (called, answered, malformed)] == ["done"] * 3
     assert len(answered.turns) == 1
@@ -102,9 +102,17 @@ def test_calls_are_answered_and_a_turn_without_one_is_the_answer() -> None:
 
 
 def test_a_call_that_takes_too_long_is_an_observation_and_the_row_goes_on() -> None:
-    slow, other = play(GivenTurns([[WAIT, ADD, "5"], [ADD, ADD, "6"]]), 2)
+    slow, other = play(GivenTurns([[WAIT, ADD, "5"], [ADD, ADD, "6"]]), ["5"] * 2)
     assert slow.failure is other.failure is None
     assert slow.turns[0].observations == ("error: the call took longer than 2 s and was stopped",)
     assert [turn.observations for turn in other.turns] == [("5",), ("5",), ("",)]
     assert slow.turns[1].observations == ("5",)
     assert (slow.end, slow.metrics["tool_timeouts"], slow.metrics["tool_calls"]) == ("done", 1, 1)
+
+
+def test_the_time_of_a_failed_call_counts() -> None:
+    config = ClassEnvironment(kind="class", path="tests.support.faulty_environments:Counting", num_processes=1)
+    step, reset = play(GivenTurns([["raise"], [""]]), ["5", "raise"], config)
+    assert (step.failure or "").startswith("turn 1: RuntimeError: no such luck")
+    assert (reset.failure or "").startswith("reset: RuntimeError: no such luck")
+    assert min(step.environment_seconds, reset.environment_seconds) > 0

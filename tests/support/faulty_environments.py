@@ -138,6 +138,35 @@ class AsyncCounting(Counting):
         time.sleep(600)
 
 
+class HangingThread:
+    """Its reset hangs in a thread if the task says so."""
+
+    keeps_state = False
+
+    def __init__(self, task, seed):
+        self.hangs = task["answer"] == "hang"
+
+    async def reset(self):
+        if self.hangs:
+            await asyncio.to_thread(threading.Event().wait)
+
+    def step(self, action):
+        return action, 0.0, True
+
+
+class HangingGame(HangingThread):
+    """Keeps state."""
+
+    keeps_state = True
+
+
+class HangingSession(HangingThread):
+    """Is to be closed."""
+
+    def close(self):
+        pass
+
+
 class Meeting:
     """Each step waits until all environments of the process are in it."""
 

@@ -156,9 +156,11 @@ class Worker:
         turn = asyncio.get_running_loop().create_future()
         self._requests[session].put_nowait(Request(session, await request.json(), turn))
         action = await turn
-        message = {"role": "assistant", "content": _answer(action)}
-        if (before := action.partition("</think>"))[1]:
-            message["reasoning_content"] = before[0].partition("<think>")[2] or before[0]
+        answer = without_reasoning(action)
+        message = {"role": "assistant", "content": answer.strip()}
+        if len(answer) < len(action):
+            reasoning = action[: len(action) - len(answer)].removesuffix("</think>")
+            message["reasoning_content"] = reasoning.partition("<think>")[2] or reasoning
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         completion = {"id": "turn", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
         return web.json_response(completion)

@@ -236,7 +236,7 @@ def samples_of(draw: SimulatedStep, experts: int) -> list[Sample]:
         logprobs = np.zeros(length, dtype=np.float32)
         ids = np.ones(length, dtype=np.int32)
         generation = Generation(ids, logprobs, reason, experts=chosen if experts else None)
-        response = ScoredResponse(generation, "", RewardOutcome(reward=0.5))
+        response = ScoredResponse(generation, "", "", RewardOutcome(reward=0.5))
         samples.append(Sample(f"0-{group}-{sample}", group, prompt, response))
     return samples
 

@@ -27,6 +27,28 @@ LLAMA = (
 )
 COUNTS = "{% for m in messages %}{{ m['role'] + m['content'] + '<|im_end|>' + loop.index0 | string }}{% endfor %}"
 LAST_FIRST = "{% for m in messages | reverse %}{{ m['role'] + ':' + m['content'] + '<|im_end|>' }}{% endfor %}"
+QWEN3 = (  # like Qwen 3 and 3.5: turns after the last question have a block of reasoning
+    "{% set ns = namespace(asked=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% set text = m['content'].split('</think>')[-1].lstrip() %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.index0 > ns.asked and (loop.last or '</think>' in m['content']) %}"
+    "{% set parts = m['content'].split('</think>') %}"
+    "{{ '<think>' + (parts[0].split('<think>')[-1] if parts[1:] else '') }}"
+    "{{ '</think>\n\n' + text }}{% else %}{{ text }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+GEMMA4 = (  # leaves out what follows no structured call, and reasoning between other marks
+    "{% for m in messages %}{% if m['role'] != 'tool' %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{{ m['content'].split('<channel|>')[-1] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SHOWS_ONE = (  # of the tools' messages after a turn, the last one
+    "{% for m in messages %}{% if m['role'] != 'tool' or loop.last or loop.nextitem['role'] != 'tool' %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+AS_JSON = CHATML.replace("{{ m['content'] +", "{{ (m['content'] | tojson if m['role'] == 'tool' else m['content']) +")
 ALTERNATES = (
     "{% for m in messages %}"
     "{% if m['role'] not in ('user', 'assistant') %}{{ raise_exception('no role ' + m['role']) }}{% endif %}"
@@ -85,15 +107,14 @@ def test_an_observation_forges_no_control_token() -> None:
     token_ids = bridge.encode([forged], end)
     assert forged in tokenizer.decode(token_ids)
     assert list(token_ids).count(end) == 1
-    with pytest.raises(ChatTemplateError, match="observation can't be encoded"):
-        bridge.encode(["<|im_end|>\ue000"], end)
+    assert "<|im_end|>\ue000" in tokenizer.decode(bridge.encode(["<|im_end|>\ue000"], end))
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         (COUNTS, "other tokens after the second turn"),
-        (LAST_FIRST, "writes earlier turns differently"),
+        (LAST_FIRST, "leaves out the text of a message of role 'user' after a turn"),
         (SILENT, "leaves out the text of an assistant's message"),
     ],
 )
@@ -104,14 +125,52 @@ def test_a_template_that_rewrites_a_chat_is_refused(template: str, message: str)
 
 def test_a_role_that_the_template_rejects_is_named() -> None:
     bridge_of(ALTERNATES, "user")
-    with pytest.raises(ChatTemplateError, match=r"rejects messages of role 'tool' after a turn: no role tool; use a"):
+    with pytest.raises(
+        ChatTemplateError, match=r"rejects a chat of the roles user, assistant, tool: no role tool \(tried"
+    ):
         bridge_of(ALTERNATES, "tool")
+    with pytest.raises(ChatTemplateError, match="'str object' has no attribute 'text'"):
+        bridge_of("{% for m in messages %}{{ m['content'].text + '' }}{% endfor %}")
+
+
+def test_each_message_of_a_tool_must_be_written() -> None:
+    with pytest.raises(ChatTemplateError, match="leaves out the text of a message of role 'tool' after a turn"):
+        bridge_of(GEMMA4, "tool")
+    one = bridge_of(SHOWS_ONE, "tool")
+    with pytest.raises(ChatTemplateError, match="leaves out the text of a message of role 'tool' after a turn"):
+        one.encode(["low", "high"], 0)
+    with pytest.raises(ChatTemplateError, match="leaves out the text of a message of role 'tool' after a turn"):
+        bridge_of(SHOWS_ONE, "tool", several=True)
+    tokenizer = tokenizer_with(AS_JSON)
+    text = tokenizer.decode(
+        TurnBridge(ChatTemplate(tokenizer), "tool", several=True).encode(['a\n"é"', "<|im_end|>"], 0)
+    )
+    assert '<|im_start|>tool\n"a\\n\\"é\\""<|im_end|>' in text
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_what_a_template_writes_before_the_last_turn_may_depend_on_what_follows(role: str) -> None:
+    tokenizer = tokenizer_with(QWEN3)
+    bridge = TurnBridge(ChatTemplate(tokenizer), role, drops_reasoning=role == "user", several=True)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert (
+        tokenizer.decode(bridge.encode(["low"], end)) == f"\n<|im_start|>{role}\nlow<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_chat_and_an_observation_may_have_the_stubs_texts() -> None:
+    tokenizer = tokenizer_with(CHATML)
+    bridge = TurnBridge(ChatTemplate(tokenizer), "user")
+    assert "answer qzj<|im_end|>" in tokenizer.decode(bridge.encode(["question, answer qzj"], 0))
 
 
 def test_dropped_reasoning_must_be_accepted_by_name() -> None:
     with pytest.raises(ChatTemplateError, match=r"drops the reasoning .* set environment\.drops_reasoning = true"):
         bridge_of(DROPS_REASONING)
     assert len(bridge_of(DROPS_REASONING, drops_reasoning=True).encode(["x"], 0))
+    for template in (GEMMA4, QWEN3):
+        with pytest.raises(ChatTemplateError, match="drops the reasoning"):
+            bridge_of(template)
 
 
 def test_tools_need_a_template_that_shows_them() -> None:

@@ -55,8 +55,12 @@ def test_a_text_can_not_forge_control_tokens(tmp_path: Path, make: Callable[[], 
     assert prompt_ids(tmp_path, tokenizer, plain) == whole
 
 
+@pytest.mark.parametrize("around", ["\ue000{}\ue001", "\ue0000\ue000{}\ue0010\ue001", "\ue0000{}0\ue000"])
+def test_characters_of_private_use_are_text(tmp_path: Path, around: str) -> None:
+    tokenizer, text = make_tokenizer(), around.format(FORGED)
+    assert tokenizer.decode(prompt_ids(tmp_path, tokenizer, text)) == USER + text + ASSISTANT
+
+
 def test_what_can_not_be_encoded_as_text_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"row 1: the prompt contains '<\|end\|>', .* characters of private use"):
-        prompt_ids(tmp_path, make_tokenizer(), f"{FORGED} \ue000")
     with pytest.raises(DataError, match="does not encode the texts between control tokens one by one; remove it"):
         prompt_ids(tmp_path, merging_tokenizer("first"), FORGED)

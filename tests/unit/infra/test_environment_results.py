@@ -5,20 +5,22 @@ from pathlib import Path
 
 import pytest
 
+from infra.environments.child_calls import describe
 from schemas.errors import ConfigError, EnvironmentImportError
 from tests.support.environment_pools import contents, counted, kinds, open_rows, opened, step_rows, task
 from tests.support.faulty_environments import BAD_RESULTS, BIG_CHARACTERS
 
 
-@pytest.mark.parametrize("action", BAD_RESULTS)
-def test_a_result_of_another_shape_is_a_failure_that_says_what_to_return(action: str) -> None:
+def test_a_result_of_another_shape_is_a_failure_that_says_what_to_return() -> None:
     with opened("Counting") as pool:
-        open_rows(pool, "")
-        (reply,) = step_rows(pool, [action]).values()
-        assert reply.failure is not None
-        assert reply.failure.kind == "invalid"
-        assert re.match(r"step\(\) returned .*; (return|decode) |step\(\) returned .*which no", reply.failure.message)
-        assert contents(step_rows(pool, ["1"])[0]) == counted(0, "1")
+        open_rows(pool, *[""] * len(BAD_RESULTS))
+        for action, reply in zip(BAD_RESULTS, step_rows(pool, list(BAD_RESULTS)).values(), strict=True):
+            assert reply.failure is not None, action
+            assert reply.failure.kind == "invalid", action
+            said = r"step\(\) returned .*; (return|decode) |step\(\) returned .*which no"
+            assert re.match(said, reply.failure.message), action
+        for row, reply in step_rows(pool, ["1"] * len(BAD_RESULTS)).items():
+            assert contents(reply) == counted(row, "1")
 
 
 def test_a_long_observation_is_cut_and_says_so() -> None:
@@ -88,3 +90,9 @@ def test_a_data_row_that_is_not_json_is_its_rows_failure() -> None:
         pool.open(0, {"prompt": [], "answer": "", "info": {"set": {1}}}, seed=0)
         pool.open(1, task("b"), seed=1)
         assert kinds(pool.wait()) == {0: "invalid"}
+
+
+def test_an_error_of_many_lines_is_told_in_one() -> None:
+    assert (
+        describe(LookupError(f"\n{'*' * 5}\n  Resource\tnot found\ud800\n")) == "LookupError: ***** Resource not found?"
+    )

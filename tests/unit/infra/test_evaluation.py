@@ -1,16 +1,23 @@
 """Held-out evaluation: its samples and its figures."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from infra.datasets import load_prompts
-from infra.engines.base import GenerationRequest, Sampling
+from infra.datasets import PromptRow, load_prompts
+from infra.engines.base import Generation, GenerationRequest, Sampling
 from infra.engines.embedded.engine import TransformersEngine
 from infra.engines.generate import generate_all
+from infra.environments.trajectory import Trajectory, TrajectoryBuilder
 from infra.models.load import load_model
 from infra.models.tiny import make_tokenizer
+from infra.rewards.local import LocalRewardScorer
+from infra.workers.evaluation import Evaluator
+from infra.workers.sampling import ResponseSampler
+from rl_core.rewards import load_reward
 from rl_core.rollout.seeding import derive_seed
 from schemas.errors import ConfigError
 from schemas.step import EvalReport
@@ -110,3 +117,35 @@ def test_evaluation_needs_a_file(folder: Path) -> None:
     for ask in (worker.num_held_out, lambda: worker.evaluate(0, range(1))):
         with pytest.raises(ConfigError, match=r"data\.eval_path is not set"):
             ask()
+
+
+class PlayedEpisodes:
+    """Trajectories that are given: of each, the model's first turn, what a tool answered, and the last turn."""
+
+    def __init__(self, texts: Sequence[tuple[str, str, str]], tokenizer: PreTrainedTokenizerFast) -> None:
+        self._texts, self._tokenizer = texts, tokenizer
+
+    def begin(self, prompts: list[PromptRow], seeds: Sequence[int], journal: None) -> list[PromptRow]:
+        return prompts
+
+    def play(self, prompts: list[PromptRow], seeds: object, sampling: object) -> Iterator[tuple[int, Trajectory]]:
+        for number, (prompt, texts) in enumerate(zip(prompts, self._texts, strict=True)):
+            row = TrajectoryBuilder(number, prompt.prompt_ids, 0, None)
+            first, answer, last = (np.array(self._tokenizer(text)["input_ids"], dtype=np.int32) for text in texts)
+            row.add_turn(Generation(first, np.zeros(len(first), dtype=np.float32), "stop"), texts[0])
+            row.add_bridge(answer)
+            row.add_turn(Generation(last, np.zeros(len(last), dtype=np.float32), "stop"), texts[2])
+            yield number, row.finish("done")
+
+
+def test_of_several_turns_the_last_one_is_the_vote(folder: Path) -> None:
+    config = run_of(folder, eval={"samples_per_prompt": 3, "temperature": 1.0}).config
+    tokenizer = make_tokenizer()
+    prompts = load_prompts(str(folder / "eval.parquet"), config.data, tokenizer)
+    played = PlayedEpisodes([("add", r"\boxed{7}", "3"), ("sum up", "3", " 3"), ("add", r"\boxed{7}", "4")], tokenizer)
+    scorer = LocalRewardScorer(load_reward(config.reward))
+    sampler = ResponseSampler(None, scorer, tokenizer, played)  # type: ignore[arg-type]
+    shard = Evaluator(config, prompts, sampler, Sampling(8)).generate([0])
+    assert shard.answers == (0, 0, 2)
+    assert shard.response_lengths == (4, 8, 4)  # one token a character, without those of the tool
+    assert shard.rewards == pytest.approx((0.1, 0.2, 0.1))  # by the last turn's characters

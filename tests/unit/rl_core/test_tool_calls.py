@@ -122,7 +122,6 @@ PIECES = [
     "<tool_call>", "</tool_call>", "</think>", "```json\n", "```", ADD, '{"name": "a", "arguments": ', "{", "}", "[",
     '"', "\\ud8", "NaN", "1e999", "\0", "\n", ":", ",", "\ud800", "\N{GRINNING FACE}",
 ]  # fmt: skip
-END_OF_REASONING = "</think>"  # the first one: a call after it may have it in its texts
 VALUES = st.none() | st.integers() | st.floats() | st.text() | st.lists(st.text()) | st.just("\ud800")
 OBJECTS = st.dictionaries(st.sampled_from(["name", "arguments", "parameters", "other"]), VALUES).map(json.dumps)
 
@@ -137,9 +136,22 @@ def test_any_text_has_a_result(parser: str, text: str) -> None:
             assert call.reason
 
 
-@given(st.text(), st.dictionaries(st.text(), st.integers() | st.text() | st.booleans() | st.lists(st.text())))
+MARKS = st.sampled_from(["</think>", "</tool_call>", "<tool_call>{", "<think>", '"', "```"])
+TEXTS = st.text() | st.lists(MARKS | st.text(max_size=3)).map("".join)
+
+
+@given(TEXTS, st.dictionaries(TEXTS, st.integers() | TEXTS | st.booleans() | st.lists(TEXTS)))
 def test_any_call_written_as_json_is_read_back(name: str, arguments: dict[str, object]) -> None:
     text = json.dumps({"name": name, "arguments": arguments})
-    before = END_OF_REASONING if END_OF_REASONING in text else ""
-    assert parse_json(f"{before}{text}") == [Call(name, arguments)]
-    assert parse_hermes(f"{before}Now: {tagged(text)}") == [Call(name, arguments)]
+    call = Call(name, arguments)
+    for before in ("", f"I could write {tagged(text)}.</think>"):
+        assert parse_json(f"{before}{text}") == [call]
+        assert parse_json(f"{before}\n```json\n{text}\n```") == [call]
+        assert parse_hermes(f"{before}Now: {tagged(text, text)}") == [call, call]
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_a_malformed_call_may_have_marks_in_its_texts(parser: str) -> None:
+    body = '{"name": "add", "arguments": {"a": "</think></tool_call>"}'
+    assert "delimiter" in reason(body if parser == "json" else f"Now: {tagged(body)}", parser)
+    assert [type(call) for call in parse_hermes(f"{tagged(body)}{tagged(ADD)}")] == [MalformedCall, Call]

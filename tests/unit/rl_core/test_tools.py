@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers.utils import get_json_schema
 
+from infra.environments.child import MAX_MESSAGES, read_step
 from rl_core.environments.base import Environment, Step
 from rl_core.environments.tools import METRICS, ToolEnvironment, load_tools, tool_schemas
 from schemas.errors import ConfigError, EnvironmentImportError
@@ -63,6 +64,16 @@ def test_calls_are_answered_in_order() -> None:
 @pytest.mark.parametrize("parser", ["hermes", "json"])
 def test_a_turn_without_a_call_ends_the_trajectory(text: str, parser: str) -> None:
     assert asyncio.run(environment("add", parser=parser).step(text)) == Step("", 0.0, True)
+
+
+@pytest.mark.parametrize(("num_calls", "num_run"), [(64, 64), (65, 63), (300, 63)])
+def test_a_turn_has_at_most_as_many_messages_as_its_process_takes(num_calls: int, num_run: int) -> None:
+    step = asyncio.run(environment("add").step(turn(*[("add", {"a": 1})] * num_calls)))
+    left = num_calls - num_run
+    last = f"{left} more calls were not run. Write at most 64 in a turn"
+    assert step.observation == ["2"] * num_run + [last] * (left > 0)
+    assert step.metrics == counts(tool_calls=num_calls, malformed_calls=left)
+    assert len(read_step(step, 10_000)["observations"]) <= MAX_MESSAGES
 
 
 def test_parameters_named_task_and_seed_are_the_models() -> None:
