@@ -1,13 +1,20 @@
 """A model's chat template, with a run's variables and tools."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from itertools import takewhile
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl_core.rollout.control_tokens import ControlTokens, Messages
 from schemas.errors import DataError
+
+Shape = tuple[tuple[str, bool], ...]  # of a chat: of each message, its role, and whether it has a content
+
+CLOCK = "strftime_now"  # what templates ask for today's date
 
 
 class ChatTemplate:
@@ -15,12 +22,12 @@ class ChatTemplate:
 
     Args:
         tokenizer: The tokenizer, which has the template.
-        variables: Variables of the template.
+        variables: Variables of the template. `strftime_now` is the date, in ISO 8601, that it takes for today.
         tools: JSON schemas of the tools that the model may call.
         setting: What sets the variables, for the error.
 
     Raises:
-        DataError: The template has no variable of a given name, or none for tools.
+        DataError: There is no template for such chats; or it has no variable of a given name, or none for tools.
     """
 
     def __init__(
@@ -32,7 +39,7 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer, self._control = tokenizer, ControlTokens(tokenizer)
         self._variables = dict(variables or {})
-        template = str(tokenizer.get_chat_template())
+        template = chat_template_text(tokenizer, tools)
         if unused := [name for name in self._variables if not _uses(template, name)]:
             raise DataError(
                 f"{setting}: the model's chat template has no variable {', '.join(unused)}; remove it, "
@@ -45,18 +52,55 @@ class ChatTemplate:
             )
         if tools:
             self._variables["tools"] = list(tools)
+        if CLOCK in self._variables:
+            self._variables[CLOCK] = _clock(f"{setting}.{CLOCK}", self._variables[CLOCK])
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        place = self.tokenizer.name_or_path
+        return f"the model's chat template{f' ({place})' if place else ''}"
 
     def render(self, messages: Messages, *, with_prompt: bool = True) -> str:
         """Return a chat as text, ending with the beginning of the model's turn if `with_prompt`.
 
         Raises:
+            jinja2.TemplateError: The template rejects the chat, or fails on it.
+        """
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=with_prompt, **self._variables
+                )
+            )
+        except TemplateError:
+            raise
+        except Exception as error:  # a template computes, and may fail in any way
+            raise TemplateError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+    def find_left_out(self, shape: Shape) -> int | None:
+        """Return the number of the first message whose content the template leaves out of chats of this shape.
+
+        Raises:
+            jinja2.TemplateError: The template rejects such chats.
+        """
+        marks = [f"sluice{number}mark" if has_content else "" for number, (_, has_content) in enumerate(shape)]
+        text = self.render([{"role": role, "content": mark} for (role, _), mark in zip(shape, marks, strict=True)])
+        return next((number for number, mark in enumerate(marks) if mark not in text), None)
+
+    def find_missing_prompt(self, messages: Messages) -> str:
+        """Return what the template writes before a model's turn but not at the end of a prompt; empty if nothing.
+
+        Raises:
             jinja2.TemplateError: The template rejects the chat.
         """
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=with_prompt, **self._variables
-            )
-        )
+        prompt, mark = self.render(messages), "sluicemark"
+        if prompt != self.render(messages, with_prompt=False):
+            return ""
+        chat = self.render([*messages, {"role": "assistant", "content": mark}], with_prompt=False)
+        before, found, _ = chat.partition(mark)
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(before, prompt, strict=False))))
+        return before[same:].strip() if found else ""
 
     def find_control_token(self, messages: Messages) -> str | None:
         """Return the first name of a control token in the texts of a chat."""
@@ -77,6 +121,33 @@ class ChatTemplate:
         """Return the token ids of a rendered chat, or of the beginning of one."""
         token_ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return token_ids
+
+
+def shape_of(messages: Messages) -> Shape:
+    """Return a chat's shape, by which a template may leave out some of its messages."""
+    return tuple((message["role"], bool(message["content"].strip())) for message in messages)
+
+
+def chat_template_text(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return the template that a tokenizer takes for chats with these tools: of several, `tool_use` or `default`.
+
+    Raises:
+        DataError: It has several, and none of these.
+    """
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict) and not ({"default", "tool_use"} if tools else {"default"}) & templates.keys():
+        raise DataError(
+            f"the tokenizer {tokenizer.name_or_path} has several chat templates ({', '.join(templates)}) but none "
+            f"named default{' or tool_use' if tools else ''}; write the one to use to chat_template.jinja in its folder"
+        )
+    return str(tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None))
+
+
+def _clock(setting: str, date: object) -> Callable[[str], str]:
+    try:
+        return datetime.fromisoformat(str(date)).strftime
+    except ValueError:
+        raise DataError(f"{setting} is {date!r}; expected a date such as 2026-01-31") from None
 
 
 def _uses(template: str, name: str) -> bool:
