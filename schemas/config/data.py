@@ -65,8 +65,7 @@ class DataConfig(FrozenConfig):
     """A longer prompt is an error, or is dropped and counted."""
 
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-    """Variables of the model's chat template, such as `enable_thinking = false`; for training and held-out prompts. A
-    run sets `strftime_now`, the date of templates that ask for today's, to its first day."""
+    """Variables of the chat template, e.g. `enable_thinking = false`; a run sets `strftime_now`, if that asks for it."""
 
     shuffle: bool = True
     """Shuffle the prompts in every epoch, by the run's seed."""
