@@ -10,11 +10,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl_core.rollout.control_tokens import ControlTokens, Messages
+from schemas.config.template import CLOCK
 from schemas.errors import DataError
 
 Shape = tuple[tuple[str, bool], ...]  # of a chat: of each message, its role, and whether it has a content
-
-CLOCK = "strftime_now"  # what templates ask for today's date
 
 
 class ChatTemplate:
@@ -40,7 +39,8 @@ class ChatTemplate:
         self.tokenizer, self._control = tokenizer, ControlTokens(tokenizer)
         self._variables = dict(variables or {})
         template = chat_template_text(tokenizer, tools)
-        if unused := [name for name in self._variables if not _uses(template, name)]:
+        known = {CLOCK} if uses_clock(tokenizer) else set()
+        if unused := [name for name in self._variables if name not in known and not _uses(template, name)]:
             raise DataError(
                 f"{setting}: the model's chat template has no variable {', '.join(unused)}; remove it, "
                 "or check its name in the tokenizer's chat_template.jinja"
@@ -126,6 +126,12 @@ class ChatTemplate:
 def shape_of(messages: Messages) -> Shape:
     """Return a chat's shape, by which a template may leave out some of its messages."""
     return tuple((message["role"], bool(message["content"].strip())) for message in messages)
+
+
+def uses_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a chat template of a tokenizer, of several any, asks for today's date."""
+    templates = tokenizer.chat_template
+    return any(_uses(text, CLOCK) for text in (templates.values() if isinstance(templates, dict) else [templates]))
 
 
 def chat_template_text(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> str:

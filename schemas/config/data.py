@@ -65,7 +65,7 @@ class DataConfig(FrozenConfig):
     """A longer prompt is an error, or is dropped and counted."""
 
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-    """Variables of the chat template, e.g. `enable_thinking = false`; a run sets `strftime_now`, if that asks for it."""
+    """Variables of the chat template, e.g. `enable_thinking = false`; a run sets `strftime_now`, if it has it."""
 
     shuffle: bool = True
     """Shuffle the prompts in every epoch, by the run's seed."""
