@@ -1,7 +1,7 @@
 """`inputs.json`: digests of the data files and the modules that a run was given, with which it goes on."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -63,8 +63,8 @@ def check_inputs(directory: RunDirectory, config: RunConfig) -> None:
     """Check data files, see `check_data`, and warn of modules that are not those that the run was given."""
     check_data(directory, config)
     before, now = _load(directory), _code_digests(config)
-    for module in now if before is not None else ():
-        if before.code.get(module, now[module]) != now[module]:
+    for module, digest in now.items():
+        if before is not None and before.code.get(module, digest) != digest:
             logger.warning(
                 "the module %s has changed since run %s was given it: steps from now on use the new one; if that is "
                 "not meant, restore it, and resume the run",
@@ -123,14 +123,13 @@ def _import_paths(config: RunConfig) -> Iterator[str]:
 
 def _module_file(module: str) -> Path | None:
     """Return the source of a module, which isn't imported; None if it isn't a file here."""
-    folders: Sequence[str] | None = None
-    names = module.split(".")
+    folders, names, file = None, module.split("."), None
     for depth in range(len(names)):
         spec = PathFinder.find_spec(".".join(names[: depth + 1]), folders)
         if spec is None:
             return None
-        folders = spec.submodule_search_locations
-    return Path(spec.origin) if spec.origin and spec.has_location else None
+        folders, file = spec.submodule_search_locations, spec.origin if spec.has_location else None
+    return Path(file) if file is not None else None
 
 
 def _digest(files: Iterable[Path]) -> str:
