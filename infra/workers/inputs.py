@@ -66,8 +66,8 @@ def check_inputs(directory: RunDirectory, config: RunConfig) -> None:
     for module, digest in now.items():
         if before is not None and before.code.get(module, digest) != digest:
             logger.warning(
-                "the module %s has changed since run %s was given it: steps from now on use the new one; if that is "
-                "not meant, restore it, and resume the run",
+                "the module %s has changed since run %s was given it: workers that start from now on use the new one; "
+                "if that is not meant, restore it, and resume the run",
                 module,
                 directory.run_id,
             )
