@@ -157,7 +157,29 @@ def _render(path: str, prompts: list[Messages], chats: list[ChatTemplate]) -> li
                 "writes as plain text, or a model whose template does"
             )
         shapes.add(shape)
+    _warn_of_changes(path, prompts, texts)
     return texts
+
+
+def _warn_of_changes(path: str, prompts: list[Messages], texts: list[str]) -> None:
+    """Warn of contents that templates don't write as they are, such as the reasoning of earlier turns."""
+    changed = [
+        (number, index)
+        for number, (messages, text) in enumerate(zip(prompts, texts, strict=True), start=1)
+        for index, message in enumerate(messages)
+        if message["content"].strip() not in text
+    ]
+    if changed:
+        number, index = changed[0]
+        logger.warning(
+            "%s, row %d: the model's chat template cuts or changes the content of prompt[%d], of role %r (%d such "
+            "messages); if the model is to read all of it, write it so that the template keeps it",
+            path,
+            number,
+            index,
+            prompts[number - 1][index]["role"],
+            len(changed),
+        )
 
 
 def _tokenize(path: str, prompts: list[Messages], chats: list[ChatTemplate]) -> list[NDArray[np.int32]]:

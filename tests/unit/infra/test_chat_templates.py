@@ -61,6 +61,16 @@ def test_chats_of_other_shapes_are_looked_at_too(tmp_path: Path) -> None:
         load_chat(tmp_path, FIRST_SYSTEM, [SYSTEM, USER], [USER], [SYSTEM, SYSTEM, USER])
 
 
+def test_a_content_that_a_template_cuts_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    template = CHAT_TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1].strip()")
+    load_chat(tmp_path, template, [{"role": "user", "content": " 2 + 2?\n"}])
+    assert not caplog.records
+    load_chat(tmp_path, template, [USER], [USER, {"role": "assistant", "content": "<think>so</think>4"}, USER])
+    assert "row 2: the model's chat template cuts or changes the content of prompt[1], of role 'assistant' (1 such" in (
+        caplog.text
+    )
+
+
 @pytest.mark.parametrize(
     ("expression", "error"),
     [("1 // (messages|length - 2)", "ZeroDivisionError"), ("messages[1].content + 1", "TypeError"), ("{}|first.x", "")],
