@@ -142,7 +142,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     from flows.preflight import check, check_checkpoint
     from infra.storage.config_changes import resumed_config
     from infra.storage.runs import RunDirectory
-    from infra.workers.inputs import check_data
+    from infra.workers.inputs import check_files
     from schemas.config.load import override_config
 
     directory = RunDirectory.open(run, runs_dir)
@@ -156,7 +156,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     if done >= config.steps and directory.summary() is not None:
         console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")
         return
-    check_data(directory, config)
+    check_files(directory, config)
     check_capacity(config, check(config))
     check_checkpoint(directory, config)
     console.print(f"resuming {directory.run_id}: {done} of {config.steps} steps are done")

@@ -1,4 +1,4 @@
-"""`inputs.json`: digests of the data files and the modules that a run was given, with which it goes on."""
+"""`inputs.json`: digests of the data, the tokenizer and the modules that a run was given, with which it goes on."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -20,12 +20,23 @@ logger = logging.getLogger(__name__)
 
 _NAME = "inputs.json"
 _BLOCK_BYTES = 2**20
+_TOKENIZER_FILES = (  # of a model's folder; on them, the tokens of prompts and the ends of responses depend
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+)
 
 
 class RunInputs(Frozen):
-    """What a run was given beside its config and its model."""
+    """What a run was given beside its config."""
 
     data: dict[str, str]  # the digest of the files of each path
+    tokenizer: str = ""  # the digest of the model folder's files of it; empty: the model is on the hub
     code: dict[str, str]  # the digest of the source of each module of rewards and environments
 
 
@@ -43,25 +54,29 @@ def has_record(directory: RunDirectory) -> bool:
     return directory.folder.size(_NAME) is not None
 
 
-def check_data(directory: RunDirectory, config: RunConfig) -> None:
-    """Check that data files are those that the run was given; one without a record, of an older Sluice, isn't checked.
+def check_files(directory: RunDirectory, config: RunConfig) -> None:
+    """Check that data and tokenizer are those that the run was given; one without a record isn't checked.
 
     Raises:
         RunError: One of them has changed.
-        DataError: One of them is gone.
+        DataError: A data file is gone.
     """
-    before = _load(directory)
-    for path in _data_paths(config):
-        if before is not None and before.data.get(path, digest := data_digest(path)) != digest:
-            raise RunError(
-                f"run {directory.run_id} can't go on: {path} is not the data that it was given, and steps would train "
-                "on other rows; restore it, or start another run with sluice train"
-            )
+    if (before := _load(directory)) is None:
+        return
+    now = _measure(config)
+    changed = [f"the data of {path}" for path, digest in now.data.items() if before.data.get(path, digest) != digest]
+    if before.tokenizer and before.tokenizer != now.tokenizer:
+        changed.append(f"the tokenizer, chat template or generation config of {config.model.path}")
+    if changed:
+        raise RunError(
+            f"run {directory.run_id} can't go on: {changed[0]} is not what it was given, so that it would train on "
+            "something else; restore it, or start another run with sluice train"
+        )
 
 
 def check_inputs(directory: RunDirectory, config: RunConfig) -> None:
-    """Check data files, see `check_data`, and warn of modules that are not those that the run was given."""
-    check_data(directory, config)
+    """Check data and tokenizer, see `check_files`, and warn of modules that are not those that the run was given."""
+    check_files(directory, config)
     before, now = _load(directory), _code_digests(config)
     for module, digest in now.items():
         if before is not None and before.code.get(module, digest) != digest:
@@ -90,7 +105,11 @@ def data_digest(path: str) -> str:
 
 
 def _measure(config: RunConfig) -> RunInputs:
-    return RunInputs(data={path: data_digest(path) for path in _data_paths(config)}, code=_code_digests(config))
+    return RunInputs(
+        data={path: data_digest(path) for path in _data_paths(config)},
+        tokenizer=_tokenizer_digest(Path(config.model.path)),
+        code=_code_digests(config),
+    )
 
 
 def _load(directory: RunDirectory) -> RunInputs | None:
@@ -105,6 +124,12 @@ def _load(directory: RunDirectory) -> RunInputs | None:
 def _data_paths(config: RunConfig) -> list[str]:
     held_out = [config.data.eval_path] if config.data.eval_path else []
     return [*(source.path for source in config.data.train_sources), *held_out]
+
+
+def _tokenizer_digest(folder: Path) -> str:
+    files = sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+    names = " ".join(str(file.relative_to(folder)) for file in files)
+    return _digest(files, names) if files else ""
 
 
 def _code_digests(config: RunConfig) -> dict[str, str]:
@@ -132,8 +157,8 @@ def _module_file(module: str) -> Path | None:
     return Path(file) if file is not None else None
 
 
-def _digest(files: Iterable[Path]) -> str:
-    digest = xxhash.xxh3_128()
+def _digest(files: Iterable[Path], names: str = "") -> str:
+    digest = xxhash.xxh3_128(names.encode())
     for file in files:
         digest.update(file.stat().st_size.to_bytes(8, "little"))
         with file.open("rb") as content:

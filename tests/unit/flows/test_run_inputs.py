@@ -14,7 +14,7 @@ from infra.models.load import load_tokenizer
 from infra.models.tiny import CHAT_TEMPLATE
 from infra.storage.config_changes import resumed_config
 from infra.storage.runs import RunDirectory
-from infra.workers.inputs import check_data, check_inputs, data_digest, renew_inputs
+from infra.workers.inputs import check_files, check_inputs, data_digest, renew_inputs
 from infra.workers.rollout import RolloutWorker
 from schemas.config.run import RunConfig
 from schemas.errors import DataError, RunError
@@ -49,14 +49,16 @@ def test_a_run_is_found_if_it_exists_and_else_created(config: RunConfig) -> None
 
 
 @pytest.mark.parametrize("name", ["train.parquet", "eval.jsonl"])
-@pytest.mark.parametrize("check", [check_data, check_inputs, renew_inputs])
+@pytest.mark.parametrize("check", [check_files, check_inputs, renew_inputs])
 def test_a_changed_data_file_is_refused(
     tmp_path: Path, config: RunConfig, name: str, check: Callable[[RunDirectory, RunConfig], None]
 ) -> None:
     run, content = find_or_create_run(config, "run-1"), (tmp_path / name).read_bytes()
     check(run, config)
     make_tiny_data(tmp_path / name, 4)
-    with pytest.raises(RunError, match=rf"run run-1 can't go on: {tmp_path}/{name} is not the data.*; restore it, or"):
+    with pytest.raises(
+        RunError, match=rf"run run-1 can't go on: the data of {tmp_path}/{name} is not what .*; restore it, or"
+    ):
         check(run, config)
     (tmp_path / name).write_bytes(content)
     check(run, config)
@@ -65,13 +67,22 @@ def test_a_changed_data_file_is_refused(
         check(run, config)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "generation_config.json"])
+def test_a_changed_tokenizer_is_refused(tmp_path: Path, config: RunConfig, name: str) -> None:
+    run, file = find_or_create_run(config, "run-1"), tmp_path / "model" / name
+    for content in (file.read_text() + " ", None):
+        file.unlink() if content is None else file.write_text(content)
+        with pytest.raises(RunError, match=rf"tokenizer, chat template or generation config of {tmp_path}/model is"):
+            check_files(run, config)
+
+
 def test_other_held_out_prompts_are_recorded_when_they_are_given(tmp_path: Path, config: RunConfig) -> None:
     run, path = find_or_create_run(config, "run-1"), make_tiny_data(tmp_path / "more.jsonl", 5)
     config = config.replace(data=config.data.replace(eval_path=str(path)))
     renew_inputs(run, config)
     make_tiny_data(path, 6)
-    with pytest.raises(RunError, match=r"more\.jsonl is not the data"):
-        check_data(run, config)
+    with pytest.raises(RunError, match=r"the data of .*more\.jsonl is not"):
+        check_files(run, config)
 
 
 def test_a_changed_module_is_a_warning_once(
@@ -95,14 +106,14 @@ def test_a_run_without_a_record_goes_on_as_before(tmp_path: Path, config: RunCon
     assert not (run.path / "inputs.json").exists()
     (run.path / "inputs.json").write_text("{")
     with pytest.raises(RunError, match=r"run-1/inputs\.json is damaged"):
-        check_data(run, config)
+        check_files(run, config)
 
 
 def test_a_rollout_worker_that_is_created_again_checks_the_data(tmp_path: Path, config: RunConfig) -> None:
     run = find_or_create_run(config, "run-1")
     handle = RunHandle(run_id="run-1", directory=run.url, config=config, store_incarnation="")
     make_tiny_data(tmp_path / "train.parquet", 4)
-    with pytest.raises(RunError, match=r"train\.parquet is not the data"):
+    with pytest.raises(RunError, match=r"the data of .*train\.parquet is not"):
         RolloutWorker(handle).start()
 
 
