@@ -1,8 +1,8 @@
 """`inputs.json`: digests of the data, the tokenizer and the modules that a run was given, with which it goes on."""
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 import xxhash
@@ -147,14 +147,13 @@ def _import_paths(config: RunConfig) -> Iterator[str]:
 
 
 def _module_file(module: str) -> Path | None:
-    """Return the source of a module, which isn't imported; None if it isn't a file here."""
-    folders, names, file = None, module.split("."), None
-    for depth in range(len(names)):
-        spec = PathFinder.find_spec(".".join(names[: depth + 1]), folders)
-        if spec is None:
-            return None
-        folders, file = spec.submodule_search_locations, spec.origin if spec.has_location else None
-    return Path(file) if file is not None else None
+    """Return the source of a module, which isn't imported; None if it isn't a file on the module path."""
+    for folder in sys.path:
+        place = Path(folder, *module.split("."))
+        for file in (place / "__init__.py", place.with_name(f"{place.name}.py")):
+            if file.is_file():
+                return file
+    return None
 
 
 def _digest(files: Iterable[Path], names: str = "") -> str:

@@ -33,10 +33,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     make_tiny_model(tmp_path / "model")
     make_tiny_data(tmp_path / "train.parquet", 3)
     make_tiny_data(tmp_path / "eval.jsonl", 2)
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "__init__.py").write_text("raise RuntimeError('it is not imported')")
-    (tmp_path / "own" / "rewards.py").write_text(REWARD)
-    reward = {"kind": "function", "path": "own.rewards:score"}
+    (tmp_path / "own" / "rewards").mkdir(parents=True)  # packages, of which one has no __init__.py
+    (tmp_path / "own" / "rewards" / "__init__.py").write_text("raise RuntimeError('it is not imported')")
+    (tmp_path / "own" / "rewards" / "sums.py").write_text(REWARD)
+    reward = {"kind": "function", "path": "own.rewards.sums:score"}
     return run_config(tmp_path, data={"eval_path": str(tmp_path / "eval.jsonl")}, reward=reward)
 
 
@@ -91,9 +91,9 @@ def test_a_changed_module_is_a_warning_once(
     run = find_or_create_run(config, "run-1")
     renew_inputs(run, config)
     assert not caplog.records
-    (tmp_path / "own" / "rewards.py").write_text(REWARD.replace("1.0", "0.5"))
+    (tmp_path / "own" / "rewards" / "sums.py").write_text(REWARD.replace("1.0", "0.5"))
     renew_inputs(run, config)
-    assert "the module own.rewards has changed since run run-1 was given it" in caplog.text
+    assert "the module own.rewards.sums has changed since run run-1 was given it" in caplog.text
     caplog.clear()
     renew_inputs(run, config)
     assert not caplog.records
@@ -155,4 +155,4 @@ def test_the_record_has_paths_and_modules(config: RunConfig) -> None:
     run = find_or_create_run(config, "run-1")
     record = json.loads((run.path / "inputs.json").read_text())
     assert list(record["data"]) == [config.data.train_path, config.data.eval_path]
-    assert list(record["code"]) == ["own.rewards"]
+    assert list(record["code"]) == ["own.rewards.sums"]
