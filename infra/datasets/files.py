@@ -31,7 +31,6 @@ _PANDAS = {  # what reads other kinds
     ".xlsx": "read_excel({path!r})",
     ".feather": "read_feather({path!r})",
     ".orc": "read_orc({path!r})",
-    ".pkl": "read_pickle({path!r})",
 }
 _HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 
