@@ -49,6 +49,16 @@ def test_variables_reach_the_chat_template(tmp_path: Path, monkeypatch: pytest.M
         load(path, chat_template_kwargs={"add_generation_prompt": False})
 
 
+def test_rows_that_are_tokenized_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_tiny_data(tmp_path / "rows.jsonl", 5)
+    whole = load(path)
+    monkeypatch.setattr("infra.datasets.load._BATCH_ROWS", 2)
+    in_batches = load(path)
+    assert [in_batches[row].prompt_ids.tolist() for row in range(5)] == [
+        whole[row].prompt_ids.tolist() for row in range(5)
+    ]
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         load(tmp_path / "none.parquet")
