@@ -1,6 +1,7 @@
 """Checks of a config before any service or worker is started."""
 
 import logging
+from contextlib import suppress
 
 import fsspec
 import torch
@@ -9,7 +10,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from flows.answers import check_answers
 from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import open_checkpoints
-from infra.datasets import PromptDataset, load_run_prompts
+from infra.datasets import PromptDataset, PromptRow, load_run_prompts
+from infra.datasets.environments import schemas_of_tools
 from infra.datasets.limits import check_prompts
 from infra.engines.embedded.cache import check_speculative
 from infra.engines.vllm.adapters import check_adapters
@@ -17,17 +19,25 @@ from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
 from infra.environments.open import check_environments
 from infra.history.reuse import check_source
-from infra.models.load import build_meta_model, experts_dtype, load_tokenizer, max_positions, num_embeddings
+from infra.models.load import (
+    build_meta_model,
+    experts_dtype,
+    load_tokenizer,
+    max_positions,
+    num_embeddings,
+    stop_token_ids,
+)
 from infra.models.lora import add_adapter, require_peft
 from infra.monitors import require_monitors
 from infra.ray.tracing import require_tracing
 from infra.storage.runs import RunDirectory, require_writable
 from rl_core.rewards import load_reward
+from rl_core.rollout.chat import ChatTemplate
 from rl_core.training.eight_bit import require_bitsandbytes
 from schemas.config.judge_model import JudgeModelReward
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
-from schemas.errors import CheckpointError, ConfigError, ModelError
+from schemas.errors import ChatTemplateError, CheckpointError, ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +62,7 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
         load_queries(config.runtime.queries)
     tokenizer = load_tokenizer(config.model)
     check_stop_tokens(config)
+    stop_token_ids(config.model, tokenizer)
     if isinstance(config.rollout, VllmRollout):
         check_tensor_parallel(config.model, config.rollout)
         check_adapters(config.model)
@@ -68,6 +79,7 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
             len(prompts),
             config.rollout.num_prompts,
         )
+    _warn_of_missing_prompt(config, tokenizer, prompts[0])
     check_environments(config, tokenizer, prompts)
     check_prompts(config, prompts, held_out, max_positions(config.model))
     check_answers(config, prompts, held_out)
@@ -83,6 +95,20 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
     require_monitors(config)
     require_tracing(config)
     return prompts
+
+
+def _warn_of_missing_prompt(config: RunConfig, tokenizer: PreTrainedTokenizerBase, row: PromptRow) -> None:
+    """Warn if the chat template doesn't end prompts with the beginning of the model's turn."""
+    tools = () if row.environment is None else schemas_of_tools(config.environments[row.environment])
+    chat = ChatTemplate(tokenizer, config.data.chat_template_kwargs, tools)
+    with suppress(ChatTemplateError):  # it takes no turn of the model after these
+        if missing := chat.find_missing_prompt(row.messages):
+            logger.warning(
+                "%s writes no generation prompt: prompts lack %r, with which the model's turns begin, so that the "
+                "model would have to write it itself; have the template write it if add_generation_prompt is true",
+                chat.name,
+                missing,
+            )
 
 
 def check_checkpoint(directory: RunDirectory, config: RunConfig) -> None:

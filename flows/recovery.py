@@ -3,6 +3,7 @@
 import logging
 import time
 from contextlib import suppress
+from datetime import date
 
 from infra.storage.config_changes import resumed_config
 from infra.storage.identity import identity_of, owns_place
@@ -11,14 +12,43 @@ from infra.storage.versions import installed_versions
 from infra.stores.open import close_store, start_store
 from infra.stores.steps import drop_outdated_steps, drop_steps
 from infra.workers.generate import sync_workers
+from infra.workers.inputs import record_inputs
 from infra.workers.launch import get_group, kill_workers
 from schemas.config.run import RunConfig
+from schemas.config.template import CLOCK
 from schemas.errors import RunError, StoreError, WorkerLostError
 from schemas.step import PolicyHandle, RunEvent, RunHandle
 from tasks.checkpoint import drop_superseded
 from tasks.stage import is_committed
 
 logger = logging.getLogger(__name__)
+
+
+def find_or_create_run(config: RunConfig, run_id: str) -> RunDirectory:
+    """Return the run of that id in the config's folder of runs; make it if it doesn't exist.
+
+    A new run records what it is given: data files, modules and, if its chat template asks for that, the date.
+
+    Raises:
+        UserError: The tokenizer or a data file of a new run can't be read.
+    """
+    directory = RunDirectory.at(config, run_id)
+    if directory.exists:
+        return directory
+    config = _with_date(config)
+    record_inputs(directory, config)  # first: without `config.json`, the directory is not a run yet
+    return RunDirectory.create(config, run_id)
+
+
+def _with_date(config: RunConfig) -> RunConfig:
+    from infra.models.load import load_tokenizer  # not at the top: torch is imported with it
+    from rl_core.rollout.chat import uses_clock
+
+    variables = config.data.chat_template_kwargs
+    if CLOCK in variables or not uses_clock(load_tokenizer(config.model)):
+        return config
+    variables = {**variables, CLOCK: date.today().isoformat()}
+    return config.replace(data=config.data.replace(chat_template_kwargs=variables))
 
 
 def change_config(directory: RunDirectory, config: RunConfig) -> RunConfig:

@@ -18,7 +18,14 @@ from flows.ledger_storage import ledger_storage
 from flows.logs import logs_in_prefect
 from flows.progress import place_table, sharing_line
 from flows.queries import find_failed_queries
-from flows.recovery import change_config, drop_outdated_ledger, open_run, reconcile, record_event
+from flows.recovery import (
+    change_config,
+    drop_outdated_ledger,
+    find_or_create_run,
+    open_run,
+    reconcile,
+    record_event,
+)
 from flows.reporter import RunReporter
 from flows.server import call_through_outages
 from flows.step import new_step_flow
@@ -33,6 +40,7 @@ from infra.storage.identity import claim_identity
 from infra.storage.metrics_file import MetricsFile
 from infra.storage.runs import RunDirectory
 from infra.stores.open import close_store, open_store
+from infra.workers.inputs import renew_inputs
 from infra.workers.launch import kill_workers, monitored_workers
 from infra.workers.nodes import check_nodes
 from infra.workers.placement import check_resources
@@ -81,7 +89,8 @@ async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
     Raises:
         ServiceError: No Ray head responds.
         ConfigError: The Ray cluster has too few cores or GPUs.
-        RunError: The run exists and trains something else than `config`, or was written by a newer Sluice.
+        RunError: The run exists and trains something else than `config`, or on other data than it was given, or was
+            written by a newer Sluice.
         PipelineError: The run stopped; it can be resumed. Or another driver has taken it over.
         CancelledRun: It was cancelled in the Prefect UI; it can be resumed.
         Pause: It was suspended there, or by an automation; it can be resumed.
@@ -98,7 +107,7 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
     """Run the steps that a run still lacks, within the current flow run; see `train`."""
     connect(config.runtime)
     device = check_resources(config)
-    directory = RunDirectory.open_or_create(config, run_id)
+    directory = find_or_create_run(config, run_id)
     with (
         driver_lock(directory),
         driver_log(directory),
@@ -109,6 +118,7 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         identity = claim_identity(directory, config)
         stack.enter_context(monitored_workers(identity, config))
         config = change_config(directory, config)
+        renew_inputs(directory, config)
         check_nodes(directory, config)
         drop_outdated_ledger(directory, config)
         stack.enter_context(traced_run(run_id, config))

@@ -142,6 +142,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     from flows.preflight import check, check_checkpoint
     from infra.storage.config_changes import resumed_config
     from infra.storage.runs import RunDirectory
+    from infra.workers.inputs import check_files
     from schemas.config.load import override_config
 
     directory = RunDirectory.open(run, runs_dir)
@@ -155,6 +156,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     if done >= config.steps and directory.summary() is not None:
         console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")
         return
+    check_files(directory, config)
     check_capacity(config, check(config))
     check_checkpoint(directory, config)
     console.print(f"resuming {directory.run_id}: {done} of {config.steps} steps are done")
@@ -165,16 +167,16 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
 @app.command()
 def data(
     task: Annotated[str, typer.Argument(help="A reasoning-gym task, e.g. chain_sum.")],
-    out: Annotated[Path, typer.Argument(help="The Parquet file to write.")],
+    out: Annotated[Path, typer.Argument(help="The file to write, .parquet or .jsonl.")],
     settings: Annotated[
         list[str] | None,
         typer.Argument(help="The task's own settings, e.g. min_terms=2", metavar="[KEY=VALUE]..."),
     ] = None,
     size: Annotated[int, typer.Option(help="Number of problems.", min=1)] = 1000,
     seed: Annotated[int, typer.Option(help="The task's seed.", min=0)] = 0,
-    exclude: Annotated[Path | None, typer.Option(help="Skip problems that are in this Parquet file.")] = None,
+    exclude: Annotated[Path | None, typer.Option(help="Skip problems that are in this file.")] = None,
 ) -> None:
-    """Write problems of a reasoning-gym task to a Parquet file with verl's columns."""
+    """Write problems of a reasoning-gym task, as Parquet or JSONL with verl's columns."""
     from infra.datasets.reasoning_gym import parse_settings, write_problems
 
     with console.status(f"generating {size} problems of {task}"):

@@ -131,15 +131,15 @@ async def prepare_data(
     seed: int = 0,
     exclude: str | None = None,
 ) -> State:
-    """Write problems of a reasoning-gym task to a Parquet file.
+    """Write problems of a reasoning-gym task to a file.
 
     Args:
         task: A reasoning-gym task, e.g. chain_sum.
-        out: The Parquet file to write.
+        out: The file to write, `.parquet` or `.jsonl`.
         settings: The task's own settings, one `key=value` each, e.g. `min_terms=2`.
         size: The number of problems.
         seed: The task's seed.
-        exclude: A Parquet file whose problems are skipped.
+        exclude: A file whose problems are skipped.
     """
     from infra.datasets.reasoning_gym import parse_settings, write_problems  # not at the top: needs the extra `demo`
 

@@ -13,6 +13,7 @@ from infra.storage.driver_lock import driver_lock
 from infra.storage.lineage import Fork, owner_of, save_fork
 from infra.storage.runs import RunDirectory
 from infra.storage.versions import installed_versions
+from infra.workers.inputs import has_record, record_inputs
 from schemas.config.changes import is_changeable
 from schemas.config.differences import differences
 from schemas.config.load import changed_keys, override_config
@@ -107,6 +108,8 @@ def make_fork(fork: PlannedFork) -> None:
         directory.decisions.copy_from(parent.decisions, fork.step)
         directory.metrics.append_event(_event(fork))
         directory.ledger.create()
+        if has_record(parent):
+            record_inputs(directory, fork.config)
         directory.write_config(fork.config)
 
 

@@ -1,126 +1,130 @@
-"""Read prompt data: Parquet, JSONL, and the folders that `save_to_disk` of Hugging Face datasets writes."""
+"""Find the files of prompt data that a path names, and read their rows."""
 
-import json
-from collections.abc import Iterator, Sequence
+import glob
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from infra.datasets.arrow_files import read_parquet, read_stream, saved_shards
+from infra.datasets.columns import CONVERSION
+from infra.datasets.text_files import read_csv, read_json, read_jsonl
 from schemas.errors import DataError
 
-REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
+Row = dict[str, Any]
+
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".parquet": read_parquet,
+    ".arrow": read_stream,
+    ".jsonl": read_jsonl,
+    ".jsonl.gz": read_jsonl,
+    ".json": read_json,
+    ".json.gz": read_json,
+    ".csv": read_csv,
+    ".csv.gz": read_csv,
+}
+SHARDS = (".parquet", ".jsonl", ".jsonl.gz")  # what a folder is read from
+
+_PANDAS = {  # what reads other kinds
+    ".tsv": "read_csv({path!r}, sep='\\t')",
+    ".xlsx": "read_excel({path!r})",
+    ".feather": "read_feather({path!r})",
+    ".orc": "read_orc({path!r})",
+}
+_HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 
 
-def read_rows(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows at `path` as plain Python values.
-
-    Args:
-        path: A `.parquet` file; a `.jsonl` or `.json` file with one object per line; or a folder that `save_to_disk`
-            wrote, of one dataset or of one split of a `DatasetDict`.
+def read_rows(path: str) -> Iterator[Row]:
+    """Yield the rows at `path` as JSON values; those of several files one after another, see `data_files`.
 
     Raises:
         DataError: The path doesn't exist, can't be read, or lacks a column.
     """
-    if Path(path).is_dir():
-        return _read_folder(Path(path))
-    if not Path(path).is_file():
-        raise DataError(f"{path}: no such file; check data.train_path, data.sources and data.eval_path")
-    if Path(path).suffix in (".jsonl", ".json"):
-        return _read_jsonl(path)
-    if Path(path).suffix != ".parquet":
+    return chain.from_iterable(READERS[_ending(file)](file) for file in data_files(path))
+
+
+def data_files(path: str) -> list[Path]:
+    """Return the files that hold the rows at `path`, in their order.
+
+    Args:
+        path: A file of one of the kinds of `READERS`; a folder of Parquet or JSONL shards of one split; a pattern such
+            as `data/train-*.parquet`; or a folder that `save_to_disk` of Hugging Face datasets wrote, of one dataset or
+            of one split of a `DatasetDict`. Files of a pattern or a folder are sorted by name.
+
+    Raises:
+        DataError: There is none, it is of another kind, or a shard is missing.
+    """
+    place = Path(path)
+    if place.is_dir():
+        is_saved = any((place / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        return saved_shards(place) if is_saved else _folder_shards(place)
+    if place.is_file():
+        files = [place]
+    elif not (files := sorted(Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file())):
+        raise DataError(_missing(path))
+    for file in files:
+        if _ending(file) not in READERS:
+            raise DataError(_unknown_kind(file))
+    return files
+
+
+def _folder_shards(folder: Path) -> list[Path]:
+    files = sorted(file for file in folder.iterdir() if _is_shard(file))
+    if not files:
+        within = sorted({file.parent for file in folder.glob("*/*") if _is_shard(file)})
+        hint = f"; give one of its subfolders: {', '.join(map(str, within[:5]))}" if within else ""
         raise DataError(
-            f"{path}: unknown kind of data file; give a .parquet or .jsonl file, or a folder that save_to_disk wrote"
+            f"{folder} has no {' or '.join(SHARDS[:2])} files, and has neither state.json nor dataset_dict.json of "
+            f"save_to_disk{hint or '; give a folder of such files, or one file'}"
         )
-    return _read_parquet(path)
+    patterns = sorted({f"{folder}/{_prefix(file)}*{_ending(file)}" for file in files})
+    if len(patterns) > 1:  # `train.parquet` and `test.parquet`, say, must not be mixed
+        raise DataError(f"{folder} has files of several names; give one of them, or a pattern: {', '.join(patterns)}")
+    _require_all_shards(folder, files)
+    return files
 
 
-def _read_parquet(path: str) -> Iterator[dict[str, Any]]:
-    try:
-        table = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} can't be read as Parquet: {_first_line(error)}") from error
-    _require_columns(path, table.column_names)
-    return (row for batch in table.to_batches() for row in batch.to_pylist())
+def _require_all_shards(folder: Path, files: Sequence[Path]) -> None:
+    found = [re.search(r"(\d+)-of-(\d+)", file.name) for file in files]
+    numbers = {int(each[1]) for each in found if each}
+    for count in {int(each[2]) for each in found if each}:
+        if missing := sorted(set(range(count)) - numbers):
+            raise DataError(f"{folder} lacks shard {missing[0]} of {count}, of {files[0].name}; copy the whole folder")
 
 
-def _read_jsonl(path: str) -> Iterator[dict[str, Any]]:
-    # Not pyarrow's reader: it needs one schema for all rows, fills gaps with nulls, and doesn't name the bad line.
-    try:
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    raise DataError(f"{path}, row {number}: the line is blank; remove it")
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise DataError(f"{path}, row {number}: expected a JSON object, found {type(row).__name__}")
-                yield row
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, row {number}: not JSON: {error}; write one JSON object per line") from error
-    except (UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{path} can't be read as UTF-8 text: {error}") from error
+def _is_shard(file: Path) -> bool:
+    return _ending(file) in SHARDS and not file.name.startswith((".", "_")) and file.is_file()
 
 
-def _read_folder(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a dataset's shards, in the order of its `state.json`."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = _read_json(folder / "dataset_dict.json").get("splits")
-        names = ", ".join(f"{folder}/{split}" for split in splits) if isinstance(splits, list) else "its subfolders"
-        raise DataError(f"{folder} is a DatasetDict with several splits; give one of them: {names}")
-    if not (folder / "state.json").is_file():
-        raise DataError(
-            f"{folder} has neither state.json nor dataset_dict.json; give a folder that save_to_disk of Hugging Face "
-            "datasets wrote, or a .parquet or .jsonl file"
+def _prefix(file: Path) -> str:
+    """Return the letters that a file's name begins with: `train` of `train-00000-of-00002.parquet`."""
+    return re.match(r"[^\W\d]*", file.name.removesuffix(_ending(file)))[0]  # type: ignore[index]  # it always matches
+
+
+def _ending(file: Path) -> str:
+    """Return what tells a file's kind: the last suffix, or the last two of a compressed one."""
+    return "".join(file.suffixes[-2:] if file.suffix == ".gz" else file.suffixes[-1:]).lower()
+
+
+def _missing(path: str) -> str:
+    if "://" in path:
+        return f"{path}: data is read from local files; download it, and give the path of the copy"
+    if glob.has_magic(path):
+        return f"{path}: no file matches this pattern; check data.train_path, data.sources and data.eval_path"
+    hint = "check data.train_path, data.sources and data.eval_path"
+    if _HUB_ID.fullmatch(path):
+        hint += (
+            '; a dataset of the Hugging Face hub is saved by: python -c "from datasets import load_dataset; '
+            f"load_dataset('{path}', split='train').to_parquet('train.parquet')\""
         )
-    shards = _shards(folder)
-    for shard in shards:
-        if not shard.is_file():
-            raise DataError(f"{shard}, which {folder}/state.json lists, does not exist; copy the whole folder")
-    return (row for shard in shards for row in _read_stream(shard))
+    return f"{path}: no such file; {hint}"
 
 
-def _shards(folder: Path) -> Sequence[Path]:
-    state = _read_json(folder / "state.json")
-    files, indices = state.get("_data_files"), state.get("_indices_data_files")
-    if indices:  # early versions stored the selected row numbers separately from the shards
-        raise DataError(
-            f"{folder}/state.json lists selected rows in _indices_data_files; load and save the dataset again with a "
-            "version of datasets that writes the selected rows themselves"
-        )
-    if not isinstance(files, list) or not all(isinstance(file, dict) and "filename" in file for file in files):
-        raise DataError(f"{folder}/state.json: _data_files is {files!r:.80}; expected a list of {{'filename': ...}}")
-    return [folder / str(file["filename"]) for file in files]
-
-
-def _read_stream(shard: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one Arrow IPC stream, one batch at a time, from a memory map."""
-    try:
-        with pa.memory_map(str(shard)) as source, pa.ipc.open_stream(source) as stream:
-            _require_columns(str(shard), stream.schema.names)
-            for batch in stream:
-                yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{shard} can't be read as an Arrow stream: {_first_line(error)}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise DataError(f"{path} can't be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
-
-
-def _require_columns(path: str, names: Sequence[str]) -> None:
-    missing = [name for name in REQUIRED_COLUMNS if name not in names]
-    if missing:
-        raise DataError(
-            f"{path}: no column {missing[0]!r}; it has {', '.join(names)} but needs {', '.join(REQUIRED_COLUMNS)}"
-        )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _unknown_kind(file: Path) -> str:
+    kinds = ", ".join(ending for ending in READERS if not ending.endswith(".gz"))
+    if file.suffix in _PANDAS:
+        read = _PANDAS[file.suffix].format(path=str(file))
+        write = f"to_json({str(file.with_suffix('.jsonl'))!r}, orient='records', lines=True)"
+        return f'{file}: unknown kind of data file; convert it: python -c "import pandas; pandas.{read}.{write}"'
+    return f"{file}: unknown kind of data file; give one of {kinds} (text also as .gz), {CONVERSION}"

@@ -1,12 +1,10 @@
 """Load prompts from a file's rows: check them, apply the chat template, and reject or drop those too long."""
 
-import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets.environments import (
@@ -16,10 +14,11 @@ from infra.datasets.environments import (
     environments_of_sources,
     held_out_environment,
 )
-from infra.datasets.files import REQUIRED_COLUMNS, read_rows
+from infra.datasets.files import read_rows
 from infra.datasets.levels import level_of, split_levels
 from infra.datasets.prompts import PromptDataset, PromptRow
-from rl_core.rollout.chat import ChatTemplate
+from infra.datasets.rows import ParsedRow, parse_row
+from rl_core.rollout.chat import ChatTemplate, shape_of
 from rl_core.rollout.control_tokens import Messages
 from schemas.config.curriculum import LevelCurriculum
 from schemas.config.data import DataConfig
@@ -29,24 +28,7 @@ from schemas.errors import ChatTemplateError, DataError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _ParsedRow:
-    """A well-formed row that is not tokenized yet."""
-
-    messages: Messages
-    answer: str
-    info: dict[str, Any]
-
-    def with_ids(self, token_ids: list[int], environment: int | None) -> PromptRow:
-        return PromptRow(
-            prompt_ids=np.array(token_ids, dtype=np.int32),
-            prompt_text="\n\n".join(message["content"] for message in self.messages),
-            answer=self.answer,
-            info=self.info,
-            data_source=self.info["data_source"],
-            messages=self.messages,
-            environment=environment,
-        )
+_BATCH_ROWS = 1024  # that are tokenized at a time: what a tokenizer returns has 100 times the size of the ids
 
 
 def load_run_prompts(
@@ -97,10 +79,10 @@ def load_prompts(
     environment_of: EnvironmentOf = always(RowEnvironment()),  # noqa: B008  it is immutable
     levels: LevelCurriculum | None = None,
 ) -> PromptDataset:
-    """Read one file or folder in verl's columns: `data_source`, `prompt`, `reward_model`, `extra_info`.
+    """Read prompts in verl's columns: `data_source`, `prompt`, `reward_model`, `extra_info`.
 
     Args:
-        path: A path that `infra.datasets.files.read_rows` accepts: Parquet, JSONL, or a folder of `save_to_disk`.
+        path: A file, a folder or a pattern, see `infra.datasets.files.data_files`.
         config: The most tokens of a prompt, what happens to longer ones, and the variables of the chat template.
         tokenizer: The tokenizer whose chat template formats the prompts.
         environment_of: Finds the environment of a row by its `data_source`.
@@ -108,9 +90,9 @@ def load_prompts(
 
     Raises:
         DataError: The file is missing or unreadable, or a row is unusable; the message names file, row (counted from 1)
-            and column; or the chat template lacks a variable, see `ChatTemplate`.
+            and column; or the chat template lacks a variable, see `ChatTemplate`, or leaves out a message.
     """
-    parsed = [_parse_row(f"{path}, row {number}", row) for number, row in enumerate(read_rows(path), start=1)]
+    parsed = [parse_row(f"{path}, row {number}", row) for number, row in enumerate(read_rows(path), start=1)]
     if not parsed:
         raise DataError(f"{path} has no rows; a run needs at least one prompt")
     if levels is not None:
@@ -121,12 +103,12 @@ def load_prompts(
         environment.number: ChatTemplate(tokenizer, config.chat_template_kwargs, environment.tools)
         for environment in {each.number: each for each in environments}.values()
     }
-    token_ids = _tokenize(path, [row.messages for row in parsed], [chats[each.number] for each in environments])
+    prompt_ids = _tokenize(path, [row.messages for row in parsed], [chats[each.number] for each in environments])
     limit = config.max_prompt_tokens
-    too_long = [number for number, ids in enumerate(token_ids, start=1) if len(ids) > limit]
+    too_long = [number for number, ids in enumerate(prompt_ids, start=1) if len(ids) > limit]
     if too_long and config.overlong == "error":
         raise DataError(
-            f"{path}, row {too_long[0]}: the prompt has {len(token_ids[too_long[0] - 1])} tokens, more than "
+            f"{path}, row {too_long[0]}: the prompt has {len(prompt_ids[too_long[0] - 1])} tokens, more than "
             f"data.max_prompt_tokens = {limit} ({len(too_long)} such rows); raise that, or set "
             'data.overlong = "drop" to drop such rows'
         )
@@ -137,71 +119,83 @@ def load_prompts(
     if too_long:
         logger.warning("%s: dropped %d of %d rows, longer than %d tokens", path, len(too_long), len(parsed), limit)
     rows = [
-        row.with_ids(ids, environment.number)
-        for row, ids, environment in zip(parsed, token_ids, environments, strict=True)
+        _prompt_row(row, ids, environment)
+        for row, ids, environment in zip(parsed, prompt_ids, environments, strict=True)
         if len(ids) <= limit
     ]
     return PromptDataset(rows, num_dropped=len(too_long))
 
 
-def _parse_row(place: str, row: dict[str, Any]) -> _ParsedRow:
-    for name in REQUIRED_COLUMNS:
-        if row.get(name) is None:
-            raise DataError(
-                f"{place}: column {name!r} is missing or null; every row needs {', '.join(REQUIRED_COLUMNS)}"
-            )
-    source = row["data_source"]
-    if not isinstance(source, str) or not source:
-        raise DataError(f"{place}: data_source is {source!r}; expected a non-empty string")
-    reward_model = row["reward_model"]
-    answer = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    if answer is None:
-        raise DataError(f"{place}: reward_model.ground_truth is missing or null; expected the answer as a string")
-    extra = row.get("extra_info") or {}
-    if not isinstance(extra, dict):
-        raise DataError(f"{place}: extra_info is {type(extra).__name__}; expected an object, or null")
-    return _ParsedRow(
-        messages=_parse_messages(place, row["prompt"]),
-        answer=answer if isinstance(answer, str) else json.dumps(answer, default=str),
-        info={**extra, "data_source": source},
+def _prompt_row(row: ParsedRow, prompt_ids: NDArray[np.int32], environment: RowEnvironment) -> PromptRow:
+    return PromptRow(
+        prompt_ids=prompt_ids,
+        prompt_text="\n\n".join(message["content"] for message in row.messages),
+        answer=row.answer,
+        info=row.info,
+        data_source=row.info["data_source"],
+        messages=row.messages,
+        environment=environment.number,
     )
 
 
-def _parse_messages(place: str, prompt: Any) -> Messages:
-    if not isinstance(prompt, list):
-        raise DataError(
-            f"{place}: prompt is {type(prompt).__name__}; expected a chat list, e.g. "
-            '[{"role": "user", "content": "..."}]'
-        )
-    for index, message in enumerate(prompt):
-        well_formed = isinstance(message, dict) and all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        )
-        if not well_formed:
-            raise DataError(f"{place}: prompt[{index}] is {message!r:.80}; expected strings for role and content")
-    if not any(message["content"].strip() for message in prompt):
-        raise DataError(f"{place}: the prompt is empty; give at least one message with content, or remove the row")
-    return [{"role": message["role"], "content": message["content"]} for message in prompt]
-
-
-def _tokenize(path: str, prompts: list[Messages], chats: list[ChatTemplate]) -> list[list[int]]:
-    """Return the token ids of each prompt under its chat template; tokenizes all prompts in one call."""
+def _render(path: str, prompts: list[Messages], chats: list[ChatTemplate]) -> list[str]:
+    """Return each prompt under its chat template, in which all of its messages must be."""
     texts: list[str] = []
+    shapes: set[tuple[int, tuple[tuple[str, bool], ...]]] = set()  # what has been found to leave nothing out
     for number, (messages, chat) in enumerate(zip(prompts, chats, strict=True), start=1):
         try:
             texts.append(chat.render(messages))
+            shape = id(chat), shape_of(messages)
+            left_out = chat.find_left_out(shape[1]) if shape not in shapes else None
         except ChatTemplateError as error:
             raise DataError(f"{path}, row {number}: {error}; change the roles of the row's prompt") from error
-    token_ids: list[list[int]] = chats[0].tokenizer(texts, add_special_tokens=False)["input_ids"]
-    for number, (messages, ids, chat) in enumerate(zip(prompts, token_ids, chats, strict=True), start=1):
-        if not ids:
+        if left_out is not None:
+            raise DataError(
+                f"{path}, row {number}: {chat.name} leaves out the content of prompt[{left_out}], of role "
+                f"{messages[left_out]['role']!r}, so that the model would not read it; use roles that the template "
+                "writes as plain text, or a model whose template does"
+            )
+        shapes.add(shape)
+    _warn_of_changes(path, prompts, texts)
+    return texts
+
+
+def _warn_of_changes(path: str, prompts: list[Messages], texts: list[str]) -> None:
+    """Warn of contents that templates don't write as they are, such as the reasoning of earlier turns."""
+    changed = [
+        (number, index)
+        for number, (messages, text) in enumerate(zip(prompts, texts, strict=True), start=1)
+        for index, message in enumerate(messages)
+        if message["content"].strip() not in text
+    ]
+    if changed:
+        number, index = changed[0]
+        logger.warning(
+            "%s, row %d: the model's chat template cuts or changes the content of prompt[%d], of role %r (%d such "
+            "messages); if the model is to read all of it, write it so that the template keeps it",
+            path,
+            number,
+            index,
+            prompts[number - 1][index]["role"],
+            len(changed),
+        )
+
+
+def _tokenize(path: str, prompts: list[Messages], chats: list[ChatTemplate]) -> list[NDArray[np.int32]]:
+    """Return the token ids of each prompt under its chat template: int32 [P] each."""
+    texts, prompt_ids = _render(path, prompts, chats), []
+    for start in range(0, len(texts), _BATCH_ROWS):
+        encoded = chats[0].tokenizer(texts[start : start + _BATCH_ROWS], add_special_tokens=False)
+        prompt_ids += [np.array(token_ids, dtype=np.int32) for token_ids in encoded["input_ids"]]
+    for number, (messages, ids, chat) in enumerate(zip(prompts, prompt_ids, chats, strict=True), start=1):
+        if not len(ids):
             raise DataError(f"{path}, row {number}: the prompt has no tokens under the model's chat template")
         if name := chat.find_control_token(messages):
             try:
-                token_ids[number - 1] = chat.encode(messages)
+                prompt_ids[number - 1] = np.array(chat.encode(messages), dtype=np.int32)
             except ValueError as error:
                 raise DataError(
                     f"{path}, row {number}: the prompt contains {name!r}, the name of a control token, which can't be "
                     f"encoded as text: {error}; remove it"
                 ) from None
-    return token_ids
+    return prompt_ids

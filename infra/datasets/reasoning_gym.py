@@ -1,4 +1,4 @@
-"""Rows of reasoning-gym tasks, as Parquet in verl's columns (extra `demo`)."""
+"""Rows of reasoning-gym tasks, as Parquet or JSONL in verl's columns (extra `demo`)."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from infra.datasets.files import read_rows
+from infra.datasets.rows import parse_messages
 from schemas.errors import ConfigError, DataError
 
 Row = dict[str, Any]
@@ -30,28 +32,31 @@ def write_problems(
     row's index and, as JSON, the metadata that the task's verifier needs.
 
     Args:
-        path: The Parquet file.
+        path: The file, `.parquet` or `.jsonl`.
         task: The name of a reasoning-gym task.
         size: The number of problems to generate.
         seed: The task's seed.
         settings: The task's own settings.
-        exclude: A file of held-out problems; generated rows with one of their prompts are dropped.
+        exclude: Held-out problems, in a form that `read_rows` accepts; generated rows whose prompt is a text of the
+            user in one of theirs are dropped.
         edit: A function applied to each row before it is written.
 
     Raises:
-        ConfigError: reasoning-gym is not installed, or doesn't know the task or a setting.
+        ConfigError: reasoning-gym is not installed, or doesn't know the task or a setting; or `path` ends otherwise.
         DataError: `exclude` can't be read, or contains every generated problem.
     """
-    held_out = _prompts(exclude) if exclude else set()
+    if path.suffix not in _WRITERS:
+        raise ConfigError(f"{path}: its name decides what is written; let it end in {' or '.join(_WRITERS)}")
+    held_out = _questions(exclude) if exclude else set()
     entries = enumerate(_make_dataset(task, size, seed, settings))
-    rows = [_row(task, index, entry) for index, entry in entries if entry["question"] not in held_out]
+    rows = [_row(task, index, entry) for index, entry in entries if entry["question"].strip() not in held_out]
     if not rows:
         raise DataError(f"{exclude} contains all {size} generated problems; generate more, or use another seed")
     if edit is not None:
         rows = [edit(row) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    pq.write_table(pa.Table.from_pylist(rows), temporary)
+    _WRITERS[path.suffix](rows, temporary)
     os.replace(temporary, path)
     return len(rows)
 
@@ -85,12 +90,22 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-def _prompts(path: Path) -> set[str]:
-    try:
-        column = pq.read_table(path, columns=["prompt"])["prompt"]
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} can't be read as a Parquet file of prompts: {error}") from None
-    return {prompt[0]["content"] for prompt in column.to_pylist()}
+def _questions(path: Path) -> set[str]:
+    """Return the texts of the user in a file's prompts, of which any may be a problem."""
+    rows = enumerate(read_rows(str(path)), start=1)
+    prompts = (parse_messages(f"{path}, row {number}", row.get("prompt")) for number, row in rows)
+    return {message["content"].strip() for prompt in prompts for message in prompt if message["role"] == "user"}
+
+
+def _write_parquet(rows: Sequence[Row], path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def _write_jsonl(rows: Sequence[Row], path: Path) -> None:
+    path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
+
+
+_WRITERS: dict[str, Callable[[Sequence[Row], Path], None]] = {".parquet": _write_parquet, ".jsonl": _write_jsonl}
 
 
 def _row(task: str, index: int, entry: dict[str, Any]) -> Row:

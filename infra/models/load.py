@@ -227,12 +227,24 @@ def describe_adapter(config: ModelConfig) -> Adapter | None:
 
 
 def stop_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that end a response: the tokenizer's and the generation config's, ascending."""
+    """Return the tokens that end a response: the tokenizer's and the generation config's, ascending.
+
+    Raises:
+        ModelError: The generation config can't be read, or a token isn't the model's.
+    """
     generation = _generation_config(config.path)
     source = generation or AutoConfig.from_pretrained(config.path).get_text_config()
     configured = getattr(source, "eos_token_id", None)
-    more = configured if isinstance(configured, list) else [configured]
-    return tuple(sorted({tokenizer.eos_token_id, *(token for token in more if token is not None)}))
+    more = configured if isinstance(configured, list) else [] if configured is None else [configured]
+    num_tokens = num_embeddings(config)
+    for token in more:
+        if type(token) is not int or not 0 <= token < num_tokens:
+            file = "config.json" if generation is None else "generation_config.json"
+            raise ModelError(
+                f"{config.path}/{file}: eos_token_id has {token!r:.40}, expected token ids of the model, 0 to "
+                f"{num_tokens - 1}; correct or remove it, else responses would not end there"
+            )
+    return tuple(sorted({tokenizer.eos_token_id, *more}))
 
 
 def num_embeddings(config: ModelConfig) -> int:
@@ -249,8 +261,12 @@ def _generation_config(path: str) -> GenerationConfig | None:
     """Return the model's own generation config; None if it has none."""
     try:
         return GenerationConfig.from_pretrained(path)
-    except OSError:
-        return None
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # what transformers raises for bad contents
+        if not (file := Path(path, "generation_config.json")).exists():
+            return None
+        raise ModelError(
+            f"{file} can't be read: {_one_line(error)}; correct it, or take it from the model's original folder"
+        ) from error
 
 
 def _remove_dropout(model: PreTrainedModel) -> None:

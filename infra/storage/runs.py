@@ -102,12 +102,6 @@ class RunDirectory:
         return run
 
     @classmethod
-    def open_or_create(cls, config: RunConfig, run_id: str) -> "RunDirectory":
-        """Return the run of that id in the config's folder of runs; make it if it doesn't exist."""
-        run = cls.at(config, run_id)
-        return run if run.exists else cls.create(config, run_id)
-
-    @classmethod
     def open(cls, run: str, runs_dir: str = DEFAULT_RUNS_DIR) -> "RunDirectory":
         """Find a run by its id or its directory; a model's folder of the same name is not taken for it.
 

@@ -1,5 +1,6 @@
 """What every node must have before a run's workers start there; checked on each of them by a task."""
 
+import glob
 import os
 import sys
 import time
@@ -94,7 +95,7 @@ def report_node(directory: str, paths: list[str]) -> NodeReport:
         version=version(DISTRIBUTION),
         python=".".join(map(str, sys.version_info[:2])),
         time=time.time(),
-        missing=tuple(path for path in paths if not os.path.exists(path)),
+        missing=tuple(path for path in paths if not (os.path.exists(path) or glob.glob(path, recursive=True))),
         run=digest,
         obstacle=obstacle,
     )

@@ -19,11 +19,13 @@ from infra.models.load import load_tokenizer, max_positions, num_embeddings, sto
 from infra.ray.device import choose_device, set_threads
 from infra.ray.tracing import start_tracing, traced
 from infra.rewards.open import open_reward_scorer
+from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
 from infra.weights.endpoint import WeightSyncEndpoint
 from infra.workers.evaluation import Evaluator
 from infra.workers.groups import GroupSampler
+from infra.workers.inputs import check_inputs
 from infra.workers.profile import profiled
 from infra.workers.reuse import copy_groups, describe_groups
 from infra.workers.reward_calls import model_opener
@@ -76,7 +78,8 @@ class RolloutWorker:
         """Load the starting weights (version 0), the prompts and the reward function, once.
 
         Raises:
-            UserError: The model, a data file or the reward function is not usable, or the model's context is too short.
+            UserError: The model, a data file or the reward function is not usable, the data is not what the run was
+                given, or the model's context is too short.
             EngineLostError: The engine has lost a process since then; the worker must be created again.
         """
         if self._started:
@@ -84,6 +87,8 @@ class RolloutWorker:
             return
         config = self._config
         set_threads(config.runtime.num_threads)
+        if self._store is None:  # else it is an evaluation, of any prompts
+            check_inputs(RunDirectory.of(self._run), config)
         self._columns = self._store or open_store(self._run)
         self._scorer = scorer = open_reward_scorer(config.reward, model_opener(self._run, self._number))
         tokenizer = load_tokenizer(config.model)

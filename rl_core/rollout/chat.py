@@ -1,17 +1,19 @@
 """A model's chat template, with a run's variables and tools."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl_core.rollout.control_tokens import ControlTokens, Messages
+from schemas.config.template import CLOCK
 from schemas.errors import ChatTemplateError, DataError
 
-# What a template raises by itself, and what its expressions do.
-_REJECTIONS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+Shape = tuple[tuple[str, bool], ...]  # of a chat: of each message, its role, and whether it has a content
 
 
 class ChatTemplate:
@@ -19,7 +21,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: The tokenizer, which has the template.
-        variables: Variables of the template.
+        variables: Variables of the template. `strftime_now` is the date, in ISO 8601, that it takes for today.
         tools: JSON schemas of the tools that the model may call.
         setting: What sets the variables, for the error.
 
@@ -28,7 +30,7 @@ class ChatTemplate:
         name: Which it is, for errors.
 
     Raises:
-        DataError: The template has no variable of a given name, or none for tools.
+        DataError: There is no template for such chats; or it has no variable of a given name, or none for tools.
     """
 
     def __init__(
@@ -40,10 +42,11 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer, self._control = tokenizer, ControlTokens(tokenizer)
         self._variables = dict(variables or {})
-        self.template = str(tokenizer.get_chat_template())
+        self.template = chat_template_text(tokenizer, tools)
         path = tokenizer.name_or_path
         self.name = f"the chat template of {path}" if path else "the model's chat template"
-        if unused := [name for name in self._variables if not _uses(self.template, name)]:
+        known = {CLOCK} if uses_clock(tokenizer) else set()
+        if unused := [name for name in self._variables if name not in known and not _uses(self.template, name)]:
             raise DataError(
                 f"{setting}: the model's chat template has no variable {', '.join(unused)}; remove it, "
                 "or check its name in the tokenizer's chat_template.jinja"
@@ -55,21 +58,48 @@ class ChatTemplate:
             )
         if tools:
             self._variables["tools"] = list(tools)
+        if CLOCK in self._variables:
+            self._variables[CLOCK] = _clock(f"{setting}.{CLOCK}", self._variables[CLOCK])
 
     def render(self, messages: Messages, *, with_prompt: bool = True) -> str:
         """Return a chat as text, ending with the beginning of the model's turn if `with_prompt`.
 
         Raises:
-            ChatTemplateError: The template rejects the chat.
+            ChatTemplateError: The template rejects the chat, or fails on it.
         """
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=with_prompt, **self._variables
             )
-        except _REJECTIONS as error:
+        except Exception as error:  # a template computes, and may fail in any way
             roles, reason = ", ".join(message["role"] for message in messages), " ".join(str(error).split())
-            raise ChatTemplateError(f"{self.name} rejects a chat of the roles {roles}: {reason}") from error
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise ChatTemplateError(f"{self.name} rejects a chat of the roles {roles}: {kind}{reason}") from error
         return str(text)
+
+    def find_left_out(self, shape: Shape) -> int | None:
+        """Return the number of the first message whose content the template leaves out of chats of this shape.
+
+        Raises:
+            ChatTemplateError: The template rejects such chats.
+        """
+        marks = [f"sluice{number}mark" if has_content else "" for number, (_, has_content) in enumerate(shape)]
+        text = self.render([{"role": role, "content": mark} for (role, _), mark in zip(shape, marks, strict=True)])
+        return next((number for number, mark in enumerate(marks) if mark not in text), None)
+
+    def find_missing_prompt(self, messages: Messages) -> str:
+        """Return what the template writes before a model's turn but not at the end of a prompt; empty if nothing.
+
+        Raises:
+            ChatTemplateError: The template rejects the chat.
+        """
+        prompt, mark = self.render(messages), "sluicemark"
+        if prompt != self.render(messages, with_prompt=False):
+            return ""
+        chat = self.render([*messages, {"role": "assistant", "content": mark}], with_prompt=False)
+        before, found, _ = chat.partition(mark)
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(before, prompt, strict=False))))
+        return before[same:].strip() if found else ""
 
     def find_control_token(self, messages: Messages) -> str | None:
         """Return the first name of a control token in the texts of a chat."""
@@ -95,6 +125,39 @@ class ChatTemplate:
         """Return the token ids of a rendered chat, or of the beginning of one."""
         token_ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return token_ids
+
+
+def shape_of(messages: Messages) -> Shape:
+    """Return a chat's shape, by which a template may leave out some of its messages."""
+    return tuple((message["role"], bool(message["content"].strip())) for message in messages)
+
+
+def uses_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a chat template of a tokenizer, of several any, asks for today's date."""
+    templates = tokenizer.chat_template
+    return any(_uses(text, CLOCK) for text in (templates.values() if isinstance(templates, dict) else [templates]))
+
+
+def chat_template_text(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return the template that a tokenizer takes for chats with these tools: of several, `tool_use` or `default`.
+
+    Raises:
+        DataError: It has several, and none of these.
+    """
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict) and not ({"default", "tool_use"} if tools else {"default"}) & templates.keys():
+        raise DataError(
+            f"the tokenizer {tokenizer.name_or_path} has several chat templates ({', '.join(templates)}) but none "
+            f"named default{' or tool_use' if tools else ''}; write the one to use to chat_template.jinja in its folder"
+        )
+    return str(tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None))
+
+
+def _clock(setting: str, date: object) -> Callable[[str], str]:
+    try:
+        return datetime.fromisoformat(str(date)).strftime
+    except ValueError:
+        raise DataError(f"{setting} is {date!r}; expected a date such as 2026-01-31") from None
 
 
 def _uses(template: str, name: str) -> bool:

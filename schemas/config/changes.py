@@ -9,6 +9,7 @@ from functools import lru_cache
 from schemas.config.differences import flat_values
 from schemas.config.load import changed_keys
 from schemas.config.run import RunConfig
+from schemas.config.template import CLOCK
 
 # Where, how long and within which limits a run trains, and what it reports; a section's name is for all of its keys.
 CHANGEABLE = (
@@ -77,6 +78,14 @@ def keep_batches(before: RunConfig, after: RunConfig) -> RunConfig:
     if after.rollout.batch_prompts is not None or after.rollout.prompts_per_batch == size:
         return after
     return after.replace(rollout=after.rollout.replace(batch_prompts=size))
+
+
+def keep_date(before: RunConfig, after: RunConfig) -> RunConfig:
+    """Return `after` with the date that the chat template of `before` takes for today, unless it sets one itself."""
+    date, variables = before.data.chat_template_kwargs.get(CLOCK), after.data.chat_template_kwargs
+    if date is None or CLOCK in variables:
+        return after
+    return after.replace(data=after.data.replace(chat_template_kwargs={**variables, CLOCK: date}))
 
 
 def sampling_digest(config: RunConfig) -> str:

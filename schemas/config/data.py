@@ -16,7 +16,7 @@ class PromptSource(FrozenConfig):
     """One of several weighted sources of prompts."""
 
     path: str
-    """Path of the prompts: Parquet, JSONL, or a folder of Hugging Face datasets' `save_to_disk`."""
+    """Path of the prompts: a file, a folder of shards, or a pattern such as `train-*.parquet`."""
 
     name: OptionalText = None
     """Name in metrics; None: the last part of the path, without its ending."""
@@ -30,12 +30,15 @@ class PromptSource(FrozenConfig):
     @property
     def label(self) -> str:
         """The name in metrics."""
-        return self.name or PurePath(self.path).stem
+        return self.name or PurePath(self.path.removesuffix(".gz")).stem
 
 
 class DataConfig(FrozenConfig):
-    """Prompts (Parquet, JSONL, or a folder of Hugging Face datasets' `save_to_disk`) with the columns `data_source`,
-    `prompt` (chat list), `reward_model.ground_truth` and, optionally, `extra_info`.
+    """Prompts with the columns `data_source`, `prompt` (chat list), `reward_model.ground_truth` and, optionally,
+    `extra_info`.
+
+    A path is a file (Parquet, JSONL, JSON, CSV, or one of an Arrow stream), a folder of Parquet or JSONL shards, a
+    pattern such as `train-*.parquet`, or a folder of Hugging Face datasets' `save_to_disk`.
 
     Exactly one of `train_path` and `sources` must be set; an empty value counts as not set.
     """
@@ -62,7 +65,7 @@ class DataConfig(FrozenConfig):
     """A longer prompt is an error, or is dropped and counted."""
 
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-    """Variables of the model's chat template, such as `enable_thinking = false`; for training and held-out prompts."""
+    """Variables of the chat template, e.g. `enable_thinking = false`; a run sets `strftime_now`, if it has it."""
 
     shuffle: bool = True
     """Shuffle the prompts in every epoch, by the run's seed."""

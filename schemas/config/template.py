@@ -7,6 +7,9 @@ from pydantic import AfterValidator, BeforeValidator
 
 _TEMPLATE_OPTIONS = {"conversation", "messages", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
 
+CLOCK = "strftime_now"
+"""What templates ask for today's date; as a variable, the date that they take for it."""
+
 Variable = bool | int | float | str
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from flows.progress import variance_warning
 from infra.datasets import load_prompts
 from infra.engines.base import Generation, TokenExperts
 from infra.models.load import load_tokenizer
+from infra.models.tiny import CHAT_TEMPLATE
 from infra.workers.samples import Sample, to_columns
 from infra.workers.sampling import ScoredResponse
 from rl_core.columns.codec import encoded_bytes
@@ -146,6 +148,23 @@ def test_fewer_prompts_than_a_step_takes_are_a_warning(
     assert "fewer than" not in caplog.text
     check(load("rollout.num_prompts=20"))
     assert "data has 12 training prompts, fewer than rollout.num_prompts = 20: a step repeats some" in caplog.text
+
+
+def test_a_template_that_does_not_begin_the_models_turn_is_a_warning(
+    folder: Path,
+    tmp_path: Path,
+    load: Callable[..., RunConfig],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "tiny_rewards", raising=False)  # it may be another folder's
+    monkeypatch.syspath_prepend(folder)
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE.split("{% if add_generation_prompt %}")[0])
+    check(load())
+    assert "generation prompt" not in caplog.text
+    check(load(f"model.path={model}"))
+    assert "writes no generation prompt: prompts lack '<|assistant|>'" in caplog.text
 
 
 def test_first_steps_without_variance_are_a_warning() -> None:

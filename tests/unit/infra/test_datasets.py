@@ -49,6 +49,16 @@ def test_variables_reach_the_chat_template(tmp_path: Path, monkeypatch: pytest.M
         load(path, chat_template_kwargs={"add_generation_prompt": False})
 
 
+def test_rows_that_are_tokenized_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_tiny_data(tmp_path / "rows.jsonl", 5)
+    whole = load(path)
+    monkeypatch.setattr("infra.datasets.load._BATCH_ROWS", 2)
+    in_batches = load(path)
+    assert [in_batches[row].prompt_ids.tolist() for row in range(5)] == [
+        whole[row].prompt_ids.tolist() for row in range(5)
+    ]
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         load(tmp_path / "none.parquet")
@@ -58,7 +68,10 @@ def test_a_missing_file(tmp_path: Path) -> None:
     ("name", "content", "text"),
     [
         ("rows.parquet", b"not parquet", "can't be read as Parquet"),
-        ("rows.csv", b"a,b", "unknown kind"),
+        ("rows.txt", b"a,b", "unknown kind of data file; give one of .parquet"),
+        ("rows.xlsx", b"PK", "pandas.read_excel("),
+        ("rows.csv", b"a,b\n", "no column 'data_source'; it has a, b but needs"),
+        ("rows.jsonl.gz", b"{}", "can't be read: Not a gzipped file"),
         ("rows.jsonl", b"", "has no rows"),
         ("rows.jsonl", b"\xff\xfe", "can't be read as UTF-8"),
         ("rows.jsonl", b"[1]\n", "row 1: expected a JSON object, found list"),
@@ -80,6 +93,14 @@ def test_a_line_that_is_not_json(tmp_path: Path) -> None:
         load(path)
 
 
+def test_what_a_line_can_not_hold(tmp_path: Path) -> None:
+    path = make_tiny_data(tmp_path / "rows.jsonl", 1)
+    for line, text in (("9" * 5000, "a number has too many digits"), ("[" * 100_000, "its JSON can't be read")):
+        path.write_text(line + "\n")
+        with pytest.raises(DataError, match=f"row 1: .*{text}"):
+            load(path)
+
+
 def test_a_parquet_file_without_a_column(tmp_path: Path) -> None:
     path = make_tiny_data(tmp_path / "rows.parquet", 2)
     pq.write_table(pq.read_table(path).drop_columns(["reward_model"]), path)
@@ -93,16 +114,29 @@ def test_a_parquet_file_without_a_column(tmp_path: Path) -> None:
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": [{"role": "user", "content": " \n"}]}, "the prompt is empty"),
         ({"prompt": None}, "column 'prompt' is missing or null"),
-        ({"prompt": "2 + 2"}, "prompt is str; expected a chat list"),
+        ({"prompt": {"role": "user"}}, "prompt is dict; expected a chat list"),
         ({"prompt": [{"role": "user"}]}, "prompt[0] is {'role': 'user'}"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            "expected strings for role and content",
+            "prompt[0] has a part of type 'image'; expected text parts alone",
         ),
+        ({"prompt": [{"role": "user", "content": "a", "name": "Ada"}]}, "prompt[0], of role 'user', has 'name'"),
+        ({"prompt": [{"role": "user", "content": "\ud83d"}]}, "prompt[0] has the lone surrogate '\\ud83d'"),
+        ({"images": [{"bytes": "AA=="}]}, "the column 'images' can't be part of the prompt"),
+        ({"tools": [{"name": "add"}]}, "name them in environment.tools"),
+        ({"chat_template_kwargs": {"thinking": True}}, "set data.chat_template_kwargs"),
         ({"data_source": 3}, "data_source is 3"),
         ({"reward_model": {"style": "rule"}}, "reward_model.ground_truth is missing or null"),
-        ({"reward_model": "4"}, "reward_model.ground_truth is missing or null"),
-        ({"extra_info": "x"}, "extra_info is str"),
+        ({"reward_model": "4"}, "reward_model is '4', of type int; expected"),
+        ({"reward_model": {"ground_truth": "\ud83d"}}, "reward_model.ground_truth has the lone surrogate"),
+        ({"reward_model": {"ground_truth": ["\ud83d"]}}, "reward_model.ground_truth has the lone surrogate"),
+        ({"data_source": "\ud83d"}, "data_source has the lone surrogate"),
+        ({"extra_info": "x"}, "extra_info is the text 'x', which isn't the JSON of an object"),
+        ({"extra_info": []}, "extra_info is [], of type list; expected an object, or null"),
+        ({"extra_info": 0}, "extra_info is 0, of type int"),
+        ({"extra_info": False}, "extra_info is False, of type bool"),
+        ({"extra_info": {"a": [{"b\ud83d": 1}]}}, "extra_info has the lone surrogate"),
+        ({"extra_info": {"data_source": "b"}}, "extra_info.data_source is 'b', but the row's data_source is 'tiny'"),
     ],
 )
 def test_an_unusable_row_is_named(tmp_path: Path, changes: dict, text: str) -> None:

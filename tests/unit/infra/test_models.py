@@ -64,6 +64,23 @@ def test_stop_tokens_come_from_tokenizer_and_generation_config(folder: Path) -> 
     assert stop_token_ids(config_of(folder), tokenizer) == (5, tokenizer.eos_token_id)
 
 
+@pytest.mark.parametrize("eos", ["<|end|>", 99999, -1, True, [3, 260], [[3]]])
+def test_stop_tokens_that_are_none_of_the_model(folder: Path, eos: object) -> None:
+    tokenizer = load_tokenizer(config_of(folder))
+    edit_json(folder / "generation_config.json", eos_token_id=eos)
+    with pytest.raises(ModelError, match=r"generation_config.json: eos_token_id has .*, expected token ids.* 0 to 259"):
+        stop_token_ids(config_of(folder), tokenizer)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"a"'])
+def test_a_generation_config_that_can_not_be_read(folder: Path, content: str) -> None:
+    tokenizer = load_tokenizer(config_of(folder))
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"generation_config.json can't be read: ") as caught:
+        stop_token_ids(config_of(folder), tokenizer)
+    assert "\n" not in str(caught.value)
+
+
 def test_dropout_is_removed_in_train_mode_too(folder: Path) -> None:
     edit_json(folder / "config.json", attention_dropout=0.5)
     model = load_model(config_of(folder)).train()

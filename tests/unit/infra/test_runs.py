@@ -75,17 +75,8 @@ def test_a_run_is_created_once_and_the_error_for_an_unknown_run_lists_existing_o
 @pytest.mark.parametrize("run_id", ["../elsewhere", "a/b", "", ".hidden"])
 def test_a_run_id_is_the_name_of_a_folder(tmp_path: Path, run_id: str) -> None:
     with pytest.raises(RunError, match=r"the run id .* is not a safe name"):
-        RunDirectory.open_or_create(run_config(tmp_path), run_id)
+        RunDirectory.create(run_config(tmp_path), run_id)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_run_is_opened_if_it_exists_and_else_created(tmp_path: Path) -> None:
-    config = run_config(tmp_path)
-    created = RunDirectory.open_or_create(config, "run-1")
-    assert created.exists
-    assert RunDirectory.open_or_create(config.replace(steps=9), "run-1").config() == config
-    with pytest.raises(RunError, match="run 'run-1' exists"):
-        RunDirectory.require_absent(config, "run-1")
 
 
 def test_a_resumed_run_can_not_change_what_it_trains(tmp_path: Path) -> None:

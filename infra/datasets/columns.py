@@ -1,0 +1,38 @@
+"""The columns of prompt data, those of verl."""
+
+from collections.abc import Iterable
+
+from schemas.errors import DataError
+
+REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
+OTHER_COLUMNS = ("extra_info",)
+
+CONVERSION = (
+    "e.g. by Hugging Face datasets: dataset.map(lambda row: {'data_source': 'mine', 'prompt': row['question'], "
+    "'reward_model': {'ground_truth': row['answer']}}).to_parquet('rows.parquet')"
+)
+
+_TEXT_ONLY = "prompts are text alone; remove the column, and the rows that need it"
+UNSUPPORTED_COLUMNS = {
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _TEXT_ONLY),
+    "tools": "tools are the run's, not a row's; name them in environment.tools, and remove the column",
+    "chat_template_kwargs": "variables of the chat template are the run's, not a row's; set data.chat_template_kwargs, "
+    "and remove the column",
+}
+"""Columns that other trainers put into the prompt, and what to do instead."""
+
+
+def known_columns(path: str, names: Iterable[str]) -> list[str]:
+    """Return the columns, of those that a file has, that are read or refused.
+
+    Raises:
+        DataError: A required one is missing.
+    """
+    names = list(names)
+    for name in REQUIRED_COLUMNS:
+        if name not in names:
+            raise DataError(
+                f"{path}: no column {name!r}; it has {', '.join(names)} but needs {', '.join(REQUIRED_COLUMNS)}: "
+                f"write them, {CONVERSION}"
+            )
+    return [name for name in names if name in (*REQUIRED_COLUMNS, *OTHER_COLUMNS, *UNSUPPORTED_COLUMNS)]

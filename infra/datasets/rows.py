@@ -1,0 +1,153 @@
+"""One row of prompt data: its chat, its answer, and what its reward function receives."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from infra.datasets.columns import CONVERSION, REQUIRED_COLUMNS, UNSUPPORTED_COLUMNS
+from rl_core.rollout.control_tokens import Messages
+from schemas.errors import DataError
+
+_ROLES = {"human": "user", "gpt": "assistant"}  # of chats with `from` and `value`
+_CHAT = '[{"role": "user", "content": "..."}]'
+
+
+@dataclass(frozen=True)
+class ParsedRow:
+    """A well-formed row that is not tokenized yet."""
+
+    messages: Messages
+    answer: str
+    info: dict[str, Any]  # `extra_info` and `data_source`
+
+
+def parse_row(place: str, row: dict[str, Any]) -> ParsedRow:
+    """Check a row, and return what it holds.
+
+    Args:
+        place: Names the row in errors.
+        row: The row's columns, JSON values; `reward_model` and `extra_info` may also be JSON texts of objects.
+
+    Raises:
+        DataError: A column is missing, malformed, can't be UTF-8, or isn't supported; the message names row and column.
+    """
+    for name in REQUIRED_COLUMNS:
+        if row.get(name) is None:
+            raise DataError(
+                f"{place}: column {name!r} is missing or null; every row needs {', '.join(REQUIRED_COLUMNS)}: "
+                f"write them, {CONVERSION}"
+            )
+    for name, advice in UNSUPPORTED_COLUMNS.items():
+        if row.get(name) not in (None, "", [], {}):
+            raise DataError(f"{place}: the column {name!r} can't be part of the prompt: {advice}")
+    source = row["data_source"]
+    if not isinstance(source, str) or not source:
+        raise DataError(f"{place}: data_source is {source!r:.80}; expected a non-empty string")
+    answer = _object(f"{place}: reward_model", row["reward_model"], 'expected {"ground_truth": "..."}').get(
+        "ground_truth"
+    )
+    if answer is None:
+        raise DataError(f"{place}: reward_model.ground_truth is missing or null; expected the answer as a string")
+    extra = row.get("extra_info")
+    info = {} if extra is None else _object(f"{place}: extra_info", extra, "expected an object, or null")
+    if info.get("data_source", source) != source:
+        raise DataError(
+            f"{place}: extra_info.data_source is {info['data_source']!r:.80}, but the row's data_source is "
+            f"{source!r:.80}, which rewards receive under that name; rename the one in extra_info"
+        )
+    parsed = ParsedRow(
+        messages=parse_messages(place, row["prompt"]),
+        answer=answer if isinstance(answer, str) else json.dumps(answer),
+        info={**info, "data_source": source},
+    )
+    for name, value in {"data_source": source, "reward_model.ground_truth": answer, "extra_info": info}.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        _require_utf8(f"{place}: {name}", text)
+    return parsed
+
+
+def parse_messages(place: str, prompt: Any) -> Messages:
+    """Return a chat's messages, each with the texts of its `role` and `content` alone.
+
+    Args:
+        place: Names the row in errors.
+        prompt: A chat list of `role` and `content`, which may be a list of text parts, or of `from` and `value`; the
+            JSON text of one; or the text of a single message of the user.
+
+    Raises:
+        DataError: It is none of these, is empty, or has what the prompt can't have.
+    """
+    chat = _chat_of_text(prompt) if isinstance(prompt, str) else prompt
+    if not isinstance(chat, list):
+        raise DataError(f"{place}: prompt is {type(chat).__name__}; expected a chat list, e.g. {_CHAT}")
+    messages = [_parse_message(f"{place}: prompt[{index}]", message) for index, message in enumerate(chat)]
+    if not any(message["content"].strip() for message in messages):
+        raise DataError(f"{place}: the prompt is empty; give at least one message with content, or remove the row")
+    return messages
+
+
+def _chat_of_text(text: str) -> Any:
+    """Return the chat that a text is the JSON of; else one message of the user."""
+    if text.lstrip().startswith("[{"):
+        try:
+            chat = json.loads(text)
+        except (ValueError, RecursionError):
+            chat = []
+        if chat and all(isinstance(message, dict) and {"role", "from"} & message.keys() for message in chat):
+            return chat
+    return [{"role": "user", "content": text}]
+
+
+def _parse_message(place: str, message: Any) -> dict[str, str]:
+    if isinstance(message, dict) and "from" in message and "role" not in message:
+        message = {("role" if key == "from" else "content" if key == "value" else key): message[key] for key in message}
+        message["role"] = _ROLES.get(message["role"], message["role"])
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, list):
+        content = "".join(_text_of_part(place, part) for part in content)
+    if not isinstance(content, str) or not isinstance(message.get("role"), str):
+        raise DataError(f"{place} is {message!r:.80}; expected strings for role and content")
+    more = [key for key, value in message.items() if key not in ("role", "content") and value not in (None, "", [], {})]
+    if more:
+        raise DataError(
+            f"{place}, of role {message['role']!r}, has {', '.join(map(repr, more))}, which the prompt would lack; "
+            "write what the model is to read of it into content, or remove it"
+        )
+    _require_utf8(place, message["role"] + content)
+    return {"role": message["role"], "content": content}
+
+
+def _text_of_part(place: str, part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        raise DataError(
+            f"{place} has a part of type {kind!r}; expected text parts alone, "
+            '{"type": "text", "text": "..."}: remove it, or the row'
+        )
+    return text
+
+
+def _object(place: str, value: Any, expected: str) -> dict[str, Any]:
+    """Return an object, or the one that a text is the JSON of."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError):
+            raise DataError(
+                f"{place} is the text {value!r:.80}, which isn't the JSON of an object; {expected}"
+            ) from None
+    if not isinstance(found, dict):
+        raise DataError(f"{place} is {value!r:.80}, of type {type(found).__name__}; {expected}")
+    return found
+
+
+def _require_utf8(place: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place} has the lone surrogate {text[error.start]!a}, which UTF-8 can't have; remove it, or write the "
+            "whole character"
+        ) from None

@@ -1,0 +1,158 @@
+"""What a run was given, with which it goes on: its data files, its modules, and the date of its prompts."""
+
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import flows.recovery
+from flows.recovery import find_or_create_run
+from infra.datasets import load_run_prompts
+from infra.models.load import load_tokenizer
+from infra.models.tiny import CHAT_TEMPLATE
+from infra.storage.config_changes import resumed_config
+from infra.storage.runs import RunDirectory
+from infra.workers.inputs import check_files, check_inputs, data_digest, renew_inputs
+from infra.workers.rollout import RolloutWorker
+from schemas.config.run import RunConfig
+from schemas.errors import DataError, RunError
+from schemas.step import RunHandle
+from tests.support.configs import run_config
+from tests.support.tiny import make_tiny_data, make_tiny_model
+
+REWARD = "def score(prompt, completion, answer, info):\n    return 1.0\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """The config of a run of two files, whose reward is a module in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    make_tiny_model(tmp_path / "model")
+    make_tiny_data(tmp_path / "train.parquet", 3)
+    make_tiny_data(tmp_path / "eval.jsonl", 2)
+    (tmp_path / "own" / "rewards").mkdir(parents=True)  # packages, of which one has no __init__.py
+    (tmp_path / "own" / "rewards" / "__init__.py").write_text("raise RuntimeError('it is not imported')")
+    (tmp_path / "own" / "rewards" / "sums.py").write_text(REWARD)
+    reward = {"kind": "function", "path": "own.rewards.sums:score"}
+    return run_config(tmp_path, data={"eval_path": str(tmp_path / "eval.jsonl")}, reward=reward)
+
+
+def test_a_run_is_found_if_it_exists_and_else_created(config: RunConfig) -> None:
+    created = find_or_create_run(config, "run-1")
+    assert created.exists
+    assert find_or_create_run(config.replace(steps=9), "run-1").config() == config
+    with pytest.raises(RunError, match="run 'run-1' exists"):
+        RunDirectory.require_absent(config, "run-1")
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "eval.jsonl"])
+@pytest.mark.parametrize("check", [check_files, check_inputs, renew_inputs])
+def test_a_changed_data_file_is_refused(
+    tmp_path: Path, config: RunConfig, name: str, check: Callable[[RunDirectory, RunConfig], None]
+) -> None:
+    run, content = find_or_create_run(config, "run-1"), (tmp_path / name).read_bytes()
+    check(run, config)
+    make_tiny_data(tmp_path / name, 4)
+    with pytest.raises(
+        RunError, match=rf"run run-1 can't go on: the data of {tmp_path}/{name} is not what .*; restore it, or"
+    ):
+        check(run, config)
+    (tmp_path / name).write_bytes(content)
+    check(run, config)
+    (tmp_path / name).unlink()
+    with pytest.raises(DataError, match="no such file"):
+        check(run, config)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "generation_config.json"])
+def test_a_changed_tokenizer_is_refused(tmp_path: Path, config: RunConfig, name: str) -> None:
+    run, file = find_or_create_run(config, "run-1"), tmp_path / "model" / name
+    for content in (file.read_text() + " ", None):
+        file.unlink() if content is None else file.write_text(content)
+        with pytest.raises(RunError, match=rf"tokenizer, chat template or generation config of {tmp_path}/model is"):
+            check_files(run, config)
+
+
+def test_other_held_out_prompts_are_recorded_when_they_are_given(tmp_path: Path, config: RunConfig) -> None:
+    run, path = find_or_create_run(config, "run-1"), make_tiny_data(tmp_path / "more.jsonl", 5)
+    config = config.replace(data=config.data.replace(eval_path=str(path)))
+    renew_inputs(run, config)
+    make_tiny_data(path, 6)
+    with pytest.raises(RunError, match=r"the data of .*more\.jsonl is not"):
+        check_files(run, config)
+
+
+def test_a_changed_module_is_a_warning_once(
+    tmp_path: Path, config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = find_or_create_run(config, "run-1")
+    renew_inputs(run, config)
+    assert not caplog.records
+    (tmp_path / "own" / "rewards" / "sums.py").write_text(REWARD.replace("1.0", "0.5"))
+    renew_inputs(run, config)
+    assert "the module own.rewards.sums has changed since run run-1 was given it" in caplog.text
+    caplog.clear()
+    renew_inputs(run, config)
+    assert not caplog.records
+
+
+def test_a_run_without_a_record_goes_on_as_before(tmp_path: Path, config: RunConfig) -> None:
+    run = RunDirectory.create(config, "run-1")
+    make_tiny_data(tmp_path / "train.parquet", 4)
+    renew_inputs(run, config)
+    assert not (run.path / "inputs.json").exists()
+    (run.path / "inputs.json").write_text("{")
+    with pytest.raises(RunError, match=r"run-1/inputs\.json is damaged"):
+        check_files(run, config)
+
+
+def test_a_rollout_worker_that_is_created_again_checks_the_data(tmp_path: Path, config: RunConfig) -> None:
+    run = find_or_create_run(config, "run-1")
+    handle = RunHandle(run_id="run-1", identity="run-1", directory=run.url, config=config, store_incarnation="")
+    make_tiny_data(tmp_path / "train.parquet", 4)
+    with pytest.raises(RunError, match=r"the data of .*train\.parquet is not"):
+        RolloutWorker(handle).start()
+
+
+def test_the_digest_is_that_of_all_files(tmp_path: Path) -> None:
+    for number in range(2):
+        make_tiny_data(tmp_path / f"train-{number}.jsonl", 2 + number)
+    found = {data_digest(str(tmp_path / name)) for name in ("train-*.jsonl", "train-0.jsonl", "train-1.jsonl")}
+    assert len(found) == 3
+    assert data_digest(str(tmp_path)) in found
+
+
+def test_prompts_have_the_date_of_the_runs_first_day(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Day(datetime.date):
+        number = 1
+
+        @classmethod
+        def today(cls) -> datetime.date:
+            return datetime.date(2026, 1, cls.number)
+
+    monkeypatch.setattr(flows.recovery, "date", Day)
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE)
+    config = find_or_create_run(config, "run-1").config()
+    assert config.data.chat_template_kwargs == {"strftime_now": "2026-01-01"}
+    Day.number = 2
+    asked = config.replace(data=config.data.replace(chat_template_kwargs={}), steps=9)  # by whom retries the flow run
+    config = resumed_config(find_or_create_run(asked, "run-1"), asked)
+    assert (config.steps, config.data.chat_template_kwargs) == (9, {"strftime_now": "2026-01-01"})
+    tokenizer = load_tokenizer(config.model)
+    prompts, _ = load_run_prompts(config, tokenizer)
+    assert tokenizer.decode(prompts[0].prompt_ids).startswith("01 Jan 2026<|user|>")
+    assert find_or_create_run(asked, "run-2").config().data.chat_template_kwargs == {"strftime_now": "2026-01-02"}
+    other = config.replace(data=config.data.replace(chat_template_kwargs={"strftime_now": "2025-05-05"}))
+    assert find_or_create_run(other, "run-3").config() == other
+
+
+def test_the_record_has_paths_and_modules(config: RunConfig) -> None:
+    run = find_or_create_run(config, "run-1")
+    record = json.loads((run.path / "inputs.json").read_text())
+    assert list(record["data"]) == [config.data.train_path, config.data.eval_path]
+    assert list(record["code"]) == ["own.rewards.sums"]
