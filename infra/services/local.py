@@ -1,13 +1,15 @@
 """Local services: a Prefect server (SQLite) and a Ray head, both on loopback, both outliving the driver.
 
 They are started if no other ones are configured, found again by the next command through one small state file each, and
-stopped by `sluice down`. So columns and workers survive a killed driver, and the Prefect UI stays up.
+stopped by `sluice down`. So columns and workers survive a killed driver, and the Prefect UI stays up. Each machine
+has a folder of its own for them, as several may mount the same working directory.
 """
 
 import fcntl
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +22,14 @@ import psutil
 
 from infra.services.ports import LOOPBACK, free_port, is_free
 from infra.services.prefect_api import prefect_responds
-from infra.services.processes import STOP_TIMEOUT_SECONDS, listens, process_name, process_tree, stop_process_tree
+from infra.services.processes import (
+    STOP_TIMEOUT_SECONDS,
+    listens,
+    process_name,
+    process_start,
+    process_tree,
+    stop_process_tree,
+)
 from infra.variables import LOCAL_RAY_VARIABLES
 from schemas.base import Frozen
 from schemas.errors import ServiceError
@@ -54,7 +63,7 @@ class ServiceState(Frozen):
     """A service: its process and its port."""
 
     pid: int
-    started: float  # the process's creation time, which tells it from a later process with the same pid
+    started: str  # see `process_start`
     port: int
     is_ready: bool = True  # it has responded; one whose starter was killed before is ended by the next command
 
@@ -76,14 +85,17 @@ class _PortTakenError(ServiceError):
 
 
 class LocalServices:
-    """The services whose state is in one directory.
+    """This machine's services whose state is in one directory.
 
     Args:
-        directory: The folder of the state files, the logs and Prefect's database.
+        directory: The folder that has one for each machine.
+
+    Attributes:
+        directory: This machine's: the folder of the state files, the logs and Prefect's database.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory.resolve()
+        self.directory = directory.resolve() / (socket.gethostname() or "localhost")
 
     def start(self, *, prefect: bool, ray: bool) -> None:
         """Start the requested services that aren't running, in parallel, and wait until they respond.
@@ -255,7 +267,7 @@ class LocalServices:
         logger.info("started %s at %s:%d (pid %d)", name, LOOPBACK, ports[0], process.pid)
 
     def _record(self, name: str, pid: int, port: int, is_ready: bool) -> None:
-        state = ServiceState(pid=pid, started=psutil.Process(pid).create_time(), port=port, is_ready=is_ready)
+        state = ServiceState(pid=pid, started=process_start(pid) or "", port=port, is_ready=is_ready)
         temporary = self._state_path(name).with_suffix(".tmp")
         temporary.write_text(state.model_dump_json())
         temporary.replace(self._state_path(name))  # a reader sees all of it
@@ -308,10 +320,7 @@ def _is_alive(state: ServiceState) -> bool:
 
 def _is_reused(state: ServiceState) -> bool:
     """Return whether another process has the service's pid."""
-    try:
-        return abs(psutil.Process(state.pid).create_time() - state.started) >= 1.0
-    except psutil.NoSuchProcess:
-        return False
+    return process_start(state.pid) not in (None, state.started)
 
 
 def _becomes_free(port: int) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -15,6 +16,23 @@ def process_tree(pid: int) -> list[psutil.Process]:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def process_start(pid: int) -> str | None:
+    """Return when a process started, by clocks that nobody sets; None if it is gone.
+
+    It tells a process from a later one with the same pid, also after a reboot: psutil's `create_time` is a time of
+    day, which moves when the system's clock is set.
+
+    Returns:
+        The id of the machine's boot, and the process's start in clock ticks since then.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may have spaces
+    except OSError:
+        return None
+    return f"{boot}/{fields[19]}"
 
 
 def process_name(process: psutil.Process) -> str:

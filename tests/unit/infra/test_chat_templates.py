@@ -77,7 +77,7 @@ def test_a_content_that_a_template_cuts_is_a_warning(tmp_path: Path, caplog: pyt
 )
 def test_a_template_that_fails_for_a_row(tmp_path: Path, expression: str, error: str) -> None:
     template = f"{CHAT_TEMPLATE}{{% if messages|length == 2 %}}{{{{ {expression} }}}}{{% endif %}}"
-    with pytest.raises(DataError, match=rf"row 2: the model's chat template rejects a chat of the roles system, user: {error}") as caught:
+    with pytest.raises(DataError, match=rf"row 2: .* rejects a chat of the roles system, user: {error}") as caught:
         load_chat(tmp_path, template, [USER], [SYSTEM, USER])
     assert "\n" not in str(caught.value)
 

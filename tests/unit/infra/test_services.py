@@ -1,8 +1,11 @@
 """Local services that died, that were left over or that fail to start: plain processes stand in for them."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -10,18 +13,49 @@ import pytest
 
 from infra.services import local
 from infra.services.local import LocalServices, ServiceState
+from infra.services.processes import process_start
 from schemas.errors import ServiceError
 from tests.support.progress import wait_until
 
 
 def test_a_service_that_died_or_whose_pid_was_reused_is_not_running(tmp_path: Path) -> None:
     services = LocalServices(tmp_path)
-    me = psutil.Process()
-    for started, running in ((me.create_time(), True), (me.create_time() - 100, False)):
-        state = ServiceState(pid=me.pid, started=started, port=1)
-        (tmp_path / "ray.json").write_text(state.model_dump_json())
+    own = process_start(os.getpid())
+    assert own
+    boot, ticks = own.split("/")
+    for started, running in ((own, True), (f"{boot}/{int(ticks) - 1}", False), (f"another-boot/{ticks}", False)):
+        state = ServiceState(pid=os.getpid(), started=started, port=1)
+        record(services, "ray", state)
         assert (services.state("ray") == state) is running
     assert services.state("prefect") is None
+
+
+def record(services: LocalServices, name: str, state: ServiceState) -> None:
+    services.directory.mkdir(exist_ok=True)
+    (services.directory / f"{name}.json").write_text(state.model_dump_json())
+
+
+def test_a_service_is_known_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    services, started = LocalServices(tmp_path), process_start(os.getpid())
+    assert started
+    record(services, "ray", ServiceState(pid=os.getpid(), started=started, port=1))
+    was = psutil.boot_time()
+    monkeypatch.setattr(psutil, "boot_time", lambda: was + 3600)  # from which times of day are computed
+    monkeypatch.setattr(time, "time", lambda now=time.time: now() + 3600)
+    assert services.state("ray") is not None
+
+
+def test_machines_that_mount_a_folder_have_services_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, started = LocalServices(tmp_path), process_start(os.getpid())
+    assert started
+    record(here, "ray", ServiceState(pid=os.getpid(), started=started, port=1))
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    there = LocalServices(tmp_path)
+    assert there.state("ray") is None
+    assert there.stop() == []
+    assert here.state("ray") is not None
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -41,13 +75,13 @@ local.PREFECT_COMMAND = ({sys.executable!r}, "-c", {never_ready!r})
 local.LocalServices(Path({str(tmp_path)!r})).start(prefect=True, ray=False)
 """
     command = subprocess.Popen([sys.executable, "-c", starter])
-    recorded = tmp_path / "prefect.json"
+    services = LocalServices(tmp_path)
+    recorded = services.directory / "prefect.json"
     wait_until(recorded.exists)
     command.kill()
     command.wait()
     left_over = psutil.Process(json.loads(recorded.read_text())["pid"])
     assert left_over.is_running()
-    services = LocalServices(tmp_path)
     assert services.state("prefect") is None
     if action == "stop":
         assert services.stop() == ["prefect"]
@@ -62,11 +96,13 @@ def test_what_a_dead_service_has_left_is_stopped_with_it(tmp_path: Path) -> None
     """A process that has lost its parent is still found by the session that the service led."""
     orphan = "import subprocess, sys; print(subprocess.Popen(['sleep', '3600'], stdout=subprocess.DEVNULL).pid)"
     service = subprocess.Popen([sys.executable, "-c", orphan], stdout=subprocess.PIPE, start_new_session=True)
-    state = ServiceState(pid=service.pid, started=psutil.Process(service.pid).create_time(), port=1)
+    started = process_start(service.pid)
+    assert started
+    state = ServiceState(pid=service.pid, started=started, port=1)
     assert service.stdout is not None
     left_over = psutil.Process(int(service.stdout.readline()))
     service.wait()
-    (tmp_path / "ray.json").write_text(state.model_dump_json())
+    record(LocalServices(tmp_path), "ray", state)
     assert LocalServices(tmp_path).stop() == []
     assert has_ended(left_over)
 
