@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from rl_core.scoring.explicit import explicit_attention, visible_keys
 from rl_core.scoring.masks import PackedMask, describe_mask
+from rl_core.scoring.positions import use_own_lengths
 from rl_core.scoring.recurrent import isolate_recurrent_layers
 from rl_core.scoring.runs import map_runs
 from schemas.errors import ScoringError
@@ -38,7 +39,7 @@ def register() -> None:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Register the attention function and switch a model to it; its recurrent layers respect boundaries, too.
+    """Register the attention function and switch a model to it; recurrent layers and positions respect boundaries, too.
 
     Raises:
         ScoringError: The model's class has a built-in attention that can't be switched.
@@ -47,6 +48,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(PACKED_ATTENTION)
     require_packed_attention(model)
     isolate_recurrent_layers(model)
+    use_own_lengths(model)
 
 
 def require_packed_attention(model: PreTrainedModel) -> None:
@@ -63,9 +65,10 @@ def require_packed_attention(model: PreTrainedModel) -> None:
 
 
 def use_padded_attention(model: PreTrainedModel) -> None:
-    """Switch a model to transformers' SDPA attention, or to eager attention if it has no other, or SDPA drops a part."""
+    """Switch a model to transformers' SDPA attention, or to eager attention if SDPA is missing or drops a part."""
     has_softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
+    use_own_lengths(model)
     if not (has_softcap or has_sinks):
         with suppress(ValueError):  # transformers' refusal
             model.set_attn_implementation("sdpa")

@@ -75,8 +75,3 @@ def one_line_errors(model: PreTrainedModel, what: str) -> Iterator[None]:
     except Exception as error:  # of any type: models are not written for this use
         reason = f"{type(error).__name__}: {error}".strip().split("\n")[0]
         raise ScoringError(f"{type(model).__name__} can't run {what}: {reason}") from error
-
-
-def difference(first: Tensor, second: Tensor) -> float:
-    """Return the largest absolute difference; NaN, which passes no limit, if either has one."""
-    return float((first - second).abs().max())

@@ -9,10 +9,8 @@ from transformers import PretrainedConfig
 from schemas.errors import ScoringError
 
 # Arguments of transformers' mask functions (`sdpa_mask`) that change nothing about the mask of a packed row.
-_SIZES = frozenset(
-    ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "dtype", "device")
-    + ("allow_is_causal_skip",)
-)
+_SIZES = {"batch_size", "q_length", "kv_length", "q_offset", "kv_offset"}
+_UNUSED = {"mask_function", "allow_is_causal_skip", "dtype", "device", *_SIZES}
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def describe_mask(
     Raises:
         ScoringError: The mask is another one than causal with or without a sliding window.
     """
-    unknown = sorted(name for name, value in options.items() if value is not None and name not in _SIZES)
+    unknown = sorted(name for name, value in options.items() if value is not None and name not in _UNUSED)
     if attention_mask is not None and not attention_mask.all():
         unknown.append("attention_mask")
     if use_vmap:

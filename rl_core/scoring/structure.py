@@ -5,13 +5,15 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rl_core.scoring.comparison import Kind, Sequences, difference, random_sequences, score_alone, score_rows
+from rl_core.scoring.comparison import Kind, Sequences, one_line_errors, random_sequences, score_alone, score_rows
+from rl_core.scoring.logprobs import head_logprobs
 from rl_core.scoring.miniature import LIMIT_TOKENS, build_miniature
 from schemas.errors import ScoringError
 
 # Prompt and response tokens: some sequences are beyond every limit of a tiny model, and others are not.
 _LENGTHS = ((3, 5), (2 * LIMIT_TOKENS, LIMIT_TOKENS), (1, 4), (5, LIMIT_TOKENS))
-_MAX_DIFFERENCE = 1e-3  # nats, in float32
+_MAX_DIFFERENCE = 2e-3  # of log-probs, relative to their standard deviation; float32's rounding is below 5e-4
+_HEAD = "its logits are not only its LM head's of its last hidden states, with a scale and softcap known here"
 
 
 @dataclass(frozen=True)
@@ -27,19 +29,35 @@ class Structure:
     padded: str | None
 
 
-def check_structure(config: PretrainedConfig) -> Structure | None:
+def check_structure(config: PretrainedConfig, longest: int) -> Structure | None:
     """Score a tiny model of a config's family, packed and padded, and compare with its own eager forward.
+
+    Args:
+        config: The model's.
+        longest: Tokens of the longest row that is to be scored: only limits below it count.
 
     Returns:
         What can't; None if no tiny model of the family runs, so that only the model itself can show it.
     """
     try:
-        model = build_miniature(config)
+        model = build_miniature(config, longest)
         sequences = random_sequences(model, _LENGTHS)
         alone = score_alone(model, sequences)
-    except Exception:  # whatever the family's own code raises at sizes that it wasn't made for
+    except ScoringError:
         return None
+    if (fault := _head_fault(model, sequences)) is not None:
+        return Structure(fault, fault)
     return Structure(*(_fault(model, sequences, alone, kind) for kind in ("packed", "padded")))
+
+
+def _head_fault(model: PreTrainedModel, sequences: Sequences) -> str | None:
+    """Return why the LM head can't be computed apart from the rest of the model."""
+    try:
+        with one_line_errors(model, "its decoder alone"):
+            ours, own = head_logprobs(model, torch.cat(sequences[0]))
+    except ScoringError as error:
+        return str(error)
+    return None if relative_difference(ours, own) <= _MAX_DIFFERENCE else _HEAD
 
 
 def _fault(model: PreTrainedModel, sequences: Sequences, alone: list[torch.Tensor], kind: Kind) -> str | None:
@@ -47,7 +65,11 @@ def _fault(model: PreTrainedModel, sequences: Sequences, alone: list[torch.Tenso
         scored = score_rows(model, sequences, kind)
     except ScoringError as error:
         return str(error)
-    largest = max(difference(ours, own) for ours, own in zip(scored, alone, strict=True))
-    if largest <= _MAX_DIFFERENCE:  # NaN is not
+    if relative_difference(torch.cat(scored), torch.cat(alone)) <= _MAX_DIFFERENCE:
         return None
-    return f"log-probs of a tiny model of this family differ by {largest:.2g} nats from those of its own forward"
+    return "log-probs of a tiny model of this family differ from those of its own forward"
+
+
+def relative_difference(ours: torch.Tensor, own: torch.Tensor) -> float:
+    """Return the largest difference of log-probs, relative to how far they are apart; NaN, above any limit, if any is."""
+    return float((ours - own).abs().max() / own.std())

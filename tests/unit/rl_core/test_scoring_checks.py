@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from rl_core.scoring import (
     PACKED_ATTENTION,
     leak_probe,
@@ -100,7 +101,7 @@ def test_padded_scores_reject_a_model_with_packed_attention() -> None:
 
 def test_packed_scores_reject_a_model_with_another_attention() -> None:
     row = random_batch([1], [1]).row
-    with pytest.raises(ScoringError, match="uses attention 'sdpa' of its own, .*, not 'sluice_packed'"):
+    with pytest.raises(ScoringError, match=r"uses attention 'sdpa' of its own, .*, not 'sluice_packed'"):
         packed_logprobs(tiny_qwen3(), row, temperature=1.0, chunk_tokens=4)
 
 
@@ -161,6 +162,6 @@ def test_leak_probe_fails_when_packed_differs_from_the_model(monkeypatch: pytest
     monkeypatch.setattr(
         attention_module, "_causal_sdpa", lambda q, k, v, scaling, **window: sdpa(q, k, v, scaling * 2, **window)
     )
-    with pytest.raises(ScoringError, match="packed scoring .* differs from its own forward"):
+    with pytest.raises(ScoringError, match=r"packed scoring .* differs from its own forward"):
         leak_probe(model)
     assert model.config._attn_implementation == PACKED_ATTENTION
