@@ -12,6 +12,7 @@ from infra.checkpoints.store import open_checkpoints
 from infra.datasets import PromptDataset, load_run_prompts
 from infra.datasets.limits import check_prompts
 from infra.engines.embedded.cache import check_speculative
+from infra.engines.families import check_family
 from infra.engines.vllm.adapters import check_adapters
 from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
@@ -69,6 +70,7 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
             config.rollout.num_prompts,
         )
     check_environments(config, tokenizer, prompts)
+    check_family(config)
     check_prompts(config, prompts, held_out, max_positions(config.model))
     check_answers(config, prompts, held_out)
     check_reuse(config, tokenizer)

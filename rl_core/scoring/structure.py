@@ -12,7 +12,7 @@ from schemas.errors import ScoringError
 
 # Prompt and response tokens: some sequences are beyond every limit of a tiny model, and others are not.
 _LENGTHS = ((3, 5), (2 * LIMIT_TOKENS, LIMIT_TOKENS), (1, 4), (5, LIMIT_TOKENS))
-_MAX_DIFFERENCE = 2e-3  # of log-probs, relative to their standard deviation; float32's rounding is below 5e-4
+MAX_DIFFERENCE = 2e-3  # of log-probs, relative to their standard deviation; float32's rounding is below 5e-4
 _HEAD = "its logits are not only its LM head's of its last hidden states, with a scale and softcap known here"
 
 
@@ -57,7 +57,7 @@ def _head_fault(model: PreTrainedModel, sequences: Sequences) -> str | None:
             ours, own = head_logprobs(model, torch.cat(sequences[0]))
     except ScoringError as error:
         return str(error)
-    return None if relative_difference(ours, own) <= _MAX_DIFFERENCE else _HEAD
+    return None if relative_difference(ours, own) <= MAX_DIFFERENCE else _HEAD
 
 
 def _fault(model: PreTrainedModel, sequences: Sequences, alone: list[torch.Tensor], kind: Kind) -> str | None:
@@ -65,11 +65,11 @@ def _fault(model: PreTrainedModel, sequences: Sequences, alone: list[torch.Tenso
         scored = score_rows(model, sequences, kind)
     except ScoringError as error:
         return str(error)
-    if relative_difference(torch.cat(scored), torch.cat(alone)) <= _MAX_DIFFERENCE:
+    if relative_difference(torch.cat(scored), torch.cat(alone)) <= MAX_DIFFERENCE:
         return None
     return "log-probs of a tiny model of this family differ from those of its own forward"
 
 
 def relative_difference(ours: torch.Tensor, own: torch.Tensor) -> float:
-    """Return the largest difference of log-probs, relative to how far they are apart; NaN, above any limit, if any is."""
+    """Return the largest difference of log-probs, relative to their spread; NaN, which passes no limit, if any is."""
     return float((ours - own).abs().max() / own.std())

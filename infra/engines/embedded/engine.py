@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from infra.engines.base import Sampling, WeightsBucket
 from infra.engines.checks import check_held, require_awake
 from infra.engines.embedded.attention import use_decode_attention
-from infra.engines.embedded.cache import cache_bytes_per_token, check_speculative, decoding_cache
+from infra.engines.embedded.cache import cache_argument, cache_bytes_per_token, check_speculative, decoding_cache
 from infra.engines.embedded.layout import use_decode_layout
 from infra.engines.embedded.rows import TransformersRows
 from infra.engines.usage import EngineUsage
@@ -100,8 +100,8 @@ class TransformersEngine:
         """Return the log-probs of given tokens; see `RolloutEngine.score`."""
         tokens = torch.from_numpy(token_ids.astype(np.int64)).to(self.model.device)
         positions = torch.arange(len(tokens), device=tokens.device)
-        cache = decoding_cache(self.model.config)
-        output = self.model(tokens[None], position_ids=positions[None], past_key_values=cache, use_cache=True)
+        cache = {cache_argument(self.model): decoding_cache(self.model.config)}
+        output = self.model(tokens[None], position_ids=positions[None], use_cache=True, **cache)
         logprobs = (output.logits[0, :-1].float() / temperature).log_softmax(-1)
         return logprobs.gather(-1, tokens[1:, None])[:, 0].cpu().numpy()
 
@@ -118,7 +118,7 @@ class TransformersEngine:
             raise ValueError(f"stop strings {sampling.stop} need a tokenizer; give TransformersEngine the model's")
         if several_turns and self._replay is not None:
             raise ValueError("the experts of rows of several turns can't be recorded")
-        max_tokens = max(1, self.max_cache_bytes // self._token_bytes)
+        max_tokens = max(1, self.max_cache_bytes // max(1, self._token_bytes))
         return TransformersRows(
             self.model,
             sampling,
