@@ -97,8 +97,8 @@ class ModelWork:
 
 def _attention_width(layer: PretrainedConfig) -> float:
     """Return the width of a layer's queries: of queries and values the mean (multi-head latent attention)."""
-    heads = getattr(layer, "num_attention_heads", None)
-    if not heads:
+    heads: int = getattr(layer, "num_attention_heads", None) or 0
+    if heads == 0:
         return 0.0
     query, value = getattr(layer, "qk_head_dim", None), getattr(layer, "v_head_dim", None)
     if query and value:

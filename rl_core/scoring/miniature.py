@@ -4,6 +4,8 @@ What a family computes doesn't depend on its sizes. So a tiny model shows in a s
 it can be scored, also beyond its window or its original positions.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -106,15 +108,26 @@ def build_miniature(config: PretrainedConfig, longest: int, seed: int = 0) -> Pr
     try:
         with torch.random.fork_rng(devices=()), torch.device("cpu"):
             torch.manual_seed(seed)
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                shrink_config(config, longest), dtype=torch.float32
-            )
+            small = shrink_config(config, longest)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=torch.float32)  # type: ignore[no-untyped-call]
             for module in model.modules():
                 if isinstance(module, nn.Linear | nn.Embedding):
                     nn.init.normal_(module.weight, std=_STD)
     except Exception as error:  # of any type
         raise ScoringError(f"no tiny model of {config.model_type} can be built: {error}") from error
-    return model.eval().requires_grad_(False)
+    model.train(False)
+    return model.requires_grad_(False)
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """Compute on one thread: tiny products take longer when threads wait for each other, seconds on busy cores."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _num_layers(values: dict[str, Any], total: int) -> int:

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rl_core.scoring.comparison import Kind, Sequences, one_line_errors, random_sequences, score_alone, score_rows
 from rl_core.scoring.logprobs import head_logprobs
-from rl_core.scoring.miniature import LIMIT_TOKENS, build_miniature
+from rl_core.scoring.miniature import LIMIT_TOKENS, build_miniature, single_thread
 from schemas.errors import ScoringError
 
 # Prompt and response tokens: some sequences are beyond every limit of a tiny model, and others are not.
@@ -29,6 +29,7 @@ class Structure:
     padded: str | None
 
 
+@single_thread()
 def check_structure(config: PretrainedConfig, longest: int) -> Structure | None:
     """Score a tiny model of a config's family, packed and padded, and compare with its own eager forward.
 

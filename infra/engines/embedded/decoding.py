@@ -84,7 +84,7 @@ class DecodingBatch:
         if len(self.rows) == len(rows):
             return logits
         self._present = self._present[repeated]
-        self._cache.reorder_cache(repeated)
+        self._cache.reorder_cache(repeated)  # type: ignore[arg-type]  # it is of int64
         return logits[repeated]
 
     def advance(self, num_sampled: int, drafts: np.ndarray) -> torch.Tensor:
@@ -138,7 +138,7 @@ class DecodingBatch:
     def keep(self, kept: np.ndarray) -> None:
         """Remove all rows but those at `kept`, bool [L]."""
         indices = torch.from_numpy(np.flatnonzero(kept)).to(self.newest.device)
-        self._cache.reorder_cache(indices)
+        self._cache.reorder_cache(indices)  # type: ignore[arg-type]  # it is of int64
         self._present, self._next_positions = self._present[indices], self._next_positions[indices]
         self.newest, self.rows = self.newest[indices], self.rows[kept]
 

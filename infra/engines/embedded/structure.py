@@ -8,7 +8,7 @@ from infra.engines.base import GenerationRequest, Sampling
 from infra.engines.embedded.engine import TransformersEngine
 from infra.engines.generate import generate_all
 from rl_core.scoring.comparison import one_line_errors, score_alone
-from rl_core.scoring.miniature import LIMIT_TOKENS, build_miniature
+from rl_core.scoring.miniature import LIMIT_TOKENS, build_miniature, single_thread
 from rl_core.scoring.structure import MAX_DIFFERENCE, relative_difference
 from schemas.errors import PipelineError, ScoringError
 
@@ -17,6 +17,7 @@ _SAMPLES = 2
 _RESPONSE_TOKENS = LIMIT_TOKENS + 2
 
 
+@single_thread()
 @torch.no_grad()
 def engine_fault(config: PretrainedConfig, longest: int) -> str | None:
     """Sample from a tiny model of a config's family, and compare log-probs with its own eager forward.
