@@ -102,8 +102,22 @@ class TransformersEngine:
         positions = torch.arange(len(tokens), device=tokens.device)
         cache = {cache_argument(self.model): decoding_cache(self.model.config)}
         output = self.model(tokens[None], position_ids=positions[None], use_cache=True, **cache)
-        logprobs = (output.logits[0, :-1].float() / temperature).log_softmax(-1)
-        return logprobs.gather(-1, tokens[1:, None])[:, 0].cpu().numpy()
+        return _token_logprobs(output.logits[0], tokens, temperature)
+
+    @torch.inference_mode()
+    def score_plainly(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
+        """Return the log-probs of given tokens by the model's own eager forward with the same weights; see `score`.
+
+        A difference from `score` is one of functions, not of weights.
+        """
+        tokens = torch.from_numpy(token_ids.astype(np.int64)).to(self.model.device)
+        attention = self.model.config._attn_implementation
+        self.model.set_attn_implementation("eager")
+        try:
+            logits = self.model(tokens[None], use_cache=False).logits[0]
+        finally:
+            self.model.set_attn_implementation(attention)
+        return _token_logprobs(logits, tokens, temperature)
 
     def open_rows(self, sampling: Sampling, *, several_turns: bool = False) -> TransformersRows:
         """Return a decoder without rows; see `RolloutEngine.open_rows`. The KV cache lives until it is closed.
@@ -165,6 +179,13 @@ class TransformersEngine:
     def close(self) -> None:
         """Release the model; the engine can't generate afterwards."""
         del self.model
+
+
+def _token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> np.ndarray:
+    """Return the log-probs of all tokens [T] but the first, from the logits [T, V] after each: float32 [T - 1]."""
+    logprobs = (logits[:-1].float() / temperature).log_softmax(-1)
+    scores: np.ndarray = logprobs.gather(-1, tokens[1:, None])[:, 0].cpu().numpy()
+    return scores
 
 
 @torch.no_grad()

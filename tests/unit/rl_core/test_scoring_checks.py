@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from rl_core.scoring import (
@@ -22,6 +23,7 @@ from rl_core.scoring import (
 )
 from rl_core.scoring import attention as attention_module
 from rl_core.scoring.masks import PackedMask, describe_mask
+from rl_core.scoring.miniature import build_miniature
 from schemas.errors import ScoringError
 from tests.support.packed import random_batch, tiny_qwen3
 from tests.unit.rl_core.scorers import score_packed, score_padded
@@ -126,6 +128,14 @@ def test_leak_probe_passes_on_packed_attention(dtype: torch.dtype) -> None:
     leak_probe(model)
     assert model.config._attn_implementation == PACKED_ATTENTION
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(("name", "num_seeds"), [("Mixtral", 8), ("DeepseekV3", 8), ("Qwen3_5MoeText", 1)])
+def test_experts_that_change_by_rounding_are_no_fault(name: str, num_seeds: int) -> None:
+    for seed in range(num_seeds):
+        model = build_miniature(getattr(transformers, f"{name}Config")(), 1, seed).bfloat16()
+        use_packed_attention(model)
+        leak_probe(model)
 
 
 @pytest.fixture
