@@ -1,7 +1,7 @@
 """What a model's causal masks allow within a sequence, as a description in place of a tensor over the whole row."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -22,6 +22,12 @@ class PackedMask:
     """
 
     sliding_window: int | None
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        """Refuse what sparse attentions do: to take a mask as a tensor, and hide more keys in it."""
+        raise ScoringError(
+            "its attention hides keys of its own choice in the mask, which packed attention doesn't build"
+        )
 
 
 def describe_mask(
