@@ -44,7 +44,8 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     Raises:
         ScoringError: The model's class has a built-in attention that can't be switched.
     """
-    register()
+    if PACKED_ATTENTION not in AttentionInterface():
+        register()
     model.set_attn_implementation(PACKED_ATTENTION)
     require_packed_attention(model)
     isolate_recurrent_layers(model)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from rl_core.scoring import (
     PACKED_ATTENTION,
@@ -144,8 +145,8 @@ def restored_attention() -> Iterator[None]:
     register()
 
 
-def _leak(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
-    """Replace packed attention by one that ignores the boundaries."""
+def _register_leaking(is_causal: bool) -> None:
+    """Register an attention that ignores the boundaries under the name of packed attention."""
 
     def leaking(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: object
@@ -153,14 +154,15 @@ def _leak(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
         output = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
         return output.transpose(1, 2), None
 
-    monkeypatch.setattr(attention_module, "packed_attention", leaking)
+    AttentionInterface.register(PACKED_ATTENTION, leaking)
 
 
 @pytest.mark.usefixtures("restored_attention")
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_leak_probe_fails_when_attention_ignores_boundaries(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
+def test_leak_probe_fails_when_attention_ignores_boundaries(is_causal: bool) -> None:
     model = tiny_qwen3(initializer_range=0.02)  # as small as freshly made models are
-    _leak(monkeypatch, is_causal)
+    use_packed_attention(model)
+    _register_leaking(is_causal)
     with pytest.raises(ScoringError, match="packed sequences attend to each other: changing sequence 0"):
         leak_probe(model)
 
