@@ -44,7 +44,7 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     Raises:
         ScoringError: The model's class has a built-in attention that can't be switched.
     """
-    if PACKED_ATTENTION not in AttentionInterface():
+    if PACKED_ATTENTION not in AttentionInterface():  # type: ignore[no-untyped-call]
         register()
     model.set_attn_implementation(PACKED_ATTENTION)
     require_packed_attention(model)
