@@ -14,6 +14,7 @@ from infra.datasets import PromptDataset, PromptRow, load_run_prompts
 from infra.datasets.environments import schemas_of_tools
 from infra.datasets.limits import check_prompts
 from infra.engines.embedded.cache import check_speculative
+from infra.engines.families import check_family
 from infra.engines.vllm.adapters import check_adapters
 from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
@@ -81,6 +82,7 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
         )
     _warn_of_missing_prompt(config, tokenizer, prompts[0])
     check_environments(config, tokenizer, prompts)
+    check_family(config)
     check_prompts(config, prompts, held_out, max_positions(config.model))
     check_answers(config, prompts, held_out)
     check_reuse(config, tokenizer)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from infra.engines.base import RolloutEngine
+from infra.engines.embedded.engine import TransformersEngine
 from infra.engines.vllm.sizes import max_model_len
 from infra.models.load import num_embeddings
 from infra.ray.actors import actor_name
@@ -21,6 +22,16 @@ from schemas.weights import ProbeRow, WeightsHandle
 
 MAX_TOKENS = 32
 TOLERANCE = {"float32": 2e-4, "bfloat16": 0.3}  # mean difference in nats; of two dtypes, the larger
+
+_STALE = (
+    "it computes with stale or wrong weights. End the run's workers (sluice stop) and resume it, which starts the "
+    "engine again; if it repeats, use another rollout.kind, or runtime.weight_probe = false if this model's log-probs "
+    "differ that much by rounding"
+)
+_OTHER_FUNCTION = (
+    "its weights are right, as a plain forward with them agrees, but the engine computes another function of this "
+    'model. Set rollout.kind = "vllm", or use a model of another family'
+)
 
 
 def probe_tokens(config: RunConfig) -> NDArray[np.int64]:
@@ -63,17 +74,26 @@ def check_probe(engine: RolloutEngine, handle: WeightsHandle) -> float | None:
     if (row := handle.probe) is None:
         return None
     found = engine.score(np.array(row.token_ids), row.temperature)
-    difference = float(np.abs(found.astype(np.float64) - np.array(row.logprobs)).mean())
     bound = max(TOLERANCE[engine.dtype], TOLERANCE[row.compute_dtype])
-    if not difference <= bound:  # also if it is not a number
+    if not (difference := _difference(found, row)) <= bound:  # also if it is not a number
         engine.version = None
         name = f"{type(engine).__name__} {actor_name()}".rstrip()
         raise StaleWeightsError(
             f"{name} was loaded with version {handle.version} of run {handle.run_id}, "
             f"but its log-probs of {len(found)} known tokens differ from the trainer's by {difference:.3g} nats on "
-            f"average, expected at most {bound:g} (engine: {engine.dtype}, trainer: {row.compute_dtype}): it computes "
-            "with stale or wrong weights. End the run's workers (sluice stop) and resume it, which starts the engine "
-            "again; if it repeats, use another rollout.kind, or runtime.weight_probe = false if this model's log-probs "
-            "differ that much by rounding"
+            f"average, expected at most {bound:g} (engine: {engine.dtype}, trainer: {row.compute_dtype}): "
+            + (_OTHER_FUNCTION if _has_weights(engine, row, bound) else _STALE)
         )
     return difference
+
+
+def _difference(logprobs: NDArray[np.float32], row: ProbeRow) -> float:
+    """Return the mean absolute difference from the trainer's log-probs, in nats."""
+    return float(np.abs(logprobs.astype(np.float64) - np.array(row.logprobs)).mean())
+
+
+def _has_weights(engine: RolloutEngine, row: ProbeRow, bound: float) -> bool:
+    """Return whether the trainer's log-probs are those of a plain forward with an engine's weights, if it has one."""
+    if not isinstance(engine, TransformersEngine):
+        return False
+    return _difference(engine.score_plainly(np.array(row.token_ids), row.temperature), row) <= bound

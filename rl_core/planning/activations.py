@@ -121,13 +121,15 @@ class _Saved:
 
 
 class _Abstract(TorchFunctionMode):
-    """Attention as a fused kernel saves it, and experts' products: the meta device has neither."""
+    """Attention as a fused kernel saves it, experts' products, and conditions: the meta device has none of them."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3])  # type: ignore[no-untyped-call]
+        if func is Tensor.__bool__ and args[0].is_meta:  # asked for shortcuts, such as of a mask that hides nothing
+            return True
         if getattr(func, "__name__", "") == "_grouped_mm":  # of experts, in float32: it has no such meta kernel
             return _GroupedMatmul.apply(*args[:2])  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))

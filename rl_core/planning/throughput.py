@@ -43,7 +43,7 @@ class ModelWork:
         return cls(
             decoder_weights=round(weights),
             head_weights=config.vocab_size * config.hidden_size,
-            attention_width=round(config.num_attention_heads * _head_dim(config) * config.num_hidden_layers),
+            attention_width=round(sum(map(_attention_width, config.per_layer_config))),
         )
 
     def forward(self, prompts: NDArray[np.int64], responses: NDArray[np.int64]) -> float:
@@ -95,12 +95,15 @@ class ModelWork:
         return 2.0 * self.attention_width * float((lengths.astype(np.float64) ** 2).sum())
 
 
-def _head_dim(config: PretrainedConfig) -> float:
-    """Return the width of a head: the mean of queries and values where they differ (multi-head latent attention)."""
-    query, value = getattr(config, "qk_head_dim", None), getattr(config, "v_head_dim", None)
+def _attention_width(layer: PretrainedConfig) -> float:
+    """Return the width of a layer's queries: of queries and values the mean (multi-head latent attention)."""
+    heads: int = getattr(layer, "num_attention_heads", None) or 0
+    if heads == 0:
+        return 0.0
+    query, value = getattr(layer, "qk_head_dim", None), getattr(layer, "v_head_dim", None)
     if query and value:
-        return float(query + value) / 2
-    return float(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        return heads * float(query + value) / 2
+    return heads * float(getattr(layer, "head_dim", None) or layer.hidden_size // heads)
 
 
 def num_decode_steps(lengths: Sequence[int] | NDArray[np.int64], concurrency: int) -> int:

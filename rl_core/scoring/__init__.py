@@ -3,18 +3,22 @@
 from rl_core.scoring.attention import PACKED_ATTENTION, register, use_packed_attention, use_padded_attention
 from rl_core.scoring.forward import PackedRow, pack_row
 from rl_core.scoring.logprobs import TokenScores, packed_logprobs, packed_scores, padded_scores
-from rl_core.scoring.probe import leak_probe
+from rl_core.scoring.probe import leak_probe, padded_probe
 from rl_core.scoring.routing import RouterReplay
+from rl_core.scoring.structure import Structure, check_structure
 
 __all__ = [
     "PACKED_ATTENTION",
     "PackedRow",
     "RouterReplay",
+    "Structure",
     "TokenScores",
+    "check_structure",
     "leak_probe",
     "pack_row",
     "packed_logprobs",
     "packed_scores",
+    "padded_probe",
     "padded_scores",
     "register",
     "use_packed_attention",

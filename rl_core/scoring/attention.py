@@ -4,7 +4,8 @@ H query heads, K key and value heads, T tokens of one packed row, D head size, S
 sequences; no mask over the whole row is built.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,38 +13,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rl_core.scoring.explicit import explicit_attention, visible_keys
+from rl_core.scoring.masks import PackedMask, describe_mask
+from rl_core.scoring.positions import use_own_lengths
 from rl_core.scoring.recurrent import isolate_recurrent_layers
 from rl_core.scoring.runs import map_runs
 from schemas.errors import ScoringError
 
 PACKED_ATTENTION = "sluice_packed"
-# Options that the kernels below don't implement, by transformers' names.
-_UNSUPPORTED = ("position_bias",)
+# Options that layers pass along and that no attention function uses: positions are in the queries and keys by then.
+_UNUSED = ("position_ids", "use_cache", "is_causal")
 _FLASH_HEAD_SIZES = range(8, 257, 8)
 
 
 def register() -> None:
     """Register `sluice_packed` with transformers, in this process.
 
-    Deliberately, no mask function is registered with it: transformers then builds no mask, and boundaries come from
-    `cu_seqlens` alone, never from guesses based on position ids.
+    Its mask function builds no mask, but says which window a layer's mask has. Boundaries come from `cu_seqlens` alone,
+    never from guesses based on position ids.
     """
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    AttentionMaskInterface.register(PACKED_ATTENTION, describe_mask)
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Register the attention function and switch a model to it; its recurrent layers respect boundaries, too.
+    """Register the attention function and switch a model to it; recurrent layers and positions respect boundaries, too.
 
     Raises:
         ScoringError: The model's class has a built-in attention that can't be switched.
     """
-    register()
+    if PACKED_ATTENTION not in AttentionInterface():  # type: ignore[no-untyped-call]
+        register()
     model.set_attn_implementation(PACKED_ATTENTION)
     require_packed_attention(model)
     isolate_recurrent_layers(model)
+    use_own_lengths(model)
 
 
 def require_packed_attention(model: PreTrainedModel) -> None:
@@ -54,16 +60,21 @@ def require_packed_attention(model: PreTrainedModel) -> None:
     """
     if (actual := model.config._attn_implementation) != PACKED_ATTENTION:
         raise ScoringError(
-            f"{type(model).__name__} uses attention {actual!r}, which lets packed sequences attend to each other;"
-            f" call rl_core.scoring.use_packed_attention(model) to use {PACKED_ATTENTION!r}"
+            f"{type(model).__name__} uses attention {actual!r} of its own, which lets packed sequences attend to each"
+            f" other, not {PACKED_ATTENTION!r}"
         )
 
 
 def use_padded_attention(model: PreTrainedModel) -> None:
-    """Switch a model to transformers' SDPA attention, or to eager attention if SDPA would drop a softcap or sinks."""
+    """Switch a model to transformers' SDPA attention, or to eager attention if SDPA is missing or drops a part."""
     has_softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
-    model.set_attn_implementation("eager" if has_softcap or has_sinks else "sdpa")
+    use_own_lengths(model)
+    if not (has_softcap or has_sinks):
+        with suppress(ValueError):  # transformers' refusal
+            model.set_attn_implementation("sdpa")
+            return
+    model.set_attn_implementation("eager")
 
 
 def require_padded_attention(model: PreTrainedModel) -> None:
@@ -73,10 +84,7 @@ def require_padded_attention(model: PreTrainedModel) -> None:
         ScoringError: The model uses packed attention.
     """
     if model.config._attn_implementation == PACKED_ATTENTION:
-        raise ScoringError(
-            f"{type(model).__name__} uses attention {PACKED_ATTENTION!r}, which ignores padding; call"
-            " rl_core.scoring.use_padded_attention(model) for padded scoring"
-        )
+        raise ScoringError(f"{type(model).__name__} uses attention {PACKED_ATTENTION!r}, which ignores padding")
 
 
 def packed_attention(
@@ -84,7 +92,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: PackedMask | None,
     *,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int = 0,
@@ -105,15 +113,16 @@ def packed_attention(
         query: [1, H, T, D].
         key: [1, K, T, D]; H is a multiple of K.
         value: [1, K, T, D].
-        attention_mask: Must be None.
+        attention_mask: What the model's mask allows; None: the model has made none.
         cu_seqlens: [S + 1] int32 boundaries, from 0 to T; passed by the caller of the model.
         max_seqlen: Tokens of the longest sequence.
         scaling: Factor of the attention scores; None: D ** -0.5.
         dropout: Must be 0: a log-prob must be a function of weights and tokens.
         sliding_window: A token attends to itself and the window - 1 tokens before it; None: to all tokens before it.
+            Where there is a mask, its window counts: not all layers pass their own.
         softcap: Scores become softcap * tanh(score / softcap); None: they stay.
         s_aux: [H] sinks, a further score of each head; None: none. (transformers' name)
-        **kwargs: Further options of the model.
+        **kwargs: Further options of the model; any that could change the result is refused.
 
     Returns:
         [1, T, H, D], and None for the attention weights.
@@ -123,6 +132,8 @@ def packed_attention(
     """
     _check_request(module, query, attention_mask, cu_seqlens, dropout, kwargs)
     assert cu_seqlens is not None
+    if attention_mask is not None:
+        sliding_window = attention_mask.sliding_window
     if softcap is not None or s_aux is not None:
         explicit = partial(
             explicit_attention, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
@@ -201,21 +212,26 @@ def _causal_sdpa(
 def _check_request(
     module: nn.Module,
     query: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: PackedMask | Tensor | None,
     cu_seqlens: Tensor | None,
     dropout: float,
     options: dict[str, Any],
 ) -> None:
     layer = type(module).__name__
     if cu_seqlens is None:
-        raise ScoringError(f"{layer} got no cu_seqlens; run a model with {PACKED_ATTENTION!r} through packed_logprobs")
+        raise ScoringError(f"{layer} got no cu_seqlens, the boundaries of a packed row: its model doesn't pass them on")
     if query.shape[0] != 1:
         raise ScoringError(f"{layer} got {query.shape[0]} rows; a packed forward has one row of all sequences")
-    if attention_mask is not None:
-        raise ScoringError(f"{layer} got an attention mask, expected None; boundaries come from cu_seqlens alone")
+    if not isinstance(attention_mask, PackedMask | None):
+        raise ScoringError(f"{layer} makes an attention mask of its own, which packed attention doesn't apply")
     if dropout:
         raise ScoringError(f"{layer} has attention dropout {dropout}; set attention_dropout to 0 in the model's config")
-    if unsupported := [name for name in _UNSUPPORTED if options.get(name) is not None]:
-        raise ScoringError(f"{layer} needs {', '.join(unsupported)}, which packed attention doesn't support")
+    if unknown := unknown_options(options):
+        raise ScoringError(f"{layer} needs {', '.join(unknown)}, which packed attention doesn't support")
     if options.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise ScoringError(f"{layer} isn't causal; packed scoring supports causal language models only")
+
+
+def unknown_options(options: Mapping[str, Any]) -> list[str]:
+    """Return the names of a layer's options that an attention function would have to know."""
+    return [name for name, value in options.items() if value is not None and value is not False and name not in _UNUSED]

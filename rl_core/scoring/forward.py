@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl_core.scoring.attention import require_packed_attention, require_padded_attention
@@ -101,6 +101,19 @@ def pack_row(
     )
 
 
+def decoder(model: PreTrainedModel) -> nn.Module:
+    """Return a causal language model without its LM head.
+
+    Raises:
+        ScoringError: It doesn't tell which part that is.
+    """
+    # Some are wrong about it: Llama 4 returns itself, and a decoder of ModernBERT a layer of its head.
+    for part in (model.get_decoder(), model.base_model, getattr(model, "model", None)):  # type: ignore[no-untyped-call]
+        if isinstance(part, PreTrainedModel) and part is not model:
+            return part
+    raise ScoringError(f"{type(model).__name__} has no part that computes hidden states without its LM head")
+
+
 def packed_hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
     """Run the model without its LM head on one packed row.
 
@@ -116,7 +129,7 @@ def packed_hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
     """
     require_packed_attention(model)
     _check_positions(model, row)
-    output = model.get_decoder()(  # type: ignore[no-untyped-call]
+    output = decoder(model)(
         input_ids=row.input_ids.unsqueeze(0),
         position_ids=row.position_ids.unsqueeze(0),
         use_cache=False,
@@ -152,10 +165,10 @@ def padded_hidden_states(model: PreTrainedModel, row: PackedRow, width: int = 0)
     input_ids = row.input_ids.new_zeros(num_sequences * width)
     input_ids[index] = row.input_ids
     columns = torch.arange(width, device=lengths.device)
-    output = model.get_decoder()(  # type: ignore[no-untyped-call]
+    output = decoder(model)(
         input_ids=input_ids.view(num_sequences, width),
         attention_mask=(columns < lengths[:, None]).to(torch.int64),
-        position_ids=columns.expand(num_sequences, width),
+        position_ids=torch.minimum(columns, lengths[:, None] - 1),  # padding makes no sequence longer
         use_cache=False,
         **_routed(None if row.experts is None else _padded_experts(row.experts, index, len(input_ids))),
     )

@@ -6,10 +6,11 @@ positions pass through the LM head, C at a time.
 
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rl_core.scoring.forward import PackedRow, packed_hidden_states, padded_hidden_states
+from rl_core.scoring.forward import PackedRow, decoder, packed_hidden_states, padded_hidden_states
 from rl_core.scoring.head import HeadOptions, lm_head, score_targets
 
 EntropyMode = Literal[False, "no_grad", "grad"]
@@ -96,6 +97,24 @@ def padded_scores(
     return score_hidden_states(model, states.index_select(0, index[row.predict_index]), row.targets, options)
 
 
+@torch.no_grad()
+def head_logprobs(model: PreTrainedModel, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the log-probs of a sequence by the scoring head and by the model's own LM head, both float32 [T - 1].
+
+    Args:
+        model: A causal language model with an attention of transformers.
+        token_ids: int64 [T], T > 1, on its device.
+
+    Raises:
+        ScoringError: The LM head isn't supported.
+    """
+    states = decoder(model)(input_ids=token_ids[None], use_cache=False).last_hidden_state[0, :-1]
+    own = model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    options = _head_options(model, 1.0, len(token_ids), entropy=False, top_k=0)
+    ours = score_hidden_states(model, states, token_ids[1:], options).logprobs
+    return ours, own.gather(-1, token_ids[1:, None])[:, 0]
+
+
 def packed_logprobs(model: PreTrainedModel, row: PackedRow, *, temperature: float, chunk_tokens: int) -> Tensor:
     """Return only the log-probs of `packed_scores`: [R], with gradient."""
     return packed_scores(model, row, temperature=temperature, chunk_tokens=chunk_tokens).logprobs
@@ -129,7 +148,7 @@ def _head_options(
     return HeadOptions(
         temperature=temperature,
         scale=_logit_scale(config),
-        softcap=getattr(config, "final_logit_softcapping", None),
+        softcap=_logit_softcap(config),
         chunk_tokens=chunk_tokens,
         top_k=top_k,
         has_entropy=bool(entropy),
@@ -138,6 +157,12 @@ def _head_options(
 
 
 def _logit_scale(config: PretrainedConfig) -> float:
-    """Return the factor on the LM head's output: Cohere's `logit_scale`, or one over Granite's `logits_scaling`."""
-    factor, divisor = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
-    return (1.0 if factor is None else float(factor)) / (1.0 if divisor is None else float(divisor))
+    """Return the factor on the LM head's output: of Cohere and Falcon-H1, or one over Granite's `logits_scaling`."""
+    names = "logit_scale", "lm_head_multiplier", "logits_scaling"
+    factor, multiplier, divisor = (1.0 if (value := getattr(config, name, None)) is None else value for name in names)
+    return float(factor) * float(multiplier) / float(divisor)
+
+
+def _logit_softcap(config: PretrainedConfig) -> float | None:
+    """Return the softcap of the logits: Gemma's, or RecurrentGemma's."""
+    return getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl_core.scoring.attention import use_packed_attention, use_padded_attention
+from rl_core.scoring.comparison import one_line_errors
 from rl_core.scoring.forward import PackedRow, pack_row, packed_hidden_states
 from schemas.errors import ScoringError
 
@@ -67,11 +68,9 @@ def prepare_pooled(model: PreTrainedModel) -> None:
     sequences = _random_sequences(model)
     use_padded_attention(model)
     alone = torch.cat([_score_alone(model, sequence) for sequence in sequences])
-    use_packed_attention(model)
-    try:
+    with one_line_errors(model, "packed rows"):
+        use_packed_attention(model)
         packed = packed_pooled_scores(model, pack_whole(sequences, model.device))
-    except (TypeError, NotImplementedError) as error:  # of the model's own code
-        raise ScoringError(f"{type(model).__name__} can't run packed rows: {error}") from error
     limit = _MAX_DIFFERENCE if model.dtype == torch.float32 else _MAX_DIFFERENCE_HALF
     difference = float(((packed - alone).abs() / alone.abs().clamp(min=1)).max())
     if not difference <= limit:  # NaN passes no limit

@@ -13,6 +13,7 @@ from rl_core.scoring import (
     leak_probe,
     pack_row,
     packed_scores,
+    padded_probe,
     padded_scores,
     use_packed_attention,
     use_padded_attention,
@@ -70,22 +71,22 @@ class ScoringModule(nn.Module):
         )
 
     def probe(self) -> None:
-        """Check, sharded and in the compute dtype as in the run, that packed sequences don't leak into each other.
+        """Check, sharded and in the compute dtype as in the run, that rows are scored as by the model's own forward.
 
         All ranks must call it, and get the same result.
 
         Raises:
-            ScoringError: They do, or packed log-probs differ from those of the model's own forward, or its routers
-                don't replay experts.
+            ScoringError: They are not, packed sequences leak into each other, or its routers don't replay experts.
         """
-        if self._scores is packed_scores or self._replay is not None:
-            with torch.no_grad():
-                self(None)
-            release_gathered(self)
+        with torch.no_grad():
+            self(None)
+        release_gathered(self)
 
     def _check(self) -> None:
         if self._scores is packed_scores:
             leak_probe(self.model)
+        else:
+            padded_probe(self.model)
         if self._replay is not None:
             self._replay.check(self._score_probe)
 

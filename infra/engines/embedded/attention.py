@@ -14,6 +14,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from rl_core.scoring.attention import unknown_options
+from schemas.errors import ScoringError
+
 NAME = "sluice_decode"
 
 
@@ -23,6 +26,13 @@ def decode_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers' SDPA does, with query heads grouped by key head if each row has one query.
@@ -33,29 +43,71 @@ def decode_attention(
         key: [N, K, T, D].
         value: [N, K, T, D].
         attention_mask: Boolean or additive [N or 1, 1, Q, T], or None.
-        **kwargs: Further arguments from transformers: `scaling`, `dropout`, `is_causal`, ...
+        scaling: Factor of the scores; None: D ** -0.5.
+        softcap: Scores become softcap * tanh(score / softcap); None: they stay.
+        s_aux: [K * G] sinks, a further score of each head; None: none. (transformers' name)
+        sliding_window: In the mask already.
+        dropout: None is applied.
+        position_bias: Added to the scores; None: nothing.
+        **kwargs: Further options of the model; any that could change the result is refused.
 
     Returns:
         [N, Q, K * G, D], and None in place of the attention weights.
+
+    Raises:
+        ScoringError: The layer needs an option that is not among these.
     """
+    if unknown := unknown_options(kwargs):
+        raise ScoringError(
+            f"{type(module).__name__} needs {', '.join(unknown)}, which the embedded engine doesn't support"
+        )
+    if softcap is not None or s_aux is not None:
+        assert position_bias is None, "no model has both"
+        return _explicit(query, key, value, attention_mask, scaling, softcap, s_aux).transpose(1, 2), None
     num_rows, num_heads, num_queries, head_dim = query.shape
     shared_mask = attention_mask is None or attention_mask.shape[1] == 1
-    if num_queries != 1 or not shared_mask or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if num_queries != 1 or not shared_mask or position_bias is not None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, position_bias=position_bias
+        )
+    if query.device.type == "cpu" and query.dtype == torch.float32:
+        return _explicit(query, key, value, attention_mask, scaling).transpose(1, 2), None
     grouped = query.reshape(num_rows, key.shape[1], num_heads // key.shape[1], head_dim)
-    attend = _explicit if query.device.type == "cpu" and query.dtype == torch.float32 else scaled_dot_product_attention
-    output = attend(grouped, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
+    output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
     return output.reshape(num_rows, 1, num_heads, value.shape[-1]), None
 
 
 def _explicit(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, attn_mask: torch.Tensor | None, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute SDPA by its definition: for so few queries, the CPU's kernel takes up to three times as long."""
-    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-1, -2)
-    if attn_mask is not None:
-        scores = scores.masked_fill_(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return torch.softmax(scores, dim=-1) @ value
+    """Compute attention by its definition, [N, K * G, Q, D]; for few queries, the CPU's kernel is slower by up to 3.
+
+    Scores with a softcap or sinks are in float32.
+    """
+    (num_rows, num_heads, num_queries, _), num_keys = query.shape, key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # The queries of a group of heads are those of one head: [N, K, G * Q, D].
+    grouped = (query * scale).reshape(num_rows, num_keys, -1, query.shape[-1])
+    scores = (grouped @ key.transpose(-1, -2)).view(num_rows, num_heads, num_queries, -1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores.float() / softcap)
+    if mask is None and num_queries > 1:
+        mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril(scores.shape[-1] - num_queries)
+    if mask is not None:  # of a padding query, all keys are masked: it must not be NaN, so this is not -inf
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        column = sinks.float()[:, None, None].expand(num_rows, -1, num_queries, 1)
+        scores = torch.cat([scores.float(), column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]].to(value.dtype)
+    output = weights.view(num_rows, num_keys, -1, key.shape[2]) @ value
+    return output.view(num_rows, num_heads, num_queries, -1)
 
 
 def decode_mask(

@@ -4,10 +4,11 @@ transformers' `DynamicLayer` concatenates, which copies all keys and values at e
 most of a small model's decoding time. `PreallocatedLayer` writes into preallocated buffers.
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from schemas.errors import ModelError
@@ -39,11 +40,11 @@ class PreallocatedLayer(DynamicLayer):
         self.keys, self.values = self._key_buffer[:, :, :stop], self._value_buffer[:, :, :stop]
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows at `indices`, in this order; an index may repeat."""
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Keep the rows at these indices, in this order; an index may repeat. See `Cache.reorder_cache`."""
         length = self.get_seq_length()
-        self._key_buffer = self._key_buffer[indices]
-        self._value_buffer = self._value_buffer[indices]
+        self._key_buffer = self._key_buffer[beam_idx]
+        self._value_buffer = self._value_buffer[beam_idx]
         self.keys, self.values = self._key_buffer[:, :, :length], self._value_buffer[:, :, :length]
 
     def take(self, row: int, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,6 +85,11 @@ def decoding_cache(config: PretrainedConfig) -> DynamicCache:
     return cache
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name of the model's argument that takes its cache; some recurrent families have their own."""
+    return "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
+
+
 def can_move_rows(cache: DynamicCache) -> bool:
     """Return whether rows can be moved from one cache to another: all layers are `PreallocatedLayer`s."""
     return all(isinstance(layer, PreallocatedLayer) for layer in cache.layers)
@@ -104,7 +110,15 @@ def check_speculative(config: PretrainedConfig) -> None:
 
 def cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Return the cache bytes of one token of one row for a model of `config`, as if all layers were full attention."""
-    text = config.get_text_config(decoder=True)
-    num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * num_heads * head_dim * dtype.itemsize
+    return (
+        sum(2 * _key_width(layer) for layer in config.get_text_config(decoder=True).per_layer_config) * dtype.itemsize
+    )
+
+
+def _key_width(layer: PretrainedConfig) -> int:
+    """Return the width of a layer's keys, of all heads together; 0 in a family without attention."""
+    heads = getattr(layer, "num_attention_heads", None)
+    if not heads:
+        return 0
+    head_dim: int = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return (getattr(layer, "num_key_value_heads", None) or heads) * head_dim

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from infra.engines.base import TokenExperts
-from infra.engines.embedded.cache import PreallocatedLayer, can_move_rows, decoding_cache
+from infra.engines.embedded.cache import PreallocatedLayer, cache_argument, can_move_rows, decoding_cache
 from infra.engines.embedded.experts import ExpertRecord
 
 RowCache = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: a row's keys and values [heads, T, dim]
@@ -41,7 +41,7 @@ class DecodingBatch:
             experts: Records what its experts are.
         """
         self._model, self._experts = model, experts
-        self._cache = decoding_cache(model.config)
+        self._cache, self._cache_argument = decoding_cache(model.config), cache_argument(model)
         self.width = 0
 
     @property
@@ -84,7 +84,7 @@ class DecodingBatch:
         if len(self.rows) == len(rows):
             return logits
         self._present = self._present[repeated]
-        self._cache.batch_select_indices(repeated)
+        self._cache.reorder_cache(repeated)  # type: ignore[arg-type]  # it is of int64
         return logits[repeated]
 
     def advance(self, num_sampled: int, drafts: np.ndarray) -> torch.Tensor:
@@ -138,7 +138,7 @@ class DecodingBatch:
     def keep(self, kept: np.ndarray) -> None:
         """Remove all rows but those at `kept`, bool [L]."""
         indices = torch.from_numpy(np.flatnonzero(kept)).to(self.newest.device)
-        self._cache.batch_select_indices(indices)
+        self._cache.reorder_cache(indices)  # type: ignore[arg-type]  # it is of int64
         self._present, self._next_positions = self._present[indices], self._next_positions[indices]
         self.newest, self.rows = self.newest[indices], self.rows[kept]
 
@@ -200,9 +200,9 @@ class DecodingBatch:
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=self._present[:, : self.width] if self._is_padded else None,
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=num_kept,
+            **{self._cache_argument: self._cache},
         )
         logits: torch.Tensor = output.logits
         return logits

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from infra.engines.base import Sampling, WeightsBucket
 from infra.engines.checks import check_held, require_awake
 from infra.engines.embedded.attention import use_decode_attention
-from infra.engines.embedded.cache import cache_bytes_per_token, check_speculative, decoding_cache
+from infra.engines.embedded.cache import cache_argument, cache_bytes_per_token, check_speculative, decoding_cache
 from infra.engines.embedded.layout import use_decode_layout
 from infra.engines.embedded.rows import TransformersRows
 from infra.engines.usage import EngineUsage
@@ -100,10 +100,24 @@ class TransformersEngine:
         """Return the log-probs of given tokens; see `RolloutEngine.score`."""
         tokens = torch.from_numpy(token_ids.astype(np.int64)).to(self.model.device)
         positions = torch.arange(len(tokens), device=tokens.device)
-        cache = decoding_cache(self.model.config)
-        output = self.model(tokens[None], position_ids=positions[None], past_key_values=cache, use_cache=True)
-        logprobs = (output.logits[0, :-1].float() / temperature).log_softmax(-1)
-        return logprobs.gather(-1, tokens[1:, None])[:, 0].cpu().numpy()
+        cache = {cache_argument(self.model): decoding_cache(self.model.config)}
+        output = self.model(tokens[None], position_ids=positions[None], use_cache=True, **cache)
+        return _token_logprobs(output.logits[0], tokens, temperature)
+
+    @torch.inference_mode()
+    def score_plainly(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
+        """Return the log-probs of given tokens by the model's own eager forward with the same weights; see `score`.
+
+        A difference from `score` is one of functions, not of weights.
+        """
+        tokens = torch.from_numpy(token_ids.astype(np.int64)).to(self.model.device)
+        attention = self.model.config._attn_implementation
+        self.model.set_attn_implementation("eager")
+        try:
+            logits = self.model(tokens[None], use_cache=False).logits[0]
+        finally:
+            self.model.set_attn_implementation(attention)
+        return _token_logprobs(logits, tokens, temperature)
 
     def open_rows(self, sampling: Sampling, *, several_turns: bool = False) -> TransformersRows:
         """Return a decoder without rows; see `RolloutEngine.open_rows`. The KV cache lives until it is closed.
@@ -118,7 +132,7 @@ class TransformersEngine:
             raise ValueError(f"stop strings {sampling.stop} need a tokenizer; give TransformersEngine the model's")
         if several_turns and self._replay is not None:
             raise ValueError("the experts of rows of several turns can't be recorded")
-        max_tokens = max(1, self.max_cache_bytes // self._token_bytes)
+        max_tokens = max(1, self.max_cache_bytes // max(1, self._token_bytes))
         return TransformersRows(
             self.model,
             sampling,
@@ -165,6 +179,13 @@ class TransformersEngine:
     def close(self) -> None:
         """Release the model; the engine can't generate afterwards."""
         del self.model
+
+
+def _token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> np.ndarray:
+    """Return the log-probs of all tokens [T] but the first, from the logits [T, V] after each: float32 [T - 1]."""
+    logprobs = (logits[:-1].float() / temperature).log_softmax(-1)
+    scores: np.ndarray = logprobs.gather(-1, tokens[1:, None])[:, 0].cpu().numpy()
+    return scores
 
 
 @torch.no_grad()

@@ -1,144 +1,116 @@
-"""Models of many families are loaded, adapted, saved, restored and exported as what they are."""
+"""Families that plan refuses, or that the embedded engine runs, beyond their limits and with unequal rows."""
 
-import json
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import transformers
 
-from infra.checkpoints.model import write_model_folder
-from infra.checkpoints.state import policy_tensors, restore_policy
-from infra.checkpoints.store import CheckpointStore
-from infra.models.assets import save_assets
-from infra.models.load import describe_adapter
-from infra.models.lora import adapted_layers
-from infra.models.scoring import load_scoring_module
-from rl_core.scoring import pack_row
-from schemas.config.model import LoraConfig, ModelConfig
-from schemas.errors import ConfigError
+from infra.engines.embedded.cache import cache_bytes_per_token
+from infra.engines.embedded.structure import engine_fault
+from infra.engines.families import check_family
+from rl_core.planning.throughput import ModelWork
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError, ModelError
 from tests.support.configs import run_config
-from tests.support.families import FAMILIES, make_family
-from tests.support.policies import load_policy
 
-IDS = torch.arange(3, 15)[None]
-every_family = pytest.mark.parametrize("name", FAMILIES)
-
-
-def save(store: CheckpointStore, config: ModelConfig, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    store.save(
-        1,
-        policy_tensors(model, optimizer),
-        num_updates=1,
-        report=None,
-        adapter=describe_adapter(config),
-        write_assets=partial(save_assets, config),
-    ).wait()
+ANY_LENGTH = 10**9
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 48,
+    "long_factor": [2.0] * 48,
+    "original_max_position_embeddings": 128,
+}
 
 
-def train(model: PreTrainedModel, lr: float) -> torch.optim.AdamW:
-    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=lr)
-    model(input_ids=IDS, use_cache=False).logits.square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
+def config_of(prefix: str, **options: Any) -> transformers.PretrainedConfig:
+    config: transformers.PretrainedConfig = getattr(transformers, f"{prefix}Config")(**options)
+    return config
 
 
-def weights_in(folder: Path) -> dict[str, Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of("Gemma2", attn_logit_softcapping=2.0),
+        config_of("VaultGemma", attn_logit_softcapping=2.0),
+        config_of("GptOss"),
+        config_of("GraniteSWA"),
+        config_of("Gemma4Text"),
+        config_of("Qwen2Moe", use_sliding_window=True, sliding_window=4096, max_window_layers=1),
+        config_of("Qwen3_5Text"),
+        config_of("Qwen3Next"),
+        config_of("Bamba", attn_layer_indices=[1, 3]),
+        config_of("NemotronH"),
+        config_of("FalconH1"),
+        config_of("Lfm2", full_attn_idxs=[2, 5]),
+        config_of("Mamba2"),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_the_embedded_engine_samples_from_the_models_own_function(config: transformers.PretrainedConfig) -> None:
+    assert engine_fault(config, ANY_LENGTH) is None
 
 
-@every_family
-def test_an_export_of_the_starting_weights_is_what_transformers_saves(name: str, tmp_path: Path) -> None:
-    """Tensor by tensor, dtype by dtype; and its other files are those of the model's folder."""
-    base = make_family(tmp_path / "base", name)
-    config, store = ModelConfig(path=str(base)), CheckpointStore(str(tmp_path / "policy"))
-    model = load_policy(config)
-    save(store, config, model, train(model, lr=0.0))
-    write_model_folder(store, 1, tmp_path / "out")
-    AutoModelForCausalLM.from_pretrained(base, dtype="auto").save_pretrained(tmp_path / "expected")
-    found, expected = weights_in(tmp_path / "out"), weights_in(tmp_path / "expected")
-    assert {key: (value.dtype, value.shape) for key, value in found.items()} == {
-        key: (value.dtype, value.shape) for key, value in expected.items()
-    }
-    assert [key for key in found if not torch.equal(found[key], expected[key])] == []
-    for file in base.iterdir():
-        if file.suffix != ".safetensors":
-            assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (config_of("DeepseekV32"), "DeepseekV32Attention needs indices"),
+        (config_of("MiniMaxM3VLText", layer_types=["minimax_m3_sparse"] * 60), "needs block_indices"),
+        (config_of("MiniMax"), "can't run the embedded engine: ValueError: MiniMax uses cache of its own"),
+        (config_of("RecurrentGemma"), "differ from those of its own forward"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_what_the_embedded_engine_can_not_run_says_why(config: transformers.PretrainedConfig, reason: str) -> None:
+    assert reason in str(engine_fault(config, ANY_LENGTH))
 
 
-@every_family
-def test_a_policy_is_restored_with_the_weights_that_no_loss_has_reached(name: str, tmp_path: Path) -> None:
-    config = ModelConfig(path=str(make_family(tmp_path / "base", name)))
-    store, model = CheckpointStore(str(tmp_path / "policy")), load_policy(config)
-    optimizer = train(model, lr=0.01)
-    save(store, config, model, optimizer)
-    again = load_policy(config)
-    optimizer_again = torch.optim.AdamW([weight for weight in again.parameters() if weight.requires_grad], lr=0.01)
-    restore_policy(store, 1, again, optimizer_again)
-    expected, found = policy_tensors(model, optimizer), policy_tensors(again, optimizer_again)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+def run_of(folder: Path, config: transformers.PretrainedConfig, **overrides: Any) -> RunConfig:
+    config.save_pretrained(folder / "model")
+    return run_config(folder, data={"max_prompt_tokens": 100}, **overrides)
 
 
-@every_family
-def test_adapters_are_on_linear_layers_and_merge_into_them(name: str, tmp_path: Path) -> None:
-    base = make_family(tmp_path / "base", name, dtype="float32")
-    config = ModelConfig(path=str(base), lora=LoraConfig(rank=2))
-    if name == "nemotron_h":
-        with pytest.raises(ConfigError, match=r"peft can't adapt a layer of NemotronH.*'out_proj'.*; name others in"):
-            load_policy(config)
-        config = config.replace(lora=LoraConfig(rank=2, target_modules=("in_proj", "q_proj")))
-    store, model = CheckpointStore(str(tmp_path / "policy")), load_policy(config)
-    layers = adapted_layers(model)
-    assert layers
-    assert not any("expert" in layer.split(".") or "vision" in layer for layer in layers)
-    for lr in (0.05, 0.05):
-        optimizer = train(model, lr)
-    save(store, config, model, optimizer)
-    write_model_folder(store, 1, tmp_path / "out")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    with torch.no_grad():
-        found, expected = (each(input_ids=IDS, use_cache=False).logits for each in (exported, model))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-    changed = {
-        key for key, value in weights_in(tmp_path / "out").items() if not torch.equal(value, weights_in(base)[key])
-    }
-    assert changed
+def test_a_family_that_only_padding_scores_is_refused_with_advice_that_works(tmp_path: Path) -> None:
+    config = run_of(tmp_path, config_of("Bamba", attn_layer_indices=[1, 3]))
+    with pytest.raises(ModelError, match=r"a bamba model can't be scored in packed rows: .* packing\.kind = .padded."):
+        check_family(config)
+    check_family(config.replace(packing=config.packing.replace(kind="padded")))
 
 
-@pytest.mark.parametrize("name", ["afmoe", "deepseek_v3", "ernie4_5_moe", "glm4_moe"])
-def test_policy_and_reference_choose_the_same_experts_in_bfloat16(name: str, tmp_path: Path) -> None:
-    """Routers add biases that differ by less than bfloat16 can tell apart."""
-    base = make_family(tmp_path / "model", name)
-    file = base / "model.safetensors"
-    weights = load_file(file)
-    [bias] = {key.rpartition(".")[2] for key in weights if "bias" in key}
-    for key in (key for key in weights if key.endswith(bias)):
-        weights[key] = 7 + 0.01 * torch.randn(weights[key].shape, generator=torch.Generator().manual_seed(1))
-    save_file(weights, file, metadata={"format": "pt"})
-    config = run_config(tmp_path, model={"compute_dtype": "bfloat16"}, packing={"kind": "padded"})
-    row = pack_row(IDS[0, :2], torch.tensor([2]), IDS[0, 2:], torch.tensor([10]))
-    scores = []
-    for trains in (True, False):
-        module, _ = load_scoring_module(config, config.model, torch.device("cpu"), trains=trains)
-        held = [value for key, value in module.named_buffers() if key.endswith(bias)]
-        assert all(map(torch.equal, held, (value for key, value in weights.items() if key.endswith(bias))))
-        assert held
-        with torch.no_grad():
-            scores.append(module(row).logprobs)
-    assert torch.equal(*scores)
+def test_a_family_that_nothing_scores_or_samples_is_refused(tmp_path: Path) -> None:
+    config = run_of(tmp_path, config_of("HyperCLOVAX", logits_scaling=0.1))
+    with pytest.raises(
+        ModelError, match=r"can't be scored in packed rows: its logits .*; use a model of another family"
+    ):
+        check_family(config)
 
 
-def test_a_generation_config_that_transformers_will_not_write_is_copied(tmp_path: Path) -> None:
-    base = make_family(tmp_path / "base", "llama")
-    content = json.dumps({"temperature": 0.6, "top_p": 0.95})
-    (base / "generation_config.json").write_text(content)
-    config, store = ModelConfig(path=str(base)), CheckpointStore(str(tmp_path / "policy"))
-    model = load_policy(config)
-    save(store, config, model, train(model, lr=0.01))
-    write_model_folder(store, 1, tmp_path / "out")
-    assert (tmp_path / "out/generation_config.json").read_text() == content
+def test_an_engine_of_another_function_is_refused(tmp_path: Path) -> None:
+    config = run_of(tmp_path, config_of("DeepseekV32"), packing={"kind": "padded"})
+    with pytest.raises(ModelError, match=r'needs indices, .*; set rollout\.kind = "vllm"'):
+        check_family(config)
+
+
+def test_rows_with_other_positions_than_their_first_tokens_had_are_refused(tmp_path: Path) -> None:
+    phi = config_of(
+        "Phi3", rope_parameters=LONG_ROPE, original_max_position_embeddings=128, max_position_embeddings=4096
+    )
+    check_family(run_of(tmp_path, phi, rollout={"max_response_tokens": 28}))
+    with pytest.raises(
+        ConfigError, match=r"rows of 129 tokens, but a phi3 model .* more than 128 .* limit both to 128"
+    ):
+        check_family(run_config(tmp_path, data={"max_prompt_tokens": 100}, rollout={"max_response_tokens": 29}))
+
+
+def test_sizes_of_layers_that_differ() -> None:
+    config = config_of("Gemma4Text", global_head_dim=512, head_dim=256, num_key_value_heads=1, num_hidden_layers=6)
+    widths = [layer.head_dim * layer.num_key_value_heads for layer in config.per_layer_config]
+    assert set(widths) == {256, 512}
+    assert cache_bytes_per_token(config, torch.float32) == 4 * 2 * sum(widths)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    heads = [layer.head_dim * layer.num_attention_heads for layer in config.per_layer_config]
+    assert ModelWork.of(model).attention_width == sum(heads)
+    assert cache_bytes_per_token(config_of("Mamba"), torch.float32) == 0

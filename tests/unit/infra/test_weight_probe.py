@@ -71,6 +71,17 @@ def test_one_stale_tensor_fails_the_probe(config: RunConfig, number: int) -> Non
     assert ray.is_initialized() == was_initialized  # naming the worker starts no cluster
 
 
+def test_an_engine_of_another_function_is_not_blamed_on_its_weights(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, handle = probed(config)
+    score = engine.score
+    monkeypatch.setattr(engine, "score", lambda token_ids, temperature: score(token_ids, 2 * temperature))
+    with pytest.raises(StaleWeightsError, match=r"its weights are right, .* another function of this model"):
+        check_probe(engine, handle)
+    assert engine.version is None
+
+
 def test_diverged_weights_fail_the_probe(config: RunConfig) -> None:
     engine, handle = probed(config, {"model.norm.weight": torch.full((16,), torch.nan)})
     with pytest.raises(StaleWeightsError, match="by nan nats"):

@@ -1,0 +1,77 @@
+"""Scores of the same sequences by packed rows, by padded batches, and by the model's own forward of each alone."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import DistError
+from transformers import PreTrainedModel
+
+from rl_core.scoring.attention import use_packed_attention, use_padded_attention
+from rl_core.scoring.forward import pack_row
+from rl_core.scoring.logprobs import packed_scores, padded_scores
+from schemas.errors import ScoringError
+
+Kind = Literal["packed", "padded"]
+Sequences = Sequence[tuple[Tensor, Tensor]]  # prompt and response ids of each
+
+_CHUNK_TOKENS = 8
+_SCORES = {"packed": (use_packed_attention, packed_scores), "padded": (use_padded_attention, padded_scores)}
+
+
+def random_sequences(model: PreTrainedModel, lengths: Sequence[tuple[int, int]]) -> Sequences:
+    """Return sequences of these prompt and response lengths, always the same, on the model's device."""
+    vocab_size: int = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(vocab_size, (size,), generator=generator) for pair in lengths for size in pair]
+    ids = [part.to(model.device) for part in ids]
+    return list(zip(ids[::2], ids[1::2], strict=True))
+
+
+def score_rows(model: PreTrainedModel, sequences: Sequences, kind: Kind) -> list[Tensor]:
+    """Compute the log-probs of each sequence's response, all in one row; switch the model to the kind's attention.
+
+    Raises:
+        ScoringError: Scoring doesn't support the model, or the model's own code fails in such rows.
+    """
+    use, score = _SCORES[kind]
+    prompts, responses = zip(*sequences, strict=True)
+    prompt_lengths, response_lengths = (torch.tensor([len(ids) for ids in parts]) for parts in (prompts, responses))
+    row = pack_row(torch.cat(prompts), prompt_lengths, torch.cat(responses), response_lengths)
+    with one_line_errors(model, f"{kind} rows"):
+        use(model)
+        logprobs = score(model, row, temperature=1.0, chunk_tokens=_CHUNK_TOKENS).logprobs
+    return list(torch.split(logprobs, response_lengths.tolist()))
+
+
+def score_alone(model: PreTrainedModel, sequences: Sequences) -> list[Tensor]:
+    """Compute the log-probs of each sequence's response by the model's own eager forward, including its LM head.
+
+    The model's attention is eager afterwards.
+
+    Raises:
+        ScoringError: The model's own code fails.
+    """
+    logprobs = []
+    with one_line_errors(model, "a plain forward"):
+        model.set_attn_implementation("eager")
+        for prompt, response in sequences:
+            input_ids = torch.cat([prompt, response])
+            logits = model(input_ids=input_ids.unsqueeze(0), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            scores = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+            logprobs.append(scores.gather(-1, response[:, None]).squeeze(-1))
+    return logprobs
+
+
+@contextmanager
+def one_line_errors(model: PreTrainedModel, what: str) -> Iterator[None]:
+    """Turn what a model's own code raises into a `ScoringError` of one line; memory and collectives fail as they do."""
+    try:
+        yield
+    except (ScoringError, torch.OutOfMemoryError, DistError):
+        raise
+    except Exception as error:  # of any type: models are not written for this use
+        reason = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+        raise ScoringError(f"{type(model).__name__} can't run {what}: {reason}") from error

@@ -1,0 +1,76 @@
+"""Whether a family can be scored packed or padded: a tiny model of it against its own forward, sequence by sequence."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rl_core.scoring.comparison import Kind, Sequences, one_line_errors, random_sequences, score_alone, score_rows
+from rl_core.scoring.logprobs import head_logprobs
+from rl_core.scoring.miniature import LIMIT_TOKENS, build_miniature, single_thread
+from schemas.errors import ScoringError
+
+# Prompt and response tokens: some sequences are beyond every limit of a tiny model, and others are not.
+_LENGTHS = ((3, 5), (2 * LIMIT_TOKENS, LIMIT_TOKENS), (1, 4), (5, LIMIT_TOKENS))
+MAX_DIFFERENCE = 2e-3  # of log-probs, relative to their standard deviation; float32's rounding is below 5e-4
+_HEAD = "its logits are not only its LM head's of its last hidden states, with a scale and softcap known here"
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What can't score a family, and why; None: it can.
+
+    Attributes:
+        packed: Packed rows.
+        padded: Right-padded batches.
+    """
+
+    packed: str | None
+    padded: str | None
+
+
+@single_thread()
+def check_structure(config: PretrainedConfig, longest: int) -> Structure | None:
+    """Score a tiny model of a config's family, packed and padded, and compare with its own eager forward.
+
+    Args:
+        config: The model's.
+        longest: Tokens of the longest row that is to be scored: only limits below it count.
+
+    Returns:
+        What can't; None if no tiny model of the family runs, so that only the model itself can show it.
+    """
+    try:
+        model = build_miniature(config, longest)
+        sequences = random_sequences(model, _LENGTHS)
+        alone = score_alone(model, sequences)
+    except ScoringError:
+        return None
+    if (fault := _head_fault(model, sequences)) is not None:
+        return Structure(fault, fault)
+    return Structure(*(_fault(model, sequences, alone, kind) for kind in ("packed", "padded")))
+
+
+def _head_fault(model: PreTrainedModel, sequences: Sequences) -> str | None:
+    """Return why the LM head can't be computed apart from the rest of the model."""
+    try:
+        with one_line_errors(model, "its decoder alone"):
+            ours, own = head_logprobs(model, torch.cat(sequences[0]))
+    except ScoringError as error:
+        return str(error)
+    return None if relative_difference(ours, own) <= MAX_DIFFERENCE else _HEAD
+
+
+def _fault(model: PreTrainedModel, sequences: Sequences, alone: list[torch.Tensor], kind: Kind) -> str | None:
+    try:
+        scored = score_rows(model, sequences, kind)
+    except ScoringError as error:
+        return str(error)
+    if relative_difference(torch.cat(scored), torch.cat(alone)) <= MAX_DIFFERENCE:
+        return None
+    return "log-probs of a tiny model of this family differ from those of its own forward"
+
+
+def relative_difference(ours: torch.Tensor, own: torch.Tensor) -> float:
+    """Return the largest difference of log-probs, relative to their spread; NaN, which passes no limit, if any is."""
+    return float((ours - own).abs().max() / own.std())
