@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -253,8 +254,9 @@ def num_embeddings(config: ModelConfig) -> int:
 
 
 def max_positions(config: ModelConfig) -> int:
-    """Return the most tokens, prompt plus response, that a row may have under the model."""
-    return int(AutoConfig.from_pretrained(config.path).get_text_config().max_position_embeddings)
+    """Return the most tokens, prompt plus response, that a row may have under the model; without positions, any."""
+    text = AutoConfig.from_pretrained(config.path).get_text_config()
+    return int(getattr(text, "max_position_embeddings", None) or sys.maxsize)
 
 
 def _generation_config(path: str) -> GenerationConfig | None:

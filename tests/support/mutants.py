@@ -156,7 +156,7 @@ MUTANTS = (
         name="lost-store-keeps-its-workers",
         area="recovery",
         path="flows/recovery.py",
-        old="    if is_new:\n        kill_workers(directory.run_id, config)  # they are clients of the lost store\n",
+        old="    if is_new:\n        kill_workers(identity_of(directory), config)  # they are clients of the lost store\n",
         new="",
         tests=("tests/services/test_recovery.py", "tests/end_to_end/test_kill.py"),
     ),
@@ -431,9 +431,9 @@ MUTANTS = (
     Mutant(
         name="failed-reward-is-zero",
         area="environments",
-        path="rl_core/rewards/base.py",
-        old="return RewardOutcome(reward=None, failure=describe_error(error))",
-        new="return RewardOutcome(reward=0.0, failure=describe_error(error))",
+        path="rl_core/rewards/outcome.py",
+        old="return cls(reward=None, failure=describe_error(error)",
+        new="return cls(reward=0.0, failure=describe_error(error)",
         tests=("tests/unit/rl_core/test_rewards.py",),
     ),
     Mutant(
