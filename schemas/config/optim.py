@@ -35,8 +35,7 @@ class OptimConfig(FrozenConfig):
     """Updates of linear warm-up; 0: none."""
 
     schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or a half cosine down to 0 at the end of the run, of its new end if a
-    resume adds steps."""
+    """Learning rate after the warm-up: constant, or a half cosine to 0 at the run's end, a new one if steps are added."""
 
     updates_per_step: PositiveInt = 1
     """Optimizer updates per step, each on an equal part of its rows."""

@@ -156,8 +156,8 @@ MUTANTS = (
         name="lost-store-keeps-its-workers",
         area="recovery",
         path="flows/recovery.py",
-        old="    if is_new:\n        kill_workers(identity_of(directory), config)  # they are clients of the lost store\n",
-        new="",
+        old="        kill_workers(identity_of(directory), config)  # they are clients of the lost store\n",
+        new="        pass\n",
         tests=("tests/services/test_recovery.py", "tests/end_to_end/test_kill.py"),
     ),
     Mutant(
