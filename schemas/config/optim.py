@@ -35,7 +35,7 @@ class OptimConfig(FrozenConfig):
     """Updates of linear warm-up; 0: none."""
 
     schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or a half cosine to 0 at the run's end, a new one if steps are added."""
+    """Learning rate after the warm-up: constant, or a half cosine to 0 at the run's end; a resume may move the end."""
 
     updates_per_step: PositiveInt = 1
     """Optimizer updates per step, each on an equal part of its rows."""
