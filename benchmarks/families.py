@@ -6,19 +6,34 @@ Rows are longer than every window and than the original positions. A column is a
 not, or None: to add one, add it to `COLUMNS`.
 """
 
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from infra.checkpoints.model import write_model_folder
+from infra.checkpoints.state import policy_tensors, restore_policy
+from infra.checkpoints.store import CheckpointStore
 from infra.engines.embedded.structure import engine_fault
+from infra.models.assets import save_assets
+from infra.models.load import describe_adapter, empty_policy
+from infra.models.weights import load_weights
 from rl_core.scoring import Structure, check_structure
+from rl_core.scoring.miniature import build_miniature
+from schemas.config.model import LoraConfig, ModelConfig
+from schemas.errors import describe
 
 ANY_LENGTH = 10**9
+_MERGED_TOLERANCE = 1e-3  # of logits: W + s B A rounds otherwise than W x + s B (A x)
 WITHOUT_DEFAULTS = {"musicgen", "musicgen_melody"}  # their configs are of several models
 # What the defaults of a config's class leave out, but released models have.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -55,10 +70,101 @@ class Family:
         return check_structure(self.config, ANY_LENGTH)
 
 
+def checkpoint_fault(family: Family) -> str | None:
+    """Return why a family can't be trained, saved, restored and exported as transformers saves it; None: it can."""
+    with tempfile.TemporaryDirectory() as folder:
+        config, store = _write_base(family, Path(folder)), CheckpointStore(f"{folder}/policy")
+        policy = _load_policy(config)
+        _save(store, config, policy, _train(policy, lr=0.0))
+        again = _load_policy(config)
+        restore_policy(store, 1, again, torch.optim.AdamW(_trained(again)))
+        write_model_folder(store, 1, Path(folder, "out"))
+        own = AutoModelForCausalLM.from_pretrained(config.path, dtype="auto")
+        own.save_pretrained(f"{folder}/own")
+        found, expected = (_weights_in(Path(folder, name)) for name in ("out", "own"))
+        kinds = [{name: (value.dtype, value.shape) for name, value in each.items()} for each in (found, expected)]
+        if kinds[0] != kinds[1]:
+            return "an export has other tensors than transformers saves"
+        changed = [name for name in found if not torch.equal(found[name], expected[name])]
+        return f"an export changes {changed[0]}" if changed else None
+
+
+def adapter_fault(family: Family) -> str | None:
+    """Return why adapters on all of a family's linear layers can't be trained and merged; None: they can."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = _write_base(family, Path(folder)).replace(lora=LoraConfig(rank=2))
+        store, policy = CheckpointStore(f"{folder}/policy"), _load_policy(config)
+        for _ in range(2):  # the first changes B only, as B is zero
+            optimizer = _train(policy, lr=0.05)
+        _save(store, config, policy, optimizer)
+        write_model_folder(store, 1, Path(folder, "out"), torch.float32)
+        exported = AutoModelForCausalLM.from_pretrained(f"{folder}/out", dtype=torch.float32).eval()
+        with torch.no_grad():
+            difference = (_logits(exported) - _logits(policy)).abs().max().item()
+        return f"merged adapters change the logits by {difference:g}" if difference > _MERGED_TOLERANCE else None
+
+
+def _write_base(family: Family, folder: Path) -> ModelConfig:
+    """Write a tiny model whose config is in bfloat16 and whose weights are in float32, none of them zero."""
+    model = build_miniature(family.config, ANY_LENGTH)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(0.01 * torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0)))
+    model.config.dtype = torch.bfloat16
+    model.save_pretrained(folder / "base")
+    return ModelConfig(path=str(folder / "base"))
+
+
+def _load_policy(config: ModelConfig) -> PreTrainedModel:
+    model = empty_policy(config)
+    load_weights(model, config.path, torch.device("cpu"))
+    return model
+
+
+def _trained(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    return [weight for weight in model.parameters() if weight.requires_grad]
+
+
+def _logits(model: PreTrainedModel) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=torch.arange(3, 15)[None], use_cache=False).logits
+    return logits
+
+
+def _train(model: PreTrainedModel, lr: float) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(_trained(model), lr=lr)
+    _logits(model).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def _save(
+    store: CheckpointStore, config: ModelConfig, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+) -> None:
+    tensors, assets = policy_tensors(model, optimizer), partial(save_assets, config)
+    adapter = describe_adapter(config)
+    store.save(1, tensors, num_updates=1, report=None, adapter=adapter, write_assets=assets).wait()
+
+
+def _weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def _reason(check: Callable[[Family], str | None], family: Family) -> str | None:
+    """Return what a check returns, or its error."""
+    try:
+        return check(family)
+    except Exception as error:  # noqa: BLE001 - of any type, as families have code of their own
+        return describe(error)
+
+
 COLUMNS: dict[str, Callable[[Family], str | None]] = {
     "packed": lambda family: family.structure and family.structure.packed,
     "padded": lambda family: family.structure and family.structure.padded,
     "embedded engine": lambda family: engine_fault(family.config, ANY_LENGTH),
+    "checkpoint, export": checkpoint_fault,
+    "LoRA": adapter_fault,
 }
 
 
@@ -67,15 +173,18 @@ def rows() -> Iterator[tuple[str, list[str | None]]]:
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - WITHOUT_DEFAULTS):
         family = Family(CONFIG_MAPPING[name](**OPTIONS.get(name, {})))
         if family.structure is not None:
-            yield name, [column(family) for column in COLUMNS.values()]
+            yield name, [_reason(column, family) for column in COLUMNS.values()]
 
 
 def main() -> None:
-    """Print the table in Markdown, of the families that can be scored at all."""
+    """Print the table in Markdown, of the families that can be scored at all; the reasons go to standard error."""
     transformers.logging.set_verbosity_error()
     print("| family |", " | ".join(COLUMNS), "|")
     print("|---" * (1 + len(COLUMNS)) + "|")
     for family, reasons in rows():
+        for column, reason in zip(COLUMNS, reasons, strict=True):
+            if reason is not None:
+                print(f"{family}, {column}: {reason}", file=sys.stderr)
         if None in reasons[:2]:
             print(f"| `{family}` |", " | ".join("yes" if reason is None else "no" for reason in reasons), "|")
 

@@ -73,10 +73,10 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _copy_assets(assets: Path, folder: Path) -> None:
-    """Copy the model's own files beside its weights, byte for byte where they still describe them.
+    """Copy the model's own files next to its weights, byte for byte where they describe the weights.
 
     The model's own config is left out if it is that of a larger model, of which this is the part for text; and its
-    dtype is written anew if that isn't the weights'.
+    dtype is replaced if it isn't that of the weights.
     """
     written = json.loads(Path(folder, CONFIG_NAME).read_text())
     config = json.loads(Path(assets, CONFIG_NAME).read_text())

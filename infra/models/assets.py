@@ -19,7 +19,7 @@ _MAX_BYTES = 2**27  # whatever is larger isn't an asset
 def save_assets(config: ModelConfig, folder: Path) -> None:
     """Copy a model's config, tokenizer, chat template, generation config and processor, byte for byte.
 
-    Nothing is read and written anew: a file that this transformers would write in another form, or refuse to write,
+    Nothing is parsed and written again: a file that this transformers would write in another form, or refuse to write,
     stays as its authors made it.
 
     Args:

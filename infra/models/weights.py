@@ -66,7 +66,7 @@ class _Targets:
     """The parameters and persistent buffers of a model, each to be filled once; tied ones share their memory.
 
     Buffers keep their dtype: routers' biases, which decide between experts by small differences, are stored in float32
-    beside weights in bfloat16.
+    next to weights in bfloat16.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:

@@ -41,7 +41,7 @@ def claim_identity(directory: RunDirectory, config: RunConfig) -> str:
     """Return a run's identity; the first driver makes it. Only the driver that holds the run's lock may call this.
 
     A directory that was moved keeps it. A copy, whose original is still there, gets one of its own and says so: it may
-    run beside the original, and touches nothing of it.
+    run next to the original, and touches nothing of it.
 
     Raises:
         RunError: `checkpoint.url` or `store.url` holds what another run of the same id has written.

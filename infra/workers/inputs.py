@@ -33,7 +33,7 @@ _TOKENIZER_FILES = (  # of a model's folder; on them, the tokens of prompts and 
 
 
 class RunInputs(Frozen):
-    """What a run was given beside its config."""
+    """What a run was given besides its config."""
 
     data: dict[str, str]  # the digest of the files of each path
     tokenizer: str = ""  # the digest of the model folder's files of it; empty: the model is on the hub
