@@ -164,7 +164,7 @@ async def _generate_ahead(run: RunHandle, policy: PolicyHandle, current: Rollout
     """Generate the next step's rollouts under its lease: they may store rows of the steps after it."""
     open_store(run).open_lease(policy.step)
     async with renewed_lease(run, policy.step):
-        return await generate_rollouts.with_options(task_run_name="next-rollout")(run, policy, current)
+        return await generate_rollouts.named("next-rollout")(run, policy, current)
 
 
 async def _find_previous_rollout(run: RunHandle, policy: PolicyHandle) -> RolloutHandle | None:
@@ -174,4 +174,4 @@ async def _find_previous_rollout(run: RunHandle, policy: PolicyHandle) -> Rollou
     before = policy.replace(version=policy.version - 1)
     if not is_committed(run, before, "rollout"):
         return None
-    return await generate_rollouts.with_options(task_run_name="previous-rollout")(run, before)
+    return await generate_rollouts.named("previous-rollout")(run, before)

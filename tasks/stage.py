@@ -5,11 +5,13 @@ id, so a resumed run would repeat every stage.
 """
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any, ParamSpec, TypeVar
 
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
+from prefect.settings import PREFECT_TASKS_DISABLE_CACHING, temporary_settings
 from prefect.tasks import Task
 from prefect.utilities.annotations import opaque
 
@@ -46,7 +48,21 @@ async def worker_was_lost(task: Task[..., Any], task_run: TaskRun, state: State[
 
 
 class OpaqueTask(Task[P, R]):
-    """A task in whose arguments Prefect does not search for futures: there are none, but a batch has many values."""
+    """A task in whose arguments Prefect does not search for futures: there are none, but a batch has many values.
+
+    Its results are cached as it says, whatever the user's Prefect profile does with those of other tasks: they are the
+    run's ledger.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with temporary_settings({PREFECT_TASKS_DISABLE_CACHING: False}):  # read when a task is made
+            super().__init__(*args, **kwargs)
+
+    def named(self, task_run_name: str) -> "OpaqueTask[P, R]":
+        """Return the same task with another name of its runs; Prefect's `with_options` makes one of its own class."""
+        same = copy(self)
+        same.task_run_name = task_run_name
+        return same
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the task."""
@@ -56,24 +72,25 @@ class OpaqueTask(Task[P, R]):
 
 def stage(
     name: str, *, key: Callable[[TaskRunContext, dict[str, Any]], str] = _stage_cache_key
-) -> Callable[[Callable[P, R]], Task[P, R]]:
+) -> Callable[[Callable[P, R]], OpaqueTask[P, R]]:
     """Return a decorator for a task that takes `run` and `policy` and commits its result to the ledger."""
     return _decorator(name, persist_result=True, result_serializer=HandleSerializer(), cache_key_fn=key)
 
 
-def operation(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
+def operation(name: str) -> Callable[[Callable[P, R]], OpaqueTask[P, R]]:
     """Return a decorator for a task that is safe to repeat; its result is not committed."""
     return _decorator(name, persist_result=False, cache_policy=NO_CACHE)
 
 
-def _decorator(name: str, **options: Any) -> Callable[[Callable[P, R]], Task[P, R]]:
-    def decorate(function: Callable[P, R]) -> Task[P, R]:
+def _decorator(name: str, **options: Any) -> Callable[[Callable[P, R]], OpaqueTask[P, R]]:
+    def decorate(function: Callable[P, R]) -> OpaqueTask[P, R]:
         return OpaqueTask(
             function,
             name=name,
             retries=MAX_RETRIES,
             retry_delay_seconds=1,
             retry_condition_fn=worker_was_lost,
+            refresh_cache=False,
             **options,
         )
 

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from flows.cli.report import render_summary
 from flows.cli.session import run_flow
+from flows.cli.terminal import outlived_terminal
 from flows.train import train
 from infra.storage.driver_log import log_error
 from infra.storage.runs import RunDirectory, new_run_id
@@ -29,7 +30,8 @@ def run_training(console: Console, config: RunConfig, run_id: str | None = None)
     hint = f"resume with: sluice resume {directory.argument}"
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        summary = run_flow(lambda: train(config, run_id=run_id), config.runtime)
+        with outlived_terminal():
+            summary = run_flow(lambda: train(config, run_id=run_id), config.runtime)
     except BaseException as error:
         if isinstance(error, CancelledRun):
             error = RunStoppedError("cancelled in the Prefect UI")

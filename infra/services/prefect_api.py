@@ -40,6 +40,8 @@ def check_prefect_api(api_url: str, login: str | None = None) -> None:
     Raises:
         ServiceError: Nothing responds, something else than Prefect, another version of it, or one that refuses `login`.
     """
+    if not api_url.startswith(("http://", "https://")):
+        raise ServiceError(f"{api_url!r} is not the URL of a Prefect API, such as http://127.0.0.1:4200/api; {FIX}")
     try:
         is_healthy, found = _get(f"{api_url}/health"), _get(f"{api_url}/admin/version", login)
     except OSError as error:

@@ -51,6 +51,14 @@ def test_a_refused_login_names_the_setting(api_url: str, login: str | None) -> N
         check_prefect_api(api_url, login)
 
 
+@pytest.mark.parametrize("url", ["", "nonsense", "127.0.0.1:4200/api"])
+def test_what_is_no_url_names_the_setting(url: str) -> None:
+    with pytest.raises(
+        ServiceError, match=rf"^'{url}' is not the URL .* and PREFECT_API_URL"
+    ):
+        check_prefect_api(url)
+
+
 def test_a_server_that_does_not_answer_in_time_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefect_api, "TIMEOUT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
