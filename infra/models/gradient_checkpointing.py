@@ -1,7 +1,6 @@
 """Gradient checkpointing (arXiv:1604.06174) that changes memory and time, and nothing of what a model computes."""
 
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from schemas.errors import ModelError
 
@@ -15,6 +14,8 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     Raises:
         ModelError: The model has no layers that can be checkpointed.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer  # here, as few runs need it
+
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers or not model.supports_gradient_checkpointing:
         raise ModelError(
