@@ -51,7 +51,8 @@ def claim_identity(directory: RunDirectory, config: RunConfig) -> str:
         record = _write(directory, new_identity(directory.run_id))
     elif record.place != directory.url:
         original = _read_elsewhere(record.place)
-        if original is not None and original.identity == record.identity:
+        is_there = original is not None and original.identity == record.identity
+        if is_there and not _is_same(RunDirectory(record.place), directory):
             logger.warning(
                 "%s is a copy of the run in %s: it is a run of its own from here on, with its own workers and columns",
                 *(directory.url, record.place),
@@ -105,6 +106,11 @@ def _read(folder: Folder) -> _Record | None:
         return None if content is None else _Record.model_validate_json(content)
     except ValueError:
         raise RunError(f"{folder}/{_FILE} is damaged; remove it, and the run gets a new identity") from None
+
+
+def _is_same(one: RunDirectory, other: RunDirectory) -> bool:
+    """Return whether two places are one directory, which has several paths."""
+    return one.is_local and other.is_local and one.path.samefile(other.path)
 
 
 def _read_elsewhere(place: str) -> _Record | None:

@@ -44,6 +44,17 @@ def test_a_moved_directory_is_the_same_run(run: RunDirectory, tmp_path: Path, ca
     assert not [record for record in caplog.records if "copy" in record.message][1:]
 
 
+def test_a_directory_with_two_paths_is_one_run(
+    run: RunDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = claim_identity(run, run.config())
+    (tmp_path / "link").symlink_to(run.runs_dir)
+    linked = RunDirectory(tmp_path / "link" / "demo")
+    assert claim_identity(linked, linked.config()) == made
+    assert claim_identity(run, run.config()) == made
+    assert not caplog.records
+
+
 def test_a_copy_is_told_and_is_a_run_of_its_own(
     run: RunDirectory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

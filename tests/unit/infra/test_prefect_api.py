@@ -53,9 +53,7 @@ def test_a_refused_login_names_the_setting(api_url: str, login: str | None) -> N
 
 @pytest.mark.parametrize("url", ["", "nonsense", "127.0.0.1:4200/api"])
 def test_what_is_no_url_names_the_setting(url: str) -> None:
-    with pytest.raises(
-        ServiceError, match=rf"^'{url}' is not the URL .* and PREFECT_API_URL"
-    ):
+    with pytest.raises(ServiceError, match=rf"^'{url}' is not the URL .* and PREFECT_API_URL"):
         check_prefect_api(url)
 
 
