@@ -72,7 +72,7 @@ def test_an_old_place_that_is_gone_is_named(directory: RunDirectory, caplog: pyt
     directory.write_config(config.replace(store=FsspecStore(url="nosuch://columns")))
     with caplog.at_level(logging.WARNING):
         change_config(directory, config)
-    assert "can't be removed from their old place: Protocol not known: nosuch" in caplog.text
+    assert "can't be removed from their old place: nosuch://columns/demo can't be opened: Protocol not" in caplog.text
     assert directory.config() == config
 
 
