@@ -8,7 +8,6 @@ from pathlib import Path
 import xxhash
 from pydantic import ValidationError
 
-from infra.datasets.files import data_files
 from infra.storage.runs import RunDirectory
 from schemas.base import Frozen
 from schemas.config.environment import ClassEnvironment
@@ -101,6 +100,8 @@ def data_digest(path: str) -> str:
     Raises:
         DataError: See `data_files`.
     """
+    from infra.datasets.files import data_files  # here: transformers is imported with it
+
     return _digest(data_files(path))
 
 
