@@ -36,13 +36,13 @@ lint: venv  ## check formatting, lint, types and import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-PYTEST := $(BIN)/pytest -n 3 --no-loadscope-reorder  # three at a time: some only wait
+PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder  # three files at a time: some tests only wait
 
 test: lint  ## lint, then the tests of every part and one run through all of them
-	$(PYTEST) --dist loadgroup -m "not extended"
+	$(PYTEST) -m "not extended"
 
 test-all: test  ## and then the rest: whole runs of what those combine, killed at other moments
-	$(PYTEST) --dist loadfile -m extended
+	$(PYTEST) -m extended
 
 verifiers: venv  ## the tests of verifiers' environments, with the library in an interpreter of its own
 	@test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers

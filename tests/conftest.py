@@ -20,8 +20,6 @@ settings.load_profile("untimed")
 
 LOOPBACK = "127.0.0.1"
 SLOW_FOLDERS = ("end_to_end", "services")  # whose tests start services
-# Of files that share services, by the fixtures that start them; a file that uses several is of the last.
-GROUPS = {"cluster": {"ray_cluster", "backend"}, "commands": {"workplace"}}
 
 # Read when Typer is imported: a terminal's or CI's settings would change what the command prints.
 for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH", "COLUMNS"):
@@ -52,27 +50,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\n{report.when} of {report.nodeid} failed:\n{report.longreprtext}", file=sys.__stdout__, flush=True)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups after this
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts services as slow, and begin with it, so that no file of minutes is left over at the end.
-
-    With `--dist loadgroup`, all files that use the `sluice` command's services are one group, and all that use the
-    cluster are another: each runs in one process, and so the session has one set of services. Other files are groups of
-    their own.
-    """
+    """Mark what starts services as slow, and begin with it, so that no file of minutes is left over at the end."""
     for item in items:
         if item.path.parent.name in SLOW_FOLDERS:
             item.add_marker("slow")
-    slow_files = dict.fromkeys(str(item.path) for item in items if item.get_closest_marker("slow"))
-    group_of = {item.path: str(item.path) for item in items}
-    for group, fixtures in GROUPS.items():
-        used = {item.path for item in items if not fixtures.isdisjoint(getattr(item, "fixturenames", ()))}
-        group_of |= dict.fromkeys(used, group)
-    first = [*reversed(GROUPS), *slow_files]
-
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of[item.path]))
-    items.sort(key=lambda item: first.index(group) if (group := group_of[item.path]) in first else len(first))
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow_files)
 
 
 @pytest.hookimpl(wrapper=True)
