@@ -42,7 +42,7 @@ PROMETHEUS_TARGETS = "prometheus.json"  # in the services' folder; for Prometheu
 PREFECT_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("prefect_server.py")))
 RAY_COMMAND = (sys.executable, "-P", "-m", "ray.scripts.scripts")
 START_TIMEOUT_SECONDS = 600  # on a busy machine; one that exits is noticed at once
-MAX_STARTS = 5  # of a service whose port another program takes each time, before it has bound it
+MAX_STARTS = 5  # of a service whose port another program takes each time, or for which the machine is too busy
 
 # Ray binds all its ports to loopback only if it considers clusters unsupported; the head and its clients must agree.
 RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}  # whatever the user has set
@@ -80,8 +80,8 @@ class _Started(NamedTuple):
     ports: tuple[int, ...]
 
 
-class _PortTakenError(ServiceError):
-    """A service exited because another program has its port."""
+class _StartAgainError(ServiceError):
+    """A service exited as another program has its port, or as the machine is too busy for the time that Ray allows."""
 
 
 class LocalServices:
@@ -234,14 +234,14 @@ class LocalServices:
         return _Started(name, process, ports)
 
     def _wait_or_move(self, service: "_Started") -> "_Started":
-        """Wait until a service responds; start it again at another port if another program took its own first."""
+        """Wait until a service responds; start it again, at another port, if that may help."""
         for starts_left in reversed(range(MAX_STARTS)):
             try:
                 self._wait(service)
                 break
             except BaseException as error:
                 stop_process_tree(service.process.pid)
-                if not isinstance(error, _PortTakenError) or not starts_left:
+                if not isinstance(error, _StartAgainError) or not starts_left:
                     raise
             spawn = self._spawn_prefect if service.name == "prefect" else self._spawn_ray
             service = spawn(free_port())
@@ -251,14 +251,14 @@ class LocalServices:
         """Wait until a service responds.
 
         Raises:
-            ServiceError: It does not respond in time, or has exited; `_PortTakenError` if its port was taken.
+            ServiceError: It does not respond in time, or has exited; `_StartAgainError` if another start may help.
         """
         name, process, ports = service
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while not self._responds(name, process.pid, ports):
             log = self._log_path(name)
             if process.poll() is not None:
-                error = _PortTakenError if _says_port_is_taken(log) or not all(map(is_free, ports)) else ServiceError
+                error = _StartAgainError if _may_start_again(log) or not all(map(is_free, ports)) else ServiceError
                 raise error(f"the local {name} service exited with {process.returncode}; see {log}")
             if time.monotonic() > deadline:
                 raise ServiceError(f"the local {name} service did not respond in {START_TIMEOUT_SECONDS} s; see {log}")
@@ -305,10 +305,13 @@ def _make_ray_token() -> None:
         raise ServiceError(f"Ray can't create its authentication token: {token.stderr.decode().strip()}")
 
 
-def _says_port_is_taken(log: Path) -> bool:
-    """Return whether a service's log tells that it could not bind its port; who had it may be gone again."""
+def _may_start_again(log: Path) -> bool:
+    """Return whether a service's log tells of a reason that may be gone at another start.
+
+    That is a port that it could not bind, or the 30 seconds that Ray's node waits for its own processes.
+    """
     text = log.read_text(errors="replace").lower()
-    return any(reason in text for reason in ("already in use", "is already running at"))
+    return any(reason in text for reason in ("already in use", "is already running at", "timed out during startup"))
 
 
 def _is_alive(state: ServiceState) -> bool:

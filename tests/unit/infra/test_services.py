@@ -114,3 +114,18 @@ def test_a_service_that_fails_to_start_names_its_log(tmp_path: Path, monkeypatch
         services.start(prefect=True, ray=False)
     assert services.state("prefect") is None
     assert services.stop() == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "starts"),
+    [("the port is already in use", 5), ("The current node timed out during startup.", 5), ("no such option", 1)],
+)
+def test_what_another_start_may_not_meet_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, starts: int
+) -> None:
+    counted = tmp_path / "starts"
+    program = f"open({str(counted)!r}, 'a').write('.'); print({reason!r}); raise SystemExit(1)"
+    monkeypatch.setattr(local, "PREFECT_COMMAND", (sys.executable, "-c", program))
+    with pytest.raises(ServiceError, match="exited with 1"):
+        LocalServices(tmp_path).start(prefect=True, ray=False)
+    assert counted.read_text() == "." * starts
