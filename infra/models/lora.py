@@ -216,11 +216,8 @@ def _target_layers(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]
     body = [name for name, module in linear.items() if module is not head and module in text]
     for target in wanted:
         if not any(_is_named(name, target) for name in body):
-            reason = (
-                "is the LM head"
-                if head is not None and any(_is_named(name, target) for name, each in linear.items() if each is head)
-                else "is not a linear layer"
-            )
+            is_head = any(_is_named(name, target) for name, each in linear.items() if each is head)
+            reason = "is the LM head" if is_head else "is not a linear layer"
             raise ConfigError(
                 f"model.lora.target_modules: {target!r} {reason} of {type(model).__name__}; "
                 f"choose from {', '.join(_last_parts(body))}"

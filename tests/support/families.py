@@ -7,20 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from infra.models.tiny import make_tokenizer
+from tests.support import packed
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 272,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
+SIZES: dict[str, Any] = {**packed.SIZES, "vocab_size": 272, "bos_token_id": None, "eos_token_id": 1}  # of its tokenizer
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
 GROUPED = {**ROUTED, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
