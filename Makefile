@@ -7,6 +7,10 @@ EXTRAS ?= bench,bitsandbytes,cpu,demo,docs,lora,math,mlflow,otel,s3,tensorboard,
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Compiled modules are kept, as by default: without them, each process that is started compiles Sluice, and pytest
+# rewrites the assertions of every test.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: venv demo test test-all verifiers chaos gpu lint format docs down
 
 venv: $(VENV)/installed
@@ -41,8 +45,8 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder  # three fil
 test: lint  ## lint, then the tests of every part and one run through all of them
 	$(PYTEST) -m "not extended"
 
-test-all: test  ## and then the rest: whole runs of what those combine, killed at other moments
-	$(PYTEST) -m extended
+test-all: lint  ## and the rest: whole runs of what those combine, killed at other moments
+	$(PYTEST)
 
 verifiers: venv  ## the tests of verifiers' environments, with the library in an interpreter of its own
 	@test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers

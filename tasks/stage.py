@@ -55,7 +55,10 @@ class OpaqueTask(Task[P, R]):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with temporary_settings({PREFECT_TASKS_DISABLE_CACHING: False}):  # read when a task is made
+        if PREFECT_TASKS_DISABLE_CACHING.value():  # read when a task is made; other settings take a tenth of a second
+            with temporary_settings({PREFECT_TASKS_DISABLE_CACHING: False}):
+                super().__init__(*args, **kwargs)
+        else:
             super().__init__(*args, **kwargs)
 
     def named(self, task_run_name: str) -> "OpaqueTask[P, R]":
