@@ -1,7 +1,7 @@
 """The device memory of each worker of a planned run, by phase: a GPU's, or on a CPU its part of the node's."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import NonNegativeInt, PositiveInt
@@ -46,6 +46,9 @@ class WorkerMemory(Frozen):
     gpus: PositiveInt = 1  # of the worker
     parts: dict[str, NonNegativeInt]  # what the phases consist of, in bytes
     phases: PhaseBytes
+
+
+_TRACED: dict[Any, tuple[Activations, tuple[str, ...]]] = {}  # most changes that are tried for advice change no forward
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class ModelMemory:
         tokens = footprint.micro_tokens
         if half:
             base.bfloat16()
-        activations, warnings = _activations(config, base, tokens)
+        activations, warnings = _activations(config, base, tokens, half)
         reward = RewardBytes.of(config, on_gpus=on_gpus)
         return cls(
             policy=WeightBytes.of(
@@ -128,12 +131,19 @@ class ModelMemory:
         )
 
 
-def _activations(config: RunConfig, model: PreTrainedModel, tokens: int) -> tuple[Activations, tuple[str, ...]]:
-    longest = min(config.data.max_prompt_tokens + config.rollout.max_response_tokens, max_positions(config.model))
-    try:
-        return trace_activations(model, tokens, longest=min(longest, tokens)), ()
-    except ModelError as error:
-        return Activations((), 0, 0, 0), (f"activations are not counted: {error}",)
+def _activations(
+    config: RunConfig, model: PreTrainedModel, tokens: int, half: bool
+) -> tuple[Activations, tuple[str, ...]]:
+    longest = min(
+        config.data.max_prompt_tokens + config.rollout.max_response_tokens, max_positions(config.model), tokens
+    )
+    key = (model.config.to_json_string(), config.model.lora, half, tokens, longest)
+    if key not in _TRACED:
+        try:
+            _TRACED[key] = trace_activations(model, tokens, longest=longest), ()
+        except ModelError as error:
+            _TRACED[key] = Activations((), 0, 0, 0), (f"activations are not counted: {error}",)
+    return _TRACED[key]
 
 
 def worker_memory(
