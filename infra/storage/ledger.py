@@ -84,6 +84,10 @@ class Ledger:
             if "/" not in name and name != _FORMAT_FILE:
                 self._folder.remove(name)
 
+    def is_empty(self) -> bool:
+        """Return whether there is nothing in it, not even its format."""
+        return not self._folder.sizes()
+
     def format(self) -> int:
         """Return the format that the ledger was written in.
 

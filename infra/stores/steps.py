@@ -127,11 +127,11 @@ def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int) 
     """
     if not directory.ledger.is_outdated():
         return False
+    found = f"a ledger of format {directory.ledger.format()}, this Sluice writes format {FORMAT}"
     logger.warning(
-        "run %s has a ledger of format %d, this Sluice writes format %d: the steps after checkpoint %d are run again",
+        "run %s has %s: the steps after checkpoint %d are run again",
         directory.run_id,
-        directory.ledger.format(),
-        FORMAT,
+        "lost its ledger" if directory.ledger.is_empty() else found,
         first,
     )
     close_store(directory, config)

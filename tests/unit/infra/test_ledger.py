@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 
@@ -78,6 +79,16 @@ def test_steps_after_the_checkpoint_are_dropped_with_an_older_ledger(
     assert [directory.folder.size(plan_of(step)) is not None for step in (2, 3)] == [True, False]
     assert directory.ledger.format() == FORMAT
     assert not drop_outdated_steps(directory, directory.config(), first=3)
+
+
+def test_a_lost_ledger_is_called_lost(directory: RunDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    rmtree(directory.path / "ledger")
+    with caplog.at_level(logging.WARNING):
+        assert drop_outdated_steps(directory, directory.config(), first=3)
+    assert [text for text in caplog.messages if "run again" in text] == [
+        "run demo has lost its ledger: the steps after checkpoint 3 are run again"
+    ]
+    assert directory.ledger.format() == FORMAT
 
 
 def test_a_killed_driver_drops_the_rest_the_next_time(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
