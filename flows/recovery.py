@@ -138,9 +138,9 @@ async def _find_policy(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
         step = resumed_step(finished, policy.version, is_planned)
     if step is None:
         raise RunError(
-            f"the policy has version {policy.version}, but {directory.metrics} has {finished} steps: lines of it "
-            f"were lost; restore that file, or save the weights with: sluice export {directory.argument} FOLDER, and start "
-            "a new run with model.path=FOLDER"
+            f"the policy has version {policy.version}, but {directory.metrics} has {finished} steps, as lines of it "
+            f"were lost: restore that file, or save the weights with `sluice export {directory.argument} FOLDER`, and "
+            "start a new run with model.path=FOLDER"
         )
     directory.metrics.truncate(step)
     return policy.replace(version=step)
