@@ -88,50 +88,56 @@ def run(tmp_path: Path) -> RunHandle:
 POLICY = PolicyHandle(run_id="demo", version=3, incarnation="first")
 
 
-async def stages_run(run: RunHandle, policy: PolicyHandle, last: int = len(STAGES)) -> list[str]:
-    """Run a step's first `last` stages in a flow; return those that weren't taken from the ledger."""
-    ran: list[str] = []
+async def stages_run(*steps: tuple[RunHandle, PolicyHandle, int]) -> list[list[str]]:
+    """Run the first stages of steps of a run, so many of each, in a flow; return those not taken from the ledger."""
+    ran: list[list[str]] = []
 
     def note(name: str) -> Any:
         async def body(run: RunHandle, policy: PolicyHandle) -> PolicyHandle:
-            ran.append(name)
+            ran[-1].append(name)
             return policy.replace(incarnation="result")
 
         return stage(name, **({"key": update_cache_key} if name == "update" else {}))(body)
 
-    @flow(persist_result=False, validate_parameters=False, result_storage=await ledger_storage(RunDirectory.of(run)))
-    async def step() -> None:
-        for name in STAGES[:last]:
-            assert await note(name)(run, policy) == policy.replace(incarnation="result")
+    storage = await ledger_storage(RunDirectory.of(steps[0][0]))
+    tasks = [note(name) for name in STAGES]
 
-    await step()
+    @flow(persist_result=False, validate_parameters=False, result_storage=storage)
+    async def all_steps() -> None:
+        for run, policy, last in steps:
+            ran.append([])
+            for task in tasks[:last]:
+                assert await task(run, policy) == policy.replace(incarnation="result")
+
+    await all_steps()
     return ran
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_is_run_again(run: RunHandle, change: Callable[..., tuple[RunHandle, PolicyHandle]]) -> None:
     async def states() -> None:
-        for number, committed in enumerate(COMMITTED):
-            policy = POLICY.replace(version=10 * number)  # each state in a step of its own
-            assert await stages_run(run, policy, committed) == list(STAGES[:committed])
-            first = STAGES.index(CHANGES[change]) if CHANGES[change] else len(STAGES)
-            changed = change(run, policy)
-            assert await stages_run(*changed) == list(STAGES[min(committed, first) :])
-            assert await stages_run(*changed) == []  # once
+        policies = [POLICY.replace(version=10 * number) for number in COMMITTED]  # each state in a step of its own
+        committed = await stages_run(*((run, policy, number) for number, policy in enumerate(policies)))
+        assert committed == [list(STAGES[:number]) for number in COMMITTED]
+        first = STAGES.index(CHANGES[change]) if CHANGES[change] else len(STAGES)
+        changed = [(*change(run, policy), len(STAGES)) for policy in policies]
+        assert await stages_run(*changed) == [list(STAGES[min(number, first) :]) for number in COMMITTED]
+        assert await stages_run(changed[0], changed[-1]) == [[], []]  # once
 
     asyncio.run(states())
 
 
-@pytest.mark.parametrize("damaged", STAGES)
-def test_a_damaged_entry_is_run_again(run: RunHandle, damaged: str) -> None:
+def test_a_damaged_entry_is_run_again(run: RunHandle) -> None:
     """Prefect writes an entry in place, and may be killed meanwhile."""
+    steps = [(run, POLICY.replace(version=number), len(STAGES)) for number in range(len(STAGES))]
 
     async def main() -> None:
-        await stages_run(run, POLICY)
-        folder = Path(RunDirectory.of(run).ledger.place) / "step-000003"
-        (entry,) = folder.glob(f"{damaged}-*")
-        entry.write_bytes(entry.read_bytes()[:20])
-        assert await stages_run(run, POLICY) == [damaged]
+        await stages_run(*steps)
+        for number, damaged in enumerate(STAGES):
+            folder = Path(RunDirectory.of(run).ledger.place) / f"step-{number:06d}"
+            (entry,) = folder.glob(f"{damaged}-*")
+            entry.write_bytes(entry.read_bytes()[:20])
+        assert await stages_run(*steps) == [[damaged] for damaged in STAGES]
 
     asyncio.run(main())
 

@@ -14,7 +14,7 @@ from infra.workers.actor import actor_class
 from schemas.errors import GpuMemoryError, ModelError
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def worker(ray_cluster: None) -> Iterator[Any]:
     hosted = actor_class("tests.support.hosted_worker:Worker", "add", "report", "fail", "exhaust")
     yield create_actor("run/hosted-0", hosted, 3)
