@@ -35,6 +35,16 @@ NEEDS_BENCH = pytest.mark.skipif(
     any(importlib.util.find_spec(module) is None for module in ("transfer_queue", "matplotlib")),
     reason="needs the extra `bench`",
 )
+# Two benchmarks one after the other in one process, as both need torch and transformers; each prints a report.
+TRAIN_AND_ROLLOUT = """
+import runpy, sys
+for name in ("train", "rollout"):
+    sys.argv = [name, "--quick", "--json"]
+    try:
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    except SystemExit as ended:
+        assert not ended.code
+"""
 DATA_PATHS = {
     "sluice",
     "transfer_queue",
@@ -53,9 +63,14 @@ TRAIN_PATHS = ["packed", "padded", "row_by_row", "dense", "dense_equal_count"]
 
 def bench(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     """Run a benchmark without Ray's variables of this process, and with these ones; it must succeed."""
+    return finish([*BENCH, *arguments, "--json"], **variables)
+
+
+def finish(command: list[str], **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command as `bench` does; it must succeed."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     finished = subprocess.run(
-        [*BENCH, *arguments, "--json"],
+        command,
         cwd=CHECKOUT,
         env=inherited | {"PYTHONPATH": str(CHECKOUT)} | variables,
         capture_output=True,
@@ -66,9 +81,9 @@ def bench(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str
     return finished
 
 
-def report_of(finished: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
-    """Return the report that a benchmark prints on its last line."""
-    report: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+def report_of(finished: "subprocess.CompletedProcess[str]", before: int = 0) -> dict[str, Any]:
+    """Return the report that a benchmark prints on its last line, or one of those before it."""
+    report: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1 - before])
     return report
 
 
@@ -176,13 +191,19 @@ def test_orchestration_measures_a_real_run(workplace: Workplace) -> None:
     assert "between steps" in text
 
 
-def test_rollout_measures_every_path_without_ray_and_prefect() -> None:
-    finished = bench("rollout", "--quick", PYTHONPROFILEIMPORTTIME="1")
-    imported = imported_by(finished)
+@pytest.fixture(scope="module")
+def train_and_rollout() -> "subprocess.CompletedProcess[str]":
+    return finish([sys.executable, "-P", "-c", TRAIN_AND_ROLLOUT], PYTHONPROFILEIMPORTTIME="1")
+
+
+def test_train_and_rollout_need_no_ray_and_prefect(train_and_rollout: "subprocess.CompletedProcess[str]") -> None:
+    imported = imported_by(train_and_rollout)
     assert {"torch", "transformers"} <= imported
     assert not imported & {"ray", "prefect", "vllm"}
 
-    report = report_of(finished)
+
+def test_rollout_measures_every_path(train_and_rollout: "subprocess.CompletedProcess[str]") -> None:
+    report = report_of(train_and_rollout)
     assert [(case["case"], case["path"]) for case in report["cases"]] == [
         (case, path) for case in ("equal", "varied") for path in ROLLOUT_PATHS
     ]
@@ -223,13 +244,8 @@ def test_step_measures_real_runs(workplace: Workplace) -> None:
     assert large["max_rollout_put_ms"] >= large["rollout_put_ms"] > 0
 
 
-def test_train_measures_every_path_without_ray_and_prefect() -> None:
-    finished = bench("train", "--quick", PYTHONPROFILEIMPORTTIME="1")
-    imported = imported_by(finished)
-    assert {"torch", "transformers"} <= imported
-    assert not imported & {"ray", "prefect"}
-
-    report = report_of(finished)
+def test_train_measures_every_path(train_and_rollout: "subprocess.CompletedProcess[str]") -> None:
+    report = report_of(train_and_rollout, before=1)
     assert [(case["pass"], case["path"]) for case in report["cases"]] == [
         (kind, path) for kind in ("logprob", "train") for path in TRAIN_PATHS
     ]
