@@ -1,4 +1,4 @@
-"""Curricula: over the levels of one file, and over sources of which two have an environment of their own.
+"""A curriculum over sources of which two have an environment of their own.
 
 The second run goes back to an older checkpoint, takes the same rows again, and ends in the same weights.
 """
@@ -26,7 +26,6 @@ CONFIG = (
     *("data.curriculum.window=2", "data.curriculum.success_threshold=0.95", "rollout.dynamic_sampling.max_rounds=2"),
 )
 STOPS = [*range(40), 259]  # a tiny model rarely ends a turn itself
-LEVELS = ("data.curriculum.kind=levels", "data.curriculum.field=index", "data.curriculum.starts=[0,4,8]")
 GAMES = """
 import os
 from pathlib import Path
@@ -45,15 +44,6 @@ class Counting:
         self._left -= 1
         return f"{len(action)} {self._seed % 10}", 0.5, self._left == 0
 """
-
-
-def test_the_levels_of_a_file_follow_their_success(workplace: Workplace) -> None:
-    workplace.sluice(*CONFIG, *LEVELS, "--run-id", "curriculum")
-    expected = workplace.run("curriculum")
-    shares = [report.sources.schedule.shares for report in expected.metrics.steps() if report.sources]
-    assert shares[0] == shares[1] == (333_334, 333_333, 333_333)  # off-policy, step 1 is sampled before 0 is finished
-    assert len(set(shares)) == STEPS - 1
-    assert {"data/index-4/share", "data/index-4/success_rate"} <= expected.step_metrics()[0].keys()
 
 
 def test_several_environments_play_the_same_rows_again(workplace: Workplace) -> None:
