@@ -7,8 +7,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Literal
 
-import torch
-
 from benchmarks.gpu.results import CheckResult, Figure, Settings
 from infra.storage.runs import RunDirectory
 from schemas.errors import RunError
@@ -30,8 +28,8 @@ def check(settings: Settings, folder: Path, *, placement: Placement) -> CheckRes
     Raises:
         RunError: The command failed.
     """
-    name, num_gpus = f"demo {placement}", torch.cuda.device_count()
-    if placement == "separate" and not settings.is_twin and num_gpus < 2:
+    name = f"demo {placement}"
+    if placement == "separate" and not settings.is_twin and (num_gpus := _count_gpus()) < 2:
         return CheckResult(
             name=name, status="skipped", reason=f"policy and engine need a GPU each, and this machine has {num_gpus}"
         )
@@ -43,6 +41,12 @@ def check(settings: Settings, folder: Path, *, placement: Placement) -> CheckRes
         *(f"runtime.weight_transport={TRANSPORTS[placement]}", "correction.kind=truncated", "kl.coef=0"),
     )
     return _result(name, runs, TRANSPORTS[placement])
+
+
+def _count_gpus() -> int:
+    import torch  # takes seconds, and the twin has no use for it
+
+    return torch.cuda.device_count()
 
 
 def _run_demo(folder: Path, *arguments: str) -> None:

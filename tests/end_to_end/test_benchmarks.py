@@ -224,7 +224,9 @@ def test_rollout_measures_every_path(train_and_rollout: "subprocess.CompletedPro
 
 def test_step_measures_real_runs(workplace: Workplace) -> None:
     workspace = Workspace(workplace.folder)  # with the services that are there
-    report = measure_step(replace(QUICK, paths=("overlapped", "large_chunks"), beside=1, peer="trl"), workspace)
+    # Six rows a step: TRL runs with 3 and 6 of them per forward.
+    plan = replace(QUICK, samples_per_prompt=3, paths=("overlapped", "large_chunks"), beside=1, peer="trl")
+    report = measure_step(plan, workspace)
     path = report["paths"]["overlapped"]
     assert path["staleness"] == 1
     assert path["steps"] == QUICK.steps - 2
@@ -235,12 +237,13 @@ def test_step_measures_real_runs(workplace: Workplace) -> None:
     assert {"rollout", "publish", "update"} <= set(path["seconds_by_phase"])
     assert report["speedup"]["overlapped"] == 1
     trl = report["peers"]["trl"]
+    assert set(trl["seconds_by_rows_per_forward"]) == {3, 6}
     assert trl["rows_per_forward"] in trl["seconds_by_rows_per_forward"]
     assert trl["seconds_per_step"] > trl["generate_seconds"] > 0
     assert 0 < trl["response_tokens"] <= QUICK.tokens
     assert report["speedup_over_peers"]["trl"]["overlapped"] > 0
     large = report["paths"]["large_chunks"]["data_plane"]
-    assert large["rollout_put_bytes"] > 2 * LARGE_INFO_BYTES  # two samples of a prompt
+    assert large["rollout_put_bytes"] > 3 * LARGE_INFO_BYTES  # three samples of a prompt
     assert large["max_rollout_put_ms"] >= large["rollout_put_ms"] > 0
 
 

@@ -31,6 +31,7 @@ from schemas.config.changes import scoring_digest
 from schemas.metric_catalog import metric_spec, metrics_of
 from schemas.step import RunSummary
 from tests.support.browser import PHONE, open_browser
+from tests.support.command import make_command
 from tests.support.progress import wait_until
 from tests.support.workplace import Command, Workplace
 
@@ -117,7 +118,7 @@ def printed(workplace: Workplace) -> str:
 
 @pytest.fixture(scope="module")
 def failure(workplace: Workplace, printed: str) -> str:
-    """Return the output of the same run with two rollout workers, whose reward raises always after some steps."""
+    """Return the output of the same run with two rollout workers, and a reward that raises always after some steps."""
     run, broken = workplace.run(FAILING), workplace.folder / "broken"
     driver = start_counted(workplace, FAILING, "steps=10000", "rollout.num_workers=2")
     driver.wait_for(lambda: run.num_done > STEP + 1)
@@ -221,12 +222,21 @@ def test_a_ray_that_does_not_answer_is_told_at_once(workplace: Workplace) -> Non
     assert "Traceback" not in printed
 
 
-def test_report_eval_and_resume_of_a_finished_run(workplace: Workplace, directory: RunDirectory) -> None:
-    assert f"is complete: {STEPS} of {STEPS} steps" in workplace.sluice("resume", RUN_ID)
+def test_report_and_resume_of_a_finished_run(
+    workplace: Workplace, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workplace.folder)
+    sluice = make_command(monkeypatch, capsys)
+    resumed = sluice("resume", RUN_ID)
+    assert resumed.exit_code == 0
+    assert f"is complete: {STEPS} of {STEPS} steps" in resumed.out
     assert (directory.path / "report.html").exists()  # written at the end of the run
-    assert "report.html" in workplace.sluice("report", RUN_ID)
-    listed = {run["run_id"]: run for run in json.loads(workplace.sluice("runs", "--json"))}
+    assert "report.html" in sluice("report", RUN_ID).out
+    listed = {run["run_id"]: run for run in json.loads(sluice("runs", "--json").out)}
     assert (listed[RUN_ID]["state"], listed[RUN_ID]["step"]) == ("finished", STEPS)
+
+
+def test_a_finished_run_is_evaluated(workplace: Workplace, directory: RunDirectory) -> None:
     evaluated = workplace.sluice("eval", RUN_ID, "eval.samples_per_prompt=2", "eval.temperature=1.0")
     assert f"policy version {STEPS}: accuracy" in evaluated
     assert "tiny: mean@2" in evaluated

@@ -233,9 +233,10 @@ class Command:
     def wait_standing(self, reached: Callable[[], bool]) -> None:
         """Wait until `reached` returns true, and leave the command's process standing there, until `resume` or `kill`.
 
-        Until then it goes on for `SLICE_SECONDS` at a time, and stands while `reached` is asked: hardly anything passes
-        unseen. What it has started, such as Ray's workers, goes on.
+        As soon as it has printed something, it goes on for `SLICE_SECONDS` at a time, and stands while `reached` is
+        asked: hardly anything passes unseen. What it has started, such as Ray's workers, goes on.
         """
+        self.wait_for(lambda: bool(self.printed))  # the UI's address: it has imported all, and its services are there
 
         def stands() -> bool:
             self.resume()
