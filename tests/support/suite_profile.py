@@ -1,7 +1,7 @@
 """Where the time of the tests goes: the processor time of everything that a command starts, by kind of process.
 
-`python -m tests.support.suite_profile make test` runs a command, looks twice a second at all processes that have begun
-since, and prints a table. A process that lives for less than that may be missed.
+`python -m tests.support.suite_profile make test` runs a command, looks twice a second at all that it has started, which
+it knows by a variable of their environment, and prints a table. A process that lives for less than that may be missed.
 """
 
 import json
@@ -13,10 +13,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 
 POLL_SECONDS = 0.5
+MARK = "SUITE_PROFILE"  # the variable: processes whose parent has ended are still known by it
 RAY_PARTS = ("raylet", "gcs_server", "ray.scripts", "dashboard", "runtime_env", "monitor.py", "ray/_private/log")
 STARTING = ("IDLE", "__init__", ".start")  # in the title of a Ray worker that imports or loads
 
@@ -59,18 +61,22 @@ def kind_of(command: Sequence[str]) -> str:
 
 def measure(command: Sequence[str]) -> tuple[int, float, dict[str, tuple[int, float]]]:
     """Run a command; return its exit code, its wall-clock seconds, and processes and seconds by kind."""
-    began, own, used = time.time(), os.getpid(), dict[tuple[int, float], Usage]()
-    process = subprocess.Popen(command)
+    began, used, mark = time.time(), dict[tuple[int, float], Usage](), uuid4().hex
+    others = set[tuple[int, float]]()
+    process = subprocess.Popen(command, env=os.environ | {MARK: mark})
     while process.poll() is None:
         time.sleep(POLL_SECONDS)
         for found in psutil.process_iter():
             try:
                 with found.oneshot():
-                    if found.pid == own or found.create_time() < began - 1:
+                    identity = found.pid, found.create_time()
+                    if identity in others:
+                        continue
+                    if identity not in used and found.environ().get(MARK) != mark:
+                        others.add(identity)
                         continue
                     times = found.cpu_times()
-                    usage = used.setdefault((found.pid, found.create_time()), Usage())
-                    usage.add(kind_of(found.cmdline()), times.user + times.system)
+                    used.setdefault(identity, Usage()).add(kind_of(found.cmdline()), times.user + times.system)
             except psutil.Error:  # it has ended
                 continue
     kinds: dict[str, tuple[int, float]] = {}
