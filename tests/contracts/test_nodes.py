@@ -46,21 +46,30 @@ class Elsewhere:
         return find_shared_store(RUN)._member.folder
 
 
-@pytest.fixture
+def add_node(cluster: Cluster) -> Any:
+    added = cluster.add_node(num_cpus=1, object_store_memory=2**27)
+    cluster.wait_for_nodes()
+    return added
+
+
+def client_on(node: Any) -> Any:
+    """Start an actor on a node."""
+    pinned = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    return ray.remote(Elsewhere).options(num_cpus=0, scheduling_strategy=pinned).remote()
+
+
+@pytest.fixture(scope="module")
 def node(ray_cluster: Cluster) -> Iterator[Any]:
     """A second node."""
-    added = ray_cluster.add_node(num_cpus=1, object_store_memory=2**27)
-    ray_cluster.wait_for_nodes()
+    added = add_node(ray_cluster)
     yield added
-    if added in ray_cluster.list_all_nodes():
-        ray_cluster.remove_node(added)
+    ray_cluster.remove_node(added)
 
 
 @pytest.fixture
 def elsewhere(node: Any) -> Any:
     """An actor on the second node."""
-    pinned = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-    return ray.remote(Elsewhere).options(num_cpus=0, scheduling_strategy=pinned).remote()
+    return client_on(node)
 
 
 @pytest.fixture
@@ -156,8 +165,10 @@ def test_a_put_finds_its_column_server_gone_and_gets_another(store: SharedColumn
 
 
 def test_a_dead_node_loses_only_what_is_not_durable(
-    store: SharedColumnStore, node: Any, elsewhere: Any, ray_cluster: Cluster, tmp_path: Path
+    store: SharedColumnStore, ray_cluster: Cluster, tmp_path: Path
 ) -> None:
+    node = add_node(ray_cluster)
+    elsewhere = client_on(node)
     durable = FsspecColumnStore(RUN, str(tmp_path / "columns"), lease_seconds=NO_EXPIRY_SECONDS)
     durable.incarnation = store.incarnation
     tiered = TieredColumnStore(store, durable)
@@ -166,7 +177,7 @@ def test_a_dead_node_loses_only_what_is_not_durable(
     durable.put(key(store, 1, 0), rollout_columns(LENGTHS, 0))  # as the writer's own tier does
     lost = ray.get(elsewhere.put.remote(LENGTHS, 1))
     ray_cluster.remove_node(node, allow_graceful=False)
-    wait_until(lambda: len([each for each in ray.nodes() if each["Alive"]]) == 1)
+    wait_until(lambda: node.node_id not in {each["NodeID"] for each in ray.nodes() if each["Alive"]})
     assert tiered.read(batch_of(there), COLUMNS).equals(rollout_columns(LENGTHS, 0))
     with pytest.raises(ChunkNotFoundError):
         tiered.read(batch_of(there, lost), COLUMNS)
