@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 # rewrites the assertions of every test.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: venv demo test test-all verifiers chaos gpu lint format docs down
+.PHONY: venv demo test test-extended test-all verifiers chaos gpu lint format docs down
 
 venv: $(VENV)/installed
 
@@ -45,7 +45,10 @@ PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder  # three fil
 test: lint  ## lint, then the tests of every part and one run through all of them
 	$(PYTEST) -m "not extended"
 
-test-all: lint  ## and the rest: whole runs of what those combine, killed at other moments
+test-extended: venv  ## the rest: whole runs of what those combine, killed at other moments
+	$(PYTEST) -m extended
+
+test-all: lint  ## both
 	$(PYTEST)
 
 verifiers: venv  ## the tests of verifiers' environments, with the library in an interpreter of its own
