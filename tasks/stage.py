@@ -5,6 +5,7 @@ id, so a resumed run would repeat every stage.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import copy
 from typing import Any, ParamSpec, TypeVar
 
@@ -55,10 +56,8 @@ class OpaqueTask(Task[P, R]):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if PREFECT_TASKS_DISABLE_CACHING.value():  # read when a task is made; other settings take a tenth of a second
-            with temporary_settings({PREFECT_TASKS_DISABLE_CACHING: False}):
-                super().__init__(*args, **kwargs)
-        else:
+        is_disabled = PREFECT_TASKS_DISABLE_CACHING.value()  # read when a task is made; to change it takes 0.1 s
+        with temporary_settings({PREFECT_TASKS_DISABLE_CACHING: False}) if is_disabled else nullcontext():
             super().__init__(*args, **kwargs)
 
     def named(self, task_run_name: str) -> "OpaqueTask[P, R]":

@@ -108,9 +108,8 @@ def test_then_a_lost_policy(workplace: Workplace, metrics: list[dict[str, float]
     run = workplace.run(DISTURBED)
     driver.wait_standing(lambda: run.passed(2, "rollout"))
     assert "restart" not in [event.kind for event in run.metrics.events()]  # none for the rollout workers
-    assert (
-        workplace.kill_worker("PolicyWorker") == 1
-    )  # its successor loads the newest checkpoint of adapters, if there is one
+    # Its successor loads the newest checkpoint of adapters, if there is one.
+    assert workplace.kill_worker("PolicyWorker") == 1
     driver.resume()
     driver.wait_for(lambda: "restart" in [event.kind for event in run.metrics.events()])
 

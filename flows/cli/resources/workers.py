@@ -109,7 +109,7 @@ class ModelMemory:
         tokens = footprint.micro_tokens
         if half:
             base.bfloat16()
-        activations, warnings = _activations(config, base, tokens, half)
+        activations, warnings = _activations(config, base, tokens)
         reward = RewardBytes.of(config, on_gpus=on_gpus)
         return cls(
             policy=WeightBytes.of(
@@ -131,13 +131,11 @@ class ModelMemory:
         )
 
 
-def _activations(
-    config: RunConfig, model: PreTrainedModel, tokens: int, half: bool
-) -> tuple[Activations, tuple[str, ...]]:
+def _activations(config: RunConfig, model: PreTrainedModel, tokens: int) -> tuple[Activations, tuple[str, ...]]:
     longest = min(
         config.data.max_prompt_tokens + config.rollout.max_response_tokens, max_positions(config.model), tokens
     )
-    key = (model.config.to_json_string(), config.model.lora, half, tokens, longest)
+    key = (model.config.to_json_string(), config.model.lora, model.dtype, tokens, longest)
     if key not in _TRACED:
         try:
             _TRACED[key] = trace_activations(model, tokens, longest=longest), ()
