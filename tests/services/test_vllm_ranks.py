@@ -66,11 +66,16 @@ def model(folder: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[VllmEngine]:
-    """One engine for all tests of this module, of which the last one ends it."""
+    """One engine for all tests of this module, of which the last one ends it.
+
+    Another one is there when it starts, for which vLLM has read the environment's variables once and for all.
+    """
+    first = open_vllm(ModelConfig(path=str(folder)), VllmRollout(cache_bytes=2**22), MAX_MODEL_LEN)
     rollout = VllmRollout(cache_bytes=2**22, tensor_parallel=NUM_RANKS, prefix_cache="version")
     torch.set_num_threads(2)
     started = open_vllm(ModelConfig(path=str(folder)), rollout, MAX_MODEL_LEN)
     assert torch.get_num_threads() == 2
+    first.close()
     yield started
     started.close()
 

@@ -83,7 +83,11 @@ def open_vllm(
                 adapters=adapters,
             )
             # Only in the first step does vLLM find out what its kernels don't support, and finish its preparations.
-            generate_all(engine, [GenerationRequest(np.zeros(1, dtype=np.int64), (0,))], Sampling(1))
+            try:
+                generate_all(engine, [GenerationRequest(np.zeros(1, dtype=np.int64), (0,))], Sampling(1))
+            except BaseException:
+                engine.close()
+                raise
     except ImportError as error:
         raise ConfigError(f"rollout.kind = 'vllm': vLLM can't be imported: {_one_line(error)}") from error
     except (ValueError, RuntimeError, NotImplementedError, EngineLostError) as error:  # vLLM's rejections
@@ -154,8 +158,6 @@ def _share_threads(num_ranks: int) -> None:
     """Give each rank that will have a process of its own its part of this process's threads."""
     if num_ranks > 1:
         os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // num_ranks))
-        # Not bound to cores: several engines, and other workers, may share the node.
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def _set_environment() -> None:
@@ -168,6 +170,9 @@ def _set_environment() -> None:
         VLLM_HOST_IP=LOOPBACK,
     )
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the config's cache_bytes
+    # Ranks aren't bound to cores: several engines, and other workers, may share the node. Set for one rank as well,
+    # since vLLM keeps what it reads for its first engine.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     logging.getLogger("vllm").setLevel(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR"))  # vLLM logs on import
 
 
