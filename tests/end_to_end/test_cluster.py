@@ -11,6 +11,8 @@ from infra.ray.health import run_owner
 from tests.support.run_results import Run
 from tests.support.workplace import Workplace
 
+pytestmark = pytest.mark.extended
+
 RUN_ID = "stopped"
 
 

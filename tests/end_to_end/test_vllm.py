@@ -7,7 +7,10 @@ import pytest
 from tests.support.tiny import make_tiny_model
 from tests.support.workplace import Workplace
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM (extra `cpu`) is not installed")
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM (extra `cpu`) is not installed"),
+]
 
 
 def test_a_run_whose_engine_loses_a_rank(workplace: Workplace) -> None:

@@ -13,6 +13,7 @@ from infra.checkpoints.store import CheckpointStore
 from tests.support.eight_bit_ranks import make_model, step
 
 
+@pytest.mark.extended
 def test_any_number_of_ranks_resumes_bit_for_bit(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     subprocess.run([sys.executable, "-m", "tests.support.eight_bit_ranks", str(tmp_path)], check=True)

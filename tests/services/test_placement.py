@@ -194,6 +194,7 @@ def held_by_runs() -> set[tuple[str, int, int, str]]:
     return {(run.run_id, run.num_processes, run.num_gpus, run.owner) for run in cluster_runs()}
 
 
+@pytest.mark.extended
 def test_nothing_is_left_of_starts_and_kills(tmp_path: Path, nodes: list[Any]) -> None:
     of = placed_config(tmp_path, rollout=3, device="cuda")
     limits = Limits(2**20, 1, 60, str(tmp_path), owner=run_owner(), orphan_seconds=600)
@@ -214,6 +215,7 @@ def test_nothing_is_left_of_starts_and_kills(tmp_path: Path, nodes: list[Any]) -
     assert [path.name for path in next(tmp_path.glob("sluice-*")).iterdir()] == ["lock"]
 
 
+@pytest.mark.extended
 def test_a_lost_nodes_workers_wait_for_free_gpus_and_move(
     tmp_path: Path, nodes: list[Any], ray_cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,8 @@ import pytest
 from tests.support.progress import Progress, wait_until
 from tests.support.workplace import Workplace
 
+pytestmark = pytest.mark.extended
+
 # A flow of 3 subflows; the second waits for a file. It uses the server as a configured one.
 FLOWS = """
 import asyncio, sys

@@ -59,6 +59,7 @@ class OtherServer(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.extended
 def test_programs_that_take_the_chosen_ports_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = ThreadingHTTPServer((local.LOOPBACK, 0), OtherServer)
     Thread(target=other.serve_forever, daemon=True).start()
@@ -84,6 +85,7 @@ def test_programs_that_take_the_chosen_ports_first(tmp_path: Path, monkeypatch: 
         other.server_close()
 
 
+@pytest.mark.extended
 def test_two_folders_whose_servers_start_at_the_same_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual, is_free, both_chose = local.free_port(), local.is_free, Barrier(2)
     monkeypatch.setattr(local, "PREFECT_PORT", usual)

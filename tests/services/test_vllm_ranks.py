@@ -179,6 +179,7 @@ def test_a_call_that_was_abandoned_can_be_repeated(engine: VllmEngine) -> None:
     assert_identical(generate_all(engine, requests, sampling), whole)
 
 
+@pytest.mark.extended
 def test_ranks_end_with_a_killed_host(folder: Path) -> None:
     host = subprocess.Popen(
         [sys.executable, "-c", HOST, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

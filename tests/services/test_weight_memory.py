@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from infra.models.flat_tensors import flat_bytes, tensor_specs
@@ -23,6 +24,7 @@ BUCKET_BYTES = 8 * 2**20
 SPARE_BYTES = 2 * 2**20  # of everything that is not a bucket
 
 
+@pytest.mark.extended
 def test_a_receiver_takes_two_buckets_at_most(tmp_path: Path) -> None:
     make_model(tmp_path / "model", **{**MODEL, "vocab_size": 2048, "num_hidden_layers": 8})
     weights = dict(load_model(ModelConfig(path=str(tmp_path / "model"))).named_parameters())
