@@ -57,6 +57,11 @@ PREFECT_ENVIRONMENT = {
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "200",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_READ_BATCH_SIZE": "100",
 }
+# What bounds the server's database, unless the user has set it: three quarters of what a step adds are events.
+PREFECT_RETENTION = {
+    "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "PT6H",
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",  # the latter 90 days after their end
+}
 
 
 class ServiceState(Frozen):
@@ -205,9 +210,10 @@ class LocalServices:
 
     def _spawn_prefect(self, port: int) -> "_Started":
         api_url = f"http://{LOOPBACK}:{port}/api"
-        environment = {"PREFECT_HOME": str(self.directory / "prefect"), "PREFECT_UI_API_URL": api_url}
+        own = {"PREFECT_HOME": str(self.directory / "prefect"), "PREFECT_UI_API_URL": api_url}
         command = [*PREFECT_COMMAND, "server", "start", "--host", LOOPBACK, f"--port={port}"]
-        return self._spawn("prefect", command, PREFECT_ENVIRONMENT | environment, port)
+        environment = {**PREFECT_RETENTION, **os.environ, **PREFECT_ENVIRONMENT, **own}
+        return self._spawn("prefect", command, environment, port)
 
     def _spawn_ray(self, port: int) -> "_Started":
         _make_ray_token()

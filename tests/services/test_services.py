@@ -1,11 +1,16 @@
 """The local Prefect server and Ray head: addresses, and how they are found again."""
 
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Barrier, Thread
+from typing import Any
+from uuid import uuid4
 
+import httpx
 import psutil
 import pytest
 
@@ -110,3 +115,42 @@ def test_two_folders_whose_servers_start_at_the_same_moment(tmp_path: Path, monk
     finally:
         for each in folders:
             each.stop()
+
+
+@pytest.mark.extended
+def test_old_events_and_flow_runs_leave_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_SERVER_SERVICES_DB_VACUUM_LOOP_SECONDS", "1")
+    services, now = LocalServices(tmp_path), datetime.now(UTC)
+    try:
+        services.start(prefect=True, ray=False)
+        with httpx.Client(base_url=f"{services.prefect_api_url}/", timeout=60) as client:
+
+            def post(route: str, body: Any) -> Any:
+                response = client.post(route, json=body)
+                response.raise_for_status()
+                return response.json() if response.content else None
+
+            def found() -> tuple[set[str], set[str]]:
+                """Return the names of the flow runs and of the test's events."""
+                events = post("events/filter", {"filter": {"event": {"prefix": ["test."]}}})["events"]
+                return {run["name"] for run in post("flow_runs/filter", {})}, {event["event"] for event in events}
+
+            flow = post("flows/", {"name": "kept"})["id"]
+            for name, days in {"recent": 80, "old": 100}.items():
+                post("flow_runs/", {"name": name, "flow_id": flow, "state": {"type": "COMPLETED"}})
+                with closing(sqlite3.connect(services.directory / "prefect/prefect.db", timeout=60)) as database, database:
+                    ended = f"{now - timedelta(days=days):%Y-%m-%d %H:%M:%S.%f}"  # the server's API takes no time
+                    database.execute("UPDATE flow_run SET end_time = ? WHERE name = ?", (ended, name))
+            events = {"test.recent": timedelta(hours=5), "test.old": timedelta(hours=7)}
+            resource = {"prefect.resource.id": "test"}
+            post(
+                "events",
+                [
+                    {"id": str(uuid4()), "event": name, "occurred": (now - age).isoformat(), "resource": resource}
+                    for name, age in events.items()
+                ],
+            )
+            wait_until(lambda: "test.recent" in found()[1])  # they are written after a while, together
+            wait_until(lambda: found() == ({"recent"}, {"test.recent"}))
+    finally:
+        services.stop()
