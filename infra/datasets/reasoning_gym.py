@@ -1,7 +1,6 @@
 """Rows of reasoning-gym tasks, as Parquet or JSONL in verl's columns (extra `demo`)."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pyarrow.parquet as pq
 
 from infra.datasets.files import read_rows
 from infra.datasets.rows import parse_messages
+from infra.storage.atomic import replacing
 from schemas.errors import ConfigError, DataError
 
 Row = dict[str, Any]
@@ -55,9 +55,8 @@ def write_problems(
     if edit is not None:
         rows = [edit(row) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    _WRITERS[path.suffix](rows, temporary)
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        _WRITERS[path.suffix](rows, temporary)
     return len(rows)
 
 

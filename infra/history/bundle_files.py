@@ -8,7 +8,6 @@ A bundle may come from anywhere: no name, size or byte is used before it was che
 
 import hashlib
 import json
-import os
 import zipfile
 import zlib
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import IO, Annotated
 
 from pydantic import Field, NonNegativeInt, ValidationError
 
+from infra.storage.atomic import replacing
 from schemas.base import Frozen
 from schemas.batch import SafeName
 from schemas.errors import BundleError, describe
@@ -66,20 +66,12 @@ def pack(folder: Path, out: Path, manifest: BundleManifest) -> BundleManifest:
         raise BundleError(f"{out} exists; choose another name, or remove it")
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     manifest = manifest.replace(files={name: _describe(path) for name, path in paths.items()})
-    temporary = out.with_name(f".{out.name}.tmp")
-    try:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as file:
-            file.writestr(zipfile.ZipInfo(MANIFEST, _TIME), manifest.model_dump_json(indent=2))
-            for name, path in paths.items():
-                with (
-                    path.open("rb") as source,
-                    file.open(zipfile.ZipInfo(ROOT + name, _TIME), "w", force_zip64=True) as to,
-                ):
-                    for piece in _pieces(source):
-                        to.write(piece)
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as file:
+        file.writestr(zipfile.ZipInfo(MANIFEST, _TIME), manifest.model_dump_json(indent=2))
+        for name, path in paths.items():
+            with path.open("rb") as source, file.open(zipfile.ZipInfo(ROOT + name, _TIME), "w", force_zip64=True) as to:
+                for piece in _pieces(source):
+                    to.write(piece)
     return manifest
 
 

@@ -1,7 +1,21 @@
 """Local files that are replaced whole."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of a hidden file next to `path`, which it then replaces; nothing is left of one that fails."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_atomic(path: Path, text: str, mode: int = 0o666) -> None:
@@ -12,9 +26,10 @@ def write_atomic(path: Path, text: str, mode: int = 0o666) -> None:
         text: Its new content.
         mode: Its permissions, less the umask.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+    with (
+        replacing(path) as temporary,
+        open(temporary, "w", opener=lambda name, flags: os.open(name, flags, mode)) as file,
+    ):
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -223,13 +223,21 @@ def _unique_name() -> str:
 
 
 def _write_temporary(path: str, data: "bytes | pa.Buffer", name: str, mode: int = 0o666) -> str:
-    """Write the whole content, synced to disk, under a hidden name in the same folder; return its path."""
+    """Write the whole content, synced to disk, under a hidden name in the same folder; return its path.
+
+    Nothing is left of one that fails: on a full disk, it would take the space that others need.
+    """
     temporary = os.path.join(os.path.dirname(path), name)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
     return temporary
 
 
