@@ -15,7 +15,7 @@ from infra.stores.run_columns import open_run_columns
 from tests.support.run_results import Run
 from tests.support.workplace import Workplace
 
-LOGS = ("driver.log", "driver.lock")
+NOT_LEFT_OVER = ("driver.log", "driver.lock", "identity.json")  # the last also says whose a folder at a URL is
 
 
 class Results(NamedTuple):
@@ -46,10 +46,9 @@ def read_results(place: Workplace, run: Run) -> Results:
     )
 
 
-def leaked_bytes(run: Run, results: Results, expected: Results) -> int:
-    """Return the bytes that the store holds after the run's end, and of files that the undisturbed run hasn't left."""
-    extra = results.files.keys() - expected.files.keys()
-    return run.store_bytes_at_end() + sum(results.files[name] for name in extra)
+def leaked_files(results: Results, expected: Results) -> dict[str, int]:
+    """Return the bytes of the files that the undisturbed run hasn't left, by name."""
+    return {name: size for name, size in results.files.items() if name not in expected.files}
 
 
 def leaked_processes(place: Workplace) -> list[str]:
@@ -72,4 +71,6 @@ def _files(place: Workplace, run: Run) -> dict[str, int]:
     bucket = place.folder / BUCKET
     roots = {"": run.path, "columns/": bucket / "columns" / run.run_id, "policy/": bucket / "policy" / run.run_id}
     found = {f"{prefix}{path.relative_to(root)}": path for prefix, root in roots.items() for path in root.rglob("*")}
-    return {name: path.stat().st_size for name, path in found.items() if path.is_file() and path.name not in LOGS}
+    return {
+        name: path.stat().st_size for name, path in found.items() if path.is_file() and path.name not in NOT_LEFT_OVER
+    }

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.chaos.failing_store import BUCKET, PROTOCOL, install
 from benchmarks.chaos.faults import STEPS, Fault, choose_faults, strike
-from benchmarks.chaos.results import Results, leaked_bytes, leaked_processes, read_results
+from benchmarks.chaos.results import Results, leaked_files, leaked_processes, read_results
 from tests.support.progress import Deadlock
 from tests.support.workplace import Command, Workplace
 
@@ -56,12 +56,14 @@ def measure(place: Workplace, num_faults: int, seed: int, options: Sequence[str]
         differing = [name for name in _COMPARED if getattr(results, name) != getattr(expected, name)]
         totals += campaign.counts
         totals["updates_applied_twice"] += max(0, results.num_updates - expected.num_updates)
-        totals["leaked_bytes"] += leaked_bytes(campaign.run, results, expected)
-        leaked = leaked_processes(place)
+        files, leaked = leaked_files(results, expected), leaked_processes(place)
+        totals["leaked_bytes"] += campaign.run.store_bytes_at_end() + sum(files.values())
         totals["leaked_processes"] += len(leaked)
         identical = identical and not differing
         faults += campaign.faults
         logger.info("%s: %d faults, %s", campaign.run.run_id, len(campaign.faults), differing or "identical")
+        for name, size in files.items():
+            logger.warning("%s left a file of %d bytes: %s", campaign.run.run_id, size, name)
         for process in leaked:
             logger.warning("%s left a process: %s", campaign.run.run_id, process)
         number += 1

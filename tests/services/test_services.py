@@ -138,7 +138,10 @@ def test_old_events_and_flow_runs_leave_the_database(tmp_path: Path, monkeypatch
             flow = post("flows/", {"name": "kept"})["id"]
             for name, days in {"recent": 80, "old": 100}.items():
                 post("flow_runs/", {"name": name, "flow_id": flow, "state": {"type": "COMPLETED"}})
-                with closing(sqlite3.connect(services.directory / "prefect/prefect.db", timeout=60)) as database, database:
+                with (
+                    closing(sqlite3.connect(services.directory / "prefect/prefect.db", timeout=60)) as database,
+                    database,
+                ):
                     ended = f"{now - timedelta(days=days):%Y-%m-%d %H:%M:%S.%f}"  # the server's API takes no time
                     database.execute("UPDATE flow_run SET end_time = ? WHERE name = ?", (ended, name))
             events = {"test.recent": timedelta(hours=5), "test.old": timedelta(hours=7)}
