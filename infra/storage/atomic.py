@@ -2,20 +2,28 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+
+@contextmanager
+def removed_if_it_fails(path: str | Path) -> Iterator[None]:
+    """Remove a file if what writes it fails: on a full disk, it would take the space that others need."""
+    try:
+        yield
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        raise
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a hidden file next to `path`, which it then replaces; nothing is left of one that fails."""
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
+    with removed_if_it_fails(temporary):
         yield temporary
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_atomic(path: Path, text: str, mode: int = 0o666) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from infra.storage.atomic import removed_if_it_fails
 from schemas.errors import InvalidKeyError, PipelineError, describe
 
 if TYPE_CHECKING:
@@ -223,21 +224,16 @@ def _unique_name() -> str:
 
 
 def _write_temporary(path: str, data: "bytes | pa.Buffer", name: str, mode: int = 0o666) -> str:
-    """Write the whole content, synced to disk, under a hidden name in the same folder; return its path.
-
-    Nothing is left of one that fails: on a full disk, it would take the space that others need.
-    """
+    """Write the whole content, synced to disk, under a hidden name in the same folder; return its path."""
     temporary = os.path.join(os.path.dirname(path), name)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    try:
-        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    with (
+        removed_if_it_fails(temporary),
+        open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file,
+    ):
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     return temporary
 
 
