@@ -26,6 +26,9 @@ LOCAL_RAY_VARIABLES = {
     # Ray otherwise starts a process per core for each driver in advance. Actors with an environment of their own, such
     # as a run's, use none of them.
     "RAY_prestart_worker_first_driver": "0",
+    # Ray otherwise gives its workers a niceness of 15: any other program of the same session or control group then gets
+    # thirty times as much of a core as they.
+    "RAY_worker_niceness": "0",
     # Between two looks at what each process uses: as often as Prometheus asks (docs/monitoring.md); Ray's own interval
     # is 2.5 s.
     "REPORTER_UPDATE_INTERVAL_MS": "10000",

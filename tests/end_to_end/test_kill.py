@@ -1,4 +1,7 @@
-"""Kill any process at any moment: the resumed run ends in the same weights, bit for bit."""
+"""Kill any process at any moment: the resumed run ends in the same weights, bit for bit.
+
+Two runs that are killed, and an undisturbed one of the same config.
+"""
 
 import signal
 from collections import defaultdict
@@ -16,14 +19,19 @@ from tests.support.run_results import Run
 from tests.support.tiny import make_tiny_moe
 from tests.support.workplace import Command, Workplace
 
-STEPS, RUN_ID = 9, "killed"
+STEPS = 6
 CONFIG = (  # all columns of rows: the policy trains with the experts that the engine chose
     *("train", "tiny.toml", f"steps={STEPS}", "loss.behavior=recompute"),
     *("model.path=experts", "rollout.router_replay=true"),
 )
+# Of the first run, workers and then the driver are killed, and at last the local Prefect server.
+KILLED = "killed"
 ROLES = ("PolicyWorker", "RolloutWorker", "StoreIndex")  # one is killed in each step after the first
-TERMINATED, LOST = 5, 8  # the steps in which the driver is terminated, and in which it is killed with Ray
-SAVED, DAMAGED = 6, 7  # of the steps before that: the first after the last checkpoint; and one with a damaged column
+LAST = STEPS - 1
+# Of the second, the driver is terminated in one step, and in a later one killed with Ray.
+STOPPED = "stopped"
+TERMINATED, LOST = 1, 5
+SAVED, DAMAGED = 3, 4  # of the steps before that: the first after the last checkpoint; and one with a damaged column
 LIMITS = (  # none of which changes a bit of the result
     *("store.capacity_bytes=5000000", "store.lease_seconds=1000", "reward.timeout_seconds=20"),
     *("reward.num_processes=1", "rollout.num_workers=2", "model.gradient_checkpointing=true"),
@@ -46,9 +54,9 @@ class KilledRun:
         driver: The driver that runs now.
     """
 
-    def __init__(self, workplace: Workplace) -> None:
-        self.run, self._workplace = workplace.run(RUN_ID), workplace
-        self.driver = workplace.start(*CONFIG, "--run-id", RUN_ID, "runtime.max_restarts=9")
+    def __init__(self, workplace: Workplace, run_id: str) -> None:
+        self.run, self._workplace = workplace.run(run_id), workplace
+        self.driver = workplace.start(*CONFIG, "--run-id", run_id, "runtime.max_restarts=9")
         self._left_step, self._left_entries = -1, dict[str, float]()
 
     def wait_for(self, reached: Callable[[], bool], *, standing: bool = False) -> None:
@@ -74,7 +82,7 @@ class KilledRun:
 
     def resume(self, *overrides: str) -> Command:
         """Have another driver go on."""
-        self.driver = self._workplace.start("resume", RUN_ID, *overrides)
+        self.driver = self._workplace.start("resume", self.run.run_id, *overrides)
         return self.driver
 
     def _check_entries(self) -> None:
@@ -89,7 +97,7 @@ class KilledRun:
 
 @pytest.fixture(scope="module")
 def killed(workplace: Workplace, expected: Run) -> KilledRun:
-    return KilledRun(workplace)
+    return KilledRun(workplace, KILLED)
 
 
 @pytest.fixture(scope="module")
@@ -104,38 +112,10 @@ def living(workplace: Workplace, killed: KilledRun) -> str:
 
 
 @pytest.fixture(scope="module")
-def terminated(workplace: Workplace, killed: KilledRun, living: str) -> Command:
-    """The second driver, which got a SIGTERM."""
-    driver = killed.resume()
-    killed.stand_after(TERMINATED, "put")
-    driver.terminate()
-    driver.resume()
-    driver.finish(128 + signal.SIGTERM)
-    return driver
-
-
-@pytest.fixture(scope="module")
-def lost_ray(workplace: Workplace, killed: KilledRun, terminated: Command) -> str:
-    """What the third driver printed, which had rare checkpoints, and was killed together with Ray."""
-    killed.resume("checkpoint.every_steps=3")
-    printed = killed.kill_driver(LOST, "logprob")
-    workplace.stop_ray()
-    damaged = next((killed.run.path / "columns" / f"step-{DAMAGED:06d}").glob("rollout-*.arrow"))
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    return printed
-
-
-@pytest.fixture(scope="module")
-def generated(killed: KilledRun, lost_ray: str) -> list[float]:
-    """How long each step's rollout took before Ray was lost."""
-    return killed.run.generate_seconds()
-
-
-@pytest.fixture(scope="module")
-def before(workplace: Workplace, killed: KilledRun, generated: list[float]) -> ServiceState:
-    """The local Prefect server that the last driver had until it was killed in the last step."""
+def before(workplace: Workplace, killed: KilledRun, living: str) -> ServiceState:
+    """The local Prefect server that the second driver had until it was killed in the last step."""
     driver = killed.resume(*LIMITS)
-    killed.wait_for(lambda: f"step {LOST:3}/{STEPS}" in driver.printed, standing=True)
+    killed.wait_for(lambda: f"step {LAST:3}/{STEPS}" in driver.printed, standing=True)
     state = workplace.services.state("prefect")
     assert state is not None
     workplace.kill_service("prefect")
@@ -145,9 +125,48 @@ def before(workplace: Workplace, killed: KilledRun, generated: list[float]) -> S
 
 @pytest.fixture(scope="module")
 def finished(killed: KilledRun, before: ServiceState) -> str:
-    """What the last driver printed."""
-    killed.wait_for(lambda: killed.run.passed(LOST, "update"))
+    """What the second driver printed."""
+    killed.wait_for(lambda: killed.run.passed(LAST, "update"))
     return killed.driver.finish()
+
+
+@pytest.fixture(scope="module")
+def stopped(workplace: Workplace, expected: Run) -> KilledRun:
+    return KilledRun(workplace, STOPPED)
+
+
+@pytest.fixture(scope="module")
+def terminated(stopped: KilledRun) -> Command:
+    """The first driver of the second run, which got a SIGTERM."""
+    driver = stopped.driver
+    stopped.stand_after(TERMINATED, "put")
+    driver.terminate()
+    driver.resume()
+    driver.finish(128 + signal.SIGTERM)
+    return driver
+
+
+@pytest.fixture(scope="module")
+def lost_ray(workplace: Workplace, stopped: KilledRun, terminated: Command) -> str:
+    """What the next driver printed, which had rare checkpoints, and was killed together with Ray."""
+    stopped.resume("checkpoint.every_steps=3")
+    printed = stopped.kill_driver(LOST, "logprob")
+    workplace.stop_ray()
+    damaged = next((stopped.run.path / "columns" / f"step-{DAMAGED:06d}").glob("rollout-*.arrow"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    return printed
+
+
+@pytest.fixture(scope="module")
+def generated(stopped: KilledRun, lost_ray: str) -> list[float]:
+    """How long each step's rollout took before Ray was lost."""
+    return stopped.run.generate_seconds()
+
+
+@pytest.fixture(scope="module")
+def resumed(stopped: KilledRun, generated: list[float]) -> str:
+    """What the last driver of the second run printed."""
+    return stopped.resume().finish()
 
 
 async def flow_run_states(names: list[str], client: PrefectClient) -> dict[str, list[str]]:
@@ -159,38 +178,22 @@ async def flow_run_states(names: list[str], client: PrefectClient) -> dict[str, 
     return states
 
 
+def check_results(run: Run, expected: Run) -> None:
+    assert run.weights(STEPS) == expected.weights(STEPS) != expected.weights(STEPS - 1)
+    assert run.step_metrics() == expected.step_metrics()
+    assert expected.step_metrics()[0]["grad_norm"] > 0
+    assert run.store_bytes_at_end() == 0
+    assert run.ledger.steps() == []
+
+
 def test_workers_killed_under_a_living_driver(workplace: Workplace, living: str) -> None:
     for step in range(1, len(ROLES) + 2):  # no step is done twice
         assert living.count(f"step {step:3}/{STEPS}") == 1
-    names = [f"{RUN_ID}/step-{step:04d}" for step in range(len(ROLES) + 1)]
+    names = [f"{KILLED}/step-{step:04d}" for step in range(len(ROLES) + 1)]
     states = workplace.ask(partial(flow_run_states, names))
     assert set(states) == set(names)
     assert [states[name].count("COMPLETED") for name in names] == [1] * len(names)
     assert set(chain(*states.values())) <= {"COMPLETED", "FAILED"}  # a step whose worker was killed was run again
-
-
-def test_a_terminated_driver_leaves_nothing_behind(workplace: Workplace, terminated: Command) -> None:
-    assert f"resume with: sluice resume {RUN_ID}" in terminated.errors
-    assert "Traceback" not in terminated.errors
-    wait_until(lambda: not workplace.worker_names())
-
-
-def test_a_terminated_step_is_run_again(lost_ray: str) -> None:
-    assert f"{TERMINATED} of {STEPS} steps are done" in lost_ray
-    assert lost_ray.count(f"step {TERMINATED + 1:3}/{STEPS}") == 1
-
-
-def test_a_lost_ray_rare_checkpoints_and_a_damaged_column(
-    killed: KilledRun, generated: list[float], finished: str
-) -> None:
-    assert f"{LOST} of {STEPS} steps are done" in finished
-    for step in range(STEPS):  # printed from one; those since the checkpoint are run again
-        assert finished.count(f"step {step + 1:3}/{STEPS}") == (step >= SAVED)
-    assert finished.count("is run again from its start") == 1
-    chunk = f"{RUN_ID}/{DAMAGED}/rollout/0/0"
-    assert f"step {DAMAGED} is run again from its start: chunk {chunk}: the checksum" in finished
-    # Other columns survived Ray, so that they were not generated again: the ledger still told when they were.
-    assert killed.run.generate_seconds()[:DAMAGED] == generated[:DAMAGED]
 
 
 def test_more_workers_than_batches_get_the_same_batches(killed: KilledRun, finished: str) -> None:
@@ -206,20 +209,48 @@ def test_a_local_prefect_server_that_was_killed_is_started_again(
     after = workplace.services.state("prefect")
     assert after is not None
     assert (after.port, after.pid == before.pid) == (before.port, False)
-    last = f"{RUN_ID}/step-{STEPS - 1:04d}"
-    states = workplace.ask(partial(flow_run_states, [RUN_ID, last]))
-    assert [states[name].count("COMPLETED") for name in (RUN_ID, last)] == [1, 1]
+    last = f"{KILLED}/step-{LAST:04d}"
+    states = workplace.ask(partial(flow_run_states, [KILLED, last]))
+    assert [states[name].count("COMPLETED") for name in (KILLED, last)] == [1, 1]
 
 
-def test_the_run_ends_the_same(killed: KilledRun, expected: Run, finished: str) -> None:
-    run = killed.run
-    assert run.weights(STEPS) == expected.weights(STEPS) != expected.weights(STEPS - 1)
-    assert run.step_metrics() == expected.step_metrics()
-    assert expected.step_metrics()[0]["grad_norm"] > 0
-    assert run.store_bytes_at_end() == 0
-    assert run.ledger.steps() == []
-    events = run.metrics.events()
+def test_the_killed_run_ends_the_same(killed: KilledRun, expected: Run, finished: str) -> None:
+    check_results(killed.run, expected)
+    events = killed.run.metrics.events()
     restarts = [event for event in events if event.kind == "restart"]
-    assert [event.kind for event in events] == ["start", *["restart"] * len(restarts), *["resume"] * 3]
+    assert [event.kind for event in events] == ["start", *["restart"] * len(restarts), "resume"]
     assert restarts
     assert all(event.reason for event in restarts)
+
+
+@pytest.mark.extended
+def test_a_terminated_driver_leaves_nothing_behind(workplace: Workplace, terminated: Command) -> None:
+    assert f"resume with: sluice resume {STOPPED}" in terminated.errors
+    assert "Traceback" not in terminated.errors
+    wait_until(lambda: not workplace.worker_names())
+
+
+@pytest.mark.extended
+def test_a_terminated_step_is_run_again(lost_ray: str) -> None:
+    assert f"{TERMINATED} of {STEPS} steps are done" in lost_ray
+    assert lost_ray.count(f"step {TERMINATED + 1:3}/{STEPS}") == 1
+
+
+@pytest.mark.extended
+def test_a_lost_ray_rare_checkpoints_and_a_damaged_column(
+    stopped: KilledRun, generated: list[float], resumed: str
+) -> None:
+    assert f"{LOST} of {STEPS} steps are done" in resumed
+    for step in range(STEPS):  # printed from one; those since the checkpoint are run again
+        assert resumed.count(f"step {step + 1:3}/{STEPS}") == (step >= SAVED)
+    assert resumed.count("is run again from its start") == 1
+    chunk = f"{STOPPED}/{DAMAGED}/rollout/0/0"
+    assert f"step {DAMAGED} is run again from its start: chunk {chunk}: the checksum" in resumed
+    # Other columns survived Ray, so that they were not generated again: the ledger still told when they were.
+    assert stopped.run.generate_seconds()[:DAMAGED] == generated[:DAMAGED]
+
+
+@pytest.mark.extended
+def test_the_stopped_run_ends_the_same(stopped: KilledRun, expected: Run, resumed: str) -> None:
+    check_results(stopped.run, expected)
+    assert [event.kind for event in stopped.run.metrics.events()] == ["start", "resume", "resume"]

@@ -122,7 +122,7 @@ def failure(workplace: Workplace, printed: str) -> str:
     run, broken = workplace.run(FAILING), workplace.folder / "broken"
     driver = start_counted(workplace, FAILING, "steps=10000", "rollout.num_workers=2")
     driver.wait_for(lambda: run.num_done > STEP + 1)
-    workers = [worker.environ() for worker in workplace.model_workers()]
+    workers = [worker.environ() | {"niceness": worker.nice()} for worker in workplace.model_workers()]
     (workplace.folder / VARIABLES).write_text(json.dumps(workers))
     broken.touch()
     failed = driver.finish(exit_code=1)
@@ -143,9 +143,9 @@ def test_workers_of_a_users_run_have_the_variables_of_the_tests(workplace: Workp
     assert settings <= os.environ.keys()
     # Ray itself sets OMP_NUM_THREADS in an actor's process, to 1 as here.
     settings |= {name for name in os.environ if name.startswith(OF_SPEED)} - {"OMP_NUM_THREADS"}
-    own = {name: os.environ[name] for name in settings}
+    own = {name: os.environ[name] for name in settings} | {"niceness": os.nice(0)}
     for worker in workers:
-        assert {name: worker.get(name) for name in settings} == own
+        assert {name: worker.get(name) for name in own} == own
 
 
 def test_the_driver_reads_no_column(printed: str) -> None:

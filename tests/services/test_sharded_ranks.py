@@ -25,9 +25,10 @@ REPLAY = {"rollout": {"max_response_tokens": 16, "router_replay": True}}
 LORA = {"lora": {"rank": 2}}
 BUFFERS = 8 * 2**20  # of the process itself; all weights would be 78 MiB more than a shard
 CHUNKS = {"packing": {"logits_chunk_tokens": 256}}
-MEASURED: dict[str, tuple[int, int, dict[str, Any]]] = {  # as below; few CPUs compute bfloat16 themselves
-    "large": (4, 512, CHUNKS),
-    "large, half, each": (2, 192, CHUNKS | HALF | {"runtime": {"gradient_sync": "every_micro_batch"}}),
+# Ranks, sections and token budget; few CPUs compute bfloat16 themselves, hence the smaller one.
+MEASURED: dict[str, tuple[int, dict[str, Any], int]] = {
+    "large": (4, CHUNKS, 512),
+    "large, half, each": (2, CHUNKS | HALF | {"runtime": {"gradient_sync": "every_micro_batch"}}, 192),
 }
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, token budget, sections
     "one": (1, 64, {}),
@@ -52,17 +53,24 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, token budget, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of all layouts, by name, and of ranks that load a larger model."""
+    """The results of all layouts, by name."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny, moe = str(make_tiny_model(folder / "tiny")), str(make_tiny_moe(folder / "moe", num_experts=NUM_EXPERTS))
-    large = str(make_model(folder / "large", **MODEL))
     cases = [
         Case(name, moe if "experts" in name else tiny, ranks, sections, budget)
         for name, (ranks, budget, sections) in LAYOUTS.items()
     ]
+    run_cases(folder, cases)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ranks of a larger model measured."""
+    folder = tmp_path_factory.mktemp("large")
+    model = str(make_model(folder / "model", **MODEL))
     warm_up = str(make_tiny_model(folder / "warm_up", vocab_size=MODEL["vocab_size"]))
-    for name, (ranks, budget, sections) in MEASURED.items():
-        cases.append(Case(name, large, ranks, sections, budget, warm_up))
+    cases = [Case(name, model, *values, warm_up) for name, values in MEASURED.items()]
     run_cases(folder, cases)
     return folder
 
@@ -127,30 +135,32 @@ def test_collectives_are_measured_as_a_part_of_forward_and_backward(folder: Path
         assert 0 < seconds["collectives"] < seconds["forward"] + seconds["backward"]
 
 
-def test_a_rank_needs_memory_for_its_shard_and_a_layer(folder: Path) -> None:
-    whole = (folder / "large/model.safetensors").stat().st_size
+@pytest.mark.extended
+def test_a_rank_needs_memory_for_its_shard_and_a_layer(large: Path) -> None:
+    whole = (large / "model/model.safetensors").stat().st_size
     layer = 4 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1536)
     for rank in range(4):
-        peak = measured(folder, "large", rank)["load"]
+        peak = measured(large, "large", rank)["load"]
         assert whole / 4 < peak < whole / 4 + layer + BUFFERS
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", MEASURED)
-def test_the_plan_of_several_ranks_is_near_the_measured_peaks(folder: Path, name: str) -> None:
-    ranks, budget, sections = MEASURED[name]
+def test_the_plan_of_several_ranks_is_near_the_measured_peaks(large: Path, name: str) -> None:
+    ranks, sections, budget = MEASURED[name]
     base = {
-        "model": {"path": str(folder / "large")},
+        "model": {"path": str(large / "model")},
         "data": {"max_prompt_tokens": PROMPT_TOKENS},
         "rollout": {"num_prompts": 4, "samples_per_prompt": 4, "max_response_tokens": response_tokens(budget)},
         "packing": {"token_budget": budget},
         "runtime": {"num_policy_ranks": ranks},
     }
-    config = run_config(folder, **merge(base, sections))
-    make_tiny_data(folder / "train.parquet", 4)
+    config = run_config(large, **merge(base, sections))
+    make_tiny_data(large / "train.parquet", 4)
     footprint, machine = measure_step(config, "uniform", 1.0), this_machine().replace(gpus_per_node=0)
     model = ModelMemory.of(config, footprint, on_gpus=False)
     policy, *_ = worker_memory(config, footprint, model, machine, place(config, machine))
-    peaks = measured(folder, name)
+    peaks = measured(large, name)
     planned = {phase: getattr(policy.phases, phase) for phase in peaks}
     assert planned == {phase: pytest.approx(num_bytes, rel=0.25) for phase, num_bytes in peaks.items()}
 

@@ -172,6 +172,8 @@ def main(folder: Path, cases: list[Case]) -> None:
     """Run each case in forked processes; a fork requires that there are no threads."""
     for model in {case.model for case in cases}:
         load_policy(run_config(folder, model={"path": model}).model)  # what a process pays for once
+    if any("lora" in case.sections.get("model", {}) for case in cases):
+        import peft  # noqa: F401  as above
     for case in cases:
         children = [_fork(folder, case, rank) for rank in range(case.num_ranks)]
         failed = [status for child in children if (status := os.waitpid(child, 0)[1])]
