@@ -37,7 +37,9 @@ class StageError(Exception):
     """A stage failed in its own code."""
 
 
-@pytest.mark.parametrize(("kind", "num_steps"), [("shared", 200), ("tiered", 45)])
+@pytest.mark.parametrize(
+    ("kind", "num_steps"), [pytest.param("shared", 200, marks=pytest.mark.extended), ("tiered", 45)]
+)
 def test_usage_returns_to_zero_after_every_step(ray_cluster: None, tmp_path: Path, kind: str, num_steps: int) -> None:
     durable = FsspecColumnStore(RUN, str(tmp_path / "columns"), lease_seconds=NO_EXPIRY_SECONDS)
     clock = ManualClock(tmp_path / "clock")

@@ -15,9 +15,10 @@ import pytest
 
 from tests.support.workplace import Workplace
 
+pytestmark = pytest.mark.extended
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDERS = sorted(path.parent for path in EXAMPLES.glob("*/run.py"))
-FIRST = "arithmetic"  # the demo's; the others are left to `make test-all`
 
 # Packages of optional extras that an example's script needs; without them, its run is skipped.
 NEEDS = {"arithmetic": ("reasoning_gym",), "math_lora_vllm": ("vllm", "peft"), "from_verl": ("tensorboard",)}
@@ -40,10 +41,7 @@ def example(folder: Path, workplace: Workplace) -> Iterator[Path]:
     shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [pytest.param(each, id=each.name, marks=[] if each.name == FIRST else pytest.mark.extended) for each in FOLDERS],
-)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_tiny_run(folder: Path, example: Path, workplace: Workplace) -> None:
     before = _files(example.parent)
     interpreter = ("--python", str(INTERPRETERS[folder.name])) if folder.name in INTERPRETERS else ()

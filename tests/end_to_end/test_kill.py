@@ -114,7 +114,7 @@ def living(workplace: Workplace, killed: KilledRun) -> str:
 @pytest.fixture(scope="module")
 def before(workplace: Workplace, killed: KilledRun, living: str) -> ServiceState:
     """The local Prefect server that the second driver had until it was killed in the last step."""
-    driver = killed.resume(*LIMITS)
+    driver = killed.resume()
     killed.wait_for(lambda: f"step {LAST:3}/{STEPS}" in driver.printed, standing=True)
     state = workplace.services.state("prefect")
     assert state is not None
@@ -166,7 +166,7 @@ def generated(stopped: KilledRun, lost_ray: str) -> list[float]:
 @pytest.fixture(scope="module")
 def resumed(stopped: KilledRun, generated: list[float]) -> str:
     """What the last driver of the second run printed."""
-    return stopped.resume().finish()
+    return stopped.resume(*LIMITS).finish()
 
 
 async def flow_run_states(names: list[str], client: PrefectClient) -> dict[str, list[str]]:
@@ -194,11 +194,6 @@ def test_workers_killed_under_a_living_driver(workplace: Workplace, living: str)
     assert set(states) == set(names)
     assert [states[name].count("COMPLETED") for name in names] == [1] * len(names)
     assert set(chain(*states.values())) <= {"COMPLETED", "FAILED"}  # a step whose worker was killed was run again
-
-
-def test_more_workers_than_batches_get_the_same_batches(killed: KilledRun, finished: str) -> None:
-    assert "lower it to 2 to use them all" in finished
-    assert killed.run.config().rollout.batch_prompts == 4  # as one worker had them
 
 
 def test_a_local_prefect_server_that_was_killed_is_started_again(
@@ -254,3 +249,9 @@ def test_a_lost_ray_rare_checkpoints_and_a_damaged_column(
 def test_the_stopped_run_ends_the_same(stopped: KilledRun, expected: Run, resumed: str) -> None:
     check_results(stopped.run, expected)
     assert [event.kind for event in stopped.run.metrics.events()] == ["start", "resume", "resume"]
+
+
+@pytest.mark.extended
+def test_more_workers_than_batches_get_the_same_batches(stopped: KilledRun, resumed: str) -> None:
+    assert "lower it to 2 to use them all" in resumed
+    assert stopped.run.config().rollout.batch_prompts == 4  # as one worker had them

@@ -36,7 +36,7 @@ from tests.support.progress import wait_until
 from tests.support.workplace import Command, Workplace
 
 RUN_ID, FAILING = "whole", "failing"
-VARIABLES = "variables.json"  # of the workers of the second run
+VARIABLES = "variables.json"  # of the workers of the first run
 OF_SPEED = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "PYTORCH_", "REPORTER_")
 STEPS, STEP = 3, 1  # the step whose requests are counted is neither the first nor the last
 CONFIG = (
@@ -113,7 +113,11 @@ def task_runs_of_step(workplace: Workplace, run_id: str) -> Counter[str]:
 def printed(workplace: Workplace) -> str:
     """Return the output of a run whose reward fails for half of the samples."""
     (workplace.folder / "breaking_rewards.py").write_text(REWARDS)
-    return start_counted(workplace, RUN_ID, f"steps={STEPS}", 'monitors=[{kind="tensorboard"}]').finish()
+    driver = start_counted(workplace, RUN_ID, f"steps={STEPS}", 'monitors=[{kind="tensorboard"}]')
+    driver.wait_for(lambda: workplace.run(RUN_ID).num_done > 0)
+    workers = [worker.environ() | {"niceness": worker.nice()} for worker in workplace.model_workers()]
+    (workplace.folder / VARIABLES).write_text(json.dumps(workers))
+    return driver.finish()
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +126,6 @@ def failure(workplace: Workplace, printed: str) -> str:
     run, broken = workplace.run(FAILING), workplace.folder / "broken"
     driver = start_counted(workplace, FAILING, "steps=10000", "rollout.num_workers=2")
     driver.wait_for(lambda: run.num_done > STEP + 1)
-    workers = [worker.environ() | {"niceness": worker.nice()} for worker in workplace.model_workers()]
-    (workplace.folder / VARIABLES).write_text(json.dumps(workers))
     broken.touch()
     failed = driver.finish(exit_code=1)
     broken.unlink()
@@ -135,10 +137,10 @@ def directory(workplace: Workplace, printed: str) -> RunDirectory:
     return RunDirectory(workplace.folder / "runs" / RUN_ID)
 
 
-def test_workers_of_a_users_run_have_the_variables_of_the_tests(workplace: Workplace, failure: str) -> None:
+def test_workers_of_a_users_run_have_the_variables_of_the_tests(workplace: Workplace, printed: str) -> None:
     """Else the tests would be faster or steadier than what they test; see `infra.variables`."""
     workers = json.loads((workplace.folder / VARIABLES).read_text())
-    assert len(workers) == 4  # policy, reference, and two for rollouts
+    assert len(workers) == 3  # policy, reference and rollouts
     settings = {*TORCH_VARIABLES, *RAY_VARIABLES, *LOCAL_RAY_VARIABLES}
     assert settings <= os.environ.keys()
     # Ray itself sets OMP_NUM_THREADS in an actor's process, to 1 as here.
@@ -199,6 +201,7 @@ def test_a_reward_that_raises_is_counted_masked_and_a_warning(directory: RunDire
     assert printed.count(" rewards of the evaluation failed, and are left out; ") == STEPS + 1
 
 
+@pytest.mark.extended
 def test_a_reward_that_always_raises_stops_the_run_and_says_how_to_go_on(workplace: Workplace, failure: str) -> None:
     assert "RewardFailureError" in failure
     assert "no opinion at all" in failure
@@ -207,6 +210,7 @@ def test_a_reward_that_always_raises_stops_the_run_and_says_how_to_go_on(workpla
     assert "Traceback" in (workplace.folder / "runs/failing/driver.log").read_text()
 
 
+@pytest.mark.extended
 def test_a_step_costs_prefect_the_same_for_one_and_two_rollout_workers(workplace: Workplace, failure: str) -> None:
     one, two = (requests_of_step(workplace, run_id) for run_id in (RUN_ID, FAILING))
     assert one[NEW_FLOW_RUN] == 1
@@ -236,6 +240,7 @@ def test_report_and_resume_of_a_finished_run(
     assert (listed[RUN_ID]["state"], listed[RUN_ID]["step"]) == ("finished", STEPS)
 
 
+@pytest.mark.extended
 def test_a_finished_run_is_evaluated(workplace: Workplace, directory: RunDirectory) -> None:
     evaluated = workplace.sluice("eval", RUN_ID, "eval.samples_per_prompt=2", "eval.temperature=1.0")
     assert f"policy version {STEPS}: accuracy" in evaluated

@@ -53,7 +53,11 @@ def config_of(folder: Path, rollout: dict[str, object], root: Path) -> RunConfig
 
 @pytest.fixture(
     scope="module",
-    params=[name if name == "transformers" else pytest.param(name, marks=NEEDS_VLLM) for name in ENGINES],
+    params=[
+        "transformers",
+        pytest.param("vllm", marks=NEEDS_VLLM),
+        pytest.param("vllm, two ranks", marks=[NEEDS_VLLM, pytest.mark.extended]),
+    ],
 )
 def started(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory

@@ -19,6 +19,8 @@ from tests.support.configs import run_config
 from tests.support.policy_runs import plan_of, put_rows, with_advantages
 from tests.support.tiny import make_tiny_data, make_tiny_model, tiny_row, write_rows
 
+pytestmark = pytest.mark.extended
+
 NUM_HELD_OUT, KILLING_ROW = 7, 4
 
 

@@ -218,6 +218,7 @@ def test_one_rank_resumes_from_a_checkpoint_of_two(runs: Runs, alone: Trained, p
     assert distance(alone.weights, asyncio.run(_train_alone(resumed)).weights) < 1e-6
 
 
+@pytest.mark.extended
 def test_two_ranks_resume_from_a_checkpoint_of_one_and_a_stopped_rank_is_lost(runs: Runs, alone: Trained) -> None:
     resumed = runs.make("alone", 2, STEPS)
 
