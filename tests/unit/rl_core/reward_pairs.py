@@ -201,4 +201,39 @@ PAIRS = [
     ("math", "1 1/2", r"\boxed{1.5}", 1),
     ("math", "1 1/2", r"\boxed{1\frac12}", 1),
     ("math", r"1\frac{1}{2}", r"\boxed{\frac{3}{2}}", 1),
+    *(
+        (kind, answer, response, float(answer == "3"))
+        for kind in ("numeric", "math")
+        for answer in ("3", "-3")
+        for response in (
+            "Final answer:\n- \\boxed{3}",
+            "Final answer:\n- $\\boxed{3}$",
+            "Final answer:\n  - $3$.",
+            r"The answer - \boxed{3}",
+            r"The answer – \boxed{3}",
+            r"The answer — \boxed{3}",
+            "-\n\\boxed{3}",
+            "- $3$",
+            "Price - $3",
+            "Price - €3",
+            r"Price - \$3",
+            "- 3",
+            "Answer =\n- 3",
+        )
+    ),
+    *(
+        (kind, answer, response, float(answer == "-3"))
+        for kind in ("numeric", "math")
+        for answer in ("3", "-3")
+        for response in (
+            r"**Answer** -\boxed{3}",
+            r"x = - \boxed{3}",
+            r"$- \boxed{3}$",
+            r"- \boxed{-3}",
+            "x = - $3$",
+            "- -$3$",
+            "-€3",
+            "- $-3$",
+        )
+    ),
 ]
