@@ -9,6 +9,7 @@ from infra.datasets.prompts import PromptRow
 from infra.models.load import load_tokenizer
 from infra.rewards.open import open_reward_scorer
 from rl_core.rewards import RewardItem, RewardOutcome
+from rl_core.rollout.decoding import decode_text, decode_texts
 from schemas.base import Frozen
 from schemas.config.judge import JudgeReward
 from schemas.config.reward import GroupFunctionReward, RewardConfig, WeightedReward
@@ -47,8 +48,8 @@ def show_example(config: RunConfig, prompts: PromptDataset) -> Example:
         num_rows=len(prompts),
         num_dropped=prompts.num_dropped,
         data_source=row.data_source,
-        prompt=tokenizer.decode(ids, clean_up_tokenization_spaces=False),
-        tokens=tuple(tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in ids),
+        prompt=decode_text(tokenizer, ids),
+        tokens=tuple(decode_texts(tokenizer, [[token] for token in ids])),
         answer=row.answer,
     )
     if row.environment is not None or config.reward.reads_environment:

@@ -16,6 +16,7 @@ from rl_core.rewards.hosted import (
 )
 from rl_core.rewards.rubric import Rubric
 from rl_core.rollout.chat import ChatTemplate
+from rl_core.rollout.decoding import decode_text
 from rl_core.rollout.seeding import derive_seed
 from schemas.config.judge_model import JudgeModelReward
 from schemas.errors import DataError
@@ -113,8 +114,7 @@ class JudgeModel(GroupReward):
         if answer.is_cut:
             return ValueError(f"the judge's answer is cut at {self._config.max_tokens} tokens; raise reward.max_tokens")
         try:
-            text = self.tokenizer.decode(answer.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            score = self._rubric.score(str(text))
+            score = self._rubric.score(decode_text(self.tokenizer, answer.token_ids, skip_special_tokens=True))
         except ValueError as error:
             return error
         costs = {"prompt": len(question.token_ids), "completion": len(answer.token_ids)}
