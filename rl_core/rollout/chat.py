@@ -13,7 +13,7 @@ from rl_core.rollout.control_tokens import ControlTokens, Messages
 from schemas.config.template import CLOCK
 from schemas.errors import ChatTemplateError, DataError
 
-Shape = tuple[tuple[str, bool], ...]  # of a chat: of each message, its role, and whether it has a content
+Shape = Sequence[tuple[str, bool]]  # of a chat: of each message, its role, and whether it has a content
 
 
 class ChatTemplate:
@@ -77,14 +77,19 @@ class ChatTemplate:
             raise ChatTemplateError(f"{self.name} rejects a chat of the roles {roles}: {kind}{reason}") from error
         return str(text)
 
-    def find_left_out(self, shape: Shape) -> int | None:
+    def find_left_out(self, shape: Shape, *, with_prompt: bool = True) -> int | None:
         """Return the number of the first message whose content the template leaves out of chats of this shape.
+
+        Args:
+            shape: The shape.
+            with_prompt: Whether they end with the beginning of the model's turn.
 
         Raises:
             ChatTemplateError: The template rejects such chats.
         """
         marks = [f"sluice{number}mark" if has_content else "" for number, (_, has_content) in enumerate(shape)]
-        text = self.render([{"role": role, "content": mark} for (role, _), mark in zip(shape, marks, strict=True)])
+        chat = [{"role": role, "content": mark} for (role, _), mark in zip(shape, marks, strict=True)]
+        text = self.render(chat, with_prompt=with_prompt)
         return next((number for number, mark in enumerate(marks) if mark not in text), None)
 
     def find_missing_prompt(self, messages: Messages) -> str:
@@ -127,7 +132,7 @@ class ChatTemplate:
         return token_ids
 
 
-def shape_of(messages: Messages) -> Shape:
+def shape_of(messages: Messages) -> tuple[tuple[str, bool], ...]:
     """Return a chat's shape, by which a template may leave out some of its messages."""
     return tuple((message["role"], bool(message["content"].strip())) for message in messages)
 

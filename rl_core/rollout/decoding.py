@@ -1,12 +1,11 @@
 """The text of tokens, as they say it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-Tokens = Sequence[int] | np.ndarray[Any, Any]
+Tokens = list[int] | np.ndarray[Any, Any]
 
 
 def decode_text(tokenizer: PreTrainedTokenizerBase, token_ids: Tokens, *, skip_special_tokens: bool = False) -> str:
@@ -16,7 +15,7 @@ def decode_text(tokenizer: PreTrainedTokenizerBase, token_ids: Tokens, *, skip_s
 
 
 def decode_texts(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Tokens], *, skip_special_tokens: bool = False
+    tokenizer: PreTrainedTokenizerBase, rows: list[list[int]], *, skip_special_tokens: bool = False
 ) -> list[str]:
     """Return the text of each row of tokens, see `decode_text`."""
     return list(
