@@ -85,6 +85,10 @@ def test_a_folder_of_folders(tmp_path: Path) -> None:
     [
         "2 + 2?",
         json.dumps(QUESTION),
+        json.dumps(QUESTION, indent=1),
+        f" [ {json.dumps(QUESTION[0])} ]\n",
+        json.dumps(QUESTION[0]),
+        QUESTION[0],
         [{"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]}],
         [{"from": "human", "value": "2 + 2?"}],
         [{"role": "user", "content": "2 + 2?", "name": None, "tool_calls": []}],
@@ -97,9 +101,9 @@ def test_chats(tmp_path: Path, prompt: object) -> None:
 
 
 def test_a_text_that_only_looks_like_a_chat_is_a_text(tmp_path: Path) -> None:
-    texts = ['[{"a": 1}] has which length?', '[{"a": 1}]', "[1, 2]"]
+    texts = ['[{"a": 1}] has which length?', '[{"a": 1}]', "[1, 2]", "{'role': 'x'} has which type?", "{'a': 1}", "[]"]
     prompts = load(write_rows(tmp_path / "rows.jsonl", [tiny_row(0) | {"prompt": text} for text in texts]))
-    assert [prompts[row].prompt_text for row in range(3)] == texts
+    assert [prompts[row].prompt_text for row in range(len(texts))] == texts
 
 
 def test_objects_as_json_text(tmp_path: Path) -> None:
