@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rl_core.model_folder import TOKENIZER_FILES, check_model_folder
+from rl_core.model_folder import TOKENIZER_FILES, check_model_folder, load_config
 from rl_core.rewards.base import ManagedReward, Score
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.reward_base import HostedReward
@@ -49,10 +49,7 @@ def describe_model(config: HostedReward, suffix: str, what: str) -> PreTrainedCo
         ModelError: It can't be loaded, or is of another architecture.
     """
     check_model_folder("reward.path", config.path)
-    try:
-        described: PreTrainedConfig = AutoConfig.from_pretrained(config.path)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise model_error(config, f"the model can't be loaded: {first_line(error)}") from error
+    described = load_config(config.path, "reward.path")
     names = ", ".join(described.architectures or ["none"])
     if not names.endswith(suffix):
         raise model_error(

@@ -140,6 +140,10 @@ def test_what_is_no_reward_model_is_refused_before_a_run(folder: Path, tmp_path:
             changed(folder, tmp_path / "short", max_position_embeddings=50),
             "has 50 positions, fewer than reward.max_tok",
         ),
+        (
+            changed(folder, tmp_path / "odd", hidden_size="16"),
+            "config.json can't be read: .*'hidden_size' expected int",
+        ),
         (without(folder, tmp_path / "plain", "chat_template.jinja"), "the tokenizer has no chat template"),
         (str(bert), "has no linear layer `score`"),
     ):
