@@ -62,7 +62,7 @@ def parse_row(place: str, row: dict[str, Any]) -> ParsedRow:
         info={**info, "data_source": source},
     )
     for name, value in {"data_source": source, "reward_model.ground_truth": answer, "extra_info": info}.items():
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else _json(f"{place}: {name}", value)
         _require_utf8(f"{place}: {name}", text)
     return parsed
 
@@ -164,6 +164,15 @@ def _object(place: str, column: str, value: Any, expected: str) -> dict[str, Any
     if not isinstance(found, dict):
         raise DataError(f"{place}: {column} is {value!r:.80}, of type {type(found).__name__}; {expected}")
     return found
+
+
+def _json(place: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise DataError(
+            f"{place} has NaN or an infinite number; write null, a text, or a number, or remove the row"
+        ) from None
 
 
 def _require_utf8(place: str, text: str) -> None:

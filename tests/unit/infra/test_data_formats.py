@@ -56,6 +56,20 @@ def test_csv_has_json_in_its_cells(tmp_path: Path) -> None:
             load(path)
 
 
+def test_a_long_cell_of_a_csv_file(tmp_path: Path) -> None:
+    path, text = tmp_path / "rows.csv", "x" * 200_000
+    path.write_text(f'data_source,prompt,reward_model\nsums,{text},"{{""ground_truth"": ""4""}}"\n')
+    prompts = load(path, max_prompt_tokens=300_000)
+    assert prompts[0].prompt_text == text
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('data_source,prompt,prompt,reward_model\nsums,a,b,"{""ground_truth"": ""4""}"\n')
+    with pytest.raises(DataError, match="2 columns are named 'prompt'; rename or remove all but one"):
+        load(path)
+
+
 def test_shards_in_a_folder_and_by_a_pattern(tmp_path: Path) -> None:
     for number in (1, 0):
         make_tiny_data(tmp_path / f"train-0000{number}-of-00002.parquet", 2 - number)
@@ -132,6 +146,9 @@ def parquet(folder: Path, answer: pa.Array) -> Path:
         (pa.array([datetime.datetime(2024, 1, 2, 3)], pa.timestamp("ns", "UTC")), ["2024-01-02T03:00:00+00:00"]),
         (pa.array([datetime.time(1, 2)]), ["01:02:00"]),
         (pa.array([b"42"]), ["42"]),
+        (pa.array([b"42"], pa.binary_view()), ["42"]),
+        (pa.array([b"42"], pa.large_binary()), ["42"]),
+        (pa.array(["42"], pa.string_view()), ["42"]),
         (pa.array([0.1, 16777216.0], pa.float32()), ["0.1", "16777216.0"]),
         (pa.array(np.array([0.1], np.float16)), ["0.1"]),
         (pa.array([0.1]), ["0.1"]),
