@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_core.rollout.control_tokens import ControlTokens, Messages
 from schemas.config.template import CLOCK
-from schemas.errors import ChatTemplateError, DataError
+from schemas.errors import BrokenChatTemplateError, ChatTemplateError, DataError
 
 Shape = Sequence[tuple[str, bool]]  # of a chat: of each message, its role, and whether it has a content
 
@@ -65,7 +65,8 @@ class ChatTemplate:
         """Return a chat as text, ending with the beginning of the model's turn if `with_prompt`.
 
         Raises:
-            ChatTemplateError: The template rejects the chat, or fails on it.
+            ChatTemplateError: The template rejects the chat.
+            BrokenChatTemplateError: It fails on it.
         """
         try:
             text = self.tokenizer.apply_chat_template(
@@ -73,8 +74,11 @@ class ChatTemplate:
             )
         except Exception as error:  # a template computes, and may fail in any way
             roles, reason = ", ".join(message["role"] for message in messages), " ".join(str(error).split())
-            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-            raise ChatTemplateError(f"{self.name} rejects a chat of the roles {roles}: {kind}{reason}") from error
+            if type(error) is TemplateError:  # of `raise_exception` in the template
+                raise ChatTemplateError(f"{self.name} rejects a chat of the roles {roles}: {reason}") from error
+            raise BrokenChatTemplateError(
+                f"{self.name} fails on a chat of the roles {roles}: {type(error).__name__}: {reason}"
+            ) from error
         return str(text)
 
     def find_left_out(self, shape: Shape, *, with_prompt: bool = True) -> int | None:

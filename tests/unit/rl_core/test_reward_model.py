@@ -127,7 +127,7 @@ def test_what_is_no_reward_model_is_refused_before_a_run(folder: Path, tmp_path:
         (str(tmp_path / "absent"), "no such folder"),
         (with_template(folder, tmp_path / "one-sided", one_sided), "leaves out the text of the assistant's message"),
         (with_template(folder, tmp_path / "silent", "Hello"), "leaves out the text of the user's message"),
-        (with_template(folder, tmp_path / "broken", "{{ messages"), "chat template .* rejects a chat"),
+        (with_template(folder, tmp_path / "broken", "{{ messages"), "chat template .* fails on a chat"),
         ("nobody/no-such-model", "no such folder"),
         (without(folder, tmp_path / "untokenized", "tokenizer.json"), "found none of tokenizer.json"),
         (changed(folder, tmp_path / "causal", architectures=["Qwen3ForCausalLM"]), "is Qwen3ForCausalLM, expected"),
