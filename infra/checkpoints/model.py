@@ -59,8 +59,8 @@ def write_model_folder(store: CheckpointStore, version: int, out: Path, dtype: t
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         staged = Path(temporary, out.name)
         with store.assets(version) as assets:
-            own_dtype = load_config(assets).dtype or torch.float32
-            cast_model(model, dtype or own_dtype)
+            own_dtype = load_config(assets).dtype
+            cast_model(model, dtype or (own_dtype if isinstance(own_dtype, torch.dtype) else torch.float32))
             _save(model, staged)
             _copy_assets(assets, staged)
         os.replace(staged, out)
