@@ -17,6 +17,12 @@ RESPONSES: dict[type, Callable[[str], str]] = {ExactReward: str, NumericReward: 
 """The rewards that compare with the answer, and the response that gives it."""
 
 
+def response_of(reward: RewardConfig, answer: str) -> str:
+    """Return a response that gives an answer as a reward, of a sum a part of it, compares it; else the answer."""
+    responses = [RESPONSES[type(each)](answer) for each in _compared(reward)]
+    return next((response for response in responses if response != answer), answer)
+
+
 def check_answers(config: RunConfig, prompts: PromptDataset, held_out: PromptDataset | None) -> None:
     """Check that each answer is right by the rewards that compare responses with it.
 

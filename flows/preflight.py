@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import fsspec
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from flows.answers import check_answers
 from infra.checkpoints.state import model_tensors
@@ -32,6 +32,7 @@ from infra.models.lora import add_adapter, require_peft
 from infra.monitors import require_monitors
 from infra.ray.tracing import require_tracing
 from infra.storage.runs import RunDirectory, require_writable
+from rl_core.model_folder import load_config
 from rl_core.rewards import load_reward
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.training.eight_bit import require_bitsandbytes
@@ -89,7 +90,7 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
     if config.model.lora is not None:
         require_peft()
     if config.rollout.speculative is not None:
-        check_speculative(AutoConfig.from_pretrained(config.model.path))
+        check_speculative(load_config(config.model.path))
     if config.rollout.router_replay:
         experts_dtype(config.model)
     if config.optim.implementation == "8bit":
@@ -179,7 +180,7 @@ def check_stop_tokens(config: RunConfig) -> None:
     Raises:
         ConfigError: One of them isn't.
     """
-    vocab_size = AutoConfig.from_pretrained(config.model.path).get_text_config().vocab_size
+    vocab_size = load_config(config.model.path).get_text_config().vocab_size
     unknown = [token for token in config.rollout.stop_token_ids if token >= vocab_size]
     if unknown:
         raise ConfigError(

@@ -14,6 +14,8 @@ from infra.stores.steps import drop_outdated_steps, drop_steps
 from infra.workers.generate import sync_workers
 from infra.workers.inputs import record_inputs
 from infra.workers.launch import get_group, kill_workers
+from schemas.config.judge_model import JudgeModelReward
+from schemas.config.reward import change_judges
 from schemas.config.run import RunConfig
 from schemas.config.template import CLOCK
 from schemas.errors import RunError, StoreError, WorkerLostError
@@ -27,7 +29,7 @@ logger = logging.getLogger(__name__)
 def find_or_create_run(config: RunConfig, run_id: str) -> RunDirectory:
     """Return the run of that id in the config's folder of runs; make it if it doesn't exist.
 
-    A new run records what it is given: data files, modules and, if its chat template asks for that, the date.
+    A new run records what it is given: data files, modules and, if its chat template or a judge's has it, the date.
 
     Raises:
         UserError: The tokenizer or a data file of a new run can't be read.
@@ -42,13 +44,21 @@ def find_or_create_run(config: RunConfig, run_id: str) -> RunDirectory:
 
 def _with_date(config: RunConfig) -> RunConfig:
     from infra.models.load import load_tokenizer  # not at the top: torch is imported with it
+    from rl_core.rewards.hosted import load_hosted_tokenizer
+    from rl_core.rewards.judge_model import build_meta_judge
     from rl_core.rollout.chat import uses_clock
 
-    variables = config.data.chat_template_kwargs
+    def of_judge(judge: JudgeModelReward) -> JudgeModelReward:
+        known = judge.chat_template_kwargs
+        if CLOCK in known or not uses_clock(load_hosted_tokenizer(judge, build_meta_judge(judge))):
+            return judge
+        return judge.replace(chat_template_kwargs={**known, CLOCK: today})
+
+    today, variables = date.today().isoformat(), config.data.chat_template_kwargs
+    config = config.replace(reward=change_judges(config.reward, of_judge))
     if CLOCK in variables or not uses_clock(load_tokenizer(config.model)):
         return config
-    variables = {**variables, CLOCK: date.today().isoformat()}
-    return config.replace(data=config.data.replace(chat_template_kwargs=variables))
+    return config.replace(data=config.data.replace(chat_template_kwargs={**variables, CLOCK: today}))
 
 
 def change_config(directory: RunDirectory, config: RunConfig) -> RunConfig:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 _SIGN = "[-+\N{MINUS SIGN}\N{EN DASH}]"
 _BOX = re.compile(
-    rf"(?P<sign>(?<![\w.)\]}}]){_SIGN}\s?)?\\(?:boxed|fbox|framebox)\s*(?:(?P<brace>\{{)|(?P<number>-?\d+(?:[.,]\d+)*))"
+    rf"(?P<sign>(?<![-\w.)\]}}]){_SIGN}|(?:(?<=[=$])|(?<==[ ])){_SIGN}[ ])?"
+    r"\\(?:boxed|fbox|framebox)\s*(?:(?P<brace>\{)|(?P<number>-?\d+(?:[.,]\d+)*))"
 )
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _SIMPLE = re.compile(r"[\s\d.,$%]*|\\[dt]?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|[a-zA-Z]")
@@ -15,7 +16,8 @@ def last_boxed(text: str) -> str | None:
     r"""Return the content of the last complete box without surrounding white space, or None.
 
     Boxes are `\boxed`, `\fbox` and `\framebox`, with or without white space before the brace, and without braces
-    around a number. A sign in front of a box belongs to its content.
+    around a number. A sign that touches a box, or is between it and "=" or "$", belongs to its content; a bullet or a
+    dash before white space doesn't.
 
     Example:
         >>> last_boxed(r"so -\boxed {3}")

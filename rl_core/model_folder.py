@@ -5,6 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from transformers import AutoConfig, PreTrainedConfig
 
 from schemas.errors import ModelError
 
@@ -40,6 +41,27 @@ def check_model_folder(key: str, path: str, any_of: Sequence[str] = MODEL_FILES)
             f"{place}: found none of {', '.join(any_of)}; save the tokenizer there with "
             "`tokenizer.save_pretrained(folder)`"
         )
+
+
+def load_config(path: str | Path, key: str = "model.path") -> PreTrainedConfig:
+    """Load the config of a model.
+
+    Args:
+        path: The folder, or the model's name on the hub.
+        key: The config key of the path, for errors.
+
+    Raises:
+        ModelError: It can't be read, or has fields of other types than its kind of model.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+    except Exception as error:  # transformers raises unrelated types, which have several lines, for bad fields
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(
+            f"{key} {path}: config.json can't be read: {reason:.300}; correct it, or take it from the model's "
+            "original folder"
+        ) from error
+    return config
 
 
 def _on_hub(name: str) -> bool:

@@ -34,6 +34,10 @@ class ChatTemplateError(UserError):
     """A model's chat template rejects a chat, or can't continue one of several turns token by token."""
 
 
+class BrokenChatTemplateError(ChatTemplateError):
+    """A model's chat template fails on a chat by an error of its own."""
+
+
 class RewardImportError(UserError):
     """A reward function can't be found by its import path."""
 

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
+from flows.answers import response_of
 from infra.datasets import PromptDataset
 from infra.datasets.prompts import PromptRow
 from infra.models.load import load_tokenizer
 from infra.rewards.open import open_reward_scorer
 from rl_core.rewards import RewardItem, RewardOutcome
+from rl_core.rollout.decoding import decode_text, decode_texts
 from schemas.base import Frozen
 from schemas.config.judge import JudgeReward
 from schemas.config.reward import GroupFunctionReward, RewardConfig, WeightedReward
@@ -28,7 +30,8 @@ class Example(Frozen):
     prompt: str  # what the chat template makes of the messages
     tokens: tuple[str, ...]  # the text of each token of it
     answer: str
-    reward: float | None = None  # of the answer as the response; None: it failed, or is not computed
+    response: str  # which gives the answer as the reward compares it
+    reward: float | None = None  # of the response; None: it failed, or is not computed
     parts: dict[str, float] = Field(default_factory=dict)
     without_reward: str = ""  # why there is none
 
@@ -47,15 +50,16 @@ def show_example(config: RunConfig, prompts: PromptDataset) -> Example:
         num_rows=len(prompts),
         num_dropped=prompts.num_dropped,
         data_source=row.data_source,
-        prompt=tokenizer.decode(ids, clean_up_tokenization_spaces=False),
-        tokens=tuple(tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in ids),
+        prompt=decode_text(tokenizer, ids),
+        tokens=tuple(decode_texts(tokenizer, [[token] for token in ids])),
         answer=row.answer,
+        response=response_of(config.reward, row.answer),
     )
     if row.environment is not None or config.reward.reads_environment:
         return example.replace(without_reward="not computed: it is of the turns with an environment")
     if config.reward.models or any(isinstance(each, JudgeReward) for each in _parts(config.reward)):
         return example.replace(without_reward="not computed: a model gives it")
-    outcome = _score_answer(config, row)
+    outcome = _score(config, row, example.response)
     if outcome.reward is None:
         return example.replace(without_reward=f"failed: {outcome.failure}")
     return example.replace(reward=outcome.reward, parts=outcome.parts)
@@ -72,14 +76,15 @@ def example_lines(example: Example) -> Iterator[str]:
     yield f"its {len(example.tokens):,} tokens: {' '.join(shown)}"
     parts = "".join(f", {name} {value:g}" for name, value in example.parts.items())
     reward = example.without_reward if example.reward is None else f"{example.reward:g}{parts}"
-    yield f"reward of its answer, {_cut(repr(example.answer))}, as the whole response: {reward}\n"
+    response = "" if example.response == example.answer else f", {_cut(repr(example.response))}"
+    yield f"reward of its answer, {_cut(repr(example.answer))}, as the whole response{response}: {reward}\n"
 
 
 def _parts(reward: RewardConfig) -> list[object]:
     return [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
 
 
-def _score_answer(config: RunConfig, row: PromptRow) -> RewardOutcome:
+def _score(config: RunConfig, row: PromptRow, response: str) -> RewardOutcome:
     reward = config.reward
     if isinstance(reward, IsolatedReward):  # in a process of its own in any case
         reward = reward.replace(num_processes=1, timeout_seconds=reward.timeout_seconds or TIMEOUT_SECONDS)
@@ -89,7 +94,7 @@ def _score_answer(config: RunConfig, row: PromptRow) -> RewardOutcome:
         scorer.wait_until_ready()
         with scorer.open_batch([0] * num_items) as batch:
             for number in range(num_items):
-                batch.add(number, RewardItem(row.prompt_text, row.answer, row.answer, row.info))
+                batch.add(number, RewardItem(row.prompt_text, response, row.answer, row.info))
             return batch.finish()[0]
     finally:
         scorer.close()

@@ -9,7 +9,7 @@ from shutil import ignore_patterns
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from infra.checkpoints.state import model_tensors
@@ -17,6 +17,7 @@ from infra.checkpoints.store import CheckpointStore
 from infra.models.load import build_model, load_model
 from infra.models.lora import add_adapter, merge_adapter
 from infra.models.precision import cast_model
+from rl_core.model_folder import load_config
 from schemas.config.model import ModelConfig
 
 
@@ -58,8 +59,8 @@ def write_model_folder(store: CheckpointStore, version: int, out: Path, dtype: t
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         staged = Path(temporary, out.name)
         with store.assets(version) as assets:
-            own_dtype = AutoConfig.from_pretrained(assets).dtype or torch.float32
-            cast_model(model, dtype or own_dtype)
+            own_dtype = load_config(assets).dtype
+            cast_model(model, dtype or (own_dtype if isinstance(own_dtype, torch.dtype) else torch.float32))
             _save(model, staged)
             _copy_assets(assets, staged)
         os.replace(staged, out)

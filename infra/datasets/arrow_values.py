@@ -9,6 +9,8 @@ import pyarrow as pa
 
 Decoder = Callable[[Any], Any]
 
+_BINARY = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
+
 
 def value_decoder(type_: pa.DataType) -> Decoder | None:
     """Return what makes a JSON value of a value that `to_pylist` gives for an Arrow type; None: it is one already.
@@ -52,11 +54,11 @@ def _scalar_decoder(type_: pa.DataType) -> Decoder | None:
         return lambda value: float(str(np.float16(value)))
     if pa.types.is_float32(type_):
         return lambda value: float(str(np.float32(value)))
-    if pa.types.is_decimal(type_) or pa.types.is_duration(type_):
+    if pa.types.is_decimal(type_) or pa.types.is_duration(type_) or pa.types.is_interval(type_):
         return str
     if pa.types.is_date(type_) or pa.types.is_time(type_) or pa.types.is_timestamp(type_):
         return lambda value: value.isoformat()
-    if pa.types.is_binary(type_) or pa.types.is_large_binary(type_) or pa.types.is_fixed_size_binary(type_):
+    if any(is_one(type_) for is_one in _BINARY):
         return lambda value: value.decode()
     return None
 

@@ -26,7 +26,7 @@ def known_columns(path: str, names: Iterable[str]) -> list[str]:
     """Return the columns, of those that a file has, that are read or refused.
 
     Raises:
-        DataError: A required one is missing.
+        DataError: A required one is missing, or there are two of one name.
     """
     names = list(names)
     for name in REQUIRED_COLUMNS:
@@ -35,4 +35,9 @@ def known_columns(path: str, names: Iterable[str]) -> list[str]:
                 f"{path}: no column {name!r}; it has {', '.join(names)} but needs {', '.join(REQUIRED_COLUMNS)}: "
                 f"write them, {CONVERSION}"
             )
-    return [name for name in names if name in (*REQUIRED_COLUMNS, *OTHER_COLUMNS, *UNSUPPORTED_COLUMNS)]
+    known = [name for name in names if name in (*REQUIRED_COLUMNS, *OTHER_COLUMNS, *UNSUPPORTED_COLUMNS)]
+    if repeated := [name for name in known if known.count(name) > 1]:
+        raise DataError(
+            f"{path}: {known.count(repeated[0])} columns are named {repeated[0]!r}; rename or remove all but one"
+        )
+    return known

@@ -23,7 +23,7 @@ from rl_core.rollout.control_tokens import Messages
 from schemas.config.curriculum import LevelCurriculum
 from schemas.config.data import DataConfig
 from schemas.config.run import RunConfig
-from schemas.errors import ChatTemplateError, DataError
+from schemas.errors import BrokenChatTemplateError, ChatTemplateError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,9 @@ def _render(path: str, prompts: list[Messages], chats: list[ChatTemplate]) -> li
             shape = id(chat), shape_of(messages)
             left_out = chat.find_left_out(shape[1]) if shape not in shapes else None
         except ChatTemplateError as error:
-            raise DataError(f"{path}, row {number}: {error}; change the roles of the row's prompt") from error
+            is_broken = isinstance(error, BrokenChatTemplateError)
+            advice = "correct its chat_template.jinja" if is_broken else "change the roles of the row's prompt"
+            raise DataError(f"{path}, row {number}: {error}; {advice}") from error
         if left_out is not None:
             raise DataError(
                 f"{path}, row {number}: {chat.name} leaves out the content of prompt[{left_out}], of role "

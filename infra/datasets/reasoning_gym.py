@@ -1,6 +1,7 @@
 """Rows of reasoning-gym tasks, as Parquet or JSONL in verl's columns (extra `demo`)."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ def write_problems(
         size: The number of problems to generate.
         seed: The task's seed.
         settings: The task's own settings.
-        exclude: Held-out problems, in a form that `read_rows` accepts; generated rows whose prompt is a text of the
-            user in one of theirs are dropped.
+        exclude: Held-out problems, in a form that `read_rows` accepts; generated rows whose prompt is in a text of
+            the user in one of theirs, but for white space, are dropped.
         edit: A function applied to each row before it is written.
 
     Raises:
@@ -47,9 +48,9 @@ def write_problems(
     """
     if path.suffix not in _WRITERS:
         raise ConfigError(f"{path}: its name decides what is written; let it end in {' or '.join(_WRITERS)}")
-    held_out = _questions(exclude) if exclude else set()
+    held_out = _questions(exclude) if exclude else ""
     entries = enumerate(_make_dataset(task, size, seed, settings))
-    rows = [_row(task, index, entry) for index, entry in entries if entry["question"].strip() not in held_out]
+    rows = [_row(task, index, entry) for index, entry in entries if not _is_in(entry["question"], held_out)]
     if not rows:
         raise DataError(f"{exclude} contains all {size} generated problems; generate more, or use another seed")
     if edit is not None:
@@ -89,11 +90,22 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-def _questions(path: Path) -> set[str]:
-    """Return the texts of the user in a file's prompts, of which any may be a problem."""
+def _questions(path: Path) -> str:
+    """Return the texts of the user in a file's prompts, of which any may have a problem: a line each."""
     rows = enumerate(read_rows(str(path)), start=1)
     prompts = (parse_messages(f"{path}, row {number}", row.get("prompt")) for number, row in rows)
-    return {message["content"].strip() for prompt in prompts for message in prompt if message["role"] == "user"}
+    texts = (message["content"] for prompt in prompts for message in prompt if message["role"] == "user")
+    return "\n".join(dict.fromkeys(map(_plain_spaces, texts)))
+
+
+def _is_in(question: str, held_out: str) -> bool:
+    """Return whether a question is in the held-out texts, and not as a part of other words or numbers."""
+    question = _plain_spaces(question)
+    return question in held_out and re.search(rf"(?<!\w){re.escape(question)}(?!\w)", held_out) is not None
+
+
+def _plain_spaces(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _write_parquet(rows: Sequence[Row], path: Path) -> None:

@@ -1,6 +1,7 @@
 """One row of prompt data: its chat, its answer, and what its reward function receives."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from schemas.errors import DataError
 
 _ROLES = {"human": "user", "gpt": "assistant"}  # of chats with `from` and `value`
 _CHAT = '[{"role": "user", "content": "..."}]'
+_CHAT_TEXT = re.compile(r"\s*\[?\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:.*\}\s*\]?\s*", re.DOTALL)
+_PYTHON_OBJECT = re.compile(r"\s*\{\s*'.*\}\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,11 @@ def parse_row(place: str, row: dict[str, Any]) -> ParsedRow:
     source = row["data_source"]
     if not isinstance(source, str) or not source:
         raise DataError(f"{place}: data_source is {source!r:.80}; expected a non-empty string")
-    answer = _object(f"{place}: reward_model", row["reward_model"], 'expected {"ground_truth": "..."}').get(
-        "ground_truth"
-    )
+    answer = _object(place, "reward_model", row["reward_model"], 'expected {"ground_truth": "..."}').get("ground_truth")
     if answer is None:
         raise DataError(f"{place}: reward_model.ground_truth is missing or null; expected the answer as a string")
     extra = row.get("extra_info")
-    info = {} if extra is None else _object(f"{place}: extra_info", extra, "expected an object, or null")
+    info = {} if extra is None else _object(place, "extra_info", extra, "expected an object, or null")
     if info.get("data_source", source) != source:
         raise DataError(
             f"{place}: extra_info.data_source is {info['data_source']!r:.80}, but the row's data_source is "
@@ -61,7 +62,7 @@ def parse_row(place: str, row: dict[str, Any]) -> ParsedRow:
         info={**info, "data_source": source},
     )
     for name, value in {"data_source": source, "reward_model.ground_truth": answer, "extra_info": info}.items():
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else _json(f"{place}: {name}", value)
         _require_utf8(f"{place}: {name}", text)
     return parsed
 
@@ -71,13 +72,14 @@ def parse_messages(place: str, prompt: Any) -> Messages:
 
     Args:
         place: Names the row in errors.
-        prompt: A chat list of `role` and `content`, which may be a list of text parts, or of `from` and `value`; the
-            JSON text of one; or the text of a single message of the user.
+        prompt: A chat list of `role` and `content`, which may be a list of text parts, or of `from` and `value`; one
+            such message; the JSON text of these; or the text of a single message of the user.
 
     Raises:
         DataError: It is none of these, is empty, or has what the prompt can't have.
     """
-    chat = _chat_of_text(prompt) if isinstance(prompt, str) else prompt
+    chat = _chat_of_text(place, prompt) if isinstance(prompt, str) else prompt
+    chat = [chat] if isinstance(chat, dict) else chat
     if not isinstance(chat, list):
         raise DataError(f"{place}: prompt is {type(chat).__name__}; expected a chat list, e.g. {_CHAT}")
     messages = [_parse_message(f"{place}: prompt[{index}]", message) for index, message in enumerate(chat)]
@@ -86,16 +88,34 @@ def parse_messages(place: str, prompt: Any) -> Messages:
     return messages
 
 
-def _chat_of_text(text: str) -> Any:
-    """Return the chat that a text is the JSON of; else one message of the user."""
-    if text.lstrip().startswith("[{"):
+def _chat_of_text(place: str, text: str) -> Any:
+    """Return the chat, or the message, that a text is the JSON of; else one message of the user.
+
+    Raises:
+        DataError: It is a chat in another form, such as Python's.
+    """
+    if text.lstrip().startswith(("[", "{")):
         try:
-            chat = json.loads(text)
-        except (ValueError, RecursionError):
-            chat = []
-        if chat and all(isinstance(message, dict) and {"role", "from"} & message.keys() for message in chat):
-            return chat
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            if mark := _CHAT_TEXT.fullmatch(text):
+                advice = _of_python("prompt") if mark[1] == "'" else f"{error}; correct it"
+                raise DataError(
+                    f"{place}: prompt is the text of a chat, {text!r:.80}, but not JSON: {advice}"
+                ) from None
+        else:
+            chat = found if isinstance(found, list) else [found]
+            if chat and all(isinstance(message, dict) and {"role", "from"} & message.keys() for message in chat):
+                return chat
     return [{"role": "user", "content": text}]
+
+
+def _of_python(column: str) -> str:
+    """Say how Python's text of a column, which `to_csv` of pandas and datasets writes, becomes JSON."""
+    return (
+        "it is Python's, which to_csv writes; save the rows with to_parquet, or convert the column: "
+        f"row[{column!r}] = json.dumps(ast.literal_eval(row[{column!r}]))"
+    )
 
 
 def _parse_message(place: str, message: Any) -> dict[str, str]:
@@ -105,7 +125,8 @@ def _parse_message(place: str, message: Any) -> dict[str, str]:
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(content, list):
         content = "".join(_text_of_part(place, part) for part in content)
-    if not isinstance(content, str) or not isinstance(message.get("role"), str):
+    is_named = isinstance(message, dict) and isinstance(message.get("role"), str)
+    if not is_named or not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
         raise DataError(f"{place} is {message!r:.80}; expected strings for role and content")
     more = [key for key, value in message.items() if key not in ("role", "content") and value not in (None, "", [], {})]
     if more:
@@ -113,6 +134,7 @@ def _parse_message(place: str, message: Any) -> dict[str, str]:
             f"{place}, of role {message['role']!r}, has {', '.join(map(repr, more))}, which the prompt would lack; "
             "write what the model is to read of it into content, or remove it"
         )
+    assert content is not None, "there are no tool calls"
     _require_utf8(place, message["role"] + content)
     return {"role": message["role"], "content": content}
 
@@ -128,19 +150,29 @@ def _text_of_part(place: str, part: Any) -> str:
     return text
 
 
-def _object(place: str, value: Any, expected: str) -> dict[str, Any]:
+def _object(place: str, column: str, value: Any, expected: str) -> dict[str, Any]:
     """Return an object, or the one that a text is the JSON of."""
     found = value
     if isinstance(value, str):
         try:
             found = json.loads(value)
         except (ValueError, RecursionError):
+            advice = _of_python(column) if _PYTHON_OBJECT.fullmatch(value) else expected
             raise DataError(
-                f"{place} is the text {value!r:.80}, which isn't the JSON of an object; {expected}"
+                f"{place}: {column} is the text {value!r:.80}, which isn't the JSON of an object; {advice}"
             ) from None
     if not isinstance(found, dict):
-        raise DataError(f"{place} is {value!r:.80}, of type {type(found).__name__}; {expected}")
+        raise DataError(f"{place}: {column} is {value!r:.80}, of type {type(found).__name__}; {expected}")
     return found
+
+
+def _json(place: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise DataError(
+            f"{place} has NaN or an infinite number; write null, a text, or a number, or remove the row"
+        ) from None
 
 
 def _require_utf8(place: str, text: str) -> None:

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ def read_csv(file: Path) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: It can't be read, lacks a column, or a row has more or fewer cells than the first line.
     """
+    csv.field_size_limit(sys.maxsize)  # a cell may be as long as a value in the other kinds of files
     with _open(file, newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         try:

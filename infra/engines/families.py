@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from infra.engines.embedded.structure import engine_fault
 from infra.engines.vllm.sizes import max_model_len
+from rl_core.model_folder import load_config
 from rl_core.scoring import Structure, check_structure
 from rl_core.scoring.positions import position_limit
 from schemas.config.rollout import TransformersRollout
@@ -21,7 +22,7 @@ def check_family(config: RunConfig) -> None:
         ConfigError: Rows may be longer than the positions that the model's rotary embeddings are first made for.
         ModelError: Scoring or the engine computes something else.
     """
-    model, longest = AutoConfig.from_pretrained(config.model.path), max_model_len(config)
+    model, longest = load_config(config.model.path), max_model_len(config)
     limit = position_limit(model)
     if limit is not None and longest > limit:
         raise ConfigError(

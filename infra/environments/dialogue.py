@@ -22,13 +22,15 @@ class Dialogue:
         max_prompt_tokens: The longest prompt, with what the environment's reset adds to it.
 
     Raises:
-        ChatTemplateError: The model's chat template can't continue a chat by turns.
+        ChatTemplateError: The model's chat template can't continue a chat with messages of tools. Whether it can with
+            those of a class is known once that has named their role.
     """
 
     def __init__(self, config: EnvironmentConfig, chat: ChatTemplate, max_prompt_tokens: int) -> None:
         self.config, self._chat, self._max_prompt_tokens = config, chat, max_prompt_tokens
         self._bridges: dict[str, TurnBridge] = {}
-        self._bridge("tool" if self.has_tools else "user")
+        if self.has_tools:
+            self._bridge("tool")
 
     @property
     def has_tools(self) -> bool:

@@ -22,6 +22,7 @@ from infra.environments.dialogue import Dialogue
 from infra.environments.journal import Journal
 from infra.environments.pool import EnvironmentPool, Reply
 from infra.environments.trajectory import EpisodeEnd, Trajectory, TrajectoryBuilder
+from rl_core.rollout.decoding import decode_text
 from rl_core.rollout.seeding import derive_seed
 from schemas.errors import ChatTemplateError
 
@@ -243,7 +244,7 @@ class Episodes:
         return row.number, row.finish(end)
 
     def _text(self, token_ids: np.ndarray) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        return decode_text(self._tokenizer, token_ids)
 
 
 def _turn_limit(row: TrajectoryBuilder, dialogue: Dialogue | None, sampling: Sampling) -> int:

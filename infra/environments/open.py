@@ -68,11 +68,13 @@ def _check_environment(
     finally:
         pool.close()
     chat = _chat(config, environment, tokenizer)
-    _, failure = Dialogue(environment, chat, config.data.max_prompt_tokens).begin(first, reply)
+    dialogue = Dialogue(environment, chat, config.data.max_prompt_tokens)
+    if reply.failure is None:
+        TurnBridge(chat, reply.role, drops_reasoning=environment.drops_reasoning)
+    _, failure = dialogue.begin(first, reply)
     if failure is not None:
         name = ", ".join(environment.tools) if isinstance(environment, ToolsEnvironment) else environment.path
         raise DataError(f"environment {name} can't begin with its first training prompt: {failure}")
-    TurnBridge(chat, reply.role, drops_reasoning=environment.drops_reasoning)
 
 
 def _chat(config: RunConfig, environment: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:

@@ -1,6 +1,7 @@
 """The texts of single tokens."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,5 +40,6 @@ def _decoder(model: ModelConfig) -> Callable[[list[list[int]]], list[str]]:
         tokenizer = Tokenizer.from_file(str(file))
         return lambda sequences: tokenizer.decode_batch(sequences, skip_special_tokens=False)
     from infra.models.load import load_tokenizer  # imports torch: seconds
+    from rl_core.rollout.decoding import decode_texts
 
-    return load_tokenizer(model).batch_decode
+    return partial(decode_texts, load_tokenizer(model))

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -24,7 +23,7 @@ from infra.models.gradient_checkpointing import enable_gradient_checkpointing
 from infra.models.lora import add_adapter
 from infra.models.precision import constants_to_buffers
 from infra.models.weights import load_weights
-from rl_core.model_folder import TOKENIZER_FILES, check_model_folder
+from rl_core.model_folder import TOKENIZER_FILES, check_model_folder, load_config
 from rl_core.scoring import RouterReplay
 from schemas.config.model import ModelConfig
 from schemas.errors import ModelError, WeightsError
@@ -41,9 +40,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             template or end-of-sequence token, or more tokens than the model has embeddings.
     """
     check_model_folder("model.path", config.path, TOKENIZER_FILES)
+    num_tokens = num_embeddings(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path)
-        num_tokens = num_embeddings(config)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise ModelError(f"model.path {config.path}: the tokenizer can't be loaded: {_one_line(error)}") from error
     if tokenizer.chat_template is None:
@@ -116,6 +115,8 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
     try:
         with _parameters_on_meta():
             model = build_model(Path(config.path))
+    except ModelError:
+        raise
     except Exception as error:  # json and transformers raise unrelated types for bad configs
         raise ModelError(f"model.path {config.path}: the model can't be loaded: {_one_line(error)}") from error
     if getattr(model.config, "quantization_config", None) is not None:
@@ -163,7 +164,7 @@ def build_model(folder: Path) -> PreTrainedModel:
 
     Its weights are random, to be overwritten. Its config and generation config are the folder's.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(folder)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config = _generation_config(str(folder)) or model.generation_config
     _remove_dropout(model)
@@ -189,6 +190,8 @@ def build_meta_model(config: ModelConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return build_model(Path(config.path))
+    except ModelError:
+        raise
     except ValueError as error:
         raise ModelError(f"model.path {config.path}: not a causal language model: {_one_line(error)}") from error
 
@@ -234,7 +237,7 @@ def stop_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> t
         ModelError: The generation config can't be read, or a token isn't the model's.
     """
     generation = _generation_config(config.path)
-    source = generation or AutoConfig.from_pretrained(config.path).get_text_config()
+    source = generation or load_config(config.path).get_text_config()
     configured = getattr(source, "eos_token_id", None)
     more = configured if isinstance(configured, list) else [] if configured is None else [configured]
     num_tokens = num_embeddings(config)
@@ -249,13 +252,23 @@ def stop_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> t
 
 
 def num_embeddings(config: ModelConfig) -> int:
-    """Return the number of tokens that the model has embeddings for."""
-    return int(AutoConfig.from_pretrained(config.path).get_text_config().vocab_size)
+    """Return the number of tokens that the model has embeddings for.
+
+    Raises:
+        ModelError: The config can't be read, or doesn't have it.
+    """
+    vocab_size = getattr(load_config(config.path).get_text_config(), "vocab_size", None)
+    if not isinstance(vocab_size, int):
+        raise ModelError(
+            f"model.path {config.path}: vocab_size in config.json is {vocab_size!r}, expected a number of tokens; take "
+            "config.json from the model's original folder"
+        )
+    return vocab_size
 
 
 def max_positions(config: ModelConfig) -> int:
     """Return the most tokens, prompt plus response, that a row may have under the model; without positions, any."""
-    text = AutoConfig.from_pretrained(config.path).get_text_config()
+    text = load_config(config.path).get_text_config()
     return int(getattr(text, "max_position_embeddings", None) or sys.maxsize)
 
 

@@ -19,6 +19,7 @@ from infra.environments.trajectory import Trajectory
 from infra.ray.tracing import span
 from infra.rewards import RewardScorer
 from rl_core.rewards import RewardItem, RewardOutcome
+from rl_core.rollout.decoding import decode_text
 
 
 @dataclass(frozen=True)
@@ -137,11 +138,7 @@ class ResponseSampler:
         return self._decode(token_ids, with_special_tokens=False)
 
     def _decode(self, token_ids: np.ndarray, *, with_special_tokens: bool) -> str:
-        return str(
-            self._tokenizer.decode(
-                token_ids, skip_special_tokens=not with_special_tokens, clean_up_tokenization_spaces=False
-            )
-        )
+        return decode_text(self._tokenizer, token_ids, skip_special_tokens=not with_special_tokens)
 
 
 def _reward_item(prompt: PromptRow, generation: Generation, answer: str) -> RewardItem:

@@ -103,7 +103,7 @@ class Surrogate:
 
     losses: Tensor  # [T], with gradient
     ratio: Tensor  # [T], policy over behavior probability, as clipped by this loss
-    clipped: dict[str, Tensor]  # [T] bool by side of the clip range: the tokens that it clips
+    clipped: dict[str, Tensor]  # [T] bool by side, "low", "high" or "dual": the tokens that it clips; {}: no clipping
 
 
 def log_ratio(trained: LossInputs) -> Tensor:

@@ -21,7 +21,8 @@ def report(
         loss_weight: The denominator of the loss if this micro-batch were the whole update.
 
     Returns:
-        `loss`; means over the trained tokens of `ratio`, `clip_fraction` and its sides (`/low`, `/high`, `/dual`), the
+        `loss`; means over the trained tokens of `ratio`, `clip_fraction` and its sides that the loss has (`/low`,
+        `/high`, `/dual`), the
         absolute difference of behavior and sampler log-prob (`mismatch/mean`), and `token_metrics`; the effective
         sample size of the importance weights, if `token_metrics` has them (`mismatch/ess`); and, if there is a trained
         token, `ratio_max` and `mismatch/max`.
@@ -67,6 +68,7 @@ def nan_unless_finite(trained: LossInputs) -> Tensor:
 
 
 def _clip_fractions(surrogate: Surrogate) -> dict[str, Tensor]:
-    """Mark the tokens that the clip range clips, and those of each side; the dual clip is separate."""
+    """Mark the tokens that the clip range clips, if there is one, and those of each side; the dual clip is separate."""
     sides = {f"clip_fraction/{side}": tokens for side, tokens in surrogate.clipped.items()}
-    return {"clip_fraction": surrogate.clipped["low"] | surrogate.clipped["high"], **sides}
+    of_range = [surrogate.clipped[side] for side in ("low", "high") if side in surrogate.clipped]
+    return {"clip_fraction": torch.stack(of_range).any(0), **sides} if of_range else sides

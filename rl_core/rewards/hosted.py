@@ -2,16 +2,17 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from rl_core.model_folder import TOKENIZER_FILES, check_model_folder
+from rl_core.model_folder import TOKENIZER_FILES, check_model_folder, load_config
 from rl_core.rewards.base import ManagedReward, Score
+from rl_core.rollout.chat import ChatTemplate
 from schemas.config.reward_base import HostedReward
-from schemas.errors import ModelError
+from schemas.errors import ChatTemplateError, DataError, ModelError
 
 
 class GroupReward(ManagedReward):
@@ -48,10 +49,7 @@ def describe_model(config: HostedReward, suffix: str, what: str) -> PreTrainedCo
         ModelError: It can't be loaded, or is of another architecture.
     """
     check_model_folder("reward.path", config.path)
-    try:
-        described: PreTrainedConfig = AutoConfig.from_pretrained(config.path)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise model_error(config, f"the model can't be loaded: {first_line(error)}") from error
+    described = load_config(config.path, "reward.path")
     names = ", ".join(described.architectures or ["none"])
     if not names.endswith(suffix):
         raise model_error(
@@ -115,6 +113,40 @@ def load_hosted_tokenizer(config: HostedReward, model: PreTrainedModel) -> PreTr
             f"to {num_tokens - 1}); use the tokenizer of this model",
         )
     return tokenizer
+
+
+def open_chat(
+    config: HostedReward,
+    tokenizer: PreTrainedTokenizerBase,
+    roles: Sequence[str],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    with_prompt: bool = True,
+) -> ChatTemplate:
+    """Return the chat template of a reward's model, which must write the contents of all messages.
+
+    Args:
+        config: The reward.
+        tokenizer: The model's tokenizer.
+        roles: Those of the messages that the model reads.
+        variables: Variables of the template.
+        with_prompt: Whether its chats end with the beginning of the model's turn.
+
+    Raises:
+        ModelError: The template lacks a variable, or rejects such messages, or leaves one of them out.
+    """
+    try:
+        chat = ChatTemplate(tokenizer, variables, setting="reward.chat_template_kwargs")
+        left_out = chat.find_left_out([(role, True) for role in roles], with_prompt=with_prompt)
+    except (ChatTemplateError, DataError) as error:
+        raise model_error(config, str(error)) from error
+    if left_out is not None:
+        raise model_error(
+            config,
+            f"its chat template leaves out the text of the {roles[left_out]}'s message, so that the model would not "
+            "read it; use a model whose chat_template.jinja writes it, or correct that file",
+        )
+    return chat
 
 
 def model_error(config: HostedReward, text: str) -> ModelError:

@@ -13,12 +13,12 @@ from rl_core.rewards.hosted import (
     describe_model,
     load_hosted_tokenizer,
     model_error,
+    open_chat,
 )
 from rl_core.rewards.rubric import Rubric
-from rl_core.rollout.chat import ChatTemplate
+from rl_core.rollout.decoding import decode_text
 from rl_core.rollout.seeding import derive_seed
 from schemas.config.judge_model import JudgeModelReward
-from schemas.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class JudgeModel(GroupReward):
 
     Raises:
         ModelError: The folder has no causal language model, no tokenizer of it with a chat template that has the
-            config's variables, or too few positions for question and answer.
+            config's variables and writes the question, or too few positions for question and answer.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -61,12 +61,7 @@ class JudgeModel(GroupReward):
             raise model_error(
                 config, "the tokenizer has no eos_token, so answers could never end; set it in tokenizer_config.json"
             )
-        try:
-            self._chat = ChatTemplate(
-                self.tokenizer, config.chat_template_kwargs, setting="reward.chat_template_kwargs"
-            )
-        except DataError as error:
-            raise model_error(config, str(error)) from error
+        self._chat = open_chat(config, self.tokenizer, ("user",), config.chat_template_kwargs)
         self._generate: Generate | None = None
 
     def load(self, generate: Generate) -> None:
@@ -113,8 +108,7 @@ class JudgeModel(GroupReward):
         if answer.is_cut:
             return ValueError(f"the judge's answer is cut at {self._config.max_tokens} tokens; raise reward.max_tokens")
         try:
-            text = self.tokenizer.decode(answer.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            score = self._rubric.score(str(text))
+            score = self._rubric.score(decode_text(self.tokenizer, answer.token_ids, skip_special_tokens=True))
         except ValueError as error:
             return error
         costs = {"prompt": len(question.token_ids), "completion": len(answer.token_ids)}

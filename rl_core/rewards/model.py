@@ -15,8 +15,8 @@ from rl_core.rewards.hosted import (
     first_line,
     load_hosted_tokenizer,
     model_error,
+    open_chat,
 )
-from rl_core.rollout.chat import ChatTemplate
 from rl_core.scoring.pooled import pack_whole, packed_pooled_scores, prepare_pooled, score_head
 from schemas.config.reward import ModelReward
 from schemas.errors import ScoringError
@@ -29,7 +29,8 @@ class RewardModel(GroupReward):
         config: The model, its compute dtype and the longest text.
 
     Raises:
-        ModelError: The folder has no decoder-only model with one label, or no tokenizer of it with a chat template.
+        ModelError: The folder has no decoder-only model with one label, or no tokenizer of it with a chat template
+            that writes prompt and response.
     """
 
     model: PreTrainedModel
@@ -37,7 +38,7 @@ class RewardModel(GroupReward):
     def __init__(self, config: ModelReward) -> None:
         self._config = config
         tokenizer = load_hosted_tokenizer(config, build_meta_reward_model(config))
-        self._chat = ChatTemplate(tokenizer)
+        self._chat = open_chat(config, tokenizer, ("user", "assistant"), with_prompt=False)
 
     def load(self, device: torch.device) -> None:
         """Load the weights, from safetensors only, and check that packed scores are the model's own.

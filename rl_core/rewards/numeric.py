@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_core.boxed import last_boxed
 from rl_core.rewards.base import RewardFunction
+from rl_core.rewards.expressions import find_change
 from rl_core.rewards.notation import plain_notation
 from schemas.config.reward import NumericReward
 
@@ -71,15 +72,22 @@ def expected_quantity(answer: str) -> Quantity:
     """Return the quantity that an answer gives.
 
     Raises:
-        ValueError: It has none, one that is not finite, or several.
+        ValueError: It has none, one that is not finite, several, or something that changes its value.
     """
-    found = _quantities(_final_part(answer), lists=True)
+    text = _final_part(answer)
+    found = _quantities(text, lists=True)
     if not found or not all(map(math.isfinite, found[-1].numbers)):
         raise ValueError(f"the answer {answer!r:.80} has no finite number, which reward.kind 'numeric' compares")
     if len(found) > 1:
         raise ValueError(
             f"the answer {answer!r:.80} has {len(found)} numbers, of which reward.kind 'numeric' could compare only "
             f"the last: write the final one alone, or after {MARK}, or take reward.kind 'math' or 'exact'"
+        )
+    if change := find_change(_plain_fractions(text)):
+        raise ValueError(
+            f"the answer {answer!r:.80} is more than a number: reward.kind 'numeric' would compare "
+            f"{' and '.join(f'{number:g}' for number in found[0].numbers)} and ignore {change!r:.40}; take reward.kind "
+            "'math' or 'exact', or write its value as a number"
         )
     return found[0]
 
@@ -101,9 +109,13 @@ def _final_part(text: str) -> str:
     return text.rpartition(MARK)[2] if boxed is None else boxed
 
 
+def _plain_fractions(text: str) -> str:
+    return _FRACTION.sub(lambda found: "/".join(filter(None, found.groups())), text)
+
+
 def _quantities(text: str, *, lists: bool) -> list[Quantity]:
     """Return all quantities of a text, in order."""
-    text = _FRACTION.sub(lambda found: "/".join(filter(None, found.groups())), text)
+    text = _plain_fractions(text)
     groups: list[list[re.Match[str]]] = []  # numbers that are joined, except by commas
     for match in _NUMBER.finditer(text):
         if groups and _joint(text, groups[-1][-1], match):

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_core.rollout.control_tokens import ControlTokens, Messages
 from schemas.config.template import CLOCK
-from schemas.errors import ChatTemplateError, DataError
+from schemas.errors import BrokenChatTemplateError, ChatTemplateError, DataError
 
-Shape = tuple[tuple[str, bool], ...]  # of a chat: of each message, its role, and whether it has a content
+Shape = Sequence[tuple[str, bool]]  # of a chat: of each message, its role, and whether it has a content
 
 
 class ChatTemplate:
@@ -65,7 +65,8 @@ class ChatTemplate:
         """Return a chat as text, ending with the beginning of the model's turn if `with_prompt`.
 
         Raises:
-            ChatTemplateError: The template rejects the chat, or fails on it.
+            ChatTemplateError: The template rejects the chat.
+            BrokenChatTemplateError: It fails on it.
         """
         try:
             text = self.tokenizer.apply_chat_template(
@@ -73,18 +74,26 @@ class ChatTemplate:
             )
         except Exception as error:  # a template computes, and may fail in any way
             roles, reason = ", ".join(message["role"] for message in messages), " ".join(str(error).split())
-            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-            raise ChatTemplateError(f"{self.name} rejects a chat of the roles {roles}: {kind}{reason}") from error
+            if type(error) is TemplateError:  # of `raise_exception` in the template
+                raise ChatTemplateError(f"{self.name} rejects a chat of the roles {roles}: {reason}") from error
+            raise BrokenChatTemplateError(
+                f"{self.name} fails on a chat of the roles {roles}: {type(error).__name__}: {reason}"
+            ) from error
         return str(text)
 
-    def find_left_out(self, shape: Shape) -> int | None:
+    def find_left_out(self, shape: Shape, *, with_prompt: bool = True) -> int | None:
         """Return the number of the first message whose content the template leaves out of chats of this shape.
+
+        Args:
+            shape: The shape.
+            with_prompt: Whether they end with the beginning of the model's turn.
 
         Raises:
             ChatTemplateError: The template rejects such chats.
         """
         marks = [f"sluice{number}mark" if has_content else "" for number, (_, has_content) in enumerate(shape)]
-        text = self.render([{"role": role, "content": mark} for (role, _), mark in zip(shape, marks, strict=True)])
+        chat = [{"role": role, "content": mark} for (role, _), mark in zip(shape, marks, strict=True)]
+        text = self.render(chat, with_prompt=with_prompt)
         return next((number for number, mark in enumerate(marks) if mark not in text), None)
 
     def find_missing_prompt(self, messages: Messages) -> str:
@@ -127,7 +136,7 @@ class ChatTemplate:
         return token_ids
 
 
-def shape_of(messages: Messages) -> Shape:
+def shape_of(messages: Messages) -> tuple[tuple[str, bool], ...]:
     """Return a chat's shape, by which a template may leave out some of its messages."""
     return tuple((message["role"], bool(message["content"].strip())) for message in messages)
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from schemas.config.differences import flat_values
+from schemas.config.judge_model import JudgeModelReward
 from schemas.config.load import changed_keys
+from schemas.config.reward import change_judges
 from schemas.config.run import RunConfig
 from schemas.config.template import CLOCK
 
@@ -81,7 +83,16 @@ def keep_batches(before: RunConfig, after: RunConfig) -> RunConfig:
 
 
 def keep_date(before: RunConfig, after: RunConfig) -> RunConfig:
-    """Return `after` with the date that the chat template of `before` takes for today, unless it sets one itself."""
+    """Return `after` with the dates that the chat templates of `before` take for today, unless it sets them itself."""
+    known = {
+        each.path: each.chat_template_kwargs for each in before.reward.models if isinstance(each, JudgeModelReward)
+    }
+
+    def with_date(judge: JudgeModelReward) -> JudgeModelReward:
+        dates = {name: value for name, value in known.get(judge.path, {}).items() if name == CLOCK}
+        return judge.replace(chat_template_kwargs={**dates, **judge.chat_template_kwargs})
+
+    after = after.replace(reward=change_judges(after.reward, with_date))
     date, variables = before.data.chat_template_kwargs.get(CLOCK), after.data.chat_template_kwargs
     if date is None or CLOCK in variables:
         return after

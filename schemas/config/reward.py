@@ -1,5 +1,6 @@
 """Rewards: how a response is scored."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -256,3 +257,16 @@ class WeightedReward(IsolatedReward):
 
 
 RewardConfig = Annotated[_OfOneResponse | GroupFunctionReward | WeightedReward, Field(discriminator="kind")]
+
+
+def change_judges(reward: RewardConfig, change: Callable[[JudgeModelReward], JudgeModelReward]) -> RewardConfig:
+    """Return a reward with the judges of the run, the reward itself or parts of it, as `change` returns them."""
+    if isinstance(reward, JudgeModelReward):
+        return change(reward)
+    if not isinstance(reward, WeightedReward):
+        return reward
+    parts = {
+        name: part.replace(reward=change(part.reward)) if isinstance(part.reward, JudgeModelReward) else part
+        for name, part in reward.parts.items()
+    }
+    return reward.replace(parts=parts)

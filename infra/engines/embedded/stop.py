@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from rl_core.rollout.decoding import decode_texts
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes that are not a character, or not yet a whole one
 _MAX_INCOMPLETE = 3  # bytes of an incomplete UTF-8 character; a whole one has at most four
 
@@ -41,7 +43,7 @@ class StopStrings:
         """
         lengths = list(zip(rows.tolist(), num_tokens.tolist(), strict=True))
         windows = [token_ids[row, self._starts[row] : length].tolist() for row, length in lengths]
-        decoded = self._tokenizer.batch_decode(windows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        decoded = decode_texts(self._tokenizer, windows, skip_special_tokens=True)
         for (row, length), text in zip(lengths, decoded, strict=True):
             self._move_window(row, text, length)
         return np.array([any(string in text for string in self._strings) for text in decoded], dtype=bool)

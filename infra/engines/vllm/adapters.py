@@ -12,10 +12,10 @@ from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from infra.models.lora import adapted_layers
 from infra.storage.shared_memory import SharedFolder, choose_root
+from rl_core.model_folder import load_config
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import ConfigError, WeightsError
 
@@ -88,7 +88,7 @@ def check_adapters(model: ModelConfig) -> None:
             f"model.lora.rank = {model.lora.rank}, but vLLM computes with adapters of rank {RANKS[-1]} at most; lower "
             f"it, or {MERGED}"
         )
-    config = AutoConfig.from_pretrained(model.path).get_text_config(decoder=True)
+    config = load_config(model.path).get_text_config(decoder=True)
     if any(getattr(config, name, None) for name in EXPERT_COUNTS):
         raise ConfigError(
             f'model.lora.publish = "adapters" can\'t be used with rollout.kind = "vllm" and a mixture of experts, '

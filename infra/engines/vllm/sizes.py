@@ -1,10 +1,10 @@
 """The longest sequence of a run under vLLM, its size in the KV cache, and the ranks that a model can have."""
 
 import torch
-from transformers import AutoConfig
 
 from infra.engines.embedded.cache import cache_bytes_per_token
 from infra.models.load import max_positions
+from rl_core.model_folder import load_config
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
@@ -22,7 +22,7 @@ def max_model_len(config: RunConfig) -> int:
 def cache_bytes_per_sequence(config: RunConfig, dtype: torch.dtype) -> int:
     """Return the KV-cache size of a run's longest sequence: whole blocks, plus the one that vLLM keeps empty."""
     num_blocks = -(-max_model_len(config) // BLOCK_TOKENS) + 1
-    of_model = cache_bytes_per_token(AutoConfig.from_pretrained(config.model.path), dtype)
+    of_model = cache_bytes_per_token(load_config(config.model.path), dtype)
     return num_blocks * BLOCK_TOKENS * of_model * num_cache_copies(config)
 
 
@@ -55,6 +55,6 @@ def _divides(model: ModelConfig, ranks: int) -> bool:
 
 def _dimensions(model: ModelConfig) -> tuple[int, int, int]:
     """Return the number of attention heads and of key-value heads, and the width of the MLP (0: unknown)."""
-    config = AutoConfig.from_pretrained(model.path).get_text_config(decoder=True)
+    config = load_config(model.path).get_text_config(decoder=True)
     heads: int = config.num_attention_heads
     return heads, getattr(config, "num_key_value_heads", None) or heads, getattr(config, "intermediate_size", None) or 0

@@ -139,6 +139,17 @@ def test_people_see_a_prompt_and_what_the_reward_gives_to_its_answer(folder: Pat
     assert "as the whole response: failed: ValueError: no\n" in sluice(bad)[1]
 
 
+@pytest.mark.parametrize(
+    "reward",
+    ["{kind='math'}", "{kind='weighted', parts={a={reward={kind='math'}}, b={reward={kind='exact'}, weight=0}}}"],
+)
+def test_the_answer_of_math_is_scored_as_an_expression(sluice: Command, folder: Path, reward: str) -> None:
+    pytest.importorskip("math_verify")
+    path = write_rows(folder / "expressions.jsonl", [tiny_row(0) | {"reward_model": {"ground_truth": "x+1"}}])
+    out = sluice(f"data.train_path={path}", f"reward={reward}")[1]
+    assert "reward of its answer, 'x+1', as the whole response, '\\\\boxed{x+1}': 1" in out
+
+
 def test_fewer_prompts_than_a_step_takes_are_a_warning(
     load: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,12 @@ from infra.storage.config_changes import resumed_config
 from infra.storage.runs import RunDirectory
 from infra.workers.inputs import check_files, check_inputs, data_digest, renew_inputs
 from infra.workers.rollout import RolloutWorker
+from schemas.config.reward import WeightedReward
 from schemas.config.run import RunConfig
 from schemas.errors import DataError, RunError
 from schemas.step import RunHandle
 from tests.support.configs import run_config
+from tests.support.judge_models import judge, make_judge
 from tests.support.tiny import make_tiny_data, make_tiny_model
 
 REWARD = "def score(prompt, completion, answer, info):\n    return 1.0\n"
@@ -149,6 +151,23 @@ def test_prompts_have_the_date_of_the_runs_first_day(
     assert find_or_create_run(asked, "run-2").config().data.chat_template_kwargs == {"strftime_now": "2026-01-02"}
     other = config.replace(data=config.data.replace(chat_template_kwargs={"strftime_now": "2025-05-05"}))
     assert find_or_create_run(other, "run-3").config() == other
+
+
+def test_a_judge_has_the_date_of_the_runs_first_day(tmp_path: Path, config: RunConfig) -> None:
+    path = make_judge(tmp_path / "judge")
+    template = (path / "chat_template.jinja").read_text()
+    (path / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}" + template)
+    today = {"strftime_now": datetime.date.today().isoformat()}
+    of_judge = judge(path)
+    for reward in (of_judge, WeightedReward.model_validate({"parts": {"judge": {"reward": of_judge}}})):
+        asked = config.replace(reward=reward)
+        run = find_or_create_run(asked, f"run-{reward.kind}")
+        dated = run.config()
+        assert [each.chat_template_kwargs for each in dated.reward.models] == [today]
+        assert dated.data.chat_template_kwargs == {}
+        assert resumed_config(run, asked) == dated
+    set_by_hand = config.replace(reward=judge(path, chat_template_kwargs={"strftime_now": "2025-05-05"}))
+    assert find_or_create_run(set_by_hand, "run-by-hand").config() == set_by_hand
 
 
 def test_the_record_has_paths_and_modules(config: RunConfig) -> None:

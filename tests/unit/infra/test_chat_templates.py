@@ -73,12 +73,35 @@ def test_a_content_that_a_template_cuts_is_a_warning(tmp_path: Path, caplog: pyt
 
 @pytest.mark.parametrize(
     ("expression", "error"),
-    [("1 // (messages|length - 2)", "ZeroDivisionError"), ("messages[1].content + 1", "TypeError"), ("{}|first.x", "")],
+    [
+        ("1 // (messages|length - 2)", "ZeroDivisionError"),
+        ("messages[1].content + 1", "TypeError"),
+        ("{}|first.x", "TemplateRuntimeError"),
+    ],
 )
 def test_a_template_that_fails_for_a_row(tmp_path: Path, expression: str, error: str) -> None:
     template = f"{CHAT_TEMPLATE}{{% if messages|length == 2 %}}{{{{ {expression} }}}}{{% endif %}}"
-    with pytest.raises(DataError, match=rf"row 2: .* rejects a chat of the roles system, user: {error}") as caught:
+    with pytest.raises(DataError, match=rf"row 2: .* fails on a chat of the roles system, user: {error}") as caught:
         load_chat(tmp_path, template, [USER], [SYSTEM, USER])
+    assert str(caught.value).endswith("; correct its chat_template.jinja")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "error", "advice"),
+    [
+        ("{{ messages", "fails on .* TemplateSyntaxError", "correct its chat_template.jinja"),
+        (
+            "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+            "fails on .* RecursionError",
+            "correct its chat_template.j",
+        ),
+        ("{{ raise_exception('no user\nhere') }}", "rejects .* user: no user here", "change the roles of the row's"),
+    ],
+)
+def test_the_advice_for_a_template_that_takes_no_chat(tmp_path: Path, template: str, error: str, advice: str) -> None:
+    with pytest.raises(DataError, match=f"row 1: .*{error}.*; {advice}") as caught:
+        load_chat(tmp_path, template, [USER])
     assert "\n" not in str(caught.value)
 
 

@@ -56,6 +56,20 @@ def test_csv_has_json_in_its_cells(tmp_path: Path) -> None:
             load(path)
 
 
+def test_a_long_cell_of_a_csv_file(tmp_path: Path) -> None:
+    path, text = tmp_path / "rows.csv", "x" * 200_000
+    path.write_text(f'data_source,prompt,reward_model\nsums,{text},"{{""ground_truth"": ""4""}}"\n')
+    prompts = load(path, max_prompt_tokens=300_000)
+    assert prompts[0].prompt_text == text
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('data_source,prompt,prompt,reward_model\nsums,a,b,"{""ground_truth"": ""4""}"\n')
+    with pytest.raises(DataError, match="2 columns are named 'prompt'; rename or remove all but one"):
+        load(path)
+
+
 def test_shards_in_a_folder_and_by_a_pattern(tmp_path: Path) -> None:
     for number in (1, 0):
         make_tiny_data(tmp_path / f"train-0000{number}-of-00002.parquet", 2 - number)
@@ -85,6 +99,10 @@ def test_a_folder_of_folders(tmp_path: Path) -> None:
     [
         "2 + 2?",
         json.dumps(QUESTION),
+        json.dumps(QUESTION, indent=1),
+        f" [ {json.dumps(QUESTION[0])} ]\n",
+        json.dumps(QUESTION[0]),
+        QUESTION[0],
         [{"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]}],
         [{"from": "human", "value": "2 + 2?"}],
         [{"role": "user", "content": "2 + 2?", "name": None, "tool_calls": []}],
@@ -97,9 +115,9 @@ def test_chats(tmp_path: Path, prompt: object) -> None:
 
 
 def test_a_text_that_only_looks_like_a_chat_is_a_text(tmp_path: Path) -> None:
-    texts = ['[{"a": 1}] has which length?', '[{"a": 1}]', "[1, 2]"]
+    texts = ['[{"a": 1}] has which length?', '[{"a": 1}]', "[1, 2]", "{'role': 'x'} has which type?", "{'a': 1}", "[]"]
     prompts = load(write_rows(tmp_path / "rows.jsonl", [tiny_row(0) | {"prompt": text} for text in texts]))
-    assert [prompts[row].prompt_text for row in range(3)] == texts
+    assert [prompts[row].prompt_text for row in range(len(texts))] == texts
 
 
 def test_objects_as_json_text(tmp_path: Path) -> None:
@@ -128,6 +146,9 @@ def parquet(folder: Path, answer: pa.Array) -> Path:
         (pa.array([datetime.datetime(2024, 1, 2, 3)], pa.timestamp("ns", "UTC")), ["2024-01-02T03:00:00+00:00"]),
         (pa.array([datetime.time(1, 2)]), ["01:02:00"]),
         (pa.array([b"42"]), ["42"]),
+        (pa.array([b"42"], pa.binary_view()), ["42"]),
+        (pa.array([b"42"], pa.large_binary()), ["42"]),
+        (pa.array(["42"], pa.string_view()), ["42"]),
         (pa.array([0.1, 16777216.0], pa.float32()), ["0.1", "16777216.0"]),
         (pa.array(np.array([0.1], np.float16)), ["0.1"]),
         (pa.array([0.1]), ["0.1"]),

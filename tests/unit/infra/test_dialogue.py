@@ -10,6 +10,8 @@ from infra.environments.reply import Failure, Reply
 from infra.models.tiny import make_tokenizer
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import ClassEnvironment
+from schemas.errors import ChatTemplateError
+from tests.unit.infra.test_bridge import QWEN3
 
 ALTERNATES = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -38,6 +40,15 @@ def test_a_message_that_the_template_rejects_is_its_rows_failure(tokenizer: PreT
         "reset: the chat template of models/alternating rejects a chat of the roles user, user: roles must alternate; "
         "let reset() return None, or end the row's prompt with another role"
     )
+
+
+def test_the_role_of_a_class_decides_whether_reasoning_is_dropped() -> None:
+    dropping = make_tokenizer()
+    dropping.chat_template = QWEN3
+    dialogue = Dialogue(ClassEnvironment(kind="class", path="game:Game"), ChatTemplate(dropping), 20)
+    assert len(dialogue.bridge("tool", ("go",), 0)) > 0
+    with pytest.raises(ChatTemplateError, match="drops the reasoning of earlier turns"):
+        dialogue.bridge("user", ("go",), 0)
 
 
 def test_other_failures_of_a_reset(tokenizer: PreTrainedTokenizerFast) -> None:

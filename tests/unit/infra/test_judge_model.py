@@ -120,8 +120,13 @@ def changed(folder: Path, to: Path, **fields: object) -> str:
 def test_what_is_no_judge_is_refused_before_a_run(folder: Path, tmp_path: Path) -> None:
     plain = Path(changed(folder, tmp_path / "plain"))
     (plain / "chat_template.jinja").unlink()
+    silent, strict = (Path(changed(folder, tmp_path / name)) for name in ("silent", "strict"))
+    (silent / "chat_template.jinja").write_text("{% for message in messages %}{{ message['role'] }}{% endfor %}")
+    (strict / "chat_template.jinja").write_text("{{ raise_exception('a system message first, please') }}")
     for path, fields, text in (
         (str(tmp_path / "absent"), {}, "no such folder"),
+        (str(silent), {}, "leaves out the text of the user's message"),
+        (str(strict), {}, "a system message first, please"),
         (str(make_tiny_reward_model(tmp_path / "reward")), {}, "is Qwen3ForSequenceClassification, expected"),
         (str(plain), {}, "the tokenizer has no chat template"),
         (

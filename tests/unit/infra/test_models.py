@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from infra.models.assets import save_assets
 from infra.models.load import (
+    build_meta_model,
     check_weight_files,
     describe_adapter,
     load_model,
@@ -78,6 +79,29 @@ def test_a_generation_config_that_can_not_be_read(folder: Path, content: str) ->
     (folder / "generation_config.json").write_text(content)
     with pytest.raises(ModelError, match=r"generation_config.json can't be read: ") as caught:
         stop_token_ids(config_of(folder), tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eos_token_id": "x"},
+        {"hidden_size": "16"},
+        {"num_hidden_layers": 2.5},
+        {"vocab_size": None},
+        {"rope_scaling": "x"},
+        {"layer_types": ["a"]},
+        {"model_type": "nope"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+@pytest.mark.parametrize("load_from", [load_tokenizer, load_model, build_meta_model])
+def test_a_config_that_can_not_be_read(
+    folder: Path, changes: dict[str, object], load_from: Callable[[ModelConfig], object]
+) -> None:
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(ModelError, match=r"^model.path .*: config.json can't be read: ") as caught:
+        load_from(config_of(folder))
     assert "\n" not in str(caught.value)
 
 

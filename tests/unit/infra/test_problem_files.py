@@ -37,6 +37,14 @@ def test_the_name_decides_what_is_written(tmp_path: Path) -> None:
         lambda question: [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{question}\n"}],
         lambda question: [{"role": "user", "content": [{"type": "text", "text": question}]}],
         lambda question: question,
+        lambda question: f"{question}\nThink step by step.",
+        lambda question: f'Solve: "{question}"',
+        lambda question: "  " + question.replace(" ", "  ").replace("\n", "\r\n"),
+        lambda question: [
+            {"role": "user", "content": "1 + 1"},
+            {"role": "assistant", "content": "2"},
+            {"role": "user", "content": question},
+        ],
     ],
 )
 def test_held_out_problems_are_found_by_the_users_text(tmp_path: Path, chat) -> None:
@@ -48,3 +56,10 @@ def test_held_out_problems_are_found_by_the_users_text(tmp_path: Path, chat) -> 
     write_rows(held_out, [tiny_row(0) | {"prompt": chat(text)} for text in asked])
     with pytest.raises(DataError, match=r"held\.jsonl contains all 6 generated problems"):
         write(tmp_path / "rest.parquet", exclude=held_out)
+
+
+def test_a_problem_that_only_begins_like_a_held_out_one_stays(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl")
+    asked = questions(tmp_path / "rows.jsonl")
+    write_rows(tmp_path / "held.jsonl", [tiny_row(0) | {"prompt": f"{text}s or x{text}"} for text in asked])
+    assert write(tmp_path / "rest.parquet", exclude=tmp_path / "held.jsonl") == 6

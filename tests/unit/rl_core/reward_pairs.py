@@ -201,4 +201,90 @@ PAIRS = [
     ("math", "1 1/2", r"\boxed{1.5}", 1),
     ("math", "1 1/2", r"\boxed{1\frac12}", 1),
     ("math", r"1\frac{1}{2}", r"\boxed{\frac{3}{2}}", 1),
+    *(
+        (kind, answer, response, float(answer == "3"))
+        for kind in ("numeric", "math")
+        for answer in ("3", "-3")
+        for response in (
+            "Final answer:\n- \\boxed{3}",
+            "Final answer:\n- $\\boxed{3}$",
+            "Final answer:\n  - $3$.",
+            r"The answer - \boxed{3}",
+            r"The answer – \boxed{3}",
+            r"The answer — \boxed{3}",
+            "-\n\\boxed{3}",
+            "- $3$",
+            "Price - $3",
+            "Price - €3",
+            r"Price - \$3",
+            "- 3",
+            "Answer =\n- 3",
+        )
+    ),
+    *(
+        (kind, answer, response, float(answer == "-3"))
+        for kind in ("numeric", "math")
+        for answer in ("3", "-3")
+        for response in (
+            r"**Answer** -\boxed{3}",
+            r"x = - \boxed{3}",
+            r"$- \boxed{3}$",
+            r"- \boxed{-3}",
+            "x = - $3$",
+            "- -$3$",
+            "-€3",
+            "- $-3$",
+        )
+    ),
 ]
+
+EXPRESSIONS = (
+    *(r"\sqrt{2}", r"2\pi", r"\frac{\pi}{2}", r"\frac{x}{3}", r"\frac{3}{4}x", r"-\sqrt{3}", r"\log_2 8", r"\sin 3"),
+    *("10!", "3x", "2i", "2 + 3i", "x^2+1", "2^x", "2^{n}", "x/2", "3/x", "3 - x", "-x+3", "x + 1", "x - 3", "2 x"),
+    *(r"3 \cdot x", "2ab", "3xyz", "2e", "f(3)", "ln 3", "(3, x)", r"[3, \infty)", r"\geq 3", "±3", "√2", "2π", "3²"),
+    *("1½", "3 million", "$3 million", r"3 \text{ billion}", "1.5 trillion", "5 dozen", "3k", "$3M", "5万", "3 tenths"),
+    *("5 and a half", "1/2 pi", "minus 5", "negative 5", "5 squared"),
+)
+"""Answers that have a number, and are another value."""
+
+UNITS = (
+    *("5 km", "5km", "5 m", "5m", "5 km/h", "5 m/s^2", "5/kg", "5 cm^2", "5 m²", "5 kg·m²", "5 L", "5g", "5 °C", "5°"),
+    *("5 minutes", "5min", "5 p.m.", "5am", "5th", "5 a day", "5-foot", "5 apples", "5 square units", "5 billionaires"),
+    *(
+        "5%",
+        r"5\%",
+        "5 percent",
+        "$5",
+        r"\$5",
+        "€5",
+        "5€",
+        "5 USD",
+        "USD 5",
+        "5 US dollars",
+        "5 U.S. dollars",
+        "5 cents",
+    ),
+    *(
+        r"5\text{ cm}",
+        r"5 \text{ cm}^2",
+        r"5\,\text{kg}",
+        r"5 \mathrm{~m}",
+        r"5^\circ",
+        r"5^{\circ}",
+        r"5^\circ\text{C}",
+    ),
+    *(
+        r"5\,\frac{\text{m}}{\text{s}}",
+        r"5 \Omega",
+        r"5 \mu m",
+        "5个",
+        "5円",
+        "答案是5",
+        "x = 5",
+        "x=5",
+        "t=5s",
+        "5 = x",
+    ),
+    *("**5**", "*Answer* 5", "- 5", "GPT-5", "is5", "B5", "5e0", "5.", r"\boxed{5}", r"\displaystyle 5", r"\approx 5"),
+)
+"""Answers that are 5."""

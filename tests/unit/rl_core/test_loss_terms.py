@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from rl_core.losses.base import Surrogate
 from rl_core.losses.kl import kl_estimate, row_kl
+from rl_core.losses.report import report
 from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
 from schemas.config.kl import KlConfig, KlEstimator
 from schemas.metrics import Mean, Metrics
@@ -31,6 +33,18 @@ def test_kl_terms_by_hand(estimator: KlEstimator, value: float, slope: float) ->
     assert metrics["kl"].value == pytest.approx(value / 2)
     # At x = 0 only k1 has a gradient: it pushes every log-prob down, wherever the reference is.
     assert gradient_of(inputs, loss) == pytest.approx([0.05 * slope, 0.05 if estimator == "k1" else 0.0])
+
+
+def test_a_loss_may_clip_on_both_sides_on_one_or_not_at_all() -> None:
+    inputs, values = row_inputs([1.0, 1.0], [0.0], [2]), torch.zeros(2)
+    low, high = torch.tensor([True, False]), torch.tensor([False, False])
+    for clipped, fractions in (
+        ({}, {}),
+        ({"low": low}, {"clip_fraction": 0.5, "clip_fraction/low": 0.5}),
+        ({"low": low, "high": high}, {"clip_fraction": 0.5, "clip_fraction/low": 0.5, "clip_fraction/high": 0.0}),
+    ):
+        metrics = report(inputs, Surrogate(values, values, clipped), {}, values.sum(), 1.0)
+        assert {name: each.value for name, each in metrics.items() if name.startswith("clip")} == fractions
 
 
 def test_the_mean_gradient_is_zero_for_k1_and_that_of_a_kl_for_k2_and_k3() -> None:

@@ -10,7 +10,7 @@ from rl_core.rewards import RewardItem, RewardOutcome, load_reward, score_all
 from schemas.config.reward import ExactReward, MathReward, ReasoningGymReward, RewardConfig
 from schemas.errors import RewardImportError
 from tests.unit.rl_core.reward_items import item, reward_of
-from tests.unit.rl_core.reward_pairs import PAIRS
+from tests.unit.rl_core.reward_pairs import EXPRESSIONS, PAIRS, UNITS
 
 
 def test_exact_ignores_surrounding_white_space() -> None:
@@ -77,6 +77,23 @@ def test_an_answer_without_a_number_is_a_failure(answer: str) -> None:
 def test_an_answer_with_several_numbers_is_a_failure(answer: str) -> None:
     assert "has 2 numbers" in (reward_of("numeric", answer, answer).failure or "")
     assert reward_of("numeric", "so 15", f"{answer} #### 15").reward == 1
+
+
+@pytest.mark.parametrize("answer", EXPRESSIONS)
+def test_an_answer_that_is_more_than_a_number_is_a_failure(answer: str) -> None:
+    failure = reward_of("numeric", answer, answer).failure or ""
+    assert "is more than a number" in failure or "has 2 numbers" in failure
+    assert "take reward.kind 'math'" in failure
+
+
+@pytest.mark.parametrize("answer", UNITS)
+def test_units_and_words_belong_to_no_number(answer: str) -> None:
+    assert reward_of("numeric", "so 5", answer).reward == 1
+
+
+@pytest.mark.parametrize("answer", ["1" + " " * 40_000 + "x", "1 " + "{" * 40_000, "a" * 40_000 + "1", "1" * 20_000])
+def test_numeric_reads_long_answers(answer: str) -> None:
+    reward_of("numeric", "5", answer)
 
 
 def test_math_needs_an_answer() -> None:

@@ -111,13 +111,23 @@ def without(folder: Path, to: Path, name: str) -> str:
     return str(to)
 
 
+def with_template(folder: Path, to: Path, template: str) -> str:
+    changed(folder, to)
+    (to / "chat_template.jinja").write_text(template)
+    return str(to)
+
+
 def test_what_is_no_reward_model_is_refused_before_a_run(folder: Path, tmp_path: Path) -> None:
     labels = {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
     ids, bert = ("pad_token_id", "eos_token_id"), tmp_path / "bert"
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     BertForSequenceClassification(BertConfig(vocab_size=300, num_labels=1, **sizes)).save_pretrained(bert)
+    one_sided = "{% for message in messages if message['role'] == 'user' %}{{ message['content'] }}{% endfor %}"
     for path, text in (
         (str(tmp_path / "absent"), "no such folder"),
+        (with_template(folder, tmp_path / "one-sided", one_sided), "leaves out the text of the assistant's message"),
+        (with_template(folder, tmp_path / "silent", "Hello"), "leaves out the text of the user's message"),
+        (with_template(folder, tmp_path / "broken", "{{ messages"), "chat template .* fails on a chat"),
         ("nobody/no-such-model", "no such folder"),
         (without(folder, tmp_path / "untokenized", "tokenizer.json"), "found none of tokenizer.json"),
         (changed(folder, tmp_path / "causal", architectures=["Qwen3ForCausalLM"]), "is Qwen3ForCausalLM, expected"),
@@ -129,6 +139,10 @@ def test_what_is_no_reward_model_is_refused_before_a_run(folder: Path, tmp_path:
         (
             changed(folder, tmp_path / "short", max_position_embeddings=50),
             "has 50 positions, fewer than reward.max_tok",
+        ),
+        (
+            changed(folder, tmp_path / "odd", hidden_size="16"),
+            "config.json can't be read: .*'hidden_size' expected int",
         ),
         (without(folder, tmp_path / "plain", "chat_template.jinja"), "the tokenizer has no chat template"),
         (str(bert), "has no linear layer `score`"),

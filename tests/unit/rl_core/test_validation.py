@@ -75,6 +75,8 @@ def test_majorities_by_hand() -> None:
         (r"\framebox{3}", "3"),
         (r"\boxed3", "3"),
         (r"-\boxed{3}", "-3"),
+        ("So:\n- \\boxed{3}", "3"),
+        (r"x = - \boxed{3}", "-3"),
         (r"5-\boxed{3}", "3"),
         (r"-\boxed{a + b}", "-(a + b)"),
         (r"\boxed{\boxed{3}}", "3"),
