@@ -6,10 +6,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from infra.variables import LOCAL_RAY_VARIABLES, set_variables
 from tests.support.progress import DeadlockDetector
@@ -18,7 +19,15 @@ from tests.support.progress import DeadlockDetector
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+
 LOOPBACK = "127.0.0.1"
+# Files that share a workplace: one process runs their tests, so that its services are started once.
+OF_THE_WORKPLACE = tuple(
+    f"tests/{name}.py"
+    for name in ("end_to_end/test_kill", "end_to_end/test_train", "services/test_services", "services/test_stages")
+)
 SLOW_FOLDERS = ("end_to_end", "services")  # whose tests start services
 
 # Read when Typer is imported: a terminal's or CI's settings would change what the command prints.
@@ -42,6 +51,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not hasattr(config, "workerinput"):
         subprocess.run([*RAY_COMMAND, "get-auth-token", "--generate"], capture_output=True, check=True)
+
+
+class _FilesScheduling(LoadFileScheduling):
+    """Gives each process one file at a time, and all of `OF_THE_WORKPLACE` to one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "workplace" if file in OF_THE_WORKPLACE else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> _FilesScheduling:
+    return _FilesScheduling(config, log)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -19,7 +19,7 @@ KINDS = [
     "tiered-memory",
     pytest.param("s3", marks=pytest.mark.slow),
     pytest.param("shared", marks=pytest.mark.slow),
-    pytest.param("outside", marks=pytest.mark.slow),
+    pytest.param("outside", marks=[pytest.mark.slow, pytest.mark.extended]),
     pytest.param("tiered", marks=pytest.mark.slow),
 ]
 _steps = itertools.count(1)

@@ -112,6 +112,7 @@ def test_rows_are_read_across_nodes(store: SharedColumnStore, elsewhere: Any) ->
     assert store.read(some, COLUMNS).to_pylist() == [expected[row] for row in (11, 7, 6, 0, 9)]
 
 
+@pytest.mark.extended
 def test_only_the_rows_and_columns_asked_for_are_moved(
     store: SharedColumnStore, elsewhere: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_only_the_rows_and_columns_asked_for_are_moved(
     assert sent.get_total_buffer_size() < 1_000
 
 
+@pytest.mark.extended
 def test_cleared_chunks_leave_the_other_nodes_memory(store: SharedColumnStore, elsewhere: Any) -> None:
     ray.get(elsewhere.put.remote(LENGTHS))
     folder = Path(ray.get(elsewhere.folder.remote()))
@@ -153,6 +155,7 @@ def test_a_killed_column_server_loses_its_chunks_and_is_started_again(store: Sha
     assert store.read(batch_of(here, again), COLUMNS).num_rows == 2 * len(LENGTHS)
 
 
+@pytest.mark.extended
 def test_a_put_finds_its_column_server_gone_and_gets_another(store: SharedColumnStore, elsewhere: Any) -> None:
     folder = Path(ray.get(elsewhere.folder.remote()))
     killed = server_process(store, str(folder))

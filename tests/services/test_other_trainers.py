@@ -5,11 +5,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.unit.rl_core.padded_batches import assert_same, trl_batch, verl_batch
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "other-trainers.md"
 
 
+@pytest.mark.extended
 def test_the_code_of_the_page_runs(ray_cluster: None) -> None:
     uids = ["a", "b", "c", "d"]
     proto = SimpleNamespace(batch=verl_batch(), non_tensor_batch={"uid": uids})

@@ -128,6 +128,7 @@ def test_an_engine_has_gpus_of_one_node_which_others_do_not_see(tmp_path: Path, 
     wait_until(lambda: ray.available_resources().get("GPU", 0) == 8)
 
 
+@pytest.mark.extended
 def test_colocated_workers_share_gpus_by_number(tmp_path: Path, nodes: list[Any]) -> None:
     with started("colocated", placed_config(tmp_path, ranks=2, rollout=2, reference=2, placement="colocated")) as run:
         found = probes(run)
@@ -172,6 +173,7 @@ def test_gpus_that_others_hold_are_awaited_and_then_refused(
         end(second)
 
 
+@pytest.mark.extended
 def test_workers_without_a_driver_end_and_free_their_gpus(tmp_path: Path, nodes: list[Any]) -> None:
     run = start("orphan", placed_config(tmp_path, device="cuda", orphan_seconds=600))
     driven = start("driven", placed_config(tmp_path, device="cuda", orphan_seconds=600))

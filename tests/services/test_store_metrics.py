@@ -2,6 +2,7 @@
 
 import urllib.request
 
+import pytest
 import ray
 
 from infra.stores.column_server import Limits
@@ -12,6 +13,7 @@ from tests.support.progress import wait_until
 RUN = "watched"
 
 
+@pytest.mark.extended
 def test_ray_exports_the_stores_metrics(ray_cluster: None) -> None:
     store = start_shared_store(RUN, Limits(CAPACITY, 60, 3600, None))
     try:

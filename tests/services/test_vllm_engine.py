@@ -87,6 +87,7 @@ def model(folder: Path) -> PreTrainedModel:
     return load_model(ModelConfig(path=str(folder)))
 
 
+@pytest.mark.extended
 def test_a_model_or_size_that_vllm_cannot_run_is_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"can't run the model .* in float32 with sequences of 128 tokens: .*cache"):
         open_vllm(ModelConfig(path=str(folder)), VllmRollout(cache_bytes=2**10), MAX_MODEL_LEN)
@@ -95,6 +96,7 @@ def test_a_model_or_size_that_vllm_cannot_run_is_rejected(folder: Path, tmp_path
         open_vllm(ModelConfig(path=str(odd)), ROLLOUT, MAX_MODEL_LEN)
 
 
+@pytest.mark.extended
 def test_a_closed_engine_frees_its_memory_for_another(folder: Path, model: PreTrainedModel) -> None:
     # Runs before the other tests' engine is started: a process can have only one.
     torch.set_num_threads(2)

@@ -38,7 +38,7 @@ from tests.support.progress import wait_until
 from tests.support.tiny import make_tiny_model
 from tests.support.weight_tensors import load_state
 
-pytestmark = NEEDS_VLLM
+pytestmark = [NEEDS_VLLM, pytest.mark.extended]
 
 NUM_RANKS = 2
 HOST = """
@@ -179,7 +179,6 @@ def test_a_call_that_was_abandoned_can_be_repeated(engine: VllmEngine) -> None:
     assert_identical(generate_all(engine, requests, sampling), whole)
 
 
-@pytest.mark.extended
 def test_ranks_end_with_a_killed_host(folder: Path) -> None:
     host = subprocess.Popen(
         [sys.executable, "-c", HOST, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
