@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,9 +18,6 @@ from tests.support.progress import DeadlockDetector
 # A slow example is no failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
-
-if TYPE_CHECKING:
-    from xdist.remote import Producer
 
 LOOPBACK = "127.0.0.1"
 # Files that share a workplace: one process runs their tests, so that its services are started once.
@@ -61,7 +58,8 @@ class _FilesScheduling(LoadFileScheduling):
         return "workplace" if file in OF_THE_WORKPLACE else file
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> _FilesScheduling:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _FilesScheduling:
     return _FilesScheduling(config, log)
 
 
