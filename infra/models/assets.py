@@ -1,10 +1,14 @@
 """A model folder's files other than its weights: its config, and all that its tokenizer and processor consist of."""
 
+import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
+from transformers import AutoConfig
+from transformers.utils import CONFIG_NAME
 
 from schemas.config.model import ModelConfig
 from schemas.errors import ModelError
@@ -34,6 +38,32 @@ def save_assets(config: ModelConfig, folder: Path) -> None:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target)
+
+
+def keep_dropout(folder: Path, source: str) -> None:
+    """Write the dropout of a model's own config into that of a folder to which the model was saved without dropout.
+
+    Args:
+        folder: The saved model's; its config may be the part for text of the model's own.
+        source: The model's own folder, or its name on the hub.
+    """
+    written = json.loads((folder / CONFIG_NAME).read_text())
+    own = AutoConfig.from_pretrained(source)
+    if own.model_type != written["model_type"]:
+        own = own.get_text_config()
+    kept = _with_dropout(written, own.to_dict())
+    (folder / CONFIG_NAME).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
+
+
+def _with_dropout(written: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for name, value in written.items():
+        theirs = own.get(name, value)
+        if isinstance(value, dict) and isinstance(theirs, dict):
+            kept[name] = _with_dropout(value, theirs)
+        else:
+            kept[name] = theirs if "drop" in name else value
+    return kept
 
 
 def _local_folder(path: str) -> Path:

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -272,12 +273,23 @@ def _generation_config(path: str) -> GenerationConfig | None:
 
 
 def _remove_dropout(model: PreTrainedModel) -> None:
+    """Set every probability of dropout to 0, in modules and in the configs that some layers read it from."""
+    configs = {}
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+        _set_dropout_to_zero(module)
+        if isinstance(config := getattr(module, "config", None), PretrainedConfig):
+            configs[id(config)] = config
+    for config in configs.values():
+        for part in (config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))):
+            _set_dropout_to_zero(part)
+
+
+def _set_dropout_to_zero(owner: nn.Module | PretrainedConfig) -> None:
+    for name, value in list(vars(owner).items()):
+        if "drop" in name and isinstance(value, float):  # attention_dropout, attn_pdrop, layerdrop
+            setattr(owner, name, 0.0)
 
 
 def _one_line(error: Exception) -> str:
