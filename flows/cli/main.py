@@ -2,6 +2,7 @@
 
 from typing import NoReturn
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from flows.cli import history_commands, replay_commands, service_commands  # noqa: F401  they add their commands
@@ -38,12 +39,25 @@ def _run_command() -> int:
         if (reason := explain_import_error(error)) is None:
             raise
         return _report("error", str(reason), error, USER_ERROR)
+    except ValidationError as error:  # at the import of Prefect; a run's own config never ends here
+        if not error.title.endswith("Settings"):
+            raise
+        return _report("error", _explain_settings(error), error, USER_ERROR)
     except PipelineError as error:
         return _report("stopped", f"{type(error).__name__}: {error}", error, PIPELINE_ERROR)
     except Exception as error:
         if not _is_expected(error):
             raise
         return _report("stopped", describe(error), error, PIPELINE_ERROR)
+
+
+def _explain_settings(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return (
+        f"Prefect refuses its settings: {place}{': ' if place else ''}{first['msg']}; correct PREFECT_API_URL and the "
+        "other variables PREFECT_*, or the profile in ~/.prefect/profiles.toml"
+    )
 
 
 def _is_expected(error: Exception) -> bool:
