@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,19 @@ from transformers.utils import CONFIG_NAME
 from schemas.config.model import ModelConfig
 from schemas.errors import ModelError
 
-_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+# `tokenizer.model.v3` is Mistral's, `*.spm` and `*.bpe` are Marian's and GPT-2's.
+_PATTERNS = (
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.model.v*",
+    "*.spm",
+    "*.bpe",
+    "*.tokenizer",
+    "*.txt",
+    "*.tiktoken",
+    "*.py",
+)
 _INDEX = ".index.json"  # of weights in several files
 _TEMPLATES = "additional_chat_templates"
 _NAME = re.compile(r"\w[\w.-]*")  # as files of a checkpoint may be named
@@ -70,7 +83,7 @@ def _local_folder(path: str) -> Path:
     """Return the model's folder; that of its snapshot, with the assets, if it is on the hub."""
     if Path(path).is_dir():
         return Path(path)
-    patterns = [*(f"*{suffix}" for suffix in _SUFFIXES), f"{_TEMPLATES}/*.jinja"]
+    patterns = [*_PATTERNS, f"{_TEMPLATES}/*.jinja"]
     try:
         return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=[f"*{_INDEX}"]))
     except (OSError, ValueError) as error:
@@ -85,7 +98,7 @@ def _asset_names(folder: Path) -> list[str]:
 
 def _is_asset(file: Path) -> bool:
     return (
-        file.suffix in _SUFFIXES
+        any(fnmatch(file.name, pattern) for pattern in _PATTERNS)
         and not file.name.endswith(_INDEX)
         and _NAME.fullmatch(file.name) is not None
         and file.is_file()

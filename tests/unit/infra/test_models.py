@@ -161,6 +161,9 @@ def test_assets_are_the_models_own_files_byte_for_byte(folder: Path, tmp_path: P
         "generation_config.json": '{"temperature": 0.6, "eos_token_id": [3, 258]}',
         "preprocessor_config.json": '{"size":   28}',
         "tokenizer.model": "pieces",
+        "tokenizer.model.v3": "more pieces",
+        "source.spm": "pieces",
+        "vocab.bpe": "merges",
         "modeling_own.py": "raise SystemExit",
         "additional_chat_templates/rag.jinja": "{{ documents }}",
     }
