@@ -239,15 +239,18 @@ def change_weights(folder: Path, **changes: torch.Tensor) -> None:
     save_file(load_file(file) | {name.replace("__", "."): value for name, value in changes.items()}, file)
 
 
-def test_weights_that_are_tied_and_differ_are_refused_and_the_advice_works(folder: Path) -> None:
+@pytest.mark.parametrize("load", [load_model, check_weight_files])
+def test_weights_that_are_tied_and_differ_are_refused_and_the_advice_works(folder: Path, load: LoadOrCheck) -> None:
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     change_weights(folder, lm_head__weight=embedding.clone())
     assert torch.equal(load_model(config_of(folder)).lm_head.weight, embedding)  # the same twice
+    load(config_of(folder))
     change_weights(folder, lm_head__weight=embedding.flip(0))
     with pytest.raises(
-        ModelError, match=r"model\.embed_tokens\.weight in .* differs .*set tie_word_embeddings to false"
+        ModelError,
+        match=r"model\.embed_tokens\.weight in .* differs from lm_head\.weight in .*set tie_word_embeddings to false",
     ):
-        load_model(config_of(folder))
+        load(config_of(folder))
     edit_json(folder / "config.json", tie_word_embeddings=False)
     model = load_model(config_of(folder))
     assert torch.equal(model.lm_head.weight, embedding.flip(0))
