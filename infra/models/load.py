@@ -82,8 +82,8 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 def check_weight_files(config: ModelConfig) -> None:
     """Check that a folder's weights cover the model, by the files' headers; a model on the hub isn't downloaded.
 
-    Only of weights that are tied and stored twice, the values are read: they must be the same. Warns of weights that are
-    no part of the model.
+    Only of weights that are tied and stored twice, the values are read: they must be the same. Warns of weights that
+    are no part of the model.
 
     Raises:
         ModelError: See `load_model`.
