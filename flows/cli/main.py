@@ -2,7 +2,6 @@
 
 from typing import NoReturn
 
-from pydantic import ValidationError
 from rich.console import Console
 
 from flows.cli import history_commands, replay_commands, service_commands  # noqa: F401  they add their commands
@@ -39,19 +38,22 @@ def _run_command() -> int:
         if (reason := explain_import_error(error)) is None:
             raise
         return _report("error", str(reason), error, USER_ERROR)
-    except ValidationError as error:  # at the import of Prefect; a run's own config never ends here
-        if not error.title.endswith("Settings"):
-            raise
-        return _report("error", _explain_settings(error), error, USER_ERROR)
     except PipelineError as error:
         return _report("stopped", f"{type(error).__name__}: {error}", error, PIPELINE_ERROR)
     except Exception as error:
+        if (reason := _explain_settings(error)) is not None:
+            return _report("error", reason, error, USER_ERROR)
         if not _is_expected(error):
             raise
         return _report("stopped", describe(error), error, PIPELINE_ERROR)
 
 
-def _explain_settings(error: ValidationError) -> str:
+def _explain_settings(error: Exception) -> str | None:
+    """Return which of its settings Prefect refused when it was imported; None if the error is another one."""
+    from pydantic import ValidationError  # not at the top: `sluice --help` doesn't need it
+
+    if not isinstance(error, ValidationError) or not error.title.endswith("Settings"):
+        return None
     first = error.errors(include_url=False)[0]
     place = ".".join(map(str, first["loc"]))
     return (
