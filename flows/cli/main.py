@@ -41,8 +41,8 @@ def _run_command() -> int:
     except PipelineError as error:
         return _report("stopped", f"{type(error).__name__}: {error}", error, PIPELINE_ERROR)
     except Exception as error:
-        if (reason := _explain_settings(error)) is not None:
-            return _report("error", reason, error, USER_ERROR)
+        if (settings := _explain_settings(error)) is not None:
+            return _report("error", settings, error, USER_ERROR)
         if not _is_expected(error):
             raise
         return _report("stopped", describe(error), error, PIPELINE_ERROR)
