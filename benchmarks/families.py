@@ -6,6 +6,7 @@ Rows are longer than every window and than the original positions. A column is a
 not, or None: to add one, add it to `COLUMNS`.
 """
 
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -111,8 +112,9 @@ def _write_base(family: Family, folder: Path) -> ModelConfig:
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
                 tensor.add_(0.01 * torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0)))
-    model.config.dtype = torch.bfloat16
     model.save_pretrained(folder / "base")
+    file = folder / "base" / "config.json"  # whose dtype is that of the weights
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
     return ModelConfig(path=str(folder / "base"))
 
 

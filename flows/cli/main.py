@@ -41,9 +41,25 @@ def _run_command() -> int:
     except PipelineError as error:
         return _report("stopped", f"{type(error).__name__}: {error}", error, PIPELINE_ERROR)
     except Exception as error:
+        if (settings := _explain_settings(error)) is not None:
+            return _report("error", settings, error, USER_ERROR)
         if not _is_expected(error):
             raise
         return _report("stopped", describe(error), error, PIPELINE_ERROR)
+
+
+def _explain_settings(error: Exception) -> str | None:
+    """Return which of its settings Prefect refused when it was imported; None if the error is another one."""
+    from pydantic import ValidationError  # not at the top: `sluice --help` doesn't need it
+
+    if not isinstance(error, ValidationError) or not error.title.endswith("Settings"):
+        return None
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return (
+        f"Prefect refuses its settings: {place}{': ' if place else ''}{first['msg']}; correct PREFECT_API_URL and the "
+        "other variables PREFECT_*, or the profile in ~/.prefect/profiles.toml"
+    )
 
 
 def _is_expected(error: Exception) -> bool:

@@ -41,7 +41,8 @@ def run_training(console: Console, config: RunConfig, run_id: str | None = None)
             error.add_note(_what_fits(config, error.gpu_bytes))
         if is_own and isinstance(error, Exception) and not was_terminated:
             log_error(directory, error)
-            error.add_note(hint)
+            if not isinstance(error, RunError):  # it says what must be done first: resuming would meet it again
+                error.add_note(hint)
         elif is_own:
             Console(stderr=True).print(hint, markup=False, highlight=False, soft_wrap=True)
         if was_terminated:

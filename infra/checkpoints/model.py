@@ -14,6 +14,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import CheckpointStore
+from infra.models.assets import keep_dropout
 from infra.models.load import build_model, load_model
 from infra.models.lora import add_adapter, merge_adapter
 from infra.models.precision import cast_model
@@ -76,8 +77,8 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
 def _copy_assets(assets: Path, folder: Path) -> None:
     """Copy the model's own files next to its weights, byte for byte where they describe the weights.
 
-    The model's own config is left out if it is that of a larger model, of which this is the part for text; and its
-    dtype is replaced if it isn't that of the weights.
+    The model's own config is left out if it is that of a larger model, of which this is the part for text, but for the
+    dropout that is removed in training; and its dtype is replaced if it isn't that of the weights.
     """
     written = json.loads(Path(folder, CONFIG_NAME).read_text())
     config = json.loads(Path(assets, CONFIG_NAME).read_text())
@@ -85,6 +86,8 @@ def _copy_assets(assets: Path, folder: Path) -> None:
     shutil.copytree(assets, folder, dirs_exist_ok=True, ignore=None if is_same else ignore_patterns(CONFIG_NAME))
     if is_same and _set_dtype(config, written["dtype"]):
         Path(folder, CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
+    if not is_same:
+        keep_dropout(folder, str(assets))
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> bool:

@@ -29,7 +29,7 @@ class ModelFiles(AbstractContextManager["ModelFiles"]):
 
     Args:
         path: The folder, or the model's name on the hub.
-        shapes_only: Read no values: tensors are on the meta device.
+        shapes_only: `read` reads no values: tensors are on the meta device.
 
     Attributes:
         names: The names of all tensors.
@@ -54,12 +54,17 @@ class ModelFiles(AbstractContextManager["ModelFiles"]):
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
-        """Read a tensor in the file's dtype, or its rows [start, stop)."""
+        """Read a tensor in the file's dtype, or its rows [start, stop); without values if only shapes are asked for."""
+        if not self._shapes_only:
+            return self.read_values(name, start, stop)
+        empty = torch.empty(self._slice(name).get_shape(), device="meta")
+        return empty if start is None else empty[start:stop]
+
+    def read_values(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        """Read a tensor in the file's dtype, or its rows [start, stop), even if only shapes are asked for."""
         part = self._slice(name)
-        if self._shapes_only:
-            part = torch.empty(part.get_shape(), device="meta")
         tensor: Tensor = part[...] if start is None else part[start:stop]
-        self._num_read += 0 if self._shapes_only else tensor.nbytes
+        self._num_read += tensor.nbytes
         return tensor
 
     def describe(self, name: str) -> str:

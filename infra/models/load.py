@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -78,9 +79,10 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def check_weight_files(config: ModelConfig) -> None:
-    """Check that a folder's weights cover the model, by the files' headers alone; a model on the hub isn't downloaded.
+    """Check that a folder's weights cover the model, by the files' headers; a model on the hub isn't downloaded.
 
-    Warns of weights that are no part of the model.
+    Only of weights that are tied and stored twice, the values are read: they must be the same. Warns of weights that
+    are no part of the model.
 
     Raises:
         ModelError: See `load_model`.
@@ -285,12 +287,23 @@ def _generation_config(path: str) -> GenerationConfig | None:
 
 
 def _remove_dropout(model: PreTrainedModel) -> None:
+    """Set every probability of dropout to 0, in modules and in the configs that some layers read it from."""
+    configs = {}
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+        _set_dropout_to_zero(module)
+        if isinstance(config := getattr(module, "config", None), PretrainedConfig):
+            configs[id(config)] = config
+    for config in configs.values():
+        for part in (config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))):
+            _set_dropout_to_zero(part)
+
+
+def _set_dropout_to_zero(owner: nn.Module | PretrainedConfig) -> None:
+    for name, value in list(vars(owner).items()):
+        if "drop" in name and isinstance(value, float):  # attention_dropout, attn_pdrop, layerdrop
+            setattr(owner, name, 0.0)
 
 
 def _one_line(error: Exception) -> str:

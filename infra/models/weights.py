@@ -35,7 +35,8 @@ def load_weights(
     Args:
         model: The model with parameters on the meta device, adapted and sharded as in use; its buffers exist.
         path: The model folder, or the model's name on the hub.
-        device: The device of the parameters and buffers; `meta` reads no values, and only checks names and shapes.
+        device: The device of the parameters and buffers; `meta` only checks names and shapes, and reads no values but
+            those of weights that are stored twice, as they are tied.
         dtype: The dtype of the parameters.
         seed: The seed of new adapters.
 
@@ -74,6 +75,7 @@ class _Targets:
         self._state = model.state_dict(keep_vars=True)
         self.names = {without_adapter(name): name for name in self._state}
         self._new: dict[int, Tensor] = {}  # by the id of what they replace
+        self._sources: dict[int, tuple[str, Rows]] = {}  # of the same
 
     def fill(self, target: str, shape: tuple[int, ...], rows: Rows, source: str, path: str) -> None:
         """Fill this rank's rows of a weight; a second value of a tied weight must be the same.
@@ -89,13 +91,15 @@ class _Targets:
             )
         start, size = _held_rows(old) if isinstance(old, DTensor) else (0, shape[0] if shape else 1)
         if (filled := self._new.get(id(old))) is not None:
-            if not self._holds(local_tensor(filled), rows, start):
+            first, first_rows = self._sources[id(old)]
+            if not _agree(local_tensor(filled), first_rows, rows, start):
                 raise ModelError(
-                    f"model.path {path}: {source} differs from the weight that {target} of {type(self._model).__name__}"
+                    f"model.path {path}: {source} differs from {first}, which {target} of {type(self._model).__name__}"
                     " is tied to; if both are meant, set tie_word_embeddings to false in the folder's config.json, else"
                     " remove one of them"
                 )
             return
+        self._sources[id(old)] = source, rows
         is_weight = isinstance(old, nn.Parameter) and old.is_floating_point()
         local = self._copy(rows, start, (size, *shape[1:]) if shape else (), self._dtype if is_weight else old.dtype)
         if not isinstance(old, DTensor):
@@ -119,16 +123,6 @@ class _Targets:
             values[first:last].copy_(rows(start + first, start + last))
         return values
 
-    def _holds(self, filled: Tensor, rows: Rows, start: int) -> bool:
-        """Return whether these are the values of a tensor, as far as this rank holds and reads them."""
-        if filled.is_meta:
-            return True
-        step = max(1, _PIECE_ELEMENTS // max(1, math.prod(filled.shape[1:])))
-        pieces = [(first, min(first + step, len(filled))) for first in range(0, len(filled), step)]
-        return all(
-            torch.equal(filled[first:last], rows(start + first, start + last).to(filled)) for first, last in pieces
-        )
-
     def assign(self, path: str) -> None:
         """Put the values into the model, and move the other buffers to the device.
 
@@ -146,6 +140,27 @@ class _Targets:
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self._device))
+
+
+def _agree(filled: Tensor, source: Rows, rows: Rows, start: int) -> bool:
+    """Return whether these are the values of a tensor, as far as this rank holds them.
+
+    Args:
+        filled: The tensor; without values, those of its source are compared.
+        source: What it was filled from.
+        rows: The values.
+        start: The first row that this rank holds.
+    """
+    step = max(1, _PIECE_ELEMENTS // max(1, math.prod(filled.shape[1:])))
+    for first in range(0, len(filled), step):
+        last = min(first + step, len(filled))
+        own = source(start + first, start + last).to(filled.dtype) if filled.is_meta else filled[first:last]
+        other = rows(start + first, start + last)
+        if own.is_meta or other.is_meta:  # of several stored tensors
+            return True
+        if not torch.equal(own, other.to(own)):
+            return False
+    return True
 
 
 def _like(old: Tensor, value: Tensor) -> Tensor:
@@ -209,7 +224,7 @@ def _fill_converted(
 
 
 def _rows_of(files: ModelFiles, name: str) -> Rows:
-    return lambda start, stop: files.read(name, start, stop)
+    return lambda start, stop: files.read_values(name, start, stop)
 
 
 def _rows_in(tensor: Tensor) -> Rows:

@@ -9,9 +9,11 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +43,7 @@ PROMETHEUS_TARGETS = "prometheus.json"  # in the services' folder; for Prometheu
 # -P: without the working directory on the module path, where any file might shadow a module.
 PREFECT_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("prefect_server.py")))
 RAY_COMMAND = (sys.executable, "-P", "-m", "ray.scripts.scripts")
+MIN_TEMPORARY_BYTES = 2**26  # a started Ray has written some MiB
 START_TIMEOUT_SECONDS = 600  # on a busy machine; one that exits is noticed at once
 MAX_STARTS = 5  # of a service whose port another program takes each time, or for which the machine is too busy
 
@@ -106,18 +109,19 @@ class LocalServices:
         """Start the requested services that aren't running, in parallel, and wait until they respond.
 
         Raises:
-            ServiceError: A service does not respond in time; the message names its log.
+            ServiceError: A service does not respond in time, and the message names its log; or Ray's temporary folder
+                is full.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._lock():
             started = []
-            if prefect and self.state("prefect") is None:
-                self._stop("prefect")
-                started.append(self._spawn_prefect(self._prefect_port()))
-            if ray and not self._ray_is_whole():
-                self._stop("ray")
-                started.append(self._spawn_ray(free_port()))
             try:
+                if prefect and self.state("prefect") is None:
+                    self._stop("prefect")
+                    started.append(self._spawn_prefect(self._prefect_port()))
+                if ray and not self._ray_is_whole():
+                    self._stop("ray")
+                    started.append(self._spawn_ray(free_port()))
                 for number, service in enumerate(tuple(started)):
                     started[number] = self._wait_or_move(service)
             except BaseException:
@@ -216,6 +220,8 @@ class LocalServices:
         return self._spawn("prefect", command, environment, port)
 
     def _spawn_ray(self, port: int) -> "_Started":
+        if (fault := _temporary_fault()) is not None:
+            raise ServiceError(fault)
         _make_ray_token()
         command = [*RAY_COMMAND, "start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=false"]
         command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", "--include-log-monitor=false"]
@@ -265,9 +271,11 @@ class LocalServices:
             log = self._log_path(name)
             if process.poll() is not None:
                 error = _StartAgainError if _may_start_again(log) or not all(map(is_free, ports)) else ServiceError
-                raise error(f"the local {name} service exited with {process.returncode}; see {log}")
+                raise error(f"the local {name} service exited with {process.returncode}; {_reason(name, log)}")
             if time.monotonic() > deadline:
-                raise ServiceError(f"the local {name} service did not respond in {START_TIMEOUT_SECONDS} s; see {log}")
+                raise ServiceError(
+                    f"the local {name} service did not respond in {START_TIMEOUT_SECONDS} s; {_reason(name, log)}"
+                )
             time.sleep(0.1)
         self._record(name, process.pid, ports[0], is_ready=True)
         logger.info("started %s at %s:%d (pid %d)", name, LOOPBACK, ports[0], process.pid)
@@ -309,6 +317,28 @@ def _make_ray_token() -> None:
     token = subprocess.run(generate, env={**os.environ, **RAY_ENVIRONMENT}, capture_output=True, check=False)
     if token.returncode:
         raise ServiceError(f"Ray can't create its authentication token: {token.stderr.decode().strip()}")
+
+
+def _reason(name: str, log: Path) -> str:
+    """Return why a service has not started, as far as it is known, and where to look."""
+    fault = _temporary_fault() if name == "ray" else None
+    return f"see {log}" if fault is None else f"{fault}; see {log}"
+
+
+def _temporary_fault() -> str | None:
+    """Return why Ray can't work in its temporary folder, which it fills with sockets and logs; None if it can."""
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    place = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)  # Ray makes the rest
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return f"Ray's temporary folder {folder} can't be used ({error}); set RAY_TMPDIR to another one"
+    if free >= MIN_TEMPORARY_BYTES:
+        return None
+    return (
+        f"Ray's temporary folder {folder} has {free // 2**20} MiB left, but Ray needs {MIN_TEMPORARY_BYTES // 2**20} "
+        "MiB for its sockets and logs: free some space, or set RAY_TMPDIR to another folder"
+    )
 
 
 def _may_start_again(log: Path) -> bool:

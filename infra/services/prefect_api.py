@@ -4,8 +4,10 @@ import base64
 import json
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import urlsplit
 
 from schemas.errors import ServiceError
 
@@ -40,7 +42,7 @@ def check_prefect_api(api_url: str, login: str | None = None) -> None:
     Raises:
         ServiceError: Nothing responds, something else than Prefect, another version of it, or one that refuses `login`.
     """
-    if not api_url.startswith(("http://", "https://")):
+    if not _is_url(api_url):
         raise ServiceError(f"{api_url!r} is not the URL of a Prefect API, such as http://127.0.0.1:4200/api; {FIX}")
     try:
         is_healthy, found = _get(f"{api_url}/health"), _get(f"{api_url}/admin/version", login)
@@ -62,12 +64,25 @@ def check_prefect_api(api_url: str, login: str | None = None) -> None:
         )
 
 
-def _get(url: str, login: str | None = None) -> Any:
-    request = urllib.request.Request(url)
-    if login is not None:
-        request.add_header("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
+def _is_url(text: str) -> bool:
     try:
+        parts = urlsplit(text)
+        is_complete = parts.hostname is not None and parts.port != 0
+    except ValueError:  # a port that is no number, or an open bracket
+        return False
+    return is_complete and text.startswith(("http://", "https://")) and not any(map(str.isspace, text))
+
+
+def _get(url: str, login: str | None = None) -> Any:
+    try:
+        request = urllib.request.Request(url)
+        if login is not None:
+            request.add_header("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             return json.load(response)
     except (urllib.error.HTTPError, ValueError):  # something responds, but not as expected
+        return None
+    except OSError:
+        raise
+    except HTTPException:  # something responds that isn't HTTP, or that ends within its answer
         return None

@@ -75,10 +75,10 @@ class LocalLines:
                 at = file.seek(at - size)
                 first, *lines = (file.read(size) + rest).split(b"\n")
                 for line in reversed(lines if is_whole else lines[:-1]):
-                    yield line.decode() + "\n"
+                    yield line.decode(errors="replace") + "\n"
                 rest, is_whole = first, is_whole or bool(lines)
             if is_whole:
-                yield rest.decode() + "\n"
+                yield rest.decode(errors="replace") + "\n"
 
     def append(self, text: str) -> None:
         is_new = not self._path.exists()
@@ -127,7 +127,9 @@ class ObjectLines:
     def read_backwards(self) -> Iterator[str]:
         newest = self._newest()
         for name in reversed(newest.names) if newest else ():  # whole lines each
-            yield from reversed(b"".join(self._folder.read_all([name])).decode().splitlines(keepends=True))
+            yield from reversed(
+                b"".join(self._folder.read_all([name])).decode(errors="replace").splitlines(keepends=True)
+            )
 
     def append(self, text: str) -> None:
         newest = self._newest()

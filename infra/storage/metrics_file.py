@@ -1,10 +1,18 @@
 """`metrics.jsonl`: the reports of a run's finished steps and evaluations, and when it was started and resumed."""
 
 import json
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from infra.storage.lines import Lines
+from schemas.errors import RunError
 from schemas.step import EvalReport, RunEvent, StepReport
+
+Report = TypeVar("Report", StepReport, EvalReport)
+Parsed = TypeVar("Parsed")
+
+_BEGINNING = '{"kind": "'  # of every line
 
 
 class MetricsFile:
@@ -33,8 +41,12 @@ class MetricsFile:
         self._append(event.model_dump())
 
     def steps(self) -> list[StepReport]:
-        """Return the reports of the finished steps."""
-        return [StepReport.model_validate(row) for row in self._reports("step")]
+        """Return the reports of the finished steps.
+
+        Raises:
+            RunError: A line is damaged. Of every method that reads; an unfinished last line was never committed.
+        """
+        return self._reports("step", StepReport)
 
     def step(self, number: int) -> StepReport | None:
         """Return the report of one step; None if it is not finished."""
@@ -45,19 +57,27 @@ class MetricsFile:
         reports: list[StepReport] = []
         for line in self._lines.read_backwards():
             if line.startswith(_beginning("step")):
-                row = json.loads(line)
-                if row["step"] < first:
+                try:
+                    report = _parse(line, StepReport)
+                except ValueError:
+                    self.steps()  # forwards, which tells the line's number
+                    raise
+                if report.step < first:
                     break
-                reports.append(StepReport.model_validate(_without_kind(row)))
+                reports.append(report)
         return reports[::-1]
 
     def evals(self) -> list[EvalReport]:
         """Return the reports of the evaluations."""
-        return [EvalReport.model_validate(row) for row in self._reports("eval")]
+        return self._reports("eval", EvalReport)
 
     def events(self) -> list[RunEvent]:
         """Return the run's starts, resumes and restarts."""
-        return [RunEvent.model_validate(row) for row in self._rows() if row["kind"] not in ("step", "eval")]
+        return [
+            self._checked(number, partial(RunEvent.model_validate, row))
+            for number, row in enumerate(self._rows(), start=1)
+            if row["kind"] not in ("step", "eval")
+        ]
 
     def modified(self) -> float | None:
         """Return when the last line was written, Unix time; None if there is none."""
@@ -86,13 +106,37 @@ class MetricsFile:
     def _append(self, row: dict[str, Any]) -> None:
         self._lines.append(json.dumps(row) + "\n")
 
-    def _reports(self, kind: str) -> list[dict[str, Any]]:
-        """Return the rows of a kind, without the kind; the others are not parsed, as a long run has many."""
+    def _reports(self, kind: str, model: type[Report]) -> list[Report]:
+        """Return the reports of a kind; lines of others are not parsed, as a long run has many."""
         beginning = _beginning(kind)
-        return [_without_kind(json.loads(line)) for line in self._lines.read() if line.startswith(beginning)]
+        reports = []
+        for number, line in enumerate(self._lines.read(), start=1):
+            if line.startswith(beginning):
+                reports.append(self._checked(number, partial(_parse, line, model)))
+            elif not line.startswith(_BEGINNING):
+                raise self._damage(number)
+        return reports
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._lines.read()]
+        lines = enumerate(self._lines.read(), start=1)
+        return [self._checked(number, partial(_parse_row, line)) for number, line in lines]
+
+    def _checked(self, number: int, parse: Callable[[], Parsed]) -> Parsed:
+        """Return what a line is parsed to.
+
+        Raises:
+            RunError: It is damaged.
+        """
+        try:
+            return parse()
+        except ValueError as error:
+            raise self._damage(number) from error
+
+    def _damage(self, number: int) -> RunError:
+        return RunError(
+            f"{self}, line {number} is damaged: restore that file, or save the weights with `sluice export` and start "
+            "a new run from them"
+        )
 
 
 def _beginning(kind: str) -> str:
@@ -100,5 +144,12 @@ def _beginning(kind: str) -> str:
     return json.dumps({"kind": kind})[:-1]
 
 
-def _without_kind(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in row if name != "kind"}
+def _parse(line: str, model: type[Report]) -> Report:
+    return model.model_validate({name: value for name, value in _parse_row(line).items() if name != "kind"})
+
+
+def _parse_row(line: str) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict) or "kind" not in row:
+        raise ValueError("a line has no kind")
+    return row

@@ -1,10 +1,13 @@
 """The warm-start worker: supervised training on answers, with the same packed forward that GRPO uses."""
 
+from pathlib import Path
+
 import numpy as np
 import torch
 
 from infra.datasets import load_train_prompts
 from infra.datasets.environments import RowEnvironment
+from infra.models.assets import keep_dropout
 from infra.models.load import load_model, load_tokenizer
 from infra.ray.device import set_threads
 from rl_core.environments.tools import tool_schemas
@@ -46,6 +49,7 @@ class WarmstartWorker:
     def save(self) -> str:
         """Write the model folder, and return its path."""
         self._model.save_pretrained(self._config.out_path)
+        keep_dropout(Path(self._config.out_path), self._config.model.path)
         self._tokenizer.save_pretrained(self._config.out_path)
         return self._config.out_path
 

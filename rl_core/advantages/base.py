@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_NOISE = 1e-12  # absolute, of parts that cancel: 0.1 + 0.2 - 0.3 is 5.6e-17
 _ROUNDING = 8 * float(np.finfo(np.float32).eps)  # relative
 
 
@@ -89,7 +90,8 @@ def find_equal(rewards: Floats, group: Ints, num_groups: int) -> NDArray[np.bool
     """Return whether all rewards of each group are equal, [G], up to the rounding of float32 sums.
 
     True for a group of one row or none. Rewards like 1 and 0.99999994 are sums of the same parts in another order:
-    normalized, their difference would be as large as that of right and wrong.
+    normalized, their difference would be as large as that of right and wrong. The same holds for 0 and 5.6e-17, the sum
+    of parts that cancel.
 
     Args:
         rewards: [N].
@@ -100,5 +102,5 @@ def find_equal(rewards: Floats, group: Ints, num_groups: int) -> NDArray[np.bool
     np.minimum.at(lowest, group, rewards)
     np.maximum.at(highest, group, rewards)
     largest = np.maximum(np.abs(lowest), np.abs(highest))
-    is_equal: NDArray[np.bool_] = highest - lowest <= _ROUNDING * largest
+    is_equal: NDArray[np.bool_] = highest - lowest <= np.maximum(_ROUNDING * largest, _NOISE)
     return is_equal

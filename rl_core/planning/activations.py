@@ -1,7 +1,7 @@
 """Activation memory of a model's decoder, found by running it on the meta device, where tensors have no memory.
 
-T tokens of one packed row. What autograd saves for the backward pass is counted as it is saved, so that every
-architecture, dtype and frozen layers are counted as they are. The LM head is `rl_core.planning.memory`'s.
+T tokens of one packed row, or of a padded batch. What autograd saves for the backward pass is counted as it is saved,
+so that every architecture, dtype and frozen layers are counted as they are. The LM head is `rl_core.planning.memory`'s.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from rl_core.scoring import pack_row, use_packed_attention
-from rl_core.scoring.forward import PackedRow, packed_hidden_states
+from rl_core.scoring import pack_row, use_packed_attention, use_padded_attention
+from rl_core.scoring.comparison import Kind, one_line_errors
+from rl_core.scoring.forward import PackedRow, decoder, packed_hidden_states
 from rl_core.training.sharding import layer_modules
-from schemas.errors import ModelError
+from schemas.errors import ModelError, ScoringError
 
 
 @dataclass(frozen=True)
@@ -39,30 +40,29 @@ class Activations:
     widest: int
 
 
-def trace_activations(model: PreTrainedModel, num_tokens: int, *, longest: int) -> Activations:
+def trace_activations(model: PreTrainedModel, num_tokens: int, *, longest: int, kind: Kind = "packed") -> Activations:
     """Count what a forward saves for its backward.
 
     Args:
         model: On the meta device, in the compute dtype, with the parameters that train; its attention is switched to
-            packed attention.
-        num_tokens: T.
-        longest: Tokens of the longest sequence; the row consists of sequences of this length.
+            the kind's.
+        num_tokens: T, padding included.
+        longest: Tokens of the longest sequence; packed rows consist of sequences of this length.
+        kind: Whether the row is packed, or a padded batch, for which a model may have an attention of its own.
 
     Returns:
         The bytes.
 
     Raises:
-        ModelError: The model can't run without values, e.g. because it routes tokens by them.
+        ModelError: The model can't run without values, e.g. because it routes tokens by them, or can't be packed.
     """
-    use_packed_attention(model)
-    saved = _Saved(model)
     try:
-        with saved.recording(), _Abstract():
-            hidden = packed_hidden_states(model, _meta_row(num_tokens, longest))
-    except (NotImplementedError, RuntimeError) as error:
-        raise ModelError(
-            f"{type(model).__name__} can't be traced for its activation memory: {str(error).splitlines()[0]}"
-        ) from error
+        with one_line_errors(model, "on the meta device"):
+            saved = _Saved(model)
+            with saved.recording(), _Abstract():
+                hidden = (_padded_states if kind == "padded" else _packed_states)(model, num_tokens, longest)
+    except ScoringError as error:
+        raise ModelError(str(error)) from error
     return Activations(
         layers=tuple(saved.num_bytes[index] for index in range(len(saved.layers))),
         layer_input=hidden.nbytes,
@@ -140,7 +140,7 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = torch.empty_like(query)
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
         normalizers = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, normalizers)
         return output
@@ -161,6 +161,24 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise AssertionError("only forwards are traced")
+
+
+def _packed_states(model: PreTrainedModel, num_tokens: int, longest: int) -> Tensor:
+    """Run a packed row of T tokens without values: [T, hidden]."""
+    use_packed_attention(model)
+    return packed_hidden_states(model, _meta_row(num_tokens, longest))
+
+
+def _padded_states(model: PreTrainedModel, num_tokens: int, longest: int) -> Tensor:
+    """Run a padded batch of about T tokens without values, as `padded_hidden_states` runs one: [S, L, hidden]."""
+    use_padded_attention(model)
+    num_sequences = -(-num_tokens // longest)
+    ids = torch.zeros(num_sequences, -(-num_tokens // num_sequences), dtype=torch.int64, device="meta")
+    output = decoder(model)(
+        input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=torch.zeros_like(ids), use_cache=False
+    )
+    hidden: Tensor = output.last_hidden_state
+    return hidden
 
 
 def _meta_row(num_tokens: int, longest: int) -> PackedRow:

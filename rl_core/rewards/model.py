@@ -17,6 +17,7 @@ from rl_core.rewards.hosted import (
     model_error,
     open_chat,
 )
+from rl_core.scoring import use_packed_attention
 from rl_core.scoring.pooled import pack_whole, packed_pooled_scores, prepare_pooled, score_head
 from schemas.config.reward import ModelReward
 from schemas.errors import ScoringError
@@ -103,10 +104,11 @@ class RewardModel(GroupReward):
 
 
 def build_meta_reward_model(config: ModelReward) -> PreTrainedModel:
-    """Build the model on the meta device: its parameters have shapes but no memory.
+    """Build the model on the meta device: its parameters have shapes but no memory. It uses packed attention.
 
     Raises:
-        ModelError: The folder has none with one label that is decoder-only, or it has too few positions.
+        ModelError: The folder has none with one label that is decoder-only, it has too few positions, or can't be
+            packed.
     """
     described = describe_model(config, "ForSequenceClassification", "a reward model")
     if described.num_labels != 1:
@@ -119,6 +121,7 @@ def build_meta_reward_model(config: ModelReward) -> PreTrainedModel:
     model = build_on_meta(config, described, AutoModelForSequenceClassification)
     try:
         score_head(model)
+        use_packed_attention(model)
     except ScoringError as error:
         raise model_error(config, str(error)) from error
     return model

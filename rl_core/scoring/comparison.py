@@ -65,6 +65,35 @@ def score_alone(model: PreTrainedModel, sequences: Sequences) -> list[Tensor]:
     return logprobs
 
 
+def score_beginnings(model: PreTrainedModel, sequences: Sequences, alone: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Compute the log-probs of the first half of each response before and after its second half is changed.
+
+    A causal model has the same. Its attention is eager afterwards.
+
+    Args:
+        model: The model.
+        sequences: Prompts and responses.
+        alone: Their log-probs, of `score_alone`.
+
+    Returns:
+        [T] each, where T counts the tokens of all first halves.
+
+    Raises:
+        ScoringError: The model's own code fails.
+    """
+    vocab_size: int = model.config.get_text_config().vocab_size
+    halves = [len(response) // 2 for _, response in sequences]
+    changed = [
+        (prompt, torch.cat([response[:half], (response[half:] + 1) % vocab_size]))
+        for (prompt, response), half in zip(sequences, halves, strict=True)
+    ]
+    again = score_alone(model, changed)
+    before, after = (
+        torch.cat([scores[:half] for scores, half in zip(scored, halves, strict=True)]) for scored in (alone, again)
+    )
+    return before, after
+
+
 @contextmanager
 def one_line_errors(model: PreTrainedModel, what: str) -> Iterator[None]:
     """Turn what a model's own code raises into a `ScoringError` of one line; memory and collectives fail as they do."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl_core.scoring.attention import use_packed_attention
-from rl_core.scoring.comparison import Kind, Sequences, random_sequences, score_alone, score_rows
+from rl_core.scoring.comparison import Kind, Sequences, random_sequences, score_alone, score_beginnings, score_rows
 from rl_core.scoring.head import lm_head
 from schemas.errors import ScoringError
 
@@ -35,10 +35,12 @@ def leak_probe(model: PreTrainedModel) -> None:
         model: A causal language model that uses packed attention.
 
     Raises:
-        ScoringError: Log-probs moved with another sequence, or differ from those of the sequence alone. Don't train.
+        ScoringError: Log-probs moved with another sequence or with later tokens, or differ from those of the sequence
+            alone. Don't train.
     """
     sequences = random_sequences(model, _LENGTHS)
     alone = score_alone(model, sequences)
+    _check_causality(model, sequences, alone)
     try:
         packed = score_rows(model, sequences, "packed")
         _check_isolation(model, sequences, packed)
@@ -55,20 +57,32 @@ def leak_probe(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def padded_probe(model: PreTrainedModel) -> None:
-    """Check that padded scoring is exact for a model: equal to its own forward of each of three sequences alone.
+    """Check that a model is causal, and padded scoring equal to its own forward of each of three sequences alone.
 
     Args:
         model: A causal language model that uses padded attention; see `leak_probe`.
 
     Raises:
-        ScoringError: Log-probs differ. Don't train.
+        ScoringError: Log-probs differ, or move with later tokens. Don't train.
     """
     sequences = random_sequences(model, _LENGTHS)
     alone = score_alone(model, sequences)
+    _check_causality(model, sequences, alone)
     try:
         _check_agreement(model, score_rows(model, sequences, "padded"), alone, "padded")
     except ScoringError as error:
         raise ScoringError(f"{error}; {_OTHER}") from error
+
+
+def _check_causality(model: PreTrainedModel, sequences: Sequences, alone: Sequence[Tensor]) -> None:
+    """Change the second half of each response, and check that the log-probs of the first stay."""
+    before, after = score_beginnings(model, sequences, alone)
+    limit = _MAX_MOVEMENT_HALF if _is_half(model) else _MAX_DIFFERENCE  # chunks of recurrent layers round differently
+    if not (movement := _distance(model, [before], [after])) <= limit:
+        raise ScoringError(
+            f"{type(model).__name__} isn't causal: changing later tokens moved log-probs of earlier ones by "
+            f"{movement:.3g} nats (limit {limit:g}), but they don't exist while it samples; {_OTHER}"
+        )
 
 
 def _check_isolation(model: PreTrainedModel, sequences: Sequences, packed: Sequence[Tensor]) -> None:

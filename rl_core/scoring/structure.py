@@ -5,7 +5,15 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rl_core.scoring.comparison import Kind, Sequences, one_line_errors, random_sequences, score_alone, score_rows
+from rl_core.scoring.comparison import (
+    Kind,
+    Sequences,
+    one_line_errors,
+    random_sequences,
+    score_alone,
+    score_beginnings,
+    score_rows,
+)
 from rl_core.scoring.logprobs import head_logprobs
 from rl_core.scoring.miniature import LIMIT_TOKENS, build_miniature, single_thread
 from schemas.errors import ScoringError
@@ -14,6 +22,8 @@ from schemas.errors import ScoringError
 _LENGTHS = ((3, 5), (2 * LIMIT_TOKENS, LIMIT_TOKENS), (1, 4), (5, LIMIT_TOKENS))
 MAX_DIFFERENCE = 2e-3  # of log-probs, relative to their standard deviation; float32's rounding is below 5e-4
 _HEAD = "its logits are not only its LM head's of its last hidden states, with a scale and softcap known here"
+
+_NOT_CAUSAL = "it isn't causal: log-probs depend on later tokens, which don't exist while it samples"
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,11 @@ def check_structure(config: PretrainedConfig, longest: int) -> Structure | None:
         model = build_miniature(config, longest)
         sequences = random_sequences(model, _LENGTHS)
         alone = score_alone(model, sequences)
+        before, after = score_beginnings(model, sequences, alone)
     except ScoringError:
         return None
+    if not relative_difference(after, before) <= MAX_DIFFERENCE:
+        return Structure(_NOT_CAUSAL, _NOT_CAUSAL)
     if (fault := _head_fault(model, sequences)) is not None:
         return Structure(fault, fault)
     return Structure(*(_fault(model, sequences, alone, kind) for kind in ("packed", "padded")))

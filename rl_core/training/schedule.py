@@ -10,7 +10,8 @@ def learning_rate(config: OptimConfig, num_updates: int, step: int, part: int, n
 
     It warms up linearly over the first `warmup_updates`, then is constant, or decays by a half cosine to 0 at the end
     of the run. The decay follows the steps, not the updates: a fork may have other `updates_per_step` than the steps
-    that it took over, and a step with few rows has fewer updates than that.
+    that it took over, and a step with few rows has fewer updates than that. If the warm-up is as long as the run in the
+    updates of such a fork, past it the rate is that of a decay over all steps.
 
     Args:
         config: The optimizer's config.
@@ -23,6 +24,10 @@ def learning_rate(config: OptimConfig, num_updates: int, step: int, part: int, n
         return config.lr * (num_updates + 1) / (config.warmup_updates + 1)
     if config.schedule == "constant":
         return config.lr
-    decaying = max(num_steps * config.updates_per_step - config.warmup_updates, 1)
-    progress = (step * config.updates_per_step + part - config.warmup_updates) / decaying
+    total, done, warmup = (
+        num_steps * config.updates_per_step,
+        step * config.updates_per_step + part,
+        config.warmup_updates,
+    )
+    progress = (done - warmup) / (total - warmup) if total > warmup else done / total
     return config.lr * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))

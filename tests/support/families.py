@@ -1,5 +1,6 @@
 """Tiny models of many families, with random weights, as Hugging Face folders."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,21 @@ def make_family(folder: Path, name: str, *, dtype: str = "bfloat16", seed: int =
         seed: The seed of the weights.
     """
     model = build_family(name, seed)
-    model.config.dtype = getattr(torch, dtype)
     model.save_pretrained(folder)
+    write_dtype(folder / "config.json", dtype)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def write_dtype(file: Path, dtype: str) -> None:
+    """Write a dtype into a saved model's config, whose own is that of its weights."""
+    config = json.loads(file.read_text())
+    parts = [config, *(part for part in config.values() if isinstance(part, dict) and "dtype" in part)]
+    for part in parts:
+        part["dtype"] = dtype
+    file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 @torch.no_grad()

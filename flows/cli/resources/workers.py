@@ -135,10 +135,11 @@ def _activations(config: RunConfig, model: PreTrainedModel, tokens: int) -> tupl
     longest = min(
         config.data.max_prompt_tokens + config.rollout.max_response_tokens, max_positions(config.model), tokens
     )
-    key = (model.config.to_json_string(), config.model.lora, model.dtype, tokens, longest)
+    kind = config.packing.kind
+    key = (model.config.to_json_string(), config.model.lora, model.dtype, tokens, longest, kind)
     if key not in _TRACED:
         try:
-            _TRACED[key] = trace_activations(model, tokens, longest=longest), ()
+            _TRACED[key] = trace_activations(model, tokens, longest=longest, kind=kind), ()
         except ModelError as error:
             _TRACED[key] = Activations((), 0, 0, 0), (f"activations are not counted: {error}",)
     return _TRACED[key]

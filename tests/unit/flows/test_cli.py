@@ -1,6 +1,7 @@
 """What a user who made a mistake sees: one clear line, exit code 2, and nothing started."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -229,3 +230,23 @@ def test_help_imports_only_what_it_needs() -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("PREFECT_API_URL", "http://[::1/api", "Invalid IPv6 URL"),
+        ("PREFECT_SERVER_API_PORT", "abc", "port: Input should be a valid integer"),
+    ],
+)
+def test_settings_that_prefect_refuses_are_one_line(name: str, value: str, reason: str, tmp_path: Path) -> None:
+    """In a process of its own: Prefect reads them when it is imported."""
+    command = "import sys; sys.argv = ['sluice', 'train', 'x.toml']; from flows.cli.main import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", command], env={**os.environ, name: value}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    error = next(line for line in ended.stderr.splitlines() if line.startswith("error: "))
+    assert error.startswith("error: Prefect refuses its settings: ")
+    assert reason in error
+    assert "Traceback" not in ended.stderr

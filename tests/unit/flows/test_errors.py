@@ -7,11 +7,13 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from rich.console import Console
 
 from flows.cli import commands
+from flows.cli.run import run_training
 from infra.storage.driver_log import driver_log, log_error
 from infra.storage.runs import RunDirectory
-from schemas.errors import RewardFailureError, describe
+from schemas.errors import RewardFailureError, RunError, describe
 from tests.support.command import Command, make_command
 from tests.support.configs import run_config
 
@@ -85,3 +87,21 @@ def test_an_error_that_ends_a_command_is_one_line_with_its_notes(
     result = sluice("train", "a.toml")
     assert result.exit_code == 1
     assert result.err == f"stopped: {line}; log: runs/a/driver.log; resume with: sluice resume a\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [(RewardFailureError("all failed"), True), (RunError("metrics.jsonl, line 2 is damaged"), False)],
+)
+def test_only_a_run_that_can_go_on_is_told_to_be_resumed(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, error: Exception, is_told: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("flows.cli.run.run_flow", fail)
+    with pytest.raises(type(error)) as stopped:
+        run_training(Console(), directory.config(), directory.run_id)
+    notes = stopped.value.__notes__
+    assert any("driver.log" in note for note in notes)
+    assert any("sluice resume" in note for note in notes) == is_told

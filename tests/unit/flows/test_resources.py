@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3Config
+from transformers import BloomConfig, BloomForCausalLM, Qwen3Config
 
 from flows.built_in import CONFIGS
 from flows.cli.footprint import measure_step
@@ -324,6 +325,23 @@ def test_a_model_that_is_no_causal_one_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(ModelError, match="not a causal language model"):
         build_meta_model(ModelConfig(path=str(tmp_path)))
+
+
+def test_padded_activations_are_those_of_the_models_own_attention(
+    folder: Path, plan: Callable[..., Resources], sluice: Command
+) -> None:
+    sizes = {"vocab_size": 272, "hidden_size": 32, "n_layer": 2, "n_head": 4, "eos_token_id": 1}
+    BloomForCausalLM(BloomConfig(**sizes)).save_pretrained(folder / "bloom")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(folder / "model" / name, folder / "bloom" / name)
+    settings = ("model.path=bloom", "packing.kind=padded")
+    short, long = (
+        plan(*settings, f"rollout.max_response_tokens={size}", cluster="2xH100").workers[0] for size in (16, 64)
+    )
+    assert 0 < short.parts["activations"] < long.parts["activations"]
+    result = sluice(*settings, "--cluster", "2xH100")
+    assert (result.exit_code, result.err) == (0, "")
+    assert "not counted" not in result.out
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)

@@ -53,10 +53,11 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @every_family
-def test_an_export_of_the_starting_weights_is_what_transformers_saves(name: str, tmp_path: Path) -> None:
+def test_an_export_of_the_starting_weights_is_what_transformers_saves(name: str, dtype: str, tmp_path: Path) -> None:
     """Tensor by tensor, dtype by dtype; and its other files are those of the model's folder."""
-    base = make_family(tmp_path / "base", name)
+    base = make_family(tmp_path / "base", name, dtype=dtype)
     config, store = ModelConfig(path=str(base)), CheckpointStore(str(tmp_path / "policy"))
     model = load_policy(config)
     save(store, config, model, train(model, lr=0.0))
@@ -66,6 +67,7 @@ def test_an_export_of_the_starting_weights_is_what_transformers_saves(name: str,
     assert {key: (value.dtype, value.shape) for key, value in found.items()} == {
         key: (value.dtype, value.shape) for key, value in expected.items()
     }
+    assert getattr(torch, dtype) in {value.dtype for value in found.values()}
     assert [key for key in found if not torch.equal(found[key], expected[key])] == []
     for file in base.iterdir():
         if file.suffix != ".safetensors":

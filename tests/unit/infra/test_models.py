@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, FalconConfig, FalconForCausalLM, Qwen3_5Config
 
-from infra.models.assets import save_assets
+from infra.models.assets import keep_dropout, save_assets
 from infra.models.load import (
     build_meta_model,
     check_weight_files,
     describe_adapter,
+    empty_policy,
     load_model,
     load_tokenizer,
     stop_token_ids,
 )
 from infra.models.lora import trainable_names
+from infra.models.weights import load_weights
 from rl_core.scoring import pack_row, packed_logprobs, use_packed_attention
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import ModelError
@@ -112,6 +114,33 @@ def test_dropout_is_removed_in_train_mode_too(folder: Path) -> None:
     assert torch.equal(model(tokens).logits, model(tokens).logits)
 
 
+def test_dropout_that_layers_read_from_the_config_is_removed(tiny: Path, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = FalconConfig(**sizes, hidden_dropout=0.5, attention_dropout=0.5)
+    FalconForCausalLM(config).save_pretrained(tmp_path)
+    model = empty_policy(config_of(tmp_path).replace(gradient_checkpointing=True))
+    load_weights(model, str(tmp_path), torch.device("cpu"))
+    tokens = torch.arange(8)[None]
+    expected = FalconForCausalLM.from_pretrained(tmp_path).eval()(tokens).logits
+    torch.testing.assert_close(model(tokens).logits, expected)
+    torch.testing.assert_close(model.train()(tokens).logits, expected)
+
+
+def test_a_saved_config_keeps_the_dropout_that_training_removes(folder: Path, tmp_path: Path) -> None:
+    edit_json(folder / "config.json", attention_dropout=0.25)
+    load_model(config_of(folder)).save_pretrained(saved := tmp_path / "saved")
+    assert json.loads((saved / "config.json").read_text())["attention_dropout"] == 0
+    keep_dropout(saved, str(folder))
+    kept, own = (AutoConfig.from_pretrained(path).to_diff_dict() for path in (saved, folder))
+    assert kept | {"_name_or_path": ""} == own | {"_name_or_path": ""}
+    whole = Qwen3_5Config(text_config={"attention_dropout": 0.25, "num_hidden_layers": 2})
+    whole.save_pretrained(tmp_path / "whole")
+    whole.text_config.attention_dropout = 0.0
+    whole.text_config.save_pretrained(tmp_path / "part")
+    keep_dropout(tmp_path / "part", str(tmp_path / "whole"))
+    assert json.loads((tmp_path / "part" / "config.json").read_text())["attention_dropout"] == 0.25
+
+
 def packed_gradients(config: ModelConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the log-probs of two packed sequences, and the gradients of their sum."""
     model = load_policy(config, seed=3)
@@ -156,6 +185,9 @@ def test_assets_are_the_models_own_files_byte_for_byte(folder: Path, tmp_path: P
         "generation_config.json": '{"temperature": 0.6, "eos_token_id": [3, 258]}',
         "preprocessor_config.json": '{"size":   28}',
         "tokenizer.model": "pieces",
+        "tokenizer.model.v3": "more pieces",
+        "source.spm": "pieces",
+        "vocab.bpe": "merges",
         "modeling_own.py": "raise SystemExit",
         "additional_chat_templates/rag.jinja": "{{ documents }}",
     }
@@ -231,15 +263,18 @@ def change_weights(folder: Path, **changes: torch.Tensor) -> None:
     save_file(load_file(file) | {name.replace("__", "."): value for name, value in changes.items()}, file)
 
 
-def test_weights_that_are_tied_and_differ_are_refused_and_the_advice_works(folder: Path) -> None:
+@pytest.mark.parametrize("load", [load_model, check_weight_files])
+def test_weights_that_are_tied_and_differ_are_refused_and_the_advice_works(folder: Path, load: LoadOrCheck) -> None:
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     change_weights(folder, lm_head__weight=embedding.clone())
     assert torch.equal(load_model(config_of(folder)).lm_head.weight, embedding)  # the same twice
+    load(config_of(folder))
     change_weights(folder, lm_head__weight=embedding.flip(0))
     with pytest.raises(
-        ModelError, match=r"model\.embed_tokens\.weight in .* differs .*set tie_word_embeddings to false"
+        ModelError,
+        match=r"model\.embed_tokens\.weight in .* differs from lm_head\.weight in .*set tie_word_embeddings to false",
     ):
-        load_model(config_of(folder))
+        load(config_of(folder))
     edit_json(folder / "config.json", tie_word_embeddings=False)
     model = load_model(config_of(folder))
     assert torch.equal(model.lm_head.weight, embedding.flip(0))

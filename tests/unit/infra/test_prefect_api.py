@@ -2,8 +2,10 @@
 
 import base64
 import json
+import re
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from threading import Thread
@@ -51,10 +53,48 @@ def test_a_refused_login_names_the_setting(api_url: str, login: str | None) -> N
         check_prefect_api(api_url, login)
 
 
-@pytest.mark.parametrize("url", ["", "nonsense", "127.0.0.1:4200/api"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "nonsense",
+        "127.0.0.1:4200/api",
+        "http://",
+        "http:///api",
+        "http://127.0.0.1:abc/api",
+        "http://127.0.0.1:99999/api",
+        "http://[::1/api",
+        "http://exa mple/api",
+    ],
+)
 def test_what_is_no_url_names_the_setting(url: str) -> None:
-    with pytest.raises(ServiceError, match=rf"^'{url}' is not the URL .* and PREFECT_API_URL"):
+    with pytest.raises(ServiceError, match=rf"^'{re.escape(url)}' is not the URL .* and PREFECT_API_URL"):
         check_prefect_api(url)
+    assert not prefect_responds(url)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"SSH-2.0-x\r\n", b"HTTP/1.1 200 OK\r\n\r\n<html>", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\ntrue"],
+    ids=["no-http", "no-json", "cut"],
+)
+def test_a_service_of_another_kind_is_told(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Thread(target=answer_all, args=(server, answer), daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/api"
+        with pytest.raises(ServiceError, match=r"^what responds at .* is not a Prefect API"):
+            check_prefect_api(url)
+        assert not prefect_responds(url)
+        assert not prefect_is_gone(url)
+
+
+def answer_all(server: socket.socket, answer: bytes) -> None:
+    with suppress(OSError):  # the test closes it
+        while True:
+            connection = server.accept()[0]
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
 
 
 def test_a_server_that_does_not_answer_in_time_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:

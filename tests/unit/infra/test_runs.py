@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import re
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -116,6 +117,28 @@ def test_a_line_cut_short_by_a_kill_was_never_committed(tmp_path: Path) -> None:
     for cut in range(1, 60):
         path.write_bytes(whole[:-cut])
         assert metrics.steps() == [step(0)]
+
+
+@pytest.mark.parametrize(
+    ("line", "readers"),
+    [
+        (b'{"kind": "step", "step": 1, "pol\n', ("steps", "last_steps", "events", "truncate")),
+        (b'{"kind": "step", "step": 1}\n', ("steps", "last_steps")),
+        (b"\x00\xff\n", ("steps", "evals", "events", "truncate")),
+        (b"[]\n", ("steps", "evals", "events", "truncate")),
+    ],
+    ids=["cut", "fields", "bytes", "list"],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, line: bytes, readers: tuple[str, ...]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(LocalLines(path))
+    metrics.append_step(step(0))
+    path.write_bytes(path.read_bytes() + line)
+    metrics.append_step(step(2))
+    damage = rf"^{re.escape(str(path))}, line 2 is damaged: restore that file, or save the weights with `sluice export`"
+    for reader in readers:
+        with pytest.raises(RunError, match=damage):
+            getattr(metrics, reader)(*([0] if reader in ("last_steps", "truncate") else []))
 
 
 @given(

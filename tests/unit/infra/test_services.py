@@ -107,6 +107,21 @@ def test_what_a_dead_service_has_left_is_stopped_with_it(tmp_path: Path) -> None
     assert has_ended(left_over)
 
 
+def test_a_full_temporary_folder_is_told_before_ray_starts_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "MIN_TEMPORARY_BYTES", 2**60)  # more than any disk has
+    monkeypatch.setattr(local, "PREFECT_COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "not" / "there"))
+    services = LocalServices(tmp_path)
+    with pytest.raises(ServiceError, match=r"not/there has \d+ MiB left, but Ray needs .* set RAY_TMPDIR") as caught:
+        services.start(prefect=True, ray=True)
+    assert "\n" not in str(caught.value)
+    assert not (services.directory / "ray.json").exists()
+    prefect = json.loads((services.directory / "prefect.json").read_text())
+    assert not psutil.pid_exists(prefect["pid"]) or psutil.Process(prefect["pid"]).status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_service_that_fails_to_start_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infra.services.local.PREFECT_COMMAND", ("/bin/false",))
     services = LocalServices(tmp_path)

@@ -1,5 +1,6 @@
 """The warm start's prompts, without training."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,11 @@ def test_the_chat_template_shows_the_tools(tmp_path: Path) -> None:
 def test_a_template_that_shows_no_tools_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no variable `tools`"):
         worker(tmp_path, "tests.support.games:add").start()
+
+
+def test_the_saved_config_has_the_models_own_dropout(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", attention_dropout=0.25)
+    started = worker(tmp_path)
+    started.start()
+    saved, own = (json.loads(Path(path, "config.json").read_text()) for path in (started.save(), tmp_path / "model"))
+    assert saved["attention_dropout"] == own["attention_dropout"] == 0.25

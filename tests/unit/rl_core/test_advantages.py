@@ -131,9 +131,9 @@ def test_zero_variance_groups_count_in_whitening_but_stay_zero() -> None:
 @every_estimator
 def test_rewards_that_are_equal_up_to_rounding_have_no_variance(config: AdvantageConfig) -> None:
     """Sums of the same parts in another order differ in the last bit of a float32."""
-    equal = [0.99999994, 1.0, 1.0, -1e6, -1e6 - 0.0625]
-    assert advantages_of(config, equal, [0, 0, 0, 1, 1]).tolist() == [0.0] * 5
-    small = advantages_of(config, [1e-8, 2e-8, 0.0, 1e-30], [0, 0, 1, 1])  # their own scale counts
+    equal = [0.99999994, 1.0, 1.0, -1e6, -1e6 - 0.0625, 0.1 + 0.2 - 0.3, 0.0]  # the last parts cancel but for 5.6e-17
+    assert advantages_of(config, equal, [0, 0, 0, 1, 1, 2, 2]).tolist() == [0.0] * 7
+    small = advantages_of(config, [1e-8, 2e-8, 0.0, 1e-11], [0, 0, 1, 1])  # their own scale counts
     assert (np.abs(small) > 0).all()
 
 

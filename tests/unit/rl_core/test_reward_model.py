@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import BertConfig, BertForSequenceClassification, Qwen3ForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPTJConfig,
+    GPTJForSequenceClassification,
+    Qwen3ForSequenceClassification,
+)
 
 from infra.models.tiny import END, make_tokenizer
 from infra.rewards.open import open_reward_scorer
@@ -123,6 +129,9 @@ def test_what_is_no_reward_model_is_refused_before_a_run(folder: Path, tmp_path:
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     BertForSequenceClassification(BertConfig(vocab_size=300, num_labels=1, **sizes)).save_pretrained(bert)
     one_sided = "{% for message in messages if message['role'] == 'user' %}{{ message['content'] }}{% endfor %}"
+    GPTJForSequenceClassification(
+        GPTJConfig(vocab_size=300, num_labels=1, n_embd=8, n_layer=1, n_head=1, rotary_dim=4)
+    ).save_pretrained(gptj := tmp_path / "gptj")
     for path, text in (
         (str(tmp_path / "absent"), "no such folder"),
         (with_template(folder, tmp_path / "one-sided", one_sided), "leaves out the text of the assistant's message"),
@@ -146,6 +155,7 @@ def test_what_is_no_reward_model_is_refused_before_a_run(folder: Path, tmp_path:
         ),
         (without(folder, tmp_path / "plain", "chat_template.jinja"), "the tokenizer has no chat template"),
         (str(bert), "has no linear layer `score`"),
+        (str(gptj), "uses attention 'eager' of its own, which lets packed sequences attend to each other"),
     ):
         with pytest.raises(ModelError, match=text) as caught:
             load_reward(config_of(path))

@@ -1,5 +1,7 @@
 """The learning rate of an update, by its step and the updates before it."""
 
+import math
+
 import pytest
 
 from rl_core.training.schedule import learning_rate
@@ -46,4 +48,10 @@ def test_a_fork_within_the_warm_up_of_its_own_units_is_past_its_own() -> None:
 
 def test_no_decay_is_left_after_the_warm_up() -> None:
     assert rates(COSINE.replace(warmup_updates=6), range(3), 3)[-1] == pytest.approx(6 / 7)
-    assert learning_rate(COSINE.replace(warmup_updates=6), 6, 3, 0, 3) == 1.0
+
+
+@pytest.mark.parametrize("warmup_updates", [6, 10])
+def test_a_fork_whose_steps_are_all_within_the_warm_up_decays_over_them(warmup_updates: int) -> None:
+    """Its parent made 4 updates in each of the first 3 of 6 steps, and is past the warm-up."""
+    fork = COSINE.replace(updates_per_step=1, warmup_updates=warmup_updates)
+    assert rates(fork, range(3, 6), 6, num_updates=12) == pytest.approx([0.5, 0.25, (1 - math.sqrt(0.75)) / 2])

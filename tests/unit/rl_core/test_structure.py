@@ -6,9 +6,10 @@ import pytest
 import torch
 import transformers
 
-from rl_core.scoring import check_structure
+from rl_core.scoring import check_structure, leak_probe, padded_probe, use_padded_attention
 from rl_core.scoring.miniature import build_miniature
 from rl_core.scoring.positions import position_limit
+from schemas.errors import ScoringError
 
 ANY_LENGTH = 10**9
 LONG_ROPE = {
@@ -79,6 +80,19 @@ def test_an_unknown_head_is_refused_for_good(config: transformers.PretrainedConf
     assert structure is not None
     assert structure.packed == structure.padded
     assert "its logits are not only its LM head's" in str(structure.packed)
+
+
+def test_a_model_that_is_not_causal_is_refused_for_good() -> None:
+    config = config_of("Gemma3Text", use_bidirectional_attention=True)
+    structure = check_structure(config, ANY_LENGTH)
+    assert structure is not None
+    assert structure.packed == structure.padded
+    assert "isn't causal: log-probs depend on later tokens" in str(structure.padded)
+    model = build_miniature(config, ANY_LENGTH)
+    use_padded_attention(model)
+    for probe in (padded_probe, leak_probe):
+        with pytest.raises(ScoringError, match=r"isn't causal: changing later tokens .*; use another model$"):
+            probe(model)
 
 
 def test_a_limit_that_no_row_reaches_does_not_count() -> None:

@@ -125,6 +125,11 @@ def test_a_round_asks_for_as_many_as_the_spreads_so_far_let_expect() -> None:
     assert kept_groups(config, [False, True] * 10) == [1, 3, 5, 7, 9, 11, 13, 15]
 
 
+def test_rewards_whose_parts_cancel_but_for_rounding_are_no_variance() -> None:
+    rounds = rounds_of(config_of(2, None), [(0.1 + 0.2 - 0.3, 0.0), (1e-6, 0.0)])
+    assert find_variance(rounds) == [False, True]
+
+
 def test_what_was_generated_is_counted_by_hand() -> None:
     config = config_of(3, 2, num_workers=2)
     kinds = ("wrong", "mixed", "half-failed", "mixed", "failed", "mixed")
