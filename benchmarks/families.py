@@ -6,7 +6,6 @@ Rows are longer than every window and than the original positions. A column is a
 not, or None: to add one, add it to `COLUMNS`.
 """
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from rl_core.scoring import Structure, check_structure
 from rl_core.scoring.miniature import build_miniature
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import describe
+from tests.support.families import write_dtype
 
 ANY_LENGTH = 10**9
 _MERGED_TOLERANCE = 1e-3  # of logits: W + s B A rounds otherwise than W x + s B (A x)
@@ -113,8 +113,7 @@ def _write_base(family: Family, folder: Path) -> ModelConfig:
             if tensor.is_floating_point():
                 tensor.add_(0.01 * torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0)))
     model.save_pretrained(folder / "base")
-    file = folder / "base" / "config.json"  # whose dtype is that of the weights
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
+    write_dtype(folder / "base" / "config.json", "bfloat16")
     return ModelConfig(path=str(folder / "base"))
 
 

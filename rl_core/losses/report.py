@@ -22,10 +22,9 @@ def report(
 
     Returns:
         `loss`; means over the trained tokens of `ratio`, `clip_fraction` and its sides that the loss has (`/low`,
-        `/high`, `/dual`), the
-        absolute difference of behavior and sampler log-prob (`mismatch/mean`), and `token_metrics`; the effective
-        sample size of the importance weights, if `token_metrics` has them (`mismatch/ess`); and, if there is a trained
-        token, `ratio_max` and `mismatch/max`.
+        `/high`, `/dual`), the absolute difference of behavior and sampler log-prob (`mismatch/mean`), and
+        `token_metrics`; the effective sample size of the importance weights, if `token_metrics` has them
+        (`mismatch/ess`); and, if there is a trained token, `ratio_max` and `mismatch/max`.
     """
     values = {"ratio": surrogate.ratio, **_clip_fractions(surrogate), **token_metrics}
     largest = {"ratio_max": surrogate.ratio}

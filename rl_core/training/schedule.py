@@ -24,10 +24,7 @@ def learning_rate(config: OptimConfig, num_updates: int, step: int, part: int, n
         return config.lr * (num_updates + 1) / (config.warmup_updates + 1)
     if config.schedule == "constant":
         return config.lr
-    total, done, warmup = (
-        num_steps * config.updates_per_step,
-        step * config.updates_per_step + part,
-        config.warmup_updates,
-    )
-    progress = (done - warmup) / (total - warmup) if total > warmup else done / total
+    total, done = num_steps * config.updates_per_step, step * config.updates_per_step + part
+    start = config.warmup_updates if config.warmup_updates < total else 0
+    progress = (done - start) / (total - start)
     return config.lr * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
