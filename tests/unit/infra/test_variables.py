@@ -42,7 +42,7 @@ for entry in sys.argv[2:]:
 
 def at_first_import(names: Sequence[str], entries: Sequence[str], **given: str) -> dict[str, tuple[str, dict]]:
     """Return, for each module, the library of the two that it imports first ("" for none), and the variables then."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "RAY_", "REPORTER_"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "RAY_", "REPORTER_"))}
     command = [sys.executable, "-c", SCRIPT, ",".join(names), *entries]
     environment = kept | {"PYTHONPATH": str(ROOT)} | given
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -64,7 +64,9 @@ def test_they_are_set_before_torch_and_ray_are_imported(entries: Sequence[str], 
 
 def test_a_users_own_value_wins() -> None:
     found = at_first_import(list(TORCH_VARIABLES), ["infra.workers.policy"], OMP_WAIT_POLICY="active")
-    assert found["infra.workers.policy"][1] == {"OMP_WAIT_POLICY": "active"}
+    assert found["infra.workers.policy"][1] == {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": None}
+    found = at_first_import(list(TORCH_VARIABLES), ["infra.workers.policy"], GOMP_SPINCOUNT="0")
+    assert found["infra.workers.policy"][1] == TORCH_VARIABLES | {"GOMP_SPINCOUNT": "0"}
 
 
 def test_a_clusters_workers_get_only_what_the_user_has_set_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
