@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 
 TORCH_VARIABLES = {
-    # OpenMP's threads otherwise wait for one another by spinning, GNU's for 3 ms: on cores that other processes use, too,
-    # a step of a small model then takes several times as long. Without any spinning, each of its many small operations
-    # waits until a thread wakes up: on cores of its own, a step takes twice as long. By GNU's estimate, this is 30 us of spinning.
+    # OpenMP's threads otherwise wait for one another by spinning, GNU's for 3 ms: on cores that other processes use,
+    # too, a step of a small model then takes several times as long. Without any spinning, each of its many small
+    # operations waits until a thread wakes up: on cores of its own, a step takes twice as long. This is about 30 us.
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "3000",
 }

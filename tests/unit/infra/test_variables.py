@@ -42,7 +42,8 @@ for entry in sys.argv[2:]:
 
 def at_first_import(names: Sequence[str], entries: Sequence[str], **given: str) -> dict[str, tuple[str, dict]]:
     """Return, for each module, the library of the two that it imports first ("" for none), and the variables then."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "RAY_", "REPORTER_"))}
+    own = ("OMP_", "GOMP_", "RAY_", "REPORTER_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     command = [sys.executable, "-c", SCRIPT, ",".join(names), *entries]
     environment = kept | {"PYTHONPATH": str(ROOT)} | given
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
