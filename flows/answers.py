@@ -8,7 +8,7 @@ from infra.datasets import PromptDataset
 from infra.rewards.open import open_reward_scorer
 from rl_core.rewards import RewardItem, RewardOutcome
 from rl_core.rewards.math import mark_answer
-from schemas.config.curriculum import LevelCurriculum
+from schemas.config.data import LevelCurriculum
 from schemas.config.reward import ExactReward, MathReward, NumericReward, RewardConfig, WeightedReward
 from schemas.config.run import RunConfig
 from schemas.errors import DataError

@@ -19,8 +19,7 @@ from infra.monitors.rows import step_row
 from infra.storage.decisions import Decision
 from infra.storage.runs import RunDirectory
 from schemas.errors import RunStoppedError
-from schemas.queries import FailedQuery
-from schemas.step import RunHandle, StepReport
+from schemas.step import FailedQuery, RunHandle, StepReport
 
 POLL_SECONDS = 2  # between two looks for an answer
 

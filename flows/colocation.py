@@ -1,7 +1,7 @@
 """The turns of a step's workers on GPUs that they share."""
 
 from flows.phases import PhaseTimer
-from schemas.memory import PhaseMemory, TurnPhase
+from schemas.placement import PhaseMemory, TurnPhase
 from schemas.step import PolicyHandle, RunHandle
 from schemas.weights import WeightsTransfer
 from tasks.colocation import enter_scoring, enter_update

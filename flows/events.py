@@ -12,8 +12,7 @@ from prefect.events import Event, emit_event
 from pydantic import NonNegativeInt
 
 from schemas.base import Frozen
-from schemas.queries import FailedQuery
-from schemas.step import EvalReport, StepReport
+from schemas.step import EvalReport, FailedQuery, StepReport
 
 WINDOW_STEPS = 10  # over which rewards are averaged
 COLLAPSE_FRACTION = 0.5  # of the best average so far

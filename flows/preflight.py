@@ -36,7 +36,7 @@ from rl_core.model_folder import load_config
 from rl_core.rewards import load_reward
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.training.eight_bit import require_bitsandbytes
-from schemas.config.judge_model import JudgeModelReward
+from schemas.config.judge import JudgeModelReward
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ChatTemplateError, CheckpointError, ConfigError, ModelError

@@ -5,8 +5,7 @@ import sys
 from contextlib import suppress
 
 from infra.storage.runs import RunDirectory
-from schemas.queries import FailedQuery, QueryReport
-from schemas.step import RunHandle
+from schemas.step import FailedQuery, QueryReport, RunHandle
 
 LIMIT_SECONDS = 300.0  # for all queries of a step
 

@@ -14,10 +14,10 @@ from infra.stores.steps import drop_outdated_steps, drop_steps
 from infra.workers.generate import sync_workers
 from infra.workers.inputs import record_inputs
 from infra.workers.launch import get_group, kill_workers
-from schemas.config.judge_model import JudgeModelReward
+from schemas.config.judge import JudgeModelReward
+from schemas.config.kinds import CLOCK
 from schemas.config.reward import change_judges
 from schemas.config.run import RunConfig
-from schemas.config.template import CLOCK
 from schemas.errors import RunError, StoreError, WorkerLostError
 from schemas.step import PolicyHandle, RunEvent, RunHandle
 from tasks.checkpoint import drop_superseded

@@ -9,8 +9,7 @@ from flows.events import RunEvents
 from flows.progress import eval_lines, progress_line, variance_warning
 from infra.monitors import Monitors
 from infra.storage.metrics_file import MetricsFile
-from schemas.queries import FailedQuery
-from schemas.step import EvalReport, RunHandle, StepReport
+from schemas.step import EvalReport, FailedQuery, RunHandle, StepReport
 
 FIRST_STEPS = 3  # after which a run whose groups have no variance says so
 

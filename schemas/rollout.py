@@ -1,4 +1,7 @@
-"""The report of a rollout: per-row scalars and a few sample completions; the tokens stay with the worker."""
+"""The report of a rollout: per-row scalars and a few sample completions; the tokens stay with the worker.
+
+And what a curriculum knows: which sources a step takes its prompts from, and how well it did on each. K sources.
+"""
 
 from collections.abc import Collection, Sequence
 from itertools import accumulate
@@ -9,11 +12,27 @@ from pydantic import Field, NonNegativeInt, model_validator
 from schemas.base import Frozen
 from schemas.batch import BatchHandle, ChunkRef
 from schemas.catalog import REWARD_PART_PREFIX
-from schemas.curriculum import SourceResults
 from schemas.errors import RewardFailureError
 from schemas.metrics import Max, Mean, Metrics, merge_metrics
 from schemas.packed import PackedFloats, PackedInts
 from schemas.store import StoreTraffic
+
+
+class SourceSchedule(Frozen):
+    """How often a step takes a prompt from each source, and where each source stands before the step."""
+
+    shares: tuple[NonNegativeInt, ...]  # K, in millionths of the step's prompts; their sum is 1,000,000
+    credits: tuple[int, ...]  # K, in millionths of a prompt: what earlier steps owe each source; their sum is 0
+    positions: tuple[NonNegativeInt, ...]  # K, the number of prompts that earlier steps took from each source
+
+
+class SourceResults(Frozen):
+    """A step's schedule, and how many of its samples were successes; groups that it dropped are counted."""
+
+    schedule: SourceSchedule
+    num_scored: tuple[NonNegativeInt, ...]  # K, samples whose reward did not fail
+    num_successes: tuple[NonNegativeInt, ...]  # K, those of them whose reward reaches the threshold
+
 
 FinishReason = Literal["stop", "length"]
 

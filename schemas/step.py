@@ -1,4 +1,4 @@
-"""The handles that the stages of a step pass on, and the reports of a step and a run."""
+"""The handles that the stages of a step pass on, and the reports of a step, its saved queries and a run."""
 
 from typing import Literal
 
@@ -7,11 +7,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from schemas.base import Frozen
 from schemas.batch import BatchHandle, ColumnGroup, SafeName
 from schemas.config.run import RunConfig
-from schemas.curriculum import SourceResults
-from schemas.memory import PhaseMemory, TurnPhase
 from schemas.metrics import Metrics
+from schemas.placement import PhaseMemory, TurnPhase
 from schemas.plan import StepPlan
-from schemas.rollout import FinishReason, PutResult
+from schemas.rollout import FinishReason, PutResult, SourceResults
 from schemas.store import StoreTraffic, StoreUsage
 from schemas.summary import LengthHistogram
 from schemas.weights import WeightsTransfer
@@ -197,3 +196,22 @@ class RunSummary(Frozen):
     seconds_by_phase: dict[str, float]
     store_bytes_at_end: NonNegativeInt
     prefect_ui: str
+
+
+class FailedQuery(Frozen):
+    """A saved query that returned rows for a step, or could not be answered."""
+
+    name: str  # of its file, without `.sql`
+    num_rows: NonNegativeInt = 0
+    rows: tuple[str, ...] = ()  # the first ones, as JSON
+    error: str | None = None
+
+    def __str__(self) -> str:
+        what = self.error or f"{self.num_rows:,} row{'s' if self.num_rows > 1 else ''}, such as {self.rows[0]}"
+        return f"query {self.name}: {what}"
+
+
+class QueryReport(Frozen):
+    """The saved queries that one step has failed, in the order of their names."""
+
+    failed: tuple[FailedQuery, ...]

@@ -1,7 +1,7 @@
 """The operations that give shared GPUs' memory to the next phase of a step."""
 
 from infra.workers import colocation
-from schemas.memory import PhaseMemory
+from schemas.placement import PhaseMemory
 from schemas.step import RunHandle
 from tasks.stage import operation
 

@@ -23,11 +23,18 @@ from rl_core.rollout.dynamic_sampling import (
     short_batch_warning,
 )
 from rl_core.rollout.reuse import reuse_metrics
-from schemas.curriculum import SourceResults, SourceSchedule
 from schemas.errors import RewardFailureError, StoreError
 from schemas.metrics import Metrics, Sum, merge_metrics
 from schemas.packed import PackedFloats
-from schemas.rollout import PartialGroups, ReusedGroup, RolloutHandle, RolloutShard, check_failures
+from schemas.rollout import (
+    PartialGroups,
+    ReusedGroup,
+    RolloutHandle,
+    RolloutShard,
+    SourceResults,
+    SourceSchedule,
+    check_failures,
+)
 from schemas.step import PolicyHandle, RunHandle
 from tasks.stage import stage
 

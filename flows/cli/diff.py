@@ -11,7 +11,7 @@ from flows.cli.tables import plain_table, with_width
 from infra.history.compare import Closeness, Difference, is_within
 from infra.history.diff import StepDiff, diff_runs
 from infra.storage.runs import RunDirectory
-from schemas.config.differences import differences
+from schemas.config.load import differences
 
 HEADER = ("stage", "column", "row", "token", "A", "B", "different", "largest", "")
 

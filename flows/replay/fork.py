@@ -15,8 +15,7 @@ from infra.storage.runs import RunDirectory
 from infra.storage.versions import installed_versions
 from infra.workers.inputs import has_record, record_inputs
 from schemas.config.changes import is_changeable
-from schemas.config.differences import differences
-from schemas.config.load import changed_keys, override_config
+from schemas.config.load import changed_keys, differences, override_config
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
 from schemas.step import RunEvent

@@ -12,7 +12,7 @@ from flows.report.record import WINDOW_STEPS, RunRecord
 from flows.report.run import read_reportable
 from infra.storage import places
 from infra.storage.runs import RunDirectory
-from schemas.config.differences import differences
+from schemas.config.load import differences
 from schemas.errors import UserError
 from schemas.metric_catalog import metrics_of
 

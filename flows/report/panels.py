@@ -9,7 +9,7 @@ from flows.report.record import RunRecord
 from flows.report.samples import read_samples
 from flows.report.timing import performance_panel, store_panel, time_panel
 from schemas.catalog import REWARD_PART_PREFIX
-from schemas.config.differences import flat_values, non_defaults
+from schemas.config.load import flat_values, non_defaults
 from schemas.metric_catalog import metric_spec, metrics_of
 from schemas.step import RunEvent, SourceReport
 

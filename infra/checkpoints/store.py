@@ -23,7 +23,7 @@ from infra.checkpoints.writing import ShardWriter, StagedPlanner
 from infra.storage import places
 from infra.storage.runs import RunDirectory
 from rl_core.training.sharding import local_tensor
-from schemas.config.checkpoint import CheckpointConfig
+from schemas.config.store import CheckpointConfig
 from schemas.errors import CheckpointError, StoreError
 from schemas.step import UpdateReport
 from schemas.weights import Adapter

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra.datasets.prompts import PromptDataset
-from schemas.config.curriculum import LevelCurriculum
+from schemas.config.data import LevelCurriculum
 from schemas.errors import DataError
 
 

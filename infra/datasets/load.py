@@ -20,8 +20,7 @@ from infra.datasets.prompts import PromptDataset, PromptRow
 from infra.datasets.rows import ParsedRow, parse_row
 from rl_core.rollout.chat import ChatTemplate, shape_of
 from rl_core.rollout.control_tokens import Messages
-from schemas.config.curriculum import LevelCurriculum
-from schemas.config.data import DataConfig
+from schemas.config.data import DataConfig, LevelCurriculum
 from schemas.config.run import RunConfig
 from schemas.errors import BrokenChatTemplateError, ChatTemplateError, DataError
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rl_core.rollout.curriculum import draw_sources
 from rl_core.rollout.seeding import derive_seed
-from schemas.curriculum import SourceSchedule
+from schemas.rollout import SourceSchedule
 
 
 @dataclass(frozen=True)

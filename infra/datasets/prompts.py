@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from infra.datasets.order import RowOrder
 from rl_core.rollout.control_tokens import Messages
-from schemas.curriculum import SourceSchedule
+from schemas.rollout import SourceSchedule
 
 
 @dataclass(frozen=True)

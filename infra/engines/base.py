@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from infra.engines.usage import EngineUsage
-from schemas.memory import EngineTag, MemoryChange
+from schemas.placement import EngineTag, MemoryChange
 from schemas.rollout import FinishReason
 
 if TYPE_CHECKING:

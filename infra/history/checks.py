@@ -12,7 +12,7 @@ from pathlib import Path
 from infra.history.sql import RunQueries, check_query
 from infra.storage.runs import RunDirectory
 from schemas.errors import ConfigError, PipelineError, QueryError
-from schemas.queries import FailedQuery, QueryReport
+from schemas.step import FailedQuery, QueryReport
 
 STEP = "step"  # the parameter of a query, `$step`: the finished step
 MAX_ROWS = 3  # of a result that are shown

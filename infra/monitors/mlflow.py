@@ -4,7 +4,7 @@ import time
 
 from infra.monitors.rows import Position, Row
 from schemas.base import digest_of
-from schemas.config.differences import flat_values
+from schemas.config.load import flat_values
 from schemas.config.monitor import MlflowMonitor
 from schemas.config.run import RunConfig
 

@@ -2,8 +2,8 @@
 
 from infra.storage.runs import RunDirectory
 from rl_core.rollout.curriculum import plan_sources, recorded_steps
-from schemas.curriculum import SourceSchedule
 from schemas.errors import RunError
+from schemas.rollout import SourceSchedule
 from schemas.step import RunHandle
 
 

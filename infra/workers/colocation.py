@@ -18,7 +18,7 @@ from infra.ray.actors import call
 from infra.workers.launch import find_group, find_workers, rollout_pool
 from infra.workers.roles import Role
 from schemas.errors import WorkerLostError
-from schemas.memory import EngineTag, MemoryChange, Part, PhaseMemory
+from schemas.placement import EngineTag, MemoryChange, Part, PhaseMemory
 from schemas.step import RunHandle
 from schemas.weights import WeightsTransfer
 

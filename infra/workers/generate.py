@@ -8,9 +8,8 @@ from infra.ray.actors import call
 from infra.weights.sync import sync_weights
 from infra.workers.colocation import GetWorkers, Synced, enter_rollout
 from infra.workers.launch import get_group, rollout_pool
-from schemas.curriculum import SourceSchedule
 from schemas.errors import VersionError
-from schemas.rollout import PartialGroups, RolloutShard
+from schemas.rollout import PartialGroups, RolloutShard, SourceSchedule
 from schemas.step import EvalShard, PolicyHandle, RunHandle
 from schemas.weights import WeightsTransfer
 

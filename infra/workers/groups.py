@@ -19,8 +19,7 @@ from rl_core.rollout.seeding import derive_seed
 from rl_core.views import new_batch
 from schemas.batch import ChunkKey
 from schemas.config.changes import sampling_digest
-from schemas.curriculum import SourceSchedule
-from schemas.rollout import PartialGroups, make_sample_id
+from schemas.rollout import PartialGroups, SourceSchedule, make_sample_id
 from schemas.step import RunHandle
 
 

@@ -18,12 +18,12 @@ from infra.workers.residency import Tensors
 from rl_core.rewards.hosted import GroupReward, model_error
 from rl_core.rewards.judge_model import Answer, JudgeModel, Question
 from rl_core.rewards.model import RewardModel
-from schemas.config.judge_model import JudgeModelReward
+from schemas.config.judge import JudgeModelReward
 from schemas.config.model import ModelConfig
 from schemas.config.reward import ModelReward
 from schemas.config.reward_base import HostedReward
 from schemas.errors import UserError
-from schemas.memory import Part
+from schemas.placement import Part
 
 
 def load_hosted(config: HostedReward, device: torch.device) -> tuple[GroupReward, Mapping[Part, Tensors]]:

@@ -33,8 +33,8 @@ from rl_core.training.sharding import all_gather_object, full_tensor
 from rl_core.views import select
 from schemas.batch import BatchHandle
 from schemas.errors import NonFiniteError, VersionError
-from schemas.memory import MemoryChange, Part
 from schemas.metrics import Metrics, merge_metrics
+from schemas.placement import MemoryChange, Part
 from schemas.plan import ForwardPlan, StepPlan
 from schemas.step import EvalReport, PolicyHandle, ProcessGroupHandle, ScoreResult, UpdateReport
 from schemas.weights import ProbeRow, SentWeights, WeightGroupMember, WeightsRoute

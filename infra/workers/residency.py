@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from torch import Tensor
 
 from rl_core.storages import EmptiedStorages, storage_bytes
-from schemas.memory import MemoryChange, Part
+from schemas.placement import MemoryChange, Part
 
 Tensors = Callable[[], Iterable[Tensor]]  # those of a part that exist now
 

@@ -8,7 +8,7 @@ from infra.workers.residency import Residency
 from infra.workers.roles import reward_model_of
 from rl_core.rewards import RewardItem, RewardOutcome, group_outcome
 from rl_core.rewards.hosted import GroupReward
-from schemas.memory import MemoryChange, Part
+from schemas.placement import MemoryChange, Part
 from schemas.step import RunHandle
 
 _WEIGHTS: tuple[Part, ...] = ("weights",)

@@ -35,11 +35,10 @@ from infra.workers.telemetry import WorkerTelemetry
 from rl_core.columns.codec import value_dtypes
 from schemas.batch import ChunkKey
 from schemas.config.rollout import EvalConfig, RolloutConfig
-from schemas.curriculum import SourceSchedule
 from schemas.errors import ConfigError, VersionError
-from schemas.memory import EngineTag, MemoryChange
 from schemas.metrics import Metrics
-from schemas.rollout import PartialGroups, PutResult, ReusedGroup, RolloutShard
+from schemas.placement import EngineTag, MemoryChange
+from schemas.rollout import PartialGroups, PutResult, ReusedGroup, RolloutShard, SourceSchedule
 from schemas.step import EvalShard, ProcessGroupHandle, RunHandle
 from schemas.weights import LoadedWeights, Transport, WeightGroupMember
 

@@ -32,7 +32,7 @@ from rl_core.views import select
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.config.model import ModelConfig
 from schemas.errors import PipelineError, WorkerLostError
-from schemas.memory import MemoryChange, Part
+from schemas.placement import MemoryChange, Part
 from schemas.plan import ForwardPlan
 from schemas.rollout import PutResult
 from schemas.step import ProcessGroupHandle, RunHandle, ScoreResult

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.advantages.base import Floats, Ints
-from schemas.config.kl import KlConfig
-from schemas.config.overlong import OverlongConfig
+from schemas.config.advantage import OverlongConfig
+from schemas.config.loss import KlConfig
 from schemas.errors import NonFiniteError
 from schemas.metrics import Mean, Metrics
 

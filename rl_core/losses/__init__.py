@@ -12,8 +12,7 @@ from rl_core.losses.kl import kl_estimate
 from rl_core.losses.report import nan_unless_finite, report
 from rl_core.registry import Registry, entry
 from schemas.config.correction import CorrectionConfig
-from schemas.config.kl import KlConfig
-from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, LossConfig
+from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, KlConfig, LossConfig
 from schemas.metrics import Metrics
 
 __all__ = ["SURROGATES", "LossInputs", "policy_loss"]

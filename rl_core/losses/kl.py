@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.losses.base import MAX_LOG_RATIO
-from schemas.config.kl import KlEstimator
+from schemas.config.loss import KlEstimator
 
 
 def _k1(x: Tensor) -> Tensor:

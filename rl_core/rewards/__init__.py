@@ -25,8 +25,7 @@ from rl_core.rewards.numeric import load_numeric
 from rl_core.rewards.outcome import RewardOutcome, as_stored, group_outcome
 from rl_core.rewards.reasoning_gym import require_reasoning_gym, score_full_marks, score_reasoning_gym
 from rl_core.user_code import import_user_module
-from schemas.config.judge import JudgeReward
-from schemas.config.judge_model import JudgeModelReward
+from schemas.config.judge import JudgeModelReward, JudgeReward
 from schemas.config.reward import (
     EnvironmentReward,
     ExactReward,

@@ -18,7 +18,7 @@ from rl_core.rewards.hosted import (
 from rl_core.rewards.rubric import Rubric
 from rl_core.rollout.decoding import decode_text
 from rl_core.rollout.seeding import derive_seed
-from schemas.config.judge_model import JudgeModelReward
+from schemas.config.judge import JudgeModelReward
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import re
 
-from schemas.config.judged import JudgedReward
+from schemas.config.judge import JudgedReward
 
 EXCERPT_CHARACTERS = 200
 

@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rl_core.rollout.control_tokens import ControlTokens, Messages
-from schemas.config.template import CLOCK
+from schemas.config.kinds import CLOCK
 from schemas.errors import BrokenChatTemplateError, ChatTemplateError, DataError
 
 Shape = Sequence[tuple[str, bool]]  # of a chat: of each message, its role, and whether it has a content

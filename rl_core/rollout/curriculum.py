@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.views.integers import as_int64
-from schemas.config.curriculum import CurriculumSettings
+from schemas.config.data import CurriculumSettings
 from schemas.config.run import RunConfig
-from schemas.curriculum import SourceResults, SourceSchedule
 from schemas.metrics import Mean, Metrics, Single
-from schemas.rollout import RolloutShard
+from schemas.rollout import RolloutShard, SourceResults, SourceSchedule
 
 WHOLE = 1_000_000  # the unit of shares and credits is one millionth
 

@@ -19,7 +19,7 @@ from rl_core.scoring import (
     use_padded_attention,
 )
 from rl_core.training.sharding import release_gathered
-from schemas.config.packing import PackingConfig
+from schemas.config.optim import PackingConfig
 
 _PROBE_TOKENS = 8
 

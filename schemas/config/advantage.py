@@ -1,8 +1,8 @@
-"""Advantage estimators."""
+"""Advantage estimators; penalty and mask for responses that reach, or nearly reach, the token limit."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from schemas.base import FrozenConfig
 from schemas.config.kinds import default_kind
@@ -74,3 +74,16 @@ AdvantageConfig = Annotated[
     ],
     default_kind("grpo"),
 ]
+
+
+class OverlongConfig(FrozenConfig):
+    """DAPO's soft overlong punishment and overlong filtering (Yu et al. 2025, arXiv:2503.14476, section 3.4)."""
+
+    buffer_tokens: NonNegativeInt = 0
+    """The penalty grows linearly over this many last tokens before the response limit; 0: no penalty."""
+
+    penalty: NonNegativeFloat = 1.0
+    """Subtracted from the reward of a response at the limit, in units of the reward."""
+
+    mask_truncated: bool = False
+    """Don't train on responses cut off by the limit; they still count in their group's baseline."""

@@ -6,12 +6,11 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from schemas.config.differences import flat_values
-from schemas.config.judge_model import JudgeModelReward
-from schemas.config.load import changed_keys
+from schemas.config.judge import JudgeModelReward
+from schemas.config.kinds import CLOCK
+from schemas.config.load import changed_keys, flat_values
 from schemas.config.reward import change_judges
 from schemas.config.run import RunConfig
-from schemas.config.template import CLOCK
 
 # Where, how long and within which limits a run trains, and what it reports; a section's name is for all of its keys.
 CHANGEABLE = (

@@ -1,15 +1,102 @@
-"""The prompts to train and evaluate on."""
+"""The prompts to train and evaluate on: their files, the curriculum over them, and the reuse of stored groups."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import PurePath
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from schemas.base import FrozenConfig, OptionalText
-from schemas.config.curriculum import CurriculumConfig, LevelCurriculum
 from schemas.config.environment import EnvironmentConfig
-from schemas.config.reuse import ReuseConfig
-from schemas.config.template import TemplateVariables
+from schemas.config.kinds import TemplateVariables
+
+
+class CurriculumSettings(FrozenConfig):
+    """Settings of every curriculum: a weight is multiplied by 4 p (1 - p), where p is the recent success rate."""
+
+    window: PositiveInt = 10
+    """Finished steps over which the success rate is taken."""
+
+    success_threshold: float = 0.99
+    """A sample is a success if its reward is at least this."""
+
+    min_factor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Least factor on a weight: of a source that is always or never solved."""
+
+
+class SourceCurriculum(CurriculumSettings):
+    """A curriculum over `data.sources`."""
+
+    kind: Literal["sources"] = "sources"
+    """Selects the sources."""
+
+
+class LevelCurriculum(CurriculumSettings):
+    """A curriculum over levels of difficulty, which a number in each row's `extra_info` gives."""
+
+    kind: Literal["levels"] = "levels"
+    """Selects levels of difficulty."""
+
+    field: Annotated[str, Field(min_length=1)]
+    """Field of `extra_info` with the number."""
+
+    starts: Annotated[tuple[float, ...], Field(min_length=2)]
+    """The smallest number of each level, ascending; the last level has no end."""
+
+    @field_validator("starts")
+    @classmethod
+    def _ascending(cls, starts: Sequence[float]) -> Sequence[float]:
+        if any(high <= low for low, high in pairwise(starts)):
+            raise ValueError(f"{list(starts)} is not ascending; give the smallest number of each level, in order")
+        return starts
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The levels' names."""
+        return tuple(f"{self.field}-{start:g}" for start in self.starts)
+
+
+CurriculumConfig = Annotated[SourceCurriculum | LevelCurriculum, Field(discriminator="kind")]
+
+
+def _is_range(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[0] >= steps[1]:
+        raise ValueError(f"{list(steps)} is empty; give the first step and the one after the last, e.g. [0, 10]")
+    return steps
+
+
+class ReuseConfig(FrozenConfig):
+    """Groups of stored steps, with different rewards, that a step trains on besides those that it samples.
+
+    They come from the run's own steps, not older than `max_age`, or from given `steps` of another `run`.
+    """
+
+    num_groups: PositiveInt
+    """Stored groups per step, in addition to its `rollout.num_prompts`; fewer if there are no more with variance."""
+
+    max_age: PositiveInt | None = None
+    """Own steps: step k takes groups of steps k - `max_age` to k - 1; None: `steps` of another `run` are used."""
+
+    run: OptionalText = None
+    """Directory or URL of another run, whose groups are taken in place of own ones; None: the run's own."""
+
+    steps: Annotated[tuple[NonNegativeInt, NonNegativeInt], AfterValidator(_is_range)] | None = None
+    """Steps of that run, counted from 0: the first, and the one after the last; all of them must be kept."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> "ReuseConfig":
+        if self.run is None and (self.max_age is None or self.steps is not None):
+            raise ValueError(
+                "groups of the run's own steps need data.reuse.max_age, and no data.reuse.steps; for those of another "
+                "run, set data.reuse.run and data.reuse.steps"
+            )
+        if self.run is not None and (self.steps is None or self.max_age is not None):
+            raise ValueError(
+                f"groups of run {self.run} need data.reuse.steps, e.g. [0, 10], and no data.reuse.max_age, as its "
+                "steps are no older or newer than those of this run"
+            )
+        return self
 
 
 class PromptSource(FrozenConfig):

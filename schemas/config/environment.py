@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import FrozenConfig
-from schemas.config.import_path import ImportPath
+from schemas.config.kinds import ImportPath
 
 
 def _survives_json(arguments: dict[str, Any]) -> dict[str, Any]:

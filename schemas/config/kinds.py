@@ -1,10 +1,12 @@
-"""Sections with several kinds: unions of config classes, discriminated by the field `kind`."""
+"""Values that several sections have: kinds (`kind` chooses the config class), import paths, template variables."""
 
+import math
+import re
 from collections.abc import Callable, Iterator
 from types import UnionType
 from typing import Annotated, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 
 def default_kind(kind: str) -> BeforeValidator:
@@ -60,3 +62,45 @@ def union_members(annotation: object) -> Iterator[object]:
             yield from union_members(member)
     else:
         yield annotation
+
+
+_PATTERN = r"^[\w.]+:\w+$"
+
+
+def _is_import_path(path: str) -> str:
+    if not re.fullmatch(_PATTERN, path):
+        raise ValueError("expected module:name, such as my_env:Game")
+    return path
+
+
+ImportPath = Annotated[str, AfterValidator(_is_import_path), Field(json_schema_extra={"pattern": _PATTERN})]
+
+
+_TEMPLATE_OPTIONS = {"conversation", "messages", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
+
+CLOCK = "strftime_now"
+"""What templates ask for today's date; as a variable, the date that they take for it."""
+
+Variable = bool | int | float | str
+
+
+def _one_value(value: object) -> object:
+    if not isinstance(value, Variable):
+        hint = "; to turn an option off, write false" if value is None else ""
+        raise ValueError(f"expected a truth value, a number or a string{hint}")  # one line, not one for each of them
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    if isinstance(value, str) and value.casefold() in ("true", "false"):
+        raise ValueError(f"a template takes any text for true; write {value.casefold()} without quotes")
+    return value
+
+
+def _not_sluices_own(given: dict[str, Variable]) -> dict[str, Variable]:
+    if own := sorted(given.keys() & _TEMPLATE_OPTIONS):
+        raise ValueError(f"{', '.join(own)} can't be set: Sluice renders prompts as messages with a generation prompt")
+    return given
+
+
+TemplateVariables = Annotated[
+    dict[str, Annotated[Variable, BeforeValidator(_one_value)]], AfterValidator(_not_sluices_own)
+]

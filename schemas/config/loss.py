@@ -1,4 +1,4 @@
-"""The policy loss, its aggregation over tokens, and its entropy bonus."""
+"""The policy loss, its aggregation over tokens, its entropy bonus, and the KL term between policy and reference."""
 
 from typing import Annotated, Literal
 
@@ -81,3 +81,19 @@ class CispoLoss(_Loss):
 LossConfig = Annotated[
     Annotated[ClippedLoss | GspoLoss | CispoLoss, Field(discriminator="kind")], default_kind("clipped")
 ]
+
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+class KlConfig(FrozenConfig):
+    """The KL term; below, x = reference log-prob - policy log-prob of a token, in nats."""
+
+    coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL term; 0: no KL term, and no reference model is loaded."""
+
+    estimator: KlEstimator = "k3"
+    """k1 = -x (for the reward; as a loss its mean gradient is 0), k2 = x^2 / 2 or k3 = e^x - x - 1."""
+
+    in_reward: bool = False
+    """Subtract the KL, summed over a row's trained tokens, from its reward, instead of adding it to the loss."""

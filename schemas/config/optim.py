@@ -1,4 +1,4 @@
-"""The optimizer."""
+"""The optimizer, and the packing of rows into its micro-batches."""
 
 from typing import Annotated, Literal
 
@@ -48,3 +48,16 @@ class OptimConfig(FrozenConfig):
                 "the device; set one of the two"
             )
         return self
+
+
+class PackingConfig(FrozenConfig):
+    """Token budgets of the trainer's forwards."""
+
+    kind: Literal["packed", "padded"] = "packed"
+    """`packed`: rows without padding; `padded`: the same result from padded batches, slower, as oracle and fallback."""
+
+    token_budget: PositiveInt = 8192
+    """Hard limit of the prompt + response tokens in a micro-batch."""
+
+    logits_chunk_tokens: PositiveInt = 1024
+    """Number of tokens whose logits exist at once."""

@@ -13,9 +13,8 @@ from pydantic import (
 )
 
 from schemas.base import FrozenConfig
-from schemas.config.import_path import ImportPath
-from schemas.config.judge import JudgeReward
-from schemas.config.judge_model import JudgeModelReward
+from schemas.config.judge import JudgeModelReward, JudgeReward
+from schemas.config.kinds import ImportPath
 from schemas.config.reward_base import HostedReward, InProcessReward, IsolatedReward, Pattern
 from schemas.reward_parts import check_part_name
 

@@ -4,23 +4,19 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from schemas.base import FrozenConfig
 from schemas.batch import SafeName
-from schemas.config.advantage import AdvantageConfig, GrpoAdvantage
-from schemas.config.checkpoint import CheckpointConfig
+from schemas.config.advantage import AdvantageConfig, GrpoAdvantage, OverlongConfig
 from schemas.config.correction import CorrectionConfig, NoCorrection
 from schemas.config.data import DataConfig
 from schemas.config.environment import EnvironmentConfig
-from schemas.config.judge_model import JudgeModelReward
-from schemas.config.kl import KlConfig
-from schemas.config.loss import ClippedLoss, LossConfig
+from schemas.config.judge import JudgeModelReward
+from schemas.config.loss import ClippedLoss, KlConfig, LossConfig
 from schemas.config.model import ModelConfig
 from schemas.config.monitor import MonitorConfig
-from schemas.config.optim import OptimConfig
-from schemas.config.overlong import OverlongConfig
-from schemas.config.packing import PackingConfig
+from schemas.config.optim import OptimConfig, PackingConfig
 from schemas.config.reward import RewardConfig
 from schemas.config.rollout import EvalConfig, RolloutConfig, TransformersRollout
 from schemas.config.runtime import RuntimeConfig
-from schemas.config.store import StoreConfig, TieredStore
+from schemas.config.store import CheckpointConfig, StoreConfig, TieredStore
 
 
 class RunConfig(FrozenConfig):

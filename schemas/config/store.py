@@ -1,4 +1,4 @@
-"""The column store: backend, capacity and retention."""
+"""The column store (backend, capacity, retention), and checkpoints of the policy."""
 
 from typing import Annotated, Literal
 
@@ -85,3 +85,19 @@ class TieredStore(_Durable):
 StoreConfig = Annotated[
     Annotated[SharedStore | FsspecStore | TieredStore, Field(discriminator="kind")], default_kind("tiered")
 ]
+
+
+class CheckpointConfig(FrozenConfig):
+    """Checkpoints; a run resumes from the newest complete one after its policy workers were lost."""
+
+    every_steps: PositiveInt = 1
+    """Steps between two checkpoints."""
+
+    keep_last: PositiveInt = 2
+    """Number of newest checkpoints to keep."""
+
+    keep_best: bool = True
+    """Also keep the checkpoint with the best held-out accuracy."""
+
+    url: OptionalText = None
+    """Any fsspec URL for the checkpoints, e.g. `s3://bucket/prefix`; None: `policy/` in the run directory."""

@@ -4,7 +4,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from schemas.base import FrozenConfig
 from schemas.config.data import DataConfig
-from schemas.config.import_path import ImportPath
+from schemas.config.kinds import ImportPath
 from schemas.config.model import ModelConfig
 
 

@@ -11,7 +11,7 @@ from infra.rewards.open import open_reward_scorer
 from infra.stores.offline import read_step
 from infra.workers.hosted import open_model_here
 from rl_core.rewards import RewardItem, as_stored
-from schemas.config.judge_model import JudgeModelReward
+from schemas.config.judge import JudgeModelReward
 from schemas.config.reward import ModelReward
 from schemas.config.reward_base import HostedReward
 from tests.support.tiny import make_tiny_judge, make_tiny_reward_model

@@ -7,7 +7,7 @@ from infra.models.tiny import END, make_tokenizer
 from infra.rewards.open import open_reward_scorer
 from infra.workers.hosted import open_model_here
 from rl_core.rewards import RewardItem, RewardOutcome
-from schemas.config.judge_model import JudgeModelReward
+from schemas.config.judge import JudgeModelReward
 from schemas.config.reward import WeightedReward
 from tests.support.engine_checks import HEAD_DIM
 from tests.support.tiny import make_tiny_judge

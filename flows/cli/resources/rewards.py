@@ -9,7 +9,7 @@ from rl_core.planning.activations import trace_activations
 from rl_core.planning.memory import FORWARD_BUFFERS
 from rl_core.rewards.judge_model import build_meta_judge
 from rl_core.rewards.model import build_meta_reward_model
-from schemas.config.judge_model import JudgeModelReward
+from schemas.config.judge import JudgeModelReward
 from schemas.config.reward import ModelReward
 from schemas.config.reward_base import HostedReward
 from schemas.config.rollout import VllmRollout

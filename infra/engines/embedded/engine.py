@@ -22,7 +22,7 @@ from rl_core.scoring import RouterReplay
 from rl_core.storages import EmptiedStorages, release_cached, storage_bytes
 from rl_core.telemetry import take_peak_memory
 from schemas.config.rollout import NgramSpeculation
-from schemas.memory import EngineTag, MemoryChange, PartBytes
+from schemas.placement import EngineTag, MemoryChange, PartBytes
 from schemas.weights import TensorSpec
 
 

@@ -28,7 +28,7 @@ from infra.engines.vllm.translate import prompt_logprobs, scoring_params
 from infra.models.load import check_weights
 from infra.models.lora import is_adapter
 from schemas.errors import EngineLostError, describe
-from schemas.memory import EngineTag, MemoryChange, PartBytes
+from schemas.placement import EngineTag, MemoryChange, PartBytes
 from schemas.weights import TensorSpec
 
 _VLLM_TAGS: dict[EngineTag, str] = {"weights": "weights", "cache": "kv_cache"}

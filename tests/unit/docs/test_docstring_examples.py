@@ -19,7 +19,7 @@ MODULES = [
     "rl_core.views",
     "schemas.batch",
     "schemas.catalog",
-    "schemas.config.differences",
+    "schemas.config.load",
     "schemas.config.load",
     "schemas.metric_catalog",
     "schemas.metrics",

@@ -10,11 +10,10 @@ from flows.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, RunEv
 from flows.queries import find_failed_queries
 from infra.storage.decisions import Decision, DecisionsFile
 from infra.storage.folder import Folder
-from schemas.config.approval import MetricLimit
 from schemas.config.load import load_config
+from schemas.config.runtime import MetricLimit
 from schemas.errors import ConfigError
-from schemas.queries import FailedQuery
-from schemas.step import RunHandle, StepReport
+from schemas.step import FailedQuery, RunHandle, StepReport
 from tests.support.command import assert_rejected, make_command
 from tests.support.configs import config_toml
 from tests.support.small_run import make_small_run

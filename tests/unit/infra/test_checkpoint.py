@@ -15,7 +15,7 @@ from infra.checkpoints import reading, shards, writing
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore, open_checkpoints
 from infra.storage.runs import RunDirectory
-from schemas.config.checkpoint import CheckpointConfig
+from schemas.config.store import CheckpointConfig
 from schemas.errors import CheckpointError
 from schemas.metrics import Mean
 from schemas.step import PolicyHandle, UpdateReport

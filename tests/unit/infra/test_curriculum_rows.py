@@ -14,8 +14,8 @@ from infra.storage.curriculum import find_schedules
 from infra.storage.runs import RunDirectory
 from rl_core.rollout.curriculum import WHOLE, draw_sources
 from schemas.config.data import DataConfig
-from schemas.curriculum import SourceResults, SourceSchedule
 from schemas.errors import DataError, RunError
+from schemas.rollout import SourceResults, SourceSchedule
 from schemas.step import RunHandle, StepReport
 from tests.support.configs import run_config
 from tests.support.dataset_rows import TOKENIZER, dataset_of

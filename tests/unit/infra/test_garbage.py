@@ -10,7 +10,7 @@ from infra.storage.driver_lock import driver_lock
 from infra.storage.runs import RunDirectory
 from infra.stores.steps import steps_to_keep
 from schemas.config.correction import TruncatedCorrection
-from schemas.config.reuse import ReuseConfig
+from schemas.config.data import ReuseConfig
 from schemas.errors import RunError
 from tests.support.small_run import columns_of, finish_step, make_small_run
 

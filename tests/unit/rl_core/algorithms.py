@@ -11,8 +11,7 @@ from transformers import Qwen3ForCausalLM
 
 from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
 from schemas.config.kinds import configs_of, kinds_of
-from schemas.config.kl import KlConfig
-from schemas.config.loss import Aggregation, CispoLoss, ClippedLoss, GspoLoss, LossConfig
+from schemas.config.loss import Aggregation, CispoLoss, ClippedLoss, GspoLoss, KlConfig, LossConfig
 from tests.support.packed import VOCAB_SIZE, plain_logprobs, tiny_qwen3
 
 TEMPERATURE = 0.8

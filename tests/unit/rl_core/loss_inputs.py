@@ -9,8 +9,7 @@ from torch import Tensor
 
 from rl_core.losses import LossInputs, policy_loss
 from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
-from schemas.config.kl import KlConfig
-from schemas.config.loss import Aggregation, CispoLoss, ClippedLoss, GspoLoss, LossConfig
+from schemas.config.loss import Aggregation, CispoLoss, ClippedLoss, GspoLoss, KlConfig, LossConfig
 from schemas.metrics import Mean, Metrics
 
 LOSSES = [ClippedLoss(), ClippedLoss(dual_clip=3), GspoLoss(clip_low=0.1, clip_high=0.1), CispoLoss()]

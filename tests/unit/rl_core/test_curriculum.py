@@ -17,9 +17,8 @@ from rl_core.rollout.curriculum import (
     source_metrics,
 )
 from schemas.config.run import RunConfig
-from schemas.curriculum import SourceResults, SourceSchedule
 from schemas.metrics import values
-from schemas.rollout import RolloutShard
+from schemas.rollout import RolloutShard, SourceResults, SourceSchedule
 from tests.support.configs import run_config
 
 

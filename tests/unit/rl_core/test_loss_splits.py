@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rl_core.losses import LossInputs
 from schemas.config.correction import CorrectionConfig, TruncatedCorrection
-from schemas.config.kl import KlConfig
-from schemas.config.loss import Aggregation, ClippedLoss, GspoLoss, LossConfig
+from schemas.config.loss import Aggregation, ClippedLoss, GspoLoss, KlConfig, LossConfig
 from schemas.metrics import Mean, Metrics, merge_metrics, values
 from tests.unit.rl_core.loss_inputs import (
     AGGREGATIONS,

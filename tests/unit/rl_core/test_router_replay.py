@@ -18,7 +18,7 @@ from rl_core.scoring import (
     use_padded_attention,
 )
 from rl_core.training import ScoringModule
-from schemas.config.packing import PackingConfig
+from schemas.config.optim import PackingConfig
 from schemas.errors import ModelError, ScoringError
 from tests.support.packed import SIZES, random_batch
 from tests.unit.rl_core.gradients import gradients, relative_error

@@ -5,9 +5,8 @@ import pytest
 
 from rl_core.advantages import compute_advantages
 from rl_core.advantages.shaping import ShapedRows, overlong_penalties, shape_rows
-from schemas.config.advantage import DrGrpoAdvantage
-from schemas.config.kl import KlConfig
-from schemas.config.overlong import OverlongConfig
+from schemas.config.advantage import DrGrpoAdvantage, OverlongConfig
+from schemas.config.loss import KlConfig
 from schemas.errors import NonFiniteError
 from schemas.metrics import Mean
 

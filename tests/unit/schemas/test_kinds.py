@@ -15,8 +15,7 @@ from rl_core.rewards import LOADERS
 from schemas.config.advantage import AdvantageConfig, DrGrpoAdvantage, GrpoAdvantage
 from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
 from schemas.config.kinds import configs_of, kind_of, kinds_of
-from schemas.config.kl import KlConfig, KlEstimator
-from schemas.config.loss import Aggregation, LossConfig
+from schemas.config.loss import Aggregation, KlConfig, KlEstimator, LossConfig
 from schemas.config.monitor import MonitorConfig
 from schemas.config.reward import PartReward, RewardConfig
 from schemas.config.rollout import RolloutConfig
