@@ -4,8 +4,7 @@ from flows.phases import PhaseTimer
 from schemas.placement import PhaseMemory, TurnPhase
 from schemas.step import PolicyHandle, RunHandle
 from schemas.weights import WeightsTransfer
-from tasks.colocation import enter_scoring, enter_update
-from tasks.publish import publish_weights
+from tasks.operations import enter_scoring, enter_update, publish_weights
 from tasks.stage import is_committed
 
 

@@ -20,7 +20,7 @@ from schemas.config.reward import change_judges
 from schemas.config.run import RunConfig
 from schemas.errors import RunError, StoreError, WorkerLostError
 from schemas.step import PolicyHandle, RunEvent, RunHandle
-from tasks.checkpoint import drop_superseded
+from tasks.operations import drop_superseded
 from tasks.stage import is_committed
 
 logger = logging.getLogger(__name__)

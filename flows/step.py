@@ -28,7 +28,7 @@ from schemas.metrics import merge_metrics, values
 from schemas.rollout import RolloutHandle
 from schemas.step import PolicyHandle, RunHandle, StepReport
 from tasks.advantage import compute_step_advantages
-from tasks.publish import publish_weights
+from tasks.operations import publish_weights
 from tasks.put import put_columns
 from tasks.rollout import generate_rollouts
 from tasks.stage import is_committed

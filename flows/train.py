@@ -55,9 +55,7 @@ from schemas.errors import (
     WorkerLostError,
 )
 from schemas.step import PolicyHandle, RunHandle, RunSummary, StepReport
-from tasks.checkpoint import save_checkpoint, save_on_failure
-from tasks.evaluate import evaluate_policy
-from tasks.workers import start_all_workers
+from tasks.operations import evaluate_policy, save_checkpoint, save_on_failure, start_all_workers
 
 _ID_CHARACTERS = 12  # of the flow run's id, in a run's id: the last, as the first ones may be a time
 

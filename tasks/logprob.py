@@ -9,7 +9,7 @@ from infra.stores.open import open_store
 from infra.stores.steps import publish_handle
 from infra.workers.launch import get_group
 from rl_core.planning import plan_forward
-from rl_core.planning.rows import rows_by_rank
+from rl_core.planning.plan import rows_by_rank
 from rl_core.views import decode_ints, with_column
 from schemas.batch import BatchHandle
 from schemas.metrics import merge_metrics

@@ -12,15 +12,31 @@ from typing import Any, ParamSpec, TypeVar
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
+from prefect.serializers import JSONSerializer
 from prefect.settings import PREFECT_TASKS_DISABLE_CACHING, temporary_settings
 from prefect.tasks import Task
 from prefect.utilities.annotations import opaque
+from pydantic import Field
 
 from infra.storage import ledger
 from infra.storage.runs import RunDirectory
+from schemas.base import Frozen
 from schemas.errors import WorkerLostError
 from schemas.step import PolicyHandle, RunHandle
-from tasks.results import HandleSerializer
+
+
+class HandleSerializer(JSONSerializer[Any]):
+    """Prefect's JSON serializer, whose format it writes: Prefect itself would make a Python object of every number."""
+
+    type: str = Field(default="sluice-handle", frozen=True)
+
+    def dumps(self, obj: Any) -> bytes:
+        """Return the JSON of a handle; of anything else, such as an error, as Prefect writes it."""
+        if not isinstance(obj, Frozen):
+            return super().dumps(obj)
+        name = f"{type(obj).__module__}.{type(obj).__qualname__}"
+        return f'{{"__class__": "{name}", "data": {obj.model_dump_json()}}}'.encode()
+
 
 MAX_RETRIES = 2
 

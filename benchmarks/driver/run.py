@@ -41,10 +41,10 @@ from schemas.metrics import merge_metrics, values
 from schemas.step import PolicyHandle, RunHandle, StepReport
 from tasks.advantage import compute_step_advantages
 from tasks.logprob import score_behavior
-from tasks.publish import publish_weights
+from tasks.operations import publish_weights
 from tasks.put import put_columns
-from tasks.results import HandleSerializer
 from tasks.rollout import generate_rollouts
+from tasks.stage import HandleSerializer
 from tasks.update import update_policy
 
 RUN_ID = "driver"

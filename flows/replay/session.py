@@ -27,7 +27,7 @@ from infra.stores.open import forget_store, open_store
 from infra.workers.launch import get_group, kill_workers, monitored_workers
 from infra.workers.placement import check_resources
 from rl_core.advantages import prepare_updates
-from rl_core.planning.rows import rows_by_rank
+from rl_core.planning.plan import rows_by_rank
 from rl_core.views import with_column, with_groups
 from schemas.batch import BatchHandle, ColumnGroup
 from schemas.config.run import RunConfig

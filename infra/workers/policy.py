@@ -23,7 +23,7 @@ from infra.workers.profile import profiled
 from infra.workers.residency import Tensors
 from infra.workers.scoring import ScoringWorker
 from rl_core.columns.jagged import row_lengths
-from rl_core.planning.rows import rank_rows
+from rl_core.planning.plan import rank_rows
 from rl_core.storages import storage_bytes
 from rl_core.telemetry import micro_batch_seconds
 from rl_core.training import RankRows, Trainer, policy_columns, training_columns

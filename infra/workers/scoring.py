@@ -24,7 +24,7 @@ from infra.workers.telemetry import WorkerTelemetry
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import flat_values, jagged, row_lengths
 from rl_core.losses.kl import row_kl
-from rl_core.planning.rows import rank_rows
+from rl_core.planning.plan import rank_rows
 from rl_core.training import RankRows, score_rows
 from rl_core.training.rows import TOKEN_COLUMNS
 from rl_core.training.sharding import make_mesh, release_gathered

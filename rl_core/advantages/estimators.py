@@ -4,11 +4,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.advantages.base import AdvantageInputs, Floats, Ints
-from rl_core.advantages.dr_grpo import dr_grpo_advantages
-from rl_core.advantages.grpo import grpo_advantages
-from rl_core.advantages.opo import opo_advantages
-from rl_core.advantages.reinforce_plus_plus import reinforce_plus_plus_baseline_advantages
-from rl_core.advantages.rloo import rloo_advantages
+from rl_core.advantages.baselines import (
+    dr_grpo_advantages,
+    grpo_advantages,
+    opo_advantages,
+    reinforce_plus_plus_baseline_advantages,
+    rloo_advantages,
+)
 from rl_core.advantages.turn_level import turn_level_advantages
 from rl_core.registry import Registry, entry
 from schemas.config.advantage import (

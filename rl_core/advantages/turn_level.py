@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.advantages.base import AdvantageInputs, Floats, Ints
-from rl_core.advantages.grpo import grpo_advantages
+from rl_core.advantages.baselines import grpo_advantages
 from schemas.config.advantage import GrpoAdvantage, TurnLevelAdvantage
 
 

@@ -4,12 +4,10 @@ from torch import Tensor
 
 from rl_core.losses.aggregate import aggregate, denominator
 from rl_core.losses.base import LossInputs, Surrogate, log_ratio
-from rl_core.losses.cispo import cispo_loss
-from rl_core.losses.clipped import clipped_loss
 from rl_core.losses.correction import correction_weights
-from rl_core.losses.gspo import gspo_loss
 from rl_core.losses.kl import kl_estimate
 from rl_core.losses.report import nan_unless_finite, report
+from rl_core.losses.surrogates import cispo_loss, clipped_loss, gspo_loss
 from rl_core.registry import Registry, entry
 from schemas.config.correction import CorrectionConfig
 from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, KlConfig, LossConfig

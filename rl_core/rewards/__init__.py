@@ -16,10 +16,7 @@ from rl_core.rewards.base import (
     score_one,
     turns_of,
 )
-from rl_core.rewards.environment import score_environment
-from rl_core.rewards.exact import score_exact
-from rl_core.rewards.format import load_format
-from rl_core.rewards.length import load_length
+from rl_core.rewards.built_in import load_format, load_length, score_environment, score_exact
 from rl_core.rewards.math import require_math_verify, score_math
 from rl_core.rewards.numeric import load_numeric
 from rl_core.rewards.outcome import RewardOutcome, as_stored, group_outcome

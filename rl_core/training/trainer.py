@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_core.columns.jagged import as_tensor
 from rl_core.columns.turns import TURN_COLUMNS
 from rl_core.losses import LossInputs, policy_loss
-from rl_core.training.optimizer import clip_gradients, make_optimizer
+from rl_core.training.optimizer import clip_gradients, learning_rate, make_optimizer
 from rl_core.training.rows import EXPERT_COLUMNS, TOKEN_COLUMNS, RankRows, packed_row, token_advantages
-from rl_core.training.schedule import learning_rate
 from rl_core.training.scoring_module import ScoringModule
 from rl_core.training.sharding import all_gather_object, sync_gradients
 from rl_core.training.stopwatch import Stopwatch, time_collectives

@@ -13,8 +13,8 @@ from infra.storage.runs import RunDirectory
 from infra.workers.launch import find_worker, get_group, kill_workers
 from rl_core.views import with_groups
 from schemas.step import EvalReport, PolicyHandle, RunHandle
-from tasks.evaluate import evaluate_policy
 from tasks.logprob import score_behavior
+from tasks.operations import evaluate_policy
 from tests.support.configs import run_config
 from tests.support.policy_runs import plan_of, put_rows, with_advantages
 from tests.support.tiny import make_tiny_data, make_tiny_model, tiny_row, write_rows

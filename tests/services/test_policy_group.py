@@ -25,7 +25,7 @@ from infra.workers.launch import get_group
 from infra.workers.placement import check_resources
 from infra.workers.policy import PolicyWorker
 from rl_core.planning import plan_forward
-from rl_core.planning.rows import rows_by_rank
+from rl_core.planning.plan import rows_by_rank
 from rl_core.views import decode_ints, with_column
 from schemas.batch import BatchHandle
 from schemas.errors import ConfigError, NonFiniteError, WorkerLostError

@@ -247,7 +247,7 @@ MUTANTS = (
     Mutant(
         name="rows-of-rank-unsorted",
         area="planning",
-        path="rl_core/planning/rows.py",
+        path="rl_core/planning/plan.py",
         old="return np.sort(np.concatenate([as_int64(plan.rank_rows(rank)) for plan in plans]))",
         new="return np.concatenate([as_int64(plan.rank_rows(rank)) for plan in plans])",
         tests=("tests/unit/rl_core/test_planning.py", "tests/unit/infra/test_policy_worker.py"),
@@ -319,7 +319,7 @@ MUTANTS = (
     Mutant(
         name="grpo-divides-by-population-deviation",
         area="losses",
-        path="rl_core/advantages/grpo.py",
+        path="rl_core/advantages/baselines.py",
         old="/ np.maximum(inputs.group_sizes - 1, 1)",
         new="/ inputs.group_sizes",
         tests=("tests/unit/rl_core/test_advantages.py",),

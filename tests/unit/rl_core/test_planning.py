@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from benchmarks.planning import SHAPES
 from rl_core.planning import pack, plan_forward, plan_step
-from rl_core.planning.rows import rank_rows, rows_by_rank
+from rl_core.planning.plan import rank_rows, rows_by_rank
 from schemas.errors import PlanError
 from schemas.plan import ForwardPlan, RankPlan, StepPlan
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rl_core.training.schedule import learning_rate
+from rl_core.training.optimizer import learning_rate
 from schemas.config.optim import OptimConfig
 
 COSINE = OptimConfig(lr=1.0, warmup_updates=2, schedule="cosine", updates_per_step=2)

@@ -6,7 +6,7 @@ from prefect.serializers import JSONSerializer
 
 from rl_core.planning import plan_forward
 from schemas.packed import PackedFloats
-from tasks.results import HandleSerializer
+from tasks.stage import HandleSerializer
 from tests.unit.tasks.test_advantage import rollout_of
 
 

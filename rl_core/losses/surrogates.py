@@ -1,0 +1,69 @@
+"""The policy losses: a surrogate per token, and which tokens it clips."""
+
+import torch
+
+from rl_core.losses.base import MAX_LOG_RATIO, LossInputs, Surrogate, clipped_surrogate, log_ratio
+from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss
+
+
+def clipped_loss(config: ClippedLoss, trained: LossInputs) -> Surrogate:
+    """Compute max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) per token, with r = exp(policy - behavior).
+
+    With `dual_clip` c, the loss of a negative A is at most -A c (Ye et al. 2020, arXiv:1912.09729, equation 5);
+    otherwise its gradient would grow with r without bound.
+
+    Args:
+        config: Clip range and dual clip.
+        trained: The trained tokens.
+
+    Returns:
+        The surrogate; with dual clip, `clipped` has a third entry, `dual`.
+    """
+    advantages = trained.advantages
+    surrogate = clipped_surrogate(log_ratio(trained).exp(), advantages, config.clip_low, config.clip_high)
+    if config.dual_clip is None:
+        return surrogate
+    bound = -advantages * config.dual_clip
+    is_dual = (advantages < 0) & (surrogate.losses > bound)
+    losses = torch.where(is_dual, bound, surrogate.losses)
+    return Surrogate(losses=losses, ratio=surrogate.ratio, clipped={**surrogate.clipped, "dual": is_dual})
+
+
+def cispo_loss(config: CispoLoss, trained: LossInputs) -> Surrogate:
+    """Compute -A w logp per token, where w = clip(r, 1 - clip_low, 1 + clip_high) has no gradient.
+
+    MiniMax 2025, arXiv:2506.13585, equation 4, with r = exp(policy - behavior).
+
+    Args:
+        config: Clip range of the weights.
+        trained: The trained tokens.
+
+    Returns:
+        The surrogate; `clipped` marks the tokens with clipped weights, for either sign of A.
+    """
+    ratio = log_ratio(trained).exp().detach()
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    losses = -trained.advantages * ratio.clamp(low, high) * trained.policy_logprobs
+    return Surrogate(losses=losses, ratio=ratio, clipped={"low": ratio < low, "high": ratio > high})
+
+
+def gspo_loss(config: GspoLoss, trained: LossInputs) -> Surrogate:
+    """Compute max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)) per sequence, for each of its trained tokens.
+
+    s is the exp of the mean of policy - behavior over the sequence's trained tokens (Zheng et al. 2025,
+    arXiv:2507.18071, equations 5 and 7). Each token's ratio has the value s and the gradient of its own log-prob
+    (GSPO-token, equation 14), so that the mean over a sequence's tokens has the gradient of GSPO.
+
+    Args:
+        config: Clip range of s.
+        trained: The trained tokens; a sequence is never split between micro-batches.
+
+    Returns:
+        The surrogate; its `ratio` is s.
+    """
+    difference = trained.policy_logprobs - trained.behavior_logprobs
+    counts = trained.loss_tokens_per_sequence.clamp(min=1)
+    mean = (trained.sum_by_sequence(difference.detach()) / counts).clamp(max=MAX_LOG_RATIO)
+    own = difference - difference.detach()  # value 0, gradient of the log-prob
+    ratio = (mean[trained.sequence_index] + own).exp()
+    return clipped_surrogate(ratio, trained.advantages, config.clip_low, config.clip_high)

@@ -1,0 +1,106 @@
+"""The operations of a run, repeated by a resumed one: workers, weights, shared memory, evaluation, checkpoints."""
+
+import time
+from functools import partial
+
+from infra.ray.actors import call
+from infra.ray.group import WorkerGroup
+from infra.storage.driver_lock import holds_lock, require_lock
+from infra.storage.runs import RunDirectory
+from infra.stores.steps import sweep_steps
+from infra.workers import colocation
+from infra.workers.generate import evaluate_shard, sync_workers
+from infra.workers.launch import find_group, get_group, get_worker, rollout_pool, start_workers
+from rl_core.rollout.evaluation import split_prompts, summarize
+from schemas.placement import PhaseMemory, WorkerPlace
+from schemas.step import EvalReport, PolicyHandle, RunHandle
+from tasks.stage import operation
+
+
+@operation("checkpoint")
+async def save_checkpoint(run: RunHandle, policy: PolicyHandle, wait: bool = False) -> int | None:
+    """Start to save the policy's version, once the previous checkpoint is complete; return the newest complete version.
+
+    Args:
+        run: The run.
+        policy: The version to save.
+        wait: Whether to wait until this checkpoint is complete, too.
+
+    Raises:
+        CheckpointError: This checkpoint or the previous one could not be written.
+        VersionError: The policy's workers hold another version.
+        RunTakenOverError: Another driver has taken over the run.
+    """
+    return await _save(run, await get_group(run, "policy"), policy, wait)
+
+
+async def save_on_failure(run: RunHandle, policy: PolicyHandle) -> None:
+    """Save the policy's version if its workers still exist and hold it, and wait until the checkpoint is complete.
+
+    It is no task: Prefect starts none in a flow run that is ending.
+    """
+    group = find_group(run, "policy")
+    if group is not None and holds_lock(RunDirectory.of(run)):
+        await _save(run, group, policy, wait=True)
+
+
+async def _save(run: RunHandle, group: WorkerGroup, policy: PolicyHandle, wait: bool) -> int | None:
+    require_lock(RunDirectory.of(run))
+    if run.config.takes_turns:  # an evaluation may have been before
+        await colocation.enter_update(run)
+    await group.call("save", policy.version)
+    if wait:
+        await group.call("finish_saving")
+    return await drop_superseded(run, group)
+
+
+async def drop_superseded(run: RunHandle, policy: WorkerGroup) -> int | None:
+    """Drop old checkpoints, and the columns and ledger entries of steps that a complete checkpoint includes.
+
+    Returns:
+        The newest complete version; None if there is none.
+    """
+    complete = await call(policy.ranks[0], "retain", RunDirectory.of(run).metrics.evals())
+    if complete is not None:
+        sweep_steps(run, complete)
+    return complete
+
+
+@operation("enter-scoring")
+async def enter_scoring(run: RunHandle) -> PhaseMemory:
+    """Have the engines sleep, and bring the weights of policy and reference into memory."""
+    return await colocation.enter_scoring(run)
+
+
+@operation("enter-update")
+async def enter_update(run: RunHandle) -> PhaseMemory:
+    """Move the reference out, and bring all of the policy into memory."""
+    return await colocation.enter_update(run)
+
+
+@operation("evaluate")
+async def evaluate_policy(run: RunHandle, policy: PolicyHandle) -> EvalReport:
+    """Evaluate the policy on the held-out prompts, whose batches are dispatched to all rollout workers.
+
+    The report is the same for any number of workers, whether or not one dies.
+
+    Raises:
+        RewardFailureError: More rewards failed than the config allows.
+    """
+    await sync_workers(run, policy.version)
+    pool, started = rollout_pool(run), time.perf_counter()
+    batches = split_prompts(run.config.eval, await call(await get_worker(run, "rollout"), "num_held_out"))
+    jobs = {batch: partial(evaluate_shard, run, policy, rows) for batch, rows in batches.items()}
+    return summarize(run.config, policy.version, await pool.dispatch(jobs), time.perf_counter() - started)
+
+
+@operation("publish")
+async def publish_weights(run: RunHandle, policy: PolicyHandle) -> colocation.Synced:
+    """Load the policy's version into every rollout worker, in place, unless all of them already hold it."""
+    return await sync_workers(run, policy.version)
+
+
+@operation("start-workers")
+async def start_all_workers(run: RunHandle) -> list[WorkerPlace]:
+    """Start the policy's and the reference's ranks and the rollout workers in parallel; keep existing ones."""
+    return await start_workers(run)
