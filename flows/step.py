@@ -1,40 +1,148 @@
-"""One GRPO step, as a flow of stages."""
+"""One GRPO step, as a flow of stages: what it waits for, what scores its rows, and whose turn on shared GPUs it is."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prefect import Flow, flow, get_run_logger
 from prefect.filesystems import RemoteFileSystem
 from prefect.runtime import flow_run
 
-from flows.artifacts import show_samples
-from flows.colocation import Turns
-from flows.phases import PhaseTimer
-from flows.scoring import score_batch
+from flows.ui.artifacts import show_samples
 from infra.ray.tracing import traced_step
 from infra.storage.driver_lock import holds_lock
 from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
 from infra.stores.steps import archive_step, clear_step, drop_journals, open_step, renewed_lease
+from infra.workers.placement import score_together
 from rl_core.rollout.lengths import count_lengths
 from rl_core.telemetry import packing
 from rl_core.views import with_groups
+from schemas.batch import BatchHandle
 from schemas.config.changes import scoring_digest
 from schemas.metrics import merge_metrics, values
+from schemas.placement import PhaseMemory, TurnPhase
 from schemas.rollout import RolloutHandle
-from schemas.step import PolicyHandle, RunHandle, StepReport
+from schemas.step import PolicyHandle, RunHandle, ScoredColumn, Span, StepReport
+from schemas.weights import WeightsTransfer
 from tasks.advantage import compute_step_advantages
-from tasks.operations import publish_weights
+from tasks.logprob import score_behavior, score_reference
+from tasks.operations import enter_scoring, enter_update, publish_weights
 from tasks.put import put_columns
 from tasks.rollout import generate_rollouts
 from tasks.stage import is_committed
 from tasks.update import update_policy
 
+Result = TypeVar("Result")
 SAMPLES_EVERY_STEPS = 10
+
+
+class PhaseTimer:
+    """A timer of wall-clock seconds by phase, and of when each phase ran."""
+
+    def __init__(self) -> None:
+        self.started, self.started_at = time.perf_counter(), time.time()
+        self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self._add_span(phase, start).seconds
+
+    def background(self, name: str) -> Callable[[object], object]:
+        """Return what is to be called when work that overlaps the phases, and begins now, is done."""
+        start = time.perf_counter()
+        return lambda _: self._add_span(name, start)
+
+    def _add_span(self, name: str, start: float) -> Span:
+        span = Span(name=name, start=start - self.started, seconds=time.perf_counter() - start)
+        self.spans.append(span)
+        return span
+
+
+class Turns:
+    """Gives the memory of shared GPUs to the next phase of a step; does nothing if workers don't take turns.
+
+    Attributes:
+        memory: What moved, by the phase that was entered.
+        published: The transfer of the policy's weights to the engines, before the rollout; None if there was none.
+    """
+
+    def __init__(self, run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -> None:
+        self._run, self._policy, self._phase = run, policy, phase
+        self.memory: dict[TurnPhase, PhaseMemory] = {}
+        self.published: WeightsTransfer | None = None
+
+    async def rollout(self) -> None:
+        """Wake the engines with the policy's weights, unless the step's rows are stored already."""
+        if not self._run.config.takes_turns or is_committed(self._run, self._policy, "put"):
+            return
+        with self._phase("publish"):
+            self.published, memory = await publish_weights(self._run, self._policy)
+        if memory is not None:
+            self.memory["rollout"] = memory
+
+    async def scoring(self) -> None:
+        """Have the engines sleep, and bring in what scores."""
+        if self._run.config.takes_turns:
+            with self._phase("enter-scoring"):
+                self.memory["scoring"] = await enter_scoring(self._run)
+
+    async def update(self) -> None:
+        """Bring in what the update needs."""
+        if self._run.config.takes_turns:
+            with self._phase("enter-update"):
+                self.memory["update"] = await enter_update(self._run)
+
+
+async def score_batch(
+    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, phase: PhaseTimer
+) -> dict[str, ScoredColumn]:
+    """Put the rows' `behavior_logprobs`, unless the update computes them, and, with a KL term, `reference_logprobs`.
+
+    Both are computed at the same time where that is faster.
+
+    Returns:
+        The columns, to be added to the batch in this order, by stage. They don't depend on what ran together.
+    """
+    if run.config.scores_behavior and score_together(run.config):
+        # A phase is what the step waits for: `reference` only lasts for as long as the reference takes longer.
+        async with in_background(score_reference(run, policy, batch)) as scoring:
+            scoring.add_done_callback(phase.background("reference scoring"))
+            with phase("logprob"):
+                behavior = await score_behavior(run, policy, batch)
+            with phase("reference"):
+                return {"logprob": behavior, "reference": await scoring}
+    scores: dict[str, ScoredColumn] = {}
+    if run.config.scores_behavior:
+        with phase("logprob"):
+            scores["logprob"] = await score_behavior(run, policy, batch)
+    if run.config.kl.coef:
+        with phase("reference"):
+            scored = with_groups(batch, [score.group for score in scores.values()])
+            scores["reference"] = await score_reference(run, policy, scored)
+    return scores
+
+
+@asynccontextmanager
+async def in_background(work: Coroutine[Any, Any, Result]) -> AsyncIterator[asyncio.Task[Result]]:
+    """Run `work` during the block, and wait until it has ended, whatever happens to the block.
+
+    Work whose block failed is not cancelled: that would kill the workers on which it runs.
+    """
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    finally:
+        await asyncio.gather(task, return_exceptions=True)  # cancels it if this is cancelled
 
 
 def new_step_flow(ledger: Path | RemoteFileSystem) -> Flow[[RunHandle, PolicyHandle], Coroutine[Any, Any, StepReport]]:

@@ -1,23 +1,20 @@
 """The train flow: evaluate, run all steps, recover from lost workers, summarize."""
 
 import asyncio
+import hashlib
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 from prefect import flow, get_run_logger
 from prefect.context import SyncClientContext
+from prefect.filesystems import RemoteFileSystem
 from prefect.runtime import flow_run
 
-from flows.approval import ask_for_approval
-from flows.artifacts import ProgressArtifact, report_run, show_placement
-from flows.cancellation import cancellable
-from flows.connection import SETTLE_SECONDS, connect, while_ray_lives
-from flows.events import RunEvents
-from flows.ledger_storage import ledger_storage
-from flows.logs import logs_in_prefect
-from flows.progress import place_table, sharing_line
-from flows.queries import find_failed_queries
+from flows.lifecycle.cancellation import cancellable, unless
+from flows.lifecycle.outages import call_through_outages
+from flows.lifecycle.ray_connection import SETTLE_SECONDS, connect, while_ray_lives
 from flows.recovery import (
     change_config,
     drop_outdated_ledger,
@@ -26,11 +23,14 @@ from flows.recovery import (
     reconcile,
     record_event,
 )
-from flows.reporter import RunReporter
-from flows.server import call_through_outages
 from flows.step import new_step_flow
 from flows.summary import finished_summary, summarize
-from flows.watched import unless
+from flows.ui.approval import ask_for_approval, find_failed_queries
+from flows.ui.artifacts import ProgressArtifact, report_run, show_placement
+from flows.ui.events import RunEvents
+from flows.ui.logs import logs_in_prefect
+from flows.ui.progress import place_table, sharing_line
+from flows.ui.reporter import RunReporter
 from infra.monitors import Monitors, open_monitors
 from infra.processes.collection import rare_collections
 from infra.ray.tracing import traced_run
@@ -57,11 +57,30 @@ from schemas.errors import (
 from schemas.step import PolicyHandle, RunHandle, RunSummary, StepReport
 from tasks.operations import evaluate_policy, save_checkpoint, save_on_failure, start_all_workers
 
+_DIGEST_CHARACTERS = 16
 _ID_CHARACTERS = 12  # of the flow run's id, in a run's id: the last, as the first ones may be a time
-
 # After these, the step is run again. Log-probs that are computed again, after a rank was lost, may differ by rounding.
 RECOVERABLE = (WorkerLostError, VersionError, ChunkNotFoundError, ChunkCorruptedError, DuplicateChunkError)
 CANCEL_SAVE_SECONDS = 5  # within the 10 s that a cancelled run may take to free its resources
+
+
+async def ledger_storage(directory: RunDirectory) -> Path | RemoteFileSystem:
+    """Return the result storage of the stages of a run.
+
+    Prefect takes a remote file system only as a block that its server has. The block is saved at each start of a run,
+    and nothing is read back from it: another server, or one that was wiped, changes nothing. Credentials are not part
+    of it.
+
+    Raises:
+        httpx.HTTPError: The Prefect server doesn't respond, or refuses the block.
+    """
+    if directory.is_local:
+        return Path(directory.ledger.place)
+    # Other processes write there, too: a cached listing would be out of date.
+    block = RemoteFileSystem(basepath=directory.ledger.place, settings={"use_listings_cache": False})
+    digest = hashlib.sha256(directory.url.encode()).hexdigest()[:_DIGEST_CHARACTERS]
+    await block.asave(f"sluice-ledger-{digest}", overwrite=True)
+    return block
 
 
 def own_run_id(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from prefect import flow, get_run_logger
 
-from flows.connection import connect
+from flows.lifecycle.ray_connection import connect
 from infra.ray.actors import call, start_actor
 from infra.workers.actor import actor_class
 from schemas.config.runtime import RuntimeConfig

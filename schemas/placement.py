@@ -8,6 +8,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from schemas.base import Frozen
 
 Device = Literal["cpu", "cuda"]
+EngineTag = Literal["weights", "cache"]  # what an engine sleeps and wakes by
+Part = Literal["weights", "cache", "optimizer", "gradients"]  # of a worker's device memory
+TurnPhase = Literal["rollout", "scoring", "update"]
+PartBytes = dict[Part, NonNegativeInt]
 
 
 class Slot(Frozen):
@@ -78,13 +82,6 @@ class ClusterRun(Frozen):
     age_seconds: NonNegativeFloat | None = None
     driverless_seconds: NonNegativeFloat | None = None
     owner: str = ""
-
-
-EngineTag = Literal["weights", "cache"]  # what an engine sleeps and wakes by
-Part = Literal["weights", "cache", "optimizer", "gradients"]  # of a worker's device memory
-TurnPhase = Literal["rollout", "scoring", "update"]
-
-PartBytes = dict[Part, NonNegativeInt]
 
 
 class MemoryChange(Frozen):

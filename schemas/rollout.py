@@ -17,6 +17,9 @@ from schemas.metrics import Max, Mean, Metrics, merge_metrics
 from schemas.packed import PackedFloats, PackedInts
 from schemas.store import StoreTraffic
 
+FinishReason = Literal["stop", "length"]
+PER_ROW = ("rewards", "group_ids", "prompt_lengths", "response_lengths", "loss_tokens", "truncated")
+
 
 class SourceSchedule(Frozen):
     """How often a step takes a prompt from each source, and where each source stands before the step."""
@@ -32,11 +35,6 @@ class SourceResults(Frozen):
     schedule: SourceSchedule
     num_scored: tuple[NonNegativeInt, ...]  # K, samples whose reward did not fail
     num_successes: tuple[NonNegativeInt, ...]  # K, those of them whose reward reaches the threshold
-
-
-FinishReason = Literal["stop", "length"]
-
-PER_ROW = ("rewards", "group_ids", "prompt_lengths", "response_lengths", "loss_tokens", "truncated")
 
 
 class SampleText(Frozen):

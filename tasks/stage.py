@@ -24,6 +24,10 @@ from schemas.base import Frozen
 from schemas.errors import WorkerLostError
 from schemas.step import PolicyHandle, RunHandle
 
+MAX_RETRIES = 2
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class HandleSerializer(JSONSerializer[Any]):
     """Prefect's JSON serializer, whose format it writes: Prefect itself would make a Python object of every number."""
@@ -36,12 +40,6 @@ class HandleSerializer(JSONSerializer[Any]):
             return super().dumps(obj)
         name = f"{type(obj).__module__}.{type(obj).__qualname__}"
         return f'{{"__class__": "{name}", "data": {obj.model_dump_json()}}}'.encode()
-
-
-MAX_RETRIES = 2
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def _stage_cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:

@@ -7,10 +7,10 @@ import torch
 from benchmarks.gpu.results import CheckResult, Figure, Settings
 from benchmarks.train.meter import peak_bytes, reset_peak
 from benchmarks.train.models import size_of
-from flows.cli.footprint import measure_step
-from flows.cli.resources import this_machine
-from flows.cli.resources.placement import place
-from flows.cli.resources.workers import ModelMemory, worker_memory
+from flows.plan.footprint import measure_step
+from flows.plan.placement import place
+from flows.plan.resources import this_machine
+from flows.plan.workers import ModelMemory, worker_memory
 from infra.models.scoring import load_scoring_module
 from infra.models.tiny import make_model
 from rl_core.planning import plan_forward, plan_step

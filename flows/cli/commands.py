@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from flows.built_in import find_config
+from flows.configs import find_config
 from schemas.config.folders import DEFAULT_RUNS_DIR
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def train(
     run_id: Annotated[str | None, typer.Option(help="The run's id; default: from the config's name.")] = None,
 ) -> None:
     """Train with a config; everything is checked before anything is started."""
-    from flows.cli.capacity import check_capacity
     from flows.cli.run import run_training
     from flows.cli.session import prefect_session
+    from flows.plan.footprint import check_capacity
     from flows.preflight import check
     from infra.models.load import check_weight_files
     from infra.storage.runs import RunDirectory
@@ -136,9 +136,9 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
 
     Settings that don't affect what is trained may change, e.g. runtime.num_policy_ranks=2 or steps=100.
     """
-    from flows.cli.capacity import check_capacity
     from flows.cli.run import run_training
     from flows.cli.session import prefect_session
+    from flows.plan.footprint import check_capacity
     from flows.preflight import check, check_checkpoint
     from infra.storage.config_changes import resumed_config
     from infra.storage.runs import RunDirectory
@@ -199,7 +199,7 @@ def evaluate(
     Changes to the config apply to this evaluation only, e.g. eval.samples_per_prompt=8 eval.temperature=1.0.
     """
     from flows.evaluate import evaluate_run
-    from flows.progress import eval_lines
+    from flows.ui.progress import eval_lines
     from infra.storage.runs import RunDirectory
 
     with console.status("generating"):

@@ -7,7 +7,7 @@ from rich.console import Console
 from flows.cli import history_commands, replay_commands, service_commands  # noqa: F401  they add their commands
 from flows.cli.commands import app
 from flows.cli.installation import explain_import_error
-from flows.exit import exit_process
+from flows.lifecycle.exit import exit_process
 from infra.processes.collection import rare_collections
 from infra.ray.module_path import append_working_directory
 from schemas.errors import PipelineError, UserError, describe

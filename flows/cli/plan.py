@@ -3,10 +3,10 @@
 from rich.console import Console
 
 from flows.cli.example import Example, example_lines, show_example
-from flows.cli.footprint import Footprint, measure_step
 from flows.cli.plan_tables import footprint_parts, resource_parts
-from flows.cli.resources import Resources, plan_resources
-from flows.cli.simulate import LengthShape
+from flows.plan.footprint import Footprint, measure_step
+from flows.plan.resources import Resources, plan_resources
+from flows.plan.simulate import LengthShape
 from flows.preflight import check
 from schemas.base import Frozen
 from schemas.config.run import RunConfig

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from rich import box
 from rich.table import Table
 
-from flows.cli.footprint import Footprint
-from flows.cli.resources import Resources
-from flows.cli.resources.limits import Limit
+from flows.plan.footprint import Footprint
+from flows.plan.limits import Limit
+from flows.plan.resources import Resources
 from rl_core.planning.hardware import format_bytes
 from rl_core.planning.memory import PHASES, PhaseBytes
 from schemas.config.environment import EnvironmentConfig

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.tables import plain_table
-from flows.progress import metric_values, source_rows, summary_rows
+from flows.ui.progress import metric_values, source_rows, summary_rows
 from infra.storage.run_list import RunStatus, list_runs
 from infra.storage.runs import RunDirectory
 from schemas.metric_catalog import metrics_of

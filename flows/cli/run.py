@@ -53,8 +53,8 @@ def run_training(console: Console, config: RunConfig, run_id: str | None = None)
 
 def _what_fits(config: RunConfig, gpu_bytes: int) -> str:
     """Return what the plan says of GPUs of this size."""
-    from flows.cli.footprint import measure_step  # not at the top: only a run whose GPU is too small needs them
-    from flows.cli.resources import plan_for_gpu
+    from flows.plan.footprint import measure_step  # not at the top: only a run whose GPU is too small needs them
+    from flows.plan.resources import plan_for_gpu
 
     return plan_for_gpu(config, measure_step(config), gpu_bytes)
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 
-from flows.exit import deliver_events
-from flows.server import call_through_outages
+from flows.lifecycle.exit import deliver_events
+from flows.lifecycle.outages import call_through_outages
 from infra.services.local import LocalServices
 from infra.services.prefect_api import check_prefect_api
 from infra.services.watchdog import prefect_kept_running

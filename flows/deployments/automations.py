@@ -11,7 +11,7 @@ from prefect.events.actions import ActionTypes, ChangeFlowRunState, RunDeploymen
 from prefect.events.schemas.automations import Posture
 from prefect.exceptions import ObjectNotFound
 
-from flows.events import CheckpointSaved, RewardCollapsed, RunEnded, StepCompleted
+from flows.ui.events import CheckpointSaved, RewardCollapsed, RunEnded, StepCompleted
 from schemas.errors import ConfigError
 
 HEARTBEATS_MISSED = 3  # fewer are often only late

@@ -12,13 +12,12 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from flows.artifacts import show_evaluation
-from flows.built_in import find_config
-from flows.cancellation import cancellable
+from flows.configs import find_config
 from flows.deployments.pool import hold_pool
-from flows.flow_run import rename_flow_run
+from flows.lifecycle.cancellation import cancellable, rename_flow_run
 from flows.summary import finished_summary
 from flows.train import own_run_id, train_policy
+from flows.ui.artifacts import show_evaluation
 from infra.ray.module_path import append_working_directory
 from infra.storage.runs import RunDirectory
 from schemas.config.folders import DEFAULT_RUNS_DIR
@@ -61,7 +60,7 @@ async def train(config: str, overrides: tuple[str, ...] = (), run_id: str | None
     await rename_flow_run(run_id)
     if (finished := finished_summary(run_config, run_id)) is not None:
         return Completed(message=f"run {run_id} was complete already: {finished.steps} of {run_config.steps} steps")
-    from flows.cli.capacity import check_capacity  # not at the top: torch is imported with it
+    from flows.plan.footprint import check_capacity  # not at the top: torch is imported with it
     from flows.preflight import check
 
     check_capacity(run_config, check(run_config))

@@ -8,7 +8,7 @@ import runpy
 
 from prefect.settings import PREFECT_API_URL
 
-from flows.exit import deliver_events, exit_process
+from flows.lifecycle.exit import deliver_events, exit_process
 from infra.ray.module_path import keep_last
 
 

@@ -12,7 +12,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Running
 
-from flows.flow_run import set_state
+from flows.lifecycle.cancellation import set_state
 
 SLOTS = 1  # of a new pool; a pool of several clusters' worth of GPUs may be given more in the Prefect UI
 LEASE_SECONDS = 60  # after which the slot of a killed run is free again; the shortest that Prefect allows

@@ -10,7 +10,7 @@ from prefect.client.schemas.objects import ConcurrencyLimitConfig
 from prefect.schedules import Cron, Schedule
 from prefect.types.entrypoint import EntrypointType
 
-from flows.built_in import find_config
+from flows.configs import find_config
 from flows.deployments import entrypoints
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from flows.connection import connect, while_ray_lives
+from flows.lifecycle.ray_connection import connect, while_ray_lives
 from infra.checkpoints import CheckpointStore, open_checkpoints
 from infra.history.start import History, Start
 from infra.history.stored import StoredStep

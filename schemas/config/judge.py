@@ -23,6 +23,7 @@ from schemas.config.rollout import Probability, TransformersRollout, VllmRollout
 PROMPT_FIELDS = ("prompt", "response", "answer")
 LAST_NUMBER = r"(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+(?:\.\d+)?)?"
 """A number, as the score; that of "8/10" and "8 out of 10" is 8."""
+EMPTY_IS_NONE = BeforeValidator(lambda value: None if value == "" else value)  # TOML has no None
 
 
 def _has_known_fields(template: str) -> str:
@@ -57,9 +58,6 @@ class JudgedReward(InProcessReward):
 
     scale: PositiveFloat = 10.0
     """The best score; one below 0 or above this is a failed reward."""
-
-
-EMPTY_IS_NONE = BeforeValidator(lambda value: None if value == "" else value)  # TOML has no None
 
 
 def _is_base_url(url: str) -> str:

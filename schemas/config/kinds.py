@@ -8,6 +8,12 @@ from typing import Annotated, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
+_PATTERN = r"^[\w.]+:\w+$"
+_TEMPLATE_OPTIONS = {"conversation", "messages", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
+CLOCK = "strftime_now"
+"""What templates ask for today's date; as a variable, the date that they take for it."""
+Variable = bool | int | float | str
+
 
 def default_kind(kind: str) -> BeforeValidator:
     """Return a validator that reads a section without a `kind` as one of this kind."""
@@ -64,9 +70,6 @@ def union_members(annotation: object) -> Iterator[object]:
         yield annotation
 
 
-_PATTERN = r"^[\w.]+:\w+$"
-
-
 def _is_import_path(path: str) -> str:
     if not re.fullmatch(_PATTERN, path):
         raise ValueError("expected module:name, such as my_env:Game")
@@ -74,14 +77,6 @@ def _is_import_path(path: str) -> str:
 
 
 ImportPath = Annotated[str, AfterValidator(_is_import_path), Field(json_schema_extra={"pattern": _PATTERN})]
-
-
-_TEMPLATE_OPTIONS = {"conversation", "messages", "tokenize", "add_generation_prompt", "chat_template", "return_dict"}
-
-CLOCK = "strftime_now"
-"""What templates ask for today's date; as a variable, the date that they take for it."""
-
-Variable = bool | int | float | str
 
 
 def _one_value(value: object) -> object:

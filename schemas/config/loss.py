@@ -8,6 +8,7 @@ from schemas.base import FrozenConfig
 from schemas.config.kinds import default_kind
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class _Loss(FrozenConfig):
@@ -81,9 +82,6 @@ class CispoLoss(_Loss):
 LossConfig = Annotated[
     Annotated[ClippedLoss | GspoLoss | CispoLoss, Field(discriminator="kind")], default_kind("clipped")
 ]
-
-
-KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class KlConfig(FrozenConfig):

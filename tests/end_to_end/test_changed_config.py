@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.footprint import measure_step
 from flows.export import export_run
+from flows.plan.footprint import measure_step
 from schemas.config.load import override_config
 from tests.support.configs import run_config
 from tests.support.run_results import Run

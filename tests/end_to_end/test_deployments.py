@@ -15,8 +15,8 @@ from prefect.exceptions import Pause, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Scheduled, Suspended
 
-from flows.cancellation import cancellable
-from flows.events import WINDOW_STEPS
+from flows.lifecycle.cancellation import cancellable
+from flows.ui.events import WINDOW_STEPS
 from tests.support.commands import sluice_in_turn
 from tests.support.deployed import Deployed, receiving_notifications
 from tests.support.run_results import Run

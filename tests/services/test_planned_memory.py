@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from flows.cli.footprint import measure_step
-from flows.cli.resources import this_machine
-from flows.cli.resources.placement import place
-from flows.cli.resources.workers import ModelMemory, worker_memory
+from flows.plan.footprint import measure_step
+from flows.plan.placement import place
+from flows.plan.resources import this_machine
+from flows.plan.workers import ModelMemory, worker_memory
 from infra.models.tiny import make_model
 from schemas.config.run import RunConfig
 from tests.support.configs import run_config

@@ -8,10 +8,10 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flows.cli.footprint import measure_step
-from flows.cli.resources import this_machine
-from flows.cli.resources.placement import place
-from flows.cli.resources.workers import ModelMemory, worker_memory
+from flows.plan.footprint import measure_step
+from flows.plan.placement import place
+from flows.plan.resources import this_machine
+from flows.plan.workers import ModelMemory, worker_memory
 from infra.models.tiny import make_model
 from tests.services.test_planned_memory import MODEL
 from tests.support.configs import merge, run_config

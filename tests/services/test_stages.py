@@ -14,8 +14,8 @@ import pytest
 from prefect import flow
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.ledger_storage import ledger_storage
 from flows.recovery import resumed_step
+from flows.train import ledger_storage
 from infra.storage.runs import RunDirectory
 from schemas.step import PolicyHandle, RunHandle
 from tasks.stage import stage, update_cache_key

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from flows.scoring import in_background
+from flows.step import in_background
 
 
 async def succeed(events: list[str], turns: int) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flows.built_in import CONFIGS
+from flows.configs import CONFIGS
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 

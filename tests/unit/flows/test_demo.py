@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.built_in import CONFIGS
 from flows.cli.demo import TINY, demo_overrides, work_out, write_files
+from flows.configs import CONFIGS
 from rl_core.rewards import RewardItem, load_reward, score_all
 from schemas.config.load import load_config
 

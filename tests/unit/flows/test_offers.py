@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from prefect.events import Event
 
-from flows.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, RunEvents, RunStarted, StepCompleted
-from flows.queries import find_failed_queries
+from flows.ui.approval import find_failed_queries
+from flows.ui.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, RunEvents, RunStarted, StepCompleted
 from infra.storage.decisions import Decision, DecisionsFile
 from infra.storage.folder import Folder
 from schemas.config.load import load_config
@@ -103,7 +103,7 @@ def emitted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         found.append(Event(event=event, resource=resource, payload=payload, follows=leader))
         return found[-1]
 
-    monkeypatch.setattr("flows.events.emit_event", emit)
+    monkeypatch.setattr("flows.ui.events.emit_event", emit)
     return found
 
 

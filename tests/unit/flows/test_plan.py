@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from flows.cli.footprint import measure_step
-from flows.cli.simulate import SimulatedStep, column_bytes, column_dtypes, draw_lengths, simulate_step
+from flows.plan.footprint import measure_step
+from flows.plan.simulate import SimulatedStep, column_bytes, column_dtypes, draw_lengths, simulate_step
 from flows.preflight import check
-from flows.progress import variance_warning
+from flows.ui.progress import variance_warning
 from infra.datasets import load_prompts
 from infra.engines.base import Generation, TokenExperts
 from infra.models.load import load_tokenizer

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import BloomConfig, BloomForCausalLM, Qwen3Config
 
-from flows.built_in import CONFIGS
-from flows.cli.footprint import measure_step
-from flows.cli.resources import Resources, plan_resources
-from flows.cli.resources.limits import binding
+from flows.configs import CONFIGS
+from flows.plan.footprint import measure_step
+from flows.plan.limits import binding
+from flows.plan.resources import Resources, plan_resources
 from flows.preflight import check
 from infra.models.load import build_meta_model, load_model
 from infra.models.tiny import make_tokenizer

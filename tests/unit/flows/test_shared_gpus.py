@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.cli.footprint import measure_step
-from flows.cli.resources import Resources, plan_for_gpu
+from flows.plan.footprint import measure_step
+from flows.plan.resources import Resources, plan_for_gpu
 from schemas.config.load import load_config
 from schemas.errors import gpu_bytes_in
 from tests.support.command import Command, assert_rejected

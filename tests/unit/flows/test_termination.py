@@ -10,7 +10,7 @@ import pytest
 from prefect.exceptions import TerminationSignal
 from prefect.utilities.engine import capture_sigterm
 
-from flows.cancellation import terminable
+from flows.lifecycle.cancellation import terminable
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
-"""Approval by a person: the run pauses after a step beyond a configured limit, and asks in the Prefect UI."""
+"""Approval by a person: beyond a limit, or if a saved query fails, the run pauses after a step and asks in Prefect."""
 
+import asyncio
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Literal
 
@@ -12,16 +15,17 @@ from prefect.runtime import flow_run
 from prefect.states import Running
 from pydantic import Field
 
-from flows.flow_run import set_state
-from flows.server import call_through_outages
+from flows.lifecycle.cancellation import set_state
+from flows.lifecycle.outages import call_through_outages
 from flows.summary import flow_run_url
 from infra.monitors.rows import step_row
 from infra.storage.decisions import Decision
 from infra.storage.runs import RunDirectory
 from schemas.errors import RunStoppedError
-from schemas.step import FailedQuery, RunHandle, StepReport
+from schemas.step import FailedQuery, QueryReport, RunHandle, StepReport
 
 POLL_SECONDS = 2  # between two looks for an answer
+LIMIT_SECONDS = 300.0  # for all queries of a step
 
 
 class Approval(RunInput):
@@ -87,3 +91,28 @@ async def _ask(report: StepReport, reason: str, timeout_seconds: int, attempt: i
         raise RunStoppedError(
             f"nobody decided within {timeout_seconds} s how to go on after step {report.step + 1}: {reason}"
         ) from None
+
+
+async def find_failed_queries(run: RunHandle, step: int) -> tuple[FailedQuery, ...]:
+    """Return the queries of `runtime.queries` that say what is wrong with a finished step; none without that setting.
+
+    They run in a process of their own. One that dies or takes too long is itself what is wrong.
+    """
+    folder = run.config.runtime.queries
+    if folder is None:
+        return ()
+    command = [sys.executable, "-P", "-m", "infra.history.checks", RunDirectory.of(run).url, str(step), folder]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        answer, errors = await asyncio.wait_for(process.communicate(), LIMIT_SECONDS)
+    except TimeoutError:
+        return (FailedQuery(name=folder, error=f"no answer within {LIMIT_SECONDS:g} s"),)
+    finally:
+        with suppress(ProcessLookupError):  # it has ended
+            process.kill()
+    if process.returncode:
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        return (FailedQuery(name=folder, error=last or f"exit code {process.returncode}"),)
+    return QueryReport.model_validate_json(answer).failed

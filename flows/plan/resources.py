@@ -5,16 +5,16 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from flows.cli.footprint import Footprint, measure_step
-from flows.cli.resources.advice import find_fix, largest_that_fits
-from flows.cli.resources.calibrate import measure_rates
-from flows.cli.resources.limits import Limit, binding, find_limits, shared_phases
-from flows.cli.resources.nodes import HostMemory, host_memory
-from flows.cli.resources.placement import place
-from flows.cli.resources.speed import StepSeconds, peak_rates, step_seconds
-from flows.cli.resources.traffic import Transfer, step_traffic
-from flows.cli.resources.workers import ModelMemory, WorkerMemory, kv_cache, worker_memory
-from flows.cli.simulate import LengthShape, SimulatedStep, simulate_step
+from flows.plan.advice import find_fix, largest_that_fits
+from flows.plan.calibrate import measure_rates
+from flows.plan.footprint import Footprint, measure_step
+from flows.plan.limits import Limit, binding, find_limits, shared_phases
+from flows.plan.nodes import HostMemory, host_memory
+from flows.plan.placement import place
+from flows.plan.simulate import LengthShape, SimulatedStep, simulate_step
+from flows.plan.speed import StepSeconds, peak_rates, step_seconds
+from flows.plan.traffic import Transfer, step_traffic
+from flows.plan.workers import ModelMemory, WorkerMemory, kv_cache, worker_memory
 from infra.datasets import PromptDataset
 from infra.workers.layout import gpus_wanted
 from rl_core.planning.hardware import Cluster, find_gpu_kind, format_bytes, parse_cluster

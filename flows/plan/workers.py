@@ -7,9 +7,9 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 from transformers import PreTrainedModel
 
-from flows.cli.footprint import Footprint
-from flows.cli.resources.placement import Placement
-from flows.cli.resources.rewards import RewardBytes
+from flows.plan.footprint import Footprint
+from flows.plan.placement import Placement
+from flows.plan.rewards import RewardBytes
 from infra.engines.embedded.cache import cache_bytes_per_token
 from infra.engines.vllm.adapters import allocated_rank
 from infra.engines.vllm.sizes import num_cache_copies

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from pydantic import NonNegativeInt
 
-from flows.cli.footprint import Footprint
-from flows.cli.resources.placement import Placement
-from flows.cli.resources.workers import ModelMemory, WorkerMemory, bucket_bytes, engine_weight_bytes, weight_carrier
+from flows.plan.footprint import Footprint
+from flows.plan.placement import Placement
+from flows.plan.workers import ModelMemory, WorkerMemory, bucket_bytes, engine_weight_bytes, weight_carrier
 from infra.checkpoints.writing import FILE_BYTES
 from infra.workers.roles import Role
 from rl_core.planning.memory import PHASES, Phase, PhaseBytes

@@ -2,10 +2,10 @@
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
-from flows.cli.footprint import Footprint
-from flows.cli.resources.nodes import producer_role
-from flows.cli.resources.placement import Placement
-from flows.cli.resources.workers import ModelMemory, sent_bytes, weight_carrier
+from flows.plan.footprint import Footprint
+from flows.plan.nodes import producer_role
+from flows.plan.placement import Placement
+from flows.plan.workers import ModelMemory, sent_bytes, weight_carrier
 from infra.workers.roles import Role
 from rl_core.planning.hardware import Cluster
 from rl_core.planning.memory import WeightBytes

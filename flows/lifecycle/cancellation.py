@@ -26,13 +26,34 @@ from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Suspended
 
-from flows.watched import unless
-
-POLL_SECONDS = 2.0
-
 Result = TypeVar("Result")
-
+Event = TypeVar("Event")
+POLL_SECONDS = 2.0
 _told: ContextVar[Callable[[], object] | None] = ContextVar("told", default=None)  # of a SIGTERM
+
+
+async def rename_flow_run(name: str) -> None:
+    """Give the current flow run a name."""
+    async with get_client() as client:
+        await client.update_flow_run(UUID(flow_run.id), name=name)
+
+
+async def set_state(state: State) -> None:
+    """Give the current flow run a state."""
+    async with get_client() as client:
+        await client.set_flow_run_state(UUID(flow_run.id), state, force=True)
+
+
+async def unless(event: Coroutine[Any, Any, Event], work: Coroutine[Any, Any, Result]) -> Result | Event:
+    """Await `work`; if `event` ends first, cancel `work`, await its clean-up, and return or raise what `event` does."""
+    running, watching = asyncio.ensure_future(work), asyncio.ensure_future(event)
+    try:
+        await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return running.result() if running.done() else watching.result()
+    finally:
+        for task in (running, watching):
+            task.cancel()
+        await asyncio.gather(running, watching, return_exceptions=True)
 
 
 async def cancellable(work: Coroutine[Any, Any, Result]) -> Result | State:

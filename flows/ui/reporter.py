@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from prefect import get_run_logger
 
-from flows.artifacts import ProgressArtifact, show_evaluation
-from flows.events import RunEvents
-from flows.progress import eval_lines, progress_line, variance_warning
+from flows.ui.artifacts import ProgressArtifact, show_evaluation
+from flows.ui.events import RunEvents
+from flows.ui.progress import eval_lines, progress_line, variance_warning
 from infra.monitors import Monitors
 from infra.storage.metrics_file import MetricsFile
 from schemas.step import EvalReport, FailedQuery, RunHandle, StepReport

@@ -5,11 +5,11 @@ import math
 import numpy as np
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from flows.cli.footprint import Footprint
-from flows.cli.resources.placement import Placement
-from flows.cli.resources.traffic import Transfer
-from flows.cli.resources.workers import ModelMemory, engine_itemsize
-from flows.cli.simulate import SimulatedStep
+from flows.plan.footprint import Footprint
+from flows.plan.placement import Placement
+from flows.plan.simulate import SimulatedStep
+from flows.plan.traffic import Transfer
+from flows.plan.workers import ModelMemory, engine_itemsize
 from infra.models.load import build_meta_model
 from rl_core.planning.hardware import Cluster
 from rl_core.planning.memory import FLOAT_BYTES, HALF_BYTES

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from flows.cli.footprint import Footprint
-from flows.cli.resources.speed import Rates, decode_bytes
-from flows.cli.resources.workers import ModelMemory
-from flows.cli.simulate import SimulatedStep
+from flows.plan.footprint import Footprint
+from flows.plan.simulate import SimulatedStep
+from flows.plan.speed import Rates, decode_bytes
+from flows.plan.workers import ModelMemory
 from infra.engines.base import GenerationRequest, Sampling
 from infra.engines.generate import generate_all
 from infra.engines.open import open_engine

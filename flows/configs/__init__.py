@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parent
 
 
 def find_config(name: str) -> Path:

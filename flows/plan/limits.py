@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat
 
-from flows.cli.footprint import Footprint
-from flows.cli.resources.nodes import HostMemory
-from flows.cli.resources.placement import Placement
-from flows.cli.resources.speed import StepSeconds
-from flows.cli.resources.traffic import Transfer
-from flows.cli.resources.workers import WorkerMemory
+from flows.plan.footprint import Footprint
+from flows.plan.nodes import HostMemory
+from flows.plan.placement import Placement
+from flows.plan.speed import StepSeconds
+from flows.plan.traffic import Transfer
+from flows.plan.workers import WorkerMemory
 from rl_core.planning.hardware import Cluster
 from rl_core.planning.memory import Phase, PhaseBytes
 from schemas.base import Frozen

@@ -1,13 +1,16 @@
 """The rows, plans and columns of one step of a config, computed before anything is started."""
 
+import os
 from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
+import torch
 from pydantic import NonNegativeInt, PositiveInt
 
-from flows.cli.simulate import ColumnBytes, LengthShape, SimulatedStep, column_bytes, column_dtypes, simulate_step
+from flows.plan.simulate import ColumnBytes, LengthShape, SimulatedStep, column_bytes, column_dtypes, simulate_step
 from infra.datasets import PromptDataset
 from infra.models.load import num_embeddings
+from infra.workers.layout import decide_device
 from rl_core.columns.codec import arrow_type, encoded_bytes
 from rl_core.planning import plan_forward, plan_step
 from schemas.base import Frozen
@@ -161,3 +164,21 @@ def _warnings(config: RunConfig, plan: StepPlan, most_store_bytes: int) -> tuple
             f"{most_store_bytes} bytes, more than store.capacity_bytes = {config.store.capacity_bytes}"
         )
     return tuple(warnings)
+
+
+def check_capacity(config: RunConfig, prompts: PromptDataset) -> None:
+    """Check that the column store can hold a simulated step, and that this machine has the GPUs that are asked for.
+
+    A cluster's GPUs are only known once it is connected to.
+
+    Args:
+        config: The run.
+        prompts: Its training prompts, as `flows.preflight.check` returns them.
+
+    Raises:
+        UserError: It can't, or has too few, or the model or the data is not usable.
+        PlanError: A row is over the token budget.
+    """
+    if config.runtime.ray_address is None and config.runtime.device == "cuda":
+        decide_device(config, [torch.cuda.device_count()], os.cpu_count() or 1)
+    measure_step(config, data=prompts).check_capacity()

@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from flows.watched import unless
+from flows.lifecycle.cancellation import unless
 from infra.ray import cluster
 from infra.ray.actors import require_ray
 from infra.services.local import LocalServices
