@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
+from infra.checkpoints.manifest import best_version
 from infra.checkpoints.model import write_model_folder
-from infra.checkpoints.retention import best_version
 from infra.checkpoints.store import CheckpointStore, open_checkpoints
 from infra.storage.runs import RunDirectory
 from schemas.errors import ConfigError, RunError

@@ -29,7 +29,7 @@ from infra.datasets import PromptRow
 from infra.engines.base import RolloutEngine, Sampling
 from infra.engines.open import open_engine
 from infra.engines.usage import EngineUsage
-from infra.environments.dialogue import Dialogue
+from infra.environments.bridge import Dialogue
 from infra.environments.episodes import Episodes
 from infra.environments.journal import Batch, Journal
 from infra.environments.open import environment_class

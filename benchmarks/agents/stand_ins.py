@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.agents.delayed import ANSWER
 from infra.engines.base import DecodingRows, Generation, GenerationRequest, RolloutEngine, Sampling
-from infra.environments.reply import Replies, Reply
+from infra.environments.slot import Replies, Reply
 from rl_core.environments.base import Task
 
 

@@ -11,8 +11,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from benchmarks.rollout.vllm_process import VllmProcess
 from benchmarks.rollout.workload import Workload
+from infra.engines.base import generate_all
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.generate import generate_all
 from infra.models.load import load_model
 from schemas.config.model import ModelConfig
 from schemas.errors import ConfigError

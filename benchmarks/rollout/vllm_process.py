@@ -56,7 +56,7 @@ def _serve(connection: Connection, folder: Path, max_tokens: int, max_rows: int,
     """Open an engine, send None or the error, then generate workloads until the connection is closed."""
     import torch
 
-    from infra.engines.generate import generate_all
+    from infra.engines.base import generate_all
     from infra.engines.vllm.start import open_vllm
     from schemas.config.model import ModelConfig
     from schemas.config.rollout import VllmRollout

@@ -8,8 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.tables import plain_table, with_width
-from infra.history.compare import Closeness, Difference, is_within
-from infra.history.diff import StepDiff, diff_runs
+from infra.history.diff import Closeness, Difference, StepDiff, diff_runs, is_within
 from infra.storage.runs import RunDirectory
 from schemas.config.load import differences
 

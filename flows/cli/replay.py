@@ -17,8 +17,7 @@ from flows.replay.reports import StepChange, StepReplay
 from flows.replay.rewards import score_steps
 from flows.replay.session import in_ray, new_scratch_id, replay_session
 from flows.replay.settings import changes_rewards, replay_config
-from infra.history.compare import Closeness, is_within, worst
-from infra.history.diff import StageDiff
+from infra.history.diff import Closeness, StageDiff, is_within, worst
 from infra.history.start import History
 from infra.storage.lineage import owner_of_steps
 from infra.storage.runs import RunDirectory

@@ -12,9 +12,8 @@ from rich.console import Console
 
 from flows.lifecycle.exit import deliver_events
 from flows.lifecycle.outages import call_through_outages
-from infra.services.local import LocalServices
+from infra.services.local import LocalServices, prefect_kept_running
 from infra.services.prefect_api import check_prefect_api
-from infra.services.watchdog import prefect_kept_running
 from schemas.config.runtime import RuntimeConfig
 
 Result = TypeVar("Result")

@@ -10,8 +10,7 @@ from flows.plan.footprint import Footprint
 from flows.plan.simulate import SimulatedStep
 from flows.plan.speed import Rates, decode_bytes
 from flows.plan.workers import ModelMemory
-from infra.engines.base import GenerationRequest, Sampling
-from infra.engines.generate import generate_all
+from infra.engines.base import GenerationRequest, Sampling, generate_all
 from infra.engines.open import open_engine
 from infra.models.load import build_meta_model, load_tokenizer
 from infra.models.scoring import load_scoring_module

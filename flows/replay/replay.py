@@ -9,12 +9,11 @@ import pyarrow as pa
 
 from flows.replay.reports import AdvantageChange, StepChange, StepReplay
 from flows.replay.session import ReplayedStep, ReplaySession, new_scratch_id, replay_session
-from infra.history.diff import StageDiff, diff_columns, diff_metrics, diff_plans
+from infra.history.diff import StageDiff, compare_checkpoints, compare_updates, diff_columns, diff_metrics, diff_plans
 from infra.history.moves import largest_moves
-from infra.history.pieces import TokenTexts
 from infra.history.start import History, Start
+from infra.history.steps import TokenTexts
 from infra.history.stored import StoredStep
-from infra.history.weights import compare_checkpoints, compare_updates
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.config.run import RunConfig
 from schemas.metrics import merge_metrics, values

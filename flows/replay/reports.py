@@ -1,9 +1,7 @@
 """What a replay reports of each step."""
 
-from infra.history.compare import Closeness, worst
-from infra.history.diff import StageDiff
+from infra.history.diff import Closeness, StageDiff, UpdateChange, worst
 from infra.history.moves import TokenMove
-from infra.history.weights import UpdateChange
 from schemas.base import Frozen
 
 

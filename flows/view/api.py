@@ -5,7 +5,7 @@
     /api/row?run=&step=&row=                      {"rows": [one row with its tokens], "colorings": [...]}
     /api/group?run=&step=&group=&offset=          the same for the samples of one prompt, and "num_found"
 
-`infra.history.trend`, `step_rows` and `row_tokens` say what is in them. An error is `{"error": one line}`, with status
+`infra.history.step_rows` and `row_tokens` say what is in them. An error is `{"error": one line}`, with status
 400 for a wrong parameter or condition, 404 for what there isn't, and 500 for damaged columns. Numbers that are not
 finite are the texts `NaN`, `Infinity` and `-Infinity`. Steps and rows are counted from 0.
 """
@@ -14,11 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from infra.history.pieces import TokenTexts
 from infra.history.row_tokens import colorings, read_row_tokens
-from infra.history.step_rows import RowQuery, StepTables, rows_of_group, select_rows
-from infra.history.steps import KeptSteps
-from infra.history.trend import metric_facts, read_trend
+from infra.history.step_rows import RowQuery, StepTables, metric_facts, read_trend, rows_of_group, select_rows
+from infra.history.steps import KeptSteps, TokenTexts
 from infra.storage.runs import RunDirectory
 from schemas.errors import ModelError, PipelineError, QueryError, RunError
 

@@ -1,11 +1,12 @@
-"""The manifest of a complete checkpoint, written last."""
+"""The manifest of a complete checkpoint, written last, and the choice of the checkpoint to keep as the best."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from schemas.base import Frozen
-from schemas.step import UpdateReport
+from schemas.step import EvalReport, UpdateReport
 from schemas.weights import Adapter
 
 MANIFEST = "manifest.json"
@@ -30,3 +31,10 @@ class Manifest(Frozen):
     num_ranks: PositiveInt  # that wrote it; any number can read it
     adapter: Adapter | None  # None: the checkpoint holds all weights
     files: dict[FileName, FileEntry]
+
+
+def best_version(evals: Sequence[EvalReport], versions: Sequence[int]) -> int | None:
+    """Return the evaluated version with the highest held-out accuracy, the newest on a tie; None if none was."""
+    measured = [report for report in evals if report.policy_version in versions]
+    best = max(measured, key=lambda report: (report.accuracy, report.policy_version), default=None)
+    return None if best is None else best.policy_version

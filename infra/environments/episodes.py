@@ -16,17 +16,66 @@ from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptRow
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
-from infra.environments.admission import Admission
 from infra.environments.answers import Answers
-from infra.environments.dialogue import Dialogue
+from infra.environments.bridge import Dialogue
 from infra.environments.journal import Journal
-from infra.environments.pool import EnvironmentPool, Reply
+from infra.environments.pool import EnvironmentPool
+from infra.environments.slot import Reply
 from infra.environments.trajectory import EpisodeEnd, Trajectory, TrajectoryBuilder
 from rl_core.rollout.decoding import decode_text
 from rl_core.rollout.seeding import derive_seed
+from schemas.config.environment import TurnLimits
 from schemas.errors import ChatTemplateError
 
 _TOOL_TIMEOUT = "error: the call took longer than {:g} s and was stopped"
+
+
+class Admission:
+    """The rows of one batch that wait for their environments.
+
+    Args:
+        config: `admission` and `admission_steps`.
+        answers: Answers them.
+    """
+
+    def __init__(self, config: TurnLimits, answers: Answers) -> None:
+        self._kind, self._num_steps, self._answers = config.admission, config.admission_steps, answers
+        self._due: dict[int, int] = {}  # the step at which each waiting row is admitted at the latest
+        self._step = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of rows that wait for their environments."""
+        return len(self._due)
+
+    def await_answer(self, row: int, action: str) -> None:
+        """Have a row's environment answer an action."""
+        self._answers.step(row, action)
+        self._due[row] = self._step + self._num_steps
+
+    def admitted(self, num_running: int) -> list[tuple[int, Reply]]:
+        """Return the rows that sample on now with their environments' replies, after a decoding step.
+
+        Args:
+            num_running: The rows that sample meanwhile.
+        """
+        self._step += 1
+        if not self._due:
+            return []
+        if self._kind == "arrival":
+            return self._taken(self._answers.poll(waits=num_running == 0))
+        self._answers.receive()
+        if self._kind == "wave":
+            return self._taken(self._answers.wait()) if num_running == 0 else []
+        if num_running == 0:  # nothing is lost by going on to the step at which the next one is due
+            self._step = max(self._step, min(self._due.values()))
+        due = [row for row, step in self._due.items() if step <= self._step]
+        return self._taken(self._answers.wait(due)) if due else []
+
+    def _taken(self, replies: dict[int, Reply]) -> list[tuple[int, Reply]]:
+        for row in replies:
+            del self._due[row]
+        return sorted(replies.items())
 
 
 class _Reset(NamedTuple):

@@ -19,7 +19,7 @@ import xxhash
 from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, model_validator
 
 from infra.engines.base import Generation
-from infra.environments.reply import Failure, FailureKind, Reply
+from infra.environments.slot import Failure, FailureKind, Reply
 from infra.storage.journals import JournalFiles
 from infra.storage.line_writer import LineWriter
 from schemas.base import Frozen

@@ -5,8 +5,7 @@ from transformers import PreTrainedTokenizerBase
 from infra.datasets import PromptDataset, PromptRow
 from infra.datasets.environments import schemas_of_tools
 from infra.engines.base import RolloutEngine
-from infra.environments.bridge import TurnBridge
-from infra.environments.dialogue import Dialogue
+from infra.environments.bridge import Dialogue, TurnBridge
 from infra.environments.episodes import Episodes
 from infra.environments.pool import EnvironmentClass, EnvironmentPool
 from rl_core.environments.base import Task

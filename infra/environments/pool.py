@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infra.environments.interpreter import Interpreter, find_interpreter
-from infra.environments.reply import Failure, Replies, Reply
-from infra.environments.slot import HeldEnvironment, Slot
+from infra.environments.slot import Failure, HeldEnvironment, Replies, Reply, Slot
 from rl_core.environments.base import Task
 from schemas.config.environment import TurnLimits
 from schemas.errors import ConfigError

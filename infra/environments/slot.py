@@ -1,28 +1,157 @@
-"""One process of a pool with the environments that it holds; if it is lost, another one takes its place."""
+"""One process of a pool, with its environments and their answers; if it is lost, another one takes its place."""
 
+import json
 import logging
+import os
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import infra.environments.child
+import infra.environments.child_calls
+import infra.environments.child_threads
+import infra.processes.lifeline
+from infra.environments.child_calls import Mark
 from infra.environments.interpreter import Interpreter
-from infra.environments.process import EnvironmentProcess
-from infra.environments.reply import Failure, Replies, Reply
+from infra.processes.isolated import IsolatedProcess
 from rl_core.environments.base import Task
 from schemas.config.environment import TurnLimits
 from schemas.errors import EnvironmentImportError
 
+MODULES = (
+    infra.processes.lifeline,
+    infra.environments.child_calls,
+    infra.environments.child_threads,
+    infra.environments.child,
+)
+# Loads the modules by their files: no package of Sluice is on the module path of its interpreter. Nor is the current
+# folder, which `-P` would not add either, but only in Python 3.11 and later. They are forgotten again, as packages that
+# an environment imports would lack them.
+PROGRAM = """
+import sys
+sys.path[:] = filter(None, sys.path)
+import importlib.util, json
+names = json.loads(sys.argv[2])
+for name, file in names:
+    spec = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+for name, file in names:
+    del sys.modules[name]
+module.main(int(sys.argv[1]), int(sys.argv[3]))
+"""
+FailureKind = Literal["raised", "invalid", "timeout", "died", "differs"]
 logger = logging.getLogger(__name__)
-
 READY_SECONDS = 300.0  # for importing the environment's module
 POLL_SECONDS = 1.0  # between checks that a silent process is still alive
 GRACE_SECONDS = 1.0  # added to a call's limit, after which its process cancels it by itself if it can
 SILENT_SECONDS = 60.0  # without a sign of life, while it is not known to run an environment's code
 MAX_HUNG = 8  # threads of a process that run calls which have timed out
-
 Loss = Literal["ended", "late", "silent"]
+
+
+class EnvironmentProcess(IsolatedProcess):
+    """One process that holds environments.
+
+    Args:
+        interpreter: What runs it.
+        settings: Its first message; see `infra.environments.child`.
+    """
+
+    def __init__(self, interpreter: Interpreter, settings: Mapping[str, Any]) -> None:
+        memory = os.memfd_create("mark")
+        try:
+            os.truncate(memory, Mark.SIZE)
+            self.mark = Mark(memory)
+            modules = json.dumps([(module.__name__, module.__file__) for module in MODULES])
+            command = [interpreter.python, "-c", PROGRAM]
+            super().__init__(command, [modules, str(memory)], [memory], interpreter.variables)
+        finally:
+            os.close(memory)
+        self._unsent = b""
+        self.is_ready = False
+        self.started_at = time.monotonic()
+        self.send(settings)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a message waits until the process receives earlier ones."""
+        return bool(self._unsent)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message, or as much of it as the process takes now; `flush` sends the rest."""
+        self._unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is unsent, as far as the process takes it now."""
+        with suppress(BlockingIOError):
+            while self._unsent:
+                try:
+                    num_sent = self._connection.send(self._unsent)
+                except ConnectionError:  # it has ended, which the next check detects
+                    num_sent = len(self._unsent)
+                self._unsent = self._unsent[num_sent:]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call has no answer.
+
+    Attributes:
+        kind: The environment's code raised, returned something invalid, took too long, or ended its process. Or, made
+            again, it answered otherwise than before.
+        message: What happened, and where it is known, what to do.
+    """
+
+    kind: FailureKind
+    message: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An environment's answer to its reset or to a step.
+
+    Attributes:
+        observations: Messages to the model.
+        reward: Of this turn.
+        done: Whether the trajectory ends.
+        metrics: Of this turn, by name.
+        role: Of the messages.
+        seconds: Time spent in the call.
+        failure: Why there is no answer; then all of the above but `seconds` are defaults.
+        is_recorded: Whether it is from the journal, and no environment was asked.
+    """
+
+    observations: tuple[str, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    role: str = "user"
+    seconds: float = 0.0
+    failure: Failure | None = None
+    is_recorded: bool = False
+
+
+class Replies(dict[int, Reply]):
+    """The replies that wait to be taken, by row.
+
+    It belongs to a pool and to its processes, and so must not refer to either: a pool that nobody uses kills them.
+
+    Attributes:
+        on_reply: Called with a row and its reply, when it comes.
+    """
+
+    on_reply: Callable[[int, Reply], None] | None = None
+
+    def add(self, row: int, reply: Reply) -> None:
+        """Add the reply to a row's call."""
+        self[row] = reply
+        if self.on_reply is not None:
+            self.on_reply(row, reply)
 
 
 @dataclass(eq=False)

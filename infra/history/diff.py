@@ -3,19 +3,157 @@
 What has the same stored digests is not read.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
-from infra.history.compare import Closeness, Difference, closeness_of, compare_columns, worst
+from infra.checkpoints import CheckpointStore
+from infra.checkpoints.shards import SUFFIX
+from infra.checkpoints.state import MODEL
 from infra.storage.runs import RunDirectory
 from infra.stores.run_columns import RunColumns, StoredColumns, open_run_columns
+from rl_core.columns.jagged import is_jagged, row_lengths
 from schemas.base import Frozen
 from schemas.batch import BatchHandle, ChunkKey, ColumnGroup
 from schemas.errors import RunError
 from schemas.step import StepReport
 
+TOLERANCE = 1e-6  # of floating point values, relative to those above 1
+
+Closeness = Literal["same bits", "within 1e-6", "differs"]
+ORDER: tuple[Closeness, ...] = ("same bits", "within 1e-6", "differs")
 TIMES = "_seconds"  # the end of the names of metrics that are different in every run
+
+
+class Difference(Frozen):
+    """How the values of a column differ between two runs, A and B."""
+
+    column: str
+    closeness: Closeness
+    row: int | None = None  # of the first difference, in the step's batch; None: it is in no row
+    token: int | None = None  # of the first difference, in its prompt or response, or the turn; None: of single values
+    a: str  # the values there
+    b: str
+    num_different: int = 1  # values, of those that both have
+    num_compared: int = 1
+    largest: float | None = None  # of the absolute differences; None: not numbers
+
+
+def closeness_of(gaps: ArrayLike, values: ArrayLike) -> Closeness:
+    """Return how close numbers are whose bits differ.
+
+    Args:
+        gaps: Their absolute differences, [n].
+        values: One of each pair, [n].
+    """
+    return "within 1e-6" if np.all(gaps <= TOLERANCE * np.maximum(1.0, np.abs(values))) else "differs"
+
+
+def worst(found: "list[Closeness]") -> Closeness:
+    """Return the least close."""
+    return ORDER[max((ORDER.index(closeness) for closeness in found), default=0)]
+
+
+def is_within(found: Closeness, accepted: Closeness) -> bool:
+    """Return whether values are at least as close as what is accepted."""
+    return ORDER.index(found) <= ORDER.index(accepted)
+
+
+def compare_columns(name: str, a: pa.Array, b: pa.Array) -> Difference | None:
+    """Compare a column of two runs, row by row; None: all bits are the same.
+
+    Where the numbers of rows, or of a row's tokens, differ, the values before are compared.
+    """
+    if is_jagged(a) != is_jagged(b):
+        return Difference(column=name, closeness="differs", a=str(a.type), b=str(b.type))
+    if not is_jagged(a):
+        found = _compare(name, a[: len(b)], b[: len(a)])
+        if found is None and len(a) != len(b):
+            return _lengths_differ(name, "rows", len(a), len(b), min(len(a), len(b)), None)
+        return found
+    return _compare_jagged(name, a, b)
+
+
+def _compare_jagged(name: str, a: pa.Array, b: pa.Array) -> Difference | None:
+    num_rows = min(len(a), len(b))
+    lengths, others = row_lengths(a)[:num_rows], row_lengths(b)[:num_rows]
+    unequal = np.flatnonzero(lengths != others)
+    aligned = int(unequal[0]) if unequal.size else num_rows  # rows before are of the same lengths
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    common = min(int(lengths[aligned]), int(others[aligned])) if unequal.size else 0
+    stop = int(starts[aligned]) + common
+    found = _compare(name, a.flatten()[:stop], b.flatten()[:stop])
+    if found is not None:
+        assert found.row is not None
+        row = int(np.searchsorted(starts, found.row, side="right")) - 1
+        closeness: Closeness = "differs" if unequal.size or len(a) != len(b) else found.closeness
+        return found.replace(row=row, token=found.row - int(starts[row]), closeness=closeness)
+    if unequal.size:
+        return _lengths_differ(name, "values", int(lengths[aligned]), int(others[aligned]), aligned, common)
+    return _lengths_differ(name, "rows", len(a), len(b), num_rows, None) if len(a) != len(b) else None
+
+
+def _lengths_differ(name: str, what: str, a: int, b: int, row: int, token: int | None) -> Difference:
+    return Difference(column=name, closeness="differs", row=row, token=token, a=f"{a} {what}", b=f"{b} {what}")
+
+
+def _compare(name: str, a: pa.Array, b: pa.Array) -> Difference | None:
+    """Compare values one by one; `row` of the result is the first different one's index."""
+    if pa.types.is_floating(a.type) and a.type == b.type:
+        x, y = _floats(a), _floats(b)
+        bits = np.dtype(f"u{x.dtype.itemsize}")
+        different = (x.view(bits) != y.view(bits)) | (_nulls(a) != _nulls(b))
+    else:
+        x = y = np.empty(0)
+        different = _differ(a, b)
+    if not different.any():
+        return None
+    at = int(np.flatnonzero(different)[0])
+    gaps = np.abs(x[different].astype(np.float64) - y[different].astype(np.float64)) if x.size else None
+    return Difference(
+        column=name,
+        closeness="differs" if gaps is None else closeness_of(gaps, x[different]),
+        row=at,
+        a=_text(a[at].as_py()),
+        b=_text(b[at].as_py()),
+        num_different=int(different.sum()),
+        num_compared=len(a),
+        largest=float(gaps.max()) if gaps is not None and np.isfinite(gaps).all() else None,
+    )
+
+
+def _floats(values: pa.Array) -> NDArray[Any]:
+    """Return the values; those that are null as NaN of the same bits."""
+    return np.ascontiguousarray(values.to_numpy(zero_copy_only=False))
+
+
+def _nulls(values: pa.Array) -> NDArray[np.bool_]:
+    return np.asarray(values.is_null().to_numpy(zero_copy_only=False))
+
+
+def _differ(a: pa.Array, b: pa.Array) -> NDArray[np.bool_]:
+    """Return which values differ: vectors, integers of any width, booleans or texts."""
+    if pa.types.is_fixed_size_list(a.type) or pa.types.is_fixed_size_list(b.type):
+        if a.type != b.type:
+            return np.ones(len(a), dtype=bool)
+        size = a.type.list_size
+        return np.asarray(_differ(a.flatten(), b.flatten()).reshape(-1, size).any(axis=1))
+    x, y = (values.to_numpy(zero_copy_only=False) for values in (a, b))
+    different: NDArray[np.bool_] = np.asarray(x != y, dtype=bool) | (_nulls(a) != _nulls(b))
+    return different
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.9g}"
+    text = str(value) if not isinstance(value, str) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class StageDiff(Frozen):
@@ -153,3 +291,71 @@ def _metric(name: str, a: float | None, b: float | None) -> Difference:
         return Difference(column=name, closeness="differs", a=texts[0], b=texts[1])
     gap = abs(a - b)
     return Difference(column=name, closeness=closeness_of(gap, a), a=texts[0], b=texts[1], largest=gap)
+
+
+class UpdateChange(Frozen):
+    """How the change of the weights that one step made in run B compares to that in run A."""
+
+    cosine: float | None  # of the two changes as vectors; None: one of them is 0
+    norm_ratio: float | None  # |B| / |A|
+    norm_a: float
+    norm_b: float
+
+
+def compare_checkpoints(a: CheckpointStore, b: CheckpointStore, version: int) -> tuple[Difference, ...]:
+    """Compare the weights and the optimizer's state of a version; nothing: all bits are the same.
+
+    Raises:
+        CheckpointError: One of them can't be read.
+    """
+    if _sums(a, version) == _sums(b, version):
+        return ()
+    names = [set(store.tensor_names(version)) for store in (a, b)]
+    found = (_compare_tensor(a, b, version, name, names) for name in sorted(names[0] | names[1]))
+    return tuple(each for each in found if each is not None)
+
+
+def compare_updates(a: CheckpointStore, b: CheckpointStore, step: int) -> UpdateChange:
+    """Compare what the update of a step changed in both: each has checkpoints of the versions before and after it.
+
+    Raises:
+        CheckpointError: One of these can't be read.
+    """
+    dot = square_a = square_b = 0.0
+    for name in a.tensor_names(step):
+        if name.startswith(f"{MODEL}/"):
+            own, other = _change(a, step, name), _change(b, step, name)
+            dot += float(own @ other)
+            square_a += float(own @ own)
+            square_b += float(other @ other)
+    norm_a, norm_b = math.sqrt(square_a), math.sqrt(square_b)
+    return UpdateChange(
+        cosine=max(-1.0, min(1.0, dot / (norm_a * norm_b))) if norm_a and norm_b else None,
+        norm_ratio=norm_b / norm_a if norm_a else None,
+        norm_a=norm_a,
+        norm_b=norm_b,
+    )
+
+
+def _sums(store: CheckpointStore, version: int) -> dict[str, str]:
+    files = store.read_manifest(version).files
+    return {name: entry.checksum for name, entry in files.items() if name.endswith(SUFFIX)}
+
+
+def _change(store: CheckpointStore, step: int, name: str) -> Tensor:
+    """Return the change of a tensor, float64, flat."""
+    return (store.read(step + 1, name).double() - store.read(step, name).double()).flatten()
+
+
+def _compare_tensor(
+    a: CheckpointStore, b: CheckpointStore, version: int, name: str, names: list[set[str]]
+) -> Difference | None:
+    if not (name in names[0] and name in names[1]):
+        there = ["present" if name in each else "missing" for each in names]
+        return Difference(column=name, closeness="differs", a=there[0], b=there[1])
+    found = compare_columns(name, *(_array(store.read(version, name)) for store in (a, b)))
+    return found.replace(row=None) if found is not None else None
+
+
+def _array(tensor: Tensor) -> pa.Array:
+    return pa.array((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).flatten().numpy())

@@ -7,10 +7,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from infra.history.pieces import TokenTexts
-from infra.history.plain import plain
-from infra.history.steps import KeptSteps
-from infra.history.token_values import MASK, token_values, value_columns, value_spec
+from infra.history.steps import KeptSteps, TokenTexts
+from infra.history.token_values import MASK, plain, token_values, value_columns, value_spec
 from rl_core.views import decode_ints, select
 from schemas.catalog import column_spec
 from schemas.errors import RunError

@@ -22,7 +22,6 @@ from typing import Self
 import duckdb
 import pyarrow as pa
 
-from infra.history.ranges import ranges
 from infra.history.steps import KeptSteps
 from infra.history.views import placement_dataset, row_dataset, token_dataset
 from infra.storage.lineage import load_fork
@@ -32,6 +31,22 @@ from schemas.config.folders import DEFAULT_RUNS_DIR
 from schemas.errors import QueryError, RunError
 
 MetricRow = tuple[str, int, str, float]
+
+
+def ranges(numbers: list[int]) -> list[str]:
+    """Return ascending numbers as ranges.
+
+    Example:
+        >>> ranges([0, 1, 2, 5, 7, 8])
+        ['0 to 2', '5', '7 to 8']
+    """
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1] = [found[-1][0], number]
+        else:
+            found.append([number])
+    return [" to ".join(map(str, each)) for each in found]
 
 
 def open_runs(*runs: str, runs_dir: str = DEFAULT_RUNS_DIR) -> duckdb.DuckDBPyConnection:

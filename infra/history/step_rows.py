@@ -1,29 +1,78 @@
-"""The rows of one kept step as a table that can be filtered, sorted and paged. N rows."""
+"""The rows of one kept step as a table that can be filtered, sorted and paged, and the metrics over steps. N rows.
+
+The DuckDB that conditions of a page run in reads tables in memory, and no file, and has limited time and memory.
+"""
 
 from collections import OrderedDict
-from threading import Lock
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock, Timer
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.history.plain import plain
-from infra.history.sandbox import sandbox
 from infra.history.steps import KeptSteps
-from infra.history.token_values import BEHAVIOR, MASK, REFERENCE, SAMPLER, row_statistics, token_values
+from infra.history.token_values import BEHAVIOR, MASK, REFERENCE, SAMPLER, plain, row_statistics, token_values
 from infra.history.views import token_dataset
+from infra.storage.run_list import run_state
+from infra.storage.runs import RunDirectory
+from infra.stores.run_columns import open_run_columns
 from rl_core.views import decode_ints
 from schemas.base import Frozen
 from schemas.batch import BatchHandle
 from schemas.catalog import REWARD_PART_PREFIX, column_spec
-from schemas.errors import QueryError, RunError
+from schemas.errors import MetricError, PipelineError, QueryError, RunError
+from schemas.metric_catalog import metric_spec
 
+TIMEOUT_SECONDS = 10.0
+OPTIONS: dict[str, str | bool | int | float | list[str]] = {
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "python_enable_replacements": False,  # a name in a query is never a variable of this process
+    "enable_external_access": False,
+    "lock_configuration": True,
+    "memory_limit": "2GB",
+    "temp_directory": "",
+}
 SCORES = (SAMPLER, BEHAVIOR, REFERENCE, MASK)
 FIRST = ("row", "group_id", "reward", "advantages", "num_response_tokens", "finish_reason")  # columns, in order
 LAST = ("policy_version", "sample_id", "answer", "info", "prompt_text", "response_text")
 MAX_ROWS = 200  # of one page
 MAX_TEXT = 160  # characters of a text in a page
 MAX_TABLES = 4  # that are kept in memory
+
+
+@contextmanager
+def sandbox(views: Mapping[str, Any], timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Open a connection whose queries see only these views, and are stopped after a time.
+
+    Args:
+        views: Arrow tables or datasets, by name.
+        timeout_seconds: For all queries together.
+
+    Raises:
+        QueryError: DuckDB rejects a query, or it took too long.
+    """
+    connection = duckdb.connect(config=OPTIONS)
+    for name, view in views.items():
+        connection.register(name, view)
+    timer = Timer(timeout_seconds, connection.interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield connection
+    except duckdb.InterruptException:
+        raise QueryError(f"the condition took longer than {timeout_seconds:g} s and was stopped") from None
+    except duckdb.Error as error:
+        failures = (getattr(view, "failure", None) for view in views.values())
+        if (failure := next((found for found in failures if isinstance(found, PipelineError)), None)) is not None:
+            raise failure.with_traceback(None) from None
+        raise QueryError(" ".join(str(error).split())) from None
+    finally:
+        timer.cancel()
+        connection.close()
 
 
 class RowQuery(Frozen):
@@ -134,3 +183,44 @@ def _quoted(name: str) -> str:
 def _shortened(field: pa.Field) -> str:
     name = _quoted(field.name)
     return f"left({name}, {MAX_TEXT}) as {name}" if pa.types.is_string(field.type) else name
+
+
+def read_trend(directory: RunDirectory) -> dict[str, Any]:
+    """Return all metrics of a run's finished steps.
+
+    Returns:
+        `run_id`; `state`; `num_steps` of its config; `steps`, the finished ones; `metrics`: of each, by name, a value
+        or null for each of `steps`; `kept`: the steps that have columns; `not_kept`: why there are none.
+
+    Raises:
+        RunError: Files of the run are of another version of Sluice.
+    """
+    config, reports = directory.config(), directory.metrics.steps()
+    values = [{**report.metrics, **report.telemetry} for report in reports]
+    names = dict.fromkeys(["reward", *(name for step in values for name in step)])
+    kept, reason = _kept_steps(directory)
+    return {
+        "run_id": directory.run_id,
+        "state": run_state(directory, config),
+        "num_steps": config.steps,
+        "steps": [report.step for report in reports],
+        "metrics": {name: plain([step.get(name) for step in values]) for name in names if values},
+        "kept": kept,
+        "not_kept": reason,
+    }
+
+
+def _kept_steps(directory: RunDirectory) -> tuple[list[int], str | None]:
+    try:
+        return open_run_columns(directory).steps(), None
+    except RunError as error:
+        return [], str(error)
+
+
+def metric_facts(name: str) -> dict[str, str]:
+    """Return the unit and meaning of a metric, empty for one that the catalog doesn't have."""
+    try:
+        spec = metric_spec(name)
+    except MetricError:
+        return {"unit": "", "meaning": ""}
+    return {"unit": spec.unit, "meaning": spec.meaning}

@@ -1,13 +1,14 @@
 """The kept steps of one run, as rows and tokens. N rows of a step, T tokens of all its responses."""
 
 from collections.abc import Callable, Collection, Iterator
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
-from infra.history.pieces import TokenTexts
 from infra.storage.runs import RunDirectory
 from infra.stores.offline import find_batch
 from infra.stores.run_columns import RunColumns, open_run_columns
@@ -16,6 +17,7 @@ from rl_core.columns.turns import TURN_COLUMNS, advantages_of_turns
 from rl_core.views import decode_ints
 from schemas.batch import BatchHandle
 from schemas.catalog import Axis, column_spec
+from schemas.config.model import ModelConfig
 from schemas.errors import RunError
 from schemas.plan import StepPlan
 
@@ -23,6 +25,40 @@ IDS: dict[Axis, str] = {"prompt": "prompt_ids", "response": "response_ids"}
 KEY_FIELDS = (pa.field("run_id", pa.string()), pa.field("step", pa.int32()), pa.field("row", pa.int32()))
 LENGTH_FIELDS = (pa.field("num_prompt_tokens", pa.int32()), pa.field("num_response_tokens", pa.int32()))
 ROW_VALUES = ("group_id", "reward", "advantages")  # that each token has, too
+
+
+class TokenTexts:
+    """Decodes tokens one by one. A token that is part of a character's bytes is a replacement character.
+
+    Args:
+        model: The model whose tokenizer is used.
+
+    Raises:
+        ModelError: The model's folder or tokenizer isn't there any more.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._decode = _decoder(model)
+        self._known: dict[int, str] = {}
+
+    def of(self, token_ids: pa.Array) -> pa.Array:
+        """Return the text of each token: strings [T]."""
+        unique, index = np.unique(token_ids.to_numpy(zero_copy_only=False), return_inverse=True)
+        new = [token for token in unique.tolist() if token not in self._known]
+        self._known |= zip(new, self._decode([[token] for token in new]), strict=True)
+        texts = pa.array([self._known[token] for token in unique.tolist()], pa.string())
+        return texts.take(pa.array(index))
+
+
+def _decoder(model: ModelConfig) -> Callable[[list[list[int]]], list[str]]:
+    file = Path(model.path) / "tokenizer.json"
+    if file.is_file():
+        tokenizer = Tokenizer.from_file(str(file))
+        return lambda sequences: tokenizer.decode_batch(sequences, skip_special_tokens=False)
+    from infra.models.load import load_tokenizer  # imports torch: seconds
+    from rl_core.rollout.decoding import decode_texts
+
+    return partial(decode_texts, load_tokenizer(model))
 
 
 class KeptSteps:

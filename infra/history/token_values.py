@@ -1,5 +1,9 @@
-"""Values of response tokens: the stored ones, and those that follow from them. N rows, T tokens of their responses."""
+"""Values of response tokens: the stored ones, and those that follow from them; and as JSON can hold them.
 
+N rows, T tokens of their responses.
+"""
+
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
@@ -98,3 +102,14 @@ def row_statistics(values: TokenValues, lengths: NDArray[np.int64]) -> dict[str,
         found["gap_max"] = np.where(counts > 0, largest, np.nan)
     order = ("gap_mean", "gap_max", "kl_mean", "sampler_logprob_mean")
     return {name: found[name] for name in order if name in found}
+
+
+def plain(value: Any) -> Any:
+    """Return a value of Python's own types with numbers that are not finite as the texts `NaN` and `±Infinity`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value

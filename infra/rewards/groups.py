@@ -1,11 +1,19 @@
-"""Rewards of whole groups: a group function gets all responses to a prompt at once."""
+"""Rewards of whole groups, and weighted sums with reward models.
+
+A group function gets all responses to a prompt at once; the rewards of models are computed elsewhere than those of the
+other parts of a sum.
+"""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from infra.rewards.base import RewardBatch, RewardScorer
 from rl_core.rewards import RewardItem, RewardOutcome
+from rl_core.rewards.outcome import finite_number
+
+REST = "reward"  # the sum of the other parts, under a name that no part can have
 
 
 class GroupRewardScorer(RewardScorer):
@@ -83,3 +91,95 @@ class GroupRewardBatch(RewardBatch):
     def close(self) -> None:
         """Drop all groups without an outcome."""
         self._batch.close()
+
+
+class SumRewardScorer(RewardScorer):
+    """Has several scorers score each response at the same time, and adds up what they return.
+
+    Args:
+        scorers: The scorer of each reward model, by the name of its part, and that of the sum of all other parts as
+            `REST`, if there are any; closed with this one.
+        weights: The weight of each model.
+    """
+
+    def __init__(self, scorers: Mapping[str, RewardScorer], weights: Mapping[str, float]) -> None:
+        self._scorers, self._weights = dict(scorers), dict(weights)
+
+    def wait_until_ready(self) -> None:
+        """Wait until all parts can be scored."""
+        for scorer in self._scorers.values():
+            scorer.wait_until_ready()
+
+    def open_batch(self, groups: Sequence[int] = ()) -> RewardBatch:
+        """Begin a batch of items whose groups are these."""
+        with ExitStack() as opened:
+            batches = {name: opened.enter_context(scorer.open_batch(groups)) for name, scorer in self._scorers.items()}
+            opened.pop_all()
+        return SumRewardBatch(batches, self._weights)
+
+    def close(self) -> None:
+        """Close all of them."""
+        with ExitStack() as closing:
+            for scorer in self._scorers.values():
+                closing.callback(scorer.close)
+
+
+class SumRewardBatch(RewardBatch):
+    """A batch of each scorer, with the same items.
+
+    Args:
+        batches: By name; see `SumRewardScorer`.
+        weights: Of the models.
+    """
+
+    def __init__(self, batches: Mapping[str, RewardBatch], weights: Mapping[str, float]) -> None:
+        self._batches, self._weights = batches, weights
+
+    def add(self, number: int, item: RewardItem) -> None:
+        """Submit `item` to all of them."""
+        for batch in self._batches.values():
+            batch.add(number, item)
+
+    def leave_out(self, number: int) -> None:
+        """Leave item `number` out of all of them."""
+        for batch in self._batches.values():
+            batch.leave_out(number)
+
+    def finish(self) -> dict[int, RewardOutcome]:
+        """Wait for all of them, and return the sums by number."""
+        found = {name: batch.finish() for name, batch in self._batches.items()}
+        numbers = next(iter(found.values()))
+        return {
+            number: _add_up({name: outcomes[number] for name, outcomes in found.items()}, self._weights)
+            for number in numbers
+        }
+
+    def close(self) -> None:
+        """Drop all of them."""
+        with ExitStack() as closing:
+            for batch in self._batches.values():
+                closing.callback(batch.close)
+
+
+def _add_up(outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float]) -> RewardOutcome:
+    """Return the weighted sum of a response's rewards, with rewards and their parts as parts; a failure if one failed.
+
+    As `rl_core.rewards.base.WeightedSum` does, the parts of `a` are added as `a_<part>`.
+    """
+    total, parts = 0.0, dict[str, float]()
+    for name, outcome in outcomes.items():
+        if outcome.reward is None:
+            failure = outcome.failure if name == REST else f"RuntimeError: part {name!r} failed: {outcome.failure}"
+            return RewardOutcome(reward=None, failure=failure)
+        total += outcome.reward if name == REST else weights[name] * outcome.reward
+        own = {f"{name}_{key}": value for key, value in outcome.parts.items()} | {name: outcome.reward}
+        added = outcome.parts if name == REST else own
+        if twice := sorted(parts.keys() & added):
+            return RewardOutcome(
+                reward=None, failure=f"RuntimeError: two parts are named {twice[0]!r}: rename one of them"
+            )
+        parts |= added
+    try:
+        return RewardOutcome(finite_number("the weighted sum", total), parts)
+    except ValueError as error:
+        return RewardOutcome.failed(error)

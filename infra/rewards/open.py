@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterator
 
 from infra.rewards.base import RewardScorer
-from infra.rewards.groups import GroupRewardScorer
+from infra.rewards.groups import REST, GroupRewardScorer, SumRewardScorer
 from infra.rewards.local import LocalRewardScorer
 from infra.rewards.pool import RewardPool
-from infra.rewards.sums import REST, SumRewardScorer
 from rl_core.rewards import load_reward
 from schemas.config.reward import GroupFunctionReward, RewardConfig, WeightedReward
 from schemas.config.reward_base import HostedReward, IsolatedReward

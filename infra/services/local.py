@@ -9,11 +9,13 @@ import fcntl
 import json
 import logging
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +24,6 @@ from typing import NamedTuple
 
 import psutil
 
-from infra.services.ports import LOOPBACK, free_port, is_free
 from infra.services.prefect_api import prefect_responds
 from infra.services.processes import (
     STOP_TIMEOUT_SECONDS,
@@ -36,20 +37,18 @@ from infra.variables import LOCAL_RAY_VARIABLES
 from schemas.base import Frozen
 from schemas.errors import ServiceError
 
+LOOPBACK = "127.0.0.1"
+# Below Linux's ephemeral ports, from which any connection takes one, and above Ray's default range of workers' ports.
+SERVICE_PORTS = range(20_000, 32_768)
 logger = logging.getLogger(__name__)
-
 PREFECT_PORT = 4200
 PROMETHEUS_TARGETS = "prometheus.json"  # in the services' folder; for Prometheus' file_sd_configs
-# -P: without the working directory on the module path, where any file might shadow a module.
-PREFECT_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("prefect_server.py")))
 RAY_COMMAND = (sys.executable, "-P", "-m", "ray.scripts.scripts")
 MIN_TEMPORARY_BYTES = 2**26  # a started Ray has written some MiB
 START_TIMEOUT_SECONDS = 600  # on a busy machine; one that exits is noticed at once
 MAX_STARTS = 5  # of a service whose port another program takes each time, or for which the machine is too busy
-
 # Ray binds all its ports to loopback only if it considers clusters unsupported; the head and its clients must agree.
 RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}  # whatever the user has set
-
 PREFECT_ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",  # as `-P`, for the server's own child processes too
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -65,6 +64,33 @@ PREFECT_RETENTION = {
     "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "PT6H",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",  # the latter 90 days after their end
 }
+POLL_SECONDS = 1.0
+MAX_FAILURES = 3  # starts that fail in a row, after which the watchdog gives up
+
+
+def is_free(port: int) -> bool:
+    """Return whether nothing listens at a port."""
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) != 0
+
+
+def free_port() -> int:
+    """Return a port for a service that will bind it some seconds later, when another process must not have taken it.
+
+    The kernel's own choice (port 0) may be given to the next process that asks, or to any connection.
+    """
+    while True:
+        port = random.SystemRandom().choice(SERVICE_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+            return port
+
+
+# -P: without the working directory on the module path, where any file might shadow a module.
+PREFECT_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("prefect_server.py")))
 
 
 class ServiceState(Frozen):
@@ -368,3 +394,28 @@ def _becomes_free(port: int) -> bool:
     while not (closed := is_free(port)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return closed
+
+
+@contextmanager
+def prefect_kept_running(services: LocalServices) -> Iterator[None]:
+    """Start the folder's Prefect server again whenever it dies during the block, at its port and on its database."""
+    ended = threading.Event()
+    watchdog = threading.Thread(target=_watch, args=(services, ended), name="prefect-watchdog", daemon=True)
+    watchdog.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watchdog.join()  # a server that it is starting would otherwise be left behind unrecorded
+
+
+def _watch(services: LocalServices, ended: threading.Event) -> None:
+    failures = 0
+    while failures < MAX_FAILURES and not ended.wait(POLL_SECONDS):
+        try:
+            if services.restart_prefect():
+                logger.warning("the local Prefect server had died, and was started again")
+            failures = 0
+        except (ServiceError, OSError) as error:
+            failures += 1
+            logger.warning("the local Prefect server can't be started again: %s", error)

@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from infra.engines.base import GenerationRequest, RolloutEngine, Sampling
+from infra.engines.base import GenerationRequest, RolloutEngine, Sampling, generate_all
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.generate import generate_all
 from infra.engines.open import OPENERS, EngineModel
 from infra.models.load import stop_token_ids
 from infra.rewards.base import RewardScorer

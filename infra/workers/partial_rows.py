@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from infra.datasets import PromptRow
-from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
-from infra.engines.generate import generate
+from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling, generate
 from rl_core.columns.jagged import flat_values, jagged, row_lengths, token_dtype
 from rl_core.rollout.seeding import derive_seed
 from schemas.rollout import FinishReason

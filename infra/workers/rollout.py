@@ -13,8 +13,8 @@ from infra.engines.base import RolloutEngine, Sampling
 from infra.engines.checks import require_awake
 from infra.engines.open import open_engine
 from infra.engines.usage import EngineUsage
-from infra.environments.metrics import describe, measure
 from infra.environments.open import open_episodes
+from infra.environments.trajectory import describe, measure
 from infra.models.load import load_tokenizer, max_positions, num_embeddings, stop_token_ids
 from infra.ray.device import choose_device, set_threads
 from infra.ray.tracing import start_tracing, traced

@@ -11,8 +11,7 @@ from torch.profiler import record_function
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptRow
-from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
-from infra.engines.generate import generate
+from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling, generate
 from infra.environments.episodes import Episodes
 from infra.environments.journal import Journal
 from infra.environments.trajectory import Trajectory

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
-from infra.services.ports import LOOPBACK, free_port
+from infra.services.local import LOOPBACK, free_port
 from tests.support.workplace import Workplace
 
 pytestmark = pytest.mark.extended

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from infra.engines.base import RolloutEngine, Sampling, WeightsBucket
-from infra.engines.generate import generate_all
+from infra.engines.base import RolloutEngine, Sampling, WeightsBucket, generate_all
 from infra.engines.open import open_engine
 from infra.engines.vllm.adapters import check_adapters
 from infra.models.flat_tensors import tensor_specs

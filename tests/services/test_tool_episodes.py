@@ -7,7 +7,7 @@ import numpy as np
 from infra.datasets import PromptRow
 from infra.datasets.environments import schemas_of_tools
 from infra.engines.base import Generation, GenerationRequest, Sampling
-from infra.environments.dialogue import Dialogue
+from infra.environments.bridge import Dialogue
 from infra.environments.episodes import Episodes
 from infra.environments.open import environment_class
 from infra.environments.pool import EnvironmentPool

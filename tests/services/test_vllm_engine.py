@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from infra.engines.base import Sampling
-from infra.engines.generate import generate, generate_all
+from infra.engines.base import Sampling, generate, generate_all
 from infra.engines.open import open_engine
 from infra.engines.usage import EngineUsage
 from infra.engines.vllm import ranks

@@ -14,8 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from infra.engines.base import Sampling, WeightsBucket
-from infra.engines.generate import generate, generate_all
+from infra.engines.base import Sampling, WeightsBucket, generate, generate_all
 from infra.engines.vllm.engine import VllmEngine
 from infra.engines.vllm.start import open_vllm
 from infra.models.flat_tensors import buffer_as_tensor, flat_bytes, tensor_specs, tensor_views, write_tensors

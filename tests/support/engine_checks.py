@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling
-from infra.engines.generate import generate_all
+from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling, generate_all
 
 NEEDS_VLLM = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'sluice-rl[cpu]'"

@@ -391,7 +391,7 @@ MUTANTS = (
     Mutant(
         name="top-p-drops-the-token-that-reaches-it",
         area="engines",
-        path="infra/engines/embedded/sampler.py",
+        path="infra/engines/embedded/samples.py",
         old="kept = cumulative - ratios < sampling.top_p",
         new="kept = cumulative < sampling.top_p",
         tests=("tests/unit/infra/test_sampler.py",),
@@ -407,7 +407,7 @@ MUTANTS = (
     Mutant(
         name="stop-string-across-windows-missed",
         area="engines",
-        path="infra/engines/embedded/stop.py",
+        path="infra/engines/embedded/samples.py",
         old="self._starts[row], self._next_starts[row] = self._next_starts[row], num_tokens",
         new="self._starts[row], self._next_starts[row] = num_tokens, num_tokens",
         tests=("tests/unit/infra/test_stop_strings.py",),

@@ -14,7 +14,6 @@ from infra.engines.base import Sampling, WeightsBucket
 from infra.engines.checks import check_held, require_awake
 from infra.engines.embedded.attention import use_decode_attention
 from infra.engines.embedded.cache import cache_argument, cache_bytes_per_token, check_speculative, decoding_cache
-from infra.engines.embedded.layout import use_decode_layout
 from infra.engines.embedded.rows import TransformersRows
 from infra.engines.usage import EngineUsage
 from infra.models.load import check_weights
@@ -24,6 +23,20 @@ from rl_core.telemetry import take_peak_memory
 from schemas.config.rollout import NgramSpeculation
 from schemas.placement import EngineTag, MemoryChange, PartBytes
 from schemas.weights import TensorSpec
+
+
+def use_decode_layout(model: PreTrainedModel) -> None:
+    """Store the linear layers' weights column-major, in place; names, shapes and values don't change.
+
+    On a CPU, multiplying a few rows by a row-major weight, as `torch.nn.Linear` stores it, takes up to five times as
+    long. Other devices don't benefit, and an embedding reads whole rows, so a tied head is left unchanged.
+    """
+    if model.device.type != "cpu":
+        return
+    embedding = model.get_input_embeddings().weight
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and module.weight is not embedding:
+            module.weight.data = module.weight.data.t().contiguous().t()
 
 
 class TransformersEngine:

@@ -1,14 +1,130 @@
-"""What rows have sampled in their turns. N rows, M the most tokens of a turn, L rows that are decoded together."""
+"""What rows have sampled in their turns: sampling from logits, stop strings.
 
-from collections.abc import Sequence
+N rows, V tokens of vocabulary, M the most tokens of a turn, L rows that are decoded together.
+"""
+
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from infra.engines.base import Sampling
-from infra.engines.embedded.stop import StopStrings
+from rl_core.rollout.decoding import decode_texts
 from rl_core.rollout.seeding import uniforms
+from schemas.errors import NonFiniteError
 from schemas.rollout import FinishReason
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoded from bytes that are not a character, or not yet a whole one
+_MAX_INCOMPLETE = 3  # bytes of an incomplete UTF-8 character; a whole one has at most four
+
+
+def sample_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token per row by inverting its cumulative distribution at the row's uniform.
+
+    Truncation follows vLLM's order: temperature, min-p (Nguyen et al. 2024, arXiv:2407.01082), top-k, top-p; top-p is
+    relative to the probability that the others leave.
+
+    Args:
+        logits: Floating point [N, V].
+        uniforms: float64 [N] in [0, 1); unused when greedy.
+        sampling: Temperature (0: the most likely token), min-p, top-k and top-p.
+
+    Returns:
+        Token ids int64 [N], and their log-probs float32 [N] in nats: log-softmax(logits / temperature) before
+        min-p, top-k and top-p; greedy log-probs are those of temperature 1.
+
+    Raises:
+        NonFiniteError: A row's logits contain NaN or +inf.
+    """
+    logits = logits.float()
+    if sampling.temperature > 0 and sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    highest, most_likely = logits.max(dim=-1, keepdim=True)
+    if not bool(highest.isfinite().all()):
+        raise NonFiniteError("the model's logits are not finite; its weights have diverged")
+    ratios = (logits - highest).exp_()  # to the most likely token's probability
+    # Sums are in double precision, so that tokens in the far tail keep their part of the unit interval.
+    if sampling.temperature == 0:
+        tokens, totals = most_likely, ratios.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    elif sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1:
+        totals = ratios.sum(dim=-1, keepdim=True, dtype=torch.float64)
+        tokens = _invert_truncated(ratios, uniforms, sampling)
+    else:
+        cumulative = ratios.cumsum(dim=-1, dtype=torch.float64)
+        totals = cumulative[:, -1:]
+        tokens = _invert(cumulative, uniforms)
+    logprobs = (logits.gather(-1, tokens) - highest).double() - totals.log()
+    return tokens[:, 0], logprobs[:, 0].float()
+
+
+def _invert(cumulative: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return [N, 1], the first index at which `cumulative` [N, V] exceeds the uniform times its last value."""
+    return torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
+
+
+def _invert_truncated(ratios: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return [N, 1], tokens sampled from those that min-p, top-k and top-p keep; the most likely one's ratio is 1."""
+    if sampling.min_p > 0:
+        ratios = ratios * (ratios >= sampling.min_p)
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        return _invert(ratios.cumsum(dim=-1, dtype=torch.float64), uniforms)
+    num_kept = min(sampling.top_k or ratios.shape[-1], ratios.shape[-1])
+    ratios, order = ratios.topk(num_kept, dim=-1)
+    cumulative = ratios.cumsum(dim=-1, dtype=torch.float64)
+    if sampling.top_p < 1:
+        kept = cumulative - ratios < sampling.top_p * cumulative[:, -1:]  # always keeps the first, the most likely
+        cumulative = (ratios * kept).cumsum(dim=-1, dtype=torch.float64)
+    return order.gather(-1, _invert(cumulative, uniforms))
+
+
+class StopStrings:
+    """Looks for stop strings in responses, one per row, that grow by one token at a time.
+
+    Responses are decoded without special tokens, as vLLM does by default. Of each response, only a window of the last
+    tokens is decoded. It begins at least the longest stop string's length before the newest token, and never within a
+    character, since a tokenizer's byte tokens only decode correctly together.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
+        """Look for `strings`, none of them empty, in the responses of the rows that `restart` names."""
+        self._tokenizer = tokenizer
+        self._strings = tuple(strings)
+        self._max_length = max(len(string) for string in strings)
+        self._starts: dict[int, int] = {}  # the first token of each row's window
+        self._next_starts: dict[int, int] = {}  # and of its next window; follows a whole character
+        self._num_before: dict[int, int] = {}  # characters of the window before the next one's start
+
+    def restart(self, rows: Iterable[int]) -> None:
+        """Look for the strings in new responses of these rows, which are still empty."""
+        for row in rows:
+            self._starts[row] = self._next_starts[row] = self._num_before[row] = 0
+
+    def find(self, rows: np.ndarray, token_ids: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """Return bool [L]: whether the newest token of each row has completed a stop string.
+
+        Args:
+            rows: int64 [L], L >= 1, the rows that have grown by one token.
+            token_ids: Integers [N, R], all N rows' responses.
+            num_tokens: int64 [L], the tokens that these rows have now, at most R.
+        """
+        lengths = list(zip(rows.tolist(), num_tokens.tolist(), strict=True))
+        windows = [token_ids[row, self._starts[row] : length].tolist() for row, length in lengths]
+        decoded = decode_texts(self._tokenizer, windows, skip_special_tokens=True)
+        for (row, length), text in zip(lengths, decoded, strict=True):
+            self._move_window(row, text, length)
+        return np.array([any(string in text for string in self._strings) for text in decoded], dtype=bool)
+
+    def _move_window(self, row: int, text: str, num_tokens: int) -> None:
+        """Move on to the next window once that contains whatever could still become a stop string."""
+        num_unfinished = len(text) - len(text.rstrip(_REPLACEMENT))
+        num_after = len(text) - self._num_before[row]
+        if 0 < num_unfinished <= _MAX_INCOMPLETE or num_after < self._max_length:
+            return
+        self._starts[row], self._next_starts[row] = self._next_starts[row], num_tokens
+        self._num_before[row] = num_after
 
 
 class TurnSamples:

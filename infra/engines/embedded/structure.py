@@ -4,9 +4,8 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from infra.engines.base import GenerationRequest, Sampling
+from infra.engines.base import GenerationRequest, Sampling, generate_all
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.generate import generate_all
 from rl_core.scoring.comparison import one_line_errors, score_alone
 from rl_core.scoring.miniature import LIMIT_TOKENS, build_miniature, single_thread
 from rl_core.scoring.structure import MAX_DIFFERENCE, relative_difference

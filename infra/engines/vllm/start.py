@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from infra.engines.base import GenerationRequest, Sampling
-from infra.engines.generate import generate_all
+from infra.engines.base import GenerationRequest, Sampling, generate_all
 from infra.engines.vllm.adapters import VllmAdapters, adapter_arguments, check_adapters
 from infra.engines.vllm.engine import VllmEngine, no_compiling
 from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu

@@ -11,7 +11,7 @@ from infra.history.diff import diff_runs
 from infra.history.garbage import collect_garbage
 from infra.history.sql import RunQueries
 from infra.history.start import History
-from infra.history.trend import read_trend
+from infra.history.step_rows import read_trend
 from infra.storage.folder import Folder
 from infra.storage.lineage import load_fork, owner_of, owner_of_steps
 from infra.storage.runs import RunDirectory

@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infra.engines.base import Sampling
+from infra.engines.base import Sampling, generate_all
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.generate import generate_all
 from infra.engines.vllm.adapters import VllmAdapters
 from infra.engines.vllm.engine import VllmEngine
 from infra.models.load import load_model

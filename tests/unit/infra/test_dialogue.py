@@ -5,8 +5,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from infra.datasets import PromptRow
-from infra.environments.dialogue import Dialogue
-from infra.environments.reply import Failure, Reply
+from infra.environments.bridge import Dialogue
+from infra.environments.slot import Failure, Reply
 from infra.models.tiny import make_tokenizer
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import ClassEnvironment

@@ -10,9 +10,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import infra.engines.base
-from infra.engines.base import GenerationRequest, Sampling
+from infra.engines.base import GenerationRequest, Sampling, generate, generate_all
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.generate import generate, generate_all
 from infra.models.load import experts_dtype, load_model
 from rl_core.rollout.seeding import derive_seed
 from rl_core.scoring import RouterReplay

@@ -12,7 +12,7 @@ from infra.datasets.environments import schemas_of_tools
 from infra.environments.interpreter import OLDEST, find_interpreter
 from infra.environments.open import environment_class
 from infra.environments.pool import EnvironmentPool
-from infra.environments.process import MODULES
+from infra.environments.slot import MODULES
 from rl_core import user_code
 from schemas import errors
 from schemas.config.environment import ToolsEnvironment

@@ -8,9 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from infra.datasets import PromptRow, load_prompts
-from infra.engines.base import Generation, GenerationRequest, Sampling
+from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.generate import generate_all
 from infra.environments.trajectory import Trajectory, TrajectoryBuilder
 from infra.models.load import load_model
 from infra.models.tiny import make_tokenizer

@@ -6,8 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from infra.history.compare import Difference, compare_columns
-from infra.history.diff import StepDiff, diff_runs
+from infra.history.diff import Difference, StepDiff, compare_columns, diff_runs
 from infra.storage.runs import RunDirectory
 from infra.stores.fsspec import FsspecColumnStore
 from rl_core.columns.jagged import jagged

@@ -10,7 +10,7 @@ import xxhash
 
 from infra.engines.base import Generation
 from infra.environments.journal import Batch, Exchange, Journal, dump, load
-from infra.environments.reply import Failure, Reply
+from infra.environments.slot import Failure, Reply
 from infra.storage.journals import JournalFiles
 from infra.storage.lines import LocalLines
 from infra.storage.runs import RunDirectory

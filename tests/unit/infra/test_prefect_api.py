@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 
 from infra.services import prefect_api
-from infra.services.ports import free_port
+from infra.services.local import free_port
 from infra.services.prefect_api import check_prefect_api, prefect_is_gone, prefect_responds
 from schemas.errors import ServiceError
 

@@ -9,7 +9,7 @@ import pytest
 
 from infra.datasets import PromptRow
 from infra.engines.base import Generation
-from infra.environments.reply import Reply
+from infra.environments.slot import Reply
 from infra.environments.trajectory import TrajectoryBuilder
 from infra.models.load import load_model
 from infra.models.tiny import make_tokenizer

@@ -5,13 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.history.plain import plain
 from infra.history.row_tokens import colorings, read_row_tokens
-from infra.history.sandbox import sandbox
-from infra.history.step_rows import RowQuery, StepTables, rows_of_group, select_rows
+from infra.history.step_rows import RowQuery, StepTables, read_trend, rows_of_group, sandbox, select_rows
 from infra.history.steps import KeptSteps
-from infra.history.token_values import row_statistics, token_values, value_columns
-from infra.history.trend import read_trend
+from infra.history.token_values import plain, row_statistics, token_values, value_columns
 from infra.storage.runs import RunDirectory
 from schemas.errors import ChunkCorruptedError, QueryError, RunError
 from tests.support.small_run import (

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from infra.engines.base import Sampling
-from infra.engines.embedded.sampler import sample_tokens
+from infra.engines.embedded.samples import sample_tokens
 
 PROBS = torch.tensor([0.1, 0.4, 0.3, 0.2])
 

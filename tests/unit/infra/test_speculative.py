@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import infra.engines.embedded.decoding as decoding
-from infra.engines.base import Generation, GenerationRequest, Sampling
-from infra.engines.embedded import drafts
-from infra.engines.embedded.drafts import draft, stack_drafts
+from infra.engines.base import Generation, GenerationRequest, Sampling, generate_all
+from infra.engines.embedded import rows as engine_rows
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.generate import generate_all
+from infra.engines.embedded.rows import draft, stack_drafts
 from infra.models.load import load_model
 from infra.models.tiny import make_tokenizer
 from rl_core.rollout.seeding import derive_seed
@@ -164,7 +163,7 @@ def test_a_model_that_cannot_forget_tokens_is_refused() -> None:
 
 
 def test_the_docstring_examples_of_drafts_run() -> None:
-    assert doctest.testmod(drafts).failed == 0
+    assert doctest.testmod(engine_rows).failed == 0
 
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=20).map(np.array)

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from infra.engines.base import Sampling
+from infra.engines.base import Sampling, generate_all
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.embedded.stop import StopStrings
-from infra.engines.generate import generate_all
+from infra.engines.embedded.samples import StopStrings
 from infra.models.load import load_model
 from infra.models.tiny import END, make_tokenizer
 from schemas.config.model import ModelConfig

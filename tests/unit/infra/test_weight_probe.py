@@ -4,9 +4,8 @@ import pytest
 import ray
 import torch
 
-from infra.engines.base import Sampling, WeightsBucket
+from infra.engines.base import Sampling, WeightsBucket, generate_all
 from infra.engines.embedded.engine import TransformersEngine
-from infra.engines.generate import generate_all
 from infra.models.flat_tensors import tensor_specs
 from infra.models.load import load_model
 from infra.models.lora import changing_names, merged_weights

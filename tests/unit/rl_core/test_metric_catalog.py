@@ -10,9 +10,8 @@ import pyarrow as pa
 import pytest
 
 from infra.engines.base import Generation
-from infra.environments.metrics import describe
-from infra.environments.reply import Reply
-from infra.environments.trajectory import TrajectoryBuilder
+from infra.environments.slot import Reply
+from infra.environments.trajectory import TrajectoryBuilder, describe
 from rl_core.advantages import prepare_updates
 from rl_core.columns.jagged import jagged
 from rl_core.losses import policy_loss
