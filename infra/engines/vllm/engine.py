@@ -8,32 +8,22 @@ top-k, top-p and min-p. So the temperature is folded into the model's own logit 
 its raw log-probs are then log-softmax(logits / temperature), before any truncation.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-from infra.engines.base import Generation, GenerationRequest, Sampling
-from infra.engines.checks import check_prompts
-from infra.engines.vllm.translate import generation, vllm_params
-
-if TYPE_CHECKING:
-    from infra.engines.vllm.engine import VllmEngine
 import gc
 import multiprocessing
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from infra.engines.base import WeightsBucket
-from infra.engines.checks import check_held, require_awake
+from infra.engines.base import Generation, GenerationRequest, Sampling, WeightsBucket
+from infra.engines.checks import check_held, check_prompts, require_awake
 from infra.engines.usage import EngineUsage
 from infra.engines.vllm.adapters import VllmAdapters, check_layers
 from infra.engines.vllm.ranks import mapped
-from infra.engines.vllm.translate import prompt_logprobs, scoring_params
+from infra.engines.vllm.translate import generation, prompt_logprobs, scoring_params, vllm_params
 from infra.models.load import check_weights
 from infra.models.lora import is_adapter
 from schemas.errors import EngineLostError, describe
