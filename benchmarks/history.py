@@ -26,7 +26,7 @@ from flows.view.api import ViewApi
 from infra.history.diff import diff_runs
 from infra.history.sql import RunQueries
 from infra.storage.runs import RunDirectory
-from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
 from rl_core.columns.jagged import jagged
 from rl_core.views import new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey

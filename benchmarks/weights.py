@@ -23,9 +23,14 @@ from safetensors.torch import load, save
 from benchmarks.command import print_table
 from infra.engines.base import WeightsBucket
 from infra.models.flat_tensors import tensor_specs
-from infra.weights.broadcast import BroadcastReceiver, BroadcastSender
+from infra.weights.carriers import (
+    BroadcastReceiver,
+    BroadcastSender,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    open_folder,
+)
 from infra.weights.group import WeightGroup, open_rendezvous
-from infra.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender, open_folder
 from infra.weights.stream import load_weights, send_weights
 from schemas.step import ProcessGroupHandle
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle, WeightsTransfer

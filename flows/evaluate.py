@@ -12,7 +12,7 @@ from infra.checkpoints.model import write_model_folder
 from infra.checkpoints.store import open_checkpoints
 from infra.storage.identity import new_identity
 from infra.storage.runs import RunDirectory
-from infra.stores.memory import MemoryStore
+from infra.stores.chunk_index import MemoryStore
 from infra.workers.rollout import RolloutWorker
 from rl_core.rollout.evaluation import split_prompts, summarize
 from schemas.config.load import override_config

@@ -5,10 +5,8 @@ import time
 from contextlib import suppress
 from datetime import date
 
-from infra.storage.config_changes import resumed_config
 from infra.storage.identity import identity_of, owns_place
-from infra.storage.runs import RunDirectory
-from infra.storage.versions import installed_versions
+from infra.storage.runs import RunDirectory, installed_versions, resumed_config
 from infra.stores.open import close_store, start_store
 from infra.stores.steps import drop_outdated_steps, drop_steps
 from infra.workers.generate import sync_workers

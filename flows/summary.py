@@ -5,8 +5,7 @@ from statistics import fmean
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
-from infra.storage.config_changes import resumed_config
-from infra.storage.runs import RunDirectory
+from infra.storage.runs import RunDirectory, resumed_config
 from schemas.config.run import RunConfig
 from schemas.step import RunSummary
 

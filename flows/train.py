@@ -37,7 +37,7 @@ from infra.ray.tracing import traced_run
 from infra.storage.driver_lock import driver_lock, holds_lock, watch_lock
 from infra.storage.driver_log import driver_log
 from infra.storage.identity import claim_identity
-from infra.storage.metrics_file import MetricsFile
+from infra.storage.run_files import MetricsFile
 from infra.storage.runs import RunDirectory
 from infra.stores.open import close_store, open_store
 from infra.workers.inputs import renew_inputs

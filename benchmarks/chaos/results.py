@@ -11,7 +11,7 @@ import psutil
 from benchmarks.chaos.failing_store import BUCKET
 from benchmarks.chaos.faults import STEPS
 from infra.checkpoints.store import open_checkpoints
-from infra.stores.run_columns import open_run_columns
+from infra.stores.offline import open_run_columns
 from tests.support.run_results import Run
 from tests.support.workplace import Workplace
 

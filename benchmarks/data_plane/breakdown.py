@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from infra.stores import base, chunk_reads, shared
-from infra.stores.shared import SharedColumnStore
+from infra.stores import base, chunk_reads
+from infra.stores.shared import client
+from infra.stores.shared.client import SharedColumnStore
 
 Parts = dict[str, float]  # milliseconds
 
@@ -23,7 +24,7 @@ PUT_PARTS = {
 }
 READ_PARTS = {
     "requests": (SharedColumnStore, "_call"),
-    "mapping": (shared, "map_chunk"),
+    "mapping": (client, "map_chunk"),
     "decode": (chunk_reads, "decode"),
     "gather": (chunk_reads.Gather, "column"),
     "check_lengths": (base, "check_row_lengths"),

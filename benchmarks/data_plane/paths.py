@@ -9,8 +9,8 @@ import ray
 import torch
 
 from benchmarks.data_plane.batch import APPENDED, Ints, Packed, ReferenceBatch, valid_buffers
-from infra.stores.column_server import Limits
-from infra.stores.shared_open import find_shared_store, start_shared_store
+from infra.stores.shared.index import find_shared_store, start_shared_store
+from infra.stores.shared.node_files import Limits
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import as_tensor, is_jagged, row_lengths
 from rl_core.views import new_batch, permute, with_column

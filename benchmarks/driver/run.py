@@ -29,9 +29,9 @@ from benchmarks.driver.meter import Meter
 from benchmarks.driver.workers import INCARNATION, Workers
 from infra.processes.collection import rare_collections
 from infra.storage.runs import RunDirectory
-from infra.stores.flight import FlightClient
 from infra.stores.open import open_store, start_store
-from infra.stores.shared import SharedColumnStore
+from infra.stores.shared.client import SharedColumnStore
+from infra.stores.shared.flight import FlightClient
 from infra.stores.steps import archive_step, open_step
 from rl_core.rollout.lengths import count_lengths
 from rl_core.views import with_groups

@@ -16,7 +16,7 @@ import ray
 from ray import ObjectRef, cloudpickle
 
 from benchmarks.driver.meter import Meter
-from infra.stores.flight import FlightClient
+from infra.stores.shared.flight import FlightClient
 from infra.workers.launch import worker_name
 from schemas.batch import ChunkKey, ChunkRef
 from schemas.metrics import Mean

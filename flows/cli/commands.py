@@ -140,8 +140,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     from flows.cli.session import prefect_session
     from flows.plan.footprint import check_capacity
     from flows.preflight import check, check_checkpoint
-    from infra.storage.config_changes import resumed_config
-    from infra.storage.runs import RunDirectory
+    from infra.storage.runs import RunDirectory, resumed_config
     from infra.workers.inputs import check_files
     from schemas.config.load import override_config
 
@@ -274,8 +273,7 @@ def inspect(
     """Show a step's columns, without Ray: statistics, chunks, lengths and sample rows."""
     from flows.cli.inspect import print_step
     from infra.storage.runs import RunDirectory
-    from infra.stores.offline import find_step
-    from infra.stores.run_columns import open_run_columns
+    from infra.stores.offline import find_step, open_run_columns
     from infra.stores.summary import summarize_step
 
     directory = RunDirectory.open(run, runs_dir)

@@ -8,7 +8,7 @@ from flows.plan.footprint import Footprint
 from flows.plan.placement import Placement
 from flows.plan.workers import ModelMemory, WorkerMemory, bucket_bytes, engine_weight_bytes, weight_carrier
 from infra.checkpoints.writing import FILE_BYTES
-from infra.workers.roles import Role
+from infra.workers.layout import Role
 from rl_core.planning.memory import PHASES, Phase, PhaseBytes
 from schemas.base import Frozen
 from schemas.catalog import column_spec

@@ -3,8 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from infra.workers.layout import decide_device, spread_over_gpus
-from infra.workers.roles import Role, num_workers
+from infra.workers.layout import Role, decide_device, num_workers, spread_over_gpus
 from rl_core.planning.hardware import Cluster
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError

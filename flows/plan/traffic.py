@@ -6,7 +6,7 @@ from flows.plan.footprint import Footprint
 from flows.plan.nodes import producer_role
 from flows.plan.placement import Placement
 from flows.plan.workers import ModelMemory, sent_bytes, weight_carrier
-from infra.workers.roles import Role
+from infra.workers.layout import Role
 from rl_core.planning.hardware import Cluster
 from rl_core.planning.memory import WeightBytes
 from rl_core.training import policy_columns, training_columns

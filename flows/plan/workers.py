@@ -15,7 +15,7 @@ from infra.engines.vllm.adapters import allocated_rank
 from infra.engines.vllm.sizes import num_cache_copies
 from infra.models.load import build_meta_model, max_positions
 from infra.models.lora import add_adapter, is_adapter
-from infra.workers.roles import Role, num_workers
+from infra.workers.layout import Role, num_workers
 from rl_core.planning.activations import Activations, trace_activations
 from rl_core.planning.hardware import Cluster, format_bytes
 from rl_core.planning.memory import (
@@ -169,7 +169,7 @@ def computes_in_bfloat16(config: RunConfig, *, on_gpus: bool) -> bool:
 
 
 def weight_carrier(config: RunConfig, placement: Placement) -> Literal["nccl", "gloo", "shared_memory"]:
-    """Return what carries weights to the rollout workers; see `infra.weights.transport`."""
+    """Return what carries weights to the rollout workers; see `infra.weights.sync`."""
     setting = config.runtime.weight_transport
     own_gpus = placement.on_gpus and not placement.is_colocated
     one_node = len({placement.nodes["policy"][0], *placement.nodes["rollout"]}) == 1

@@ -14,9 +14,8 @@ from infra.history.bundle_files import FORMAT, BundleManifest, pack, unpack
 from infra.history.start import History
 from infra.history.stored import StoredStep
 from infra.storage.lineage import owner_of
-from infra.storage.runs import RunDirectory
-from infra.storage.versions import installed_versions
-from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.storage.runs import RunDirectory, installed_versions
+from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
 from schemas.batch import ChunkKey, ChunkRef
 from schemas.config.run import RunConfig
 from schemas.config.runtime import RuntimeConfig

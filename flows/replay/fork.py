@@ -11,8 +11,7 @@ from infra.history.reuse import check_parent
 from infra.history.start import History, Start
 from infra.storage.driver_lock import driver_lock
 from infra.storage.lineage import Fork, owner_of, save_fork
-from infra.storage.runs import RunDirectory
-from infra.storage.versions import installed_versions
+from infra.storage.runs import RunDirectory, installed_versions
 from infra.workers.inputs import has_record, record_inputs
 from schemas.config.changes import is_changeable
 from schemas.config.load import changed_keys, differences, override_config

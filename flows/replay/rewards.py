@@ -7,7 +7,7 @@ from contextlib import closing
 from infra.history.stored import StoredStep, with_rewards
 from infra.rewards.base import RewardScorer
 from infra.rewards.open import open_reward_scorer
-from infra.workers.hosted import open_model_here
+from infra.workers.reward import open_model_here
 from rl_core.rewards import RewardItem, as_stored
 from schemas.config.reward import RewardConfig
 from schemas.errors import ConfigError

@@ -22,7 +22,7 @@ from infra.ray.group import WorkerGroup
 from infra.storage import places
 from infra.storage.identity import new_identity
 from infra.storage.runs import RunDirectory, open_folder
-from infra.stores.fsspec import FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from infra.stores.open import forget_store, open_store
 from infra.workers.launch import get_group, kill_workers, monitored_workers
 from infra.workers.placement import check_resources

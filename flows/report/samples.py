@@ -12,7 +12,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from infra.storage.runs import RunDirectory
-from infra.stores.run_columns import RunColumns, open_run_columns
+from infra.stores.offline import RunColumns, open_run_columns
 from rl_core.views import select
 from schemas.batch import BatchHandle
 from schemas.config.model import ModelConfig

@@ -19,7 +19,7 @@ from flows.lifecycle.cancellation import set_state
 from flows.lifecycle.outages import call_through_outages
 from flows.summary import flow_run_url
 from infra.monitors.rows import step_row
-from infra.storage.decisions import Decision
+from infra.storage.run_files import Decision
 from infra.storage.runs import RunDirectory
 from schemas.errors import RunStoppedError
 from schemas.step import FailedQuery, QueryReport, RunHandle, StepReport

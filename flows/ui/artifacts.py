@@ -25,7 +25,7 @@ from prefect.artifacts import (
 from flows.lifecycle.outages import shown_in_ui
 from flows.ui.progress import progress_table, summary_rows
 from infra.storage import places
-from infra.storage.metrics_file import MetricsFile
+from infra.storage.run_files import MetricsFile
 from infra.storage.runs import RunDirectory
 from schemas.placement import WorkerPlace
 from schemas.rollout import RolloutHandle

@@ -8,7 +8,7 @@ from flows.ui.artifacts import ProgressArtifact, show_evaluation
 from flows.ui.events import RunEvents
 from flows.ui.progress import eval_lines, progress_line, variance_warning
 from infra.monitors import Monitors
-from infra.storage.metrics_file import MetricsFile
+from infra.storage.run_files import MetricsFile
 from schemas.step import EvalReport, FailedQuery, RunHandle, StepReport
 
 FIRST_STEPS = 3  # after which a run whose groups have no variance says so

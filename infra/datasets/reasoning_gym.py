@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from infra.datasets.files import read_rows
 from infra.datasets.rows import parse_messages
-from infra.storage.atomic import replacing
+from infra.storage.folder import replacing
 from schemas.errors import ConfigError, DataError
 
 Row = dict[str, Any]

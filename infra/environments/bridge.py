@@ -2,6 +2,8 @@
 
 A trajectory's tokens are append-only: what was sampled is never decoded and encoded again. So the tokens between turns
 are those that the template writes after a turn of a stub of a chat, and it must write the same ones after any turn.
+
+A dialogue adds the limits and the chat template of one environment's rows.
 """
 
 import json

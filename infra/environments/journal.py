@@ -21,7 +21,7 @@ from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, model
 from infra.engines.base import Generation
 from infra.environments.slot import Failure, FailureKind, Reply
 from infra.storage.journals import JournalFiles
-from infra.storage.line_writer import LineWriter
+from infra.storage.lines import LineWriter
 from schemas.base import Frozen
 from schemas.rollout import FinishReason
 

@@ -17,7 +17,7 @@ from typing import IO, Annotated
 
 from pydantic import Field, NonNegativeInt, ValidationError
 
-from infra.storage.atomic import replacing
+from infra.storage.folder import replacing
 from schemas.base import Frozen
 from schemas.batch import SafeName
 from schemas.errors import BundleError, describe

@@ -17,7 +17,7 @@ from infra.checkpoints import CheckpointStore
 from infra.checkpoints.shards import SUFFIX
 from infra.checkpoints.state import MODEL
 from infra.storage.runs import RunDirectory
-from infra.stores.run_columns import RunColumns, StoredColumns, open_run_columns
+from infra.stores.offline import RunColumns, StoredColumns, open_run_columns
 from rl_core.columns.jagged import is_jagged, row_lengths
 from schemas.base import Frozen
 from schemas.batch import BatchHandle, ChunkKey, ColumnGroup

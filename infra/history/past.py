@@ -11,10 +11,10 @@ from pathlib import PurePosixPath
 from infra.checkpoints.manifest import MANIFEST
 from infra.storage import places
 from infra.storage.folder import Folder
+from infra.storage.ledger import step_number
 from infra.storage.lineage import PAST, Fork, load_fork, parent_of, past_of, save_fork
 from infra.storage.runs import RunDirectory, open_folder
-from infra.storage.step_folders import step_number
-from infra.stores.file_layout import BATCH_NAME, STORE_PATH
+from infra.stores.chunk_files import BATCH_NAME, STORE_PATH
 from schemas.errors import RunError
 
 

@@ -14,8 +14,8 @@ import pyarrow as pa
 from infra.history.sql import ranges
 from infra.storage.lineage import owner_of
 from infra.storage.runs import RunDirectory
-from infra.stores.fsspec import FsspecColumnStore
-from infra.stores.run_columns import open_own_columns
+from infra.stores.files import FsspecColumnStore
+from infra.stores.offline import open_own_columns
 from rl_core.advantages.base import find_equal
 from rl_core.rollout.reuse import draw_groups, reusable_steps
 from rl_core.views import decode_ints, select

@@ -9,8 +9,8 @@ from infra.history.sql import ranges
 from infra.history.stored import StoredStep
 from infra.storage.lineage import load_fork
 from infra.storage.runs import RunDirectory
-from infra.stores.fsspec import FsspecColumnStore
-from infra.stores.run_columns import open_own_columns
+from infra.stores.files import FsspecColumnStore
+from infra.stores.offline import open_own_columns
 from schemas.errors import CheckpointError, RunError
 
 logger = logging.getLogger(__name__)

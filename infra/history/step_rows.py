@@ -18,7 +18,7 @@ from infra.history.token_values import BEHAVIOR, MASK, REFERENCE, SAMPLER, plain
 from infra.history.views import token_dataset
 from infra.storage.run_list import run_state
 from infra.storage.runs import RunDirectory
-from infra.stores.run_columns import open_run_columns
+from infra.stores.offline import open_run_columns
 from rl_core.views import decode_ints
 from schemas.base import Frozen
 from schemas.batch import BatchHandle

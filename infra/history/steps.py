@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from infra.storage.runs import RunDirectory
-from infra.stores.offline import find_batch
-from infra.stores.run_columns import RunColumns, open_run_columns
+from infra.stores.offline import RunColumns, find_batch, open_run_columns
 from rl_core.columns.codec import arrow_type
 from rl_core.columns.turns import TURN_COLUMNS, advantages_of_turns
 from rl_core.views import decode_ints

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infra.storage.runs import RunDirectory
-from infra.stores.fsspec import FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from rl_core.columns.jagged import flat_values, row_lengths
 from rl_core.views import new_batch
 from schemas.batch import BatchHandle, ChunkRef, ColumnGroup

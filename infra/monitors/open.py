@@ -16,8 +16,8 @@ from infra.monitors.sink import Sink
 from infra.monitors.tensorboard import TensorBoardSink
 from infra.monitors.trackio import TrackioSink
 from infra.monitors.wandb import WandbSink, require_login
-from infra.storage.metrics_file import MetricsFile
 from infra.storage.places import is_url
+from infra.storage.run_files import MetricsFile
 from infra.storage.runs import RunDirectory
 from rl_core.registry import Registry, entry
 from schemas.config.kinds import kind_of

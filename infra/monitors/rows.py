@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from infra.storage.metrics_file import MetricsFile
+from infra.storage.run_files import MetricsFile
 from schemas.step import EvalReport, SourceReport, StepReport
 
 _SOURCE_METRICS = ("mean_at_n", "best_at_n", "maj_at_n", "reward", "response_tokens", "truncated")

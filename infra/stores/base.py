@@ -6,6 +6,7 @@ N rows of a batch.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -13,12 +14,24 @@ import pyarrow as pa
 
 from infra.stores.chunk_reads import BatchRead, ChunkRead
 from infra.stores.prometheus import record_traffic
-from rl_core.columns.codec import check_row_lengths, validate, value_dtypes
+from rl_core.columns.codec import check_row_lengths, encode, validate, value_dtypes
 from rl_core.columns.gather import Ints
 from rl_core.views import decode_ints, with_column
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.catalog import Axis, column_spec
-from schemas.errors import ColumnError, ColumnNotFoundError, InvalidKeyError
+from schemas.errors import (
+    CapacityError,
+    ChunkNotFoundError,
+    ColumnError,
+    ColumnNotFoundError,
+    DuplicateChunkError,
+    InvalidKeyError,
+    LeaseError,
+    LeaseExpiredError,
+    StaleIncarnationError,
+    StoreError,
+    WorkerLostError,
+)
 from schemas.store import StoreTraffic, StoreUsage
 
 
@@ -201,3 +214,99 @@ class ColumnStore(ABC):
 
 def _lengths(batch: BatchHandle) -> dict[Axis, Ints]:
     return {"prompt": decode_ints(batch.prompt_lengths), "response": decode_ints(batch.response_lengths)}
+
+
+def check_incarnation(ref: ChunkRef, incarnation: str) -> None:
+    """Check that a reference is of this incarnation of the store.
+
+    Raises:
+        StaleIncarnationError: It is of another one.
+    """
+    if ref.incarnation != incarnation:
+        raise StaleIncarnationError(
+            f"chunk {ref.key} was put into store {ref.incarnation}, which is gone; this is {incarnation}: "
+            "run the stage that produces it again"
+        )
+
+
+def chunk_not_found_error(ref: ChunkRef, *, lease_expired: bool) -> ChunkNotFoundError:
+    """Return the error for a chunk that is not in the store."""
+    reason = "the lease of its step expired" if lease_expired else "its step was cleared, or it was never put"
+    return ChunkNotFoundError(f"chunk {ref.key} is not in the store: {reason}")
+
+
+def no_lease_error(key: ChunkKey) -> LeaseError:
+    """Return the error for a put without a lease."""
+    return LeaseError(
+        f"can't put {key}: step {key.step} has no open lease; open one first (the step may have been cleared)"
+    )
+
+
+def lease_expired_error(key: ChunkKey, lease_seconds: float) -> LeaseExpiredError:
+    """Return the error for a put under an expired lease."""
+    return LeaseExpiredError(
+        f"can't put {key}: the lease of step {key.step} expired, as it was not renewed for {lease_seconds:g} s, "
+        "and its chunks were freed; raise store.lease_seconds, or just resume the run"
+    )
+
+
+def capacity_error(key: ChunkKey, requested: int, held: int, limit: int) -> CapacityError:
+    """Return the error for a put that would exceed the store's capacity."""
+    return CapacityError(
+        f"can't put {key}: {requested} bytes requested, {held} held, limit {limit}; "
+        "raise store.capacity_bytes, and resume the run"
+    )
+
+
+def shared_memory_full_error(key: ChunkKey, folder: Path) -> CapacityError:
+    """Return the error for a chunk that doesn't fit into a node's shared memory."""
+    return CapacityError(
+        f"can't put {key}: the file system of {folder} is full; enlarge it (for Docker: --shm-size), lower "
+        "store.capacity_bytes, or set runtime.shared_memory to a folder with more space"
+    )
+
+
+def removed_folder_error(key: ChunkKey, folder: Path) -> StoreError:
+    """Return the error for a put into a folder that is gone although its column server lives."""
+    return StoreError(f"can't put {key}: {folder} was removed under a living run")
+
+
+def lost_chunk_error(ref: ChunkRef, location: str, error: Exception) -> ChunkNotFoundError:
+    """Return the error for a chunk on a node that can't be reached."""
+    return ChunkNotFoundError(f"chunk {ref.key} is lost with its node's column server at {location}: {error}")
+
+
+def lost_store_error(run_id: str, error: Exception) -> WorkerLostError:
+    """Return the error for a store whose index can't be reached."""
+    return WorkerLostError(f"the column store of run {run_id} is gone, with the columns that it held: {error}")
+
+
+def check_same_content(ref: ChunkRef, held: pa.RecordBatch, columns: pa.RecordBatch) -> ChunkRef:
+    """Check that a put repeats what is stored under its key; return the stored chunk's reference.
+
+    Equal columns may differ in bytes without meaning, such as padding and values under a null, so values are compared.
+
+    Raises:
+        DuplicateChunkError: The stored content differs.
+    """
+    if held.equals(columns) or encode(held).equals(encode(columns)):  # NaNs are equal only as bytes
+        return ref
+    raise DuplicateChunkError(
+        f"chunk {ref.key} is already stored with other content: {_difference(held, columns)}; "
+        "a chunk has one writer, and a retry must produce the same content"
+    )
+
+
+def _difference(held: pa.RecordBatch, columns: pa.RecordBatch) -> str:
+    if held.schema.names != columns.schema.names:
+        return f"columns {', '.join(held.schema.names)}, now {', '.join(columns.schema.names)}"
+    if held.num_rows != columns.num_rows:
+        return f"{held.num_rows} rows, now {columns.num_rows}"
+    for name in held.schema.names:
+        before, now = held.column(name), columns.column(name)
+        if before.type != now.type:
+            return f"column {name!r} is {before.type}, now {now.type}"
+        row = next((row for row in range(len(now)) if not before.slice(row, 1).equals(now.slice(row, 1))), None)
+        if row is not None:
+            return f"column {name!r} first differs in row {row} of {len(now)}"
+    return "bytes under nulls or NaNs"

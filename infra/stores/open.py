@@ -6,9 +6,8 @@ from infra.storage import places
 from infra.storage.identity import identity_of
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
-from infra.stores.fsspec import NO_EXPIRY_SECONDS, NO_LIMIT, FsspecColumnStore
-from infra.stores.replay import ReplayColumnStore
-from infra.stores.shared import SharedColumnStore
+from infra.stores.files import NO_EXPIRY_SECONDS, NO_LIMIT, FsspecColumnStore, ReplayColumnStore
+from infra.stores.shared.client import SharedColumnStore
 from infra.stores.tiered import TieredColumnStore
 from rl_core.registry import Registry, entry
 from schemas.config.run import RunConfig
@@ -103,9 +102,9 @@ def _open_index(
 ) -> SharedColumnStore:
     # Not at the top: a process that only reads files doesn't need Ray.
     from infra.ray.health import run_owner
-    from infra.stores.column_server import Limits
-    from infra.stores.flight import Tls
-    from infra.stores.shared_open import find_shared_store, start_shared_store
+    from infra.stores.shared.flight import Tls
+    from infra.stores.shared.index import find_shared_store, start_shared_store
+    from infra.stores.shared.node_files import Limits
 
     if not start:
         return find_shared_store(directory.run_id, identity_of(directory))

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from infra.stores.base import ColumnStore
 from infra.stores.chunk_reads import ChunkRead
-from infra.stores.fsspec import FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.errors import ChunkNotFoundError, StoreError
 from schemas.store import StoreUsage

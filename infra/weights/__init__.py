@@ -4,7 +4,6 @@ Workers send and receive through `infra.weights.endpoint.WeightSyncEndpoint`. It
 in torch, which the driver's side, below, doesn't need.
 """
 
-from infra.weights.sync import sync_weights
-from infra.weights.transport import choose_route
+from infra.weights.sync import choose_route, sync_weights
 
 __all__ = ["choose_route", "sync_weights"]

@@ -11,11 +11,16 @@ from torch import Tensor
 from infra.engines.base import RolloutEngine
 from infra.models.flat_tensors import flat_bytes
 from infra.storage.shared_memory import SharedFolder
-from infra.weights.broadcast import BroadcastReceiver, BroadcastSender
 from infra.weights.buckets import sent_specs, split_buckets
+from infra.weights.carriers import (
+    BroadcastReceiver,
+    BroadcastSender,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    open_folder,
+)
 from infra.weights.group import WeightGroup, open_rendezvous
 from infra.weights.probe import check_probe
-from infra.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender, open_folder
 from infra.weights.stream import BucketReceiver, BucketSender, load_weights, send_weights
 from schemas.config.runtime import RuntimeConfig
 from schemas.step import ProcessGroupHandle

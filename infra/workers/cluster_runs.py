@@ -7,7 +7,7 @@ import ray
 
 from infra.ray.actors import NAMESPACE, find_actor, find_actors, kill_actors
 from infra.storage.identity import run_id_of
-from infra.stores.shared_open import find_shared_store, index_name
+from infra.stores.shared.index import find_shared_store, index_name
 from infra.workers.placement import release
 from schemas.errors import RunError, StoreError, WorkerLostError
 from schemas.placement import ActorInfo, ClusterRun

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from infra.ray.actors import call
 from infra.workers.launch import find_group, find_workers, rollout_pool
-from infra.workers.roles import Role
+from infra.workers.layout import Role
 from schemas.errors import WorkerLostError
 from schemas.placement import EngineTag, MemoryChange, Part, PhaseMemory
 from schemas.step import RunHandle

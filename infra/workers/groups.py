@@ -1,26 +1,195 @@
-"""The groups of a step, sampled by one worker; and parts of the groups of the steps after it."""
+"""What one worker samples: the groups of a step, parts of the groups of the steps after it, and held-out prompts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import cast
 
 import numpy as np
+import pyarrow as pa
 
 from infra.datasets import PromptDataset, PromptRow
-from infra.engines.base import Generation, Sampling
+from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling, generate
 from infra.environments.journal import Batch, Journal
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
-from infra.workers.partial_rows import PARTIAL_COLUMNS, Row, continue_rows, from_partial_columns, to_partial_columns
-from infra.workers.samples import Sample
+from infra.workers.samples import Sample, first_failure, num_sampled
 from infra.workers.sampling import ResponseSampler, ResponseStart, ScoredResponse
 from rl_core.columns.codec import value_dtypes
+from rl_core.columns.jagged import flat_values, jagged, row_lengths, token_dtype
+from rl_core.rollout.evaluation import number_answers
 from rl_core.rollout.seeding import derive_seed
 from rl_core.views import new_batch
 from schemas.batch import ChunkKey
 from schemas.config.changes import sampling_digest
-from schemas.rollout import PartialGroups, SourceSchedule, make_sample_id
-from schemas.step import RunHandle
+from schemas.config.run import RunConfig
+from schemas.rollout import FinishReason, PartialGroups, SourceSchedule, make_sample_id
+from schemas.step import EvalShard, RunHandle
+
+PARTIAL_COLUMNS = ("response_ids", "sampler_logprobs", "sampler_versions", "finish_reason")
+
+
+class Evaluator:
+    """Samples and scores responses to held-out prompts, as the config's `eval` section says.
+
+    Args:
+        config: The run's configuration.
+        prompts: The held-out prompts.
+        sampler: Samples with the weights to evaluate.
+        sampling: How tokens are sampled.
+    """
+
+    def __init__(self, config: RunConfig, prompts: PromptDataset, sampler: ResponseSampler, sampling: Sampling) -> None:
+        self._config, self._prompts, self._sampler, self._sampling = config, prompts, sampler, sampling
+
+    @property
+    def num_prompts(self) -> int:
+        """The number of held-out prompts."""
+        return len(self._prompts)
+
+    def generate(self, rows: Sequence[int]) -> EvalShard:
+        """Generate and score `eval.samples_per_prompt` responses to each of these held-out prompts, in one batch.
+
+        They are a function of the config, the weights and the rows.
+        """
+        n = self._config.eval.samples_per_prompt
+        seed, prompts = self._config.seed, [self._prompts[row] for row in rows]
+        starts = [
+            ResponseStart(
+                prompt, row, derive_seed(seed, "eval", row, sample), derive_seed(seed, "eval environment", row)
+            )
+            for row, prompt in zip(rows, prompts, strict=True)
+            for sample in range(n)
+        ]
+        _, responses, _ = self._sampler.sample(starts, self._sampling)
+        outcomes = [response.outcome for response in responses]
+        given = [response.answer for response in responses]
+        return EvalShard(
+            data_sources=tuple(prompt.data_source for prompt in prompts),
+            rewards=tuple(outcome.reward for outcome in outcomes),
+            answers=tuple(
+                answer for first in range(0, len(given), n) for answer in number_answers(given[first : first + n])
+            ),
+            response_lengths=tuple(num_sampled(response.generation) for response in responses),
+            finish_reasons=tuple(response.generation.finish_reason for response in responses),
+            failure=first_failure(outcomes),
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sample of a prompt, with its response so far.
+
+    Attributes:
+        step: The step that will train on it.
+        group: Its prompt's number within that step.
+        number: Its number within the group.
+        prompt: Its prompt.
+        response: Its tokens so far; None: it has not begun.
+    """
+
+    step: int
+    group: int
+    number: int
+    prompt: PromptRow
+    response: Generation | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of its response so far."""
+        return len(self.response.token_ids) if self.response else 0
+
+    def is_complete(self, limit: int) -> bool:
+        """Return whether its response ended, or has `limit` tokens."""
+        return self.response is not None and (self.response.finish_reason == "stop" or self.num_tokens >= limit)
+
+    def seed(self, run_seed: int) -> int:
+        """Return the seed of its next tokens."""
+        parts = "train", self.step, self.group, self.number
+        return derive_seed(run_seed, *parts, self.num_tokens) if self.num_tokens else derive_seed(run_seed, *parts)
+
+
+def continue_rows(
+    engine: RolloutEngine,
+    rows: Sequence[Row],
+    limits: Sequence[int],
+    sampling: Sampling,
+    seed: int,
+) -> Iterator[tuple[int, Generation]]:
+    """Sample on until each row has ended or has its limit of tokens, all rows together.
+
+    Args:
+        engine: The engine, which holds the version that samples.
+        rows: N rows.
+        limits: N, the tokens that a row may have by now.
+        sampling: How tokens are sampled.
+        seed: The run's.
+
+    Yields:
+        A row's index and its whole response so far, with the version of each token, as soon as it is known.
+    """
+    assert engine.version is not None, "an engine without a version can't sample"
+    under_way: list[int] = []
+    for index, (row, limit) in enumerate(zip(rows, limits, strict=True)):
+        if row.response is not None and row.is_complete(limit):
+            yield index, row.response
+        else:
+            under_way.append(index)
+    requests = []
+    for _, members in groupby(under_way, key=lambda index: _history_of(rows[index], index)):  # it is prefilled once
+        same = list(members)
+        first, limit = rows[same[0]], limits[same[0]]
+        so_far = first.response.token_ids if first.response else np.empty(0, dtype=np.int64)
+        history = np.concatenate([np.asarray(first.prompt.prompt_ids), so_far])
+        seeds = tuple(rows[index].seed(seed) for index in same)
+        requests.append(GenerationRequest(history, seeds, limit - first.num_tokens))
+    for number, generation in generate(engine, requests, sampling):
+        yield under_way[number], _joined(rows[under_way[number]].response, generation, engine.version)
+
+
+def to_partial_columns(responses: Sequence[Generation], vocab_size: int) -> pa.RecordBatch:
+    """Return `PARTIAL_COLUMNS` of N responses."""
+    lengths = np.array([len(response.token_ids) for response in responses])
+    token_ids = np.concatenate([response.token_ids for response in responses])
+    versions = [response.versions for response in responses if response.versions is not None]
+    return pa.record_batch(
+        {
+            "response_ids": jagged(token_ids.astype(token_dtype(vocab_size)), lengths),
+            "sampler_logprobs": jagged(np.concatenate([response.logprobs for response in responses]), lengths),
+            "sampler_versions": jagged(np.concatenate(versions), lengths),
+            "finish_reason": pa.array([response.finish_reason for response in responses], pa.string()),
+        }
+    )
+
+
+def from_partial_columns(columns: pa.RecordBatch) -> list[Generation]:
+    """Return the N responses of which `columns` are the `PARTIAL_COLUMNS`."""
+    ends = np.cumsum(row_lengths(columns["response_ids"]))[:-1]
+    token_ids, logprobs, versions = (np.split(flat_values(columns[name]), ends) for name in PARTIAL_COLUMNS[:3])
+    reasons = columns["finish_reason"].to_pylist()
+    return [
+        Generation(ids.astype(np.int32), scores, cast(FinishReason, reason), own)
+        for ids, scores, own, reason in zip(token_ids, logprobs, versions, reasons, strict=True)
+    ]
+
+
+def _history_of(row: Row, index: int) -> tuple[int, ...]:
+    """Return what tells a row's tokens so far from others': its own, or a prompt that no sample has continued."""
+    return (index,) if row.num_tokens else (row.step, row.group)
+
+
+def _joined(before: Generation | None, after: Generation, version: int) -> Generation:
+    versions = np.full(len(after.token_ids), version, dtype=np.int32)
+    if before is None:
+        return Generation(after.token_ids, after.logprobs, after.finish_reason, versions)
+    assert before.versions is not None
+    return Generation(
+        np.concatenate([before.token_ids, after.token_ids]),
+        np.concatenate([before.logprobs, after.logprobs]),
+        after.finish_reason,
+        np.concatenate([before.versions, versions]),
+    )
 
 
 class GroupSampler:

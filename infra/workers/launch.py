@@ -12,8 +12,8 @@ from infra.ray.actors import call, create_actor, find_actor, find_actors, kill_a
 from infra.ray.group import WorkerGroup
 from infra.ray.pool import WorkerPool
 from infra.workers.actor import PlacedActor, actor_class
+from infra.workers.layout import Role, num_workers, worker_name, worker_numbers
 from infra.workers.placement import place, release
-from infra.workers.roles import Role, num_workers, worker_name, worker_numbers
 from schemas.config.run import RunConfig
 from schemas.errors import EngineLostError, WorkerLostError
 from schemas.placement import WorkerPlace
@@ -32,7 +32,7 @@ _CLASSES: dict[Role, type] = {
         *(*_RANK, *_WEIGHTS, "handle", "score_reference", "update", "save", "finish_saving", "retain"),
         *("open_weight_rendezvous", "send_weights"),
     ),
-    "reference": _worker("infra.workers.reference:ReferenceWorker", *_RANK),
+    "reference": _worker("infra.workers.scoring:ReferenceWorker", *_RANK),
     "rollout": _worker(
         "infra.workers.rollout:RolloutWorker",
         *(*_WEIGHTS, *_TURNS, "start", "version", "load_weights", "generate", "put", "describe_reused", "put_reused"),
@@ -148,7 +148,7 @@ def kill_workers(identity: str, config: RunConfig) -> None:
 
 def monitored_workers(identity: str, config: RunConfig) -> AbstractContextManager[None]:
     """Kill, during the block, each of the run's workers and its store's index that stops answering."""
-    from infra.stores.shared_open import index_name
+    from infra.stores.shared.index import index_name
 
     names = [worker_name(identity, *worker) for worker in worker_numbers(config)]
     return health.monitored_actors([*names, index_name(identity)], config.runtime.worker_timeout_seconds)

@@ -12,8 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infra.ray.client import own_node
 from infra.ray.module_path import enter_working_directory
-from infra.storage.runs import RunDirectory, require_writable
-from infra.storage.versions import DISTRIBUTION
+from infra.storage.runs import DISTRIBUTION, RunDirectory, require_writable
 from infra.workers.placement import living_nodes
 from schemas.base import Frozen
 from schemas.config.run import RunConfig

@@ -20,14 +20,16 @@ from infra.ray.client import own_node
 from infra.ray.health import run_owner
 from infra.storage.identity import run_id_of
 from infra.workers.layout import (
+    Role,
     bundle_numbers,
     bundle_sizes,
     decide_device,
+    gpus_per_worker,
     gpus_wanted,
     nearest_configs,
+    num_workers,
     spread_over_cores,
 )
-from infra.workers.roles import Role, gpus_per_worker, num_workers
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ResourcesError
 from schemas.placement import Device, Slot

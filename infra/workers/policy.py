@@ -1,24 +1,30 @@
-"""The policy worker: holds the live weights and the optimizer, and is the only worker that changes them."""
+"""The policy worker: holds the live weights and the optimizer, and is the only worker that changes them.
+
+Its ranks restore and save checkpoints together.
+"""
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 
 import numpy as np
 import pyarrow as pa
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from infra.checkpoints import open_checkpoints
+from infra.checkpoints import CheckpointStore, Manifest, PendingCheckpoint, best_version, open_checkpoints
 from infra.checkpoints.state import copy_trained, policy_tensors, restore_policy, swapped_weights
+from infra.models.assets import save_assets
+from infra.models.load import describe_adapter
 from infra.models.lora import adapter_disabled, published_weights
 from infra.ray.tracing import traced
 from infra.weights.buckets import changing_weights, join_gather
 from infra.weights.endpoint import WeightSyncEndpoint
 from infra.weights.probe import score_probe
-from infra.workers.policy_checkpoints import PolicyCheckpoints
 from infra.workers.profile import profiled
 from infra.workers.residency import Tensors
 from infra.workers.scoring import ScoringWorker
@@ -32,12 +38,100 @@ from rl_core.training.rows import TOKEN_COLUMNS
 from rl_core.training.sharding import all_gather_object, full_tensor
 from rl_core.views import select
 from schemas.batch import BatchHandle
+from schemas.config.run import RunConfig
 from schemas.errors import NonFiniteError, VersionError
 from schemas.metrics import Metrics, merge_metrics
 from schemas.placement import MemoryChange, Part
 from schemas.plan import ForwardPlan, StepPlan
 from schemas.step import EvalReport, PolicyHandle, ProcessGroupHandle, ScoreResult, UpdateReport
 from schemas.weights import ProbeRow, SentWeights, WeightGroupMember, WeightsRoute
+
+
+class PolicyCheckpoints:
+    """One rank's part in a policy's checkpoints. All ranks make the same calls, except for `retain`.
+
+    Args:
+        config: The run's configuration.
+        store: The run's checkpoints.
+        rank: This rank.
+        mesh: All ranks; None for a single one.
+        process_group: A gloo group of all ranks that nothing else uses; None for a single one.
+
+    Attributes:
+        store: The run's checkpoints.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: CheckpointStore,
+        rank: int,
+        mesh: DeviceMesh | None,
+        process_group: ProcessGroup | None,
+    ) -> None:
+        self.store = store
+        self._config, self._rank, self._mesh, self._process_group = config, rank, mesh, process_group
+        self._pending: PendingCheckpoint | None = None
+        self._complete_version: int | None = None  # of the newest complete checkpoint that this rank knows of
+
+    def find_newest(self) -> tuple[int, Manifest] | None:
+        """Return the newest complete checkpoint's version and manifest, as found by rank 0; None if none exists."""
+        found = self.store.newest() if self._rank == 0 else None
+        newest = all_gather_object(found, self._mesh)[0]
+        self._complete_version = newest[0] if newest else None
+        return newest
+
+    def save(
+        self, version: int, tensors: Mapping[str, Tensor], *, num_updates: int, report: UpdateReport | None
+    ) -> None:
+        """Complete the previous checkpoint, then begin to write that of `version` unless it exists.
+
+        Args:
+            version: The policy version.
+            tensors: What `infra.checkpoints.state.policy_tensors` returns.
+            num_updates: The number of optimizer steps so far.
+            report: The report of the step that produced this version.
+
+        Raises:
+            CheckpointError: The previous checkpoint, or this one, could not be written.
+        """
+        self.finish_saving()
+        if version == self._complete_version:
+            return
+        self._pending = self.store.save(
+            version,
+            tensors,
+            num_updates=num_updates,
+            report=report,
+            adapter=describe_adapter(self._config.model),
+            write_assets=partial(save_assets, self._config.model),
+            process_group=self._process_group,
+        )
+
+    def finish_saving(self) -> None:
+        """Wait until the checkpoint that `save` began is complete.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        pending.wait()
+        self._complete_version = pending.version
+
+    def retain(self, evals: Sequence[EvalReport]) -> int | None:
+        """Remove the checkpoints that the config doesn't keep, and return the newest complete version; for rank 0 only.
+
+        Args:
+            evals: The reports of all versions evaluated so far: the best version's checkpoint may be kept.
+        """
+        complete = self.store.complete_versions()
+        if not complete:
+            return None
+        config = self._config.checkpoint
+        self.store.retain(config.keep_last, best_version(evals, complete) if config.keep_best else None)
+        return complete[-1]
 
 
 class PolicyWorker(ScoringWorker):

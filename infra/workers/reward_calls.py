@@ -12,7 +12,7 @@ from infra.ray.actors import call
 from infra.rewards.base import RewardBatch, RewardScorer
 from infra.rewards.open import OpenModel
 from infra.workers.launch import get_worker
-from infra.workers.roles import reward_workers
+from infra.workers.layout import reward_workers
 from rl_core.rewards import RewardItem, RewardOutcome
 from schemas.errors import WorkerLostError
 from schemas.step import RunHandle

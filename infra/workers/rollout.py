@@ -23,8 +23,7 @@ from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
 from infra.weights.endpoint import WeightSyncEndpoint
-from infra.workers.evaluation import Evaluator
-from infra.workers.groups import GroupSampler
+from infra.workers.groups import Evaluator, GroupSampler
 from infra.workers.inputs import check_inputs
 from infra.workers.profile import profiled
 from infra.workers.reuse import copy_groups, describe_groups

@@ -14,13 +14,12 @@ import ray
 
 from infra.ray.actors import find_actor
 from infra.stores.base import ColumnStore
-from infra.stores.column_server import Limits
-from infra.stores.file_layout import data_path
-from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
-from infra.stores.memory import MemoryStore
-from infra.stores.node_files import map_chunk
-from infra.stores.shared import SharedColumnStore
-from infra.stores.shared_open import find_shared_store, index_name, join, start_shared_store
+from infra.stores.chunk_files import data_path
+from infra.stores.chunk_index import MemoryStore
+from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.shared.client import SharedColumnStore
+from infra.stores.shared.index import find_shared_store, index_name, join, start_shared_store
+from infra.stores.shared.node_files import Limits, map_chunk
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import jagged, row_lengths

@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import ray
 
-from infra.stores.column_server import Limits
-from infra.stores.shared import SharedColumnStore
-from infra.stores.shared_open import find_shared_store, start_shared_store
+from infra.stores.shared.client import SharedColumnStore
+from infra.stores.shared.index import find_shared_store, start_shared_store
+from infra.stores.shared.node_files import Limits
 from schemas.errors import WorkerLostError
 from tests.contracts.backends import CAPACITY, NEVER_SECONDS
 

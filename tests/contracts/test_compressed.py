@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from infra.stores.fsspec import FsspecColumnStore
-from infra.stores.memory import MemoryStore
+from infra.stores.chunk_index import MemoryStore
+from infra.stores.files import FsspecColumnStore
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.codec import Compression
 from rl_core.columns.jagged import jagged

@@ -10,8 +10,8 @@ import polars
 import pyarrow as pa
 import pytest
 
-from infra.storage.blocks import BLOCK_BYTES
-from infra.stores.fsspec import FsspecColumnStore
+from infra.stores.blocks import BLOCK_BYTES
+from infra.stores.files import FsspecColumnStore
 from rl_core.views import select
 from schemas.batch import BatchHandle
 from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, InvalidKeyError, LeaseError, StoreError

@@ -10,9 +10,9 @@ import pytest
 import ray
 
 from infra.stores.base import ColumnStore
-from infra.stores.column_server import Limits
-from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
-from infra.stores.shared_open import start_shared_store
+from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.shared.index import start_shared_store
+from infra.stores.shared.node_files import Limits
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.jagged import jagged, row_lengths
 from rl_core.views import new_batch, select, with_column

@@ -3,7 +3,7 @@
 import pytest
 
 from infra.stores.base import ColumnStore
-from infra.stores.fsspec import FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from infra.stores.tiered import TieredColumnStore
 from schemas.errors import ChunkNotFoundError, LeaseError, LeaseExpiredError
 from tests.contracts.backends import CAPACITY, COLUMNS, Backend, key, put_batch, rollout_columns

@@ -12,11 +12,11 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infra.storage.shared_memory import remove_dead_folders
-from infra.stores.column_server import Limits
-from infra.stores.flight import FlightClient
-from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
-from infra.stores.shared import SharedColumnStore
-from infra.stores.shared_open import find_shared_store, start_shared_store
+from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.shared.client import SharedColumnStore
+from infra.stores.shared.flight import FlightClient
+from infra.stores.shared.index import find_shared_store, start_shared_store
+from infra.stores.shared.node_files import Limits
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import row_lengths

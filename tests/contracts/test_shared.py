@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 import ray
 
-from infra.stores import shared_index
-from infra.stores.shared import SharedColumnStore
-from infra.stores.shared_open import find_shared_store, start_shared_store
+from infra.stores.shared import index
+from infra.stores.shared.client import SharedColumnStore
+from infra.stores.shared.index import find_shared_store, start_shared_store
 from rl_core.columns import codec
 from rl_core.columns.codec import encode, value_dtypes
 from rl_core.views import new_batch
@@ -100,7 +100,7 @@ def test_a_writer_that_dies_while_writing_leaves_nothing(store: SharedColumnStor
     assert store.usage().num_chunks == len(files(store)) == 0  # nothing half-written is readable
     ref = start_producer().put.remote(RUN, 1, LARGE).future().result()  # nor does it hold up another writer
     (half,) = Path(store._member.folder).glob("pool/*.new")
-    time.sleep(2 * shared_index._MAINTENANCE_SECONDS)
+    time.sleep(2 * index._MAINTENANCE_SECONDS)
     assert half.exists()  # its writer lives
     ray.kill(dying)
     with pytest.raises(ray.exceptions.RayActorError):

@@ -16,10 +16,10 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from pyarrow import flight
 
-from infra.stores.column_server import Limits
-from infra.stores.flight import Endpoint, FlightClient, Tls
-from infra.stores.shared import SharedColumnStore
-from infra.stores.shared_open import find_shared_store, start_shared_store
+from infra.stores.shared.client import SharedColumnStore
+from infra.stores.shared.flight import Endpoint, FlightClient, Tls
+from infra.stores.shared.index import find_shared_store, start_shared_store
+from infra.stores.shared.node_files import Limits
 from rl_core.columns.codec import value_dtypes
 from rl_core.views import new_batch
 from schemas.batch import BatchHandle

@@ -7,10 +7,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from infra.stores.column_server import Limits
-from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
-from infra.stores.memory import MemoryStore
-from infra.stores.shared_open import start_shared_store
+from infra.stores.chunk_index import MemoryStore
+from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.shared.index import start_shared_store
+from infra.stores.shared.node_files import Limits
 from infra.stores.tiered import TieredColumnStore
 from rl_core.views import permute
 from schemas.batch import ChunkKey, ChunkRef

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from infra.stores.base import ColumnStore
-from infra.stores.memory import MemoryStore
+from infra.stores.chunk_index import MemoryStore
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.codec import decode, encode
 from rl_core.columns.jagged import jagged

@@ -9,7 +9,7 @@ import pytest
 
 from infra.rewards.open import open_reward_scorer
 from infra.stores.offline import read_step
-from infra.workers.hosted import open_model_here
+from infra.workers.reward import open_model_here
 from rl_core.rewards import RewardItem, as_stored
 from schemas.config.judge import JudgeModelReward
 from schemas.config.reward import ModelReward

@@ -15,13 +15,13 @@ from ray.util import placement_group_table
 from infra.ray import health
 from infra.ray.actors import call, create_actor, find_actor, kill_actors
 from infra.ray.health import run_owner
-from infra.stores.column_server import Limits
-from infra.stores.shared_open import start_shared_store
+from infra.stores.shared.index import start_shared_store
+from infra.stores.shared.node_files import Limits
 from infra.workers import placement
 from infra.workers.actor import PlacedActor, actor_class
 from infra.workers.cluster_runs import cluster_runs, end_run
+from infra.workers.layout import Role, worker_numbers
 from infra.workers.placement import check_resources, place, release
-from infra.workers.roles import Role, worker_numbers
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ResourcesError
 from schemas.step import RunHandle

@@ -5,8 +5,8 @@ import urllib.request
 import pytest
 import ray
 
-from infra.stores.column_server import Limits
-from infra.stores.shared_open import start_shared_store
+from infra.stores.shared.index import start_shared_store
+from infra.stores.shared.node_files import Limits
 from tests.contracts.backends import CAPACITY, key, put_batch, rollout_columns
 from tests.support.progress import wait_until
 

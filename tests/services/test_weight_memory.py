@@ -9,10 +9,9 @@ import torch
 from infra.models.flat_tensors import flat_bytes, tensor_specs
 from infra.models.load import load_model
 from infra.models.tiny import make_model
-from infra.weights.broadcast import BroadcastSender
 from infra.weights.buckets import sent_bytes, split_buckets
+from infra.weights.carriers import BroadcastSender, SharedMemorySender
 from infra.weights.group import WeightGroup, open_rendezvous
-from infra.weights.shared_memory import SharedMemorySender
 from infra.weights.stream import send_weights
 from schemas.config.model import ModelConfig
 from schemas.weights import WeightsHandle

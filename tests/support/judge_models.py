@@ -5,7 +5,7 @@ from pathlib import Path
 
 from infra.models.tiny import END, make_tokenizer
 from infra.rewards.open import open_reward_scorer
-from infra.workers.hosted import open_model_here
+from infra.workers.reward import open_model_here
 from rl_core.rewards import RewardItem, RewardOutcome
 from schemas.config.judge import JudgeModelReward
 from schemas.config.reward import WeightedReward

@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         name="shared-keeps-chunks-of-lost-server",
         area="stores",
-        path="infra/stores/shared_index.py",
+        path="infra/stores/shared/index.py",
         old="            self._index.drop(lambda file: file.location == location)\n",
         new="",
         tests=("tests/contracts/test_nodes.py",),
@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         name="node-files-reuse-mapped-memory",
         area="stores",
-        path="infra/stores/node_files.py",
+        path="infra/stores/shared/node_files.py",
         old=(
             "        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)\n"
             "        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)\n"
@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         name="late-writer-of-cleared-step-unnoticed",
         area="stores",
-        path="infra/stores/fsspec.py",
+        path="infra/stores/files.py",
         old="if self._leases.find(key.step) is None:  # the step was cleared in the meantime",
         new="if self._leases.is_expired(key.step):  # the step was cleared in the meantime",
         tests=("tests/contracts/test_files.py", "tests/contracts/test_lifecycle.py", "tests/contracts/test_writes.py"),
@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant(
         name="last-block-unchecked",
         area="stores",
-        path="infra/storage/blocks.py",
+        path="infra/stores/blocks.py",
         old="-(-min(stop, self._num_bytes) // BLOCK_BYTES))",
         new="min(stop, self._num_bytes) // BLOCK_BYTES)",
         tests=("tests/contracts/test_files.py",),
@@ -115,7 +115,7 @@ MUTANTS = (
     Mutant(
         name="truncate-drops-evaluation-of-resumed-version",
         area="ledger",
-        path="infra/storage/metrics_file.py",
+        path="infra/storage/run_files.py",
         old='and not (row["kind"] == "eval" and row["policy_version"] > num_steps)',
         new='and not (row["kind"] == "eval" and row["policy_version"] >= num_steps)',
         tests=("tests/unit/infra/test_runs.py", "tests/services/test_remote_runs.py"),
@@ -383,7 +383,7 @@ MUTANTS = (
     Mutant(
         name="seed-ignores-sample",
         area="engines",
-        path="infra/workers/partial_rows.py",
+        path="infra/workers/groups.py",
         old='parts = "train", self.step, self.group, self.number',
         new='parts = "train", self.step, self.group',
         tests=("tests/unit/infra/test_rollout_worker.py", "tests/end_to_end/test_train.py"),
@@ -415,7 +415,7 @@ MUTANTS = (
     Mutant(
         name="continued-row-repeats-its-noise",
         area="engines",
-        path="infra/workers/partial_rows.py",
+        path="infra/workers/groups.py",
         old="derive_seed(run_seed, *parts, self.num_tokens) if self.num_tokens else ",
         new="",
         tests=("tests/unit/infra/test_rollout_worker.py", "tests/end_to_end/test_partial_rollouts.py"),

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from infra.stores.memory import MemoryStore
+from infra.stores.chunk_index import MemoryStore
 from infra.workers.rollout import RolloutWorker
 from rl_core.rollout.evaluation import split_prompts, summarize
 from rl_core.views import new_batch

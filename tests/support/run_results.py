@@ -4,8 +4,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from infra.storage.ledger import step_folder
 from infra.storage.runs import RunDirectory
-from infra.storage.step_folders import step_folder
 from schemas.step import EvalReport
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from infra.storage.runs import RunDirectory
-from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
 from rl_core.columns.jagged import jagged
 from rl_core.views import new_batch
 from schemas.batch import ChunkKey

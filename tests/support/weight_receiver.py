@@ -14,9 +14,8 @@ import torch
 
 from infra.engines.embedded.engine import TransformersEngine
 from infra.models.load import load_model
-from infra.weights.broadcast import BroadcastReceiver
+from infra.weights.carriers import BroadcastReceiver, SharedMemoryReceiver
 from infra.weights.group import WeightGroup
-from infra.weights.shared_memory import SharedMemoryReceiver
 from infra.weights.stream import load_weights
 from schemas.config.model import ModelConfig
 from schemas.step import ProcessGroupHandle

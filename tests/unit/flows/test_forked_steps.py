@@ -15,8 +15,7 @@ from infra.history.step_rows import read_trend
 from infra.storage.folder import Folder
 from infra.storage.lineage import load_fork, owner_of, owner_of_steps
 from infra.storage.runs import RunDirectory
-from infra.stores.offline import read_step
-from infra.stores.run_columns import open_run_columns
+from infra.stores.offline import open_run_columns, read_step
 from rl_core.planning import plan_step
 from schemas.errors import RunError
 from schemas.step import StepReport

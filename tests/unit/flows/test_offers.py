@@ -8,8 +8,8 @@ from prefect.events import Event
 
 from flows.ui.approval import find_failed_queries
 from flows.ui.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, RunEvents, RunStarted, StepCompleted
-from infra.storage.decisions import Decision, DecisionsFile
 from infra.storage.folder import Folder
+from infra.storage.run_files import Decision, DecisionsFile
 from schemas.config.load import load_config
 from schemas.config.runtime import MetricLimit
 from schemas.errors import ConfigError

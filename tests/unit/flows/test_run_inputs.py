@@ -12,8 +12,7 @@ from flows.recovery import find_or_create_run
 from infra.datasets import load_run_prompts
 from infra.models.load import load_tokenizer
 from infra.models.tiny import CHAT_TEMPLATE
-from infra.storage.config_changes import resumed_config
-from infra.storage.runs import RunDirectory
+from infra.storage.runs import RunDirectory, resumed_config
 from infra.workers.inputs import check_files, check_inputs, data_digest, renew_inputs
 from infra.workers.rollout import RolloutWorker
 from schemas.config.reward import WeightedReward

@@ -11,7 +11,7 @@ import pytest
 from flows.view.api import ViewApi
 from flows.view.server import ViewServer
 from infra.storage.runs import RunDirectory
-from infra.stores.fsspec import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
 from schemas.errors import RunError, ServiceError
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.view_run import ATTACK, make_tokenizer, make_view_run, write_step

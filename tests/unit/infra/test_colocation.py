@@ -14,10 +14,10 @@ from infra.engines.vllm.adapters import VllmAdapters
 from infra.engines.vllm.engine import VllmEngine
 from infra.models.load import load_model
 from infra.models.lora import adapted_layers, add_adapter
-from infra.stores.memory import MemoryStore
+from infra.stores.chunk_index import MemoryStore
 from infra.workers.policy import PolicyWorker
-from infra.workers.reference import ReferenceWorker
 from infra.workers.reward import RewardWorker
+from infra.workers.scoring import ReferenceWorker
 from rl_core.rewards import RewardItem
 from rl_core.storages import storage_bytes
 from schemas.config.model import LoraConfig, ModelConfig

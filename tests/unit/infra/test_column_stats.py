@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.stores.column_stats import NUM_BINS, length_histogram, summarize_values
+from infra.stores.summary import NUM_BINS, length_histogram, summarize_values
 from rl_core.columns.jagged import jagged
 
 

@@ -26,7 +26,7 @@ from infra.models.assets import save_assets
 from infra.models.load import describe_adapter, load_model
 from infra.models.lora import merged_weights
 from infra.storage.runs import RunDirectory
-from infra.stores.memory import MemoryStore
+from infra.stores.chunk_index import MemoryStore
 from infra.workers.rollout import RolloutWorker
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import CheckpointError, ConfigError, ModelError, RunError

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from infra.history.bundle_files import FORMAT, BundleManifest, pack
-from infra.storage.atomic import write_atomic
-from infra.storage.folder import Folder
+from infra.storage.folder import Folder, write_atomic
 
 TOO_MUCH = 16 * 2**20  # bytes; the file system has 8 MiB
 EMPTY = BundleManifest(format=FORMAT, run_id="demo", step=3, is_redacted=False, versions={"torch": "1"}, files={})

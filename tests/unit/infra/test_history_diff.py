@@ -8,7 +8,7 @@ import pytest
 
 from infra.history.diff import Difference, StepDiff, compare_columns, diff_runs
 from infra.storage.runs import RunDirectory
-from infra.stores.fsspec import FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from rl_core.columns.jagged import jagged
 from rl_core.views import select
 from schemas.batch import ChunkKey

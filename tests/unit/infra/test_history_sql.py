@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from infra.history.sql import RunQueries, open_runs, read_query
 from infra.history.steps import KeptSteps
 from infra.storage.runs import RunDirectory
-from infra.stores.fsspec import FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from rl_core.columns.jagged import jagged
 from rl_core.planning import plan_step
 from rl_core.views import new_batch

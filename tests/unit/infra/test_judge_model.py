@@ -8,8 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from infra.rewards.open import open_reward_scorer
-from infra.workers.hosted import open_model_here
-from infra.workers.reward import RewardWorker
+from infra.workers.reward import RewardWorker, open_model_here
 from rl_core.rewards import RewardItem, RewardOutcome, load_reward
 from rl_core.rewards.judge_model import Answer, JudgeModel, Question
 from schemas.config.reward import JudgeReward, WeightedReward

@@ -6,8 +6,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from infra.workers.layout import decide_device, nearest_configs, spread_over_cores, spread_over_gpus
-from infra.workers.roles import reward_model_of, reward_workers
+from infra.workers.layout import (
+    decide_device,
+    nearest_configs,
+    reward_model_of,
+    reward_workers,
+    spread_over_cores,
+    spread_over_gpus,
+)
 from schemas.errors import ConfigError
 from tests.support.configs import placed_config, run_config
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from infra.stores.memory import MemoryStore
+from infra.stores.chunk_index import MemoryStore
 from infra.workers.policy import PolicyWorker
-from infra.workers.reference import ReferenceWorker
 from infra.workers.rollout import RolloutWorker
+from infra.workers.scoring import ReferenceWorker
 from rl_core.columns.jagged import flat_values
 from rl_core.planning import plan_forward, plan_step
 from rl_core.views import decode_ints, new_batch, select, with_column

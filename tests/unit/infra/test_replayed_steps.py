@@ -14,8 +14,8 @@ from infra.history.start import History
 from infra.history.stored import StoredStep, with_rewards
 from infra.storage.lineage import Fork, load_fork, save_fork
 from infra.storage.runs import RunDirectory
+from infra.stores.files import ReplayColumnStore
 from infra.stores.offline import read_step
-from infra.stores.replay import ReplayColumnStore
 from rl_core.columns.jagged import jagged
 from schemas.batch import ChunkKey
 from schemas.errors import ChunkCorruptedError, InvalidKeyError, RunError

@@ -13,10 +13,10 @@ from infra.environments.slot import Reply
 from infra.environments.trajectory import TrajectoryBuilder
 from infra.models.load import load_model
 from infra.models.tiny import make_tokenizer
-from infra.stores.fsspec import FsspecColumnStore
-from infra.stores.memory import MemoryStore
+from infra.stores.chunk_index import MemoryStore
+from infra.stores.files import FsspecColumnStore
 from infra.stores.tiered import TieredColumnStore
-from infra.workers.partial_rows import Row
+from infra.workers.groups import Row
 from infra.workers.rollout import RolloutWorker
 from infra.workers.sampling import ResponseSampler, ResponseStart
 from rl_core.columns.jagged import flat_values, row_lengths

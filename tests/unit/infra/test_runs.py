@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.storage.config_changes import resumed_config
 from infra.storage.driver_lock import driver_lock
 from infra.storage.lines import LocalLines
-from infra.storage.metrics_file import MetricsFile
+from infra.storage.run_files import MetricsFile
 from infra.storage.run_list import list_runs, run_status
-from infra.storage.runs import RunDirectory
+from infra.storage.runs import RunDirectory, resumed_config
 from schemas.config.correction import TruncatedCorrection
 from schemas.config.monitor import TensorBoardMonitor
 from schemas.config.store import SharedStore

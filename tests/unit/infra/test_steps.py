@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.storage.ledger import stage_key
-from infra.storage.step_folders import step_folder
-from infra.stores.file_layout import lease_path
-from infra.stores.fsspec import FsspecColumnStore
+from infra.storage.ledger import stage_key, step_folder
+from infra.stores.chunk_files import lease_path
+from infra.stores.files import FsspecColumnStore
 from infra.stores.open import open_store
 from infra.stores.steps import open_step, renewed_lease, sweep_steps
 from schemas.batch import BatchHandle, ChunkKey

@@ -13,9 +13,9 @@ from infra.models.flat_tensors import (
     write_tensors,
 )
 from infra.weights.buckets import cast, sent_bytes, sent_specs, split_buckets, with_whole_blocks
-from infra.weights.checksum import _sums, checksum
 from infra.weights.endpoint import gpu_of
-from infra.weights.transport import choose_route
+from infra.weights.stream import _sums, checksum
+from infra.weights.sync import choose_route
 from schemas.errors import ConfigError, WeightsError
 from schemas.weights import (
     LoadedWeights,

@@ -16,7 +16,7 @@ from transformers import (
 
 from infra.models.tiny import END, make_tokenizer
 from infra.rewards.open import open_reward_scorer
-from infra.workers.hosted import open_model_here
+from infra.workers.reward import open_model_here
 from rl_core.rewards import RewardOutcome, load_reward
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.scoring.pooled import pack_whole, packed_pooled_scores, prepare_pooled

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from infra.storage.runs import RunDirectory
-from infra.stores.fsspec import FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from tests.support.command import Result, assert_rejected
 from tests.support.small_run import columns_of
 

@@ -12,13 +12,10 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from infra.stores.base import ColumnStore
-from infra.stores.chunk_errors import lost_chunk_error, lost_store_error, removed_folder_error
+from infra.stores.base import ColumnStore, check_same_content, lost_chunk_error, lost_store_error, removed_folder_error
 from infra.stores.chunk_reads import ChunkRead, decode_chunk
-from infra.stores.column_server import RemoteColumns
-from infra.stores.duplicates import check_same_content
-from infra.stores.flight import Endpoint, FlightClient
-from infra.stores.node_files import map_chunk, write_chunk
+from infra.stores.shared.flight import Endpoint, FlightClient
+from infra.stores.shared.node_files import RemoteColumns, map_chunk, write_chunk
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.errors import StoreError
 from schemas.store import StoreUsage

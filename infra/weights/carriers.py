@@ -1,6 +1,7 @@
-"""Buckets through shared memory: each is a file that the receivers, all on the sender's node, map.
+"""How buckets travel: through shared memory, or by broadcast.
 
-While the receivers' engines copy a bucket, the sender fills the next one's file; then it removes the first.
+In shared memory, each is a file that the receivers, all on the sender's node, map. A broadcast is by NCCL from GPU to
+GPU, or by gloo from host memory to host memory. Meanwhile the sender fills the next bucket.
 """
 
 import mmap
@@ -8,11 +9,12 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from infra.models.flat_tensors import buffer_as_tensor
 from infra.storage.shared_memory import SharedFolder, choose_root
-from infra.weights.group import WeightGroup
+from infra.weights.group import Transfer, WeightGroup
 from infra.weights.stream import CHECKSUM_BYTES, decode, encode
 from schemas.errors import WeightsError
 
@@ -100,3 +102,59 @@ def open_folder(run_id: str, configured: str | None, num_bytes: int) -> SharedFo
 
 def _path(folder: str, number: int) -> Path:
     return Path(folder) / f"{number}.bin"
+
+
+class BroadcastSender:
+    """A `BucketSender` by broadcast.
+
+    Args:
+        group: The group, of which it is member 0.
+    """
+
+    files = ""
+
+    def __init__(self, group: WeightGroup) -> None:
+        self._group = group
+        self._pending: list[Transfer] = []
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return memory on the group's device."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._group.device)
+
+    def send(self, bucket: Tensor, digest: str) -> None:
+        """Wait for the bucket before, and begin to send this one."""
+        self.finish()
+        self._pending = [self._group.start(bucket), self._group.start(encode(digest, self._group.device))]
+
+    def finish(self) -> None:
+        """Wait until the bucket that is on its way has been received."""
+        while self._pending:
+            self._pending.pop(0).wait()
+
+    def close(self) -> None:
+        """Free the bucket that is on its way."""
+        self._pending = []
+
+
+class BroadcastReceiver:
+    """A `BucketReceiver` by broadcast.
+
+    Args:
+        group: The group, of which it is member 1 or higher.
+    """
+
+    def __init__(self, group: WeightGroup) -> None:
+        self._group = group
+
+    def receive(self, sizes: Sequence[int], files: str) -> Iterator[tuple[Tensor, str, Path | None]]:
+        """Yield each bucket while the next one is received; see `BucketReceiver.receive`."""
+        coming = self._start(sizes[0])
+        for number in range(len(sizes)):
+            bucket, digest = (transfer.wait() for transfer in coming)
+            coming = self._start(sizes[number + 1]) if number + 1 < len(sizes) else ()
+            yield bucket, decode(digest), None
+            del bucket
+
+    def _start(self, num_bytes: int) -> tuple[Transfer, ...]:
+        sizes, device = (num_bytes, CHECKSUM_BYTES), self._group.device
+        return tuple(self._group.start(torch.empty(size, dtype=torch.uint8, device=device)) for size in sizes)

@@ -1,18 +1,30 @@
-"""`metrics.jsonl`: the reports of a run's finished steps and evaluations, and when it was started and resumed."""
+"""The growing and per-step files of a run: its metrics, the decisions of people, and the plans of its steps.
+
+`metrics.jsonl` has the reports of finished steps and evaluations, and when the run was started and resumed;
+`decisions.json` what people decided when it paused for approval, by step. Plans are kept as long as a step's columns.
+"""
 
 import json
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, TypeVar
 
+from pydantic import NonNegativeInt, PositiveFloat, TypeAdapter, ValidationError
+
+from infra.storage.folder import Folder
+from infra.storage.ledger import step_folder
 from infra.storage.lines import Lines
+from schemas.base import Frozen
 from schemas.errors import RunError
+from schemas.plan import StepPlan
 from schemas.step import EvalReport, RunEvent, StepReport
 
 Report = TypeVar("Report", StepReport, EvalReport)
 Parsed = TypeVar("Parsed")
 
 _BEGINNING = '{"kind": "'  # of every line
+_NAME = "decisions.json"
 
 
 class MetricsFile:
@@ -153,3 +165,85 @@ def _parse_row(line: str) -> dict[str, Any]:
     if not isinstance(row, dict) or "kind" not in row:
         raise ValueError("a line has no kind")
     return row
+
+
+class Decision(Frozen):
+    """The answer after one step. A run that was stopped by it goes on when it is resumed."""
+
+    step: NonNegativeInt
+    reason: str  # the limits that the step exceeded
+    lr_factor: PositiveFloat = 1.0  # for all later steps
+    stops: bool = False
+
+
+_FORMAT = TypeAdapter(dict[int, Decision])
+
+
+class DecisionsFile:
+    """The decisions of one run. They are part of what it trains: a step that is run again is not asked about again.
+
+    Args:
+        folder: The run's directory, in which the file doesn't exist before the first decision.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    def load(self) -> dict[int, Decision]:
+        """Return the decisions by step."""
+        content = self._folder.read(_NAME)
+        return _FORMAT.validate_json(content) if content is not None else {}
+
+    def add(self, decision: Decision) -> None:
+        """Add the decision about a step."""
+        self._folder.write(_NAME, _FORMAT.dump_json({**self.load(), decision.step: decision}, indent=2))
+
+    def copy_from(self, source: "DecisionsFile", num_steps: int) -> None:
+        """Take over another run's decisions about its first `num_steps` steps."""
+        kept = {step: decision for step, decision in source.load().items() if step < num_steps}
+        if kept or self.load():
+            self._folder.write(_NAME, _FORMAT.dump_json(kept, indent=2))
+
+    def lr_scale(self, step: int) -> float:
+        """Return the factor on a step's learning rate: the product of what was decided after earlier steps."""
+        return prod(decision.lr_factor for decision in self.load().values() if decision.step < step)
+
+
+class PlanFiles:
+    """One JSON file per step.
+
+    plans/step-000007.json
+
+    Args:
+        folder: The run's directory.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    def save(self, step: int, plan: StepPlan) -> None:
+        """Save a step's plan, replacing an earlier one."""
+        self._folder.write(_name(step), plan.model_dump_json().encode())
+
+    def load(self, step: int) -> StepPlan | None:
+        """Return a step's plan; None before it was made, and after its columns were cleared.
+
+        Raises:
+            RunError: The file is not a plan of this version.
+        """
+        content = self._folder.read(_name(step))
+        try:
+            return StepPlan.model_validate_json(content) if content is not None else None
+        except ValidationError as error:
+            raise RunError(
+                f"{self._folder.place}/{_name(step)} is damaged, or of an older version of Sluice: "
+                f"{error.errors()[0]['msg']}; read it with that version, or remove it"
+            ) from None
+
+    def drop(self, step: int) -> None:
+        """Delete a step's plan, if there is one."""
+        self._folder.remove(_name(step))
+
+
+def _name(step: int) -> str:
+    return f"plans/{step_folder(step)}.json"

@@ -1,4 +1,8 @@
-"""A column store of Arrow IPC files under any fsspec URL, for all processes that can reach it."""
+"""A column store of Arrow IPC files under any fsspec URL, for all processes that can reach it.
+
+Its leases are one small file per step. A replay's store is over it: what it puts, over the columns of the run that it
+replays, which it only reads.
+"""
 
 import time
 import uuid
@@ -8,16 +12,29 @@ from typing import Any
 
 import pyarrow as pa
 
-from infra.storage.blocks import ChunkBlocks
 from infra.storage.folder import Folder
-from infra.storage.step_folders import step_folder
-from infra.stores.base import ColumnStore
-from infra.stores.chunk_errors import capacity_error, check_incarnation, chunk_not_found_error, no_lease_error
-from infra.stores.chunk_files import ChunkFiles, ChunkRecord
+from infra.storage.ledger import step_folder
+from infra.stores.base import (
+    ColumnStore,
+    capacity_error,
+    check_incarnation,
+    check_same_content,
+    chunk_not_found_error,
+    lease_expired_error,
+    no_lease_error,
+)
+from infra.stores.blocks import ChunkBlocks
+from infra.stores.chunk_files import (
+    LEASES,
+    STORE_PATH,
+    ChunkFiles,
+    ChunkRecord,
+    batch_path,
+    lease_path,
+    leased_step,
+    load_record,
+)
 from infra.stores.chunk_reads import ChunkRead, name_chunk_in_errors
-from infra.stores.duplicates import check_same_content
-from infra.stores.file_layout import STORE_PATH, batch_path, load_record
-from infra.stores.file_leases import FileLeases
 from rl_core.columns.codec import Compression, decode, encode, encoded_bytes
 from schemas.base import Frozen
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
@@ -27,6 +44,88 @@ from schemas.store import StoreUsage
 _POLL_SECONDS = 0.2
 NO_LIMIT = 2**63 - 1  # bytes
 NO_EXPIRY_SECONDS = 1e10
+
+
+class Lease(Frozen):
+    """A step's permission to put. Once it is marked as expired, the step's chunks are freed."""
+
+    until: float  # seconds since 1970
+    expired: bool = False
+
+
+class FileLeases:
+    """The leases of one store's steps. An archived step has none.
+
+    Args:
+        folder: The store's folder.
+        lease_seconds: How long a lease lasts unless it is renewed.
+        clock: Returns the time in seconds, the same in all processes that use the store.
+    """
+
+    def __init__(self, folder: Folder, lease_seconds: float, clock: Callable[[], float]) -> None:
+        self._folder, self._lease_seconds, self._clock = folder, lease_seconds, clock
+
+    def find(self, step: int) -> Lease | None:
+        """Return the step's lease; None if it has none."""
+        return load_record(self._folder, lease_path(step), Lease)
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a lease, in order."""
+        return sorted(step for path in self._folder.sizes(LEASES) if (step := leased_step(path)) is not None)
+
+    def is_expired(self, step: int) -> bool:
+        """Return whether the step's lease is marked as expired."""
+        lease = self.find(step)
+        return lease is not None and lease.expired
+
+    def is_overdue(self, lease: Lease) -> bool:
+        """Return whether a lease's time is up, so that the next sweep frees its step."""
+        return lease.until < self._clock()
+
+    def renew(self, step: int) -> None:
+        """Open the step's lease, or renew it."""
+        self._write(step, Lease(until=self._clock() + self._lease_seconds))
+
+    def renew_if_open(self, step: int) -> None:
+        """Renew the step's lease if it is open and half of its time is over."""
+        lease = self.find(step)
+        if lease is not None and not lease.expired:
+            self._renew_past_half(step, lease)
+
+    def require(self, key: ChunkKey) -> None:
+        """Check that a key's step has an open lease; renew it if half of its time is over.
+
+        Raises:
+            LeaseError: The lease is not open.
+            LeaseExpiredError: It was not renewed in time.
+        """
+        lease = self.find(key.step)
+        if lease is None:
+            raise no_lease_error(key)
+        if lease.expired:
+            raise lease_expired_error(key, self._lease_seconds)
+        self._renew_past_half(key.step, lease)
+
+    def close(self, step: int) -> None:
+        """Remove the step's lease, if it has one."""
+        self._folder.remove(lease_path(step))
+
+    def expire(self) -> list[int]:
+        """Mark the leases whose time is up as expired; return their steps."""
+        expired = []
+        for step in self.steps():
+            lease = self.find(step)
+            if lease is not None and not lease.expired and self.is_overdue(lease):
+                self._write(step, lease.replace(expired=True))
+                expired.append(step)
+        return expired
+
+    def _renew_past_half(self, step: int, lease: Lease) -> None:
+        if lease.until - self._clock() < self._lease_seconds / 2:
+            self.renew(step)
+
+    def _write(self, step: int, lease: Lease) -> None:
+        self._folder.write(lease_path(step), lease.model_dump_json().encode())
 
 
 class StoreRecord(Frozen):
@@ -246,3 +345,35 @@ class FsspecColumnStore(ColumnStore):
         key = ChunkKey.parse(ref.key)
         self._check_run(key)
         return key
+
+
+class ReplayColumnStore(FsspecColumnStore):
+    """A run's files, over another run's. A chunk belongs to the run whose store's incarnation its reference names.
+
+    Args:
+        run_id: The replay's own id, of which the chunks are that it puts.
+        url: The folder of its own columns.
+        source: The columns of the run that it replays, read-only.
+    """
+
+    def __init__(self, run_id: str, url: str, source: FsspecColumnStore) -> None:
+        super().__init__(run_id, url, lease_seconds=NO_EXPIRY_SECONDS)
+        self.source = source
+
+    def verify(self, batch: BatchHandle) -> None:
+        for ref in batch.chunks:
+            self.read_chunk(ref)
+
+    def read_chunk(self, ref: ChunkRef) -> pa.RecordBatch:
+        return self.source.read_chunk(ref) if self._is_of_source(ref) else super().read_chunk(ref)
+
+    def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
+        own = super()._fetch
+        return [(self.source._fetch if self._is_of_source(read.ref) else own)([read])[0] for read in reads]
+
+    def _check_run(self, key: ChunkKey) -> None:
+        if key.run_id != self.source.run_id:
+            super()._check_run(key)
+
+    def _is_of_source(self, ref: ChunkRef) -> bool:
+        return ref.incarnation == self.source.incarnation
