@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from infra.checkpoints.model import write_model_folder
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore
-from infra.engines.embedded.structure import engine_fault
+from infra.engines.families import engine_fault
 from infra.models.assets import save_assets
 from infra.models.load import describe_adapter, empty_policy
 from infra.models.weights import load_weights

@@ -28,9 +28,8 @@ from flows.summary import finished_summary, summarize
 from flows.ui.approval import ask_for_approval, find_failed_queries
 from flows.ui.artifacts import ProgressArtifact, report_run, show_placement
 from flows.ui.events import RunEvents
-from flows.ui.logs import logs_in_prefect
 from flows.ui.progress import place_table, sharing_line
-from flows.ui.reporter import RunReporter
+from flows.ui.reporter import RunReporter, logs_in_prefect
 from infra.monitors import Monitors, open_monitors
 from infra.processes.collection import rare_collections
 from infra.ray.tracing import traced_run

@@ -44,7 +44,7 @@ class Registry(Generic[Parameters, Result]):
         LookupError: A kind of the union has no entry, an entry is not of the union, or a kind has two.
 
     Example:
-        >>> from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
+        >>> from schemas.config.loss import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
         >>> upper_bound = Registry(
         ...     "example.upper_bound",
         ...     CorrectionConfig,

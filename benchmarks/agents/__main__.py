@@ -26,9 +26,8 @@ from benchmarks.agents.stand_ins import AnewEngine, Immediate
 from benchmarks.command import print_table
 from benchmarks.train.models import SIZES
 from infra.datasets import PromptRow
-from infra.engines.base import RolloutEngine, Sampling
+from infra.engines.base import EngineUsage, RolloutEngine, Sampling
 from infra.engines.open import open_engine
-from infra.engines.usage import EngineUsage
 from infra.environments.bridge import Dialogue
 from infra.environments.episodes import Episodes
 from infra.environments.journal import Batch, Journal

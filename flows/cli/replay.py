@@ -12,11 +12,17 @@ from rich.text import Text
 from flows.cli.tables import plain_table, with_width
 from flows.lifecycle.ray_connection import connect
 from flows.replay.bundle import different_versions, opened_bundle
-from flows.replay.replay import Steps, change_steps, verify_steps
-from flows.replay.reports import StepChange, StepReplay
-from flows.replay.rewards import score_steps
+from flows.replay.replay import (
+    StepChange,
+    StepReplay,
+    Steps,
+    change_steps,
+    changes_rewards,
+    replay_config,
+    score_steps,
+    verify_steps,
+)
 from flows.replay.session import in_ray, new_scratch_id, replay_session
-from flows.replay.settings import changes_rewards, replay_config
 from infra.history.diff import Closeness, StageDiff, is_within, worst
 from infra.history.start import History
 from infra.storage.lineage import owner_of_steps

@@ -1,25 +1,83 @@
 """`sluice replay`: steps of a run computed again from its stored columns, with its own settings or with others."""
 
+import json
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from flows.replay.reports import AdvantageChange, StepChange, StepReplay
 from flows.replay.session import ReplayedStep, ReplaySession, new_scratch_id, replay_session
-from infra.history.diff import StageDiff, compare_checkpoints, compare_updates, diff_columns, diff_metrics, diff_plans
-from infra.history.moves import largest_moves
+from infra.history.diff import (
+    Closeness,
+    StageDiff,
+    UpdateChange,
+    compare_checkpoints,
+    compare_updates,
+    diff_columns,
+    diff_metrics,
+    diff_plans,
+    worst,
+)
+from infra.history.moves import TokenMove, largest_moves
 from infra.history.start import History, Start
 from infra.history.steps import TokenTexts
-from infra.history.stored import StoredStep
+from infra.history.stored import StoredStep, with_rewards
+from infra.rewards.base import RewardScorer
+from infra.rewards.open import open_reward_scorer
+from infra.storage.runs import RunDirectory
+from infra.workers.reward import open_model_here
+from rl_core.rewards import RewardItem, as_stored
+from schemas.base import Frozen
 from schemas.catalog import REWARD_PART_PREFIX
+from schemas.config.changes import is_changeable
+from schemas.config.load import changed_keys, override_config
+from schemas.config.reward import RewardConfig
 from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
 from schemas.metrics import merge_metrics, values
-from schemas.rollout import RolloutHandle
+from schemas.rollout import RolloutHandle, check_failures
 
 MOVES = 5  # tokens that are reported of each step
+# Of the stages after the rollout: with other ones, the same rows are trained on.
+SECTIONS = ("reward", "advantage", "overlong", "kl", "correction", "loss", "optim")
+# By whom and where these are computed, which may change results by rounding; only keys that a resume may change, too.
+PLACES = ("packing.", "runtime.", "model.gradient_checkpointing")
+TEXTS = ("prompt_text", "response_text", "answer", "info")
+
+
+class StepReplay(Frozen):
+    """A step that was computed again with the run's own settings, and compared with what the run stored."""
+
+    step: int
+    stages: tuple[StageDiff, ...]  # all that were compared, in order; A is the run, B the replay
+
+    @property
+    def closeness(self) -> Closeness:
+        """The least close of its stages."""
+        return worst([stage.closeness for stage in self.stages])
+
+
+class AdvantageChange(Frozen):
+    """How advantages changed, of the N rows that both trained on."""
+
+    num_rows: int
+    num_changed: int
+    largest: float  # of the absolute differences
+    mean: float  # of the absolute differences, over the N rows
+    num_left_out: int = 0  # rows whose reward failed in one of the two only
+
+
+class StepChange(Frozen):
+    """A step that was computed again with other settings: what changes against what the run did."""
+
+    step: int
+    is_off_policy: bool  # its rows were sampled by other weights than those that the replay updates
+    update: UpdateChange  # A is the run's, B the replay's
+    advantages: AdvantageChange
+    metrics: dict[str, tuple[float | None, float]]  # of the run and the replay, where they differ
+    moves: tuple[TokenMove, ...]
 
 
 @dataclass(frozen=True)
@@ -161,3 +219,83 @@ def _compare_advantages(
         mean=float(gaps.mean()) if gaps.size else 0.0,
         num_left_out=int(np.isnan(whole).any(axis=0).sum() - np.isnan(whole).all(axis=0).sum()),
     )
+
+
+def replay_config(directory: RunDirectory, overrides: Sequence[str]) -> tuple[RunConfig, RunConfig, tuple[str, ...]]:
+    """Return the config of the run, that of the replay, and the dotted keys in which the replay trains differently.
+
+    The first has the replay's places of computation, so that the two differ in these keys only.
+
+    Raises:
+        ConfigError: An override is invalid, or would change the rows.
+    """
+    before = directory.config()
+    after = override_config(before, overrides, directory.run_id)
+    changed = changed_keys(before, after)
+    if rejected := [key for key in changed if not (_is_section(key) or _is_place(key))]:
+        raise ConfigError(
+            f"a replay uses the rows that run {directory.run_id} stored, which a different {', '.join(rejected)} would "
+            f"change or doesn't affect; sluice fork starts a run that goes on with it. What a replay may change: "
+            f"{', '.join(SECTIONS)}"
+        )
+    places = before.replace(runtime=after.runtime, packing=after.packing, model=after.model)
+    return places, after, tuple(key for key in changed if _is_section(key) and not is_changeable(key))
+
+
+def changes_rewards(changed: Sequence[str]) -> bool:
+    """Return whether rewards have to be computed again if these keys differ."""
+    return any(key == "reward" or key.startswith("reward.") for key in changed)
+
+
+def _is_section(key: str) -> bool:
+    return key.split(".")[0] in SECTIONS
+
+
+def _is_place(key: str) -> bool:
+    return key.startswith(PLACES) and is_changeable(key)
+
+
+def score_steps(steps: Sequence[StoredStep], config: RewardConfig) -> list[RolloutHandle]:
+    """Return the steps' rollouts with the rewards that a config's function gives their rows.
+
+    Raises:
+        ConfigError: They can't be computed from the steps' columns.
+        RewardImportError: The function can't be loaded.
+        RewardFailureError: More rewards of a step failed than the config allows.
+    """
+    for stored in steps:
+        _check_texts(stored)
+    with closing(open_reward_scorer(config, open_model_here)) as scorer:
+        scorer.wait_until_ready()
+        return [_score(stored, scorer, config) for stored in steps]
+
+
+def _check_texts(stored: StoredStep) -> None:
+    """Check that a step's rewards can be computed from its columns.
+
+    Raises:
+        ConfigError: They can't: an environment answered, whose state is not stored, or the texts were left out.
+    """
+    if stored.has_turns:
+        raise ConfigError(
+            f"the rewards of step {stored.step} can't be computed again: they depend on an environment, whose state "
+            "isn't stored; leave the reward as it is"
+        )
+    if not any(stored.columns["response_text"].to_pylist()):
+        raise ConfigError(
+            f"the rewards of step {stored.step} can't be computed again: its texts were left out; leave the reward as "
+            "it is"
+        )
+
+
+def _score(stored: StoredStep, scorer: RewardScorer, config: RewardConfig) -> RolloutHandle:
+    """Return the step's rollout with the rewards that a scorer gives its N rows, rounded as columns are."""
+    texts = zip(*(stored.columns[name].to_pylist() for name in TEXTS), strict=True)
+    items = [RewardItem(prompt, response, answer, json.loads(info)) for prompt, response, answer, info in texts]
+    outcomes = scorer.score(items, stored.columns["group_id"].to_pylist())
+    failure = next((outcome.failure for outcome in outcomes if outcome.failure is not None), None)
+    rewards = [outcome.reward for outcome in outcomes]
+    check_failures(rewards, failure, config.max_failure_fraction, f"step {stored.step}")
+    names = sorted({name for outcome in outcomes for name in outcome.parts})
+    parts = {name: [as_stored(outcome.parts.get(name)) for outcome in outcomes] for name in names}
+    return with_rewards(stored.rollout, [as_stored(reward) for reward in rewards], parts)

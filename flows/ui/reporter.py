@@ -1,13 +1,21 @@
-"""What a run reports of its steps: to its log and artifacts in Prefect, to its monitors, and as events."""
+"""What a run reports of its steps: to its log and artifacts in Prefect, to its monitors, and as events.
 
-from collections.abc import Sequence
+Log lines of Sluice's packages and of workers are shown at the task run or flow run that they belong to.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from prefect import get_run_logger
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.logging.handlers import APILogHandler
 
 from flows.ui.artifacts import ProgressArtifact, show_evaluation
 from flows.ui.events import RunEvents
 from flows.ui.progress import eval_lines, progress_line, variance_warning
 from infra.monitors import Monitors
+from infra.ray.worker_logs import OWN_PACKAGES
 from infra.storage.run_files import MetricsFile
 from schemas.step import EvalReport, FailedQuery, RunHandle, StepReport
 
@@ -61,3 +69,25 @@ class RunReporter:
     def checkpoint(self, version: int | None) -> None:
         """Report the newest complete checkpoint, if there is one."""
         self._events.save_checkpoint(version)
+
+
+@contextmanager
+def logs_in_prefect() -> Iterator[None]:
+    """Send log lines that are written during the block, or come from a worker, to the run in whose context they are.
+
+    Tasks and flows log by `get_run_logger()`; this is for what is below them, which knows no Prefect.
+    """
+    handler = APILogHandler()
+    handler.addFilter(_is_of_a_run)
+    for package in OWN_PACKAGES:
+        logging.getLogger(package).setLevel(logging.INFO)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def _is_of_a_run(record: logging.LogRecord) -> bool:
+    is_ours = record.name.partition(".")[0] in OWN_PACKAGES or hasattr(record, "worker")
+    return is_ours and (TaskRunContext.get() or FlowRunContext.get()) is not None

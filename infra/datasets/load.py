@@ -1,7 +1,9 @@
 """Load prompts from a file's rows: check them, apply the chat template, and reject or drop those too long."""
 
 import logging
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +17,6 @@ from infra.datasets.environments import (
     held_out_environment,
 )
 from infra.datasets.files import read_rows
-from infra.datasets.levels import level_of, split_levels
 from infra.datasets.prompts import PromptDataset, PromptRow
 from infra.datasets.rows import ParsedRow, parse_row
 from rl_core.rollout.chat import ChatTemplate, shape_of
@@ -25,9 +26,48 @@ from schemas.config.run import RunConfig
 from schemas.errors import BrokenChatTemplateError, ChatTemplateError, DataError
 
 logger = logging.getLogger(__name__)
-
-
 _BATCH_ROWS = 1024  # that are tokenized at a time: what a tokenizer returns has 100 times the size of the ids
+
+
+def level_of(place: str, info: Mapping[str, Any], levels: LevelCurriculum) -> int:
+    """Return the number of the level, from 0, that a row belongs to.
+
+    Args:
+        place: Names the row in the error.
+        info: The row's `extra_info`.
+        levels: The levels, and the field that decides.
+
+    Raises:
+        DataError: The row has no such field, or it isn't a number, or one below all levels.
+    """
+    if levels.field not in info:
+        raise DataError(
+            f"{place}: extra_info has no {levels.field!r}, which data.curriculum.field names; it has {', '.join(info)}"
+        )
+    value = info[levels.field]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= levels.starts[0]:
+        raise DataError(
+            f"{place}: extra_info.{levels.field} is {value!r:.80}; expected a number of at least {levels.starts[0]:g}, "
+            "the smallest of data.curriculum.starts"
+        )
+    return bisect_right(levels.starts, value) - 1
+
+
+def split_levels(path: str, prompts: PromptDataset, levels: LevelCurriculum) -> list[PromptDataset]:
+    """Return the prompts of each level, in the file's order.
+
+    Raises:
+        DataError: A level has none.
+    """
+    rows = [prompts[number] for number in range(len(prompts))]
+    numbers = [level_of(path, row.info, levels) for row in rows]
+    parts = []
+    for level, name in enumerate(levels.names):
+        own = [row for row, number in zip(rows, numbers, strict=True) if number == level]
+        if not own:
+            raise DataError(f"{path} has no rows of level {name}; change data.curriculum.starts, or add such rows")
+        parts.append(PromptDataset(own, prompts.num_dropped if level == 0 else 0))
+    return parts
 
 
 def load_run_prompts(

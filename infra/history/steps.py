@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from infra.storage.runs import RunDirectory
 from infra.stores.offline import RunColumns, find_batch, open_run_columns
 from rl_core.columns.codec import arrow_type
-from rl_core.columns.turns import TURN_COLUMNS, advantages_of_turns
+from rl_core.columns.jagged import TURN_COLUMNS, advantages_of_turns
 from rl_core.views import decode_ints
 from schemas.batch import BatchHandle
 from schemas.catalog import Axis, column_spec

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rl_core.columns.turns import TURN_COLUMNS, advantages_of_turns
+from rl_core.columns.jagged import TURN_COLUMNS, advantages_of_turns
 from schemas.base import Frozen
 from schemas.catalog import column_spec
 

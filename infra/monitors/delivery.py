@@ -1,15 +1,37 @@
-"""Delivery of rows to a sink by a thread of its own, so that a run neither waits for a sink nor fails with it."""
+"""Sinks (one monitor's library or file), and the delivery of rows to one by a thread of its own.
+
+So a run neither waits for a sink nor fails with it.
+"""
 
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from infra.monitors.rows import Position, Row
-from infra.monitors.sink import Sink
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
+
+
+class Sink(Protocol):
+    """Writes one run's rows to a tracker or a file. It is used by one thread only, and may block or raise anything.
+
+    Opening it again, in a resumed run or after an error, continues the run in the tracker.
+    """
+
+    def position(self) -> Position:
+        """Return the last rows that it holds: those before are not logged again, all others are."""
+        ...
+
+    def log(self, row: Row) -> None:
+        """Write a row."""
+        ...
+
+    def close(self, succeeded: bool) -> None:
+        """Deliver all rows, release what the sink holds, and say how the run ended."""
+        ...
 
 
 class Delivery:

@@ -25,9 +25,9 @@ from infra.ray.tracing import traced
 from infra.weights.buckets import changing_weights, join_gather
 from infra.weights.endpoint import WeightSyncEndpoint
 from infra.weights.probe import score_probe
-from infra.workers.profile import profiled
 from infra.workers.residency import Tensors
 from infra.workers.scoring import ScoringWorker
+from infra.workers.telemetry import profiled
 from rl_core.columns.jagged import row_lengths
 from rl_core.planning.plan import rank_rows
 from rl_core.storages import storage_bytes

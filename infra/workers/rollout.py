@@ -9,10 +9,9 @@ import pyarrow as pa
 
 from infra.datasets import load_run_prompts
 from infra.datasets.limits import check_prompts
-from infra.engines.base import RolloutEngine, Sampling
+from infra.engines.base import EngineUsage, RolloutEngine, Sampling
 from infra.engines.checks import require_awake
 from infra.engines.open import open_engine
-from infra.engines.usage import EngineUsage
 from infra.environments.open import open_episodes
 from infra.environments.trajectory import describe, measure
 from infra.models.load import load_tokenizer, max_positions, num_embeddings, stop_token_ids
@@ -25,12 +24,11 @@ from infra.stores.open import open_store
 from infra.weights.endpoint import WeightSyncEndpoint
 from infra.workers.groups import Evaluator, GroupSampler
 from infra.workers.inputs import check_inputs
-from infra.workers.profile import profiled
 from infra.workers.reuse import copy_groups, describe_groups
 from infra.workers.reward_calls import model_opener
 from infra.workers.samples import Sample, make_shard, num_sampled, to_columns, trajectories_of
 from infra.workers.sampling import ResponseSampler
-from infra.workers.telemetry import WorkerTelemetry
+from infra.workers.telemetry import WorkerTelemetry, profiled
 from rl_core.columns.codec import value_dtypes
 from schemas.batch import ChunkKey
 from schemas.config.rollout import EvalConfig, RolloutConfig

@@ -18,9 +18,8 @@ from infra.ray.tracing import start_tracing
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
-from infra.workers.profile import profiled
 from infra.workers.residency import Residency, Tensors
-from infra.workers.telemetry import WorkerTelemetry
+from infra.workers.telemetry import WorkerTelemetry, profiled
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import flat_values, jagged, row_lengths
 from rl_core.losses.kl import row_kl

@@ -1,15 +1,22 @@
-"""What one worker measures of its own work: throughput, utilization and peak memory."""
+"""What one worker measures of its own work: throughput, utilization, peak memory, and a profile of a phase."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from infra.models.load import build_meta_model
+from infra.storage.profiles import SUFFIX, write_trace
+from infra.storage.runs import RunDirectory
 from rl_core import telemetry
 from rl_core.planning.hardware import gpu_peak_flops
 from rl_core.planning.throughput import ModelWork
 from schemas.config.model import ModelConfig
 from schemas.metrics import Metrics
+from schemas.step import RunHandle
 
 
 class WorkerTelemetry:
@@ -46,3 +53,18 @@ class WorkerTelemetry:
     def memory(self, peaks: Mapping[str, int] | None = None) -> Metrics:
         """Return the worker's peak memory: `peaks`, see `take_peak_memory`; None: this process's."""
         return telemetry.memory(self.worker, telemetry.take_peak_memory(self._device) if peaks is None else peaks)
+
+
+@contextmanager
+def profiled(run: RunHandle, step: int, worker: str, phase: str) -> Iterator[None]:
+    """Write a trace of the block to the run's directory, if the config profiles this step; else do nothing."""
+    if step not in run.config.runtime.profile_steps:
+        yield
+        return
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities) as recorded, record_function(phase):
+        yield
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"trace{SUFFIX}"
+        recorded.export_chrome_trace(str(path))
+        write_trace(RunDirectory.of(run), step, worker, phase, path.read_bytes())

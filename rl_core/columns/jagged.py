@@ -19,7 +19,9 @@ from schemas.errors import ColumnError
 if TYPE_CHECKING:
     import torch
 
+
 Array = npt.NDArray[Any]
+TURN_COLUMNS = ("turn_advantages", "turn_tokens", "turn_bridge_tokens")
 
 
 def jagged(values: Array | Sequence[Array], lengths: Array | None = None) -> pa.LargeListArray:
@@ -162,3 +164,17 @@ def _values(column: pa.Array) -> pa.Array:
         return column
     first, last = column.offsets[0].as_py(), column.offsets[-1].as_py()
     return column.values.slice(first, last - first)
+
+
+def advantages_of_turns(advantages: pa.Array, sampled: pa.Array, between: pa.Array) -> Array:
+    """Return the advantage of each response token of all rows, which is that of its turn, up to the next one.
+
+    Args:
+        advantages: `TURN_COLUMNS[0]`.
+        sampled: `TURN_COLUMNS[1]`, the tokens of each turn.
+        between: `TURN_COLUMNS[2]`, the tokens that follow them.
+
+    Returns:
+        [T] float32.
+    """
+    return np.repeat(flat_values(advantages), flat_values(sampled) + flat_values(between))

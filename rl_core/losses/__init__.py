@@ -2,15 +2,13 @@
 
 from torch import Tensor
 
-from rl_core.losses.aggregate import aggregate, denominator
-from rl_core.losses.base import LossInputs, Surrogate, log_ratio
+from rl_core.losses.base import LossInputs, Surrogate, aggregate, denominator, log_ratio
 from rl_core.losses.correction import correction_weights
 from rl_core.losses.kl import kl_estimate
 from rl_core.losses.report import nan_unless_finite, report
 from rl_core.losses.surrogates import cispo_loss, clipped_loss, gspo_loss
 from rl_core.registry import Registry, entry
-from schemas.config.correction import CorrectionConfig
-from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, KlConfig, LossConfig
+from schemas.config.loss import CispoLoss, ClippedLoss, CorrectionConfig, GspoLoss, KlConfig, LossConfig
 from schemas.metrics import Metrics
 
 __all__ = ["SURROGATES", "LossInputs", "policy_loss"]
@@ -60,7 +58,7 @@ def policy_loss(
 
     Example:
         >>> import torch
-        >>> from schemas.config.correction import NoCorrection
+        >>> from schemas.config.loss import NoCorrection
         >>> inputs = LossInputs.from_rows(
         ...     policy_logprobs=torch.tensor([-1.0, -1.0, -2.0], requires_grad=True),
         ...     behavior_logprobs=torch.tensor([-1.0, -1.0, -2.0]),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_core.losses.base import MAX_LOG_RATIO, LossInputs
 from rl_core.registry import Registry, entry
-from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
+from schemas.config.loss import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
 
 Correction = tuple[Tensor | None, dict[str, Tensor]]
 """[T] weights, or None for no correction, and [T] values of metrics by name."""

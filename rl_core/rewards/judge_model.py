@@ -15,7 +15,7 @@ from rl_core.rewards.hosted import (
     model_error,
     open_chat,
 )
-from rl_core.rewards.rubric import Rubric
+from rl_core.rewards.judge import Rubric
 from rl_core.rollout.decoding import decode_text
 from rl_core.rollout.seeding import derive_seed
 from schemas.config.judge import JudgeModelReward

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
 from rl_core.user_code import describe_error
-from schemas.reward_parts import check_part_name
+from schemas.config.reward import check_part_name
 
 
 @dataclass(frozen=True)

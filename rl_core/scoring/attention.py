@@ -6,26 +6,79 @@ sequences; no mask over the whole row is built.
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from rl_core.scoring.explicit import explicit_attention, visible_keys
-from rl_core.scoring.masks import PackedMask, describe_mask
 from rl_core.scoring.positions import use_own_lengths
-from rl_core.scoring.recurrent import isolate_recurrent_layers
-from rl_core.scoring.runs import map_runs
+from rl_core.scoring.recurrent import isolate_recurrent_layers, map_runs
 from schemas.errors import ScoringError
 
+# Arguments of transformers' mask functions (`sdpa_mask`) that change nothing about the mask of a packed row.
+_SIZES = {"batch_size", "q_length", "kv_length", "q_offset", "kv_offset"}
+_UNUSED_OF_MASKS = {"mask_function", "allow_is_causal_skip", "dtype", "device", *_SIZES}
 PACKED_ATTENTION = "sluice_packed"
 # Options that layers pass along and that no attention function uses: positions are in the queries and keys by then.
 _UNUSED = ("position_ids", "use_cache", "is_causal")
 _FLASH_HEAD_SIZES = range(8, 257, 8)
+
+
+@dataclass(frozen=True)
+class PackedMask:
+    """A causal mask.
+
+    Attributes:
+        sliding_window: A token sees itself and the window - 1 tokens before it; None: all tokens before it.
+    """
+
+    sliding_window: int | None
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        """Refuse what sparse attentions do: to take a mask as a tensor, and hide more keys in it."""
+        raise ScoringError(
+            "its attention hides keys of its own choice in the mask, which packed attention doesn't build"
+        )
+
+
+def describe_mask(
+    *,
+    config: PretrainedConfig,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **options: Any,
+) -> PackedMask:
+    """Describe the mask that a model asks for; the interface is that of transformers' `sdpa_mask`.
+
+    Args:
+        config: The model's.
+        attention_mask: bool [1, T] of tokens that are no padding; some models make it themselves.
+        local_size: The size of a sliding window, or of a chunk.
+        use_vmap: Whether the model's own code changes the causal mask.
+        **options: Further arguments; any of an unknown meaning is refused.
+
+    Raises:
+        ScoringError: The mask is another one than causal with or without a sliding window.
+    """
+    unknown = sorted(name for name, value in options.items() if value is not None and name not in _UNUSED_OF_MASKS)
+    if attention_mask is not None and not attention_mask.all():
+        unknown.append("attention_mask")
+    if use_vmap:
+        unknown.append("mask_function")
+    if local_size is not None and local_size != getattr(config, "sliding_window", None):
+        unknown.append(f"local_size = {local_size}")
+    if unknown:
+        raise ScoringError(
+            f"{config.model_type} asks for a mask that is not only causal or a sliding window: {', '.join(unknown)}"
+        )
+    return PackedMask(local_size)
 
 
 def register() -> None:

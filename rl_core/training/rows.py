@@ -9,8 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch.profiler import record_function
 
-from rl_core.columns.jagged import as_tensor, row_lengths
-from rl_core.columns.turns import TURN_COLUMNS, advantages_of_turns
+from rl_core.columns.jagged import TURN_COLUMNS, advantages_of_turns, as_tensor, row_lengths
 from rl_core.scoring import PackedRow, pack_row
 from rl_core.training.scoring_module import ScoringModule
 from rl_core.training.sharding import release_gathered

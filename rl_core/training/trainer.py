@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_core.columns.jagged import as_tensor
-from rl_core.columns.turns import TURN_COLUMNS
+from rl_core.columns.jagged import TURN_COLUMNS, as_tensor
 from rl_core.losses import LossInputs, policy_loss
 from rl_core.training.optimizer import clip_gradients, learning_rate, make_optimizer
 from rl_core.training.rows import EXPERT_COLUMNS, TOKEN_COLUMNS, RankRows, packed_row, token_advantages

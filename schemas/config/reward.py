@@ -1,5 +1,6 @@
 """Rewards: how a response is scored."""
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,28 @@ from schemas.base import FrozenConfig
 from schemas.config.judge import JudgeModelReward, JudgeReward
 from schemas.config.kinds import ImportPath
 from schemas.config.reward_base import HostedReward, InProcessReward, IsolatedReward, Pattern
-from schemas.reward_parts import check_part_name
+
+RESERVED = ("reward", "failed")  # `reward/failed` counts failed rewards
+
+_NAME = re.compile(r"\w[\w.-]*")
+
+
+def check_part_name(name: str) -> str:
+    """Return the name of a reward part, if it can be that of a column and a metric.
+
+    Raises:
+        ValueError: It is empty or reserved, or has other characters than letters and digits of any alphabet, "_", "-"
+            and ".".
+    """
+    if name in RESERVED:
+        raise ValueError(f"a part can't be named {name!r}, the name of the whole reward or of its failures; rename it")
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"a part can't be named {name!a:.80}; use letters, digits, '_', '-' and '.', and begin with none of the "
+            "last two"
+        )
+    return name
+
 
 PartName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$"), AfterValidator(check_part_name)]
 

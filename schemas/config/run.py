@@ -5,11 +5,10 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from schemas.base import FrozenConfig
 from schemas.batch import SafeName
 from schemas.config.advantage import AdvantageConfig, GrpoAdvantage, OverlongConfig
-from schemas.config.correction import CorrectionConfig, NoCorrection
 from schemas.config.data import DataConfig
 from schemas.config.environment import EnvironmentConfig
 from schemas.config.judge import JudgeModelReward
-from schemas.config.loss import ClippedLoss, KlConfig, LossConfig
+from schemas.config.loss import ClippedLoss, CorrectionConfig, KlConfig, LossConfig, NoCorrection
 from schemas.config.model import ModelConfig
 from schemas.config.monitor import MonitorConfig
 from schemas.config.optim import OptimConfig, PackingConfig

@@ -12,8 +12,8 @@ from infra.storage.ledger import stage_key
 from infra.storage.runs import RunDirectory
 from infra.stores.offline import steps_with_columns
 from infra.stores.open import open_files
-from schemas.config.correction import TruncatedCorrection
 from schemas.config.data import ReuseConfig
+from schemas.config.loss import TruncatedCorrection
 from schemas.config.store import FsspecStore
 from schemas.errors import RunError
 from schemas.step import PolicyHandle, RunHandle

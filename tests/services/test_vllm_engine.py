@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from infra.engines.base import Sampling, generate, generate_all
+from infra.engines.base import EngineUsage, Sampling, generate, generate_all
 from infra.engines.open import open_engine
-from infra.engines.usage import EngineUsage
 from infra.engines.vllm import ranks
 from infra.engines.vllm.engine import VllmEngine
 from infra.engines.vllm.start import open_vllm

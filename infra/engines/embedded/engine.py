@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infra.engines.base import Sampling, WeightsBucket
+from infra.engines.base import EngineUsage, Sampling, WeightsBucket
 from infra.engines.checks import check_held, require_awake
 from infra.engines.embedded.attention import use_decode_attention
 from infra.engines.embedded.cache import cache_argument, cache_bytes_per_token, check_speculative, decoding_cache
 from infra.engines.embedded.rows import TransformersRows
-from infra.engines.usage import EngineUsage
 from infra.models.load import check_weights
 from rl_core.scoring import RouterReplay
 from rl_core.storages import EmptiedStorages, release_cached, storage_bytes

@@ -7,12 +7,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infra.engines.base import Generation, GenerationRequest, Sampling
+from infra.engines.base import EngineUsage, Generation, GenerationRequest, Sampling
 from infra.engines.checks import check_prompts
-from infra.engines.embedded.decoding import DecodingBatch, RowCache
-from infra.engines.embedded.experts import ExpertRecord
+from infra.engines.embedded.decoding import DecodingBatch, ExpertRecord, RowCache
 from infra.engines.embedded.samples import TurnSamples, sample_tokens
-from infra.engines.usage import EngineUsage
 from rl_core.scoring import RouterReplay
 from schemas.config.rollout import NgramSpeculation
 

@@ -18,19 +18,64 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from infra.engines.base import Generation, GenerationRequest, Sampling, WeightsBucket
+from infra.engines.base import EngineUsage, Generation, GenerationRequest, Sampling, WeightsBucket
 from infra.engines.checks import check_held, check_prompts, require_awake
-from infra.engines.usage import EngineUsage
 from infra.engines.vllm.adapters import VllmAdapters, check_layers
 from infra.engines.vllm.ranks import mapped
-from infra.engines.vllm.translate import generation, prompt_logprobs, scoring_params, vllm_params
 from infra.models.load import check_weights
 from infra.models.lora import is_adapter
-from schemas.errors import EngineLostError, describe
+from schemas.errors import EngineLostError, NonFiniteError, describe
 from schemas.placement import EngineTag, MemoryChange, PartBytes
 from schemas.weights import TensorSpec
 
 _VLLM_TAGS: dict[EngineTag, str] = {"weights": "weights", "cache": "kv_cache"}
+
+
+def vllm_params(sampling: Sampling, seed: int, max_tokens: int) -> Any:
+    """Return vLLM's parameters for one sample of at most `max_tokens`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=1.0 if sampling.temperature > 0 else 0.0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the model's own is one of the stop tokens
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scoring_params() -> Any:
+    """Return vLLM's parameters of a request for the log-probs of its prompt; it also samples one token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+
+def prompt_logprobs(output: Any) -> np.ndarray:
+    """Return the log-probs of a finished request's prompt: float32 [T - 1], of all tokens but the first."""
+    tokens, entries = output.prompt_token_ids, output.prompt_logprobs
+    return np.array([entries[at][tokens[at]].logprob for at in range(1, len(tokens))], dtype=np.float32)
+
+
+def generation(output: Any) -> Generation:
+    """Translate a finished `CompletionOutput`."""
+    logprobs = np.array(output.logprobs.logprobs, dtype=np.float32)
+    if not np.isfinite(logprobs).all():
+        raise NonFiniteError("the model's logits are not finite; its weights have diverged")
+    assert output.finish_reason in ("stop", "length"), output.finish_reason
+    return Generation(np.array(output.token_ids, dtype=np.int32), logprobs, output.finish_reason)
 
 
 class VllmRows:

@@ -8,8 +8,7 @@ import torch
 import transformers
 
 from infra.engines.embedded.cache import cache_bytes_per_token
-from infra.engines.embedded.structure import engine_fault
-from infra.engines.families import check_family
+from infra.engines.families import check_family, engine_fault
 from rl_core.planning.throughput import ModelWork
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError

@@ -9,8 +9,8 @@ from infra.history.garbage import collect_garbage
 from infra.storage.driver_lock import driver_lock
 from infra.storage.runs import RunDirectory
 from infra.stores.steps import steps_to_keep
-from schemas.config.correction import TruncatedCorrection
 from schemas.config.data import ReuseConfig
+from schemas.config.loss import TruncatedCorrection
 from schemas.errors import RunError
 from tests.support.small_run import columns_of, finish_step, make_small_run
 

@@ -18,7 +18,7 @@ from rl_core.columns.jagged import flat_values
 from rl_core.planning import plan_forward, plan_step
 from rl_core.views import decode_ints, new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey
-from schemas.config.correction import TruncatedCorrection
+from schemas.config.loss import TruncatedCorrection
 from schemas.config.model import LoraConfig
 from schemas.errors import NonFiniteError, VersionError
 from schemas.metrics import values

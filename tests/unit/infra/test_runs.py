@@ -16,7 +16,7 @@ from infra.storage.lines import LocalLines
 from infra.storage.run_files import MetricsFile
 from infra.storage.run_list import list_runs, run_status
 from infra.storage.runs import RunDirectory, resumed_config
-from schemas.config.correction import TruncatedCorrection
+from schemas.config.loss import TruncatedCorrection
 from schemas.config.monitor import TensorBoardMonitor
 from schemas.config.store import SharedStore
 from schemas.errors import RunError

@@ -9,9 +9,19 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
 from schemas.config.kinds import configs_of, kinds_of
-from schemas.config.loss import Aggregation, CispoLoss, ClippedLoss, GspoLoss, KlConfig, LossConfig
+from schemas.config.loss import (
+    Aggregation,
+    CispoLoss,
+    ClippedLoss,
+    CorrectionConfig,
+    GspoLoss,
+    KlConfig,
+    LossConfig,
+    MaskedCorrection,
+    NoCorrection,
+    TruncatedCorrection,
+)
 from tests.support.packed import VOCAB_SIZE, plain_logprobs, tiny_qwen3
 
 TEMPERATURE = 0.8

@@ -8,8 +8,18 @@ import torch
 from torch import Tensor
 
 from rl_core.losses import LossInputs, policy_loss
-from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
-from schemas.config.loss import Aggregation, CispoLoss, ClippedLoss, GspoLoss, KlConfig, LossConfig
+from schemas.config.loss import (
+    Aggregation,
+    CispoLoss,
+    ClippedLoss,
+    CorrectionConfig,
+    GspoLoss,
+    KlConfig,
+    LossConfig,
+    MaskedCorrection,
+    NoCorrection,
+    TruncatedCorrection,
+)
 from schemas.metrics import Mean, Metrics
 
 LOSSES = [ClippedLoss(), ClippedLoss(dual_clip=3), GspoLoss(clip_low=0.1, clip_high=0.1), CispoLoss()]

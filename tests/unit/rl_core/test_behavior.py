@@ -7,8 +7,7 @@ import torch
 from rl_core.columns.jagged import jagged, row_lengths
 from rl_core.planning import plan_forward, plan_step
 from rl_core.training import RankRows, ScoringModule, Trainer, score_rows, training_columns
-from schemas.config.correction import TruncatedCorrection
-from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, LossConfig
+from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, LossConfig, TruncatedCorrection
 from schemas.config.optim import OptimConfig
 from schemas.config.run import RunConfig
 from schemas.metrics import values

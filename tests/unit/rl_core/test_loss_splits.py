@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rl_core.losses import LossInputs
-from schemas.config.correction import CorrectionConfig, TruncatedCorrection
-from schemas.config.loss import Aggregation, ClippedLoss, GspoLoss, KlConfig, LossConfig
+from schemas.config.loss import (
+    Aggregation,
+    ClippedLoss,
+    CorrectionConfig,
+    GspoLoss,
+    KlConfig,
+    LossConfig,
+    TruncatedCorrection,
+)
 from schemas.metrics import Mean, Metrics, merge_metrics, values
 from tests.unit.rl_core.loss_inputs import (
     AGGREGATIONS,

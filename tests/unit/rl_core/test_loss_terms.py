@@ -9,8 +9,14 @@ import torch
 from rl_core.losses.base import Surrogate
 from rl_core.losses.kl import kl_estimate, row_kl
 from rl_core.losses.report import report
-from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
-from schemas.config.loss import KlConfig, KlEstimator
+from schemas.config.loss import (
+    CorrectionConfig,
+    KlConfig,
+    KlEstimator,
+    MaskedCorrection,
+    NoCorrection,
+    TruncatedCorrection,
+)
 from schemas.metrics import Mean, Metrics
 from tests.unit.rl_core.loss_inputs import (
     assert_mean,

@@ -19,8 +19,7 @@ from rl_core.rollout.dynamic_sampling import count_generated, keep_rows
 from rl_core.rollout.reuse import reuse_metrics
 from rl_core.training import RankRows, ScoringModule, Trainer, training_columns
 from schemas.config.advantage import OverlongConfig
-from schemas.config.correction import TruncatedCorrection
-from schemas.config.loss import KlConfig
+from schemas.config.loss import KlConfig, TruncatedCorrection
 from schemas.config.rollout import DynamicSampling, TransformersRollout
 from schemas.errors import MetricError
 from schemas.metric_catalog import METRICS, View, find_metric, metric_spec, metrics_of

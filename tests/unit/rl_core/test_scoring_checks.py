@@ -23,7 +23,7 @@ from rl_core.scoring import (
     use_packed_attention,
 )
 from rl_core.scoring import attention as attention_module
-from rl_core.scoring.masks import PackedMask, describe_mask
+from rl_core.scoring.attention import PackedMask, describe_mask
 from rl_core.scoring.miniature import build_miniature
 from schemas.errors import ScoringError
 from tests.support.packed import random_batch, tiny_qwen3

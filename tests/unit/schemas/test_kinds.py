@@ -13,9 +13,17 @@ from rl_core.losses.correction import CORRECTIONS
 from rl_core.registry import Registry, entry
 from rl_core.rewards import LOADERS
 from schemas.config.advantage import AdvantageConfig, DrGrpoAdvantage, GrpoAdvantage
-from schemas.config.correction import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
 from schemas.config.kinds import configs_of, kind_of, kinds_of
-from schemas.config.loss import Aggregation, KlConfig, KlEstimator, LossConfig
+from schemas.config.loss import (
+    Aggregation,
+    CorrectionConfig,
+    KlConfig,
+    KlEstimator,
+    LossConfig,
+    MaskedCorrection,
+    NoCorrection,
+    TruncatedCorrection,
+)
 from schemas.config.monitor import MonitorConfig
 from schemas.config.reward import PartReward, RewardConfig
 from schemas.config.rollout import RolloutConfig
