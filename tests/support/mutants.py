@@ -198,7 +198,7 @@ MUTANTS = (
         path="tasks/stage.py",
         old="        return False\n    return False\n",
         new="        return True\n    return False\n",
-        tests=("tests/end_to_end/test_train.py", "tests/end_to_end/test_rollout_workers.py"),
+        tests=("tests/unit/tasks/test_stage.py",),
     ),
     Mutant(
         name="resume-begins-schedule-anew",
@@ -298,7 +298,7 @@ MUTANTS = (
         path="tasks/logprob.py",
         old="values[np.argsort(rows)].tolist()",
         new="values[rows].tolist()",
-        tests=("tests/end_to_end/test_scoring_together.py", "tests/end_to_end/test_replay.py"),
+        tests=("tests/unit/tasks/test_logprob.py",),
     ),
     Mutant(
         name="logits-scaling-multiplied",

@@ -1,8 +1,15 @@
-"""Stages are committed to the ledger, whatever the user's Prefect profile says of other tasks."""
+"""Stages are committed to the ledger, whatever the user's Prefect profile says of other tasks, and seldom retried."""
 
+import asyncio
 import os
 import subprocess
 import sys
+
+import pytest
+from prefect.states import Completed, exception_to_failed_state
+
+from schemas.errors import ColumnNotFoundError, EngineLostError, RewardFailureError, WorkerLostError
+from tasks.rollout import generate_rollouts
 
 PROGRAM = """
 from prefect.cache_policies import CacheKeyFnPolicy
@@ -27,3 +34,27 @@ PROFILE = {
 
 def test_a_profile_without_caching_does_not_change_the_ledger() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, env={**os.environ, **PROFILE})
+
+
+@pytest.mark.parametrize(
+    ("error", "is_retried"),
+    [
+        (WorkerLostError("gone"), True),
+        (EngineLostError("gone"), True),
+        (RewardFailureError("failed"), False),
+        (ColumnNotFoundError("nowhere"), False),
+        (ValueError("a bug"), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_only_a_lost_worker_is_worth_a_retry(error: Exception, is_retried: bool) -> None:
+    async def is_retried_after() -> bool:
+        state = await exception_to_failed_state(error)
+        return await generate_rollouts.retry_condition_fn(generate_rollouts, None, state)
+
+    assert asyncio.run(is_retried_after()) is is_retried
+
+
+def test_a_task_that_ended_well_is_not_retried() -> None:
+    state = Completed(data=1)
+    assert not asyncio.run(generate_rollouts.retry_condition_fn(generate_rollouts, None, state))
