@@ -41,10 +41,10 @@ from schemas.rollout import RolloutHandle, check_failures
 
 MOVES = 5  # tokens that are reported of each step
 # Of the stages after the rollout: with other ones, the same rows are trained on.
-SECTIONS = ("reward", "advantage", "overlong", "kl", "correction", "loss", "optim")
+REPLAYED_SECTIONS = ("reward", "advantage", "overlong", "kl", "correction", "loss", "optim")
 # By whom and where these are computed, which may change results by rounding; only keys that a resume may change, too.
-PLACES = ("packing.", "runtime.", "model.gradient_checkpointing")
-TEXTS = ("prompt_text", "response_text", "answer", "info")
+PLACE_KEYS = ("packing.", "runtime.", "model.gradient_checkpointing")
+REWARD_COLUMNS = ("prompt_text", "response_text", "answer", "info")
 
 
 class StepReplay(Frozen):
@@ -236,7 +236,7 @@ def replay_config(directory: RunDirectory, overrides: Sequence[str]) -> tuple[Ru
         raise ConfigError(
             f"a replay uses the rows that run {directory.run_id} stored, which a different {', '.join(rejected)} would "
             f"change or doesn't affect; sluice fork starts a run that goes on with it. What a replay may change: "
-            f"{', '.join(SECTIONS)}"
+            f"{', '.join(REPLAYED_SECTIONS)}"
         )
     places = before.replace(runtime=after.runtime, packing=after.packing, model=after.model)
     return places, after, tuple(key for key in changed if _is_section(key) and not is_changeable(key))
@@ -248,11 +248,11 @@ def changes_rewards(changed: Sequence[str]) -> bool:
 
 
 def _is_section(key: str) -> bool:
-    return key.split(".")[0] in SECTIONS
+    return key.split(".")[0] in REPLAYED_SECTIONS
 
 
 def _is_place(key: str) -> bool:
-    return key.startswith(PLACES) and is_changeable(key)
+    return key.startswith(PLACE_KEYS) and is_changeable(key)
 
 
 def score_steps(steps: Sequence[StoredStep], config: RewardConfig) -> list[RolloutHandle]:
@@ -290,7 +290,7 @@ def _check_texts(stored: StoredStep) -> None:
 
 def _score(stored: StoredStep, scorer: RewardScorer, config: RewardConfig) -> RolloutHandle:
     """Return the step's rollout with the rewards that a scorer gives its N rows, rounded as columns are."""
-    texts = zip(*(stored.columns[name].to_pylist() for name in TEXTS), strict=True)
+    texts = zip(*(stored.columns[name].to_pylist() for name in REWARD_COLUMNS), strict=True)
     items = [RewardItem(prompt, response, answer, json.loads(info)) for prompt, response, answer, info in texts]
     outcomes = scorer.score(items, stored.columns["group_id"].to_pylist())
     failure = next((outcome.failure for outcome in outcomes if outcome.failure is not None), None)

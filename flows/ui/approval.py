@@ -25,7 +25,7 @@ from schemas.errors import RunStoppedError
 from schemas.step import FailedQuery, QueryReport, RunHandle, StepReport
 
 POLL_SECONDS = 2  # between two looks for an answer
-LIMIT_SECONDS = 300.0  # for all queries of a step
+QUERY_LIMIT_SECONDS = 300.0  # for all queries of a step
 
 
 class Approval(RunInput):
@@ -106,9 +106,9 @@ async def find_failed_queries(run: RunHandle, step: int) -> tuple[FailedQuery, .
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     try:
-        answer, errors = await asyncio.wait_for(process.communicate(), LIMIT_SECONDS)
+        answer, errors = await asyncio.wait_for(process.communicate(), QUERY_LIMIT_SECONDS)
     except TimeoutError:
-        return (FailedQuery(name=folder, error=f"no answer within {LIMIT_SECONDS:g} s"),)
+        return (FailedQuery(name=folder, error=f"no answer within {QUERY_LIMIT_SECONDS:g} s"),)
     finally:
         with suppress(ProcessLookupError):  # it has ended
             process.kill()

@@ -35,8 +35,8 @@ Curve = Sequence[tuple[int, float]]  # step and value
 
 WIDTH, HEIGHT = 320, 130  # of one curve, pixels
 LEFT, TOP, BOTTOM = 44, 26, 18  # margins
-COLUMNS = 2
-MAX_POINTS = 120
+CHART_COLUMNS = 2
+MAX_CHART_POINTS = 120
 MAX_TEXT = 300
 MAX_SAMPLES = 16
 CURVES = ("reward", "held-out accuracy", "response/tokens", "entropy")
@@ -46,10 +46,11 @@ PACE_STEPS = 10  # the last steps, by which the time left is estimated
 def draw_curves(curves: Mapping[str, Curve]) -> str:
     """Return a data URI with one small chart per curve, side by side; the curves have at least one point each."""
     charts = [_chart(number, title, _thinned(points)) for number, (title, points) in enumerate(curves.items())]
-    rows = -(-len(charts) // COLUMNS)
+    rows = -(-len(charts) // CHART_COLUMNS)
     svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {COLUMNS * WIDTH} {rows * HEIGHT}" '
-        f'width="{COLUMNS * WIDTH}" height="{rows * HEIGHT}" font-family="sans-serif" font-size="11" fill="#57606a">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {CHART_COLUMNS * WIDTH} {rows * HEIGHT}" '
+        f'width="{CHART_COLUMNS * WIDTH}" height="{rows * HEIGHT}" font-family="sans-serif" font-size="11" '
+        'fill="#57606a">'
         f'<rect width="100%" height="100%" fill="#fff"/>{"".join(charts)}</svg>'
     )
     return f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}"
@@ -65,7 +66,7 @@ def _chart(number: int, title: str, points: Curve) -> str:
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     x, y = places[-1]
     return (
-        f'<g transform="translate({number % COLUMNS * WIDTH} {number // COLUMNS * HEIGHT})">'
+        f'<g transform="translate({number % CHART_COLUMNS * WIDTH} {number // CHART_COLUMNS * HEIGHT})">'
         f'<text x="{LEFT}" y="16" fill="#1b1f24" font-weight="bold">{escape(title)} {values[-1]:.4g}</text>'
         f'<text x="{LEFT - 5}" y="{TOP + 4}" text-anchor="end">{high:.3g}</text>'
         f'<text x="{LEFT - 5}" y="{base + 3}" text-anchor="end">{low:.3g}</text>'
@@ -78,8 +79,8 @@ def _chart(number: int, title: str, points: Curve) -> str:
 
 
 def _thinned(points: Curve) -> Curve:
-    """Return at most about `MAX_POINTS` points at even distances, the last one included."""
-    stride = -(-len(points) // MAX_POINTS)
+    """Return at most about `MAX_CHART_POINTS` points at even distances, the last one included."""
+    stride = -(-len(points) // MAX_CHART_POINTS)
     return [points[at] for at in range((len(points) - 1) % stride, len(points), stride)]
 
 

@@ -64,8 +64,8 @@ PREFECT_RETENTION = {
     "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "PT6H",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",  # the latter 90 days after their end
 }
-POLL_SECONDS = 1.0
-MAX_FAILURES = 3  # starts that fail in a row, after which the watchdog gives up
+WATCH_SECONDS = 1.0
+MAX_FAILED_STARTS = 3  # starts that fail in a row, after which the watchdog gives up
 
 
 def is_free(port: int) -> bool:
@@ -411,7 +411,7 @@ def prefect_kept_running(services: LocalServices) -> Iterator[None]:
 
 def _watch(services: LocalServices, ended: threading.Event) -> None:
     failures = 0
-    while failures < MAX_FAILURES and not ended.wait(POLL_SECONDS):
+    while failures < MAX_FAILED_STARTS and not ended.wait(WATCH_SECONDS):
         try:
             if services.restart_prefect():
                 logger.warning("the local Prefect server had died, and was started again")
