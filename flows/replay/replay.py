@@ -12,9 +12,6 @@ from flows.replay.session import ReplayedStep, ReplaySession, new_scratch_id, re
 from infra.history.diff import (
     Closeness,
     StageDiff,
-    UpdateChange,
-    compare_checkpoints,
-    compare_updates,
     diff_columns,
     diff_metrics,
     diff_plans,
@@ -24,6 +21,7 @@ from infra.history.moves import TokenMove, largest_moves
 from infra.history.start import History, Start
 from infra.history.steps import TokenTexts
 from infra.history.stored import StoredStep, with_rewards
+from infra.history.weights import UpdateChange, compare_checkpoints, compare_updates
 from infra.rewards.base import RewardScorer
 from infra.rewards.open import open_reward_scorer
 from infra.storage.runs import RunDirectory

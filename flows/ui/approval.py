@@ -101,7 +101,7 @@ async def find_failed_queries(run: RunHandle, step: int) -> tuple[FailedQuery, .
     folder = run.config.runtime.queries
     if folder is None:
         return ()
-    command = [sys.executable, "-P", "-m", "infra.history.sql", RunDirectory.of(run).url, str(step), folder]
+    command = [sys.executable, "-P", "-m", "infra.history.checks", RunDirectory.of(run).url, str(step), folder]
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -3,19 +3,13 @@
 What has the same stored digests is not read.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
-from infra.checkpoints import CheckpointStore
-from infra.checkpoints.shards import SUFFIX
-from infra.checkpoints.state import MODEL
 from infra.storage.runs import RunDirectory
 from infra.stores.offline import RunColumns, StoredColumns, open_run_columns
 from rl_core.columns.jagged import is_jagged, row_lengths
@@ -291,71 +285,3 @@ def _metric(name: str, a: float | None, b: float | None) -> Difference:
         return Difference(column=name, closeness="differs", a=texts[0], b=texts[1])
     gap = abs(a - b)
     return Difference(column=name, closeness=closeness_of(gap, a), a=texts[0], b=texts[1], largest=gap)
-
-
-class UpdateChange(Frozen):
-    """How the change of the weights that one step made in run B compares to that in run A."""
-
-    cosine: float | None  # of the two changes as vectors; None: one of them is 0
-    norm_ratio: float | None  # |B| / |A|
-    norm_a: float
-    norm_b: float
-
-
-def compare_checkpoints(a: CheckpointStore, b: CheckpointStore, version: int) -> tuple[Difference, ...]:
-    """Compare the weights and the optimizer's state of a version; nothing: all bits are the same.
-
-    Raises:
-        CheckpointError: One of them can't be read.
-    """
-    if _sums(a, version) == _sums(b, version):
-        return ()
-    names = [set(store.tensor_names(version)) for store in (a, b)]
-    found = (_compare_tensor(a, b, version, name, names) for name in sorted(names[0] | names[1]))
-    return tuple(each for each in found if each is not None)
-
-
-def compare_updates(a: CheckpointStore, b: CheckpointStore, step: int) -> UpdateChange:
-    """Compare what the update of a step changed in both: each has checkpoints of the versions before and after it.
-
-    Raises:
-        CheckpointError: One of these can't be read.
-    """
-    dot = square_a = square_b = 0.0
-    for name in a.tensor_names(step):
-        if name.startswith(f"{MODEL}/"):
-            own, other = _change(a, step, name), _change(b, step, name)
-            dot += float(own @ other)
-            square_a += float(own @ own)
-            square_b += float(other @ other)
-    norm_a, norm_b = math.sqrt(square_a), math.sqrt(square_b)
-    return UpdateChange(
-        cosine=max(-1.0, min(1.0, dot / (norm_a * norm_b))) if norm_a and norm_b else None,
-        norm_ratio=norm_b / norm_a if norm_a else None,
-        norm_a=norm_a,
-        norm_b=norm_b,
-    )
-
-
-def _sums(store: CheckpointStore, version: int) -> dict[str, str]:
-    files = store.read_manifest(version).files
-    return {name: entry.checksum for name, entry in files.items() if name.endswith(SUFFIX)}
-
-
-def _change(store: CheckpointStore, step: int, name: str) -> Tensor:
-    """Return the change of a tensor, float64, flat."""
-    return (store.read(step + 1, name).double() - store.read(step, name).double()).flatten()
-
-
-def _compare_tensor(
-    a: CheckpointStore, b: CheckpointStore, version: int, name: str, names: list[set[str]]
-) -> Difference | None:
-    if not (name in names[0] and name in names[1]):
-        there = ["present" if name in each else "missing" for each in names]
-        return Difference(column=name, closeness="differs", a=there[0], b=there[1])
-    found = compare_columns(name, *(_array(store.read(version, name)) for store in (a, b)))
-    return found.replace(row=None) if found is not None else None
-
-
-def _array(tensor: Tensor) -> pa.Array:
-    return pa.array((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).flatten().numpy())

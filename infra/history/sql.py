@@ -14,7 +14,6 @@ Views:
 """
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,34 +22,16 @@ from typing import Self
 import duckdb
 import pyarrow as pa
 
+from infra.history.ranges import ranges
 from infra.history.steps import KeptSteps
 from infra.history.views import placement_dataset, row_dataset, token_dataset
 from infra.storage.lineage import load_fork
 from infra.storage.run_list import run_state
 from infra.storage.runs import RunDirectory
 from schemas.config.folders import DEFAULT_RUNS_DIR
-from schemas.errors import ConfigError, PipelineError, QueryError, RunError
-from schemas.step import FailedQuery, QueryReport
+from schemas.errors import QueryError, RunError
 
 MetricRow = tuple[str, int, str, float]
-STEP = "step"  # the parameter of a query, `$step`: the finished step
-MAX_ROWS = 3  # of a result that are shown
-
-
-def ranges(numbers: list[int]) -> list[str]:
-    """Return ascending numbers as ranges.
-
-    Example:
-        >>> ranges([0, 1, 2, 5, 7, 8])
-        ['0 to 2', '5', '7 to 8']
-    """
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1] = [found[-1][0], number]
-        else:
-            found.append([number])
-    return [" to ".join(map(str, each)) for each in found]
 
 
 def open_runs(*runs: str, runs_dir: str = DEFAULT_RUNS_DIR) -> duckdb.DuckDBPyConnection:
@@ -238,42 +219,3 @@ def _evals_table(directories: Sequence[RunDirectory]) -> pa.Table:
         for report in directory.metrics.evals()
     ]
     return pa.Table.from_pylist(rows, pa.schema([("run_id", pa.string()), *names.items()]))
-
-
-def load_queries(folder: str) -> dict[str, str]:
-    """Return the saved queries of a folder by name: its files that end in `.sql`.
-
-    Raises:
-        ConfigError: There are none, or one is not a query.
-    """
-    queries = {path.stem: path.read_text() for path in sorted(Path(folder).glob("*.sql"))}
-    if not queries:
-        raise ConfigError(f"runtime.queries = {folder!r} has no file that ends in .sql; add one, or leave it out")
-    for name, sql in queries.items():
-        try:
-            check_query(sql)
-        except QueryError as error:
-            raise ConfigError(f"runtime.queries: {folder}/{name}.sql: {error}") from None
-    return queries
-
-
-def check_step(directory: RunDirectory, step: int, queries: dict[str, str]) -> list[FailedQuery]:
-    """Ask all queries about a finished step; return those that have an answer, or none can be found for."""
-    failed = []
-    with RunQueries([directory]) as opened:
-        for name, sql in queries.items():
-            try:
-                table = opened.query(sql, {STEP: step} if f"${STEP}" in sql else None)
-            except PipelineError as error:
-                failed.append(FailedQuery(name=name, error=str(error)))
-                continue
-            if table.num_rows:
-                rows = tuple(json.dumps(row, default=str) for row in table.slice(0, MAX_ROWS).to_pylist())
-                failed.append(FailedQuery(name=name, num_rows=table.num_rows, rows=rows))
-    return failed
-
-
-if __name__ == "__main__":
-    run, number, queries_folder = sys.argv[1:]
-    found = check_step(RunDirectory(run), int(number), load_queries(queries_folder))
-    print(QueryReport(failed=tuple(found)).model_dump_json())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.history.sql import check_step, load_queries
+from infra.history.checks import check_step, load_queries
 from infra.storage.runs import RunDirectory
 from schemas.errors import ConfigError
 from tests.support.small_run import make_small_run

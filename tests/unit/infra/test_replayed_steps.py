@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from infra.checkpoints.store import CheckpointStore, open_checkpoints
-from infra.history.diff import compare_checkpoints, compare_updates
 from infra.history.moves import largest_moves
 from infra.history.start import History
 from infra.history.stored import StoredStep, with_rewards
+from infra.history.weights import compare_checkpoints, compare_updates
 from infra.storage.lineage import Fork, load_fork, save_fork
 from infra.storage.runs import RunDirectory
 from infra.stores.files import ReplayColumnStore
