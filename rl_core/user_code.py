@@ -31,13 +31,9 @@ def import_user_module(key: str, path: str, error_class: type[UserError]) -> tup
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # importing a user's module may raise anything
-        advice = (
-            'put what is to run as a program under `if __name__ == "__main__":`'
-            if isinstance(error, SystemExit)
-            else "is the module's folder the current one, or on PYTHONPATH?"
-        )
         raise error_class(
-            f"{key} {path!r}: importing {module_name!r} raised {' '.join(describe_error(error).split())}; {advice}"
+            f"{key} {path!r}: importing {module_name!r} raised {' '.join(describe_error(error).split())}"
+            f"{_import_advice(error)}"
         ) from error
     if shadowed := _shadowed_file(module):
         imported = getattr(module, "__file__", None) or "a module of Python"
@@ -46,6 +42,14 @@ def import_user_module(key: str, path: str, error_class: type[UserError]) -> tup
             "give your file another name"
         )
     return module, name
+
+
+def _import_advice(error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return ""  # it has its own
+    if isinstance(error, SystemExit):
+        return '; put what is to run as a program under `if __name__ == "__main__":`'
+    return "; is the module's folder the current one, or on PYTHONPATH?"
 
 
 def _shadowed_file(module: ModuleType) -> Path | None:

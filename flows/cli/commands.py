@@ -61,7 +61,7 @@ def demo(
     """Generate a data set and a tiny model, warm-start the model, and improve it with GRPO."""
     from flows.cli.demo import RECIPE, TINY, demo_overrides, prepare_demo
     from flows.cli.run import run_training
-    from flows.cli.session import prefect_session, run_flow
+    from flows.lifecycle.session import prefect_session, run_flow
 
     last = [f"steps={steps}"] if steps else []
     config = _load(config_name, [*demo_overrides(seed, tiny), *(overrides or []), *last])
@@ -82,7 +82,7 @@ def train(
 ) -> None:
     """Train with a config; everything is checked before anything is started."""
     from flows.cli.run import run_training
-    from flows.cli.session import prefect_session
+    from flows.lifecycle.session import prefect_session
     from flows.plan.footprint import check_capacity
     from flows.preflight import check
     from infra.models.load import check_weight_files
@@ -137,7 +137,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     Settings that don't affect what is trained may change, e.g. runtime.num_policy_ranks=2 or steps=100.
     """
     from flows.cli.run import run_training
-    from flows.cli.session import prefect_session
+    from flows.lifecycle.session import prefect_session
     from flows.plan.footprint import check_capacity
     from flows.preflight import check, check_checkpoint
     from infra.storage.runs import RunDirectory, resumed_config

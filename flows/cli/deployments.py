@@ -15,9 +15,9 @@ from prefect.runner import Runner
 from prefect.schedules import Schedule
 from rich.console import Console
 
-from flows.cli.session import prefect_session
 from flows.deployments.automations import Automations, find_block
 from flows.deployments.register import OTHER_OFFERS, Offer, load_configs, parse_schedule, train_offers
+from flows.lifecycle.session import prefect_session
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ServiceError
 

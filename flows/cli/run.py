@@ -7,8 +7,8 @@ from prefect.exceptions import CancelledRun, TerminationSignal
 from rich.console import Console
 
 from flows.cli.report import render_summary
-from flows.cli.session import run_flow
 from flows.cli.terminal import outlived_terminal
+from flows.lifecycle.session import run_flow
 from flows.train import train
 from infra.storage.driver_log import log_error
 from infra.storage.runs import RunDirectory, new_run_id

@@ -183,13 +183,21 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         >>> config.steps, config.optim.lr, config.advantage.kind, config.loss.kind
         (9, 0.0001, 'rloo', 'clipped')
     """
+    return parse_config(read_toml(path), overrides, str(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read the values of a TOML file, which are not checked.
+
+    Raises:
+        ConfigError: The file can't be read.
+    """
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors may write a byte order mark
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors may write a byte order mark
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {path} can't be read: {error}") from None
-    return _validated(tree, overrides, str(path))
 
 
 def override_config(config: RunConfig, overrides: Sequence[str], name: str) -> RunConfig:
@@ -205,7 +213,7 @@ def override_config(config: RunConfig, overrides: Sequence[str], name: str) -> R
         _set(tree, key, value)
     for override in overrides:
         _keep_common_keys(tree, override)
-    return _validated(tree, overrides, name)
+    return parse_config(tree, overrides, name)
 
 
 def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
@@ -213,7 +221,12 @@ def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
     return sorted(_changed(before.model_dump(mode="json"), after.model_dump(mode="json"), ""))
 
 
-def _validated(tree: dict[str, Any], overrides: Sequence[str], name: str) -> RunConfig:
+def parse_config(tree: dict[str, Any], overrides: Sequence[str], name: str) -> RunConfig:
+    """Return the config of these values, changed by `overrides` in order; `name` names it in error messages.
+
+    Raises:
+        ConfigError: An override can't be read, or a key or value is invalid.
+    """
     for override in overrides:
         _apply(tree, override)
     try:

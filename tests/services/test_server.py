@@ -23,7 +23,7 @@ from prefect import flow, get_run_logger, task
 from prefect.events import emit_event
 from rich.console import Console
 from flows.lifecycle.exit import exit_process
-from flows.cli.session import prefect_session, run_flow
+from flows.lifecycle.session import prefect_session, run_flow
 from flows.lifecycle.outages import call_through_outages
 from schemas.config.runtime import RuntimeConfig
 from schemas.errors import ServerLostError

@@ -1,8 +1,9 @@
-"""The environment in which a command runs a flow: a Prefect API, and readable log lines in the terminal."""
+"""What a flow needs around it when Sluice starts it: a Prefect API, and readable log lines."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -45,10 +46,12 @@ def prefect_session(runtime: RuntimeConfig, console: Console) -> Iterator[None]:
     assert api_url is not None
     with temporary_settings({PREFECT_API_URL: api_url}), ExitStack() as stack:
         console.print(f"Prefect UI: [bold]{api_url.removesuffix('/api')}[/bold]")
-        _log_to(console)
+        stack.enter_context(_logged_to(console))
         if api_url == services.prefect_api_url:
             stack.enter_context(prefect_kept_running(services))
-        stack.callback(deliver_events, api_url)
+        # In a thread, where no event loop runs: Prefect would return coroutines of this one.
+        deliverer = stack.enter_context(ThreadPoolExecutor(1))
+        stack.callback(lambda: deliverer.submit(deliver_events, api_url).result())
         yield
 
 
@@ -61,16 +64,22 @@ def run_flow(flow: Callable[[], Awaitable[Result]], runtime: RuntimeConfig) -> R
     return asyncio.run(call_through_outages(flow, runtime.prefect_patience_seconds))
 
 
-def _log_to(console: Console) -> None:
+@contextmanager
+def _logged_to(console: Console) -> Iterator[None]:
     """Print Sluice's own log lines and other packages' warnings; Prefect's state messages are only in its UI."""
     import prefect.main  # noqa: F401  sets up logging when first imported, so ours must be set up after it
 
     logging.raiseExceptions = False  # otherwise Prefect prints several lines for logs that the server doesn't take
     root = logging.getLogger()
-    root.handlers = [handler for handler in root.handlers if not isinstance(handler, PrefectConsoleHandler)]
-    root.addHandler(_ConsoleHandler(console))
+    root.handlers = [each for each in root.handlers if not isinstance(each, PrefectConsoleHandler)]
+    handler = _ConsoleHandler(console)
+    root.addHandler(handler)
     for name in OWN_PACKAGES:
         logging.getLogger(name).setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
 
 
 class _ConsoleHandler(logging.Handler):

@@ -1,0 +1,149 @@
+"""Runs started from Python: what `sluice train` and `sluice resume` do, with the run's summary as the result."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flows.lifecycle.outages import call_through_outages
+from flows.lifecycle.session import prefect_session
+from flows.plan.footprint import check_capacity
+from flows.preflight import check, check_checkpoint
+from flows.summary import finished_summary
+from flows.train import train
+from infra.models.load import check_weight_files
+from infra.ray.module_path import append_working_directory
+from infra.storage.runs import RunDirectory, new_run_id, resumed_config
+from infra.workers.inputs import check_files
+from schemas.config.load import parse_config, read_toml
+from schemas.config.run import RunConfig
+from schemas.errors import ConfigError
+from schemas.step import RunSummary
+
+_active: list[str] = []  # the run that this process trains
+
+
+def train_run(
+    config: Mapping[str, Any] | str | Path,
+    *,
+    reward: Callable[..., Any] | None = None,
+    run_id: str | None = None,
+) -> RunSummary:
+    """Train, and return when the run is finished. Where an event loop runs, as in a notebook, use `train_run_async`.
+
+    Everything is checked before anything is started. If neither the config nor the environment names a Prefect server
+    and a Ray cluster, local ones are started, which stay until `sluice down`. The run is like one of `sluice train`:
+    if it stops, the same call with its `run_id` continues it, and so does `sluice resume`.
+
+    Args:
+        config: The configuration, with its sections as dicts; or the path of a TOML file.
+        reward: The reward function, in place of the config's `reward`: a plain function of this script or of a module,
+            from which the reward processes import it.
+        run_id: The run's id; an existing run is continued. None: the config's name and the time.
+
+    Raises:
+        UserError: Something in the config, the data, the model or the reward is not usable.
+        PipelineError: The run stopped; it can be resumed.
+
+    Example:
+        >>> train_run({"model": {"path": "tiny"}, "data": {"train_path": "train.jsonl"}, "reward": {"kind": "exact"}})
+        Traceback (most recent call last):
+        schemas.errors.ConfigError: config: missing key steps
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(train_run_async(config, reward=reward, run_id=run_id))
+    raise ConfigError("an event loop is running, as in a notebook; write `await train_run_async(...)` instead")
+
+
+async def train_run_async(
+    config: Mapping[str, Any] | str | Path,
+    *,
+    reward: Callable[..., Any] | None = None,
+    run_id: str | None = None,
+) -> RunSummary:
+    """Train as `train_run` does, in the running event loop; if cancelled, the run stops, and can be resumed."""
+    append_working_directory()
+    values = dict(config) if isinstance(config, Mapping) else read_toml(Path(config))
+    if reward is not None:
+        values["reward"] = {"kind": "function", "path": import_path(reward)}
+    parsed = parse_config(values, (), "config" if isinstance(config, Mapping) else str(config))
+    run_id = run_id or new_run_id(parsed.name)
+    with _only_run(run_id):
+        if (finished := finished_summary(parsed, run_id)) is not None:
+            return finished
+        checked = _check(parsed, run_id)
+        with prefect_session(checked.runtime, Console()):
+            try:
+                return await call_through_outages(
+                    lambda: train(checked, run_id=run_id), checked.runtime.prefect_patience_seconds
+                )
+            except Exception as error:
+                error.add_note(f"to resume, call train_run with run_id={run_id!r}, or: sluice resume {run_id}")
+                raise
+
+
+def import_path(function: Callable[..., Any]) -> str:
+    """Return the import path `module:name` by which other processes find a function.
+
+    Raises:
+        ConfigError: They can't: it isn't at the top of a module, or of a script below the current folder.
+    """
+    name = getattr(function, "__qualname__", None)
+    if name is None or not name.isidentifier():
+        raise ConfigError(
+            f"reward {function!r} is not a function defined by `def` at the top of a script or module, from which "
+            "the reward processes could import it"
+        )
+    if (module := function.__module__) != "__main__":
+        return f"{module}:{name}"
+    main = sys.modules["__main__"]
+    if (spec := getattr(main, "__spec__", None)) is not None:  # python -m folder.script
+        return f"{spec.name}:{name}"
+    if (file := getattr(main, "__file__", None)) is None:
+        raise ConfigError(f"reward {name} is defined in a notebook or a shell; put it into a file, and import it")
+    script = Path(file).resolve()
+    parts = script.relative_to(Path.cwd()).with_suffix("").parts if script.is_relative_to(Path.cwd()) else ()
+    if not parts or not all(part.isidentifier() for part in parts):
+        raise ConfigError(
+            f"reward {name} is defined in {script}, which the reward processes can't import as a module from the "
+            f"current folder {Path.cwd()}; start the script in its folder, under a name that is an identifier"
+        )
+    return f"{'.'.join(parts)}:{name}"
+
+
+@contextmanager
+def _only_run(run_id: str) -> Iterator[None]:
+    """Refuse another run in this process, as Prefect's and Ray's connections are the process's."""
+    if _active:
+        raise ConfigError(
+            f"this process trains run {_active[0]} already; in a script that defines its reward, call train_run under "
+            '`if __name__ == "__main__":`'
+        )
+    _active.append(run_id)
+    try:
+        yield
+    finally:
+        _active.clear()
+
+
+def _check(config: RunConfig, run_id: str) -> RunConfig:
+    """Return the config that a run starts or goes on with, checked.
+
+    Raises:
+        UserError: A part of it is not usable, or the run exists and is another one.
+    """
+    directory = RunDirectory.at(config, run_id)
+    if is_there := directory.exists:
+        config = resumed_config(directory, config)
+        check_files(directory, config)
+    check_capacity(config, check(config))
+    check_weight_files(config.model)
+    if is_there:
+        check_checkpoint(directory, config)
+    return config

@@ -1,0 +1,53 @@
+"""Runs that a script starts: with a reward of its own, continued in an event loop as in a notebook, and resumed."""
+
+import json
+
+from tests.support.workplace import Workplace
+
+SCRIPT = """
+import asyncio, logging
+from flows import train_run, train_run_async
+
+CONFIG = {
+    "steps": 1,
+    "model": {"path": "model"},
+    "data": {"train_path": "train.parquet"},
+    "rollout": {"num_prompts": 2, "samples_per_prompt": 2, "max_response_tokens": 8},
+}
+
+def score(prompt, completion, answer, info):
+    return len(completion) / 8
+
+async def cell(steps):
+    return await train_run_async(CONFIG | {"steps": steps}, reward=score, run_id="scripted")
+
+if __name__ == "__main__":
+    handlers = list(logging.getLogger().handlers)
+    for summary in (train_run(CONFIG, reward=score, run_id="scripted"), asyncio.run(cell(2)), asyncio.run(cell(2))):
+        print("SUMMARY", summary.model_dump_json())
+"""
+
+
+def test_a_script_starts_and_continues_a_run_with_a_reward_of_its_own(workplace: Workplace) -> None:
+    printed = workplace.python(_write(workplace, "my_run.py", SCRIPT))
+    summaries = [json.loads(line.removeprefix("SUMMARY ")) for line in printed.splitlines() if "SUMMARY" in line]
+    assert [summary["steps"] for summary in summaries] == [1, 2, 2]
+    assert summaries[1] == summaries[2]
+    lines = [line for line in printed.splitlines() if line.startswith("step ")]
+    assert len(lines) == 2, printed  # each step's line once, also by the second run of the process
+    assert workplace.run("scripted").config.reward.path == "scripts.my_run:score"
+    assert "3 of 3 steps" in workplace.sluice("resume", "scripted", "steps=3") + workplace.sluice("resume", "scripted")
+
+
+def test_a_script_without_a_main_guard_is_told_so_before_anything_starts(workplace: Workplace) -> None:
+    script = SCRIPT.replace('if __name__ == "__main__":', "if True:")
+    printed = workplace.python(_write(workplace, "unguarded.py", script), exit_code=1)
+    assert 'call train_run under `if __name__ == "__main__":`' in printed.splitlines()[-1]
+    assert "starting" not in printed
+
+
+def _write(workplace: Workplace, name: str, script: str) -> str:
+    folder = workplace.folder / "scripts"
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(script)
+    return f"scripts/{name}"

@@ -1,0 +1,38 @@
+"""`train_run`: which functions other processes find, and what is refused before anything starts."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from flows import train_run
+from flows.api import import_path
+from schemas.errors import ConfigError
+from tests.support.tiny import make_tiny_model
+
+
+def test_a_function_of_a_module_is_found_by_its_name() -> None:
+    assert import_path(make_tiny_model) == "tests.support.tiny:make_tiny_model"
+
+
+@pytest.mark.parametrize(
+    "reward", [lambda *_: 0.0, partial(make_tiny_model), "".join], ids=["lambda", "partial", "method"]
+)
+def test_what_no_other_process_finds_is_refused(reward: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="not a function defined by `def` at the top of a script or module"):
+        import_path(reward)
+
+
+def test_in_a_running_event_loop_the_other_call_is_named() -> None:
+    async def cell() -> None:
+        train_run({})
+
+    with pytest.raises(ConfigError, match="await train_run_async"):
+        asyncio.run(cell())
+
+
+def test_a_wrong_key_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"config: .*optim.*did you mean 'lr'"):
+        train_run({"optim": {"lrr": 1}})
