@@ -7,9 +7,7 @@ from prefect.utilities.urls import url_for
 
 from infra.storage.runs import RunDirectory, resumed_config
 from schemas.config.run import RunConfig
-from schemas.step import RunSummary
-
-SUMMARY_STEPS = 10
+from schemas.step import RunSummary, averaged_steps
 
 
 def summarize(directory: RunDirectory, store_bytes: int) -> RunSummary:
@@ -23,12 +21,13 @@ def summarize(directory: RunDirectory, store_bytes: int) -> RunSummary:
     rewards = [report.metrics["reward"] for report in steps]
     accuracies = {report.policy_version: report.accuracy for report in evals}
     seconds = sum(report.seconds for report in steps)
+    window = averaged_steps(len(steps))
     phases = {name for report in steps for name in report.seconds_by_phase}
     return RunSummary(
         run_id=directory.run_id,
         steps=len(steps),
-        reward_first=fmean(rewards[:SUMMARY_STEPS]),
-        reward_last=fmean(rewards[-SUMMARY_STEPS:]),
+        reward_first=fmean(rewards[:window]),
+        reward_last=fmean(rewards[-window:]),
         accuracy_before=accuracies.get(0),
         accuracy_after=accuracies.get(len(steps)),
         seconds=seconds + sum(report.seconds for report in evals),

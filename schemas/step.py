@@ -182,13 +182,23 @@ class RunEvent(Frozen):
     versions: dict[str, str] = Field(default_factory=dict)  # of Sluice and its main dependencies, by distribution
 
 
+def averaged_steps(num_steps: int) -> int:
+    """Return over how many first and last steps a run's summary averages the reward: of a short run, over its halves.
+
+    Example:
+        >>> [averaged_steps(num_steps) for num_steps in (1, 8, 30)]
+        [1, 4, 10]
+    """
+    return max(min(num_steps // 2, 10), 1)
+
+
 class RunSummary(Frozen):
     """One finished run, the content of `summary.json`."""
 
     run_id: SafeName
     steps: NonNegativeInt
-    reward_first: float  # mean reward of the first 10 steps
-    reward_last: float  # mean reward of the last 10 steps
+    reward_first: float  # mean of the first `averaged_steps(steps)` steps
+    reward_last: float  # mean of as many last ones
     accuracy_before: float | None
     accuracy_after: float | None
     seconds: float

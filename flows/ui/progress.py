@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from schemas.config.run import RunConfig
 from schemas.metric_catalog import View, metrics_of
 from schemas.placement import WorkerPlace
-from schemas.step import EvalReport, RunSummary, SourceReport, StepReport
+from schemas.step import EvalReport, RunSummary, SourceReport, StepReport, averaged_steps
 
 
 def metric_values(metrics: Mapping[str, float], view: View) -> dict[str, str]:
@@ -75,10 +75,11 @@ def source_rows(report: EvalReport) -> list[tuple[str, str]]:
 def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """Return the figures of a finished run, each with its name."""
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.seconds_by_phase.items())
+    averaged = averaged_steps(summary.steps)
     rows = [
         ("steps", str(summary.steps)),
         (
-            "reward, mean of first 10 → last 10 steps",
+            f"reward, mean of first {averaged} → last {averaged} steps",
             f"{summary.reward_first:.3f} → {summary.reward_last:.3f}",
         ),
     ]

@@ -35,7 +35,7 @@ def test_a_script_starts_and_continues_a_run_with_a_reward_of_its_own(workplace:
     assert summaries[1] == summaries[2]
     lines = [line for line in printed.splitlines() if line.startswith("step ")]
     assert len(lines) == 2, printed  # each step's line once, also by the second run of the process
-    assert workplace.run("scripted").config.reward.path == "scripts.my_run:score"
+    assert workplace.run("scripted").config().reward.path == "scripts.my_run:score"
     assert "3 of 3 steps" in workplace.sluice("resume", "scripted", "steps=3") + workplace.sluice("resume", "scripted")
 
 

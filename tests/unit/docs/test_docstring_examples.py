@@ -25,6 +25,7 @@ MODULES = [
     "schemas.config.load",
     "schemas.metric_catalog",
     "schemas.metrics",
+    "schemas.step",
 ]
 
 
