@@ -233,16 +233,17 @@ def export(
 
 @app.command()
 def report(
-    runs: Annotated[list[str], typer.Argument(help="A run's id or directory; several are compared.", metavar="RUN...")],
-    out: Annotated[
-        Path | None, typer.Option(help="The page; default: report.html in the run, or comparison.html beside the runs.")
-    ] = None,
+    runs: Annotated[list[str], typer.Argument(help="The run's id, directory or URL.", metavar="RUN")],
+    out: Annotated[Path | None, typer.Option(help="The page; default: report.html in the run.")] = None,
     runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
 ) -> None:
-    """Show a run's metrics, and write a page with its curves, timeline and rows; or compare several runs."""
-    from flows.cli.report import write_pages
+    """Show a run's metrics, and write a page with its curves, timeline and rows."""
+    from flows.cli.report import write_page
+    from schemas.errors import UserError
 
-    write_pages(console, runs, runs_dir, out)
+    if len(runs) > 1:
+        raise UserError(f"sluice report takes one run; to compare two: sluice diff {runs[0]} {runs[1]}")
+    write_page(console, runs[0], runs_dir, out)
 
 
 @app.command()

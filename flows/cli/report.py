@@ -1,4 +1,4 @@
-"""`sluice runs` and `sluice report`: runs in the terminal, and their pages."""
+"""`sluice runs` and `sluice report`: runs in the terminal, and the page of one."""
 
 import time
 from collections.abc import Sequence
@@ -19,21 +19,17 @@ from schemas.step import RunSummary
 ONE_MINUTE, ONE_HOUR, ONE_DAY = 60, 3600, 86400
 
 
-def write_pages(console: Console, runs: Sequence[str], runs_dir: str, out: Path | None) -> None:
-    """Print a run's metrics and write its report; of several runs, write their comparison.
+def write_page(console: Console, run: str, runs_dir: str, out: Path | None) -> None:
+    """Print a run's metrics and write its report.
 
     Raises:
         RunError: There is no such run, or it has no finished step.
     """
-    from flows.report.comparison import write_comparison  # here, since plotly is not needed for the other functions
-    from flows.report.run import write_report
+    from flows.report.run import write_report  # here, since plotly is not needed for the other functions
 
-    first, *others = (RunDirectory.open(run, runs_dir) for run in runs)
-    if others:
-        page = write_comparison([first, *others], out)
-    else:
-        page = write_report(first, out)
-        console.print(render_table(first))
+    directory = RunDirectory.open(run, runs_dir)
+    page = write_report(directory, out)
+    console.print(render_table(directory))
     console.print(f"wrote {page}", soft_wrap=True)
 
 

@@ -1,5 +1,5 @@
-"""The report of a run, and the comparison of several: self-contained, interactive HTML pages that work offline.
+"""The report of a run: a self-contained, interactive HTML page that works offline.
 
-`run.py` and `comparison.py` write the pages; `panels.py`, `timing.py` and `samples.py` make their panels, `charts.py`
-the charts, and `page.html` is the template. Nothing here imports Prefect, Ray or torch.
+`run.py` writes the page; `panels.py` and `samples.py` make its panels, `charts.py` the charts, and `page.html` is the
+template. Nothing here imports Prefect, Ray or torch.
 """

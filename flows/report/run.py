@@ -17,20 +17,10 @@ def write_report(directory: RunDirectory, path: Path | None = None) -> str:
     Raises:
         RunError: The run has no finished step, or its config is not one of this version of Sluice.
     """
-    run = read_reportable(directory)
-    place = str(path) if path else places.join(directory.url, "report.html")
-    return write_page(place, run.run_id, verdict(run), find_alarms(run), run_panels(run))
-
-
-def read_reportable(directory: RunDirectory) -> RunRecord:
-    """Read a run that has something to report.
-
-    Raises:
-        RunError: The run has no finished step, or its config is not one of this version of Sluice.
-    """
     run = RunRecord.read(directory)
     if not run.steps:
         raise RunError(
             f"run {directory.run_id} has no finished steps to report; resume with: sluice resume {directory.argument}"
         )
-    return run
+    place = str(path) if path else places.join(directory.url, "report.html")
+    return write_page(place, run.run_id, verdict(run), find_alarms(run), run_panels(run))

@@ -83,16 +83,3 @@ def test_a_panel_without_data_says_so(runs_dir: Path, sluice: Command, page: Pag
     assert "No step published weights" in text
     assert "data.eval_path is not set" in text
     assert "No step has shares of a curriculum, or stored groups" in text
-
-
-def test_runs_are_compared(runs_dir: Path, sluice: Command, page: Page) -> None:
-    code, out, _ = sluice("report", "whole", "other")
-    assert code == 0
-    assert f"wrote {runs_dir / 'comparison.html'}" in out
-    assert assert_drawn(page, runs_dir / "comparison.html") == ["Summary", "Curves", "Configuration"]
-    assert "2 runs; config keys that differ: 1; equal metrics in every step" in page.text()
-    assert page.evaluate("[...document.querySelectorAll('td')].map(cell => cell.innerText).slice(-3)") == [
-        "seed",
-        "0",
-        "1",
-    ]

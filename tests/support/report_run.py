@@ -1,12 +1,10 @@
 """Runs with all records that a report draws, written by hand."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from infra.storage.profiles import write_trace
-from infra.storage.runs import RunDirectory
 from schemas.step import EvalReport, RunEvent, SourceReport, Span, StepReport
 from schemas.store import StoreTraffic, StoreUsage
 from schemas.summary import LengthHistogram
@@ -90,7 +88,7 @@ def evaluation(version: int) -> EvalReport:
 
 @pytest.fixture(scope="module")
 def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs with all records, whose data, model and worker attack the page; and one of an earlier version."""
+    """A run with all records, whose data, model and worker attack the page; and one of an earlier version."""
     folder = tmp_path_factory.mktemp("reports")
     make_tiny_model(folder / "model")
     with pytest.MonkeyPatch.context() as patch:
@@ -107,9 +105,6 @@ def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole.metrics.append_eval(evaluation(0))
     whole.metrics.append_eval(evaluation(NUM_STEPS))
     write_trace(whole, 2, "policy-0", "update", b"")
-    shutil.copytree(whole.path, whole.path.with_name("other"))
-    other = RunDirectory(whole.path.with_name("other"))
-    other.write_config(other.config().replace(seed=1))
     absent = {
         "store": None,
         "publish": None,

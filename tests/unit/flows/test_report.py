@@ -22,7 +22,7 @@ def sluice(runs_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_what_can_not_be_reported(runs_dir: Path, sluice: Command) -> None:
     assert_rejected(sluice("report", "absent"), "no run 'absent'")
-    assert_rejected(sluice("report", "whole", "whole"), "runs to compare need different ids")
+    assert_rejected(sluice("report", "whole", "old"), "takes one run; to compare two: sluice diff whole old")
 
 
 def with_steps(runs_dir: Path, **changes: float) -> RunRecord:
