@@ -1,22 +1,27 @@
-"""Shared parts of the benchmark commands: progress, errors, termination, and printing the report."""
+"""The frame of the benchmarks: options from a plan, progress, errors, termination, and the report."""
 
+import argparse
 import json
 import logging
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from infra.services import LocalServices
-from schemas.errors import PipelineError
+from schemas.errors import ConfigError, PipelineError
 
-USER_ERROR, TERMINATED = 2, 128 + signal.SIGTERM
+FAILED, USER_ERROR = 1, 2
+Report = dict[str, Any]  # JSON values
+Plan = TypeVar("Plan")
 
 
 class HasServices(Protocol):
@@ -28,42 +33,122 @@ class HasServices(Protocol):
 Place = TypeVar("Place", bound=HasServices)
 
 
-@contextmanager
-def benchmark_session() -> Iterator[None]:
-    """Log progress to standard error and print errors on one line; on SIGTERM, clean up as after an exception."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that children and services are stopped, too
+@dataclass(frozen=True)
+class Benchmark(Generic[Plan]):
+    """A benchmark.
+
+    Attributes:
+        plan: The default settings, a frozen dataclass of `option` fields.
+        quick: The settings of a smoke test, which measures nothing of use.
+        measure: Returns the report.
+        render: Returns the report for a terminal; a text is printed as it is.
+        is_passed: Whether the exit code is 0.
+    """
+
+    plan: Plan
+    quick: Plan
+    measure: Callable[[Plan], Report]
+    render: Callable[[Report], RenderableType]
+    is_passed: Callable[[Report], bool] = lambda _: True
+
+
+def option(default: Any, text: str, **settings: Any) -> Any:
+    """Return a field of a plan that is an option of the command.
+
+    Args:
+        default: A truth value, a number or text, or a tuple of these, which is comma-separated on the command line
+            unless `settings` has `nargs`.
+        text: The option's help.
+        settings: Further arguments of argparse's `add_argument`.
+    """
+    return field(default=default, metadata={"help": text, **settings})
+
+
+def run(benchmark: Benchmark[Any], command: str, title: str, arguments: Sequence[str]) -> None:
+    """Measure as the command line says, and print the report; on SIGTERM, clean up as after an exception."""
+    parser = argparse.ArgumentParser(prog=command, description=title)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, on the last line")
+    parser.add_argument("--quick", action="store_true", help="a smoke test, not a measurement")
+    for each in fields(benchmark.plan):
+        parser.add_argument(f"--{each.name.replace('_', '-')}", **_argument(each.default, dict(each.metadata)))
+    chosen = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    as_json, quick = chosen.pop("json"), chosen.pop("quick")
+    signal.signal(signal.SIGTERM, _exit)  # so that children and services are stopped, too
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("benchmarks").setLevel(logging.INFO)
     try:
-        yield
+        report = benchmark.measure(replace(benchmark.quick if quick else benchmark.plan, **chosen))
     except PipelineError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(USER_ERROR) from None
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    if as_json:
+        print(json.dumps(report))
+    elif isinstance(shown := benchmark.render(report), str):
+        print(shown)
+    else:
+        Console().print(shown)
+    sys.exit(0 if benchmark.is_passed(report) else FAILED)
+
+
+def choose(name: str, chosen: Iterable[str], known: Iterable[str]) -> None:
+    """Check that the values of an option are known ones.
+
+    Raises:
+        ConfigError: One of them is not.
+    """
+    names = list(known)
+    for each in chosen:
+        if each not in names:
+            raise ConfigError(f"--{name}: {each!r} is not one of {', '.join(names)}")
 
 
 @contextmanager
-def benchmark_place(make: Callable[[Path], Place]) -> Iterator[Place]:
-    """Make a place in a temporary folder, within a benchmark session; at the end, stop its services and delete it."""
-    with benchmark_session(), tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
+def temporary_place(make: Callable[[Path], Place]) -> Iterator[Place]:
+    """Make a place in a temporary folder; at the end, stop its services and delete it."""
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
         place = make(Path(folder))
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # or its services would be left behind
+        signal.signal(signal.SIGTERM, _exit)  # or its services would be left behind
         try:
             yield place
         finally:
             place.services.stop()
 
 
-def print_report(report: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], RenderableType]) -> None:
-    """Print the report, as JSON or as `render` formats it."""
-    if as_json:
-        print(json.dumps(report))
-    else:
-        Console().print(render(report))
+def table(title: str, rows: Mapping[str, Mapping[str, object]], notes: Iterable[str] = ()) -> Group:
+    """Return a table of named rows with the same columns, numbers with three digits or more, and lines of text."""
+    columns = dict.fromkeys(name for row in rows.values() for name in row)
+    shown = Table("", *columns, title=title, title_justify="left")
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    for name, row in rows.items():
+        shown.add_row(Text(name), *(Text(_cell(row.get(column))) for column in columns))
+    return Group(shown, Text("\n".join(notes)))
 
 
-def print_table(title: str, lines: dict[str, dict[str, float]], title_width: int, figure_width: int) -> None:
-    """Print one line per entry, with its figures in columns of these widths, in characters."""
-    names = next(iter(lines.values()))
-    print(f"{title:{title_width}}", *(f"{name:>{figure_width}}" for name in names))
-    for label, figures in lines.items():
-        print(f"{label:{title_width}}", *(f"{value:>{figure_width}}" for value in figures.values()))
+def _argument(default: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(default, bool):
+        return {"action": "store_true", "default": None, **settings}
+    if "nargs" in settings:
+        return settings
+    if isinstance(default, tuple):
+        kind = type(default[0]) if default else str
+        return {"type": lambda text: tuple(kind(part.strip()) for part in text.split(",")), **settings}
+    return {"type": _count if isinstance(default, int) and default else type(default), **settings}
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "-" if value is None else str(value)
+
+
+def _exit(number: int, _: object) -> None:
+    sys.exit(128 + number)

@@ -1,14 +1,14 @@
 """The table of families in docs/models.md: tiny random models of every causal family of transformers.
 
-    python -m benchmarks.families > families.md
+    sluice bench families > families.md
 
 Rows are longer than every window and than the original positions. A column is a function of a config that returns why
 not, or None: to add one, add it to `COLUMNS`.
 """
 
-import sys
+import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from benchmarks.command import Benchmark, Report, choose, option
 from infra.checkpoints.model import write_model_folder
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore
@@ -32,6 +33,8 @@ from rl_core.scoring.miniature import build_miniature
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import describe
 from tests.support.families import write_dtype
+
+logger = logging.getLogger(__name__)
 
 ANY_LENGTH = 10**9
 _MERGED_TOLERANCE = 1e-3  # of logits: W + s B A rounds otherwise than W x + s B (A x)
@@ -169,26 +172,43 @@ COLUMNS: dict[str, Callable[[Family], str | None]] = {
 }
 
 
-def rows() -> Iterator[tuple[str, list[str | None]]]:
+@dataclass(frozen=True)
+class Plan:
+    """Which families."""
+
+    families: tuple[str, ...] = option((), "comma-separated model types; default: all that transformers has")
+
+
+def rows(names: Iterable[str]) -> Iterator[tuple[str, list[str | None]]]:
     """Yield each family that a tiny model can be made of, and why it can't be used in the way of each column."""
-    for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - WITHOUT_DEFAULTS):
+    for name in names:
         family = Family(CONFIG_MAPPING[name](**OPTIONS.get(name, {})))
         if family.structure is not None:
             yield name, [_reason(column, family) for column in COLUMNS.values()]
 
 
-def main() -> None:
-    """Print the table in Markdown, of the families that can be scored at all; the reasons go to standard error."""
+def measure(plan: Plan) -> Report:
+    """Return why each family can't be used in the way of each column, None: it can; progress goes to the log."""
     transformers.logging.set_verbosity_error()
-    print("| family |", " | ".join(COLUMNS), "|")
-    print("|---" * (1 + len(COLUMNS)) + "|")
-    for family, reasons in rows():
-        for column, reason in zip(COLUMNS, reasons, strict=True):
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - WITHOUT_DEFAULTS
+    choose("families", plan.families, sorted(known))
+    report: Report = {}
+    for family, reasons in rows(sorted(plan.families or known)):
+        report[family] = dict(zip(COLUMNS, reasons, strict=True))
+        for column, reason in report[family].items():
             if reason is not None:
-                print(f"{family}, {column}: {reason}", file=sys.stderr)
-        if None in reasons[:2]:
-            print(f"| `{family}` |", " | ".join("yes" if reason is None else "no" for reason in reasons), "|")
+                logger.info("%s, %s: %s", family, column, reason)
+    return report
 
 
-if __name__ == "__main__":
-    main()
+def render(report: Report) -> str:
+    """Return the table in Markdown, of the families that can be scored at all."""
+    lines = [f"| family | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for family, reasons in report.items():
+        if None in (reasons["packed"], reasons["padded"]):
+            cells = ("yes" if reason is None else "no" for reason in reasons.values())
+            lines.append(f"| `{family}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+BENCHMARK = Benchmark(Plan(), Plan(families=("llama",)), measure, render)

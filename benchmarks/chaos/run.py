@@ -4,12 +4,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from rich.console import Group
 
 from benchmarks.chaos.failing_store import BUCKET, PROTOCOL, install
 from benchmarks.chaos.faults import STEPS, Fault, choose_faults, strike
 from benchmarks.chaos.results import Results, leaked_files, leaked_processes, read_results
+from benchmarks.command import Benchmark, Report, option, table, temporary_place
 from tests.support.progress import Deadlock
 from tests.support.workplace import Command, Workplace
 
@@ -26,7 +30,21 @@ WORKERS = ("runtime.num_policy_ranks=2", "rollout.num_workers=2")
 logger = logging.getLogger(__name__)
 
 
-def measure(place: Workplace, num_faults: int, seed: int, options: Sequence[str] = WORKERS) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Plan:
+    """The settings of a campaign."""
+
+    kills: int = option(10, "faults")
+    seed: int = option(0, "seed of the faults and their moments")
+
+
+def measure(plan: Plan) -> Report:
+    """Disturb real runs at random moments, resume them, and compare them with an undisturbed run."""
+    with temporary_place(Workplace) as place:
+        return disturb(place, plan.kills, plan.seed)
+
+
+def disturb(place: Workplace, num_faults: int, seed: int, options: Sequence[str] = WORKERS) -> Report:
     """Run with faults until `num_faults` have struck; the services keep running in between.
 
     Args:
@@ -75,9 +93,21 @@ def measure(place: Workplace, num_faults: int, seed: int, options: Sequence[str]
     }
 
 
-def is_passed(report: dict[str, Any]) -> bool:
+def is_passed(report: Report) -> bool:
     """Return whether every run of a report ended as the undisturbed one, left nothing over and printed no traceback."""
     return report["identical"] and not any(report[name] for name in FAULTLESS)
+
+
+def render(report: Report) -> Group:
+    """Return the report as a table of faults, and totals."""
+    rows = {
+        f"{number}: {fault['run']}": {
+            **{name: fault[name] for name in ("kind", "step", "moment", "delay")},
+            "the run": "stopped, and was resumed" if fault["stopped"] else "went on",
+        }
+        for number, fault in enumerate(report["faults"], 1)
+    }
+    return table("faults", rows, [f"{name}: {value}" for name, value in report.items() if name != "faults"])
 
 
 _COMPARED = [name for name in Results._fields if name != "files"]
@@ -152,3 +182,6 @@ def _store_options(place: Workplace) -> list[str]:
 
 def _last_line(command: Command) -> str:
     return (command.printed.strip().splitlines() or [""])[-1]
+
+
+BENCHMARK = Benchmark(Plan(), Plan(kills=1), measure, render, is_passed)

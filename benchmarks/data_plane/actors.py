@@ -8,31 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.data_plane.baselines import (
-    RayPaddedDict,
-    RayPaddedLean,
-    RayPaddedNumpy,
-    TransferQueueJagged,
-    TransferQueuePadded,
-)
+from benchmarks.data_plane.baselines import RayPadded, RayPaddedLean, TransferQueue
 from benchmarks.data_plane.batch import Ints, digests, pack_columns, reference_batch, valid_bytes
-from benchmarks.data_plane.breakdown import Parts, put_breakdown, read_breakdown
 from benchmarks.data_plane.paths import ArrowIpcPlasma, DataPath, Memcpy, Sluice
 
 Result = TypeVar("Result")
 
 PATHS: dict[str, type[DataPath]] = {
-    path.name: path
-    for path in (
-        Sluice,
-        TransferQueueJagged,
-        TransferQueuePadded,
-        RayPaddedDict,
-        RayPaddedNumpy,
-        RayPaddedLean,
-        ArrowIpcPlasma,
-        Memcpy,
-    )
+    path.name: path for path in (Sluice, TransferQueue, RayPadded, RayPaddedLean, ArrowIpcPlasma, Memcpy)
 }
 
 
@@ -75,12 +58,6 @@ class Producer:
         path.open(step)
         return timed(lambda: path.put(step))
 
-    def put_by_parts(self, name: str, step: int) -> tuple[Parts, Any]:
-        """Put the batch through Sluice; return the milliseconds of each part, and the handle."""
-        path = self._paths[name]
-        path.open(step)
-        return put_breakdown(lambda: path.put(step))
-
     def append(self, name: str, step: int, handle: Any) -> tuple[float, Any]:
         """Append a column; return the milliseconds and the handle that includes it."""
         path = self._paths[name]
@@ -116,17 +93,6 @@ class Consumer:
         fetch_ms, fetched = timed(lambda: path.fetch(handle, order))
         pack_ms, _ = timed(lambda: path.pack(fetched, order))
         return fetch_ms, pack_ms
-
-    def read_by_parts(self, name: str, handle: Any, order: Ints | None = None) -> Parts:
-        """Read the batch through Sluice; return the milliseconds of each part."""
-        path = self._paths[name]
-        return read_breakdown(lambda: path.fetch(handle, order), lambda fetched: path.pack(fetched, order))
-
-    def empty_call(self) -> float:
-        """Return the milliseconds of an empty call to Sluice's index."""
-        path = self._paths[Sluice.name]
-        assert isinstance(path, Sluice)
-        return timed(path.call_index)[0]
 
     def digests(self, name: str, handle: Any, order: Ints | None) -> dict[str, str]:
         """Return the checksums of the columns as this process reads them."""

@@ -35,17 +35,17 @@ MASKS = (ATTENTION_MASK, "prompt_lengths", "response_lengths")  # columns that m
 Padded = dict[str, Any]  # tensors [N, width] or [N], and lists of N strings
 
 
-class RayPaddedDict(DataPath):
-    """A dict of padded torch tensors through `ray.put` and `ray.get`."""
+class RayPadded(DataPath):
+    """Padded tensors as NumPy arrays, which Ray stores outside the pickle and maps without a copy."""
 
-    name = "ray_padded_dict"
-
+    name = "ray_padded"
     lean = False
 
     def prepare(self, batch: ReferenceBatch) -> None:
-        self._columns, appended = pad_batch(batch, lean=self.lean)
-        self._appended = appended[NEW_COLUMN]
-        self.num_bytes = payload_bytes(self._columns)
+        columns, appended = pad_batch(batch, lean=self.lean)
+        self.num_bytes = payload_bytes(columns)
+        self._columns = {name: _as_numpy(value) for name, value in columns.items()}
+        self._appended = _as_numpy(appended[NEW_COLUMN])
 
     def put(self, step: int) -> Refs:
         return {"columns": ray.put(self._columns)}
@@ -54,7 +54,10 @@ class RayPaddedDict(DataPath):
         return {**handle, NEW_COLUMN: ray.put(self._appended)}
 
     def fetch(self, handle: Refs, order: Ints | None) -> Padded:
-        return ray.get(handle["columns"])
+        arrays = ray.get(handle["columns"])
+        return {
+            name: torch.as_tensor(value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()
+        }
 
     def pack(self, fetched: Padded, order: Ints | None) -> Packed:
         return pack_padded(fetched, order)
@@ -64,38 +67,21 @@ class RayPaddedDict(DataPath):
         return pack_padded({APPENDED: torch.as_tensor(ray.get(handle[NEW_COLUMN])), **masks})
 
 
-class RayPaddedNumpy(RayPaddedDict):
-    """The same tensors as NumPy arrays, which Ray stores outside the pickle and maps without a copy."""
-
-    name = "ray_padded_numpy"
-
-    def put(self, step: int) -> Refs:
-        return {"columns": ray.put({name: _as_numpy(value) for name, value in self._columns.items()})}
-
-    def append(self, step: int, handle: Refs) -> Refs:
-        return {**handle, NEW_COLUMN: ray.put(self._appended.numpy())}
-
-    def fetch(self, handle: Refs, order: Ints | None) -> Padded:
-        arrays = ray.get(handle["columns"])
-        return {
-            name: torch.as_tensor(value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()
-        }
-
-
-class RayPaddedLean(RayPaddedNumpy):
+class RayPaddedLean(RayPadded):
     """The leanest padded batch: a bool loss mask, and row lengths instead of an attention mask."""
 
     name = "ray_padded_lean"
     lean = True
 
 
-class _TransferQueue(DataPath):
-    """A path through TransferQueue's SimpleStorage in its default configuration: a controller and two storage units.
+class TransferQueue(DataPath):
+    """Jagged nested tensors through TransferQueue's SimpleStorage in its default configuration.
 
-    It uses the client's own `put` and `get_data` with a BatchMeta as the handle: on this batch, reads by key take up to
-    twice as long, because they query the controller again.
+    That is a controller and two storage units, used by the client's own `put` and `get_data` with a BatchMeta as the
+    handle: on this batch, reads by key take up to twice as long, because they query the controller again.
     """
 
+    name = "transfer_queue"
     units: ClassVar[int] = 2
 
     def prepare(self, batch: ReferenceBatch) -> None:
@@ -132,18 +118,8 @@ class _TransferQueue(DataPath):
 
         transfer_queue.close()
 
-    def _containers(self, batch: ReferenceBatch) -> tuple[Padded, Padded]:
-        """Return the columns, and the appended column."""
-        raise NotImplementedError
-
     def _partition(self, step: int) -> str:
         return f"{self.name}-{step}"
-
-
-class TransferQueueJagged(_TransferQueue):
-    """Token columns as jagged nested tensors."""
-
-    name = "transfer_queue"
 
     def _containers(self, batch: ReferenceBatch) -> tuple[Padded, Padded]:
         source = pack_columns(batch.columns)
@@ -163,28 +139,6 @@ class TransferQueueJagged(_TransferQueue):
     def fetch_appended(self, handle: Any) -> Packed:
         nested = self._client.get_data(handle.select_fields([NEW_COLUMN]))[NEW_COLUMN]
         return Packed({APPENDED: _flat(nested)}, {}, {})
-
-
-class TransferQueuePadded(_TransferQueue):
-    """Token columns as padded tensors; TransferQueue returns them as nested tensors of equal rows."""
-
-    name = "transfer_queue_padded"
-
-    def _containers(self, batch: ReferenceBatch) -> tuple[Padded, Padded]:
-        return pad_batch(batch, lean=False)
-
-    def pack(self, fetched: Any, order: Ints | None) -> Packed:
-        columns = {
-            name: _rectangle(value) if isinstance(value, torch.Tensor) else value.tolist()
-            for name, value in fetched.items()
-        }
-        return pack_padded(columns)
-
-    def fetch_appended(self, handle: Any) -> Packed:
-        fetched = self._client.get_data(handle.select_fields([NEW_COLUMN, ATTENTION_MASK]))
-        return pack_padded(
-            {APPENDED: _rectangle(fetched[NEW_COLUMN]), ATTENTION_MASK: _rectangle(fetched[ATTENTION_MASK])}
-        )
 
 
 def pad_batch(batch: ReferenceBatch, *, lean: bool) -> tuple[Padded, Padded]:
@@ -274,10 +228,6 @@ def _nested(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 def _flat(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return nested.values(), nested.offsets().diff()
-
-
-def _rectangle(value: torch.Tensor) -> torch.Tensor:
-    return value.values().view(value.size(0), -1) if value.is_nested else value
 
 
 def _tensordict(columns: Padded, num_rows: int) -> Any:

@@ -122,10 +122,6 @@ class Sluice(DataPath):
     def close(self) -> None:
         self._store.close()
 
-    def call_index(self) -> None:
-        """Make an empty round trip to the index."""
-        self._store.steps()
-
     def _handle(self, step: int, chunk: ChunkRef, dtypes: dict[str, str]) -> BatchHandle:
         lengths = self._batch.prompt_lengths, self._batch.response_lengths
         return new_batch(RUN_ID, step, 0, [chunk], dtypes, *lengths)

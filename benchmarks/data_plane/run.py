@@ -9,30 +9,23 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import ray
+from rich.console import Group
 
+from benchmarks.command import Benchmark, Report, option, table
 from benchmarks.data_plane.actors import PATHS, Consumer, Producer
-from benchmarks.data_plane.baselines import (
-    RayPaddedDict,
-    RayPaddedLean,
-    RayPaddedNumpy,
-    TransferQueueJagged,
-    TransferQueuePadded,
-)
-from benchmarks.data_plane.batch import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, Ints
-from benchmarks.data_plane.paths import ArrowIpcPlasma, Memcpy, Sluice
+from benchmarks.data_plane.batch import Ints
+from benchmarks.data_plane.paths import Memcpy, Sluice
 from schemas.errors import RunError
 
-PADDED = (TransferQueuePadded.name, RayPaddedDict.name, RayPaddedNumpy.name)
 OBJECT_STORE_BYTES = 4 * 2**30
 LOGICAL_CPUS = 8  # TransferQueue's actors request one each; not a number of threads
-NEEDED = {"transfer_queue": "TransferQueue", "matplotlib": "matplotlib"}
 VERSIONS = ("ray", "torch", "pyarrow", "numpy", "tensordict", "TransferQueue")
 
 logger = logging.getLogger(__name__)
@@ -42,14 +35,14 @@ Sample = dict[str, float]  # milliseconds by operation
 
 @dataclass(frozen=True)
 class Plan:
-    """The batch sizes and repetitions to measure."""
+    """The settings of a measurement."""
 
-    num_rows: int = 512
-    repetitions: int = 25
-    warm_ups: int = 5
-    large_bytes: int = 400_000_000
-    large_repetitions: int = 7
-    large_warm_ups: int = 6
+    rows: int = option(512, "rows of the batch")
+    repetitions: int = option(25, "repetitions per path; medians are reported")
+    warm_ups: int = option(5, "repetitions before them")
+    large_bytes: int = option(400_000_000, "bytes of the large batch, of which only puts and reads are measured")
+    large_repetitions: int = option(7, "its repetitions")
+    large_warm_ups: int = option(6, "repetitions before them: the first puts fault in cold pages")
 
 
 QUICK = Plan(repetitions=2, warm_ups=1, large_bytes=40_000_000, large_repetitions=2, large_warm_ups=1)
@@ -64,42 +57,51 @@ class Processes:
     names: tuple[str, ...]
 
 
-def measure(plan: Plan) -> dict[str, Any]:
-    """Measure everything; see `_report` for the figures.
+def measure(plan: Plan) -> Report:
+    """Measure everything.
+
+    Returns:
+        `paths`: milliseconds of each path's operations, and the bytes that it stores; `ratios`: put and read of each
+        path, relative to Sluice's; `large`: the large batch; `batch` and `machine`.
 
     Raises:
-        RunError: A package of the extra `bench` is missing.
+        RunError: TransferQueue, of the extra `bench`, is missing.
         AssertionError: A consumer read something else than the producer put.
     """
-    require_extra()
+    if importlib.util.find_spec("transfer_queue") is None:
+        raise RunError("benchmarks need the extra `bench`; TransferQueue is missing: pip install -e '.[bench]'")
     with local_ray():
-        with processes(tuple(PATHS), plan.num_rows) as reference:
+        with processes(tuple(PATHS), plan.rows) as reference:
             batch = ray.get(reference.producer.describe.remote())
             logger.info("verifying every path")
             for name in reference.names:
                 verify(reference, name)
             samples = run_rounds(reference, plan.warm_ups, plan.repetitions)
             stored = {name: ray.get(reference.producer.num_bytes.remote(name)) for name in reference.names}
-            breakdown = measure_breakdown(reference, plan.repetitions)
         repeats = -(-plan.large_bytes // batch["valid_bytes"])
-        with processes((Sluice.name, Memcpy.name), plan.num_rows, repeats) as large:
+        with processes((Sluice.name, Memcpy.name), plan.rows, repeats) as large:
             large_bytes = ray.get(large.producer.describe.remote())["valid_bytes"]
             large_samples = run_rounds(large, plan.large_warm_ups, plan.large_repetitions, only_read=True)
-    return _report(plan, batch, samples, stored, breakdown, large_bytes, large_samples)
-
-
-def require_extra() -> None:
-    """Check that the packages of the extra `bench` are installed.
-
-    Raises:
-        RunError: One is missing; the message names the extra.
-    """
-    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise RunError(
-            f"benchmarks need a checkout and the extra `bench`; missing: {', '.join(missing)}; "
-            "install with: pip install -e '.[bench]'"
-        )
+    times = {name: _medians(each) for name, each in samples.items()}
+    large_times = {name: _medians(each) for name, each in large_samples.items()}
+    own = times[Sluice.name]["round_trip_ms"]
+    return {
+        "plan": asdict(plan),
+        "batch": batch,
+        "paths": {name: {**times[name], "bytes": stored[name]} for name in PATHS},
+        "ratios": {name: each["round_trip_ms"] / own for name, each in times.items() if "round_trip_ms" in each},
+        "stored_ratio": stored[Sluice.name] / batch["valid_bytes"],
+        "large": {
+            "valid_bytes": large_bytes,
+            "memcpy_ms": large_times[Memcpy.name]["put_ms"],
+            **large_times[Sluice.name],
+        },
+        "machine": {
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in VERSIONS},
+        },
+    }
 
 
 @contextmanager
@@ -175,22 +177,6 @@ def run_rounds(pair: Processes, warm_ups: int, repetitions: int, *, only_read: b
     return samples
 
 
-def measure_breakdown(pair: Processes, repetitions: int) -> dict[str, dict[str, float]]:
-    """Return the breakdown of each of Sluice's operations: medians in milliseconds."""
-    producer, consumer, name = pair.producer, pair.consumer, Sluice.name
-    samples: dict[str, list[Sample]] = defaultdict(list)
-    num_rows = _num_rows(pair)
-    for step in range(10_000, 10_000 + repetitions):
-        parts, handle = ray.get(producer.put_by_parts.remote(name, step))
-        samples["put"].append(parts)
-        samples["read"].append(ray.get(consumer.read_by_parts.remote(name, handle)))
-        order = _permutation(step, num_rows)
-        samples["permuted_read"].append(ray.get(consumer.read_by_parts.remote(name, handle, order)))
-        samples["request"].append({"empty_call": ray.get(consumer.empty_call.remote())})
-        ray.get(producer.clear.remote(name, step, handle))
-    return {operation: _medians(parts) for operation, parts in samples.items()}
-
-
 def _sample(pair: Processes, name: str, step: int, order: Ints | None) -> Sample:
     """Measure one put and one read; if `order` is given, also a read in that order and an append."""
     producer, consumer = pair.producer, pair.consumer
@@ -206,66 +192,6 @@ def _sample(pair: Processes, name: str, step: int, order: Ints | None) -> Sample
         sample["append_ms"], handle = ray.get(producer.append.remote(name, step, handle))
     ray.get(producer.clear.remote(name, step, handle))
     return sample
-
-
-def _report(
-    plan: Plan,
-    batch: dict[str, int],
-    samples: dict[str, list[Sample]],
-    stored: dict[str, int],
-    breakdown: dict[str, dict[str, float]],
-    large_bytes: int,
-    large_samples: dict[str, list[Sample]],
-) -> dict[str, Any]:
-    operations = ("put_ms", "read_ms", "permuted_read_ms", "append_ms", "round_trip_ms")
-    medians = {name: _medians(samples[name]) for name in samples}
-    paths = {
-        name: {**{operation: medians[name].get(operation) for operation in operations}, "bytes": stored[name]}
-        for name in stored
-    }
-    large = {name: _medians(large_samples[name]) for name in large_samples}
-    sluice, bare_arrow = medians[Sluice.name], medians[ArrowIpcPlasma.name]
-    round_trips = {name: medians[name].get("round_trip_ms", 0.0) for name in medians}
-    best_padded = min(PADDED, key=lambda name: round_trips[name])
-    width = MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS
-    return {
-        "batch": {
-            **batch,
-            "fill": round(batch["tokens"] / (batch["rows"] * width), 4),
-            "padded_bytes": stored[RayPaddedDict.name],
-            "repetitions": plan.repetitions,
-            "warm_ups": plan.warm_ups,
-        },
-        "paths": {name: {**_rounded(path), "verified": True} for name, path in paths.items()},
-        "ratio_vs_transfer_queue": _ratio(round_trips[TransferQueueJagged.name], round_trips[Sluice.name]),
-        "ratio_vs_best_padded": _ratio(round_trips[best_padded], round_trips[Sluice.name]),
-        "best_padded": best_padded,
-        "ratio_vs_lean_padded": _ratio(round_trips[RayPaddedLean.name], round_trips[Sluice.name]),
-        "memcpy_fraction_400mb": _ratio(large[Memcpy.name]["put_ms"], large[Sluice.name]["put_ms"]),
-        "read_400mb_ms": round(large[Sluice.name]["fetch_ms"], 3),
-        "large": {
-            "valid_bytes": large_bytes,
-            "repetitions": plan.large_repetitions,
-            "warm_ups": plan.large_warm_ups,  # the first puts fault in cold pages
-            "put_ms": round(large[Sluice.name]["put_ms"], 3),
-            "memcpy_ms": round(large[Memcpy.name]["put_ms"], 3),
-            "read_to_tensors_ms": round(large[Sluice.name]["read_ms"], 3),
-        },
-        "stored_ratio": round(stored[Sluice.name] / batch["valid_bytes"], 4),
-        "breakdown": {
-            **{operation: _rounded(parts) for operation, parts in breakdown.items()},
-            # The put minus Arrow's copy of the bytes; the read minus the same read of bare Arrow bytes.
-            "orchestration_put_ms": round(breakdown["put"]["total"] - breakdown["put"]["write"], 3),
-            "orchestration_read_ms": round(sluice["read_ms"] - bare_arrow["read_ms"], 3),
-        },
-        "machine": describe_machine(),
-    }
-
-
-def describe_machine() -> dict[str, Any]:
-    """Return the cores and package versions that the figures were measured with."""
-    versions = {name.lower(): importlib.metadata.version(name) for name in VERSIONS}
-    return {"cores": os.cpu_count(), "python": platform.python_version(), **versions}
 
 
 def _permutation(seed: int, size: int) -> Ints:
@@ -287,9 +213,17 @@ def _medians(samples: Sequence[Sample]) -> Sample:
     return {operation: median(sample[operation] for sample in samples) for operation in samples[0]}
 
 
-def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
-    return {name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}
+def render(report: Report) -> Group:
+    """Return the report as a table and text."""
+    batch, large = report["batch"], report["large"]
+    title = f"{batch['rows']} rows, {batch['tokens']:,} tokens, {batch['valid_bytes'] / 1e6:.1f} MB; medians, in ms"
+    notes = [
+        *(f"put + read: {name} takes {ratio:.1f} times as long" for name, ratio in report["ratios"].items()),
+        f"stored bytes over valid bytes: {report['stored_ratio']:.3f}",
+        f"{large['valid_bytes'] / 1e6:.0f} MB: put {large['put_ms']:.0f} ms, warm memcpy {large['memcpy_ms']:.0f} ms; "
+        f"read {large['fetch_ms']:.1f} ms",
+    ]
+    return table(title, report["paths"], notes)
 
 
-def _ratio(numerator: float, denominator: float) -> float:
-    return round(numerator / denominator, 3)
+BENCHMARK = Benchmark(Plan(), QUICK, measure, render)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.results import CheckResult, Figure, Settings
-from benchmarks.train.models import make_model
+from benchmarks.models import make_model
 from rl_core.scoring import leak_probe, use_packed_attention
 from rl_core.scoring.attention import packed_attention
 from rl_core.scoring.head import HeadOptions, score_targets

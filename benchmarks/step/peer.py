@@ -46,8 +46,8 @@ def run_trl(plan: Plan, workspace: Workspace, threads: int, rows_per_forward: in
             data=str(workspace.folder / DATA),
             output=output,
             reward=REWARDS,
-            num_prompts=plan.num_prompts,
-            samples_per_prompt=plan.samples_per_prompt,
+            num_prompts=plan.prompts,
+            samples_per_prompt=plan.samples,
             tokens=plan.tokens,
             stop_token_ids=stop_token_ids(plan),
             steps=plan.steps,
@@ -81,7 +81,7 @@ class TrlRuns:
     def __init__(self, plan: Plan, threads: int) -> None:
         require_trl()
         self._plan, self._threads = plan, threads
-        num_rows, splits = plan.num_prompts * plan.samples_per_prompt, range(MAX_FORWARDS.bit_length())
+        num_rows, splits = plan.prompts * plan.samples, range(MAX_FORWARDS.bit_length())
         sizes = {num_rows >> split for split in splits if num_rows % (1 << split) == 0}
         self._runs: dict[int, list[PeerSteps]] = {size: [] for size in sorted(sizes)}
 

@@ -1,64 +1,75 @@
-"""The measurement: real runs of `sluice train`, with steps in turn or overlapped, on a local Prefect server and Ray."""
+"""The measurement: real runs of `sluice train`, with steps in turn or overlapped, on a local Prefect server and Ray.
+
+All figures are computed from `metrics.jsonl`, the run's own record. Of two consecutive steps,
+
+    interval = start of the next step - start of the step
+    overhead = interval - seconds of the phases in `WORK_PHASES`
+
+so every second of a run is counted once: in a work phase, or as overhead.
+"""
 
 import logging
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
+from rich.console import Group
 
+from benchmarks.command import Benchmark, Report, choose, table, temporary_place
 from benchmarks.step.peer import TrlRuns
-from benchmarks.step.workload import PATHS, WARM_UP_STEPS, Plan, write_inputs
+from benchmarks.step.workload import PATHS, QUICK, WARM_UP_STEPS, Plan, write_inputs
 from benchmarks.step.workspace import Workspace
 from infra.storage.runs import RunDirectory
-from schemas.errors import ConfigError
 from schemas.step import StepReport
 from schemas.store import StoreTraffic
 
 logger = logging.getLogger(__name__)
 
+WORK_PHASES = ("rollout", "logprob", "reference", "update")
 
-def measure(plan: Plan, workspace: Workspace) -> dict[str, Any]:
+
+def measure(plan: Plan) -> Report:
+    """Measure in a folder with services of its own."""
+    with temporary_place(Workspace) as workspace:
+        return measure_in(workspace, plan)
+
+
+def measure_in(workspace: Workspace, plan: Plan) -> Report:
     """Run every path in turn, and report the medians over all steps after each run's warm-up.
 
     Args:
-        plan: The settings.
         workspace: The folder of the runs; its services are left running.
+        plan: The settings.
 
     Returns:
-        `paths`: by name, `seconds_per_step`, `tokens_per_s`, `seconds_by_phase`, the mean `staleness` of a
-        step's rows, and `data_plane`, see `_data_plane`; `speedup`: the seconds of the others over those of
-        `overlapped`; `peers`, see `TrlRuns.summary`, and `speedup_over_peers`: a peer's seconds over those of each
-        path; the plan, and the machine.
+        `paths`: by name, the figures of `summarize`; `speedup`: the seconds of the others over those of `overlapped`;
+        `peers`, see `TrlRuns.summary`, and `speedup_over_peers`: a peer's seconds over those of each path; the plan,
+        and the machine.
 
     Raises:
         ConfigError: The plan has a path that there is not, or its peer is not installed.
     """
-    if unknown := [name for name in plan.paths if name not in PATHS]:
-        raise ConfigError(f"--paths: {unknown[0]!r} is not one of {', '.join(PATHS)}")
-    peer = TrlRuns(plan, plan.threads or os.cpu_count() or 1) if plan.peer == "trl" else None
+    choose("paths", plan.paths, PATHS)
+    peer = TrlRuns(plan, plan.threads or os.cpu_count() or 1) if plan.peer else None
     common = write_inputs(workspace, plan)
-    reports: dict[str, list[StepReport]] = {name: [] for name in plan.paths}
-    first_steps: dict[str, list[StepReport]] = {name: [] for name in plan.paths}
+    runs: dict[str, list[Sequence[StepReport]]] = {name: [] for name in plan.paths}
     for repetition in range(plan.repetitions):
         for name in plan.paths:
             run_id = f"{name}-{repetition}"
             workspace.train("--run-id", run_id, *common, f"runtime.num_threads={plan.threads}", *PATHS[name])
-            all_steps = RunDirectory(workspace.folder / "runs" / run_id).metrics.steps()
-            steps = all_steps[WARM_UP_STEPS:]
-            logger.info("%s: %.2f s per step", run_id, median(step.seconds for step in steps))
-            reports[name] += steps
-            first_steps[name].append(all_steps[0])
+            runs[name].append(RunDirectory(workspace.folder / "runs" / run_id).metrics.steps())
+            logger.info("%s: %.2f s per step", run_id, median(step.seconds for step in runs[name][-1][WARM_UP_STEPS:]))
         if peer is not None:
             peer.run(workspace, repetition)
-    paths = {
-        name: {**_summary(steps), "data_plane": _data_plane(steps, first_steps[name])}
-        for name, steps in reports.items()
-    }
+    paths = {name: summarize(steps) for name, steps in runs.items()}
     seconds = {name: path["seconds_per_step"] for name, path in paths.items()}
-    peers = {} if peer is None else {"trl": peer.summary()}
+    peers = {} if peer is None else {plan.peer: peer.summary()}
     return {
         "paths": paths,
         "speedup": {name: own / seconds["overlapped"] for name, own in seconds.items() if "overlapped" in seconds},
@@ -72,56 +83,70 @@ def measure(plan: Plan, workspace: Workspace) -> dict[str, Any]:
     }
 
 
-def _summary(steps: list[StepReport]) -> dict[str, Any]:
+def summarize(runs: Sequence[Sequence[StepReport]]) -> dict[str, Any]:
+    """Compute the figures of a path from the steps of its runs after their warm-up.
+
+    Returns:
+        Medians: `seconds_per_step`, `tokens_per_s`, `seconds_by_phase`, `overhead_seconds`, its 95th percentile
+        `overhead_p95`, and `store_share`, the puts and reads of all processes over a step's seconds; means:
+        `response_tokens`, `staleness` of a step's rows, and `put_ms` of a put; and the number of `steps`.
+    """
+    steps = [step for run in runs for step in run[WARM_UP_STEPS:]]
     phases = sorted({phase for step in steps for phase in step.seconds_by_phase})
+    overhead = [seconds for run in runs for seconds in _overhead(run[WARM_UP_STEPS:])]
+    traffic = [sum(step.traffic_by_stage.values(), StoreTraffic()) for step in steps]
+    total = sum(traffic, StoreTraffic())
     return {
         "seconds_per_step": median(step.seconds for step in steps),
         "tokens_per_s": median(step.metrics["tokens"] / step.seconds for step in steps),
         "response_tokens": fmean(step.metrics["response/tokens"] for step in steps),
+        "overhead_seconds": median(overhead),
+        "overhead_p95": float(np.percentile(overhead, 95)),
         "seconds_by_phase": {
             phase: median(step.seconds_by_phase.get(phase, 0.0) for step in steps) for phase in phases
         },
-        "staleness": sum(step.metrics["rollout/staleness"] for step in steps) / len(steps),
+        "staleness": fmean(step.metrics["rollout/staleness"] for step in steps),
+        "store_share": median(
+            (each.put_seconds + each.read_seconds) / step.seconds for each, step in zip(traffic, steps, strict=True)
+        ),
+        "put_ms": 1e3 * total.put_seconds / total.num_puts,
         "steps": len(steps),
     }
 
 
-def _data_plane(steps: list[StepReport], first_steps: list[StepReport]) -> dict[str, float]:
-    """Return what the column store took of the steps: all processes' puts and reads together, over a step's seconds.
+def _overhead(steps: Sequence[StepReport]) -> list[float]:
+    """Return the seconds from each step's start to the next one's that no work phase took."""
+    return [
+        (later.started_at or 0.0)
+        - (step.started_at or 0.0)
+        - sum(step.seconds_by_phase.get(name, 0.0) for name in WORK_PHASES)
+        for step, later in pairwise(steps)
+    ]
 
-    Args:
-        steps: The steps after each run's warm-up.
-        first_steps: The first step of each run.
 
-    Returns:
-        `share`, the median; `max_share`; `put_ms` and `put_bytes`, the mean of a put; `first_put_ms`, the mean of a put
-        in the first steps; and, of the rollout workers' puts alone, `rollout_put_bytes`, `rollout_put_ms`,
-        `first_rollout_put_ms` and `max_rollout_put_ms`, of which the last is the mean of the slowest step.
-    """
-    traffic = [sum(step.traffic_by_stage.values(), StoreTraffic()) for step in steps]
-    shares = [(each.put_seconds + each.read_seconds) / step.seconds for each, step in zip(traffic, steps, strict=True)]
-    total = sum(traffic, StoreTraffic())
-    first = sum((each for step in first_steps for each in step.traffic_by_stage.values()), StoreTraffic())
-    return {
-        "share": median(shares),
-        "max_share": max(shares),
-        "put_ms": _put_ms(total),
-        "put_bytes": total.put_bytes / total.num_puts,
-        "first_put_ms": _put_ms(first),
-        **_rollout_puts(steps, first_steps),
+def render(report: Report) -> Group:
+    """Return the report as a table and text."""
+    rows = {
+        name: {
+            "s/step": path["seconds_per_step"],
+            "tok/s": path["tokens_per_s"],
+            "overhead": path["overhead_seconds"],
+            "store": f"{path['store_share']:.1%}",
+            **path["seconds_by_phase"],
+        }
+        for name, path in report["paths"].items()
     }
+    speedup = {name: value for name, value in report["speedup"].items() if name != "overlapped"}
+    notes = [f"overlapped is {value:.2f} times as fast as {name}" for name, value in speedup.items()]
+    for name, peer in report["peers"].items():
+        notes.append(
+            f"{name} {peer['version']}: {peer['seconds_per_step']:.2f} s/step (generation "
+            f"{peer['generate_seconds']:.2f}, the rest {peer['other_seconds']:.2f}; {peer['rows_per_forward']} rows "
+            "per forward, the fastest)"
+        )
+        for path, value in report["speedup_over_peers"][name].items():
+            notes.append(f"{path} is {value:.2f} times as fast as {name}")
+    return table("whole GRPO steps: medians, in seconds", rows, notes)
 
 
-def _rollout_puts(steps: list[StepReport], first_steps: list[StepReport]) -> dict[str, float]:
-    later, first = ([step.traffic_by_stage["put"] for step in each] for each in (steps, first_steps))
-    total = sum(later, StoreTraffic())
-    return {
-        "rollout_put_bytes": total.put_bytes / total.num_puts,
-        "rollout_put_ms": _put_ms(total),
-        "first_rollout_put_ms": _put_ms(sum(first, StoreTraffic())),
-        "max_rollout_put_ms": max(map(_put_ms, later)),
-    }
-
-
-def _put_ms(traffic: StoreTraffic) -> float:
-    return 1e3 * traffic.put_seconds / traffic.num_puts
+BENCHMARK = Benchmark(Plan(), QUICK, measure, render)

@@ -37,8 +37,6 @@ def few_vowels(prompt, completion, answer, info):
 """
 
 NUM_ROWS = 12
-LARGE_ROWS = "bench-large.parquet"
-LARGE_INFO_BYTES = 2**16  # per row, and so per sample
 
 
 class Workspace:
@@ -61,8 +59,6 @@ class Workspace:
             for number in range(NUM_ROWS)
         ]
         pq.write_table(pa.Table.from_pylist(rows), folder / DATA)
-        large = [{**row, "extra_info": {"text": "a" * LARGE_INFO_BYTES}} for row in rows]
-        pq.write_table(pa.Table.from_pylist(large), folder / LARGE_ROWS)
 
     def train(self, *arguments: str) -> None:
         """Run `sluice train bench.toml` to completion.

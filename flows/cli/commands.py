@@ -296,7 +296,7 @@ def bench(
     """Measure Sluice against baselines, from a checkout with the extra `bench`; each benchmark has its own options."""
     from flows.cli.bench import run_benchmark
 
-    run_benchmark(console, name, context.args)
+    run_benchmark([*([name] if name else []), *context.args])
 
 
 def _load(config: str, overrides: list[str]) -> "RunConfig":

@@ -9,12 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.command import run
 from benchmarks.gpu import demo, kernels
-from benchmarks.gpu.__main__ import app
 from benchmarks.gpu.check import MODELS, Check, all_checks
-from benchmarks.gpu.report import markdown, render
-from benchmarks.gpu.results import CheckResult, Report, Settings
-from benchmarks.gpu.run import run_checks
+from benchmarks.gpu.passes import Batch, packed_pass, padded_pass
+from benchmarks.gpu.results import CheckResult, Settings
+from benchmarks.gpu.run import BENCHMARK, is_passed, markdown, render, run_checks
+from benchmarks.models import make_model
 
 TWIN, REAL = Settings(device="cpu", peak_tflops=1.0), Settings(device="cuda", peak_tflops=989.0)
 
@@ -35,7 +36,7 @@ def test_without_a_gpu_it_refuses_in_one_line(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, message in ([], "torch finds no CUDA device"), (["--twin", "--checks", "sped"], "'sped' is not one"):
         with pytest.raises(SystemExit) as ended:
-            app(arguments)
+            run(BENCHMARK, "sluice bench gpu", "", arguments)
         error = capsys.readouterr().err
         assert ended.value.code == 2
         assert error.startswith("error: ")
@@ -46,8 +47,8 @@ def test_without_a_gpu_it_refuses_in_one_line(
 def test_a_check_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path: Path) -> None:
     checks = {"speed huge": Check("benchmarks.gpu.speed", 900), "kernels": Check("benchmarks.gpu.kernels", 0.01)}
     report = run_checks(TWIN, checks, tmp_path)
-    assert not report.is_passed
-    assert [(check.status, check.reason) for check in report.checks] == [
+    assert not is_passed(report)
+    assert [(check["status"], check["reason"]) for check in report["checks"]] == [
         ("failed", "KeyError: 'speed huge'"),
         ("failed", "it took more than 0.01 s"),
     ]
@@ -80,7 +81,8 @@ def test_the_report_as_a_table_and_as_markdown() -> None:
         "memory", {"update measured / planned": 1.3}, ["update takes 1.30 times | the planned memory"]
     )
     machine = {"gpus": ["NVIDIA H100"], "versions": {"torch": "2.13.0"}}
-    report = Report(settings=REAL, machine=machine, checks=(passed, failed), seconds=900)
+    checks = [passed.model_dump(), failed.model_dump()]
+    report = {"settings": REAL.model_dump(), "machine": machine, "checks": checks, "seconds": 900}
     console = Console(width=140, file=io.StringIO())
     console.print(render(report))
     for text in (console.file.getvalue(), page := markdown(report)):  # type: ignore[attr-defined]
@@ -91,4 +93,30 @@ def test_the_report_as_a_table_and_as_markdown() -> None:
         "| memory | failed | 0 | update takes 1.30 times \\| the planned memory<br>update measured / planned: 1.3 |"
         in page
     )
-    assert "its figures say nothing of a GPU" in markdown(report.replace(settings=TWIN))
+    assert "its figures say nothing of a GPU" in markdown({**report, "settings": TWIN.model_dump()})
+
+
+@pytest.mark.parametrize(("tokens", "fill", "longest"), [(4096, 0.1, 1024), (512, 0.5, 128), (1000, 0.33, 100)])
+def test_lengths_have_the_tokens_and_the_fill(tokens: int, fill: float, longest: int) -> None:
+    lengths = Batch(tokens, fill, longest, 1024, 64).lengths()
+    assert lengths.sum() == tokens
+    assert lengths.max() == longest
+    assert lengths.min() >= 4
+    assert tokens / (len(lengths) * longest) == pytest.approx(fill, rel=0.05)
+
+
+def test_packed_and_padded_passes_score_every_target() -> None:
+    model = make_model("tiny", torch.device("cpu"), torch.float32)
+    batch = Batch(1024, 0.1, 128, token_budget=256, chunk_tokens=64)
+    packed, padded = packed_pass(batch, model), padded_pass(batch, model)
+    assert sum(len(row.input_ids) for row in packed.micro_batches) == 1024
+    assert all(len(row.input_ids) <= 256 for row in packed.micro_batches)
+    # 80 rows padded to 128 positions, two at a time; three forwards of forty are run.
+    assert padded.fraction == pytest.approx(3 / 40)
+    for each in (packed, padded):
+        each.switch(model)
+        with torch.no_grad():
+            logprobs = torch.cat([each.score(model, row) for row in each.micro_batches])
+        assert len(logprobs) == sum(len(row.targets) for row in each.micro_batches)
+        # A random model is near uniform over its 1024 tokens.
+        assert float(-logprobs.mean()) == pytest.approx(6.93, rel=0.1)

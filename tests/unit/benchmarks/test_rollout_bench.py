@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.models import size_of
 from benchmarks.rollout.paths import Response, plain_logprobs
 from benchmarks.rollout.run import Plan, _check, measure
-from benchmarks.rollout.workload import make_workload, size_of
+from benchmarks.rollout.workload import make_workload
 from infra.models.load import load_model
 from infra.models.tiny import make_model
 from schemas.config.model import ModelConfig
@@ -48,7 +49,7 @@ def test_wrong_responses_are_not_timed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (Plan(models=("huge",)), "--models: 'huge' is not one of tiny, small, mid"),
+        (Plan(models=("huge",)), "--model: 'huge' is not one of tiny, small, mid"),
         (Plan(paths=("sluice", "sglang")), "--paths: 'sglang' is not one of sluice, generate"),
     ],
 )

@@ -1,29 +1,34 @@
-"""The report of the benchmark of whole steps."""
+"""The benchmark of whole steps: its figures of a run, worked out by hand."""
 
-import io
+import pytest
 
-from rich.console import Console
+from benchmarks.step.run import summarize
+from schemas.step import StepReport
+from schemas.store import StoreTraffic
 
-from benchmarks.step.report import render
+
+def step(number: int, started_at: float) -> StepReport:
+    metrics = {"tokens": 350.0, "response/tokens": 7.0, "rollout/staleness": 0.0}
+    phases = {"rollout": 1.0, "put": 0.25, "update": 0.5}
+    return StepReport(
+        step=number,
+        policy_version=number + 1,
+        metrics=metrics,
+        seconds=1.75,
+        seconds_by_phase=phases,
+        started_at=started_at,
+        traffic_by_stage={"put": StoreTraffic(num_puts=2, put_seconds=0.035)},
+    )
 
 
-def test_the_figures_as_a_table() -> None:
-    path = {"tokens_per_s": 900.0, "staleness": 1.0, "steps": 6, "seconds_by_phase": {"update": 1.25}}
-    path["data_plane"] = {"share": 0.0123}
-    peer = {"version": "1.16.0", "seconds_per_step": 9.0, "generate_seconds": 5.0, "other_seconds": 4.0}
-    peer["rows_per_forward"] = 32
-    report = {
-        "plan": {"threads": 1, "beside": 2},
-        "paths": {"synchronous": {**path, "seconds_per_step": 3.0}, "overlapped": {**path, "seconds_per_step": 2.0}},
-        "speedup": {"synchronous": 1.5, "overlapped": 1.0},
-        "peers": {"trl": peer},
-        "speedup_over_peers": {"trl": {"synchronous": 3.0}},
-    }
-    console = Console(width=100, file=io.StringIO())
-    console.print(render(report))
-    text = console.file.getvalue()
-    assert "medians, 1 threads per worker, beside 2 busy processes" in " ".join(text.split())
-    assert "overlapped is 1.50 times as fast as synchronous" in text
-    assert "synchronous is 3.00 times as fast as trl" in text
-    assert "1.25" in text
-    assert "1.2%" in text
+def test_the_figures_of_a_run() -> None:
+    # Of the four steps that count, intervals of 2.5, 3 and 3.5 s, of which 1.5 s are work.
+    starts = (0.0, 5.0, 7.0, 9.5, 12.5, 16.0)
+    figures = summarize([[step(number, start) for number, start in enumerate(starts)]])
+    assert figures["overhead_seconds"] == pytest.approx(1.5)
+    assert figures["overhead_p95"] == pytest.approx(1.95)
+    assert figures["seconds_by_phase"] == {"put": 0.25, "rollout": 1.0, "update": 0.5}
+    assert figures["tokens_per_s"] == pytest.approx(200)
+    assert figures["store_share"] == pytest.approx(0.02)
+    assert figures["put_ms"] == pytest.approx(17.5)
+    assert figures["steps"] == 4

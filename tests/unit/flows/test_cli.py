@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import COMMANDS
 from flows.cli import bench
 from infra.storage.runs import RunDirectory
 from schemas.config.load import load_config
@@ -208,18 +209,22 @@ def test_the_version(sluice: Command) -> None:
     assert out == f"sluice {version('sluice-rl')}\n"
 
 
-def test_the_benchmarks_are_listed(sluice: Command) -> None:
-    code, out, _ = sluice("bench", "--help")
-    assert code == 0
-    listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in out.splitlines()[1:]}
-    assert {"data-plane", "rollout", "step", "train"} <= set(listed)
-    assert all(len(title) > 30 for title in listed.values())
-    assert_rejected(sluice("bench", "speed"), "there is no benchmark 'speed'", "data-plane")
+def test_benchmarks_are_listed_and_others_refused() -> None:
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "flows.cli.main", "bench", *arguments]
+        return subprocess.run(command, cwd=bench.CHECKOUT, capture_output=True, text=True, check=False)
+
+    listed = run()
+    assert listed.returncode == 0
+    assert all(f"\n  {name} " in listed.stdout for name in COMMANDS)
+    refused = run("train")
+    assert refused.returncode == 2
+    assert "invalid choice: 'train' (choose from 'chaos', 'data-plane', " in refused.stderr
 
 
 def test_benchmarks_without_a_checkout(sluice: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
-    assert_rejected(sluice("bench", "train"), "benchmarks need a checkout and the extra `bench`")
+    assert_rejected(sluice("bench", "step"), "benchmarks need a checkout and the extra `bench`")
 
 
 HEAVY = ("pydantic", "numpy", "pyarrow", "prefect", "ray", "torch", "transformers")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import COMMANDS
 from infra.variables import LOCAL_RAY_VARIABLES, RAY_VARIABLES, TORCH_VARIABLES, chosen_variables
 
 ROOT = Path(__file__).parents[3]
@@ -16,7 +17,7 @@ PROCESSES = (  # what the processes of a command, of a deployment and of a run i
     *("flows.cli.main", "flows.deployments.execute", "flows.train", "tasks.update", "infra.workers.policy"),
     *("infra.workers.rollout", "infra.workers.reward", "infra.workers.warmstart", "infra.engines.vllm.engine"),
 )
-BENCHMARKS = tuple(f"benchmarks.{path.parent.name}.__main__" for path in ROOT.glob("benchmarks/*/__main__.py"))
+BENCHMARKS = tuple(module for module, _ in COMMANDS.values())
 # Imports each module in a child, which tells of the variables at its first import of torch or of Ray, and ends there.
 SCRIPT = """
 import importlib, json, os, sys

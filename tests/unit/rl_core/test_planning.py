@@ -9,11 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from benchmarks.planning import SHAPES
 from rl_core.planning import pack, plan_forward, plan_step
 from rl_core.planning.plan import rank_rows, rows_by_rank
 from schemas.errors import PlanError
 from schemas.plan import ForwardPlan, RankPlan, StepPlan
+
+SHAPES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {  # lengths in tokens, int64 [n]
+    "lognormal": lambda random, n: np.clip(random.lognormal(6, 1, n), 16, 8192).astype(np.int64),
+    "truncated": lambda random, n: np.clip(random.lognormal(7.5, 1, n), 16, 4096).astype(np.int64),
+    "uniform": lambda random, n: random.integers(16, 8193, n),
+    "bimodal": lambda random, n: random.integers(100, 400, n) + 6000 * (random.random(n) < 0.2),
+}
 
 Row = tuple[int, int, int]  # prompt, response and loss tokens
 ROWS = st.lists(

@@ -1,1 +1,0 @@
-"""The cost of orchestration: what a step of a real run takes beside rollout, scoring and update."""
