@@ -94,14 +94,15 @@ def metrics_page() -> str:
     lines = [
         "# Metrics",
         "",
-        "What `metrics.jsonl` holds of every step, and what the terminal, the report and the Prefect UI show of it. "
-        "This page is generated from `schemas/metric_catalog.py`.",
+        "What `metrics.jsonl` holds of every step, and what the terminal, the report and the Prefect UI show of it; "
+        "`report` names the panel, which is also the row of the Grafana dashboard. This page is generated from "
+        "`schemas/metric_catalog.py`.",
         "",
         "| metric | unit | reduction | stage | meaning | shown in |",
         "|---|---|---|---|---|---|",
     ]
     for spec in METRICS.values():
-        shown = ", ".join(spec.views)
+        shown = ", ".join(f"report ({spec.panel})" if view == "report" else view for view in spec.views)
         lines.append(
             f"| `{spec.name}` | {spec.unit} | {spec.reduction} | {spec.stage} | {_cell(spec.meaning)} | {shown} |"
         )

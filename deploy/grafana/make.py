@@ -1,10 +1,10 @@
 """Make the Grafana dashboard: `python deploy/grafana/make.py > deploy/grafana/sluice.json`.
 
-Its series are those of the metric catalog and of the column store, so a metric that is renamed there is renamed here.
+Its rows and panels are those of the report, from the metric catalog, and a row of the column store's own series.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, get_args
 
 from grafana_foundation_sdk.builders.common import StackingConfig, VizLegendOptions
 from grafana_foundation_sdk.builders.dashboard import Dashboard, DatasourceVariable, QueryVariable, Row
@@ -15,7 +15,7 @@ from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacem
 from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef, VariableRefresh
 
 from infra.stores.prometheus import SERIES as STORE_SERIES
-from schemas.metric_catalog import METRICS
+from schemas.metric_catalog import METRICS, PanelName, charts_of
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 UNITS = {"second": "s", "byte": "bytes", "token/second": "short"}
@@ -31,54 +31,17 @@ class Series(NamedTuple):
     label: str | None = None  # in which its members differ
 
 
-ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # the metrics of each panel
-    "Train": (
-        ("reward",),
-        ("reward_<part>",),
-        ("response/tokens",),
-        ("response/truncated", "groups/zero_variance"),
-        ("reward/failed",),
-        ("step",),
-    ),
-    "Stability": (
-        ("kl", "approx_kl"),
-        ("entropy",),
-        ("grad_norm",),
-        ("clip_fraction", "clip_fraction/low", "clip_fraction/high"),
-        ("mismatch/mean", "mismatch/max"),
-        ("ratio", "ratio_max"),
-        ("loss",),
-        ("learning_rate",),
-        ("rollout/staleness",),
-    ),
-    "Evaluation": (("eval/accuracy",), ("eval/reward",), ("eval/<source>/mean_at_n",)),
-    "Performance": (
-        ("tokens_per_second",),
-        ("step/<phase>_seconds",),
-        ("rollout/<phase>_seconds",),
-        ("step/<phase>_tokens_per_second",),
-        ("update/<part>_seconds", "update/<part>_seconds_max"),
-        ("packing/fill", "packing/imbalance"),
-        ("engine/running", "engine/waiting"),
-        ("engine/prefill_tokens",),
-        ("engine/cache",),
-        ("publish/<part>_seconds",),
-        ("publish/bytes",),
-        ("memory/<worker>_rss_bytes",),
-    ),
-    "GPUs": (
-        ("step/<phase>_mfu",),
-        ("memory/<worker>_allocated_bytes",),
-        ("memory/<worker>_reserved_bytes",),
-    ),
-    "Store": (
-        ("num_bytes", "peak_bytes", "capacity_bytes"),
-        ("leaked_bytes",),
-        ("open_leases",),
-        ("put_bytes",),
-        ("read_bytes",),
-        ("num_rows",),
-    ),
+STORE = (
+    ("num_bytes", "peak_bytes", "capacity_bytes"),
+    ("leaked_bytes",),
+    ("open_leases",),
+    ("put_bytes",),
+    ("read_bytes",),
+    ("num_rows",),
+)
+ROWS: Mapping[str, Sequence[Sequence[str]]] = {  # the metrics of each panel
+    **{panel: [[spec.name for spec in chart] for chart in charts_of(panel)] for panel in get_args(PanelName)},
+    "Store": STORE,
 }
 STACKED = "step/<phase>_seconds"
 
@@ -101,7 +64,7 @@ def series_of(row: str, name: str) -> Series:
     return Series(f"max by ({labels}) (ray_{spec.series}{chosen})", spec.meaning, unit, label)
 
 
-def panel_of(row: str, names: tuple[str, ...]) -> Panel:
+def panel_of(row: str, names: Sequence[str]) -> Panel:
     """Return the panel of some metrics over time."""
     every = {name: series_of(row, name) for name in names}
     legend = VizLegendOptions().show_legend(True).placement(LegendPlacement.BOTTOM).display_mode(LegendDisplayMode.LIST)
@@ -111,8 +74,8 @@ def panel_of(row: str, names: tuple[str, ...]) -> Panel:
     if STACKED in names:
         panel = panel.stacking(StackingConfig().mode(StackingMode.NORMAL))
     for number, (name, series) in enumerate(every.items()):
-        shown = "{{run_id}}" + (f" {{{{{series.label}}}}}" if series.label else f" {name}" if len(every) > 1 else "")
-        query = Dataquery().expr(series.expression).legend_format(shown).ref_id(chr(ord("A") + number))
+        parts = ["{{run_id}}", *([f"{{{{{series.label}}}}}"] * bool(series.label)), *([name] * (len(every) > 1))]
+        query = Dataquery().expr(series.expression).legend_format(" ".join(parts)).ref_id(chr(ord("A") + number))
         panel = panel.with_target(query.datasource(SOURCE).range())
     return panel
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -20,31 +20,27 @@ EVENT_COLORS = {"fork": "#8250df", "resume": "#57606a", "restart": "#cf222e"}
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart; or a bound of a shaded area, from the `lower` line up to the `upper` one that follows it."""
+    """One line of a chart."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float | None]
-    color: str | None = None
-    bound: Literal["lower", "upper"] | None = None
     has_markers: bool = False
 
 
 def line_chart(title: str, lines: Iterable[Line], events: Iterable[RunEvent] = ()) -> Chart:
     """Draw lines over steps, with a vertical line at each fork, resume and restart."""
-    figure = go.Figure()
-    for number, line in enumerate(lines):
-        color = line.color or COLORS[number % len(COLORS)]
+    figure, drawn = go.Figure(), list(lines)
+    for number, line in enumerate(drawn):
+        color = COLORS[number % len(COLORS)]
         is_single = len(line.x) == 1  # a line of one point would be invisible
         figure.add_scatter(
             x=list(line.x),
             y=list(line.y),
             name=label(line.name),
             mode="lines+markers" if line.has_markers or is_single else "lines",
-            line={"color": color, "width": 0 if line.bound else 1.6},
-            fill="tonexty" if line.bound == "upper" else None,
-            fillcolor=_translucent(color) if line.bound == "upper" else None,
-            showlegend=line.bound != "lower" and not title.startswith(line.name),
+            line={"color": color, "width": 1.6},
+            showlegend=len(drawn) > 1 or not title.startswith(line.name),
         )
     return Chart(title, _styled(figure, events))
 
@@ -126,11 +122,6 @@ def _styled(figure: go.Figure, events: Iterable[RunEvent], **layout: Any) -> go.
         "shapes": shapes,
     }
     return figure.update_layout({**base, **layout})
-
-
-def _translucent(color: str) -> str:
-    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.15)"
 
 
 def _vertical(x: float, color: str) -> dict[str, Any]:

@@ -1,45 +1,74 @@
-"""The panels of a run's report, in the order of the page. A panel without data says why in its note."""
+"""The panels of a run's report, in the order of the page.
 
-from collections.abc import Sequence
+Each panel of the metric catalog charts its metrics; some have more to show. One without data says why in its note.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
+from typing import get_args
 
-from flows.report.charts import COLORS, Line, length_heat_map, line_chart, stacked_bars, timeline
+from flows.report.charts import Line, length_heat_map, line_chart, stacked_bars, timeline
 from flows.report.page import Chart, Panel, Table
 from flows.report.record import RunRecord
 from flows.report.samples import read_samples
 from infra.storage.profiles import find_traces
-from schemas.catalog import REWARD_PART_PREFIX
 from schemas.config.load import flat_values, non_defaults
-from schemas.metric_catalog import METRICS, find_metric, metric_spec, metrics_of
+from schemas.errors import MetricError
+from schemas.metric_catalog import MetricSpec, PanelName, charts_of, find_metric
 from schemas.step import RunEvent, SourceReport
 
 TIMELINE_STEPS = 4
 MIB = 2**20
 MAX_LINES = 16  # of a chart with one line per worker
-MEASURED = {  # each with one line per member of its families
-    "tokens per second of a worker, by phase": ("step/<phase>_tokens_per_second",),
-    "model FLOPs utilization (MFU), by phase": ("step/<phase>_mfu",),
-    "update, seconds per micro-batch": ("update/<part>_seconds", "update/<part>_seconds_max"),
-    "packing": ("packing/fill", "packing/imbalance"),
-    "engine, rows": ("engine/running", "engine/waiting"),
-    "engine, prefilled tokens": ("engine/prefill_tokens",),
-    "engine, used fraction of the KV cache": ("engine/cache",),
-    "peak memory by worker (MiB)": (
-        "memory/<worker>_allocated_bytes",
-        "memory/<worker>_reserved_bytes",
-        "memory/<worker>_rss_bytes",
-    ),
-}
-SHARED_AXES = {
-    "KL and approximate KL": ("kl", "reward/kl", "approx_kl"),
-    "clip fractions": ("clip_fraction", "clip_fraction/low", "clip_fraction/high", "clip_fraction/dual"),
-}
-OF_SOURCES = {"share of the prompts by source": "share", "success rate by source": "success_rate"}
-OF_REUSE = ("reuse/groups", "reuse/age")
 SOURCE_METRICS = ("mean_at_n", "best_at_n", "maj_at_n")
+EARLIER = "An earlier version of Sluice wrote this run:"
 
 
-def time_panel(run: RunRecord) -> Panel:
+def run_panels(run: RunRecord) -> list[Panel]:
+    """Return the panels of a run's report."""
+    return [*(_panel(run, title) for title in get_args(PanelName)), _samples(run), _history(run), _configuration(run)]
+
+
+def _panel(run: RunRecord, title: PanelName) -> Panel:
+    """Return what a panel has of its own, and the charts of its metrics."""
+    own = OWN[title](run) if title in OWN else Panel(title)
+    charts = [*own.charts, *metric_charts(run, title)]
+    return replace(own, charts=charts, note=own.note or ("" if charts else "No step has metrics of this panel."))
+
+
+def metric_charts(run: RunRecord, panel: PanelName) -> list[Chart]:
+    """Return a panel's charts, with a line for each metric or member of a family that the run has."""
+    names = dict.fromkeys(name for report in run.steps for name in (*report.metrics, *report.telemetry))
+    by_family: dict[str, list[str]] = {}
+    for name in names:
+        with suppress(MetricError):  # of an earlier version
+            by_family.setdefault(find_metric(name)[0].name, []).append(name)
+    charts = []
+    for specs in charts_of(panel):
+        shown = [name for spec in specs for name in by_family.get(spec.name, ())][:MAX_LINES]
+        if shown:
+            charts.append(_chart(run, [spec for spec in specs if spec.name in by_family], shown))
+    return charts
+
+
+def _chart(run: RunRecord, specs: list[MetricSpec], names: list[str]) -> Chart:
+    unit, scale = ("MiB", MIB) if specs[0].unit == "byte" else (specs[0].unit, 1)
+    title = ", ".join(spec.name for spec in specs)
+    series = {name: run.series(name) for name in names}
+    lines = [Line(name, steps, [value / scale for value in values]) for name, (steps, values) in series.items()]
+    return line_chart(title if unit in title else f"{title} ({unit})", lines, run.events)
+
+
+def _length(run: RunRecord) -> Panel:
+    histograms = {report.step + 1: report.response_lengths for report in run.steps if report.response_lengths}
+    if not histograms:
+        return Panel("Response length", f"{EARLIER} its length distribution is not recorded.")
+    return Panel("Response length", charts=[length_heat_map("share of responses by length", histograms, run.events)])
+
+
+def _time_panel(run: RunRecord) -> Panel:
     """Return the seconds per phase of every step, and the timeline of the last few."""
     names = dict.fromkeys(name for report in run.steps for name in report.seconds_by_phase)
     numbers = [report.step + 1 for report in run.steps]
@@ -50,32 +79,19 @@ def time_panel(run: RunRecord) -> Panel:
         charts.append(timeline("timeline of the last steps", timed[-TIMELINE_STEPS:]))
     speeds = [report.metrics["tokens"] / report.seconds for report in run.steps]
     charts.append(line_chart("tokens per second", [Line("tokens per second", numbers, speeds)], run.events))
-    note = "" if timed else "An earlier version of Sluice wrote this run: when its phases began was not recorded."
-    return Panel("Time", note, charts)
+    return Panel("Time", "" if timed else f"{EARLIER} when its phases began was not recorded.", charts)
 
 
-def performance_panel(run: RunRecord) -> Panel:
-    """Return what the workers measured, and where the traces of the profiler are."""
-    names = list(dict.fromkeys(name for report in run.steps for name in report.telemetry))
-    charts = [chart for title, families in MEASURED.items() if (chart := _measured(run, title, families, names))]
-    traces = find_traces(run.directory)
-    note = "" if names else "An earlier version of Sluice wrote this run: its workers' measurements were not recorded."
-    if traces:
+def _performance(run: RunRecord) -> Panel:
+    """Return where the traces of the profiler are."""
+    has_any = any(report.telemetry for report in run.steps)
+    note = "" if has_any else f"{EARLIER} its workers' measurements were not recorded."
+    if traces := find_traces(run.directory):
         note = f"{note} Traces of torch's profiler, for ui.perfetto.dev, in {run.directory.url}: {', '.join(traces)}."
-    return Panel("Performance", note.strip(), charts)
+    return Panel("Performance", note.strip())
 
 
-def _measured(run: RunRecord, title: str, families: tuple[str, ...], names: list[str]) -> Chart | None:
-    """Chart the metrics of some families; None if the run has none of them."""
-    specs = {name: find_metric(name)[0] for name in names}
-    chosen = [name for family in families for name in names if specs[name] == METRICS[family]][:MAX_LINES]
-    unit = MIB if families[0].endswith("_bytes") else 1
-    series = {name: run.series(name) for name in chosen}
-    lines = [Line(name, steps, [value / unit for value in values]) for name, (steps, values) in series.items()]
-    return line_chart(title, lines, run.events) if lines else None
-
-
-def store_panel(run: RunRecord) -> Panel:
+def _store(run: RunRecord) -> Panel:
     """Return the column store's bytes, each step's traffic, and what publishing the weights took."""
     held = [(report.step + 1, report.store) for report in run.steps if report.store is not None]
     steps = [step for step, _ in held]
@@ -114,58 +130,11 @@ def _traffic(run: RunRecord) -> list[Line]:
     return [Line("put", steps, put), Line("read", steps, read)]
 
 
-def run_panels(run: RunRecord) -> list[Panel]:
-    """Return the panels of a run's report."""
-    return [
-        _reward(run),
-        _evaluation(run),
-        _data(run),
-        _lengths(run),
-        _stability(run),
-        time_panel(run),
-        performance_panel(run),
-        store_panel(run),
-        _samples(run),
-        _history(run),
-        _configuration(run),
-    ]
-
-
-def metric_title(name: str) -> str:
-    """Return a metric's name, as a chart's heading, with its unit unless the name says it."""
-    unit = metric_spec(name).unit
-    return name if unit in name else f"{name} ({unit})"
-
-
-def _reward(run: RunRecord) -> Panel:
-    steps, rewards = run.series("reward")
-    low, high = run.series("reward/p10"), run.series("reward/p90")
-    band = [
-        Line("10th percentile", *low, COLORS[0], "lower"),
-        Line("10th to 90th percentile", *high, COLORS[0], "upper"),
-    ]
-    mean = Line("mean", steps, rewards, COLORS[0])
-    charts = [_chart("reward", [*(band if low[0] else []), mean], run)]
-    names = dict.fromkeys(name for report in run.steps for name in report.metrics)
-    parts = [name for name in names if name.startswith(REWARD_PART_PREFIX)]
-    if parts:
-        lines = [Line(name.removeprefix(REWARD_PART_PREFIX), *run.series(name)) for name in parts]
-        charts.append(_chart("parts of the reward", lines, run))
-    charts += [
-        _chart(metric_title(name), [Line(name, *run.series(name))], run)
-        for name in ("reward/shaped", "groups/zero_variance")
-        if run.series(name)[0]
-    ]
-    note = "" if low[0] else "An earlier version of Sluice wrote this run: its reward percentiles were not recorded."
-    return Panel("Reward", note, charts)
-
-
 def _evaluation(run: RunRecord) -> Panel:
-    title = "Evaluation"
     if not run.evals:
         is_missing = run.config.data.eval_path is None
         reason = "data.eval_path is not set" if is_missing else "none is finished"
-        return Panel(title, f"The run has no held-out evaluation: {reason}.")
+        return Panel("Evaluation", f"The run has no held-out evaluation: {reason}.")
     versions = [report.policy_version for report in run.evals]
     total = Line("all", versions, [report.accuracy for report in run.evals], has_markers=True)
     names = list(dict.fromkeys(source.data_source for report in run.evals for source in report.sources))
@@ -176,7 +145,9 @@ def _evaluation(run: RunRecord) -> Panel:
         [_source_cells(source) for source in run.evals[-1].sources],
         f"last evaluation, policy version {versions[-1]}",
     )
-    return Panel(title, "", [_chart(f"held-out accuracy, mean@{n}", lines, run)], [table] if table.rows else [])
+    return Panel(
+        "Evaluation", "", [line_chart(f"held-out accuracy, mean@{n}", lines, run.events)], [table] if table.rows else []
+    )
 
 
 def _source_line(run: RunRecord, name: str) -> Line:
@@ -196,50 +167,6 @@ def _source_cells(source: SourceReport) -> tuple[str, ...]:
     return (source.data_source, str(source.num_prompts), *shown, *figures)
 
 
-def _data(run: RunRecord) -> Panel:
-    """Chart where the rows come from, if that changes from step to step."""
-    names = dict.fromkeys(name for report in run.steps for name in report.metrics if name.startswith("data/"))
-    charts = []
-    for title, metric in OF_SOURCES.items():
-        found = {name: name.removeprefix("data/").removesuffix(f"/{metric}") for name in names if name.endswith(metric)}
-        if found:
-            lines = [Line(source, *run.series(name)) for name, source in found.items()]
-            charts.append(_chart(title, lines, run))
-    charts += [
-        _chart(metric_title(name), [Line(name, *run.series(name))], run) for name in OF_REUSE if run.series(name)[0]
-    ]
-    note = "" if charts else "No step has shares of a curriculum, or stored groups."
-    return Panel("Data", note, charts)
-
-
-def _lengths(run: RunRecord) -> Panel:
-    histograms = {report.step + 1: report.response_lengths for report in run.steps if report.response_lengths}
-    charts = [length_heat_map("share of responses by length", histograms, run.events)] if histograms else []
-    charts += [
-        _chart(metric_title(name), [Line(name, *run.series(name))], run)
-        for name in ("response/tokens", "response/truncated")
-    ]
-    note = "" if histograms else "An earlier version of Sluice wrote this run: its length distribution is not recorded."
-    return Panel("Response length", note, charts)
-
-
-def _stability(run: RunRecord) -> Panel:
-    """Chart what the catalog lists for the report and no other panel shows."""
-    shared = {name for names in SHARED_AXES.values() for name in names}
-    shown = {"reward", "reward/shaped", "groups/zero_variance", "response/tokens", "response/truncated"}
-    charts = [
-        _chart(title, [Line(name, *run.series(name)) for name in names if run.series(name)[0]], run)
-        for title, names in SHARED_AXES.items()
-        if any(run.series(name)[0] for name in names)
-    ]
-    charts += [
-        _chart(metric_title(spec.name), [Line(spec.name, *run.series(spec.name))], run)
-        for spec in metrics_of("report")
-        if spec.name not in shared | shown and run.series(spec.name)[0]
-    ]
-    return Panel("Stability", "", charts)
-
-
 def _samples(run: RunRecord) -> Panel:
     found = read_samples(run.directory)
     if found.step is None:
@@ -253,7 +180,7 @@ def _samples(run: RunRecord) -> Panel:
 
 def _history(run: RunRecord) -> Panel:
     if not run.events:
-        return Panel("Starts and resumes", "An earlier version of Sluice wrote this run: they were not recorded.")
+        return Panel("Starts and resumes", f"{EARLIER} they were not recorded.")
     rows = [(_time(event), event.kind, str(event.step + 1), event.reason, _versions(event)) for event in run.events]
     note = (
         "Dotted lines in the charts: gray where a new driver resumed the run, red where workers were restarted, purple "
@@ -278,13 +205,18 @@ def _configuration(run: RunRecord) -> Panel:
     return Panel("Configuration", run.directory.url, tables=tables)
 
 
-def _chart(title: str, lines: Sequence[Line], run: RunRecord) -> Chart:
-    return line_chart(title, lines, run.events)
-
-
 def _time(event: RunEvent) -> str:
     return f"{datetime.fromtimestamp(event.time, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _versions(event: RunEvent) -> str:
     return ", ".join(f"{name} {version}" for name, version in event.versions.items())
+
+
+OWN: dict[PanelName, Callable[[RunRecord], Panel]] = {  # what is not a metric
+    "Evaluation": _evaluation,
+    "Response length": _length,
+    "Time": _time_panel,
+    "Performance": _performance,
+    "Store and weights": _store,
+}

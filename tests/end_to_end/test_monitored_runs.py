@@ -58,7 +58,10 @@ def short(prompt, completion, answer, info):
     return tiny_rewards.short(prompt, completion, answer, info)
 """
 TRAINED = "select step, count(*) as n from tokens where step = $step group by step"
-OF_GPUS = re.compile(r"_mfu$|_(allocated|reserved)_bytes$")
+# Series of GPUs, reused groups, curricula, environments, a KL in the reward, the dual clip and corrections.
+OF_OTHER_RUNS = re.compile(
+    r"_mfu$|_(allocated|reserved)_bytes$|sluice_(reuse|data)_|sluice_turns$|_reward_kl$|_dual$|_mismatch_ess$"
+)
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "sluice.json"
 
 
@@ -124,8 +127,8 @@ def names_of(series: dict[str, float]) -> set[str]:
 
 
 def dashboard_series() -> set[str]:
-    """Return the series that the Grafana dashboard shows, without those of GPUs."""
-    return {name for name in re.findall(r"ray_sluice_\w+", DASHBOARD.read_text()) if not OF_GPUS.search(name)}
+    """Return the series that the Grafana dashboard shows, without those of other runs."""
+    return {name for name in re.findall(r"ray_sluice_\w+", DASHBOARD.read_text()) if not OF_OTHER_RUNS.search(name)}
 
 
 def history_of(watched: SimpleNamespace, kind: str) -> History:

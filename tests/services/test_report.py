@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from schemas.metric_catalog import PanelName
 from tests.support.browser import DESKTOP, PHONE, Page, open_browser
 from tests.support.command import Command, make_command
 from tests.support.report_run import runs_dir
@@ -12,7 +14,7 @@ from tests.support.report_run import runs_dir
 __all__ = ["runs_dir"]  # a fixture
 
 PANELS = (
-    *("Reward", "Evaluation", "Data", "Response length", "Stability", "Time", "Performance", "Store and weights"),
+    *get_args(PanelName),
     *("Rows", "Starts and resumes", "Configuration"),
 )
 IS_DRAWN = """
@@ -57,14 +59,14 @@ def test_the_report_has_every_panel_and_shows_attacks_as_text(runs_dir: Path, sl
     for shown in (
         "stopped, 12 of 12 steps",
         "no alarms",
-        "success rate by source",
+        "data/<source>/share, data/<source>/success_rate",
         "share of responses by length",
         "timeline of the last steps",
     ):
         assert shown in text
     for shown in (
         "profile/step-000002/policy-0-update.json.gz",
-        "peak memory by worker (MiB)",
+        "memory/<worker>_rss_bytes (MiB)",
         "mismatch/ess",
         "torch 2.13.0",
         "best reward",
@@ -79,7 +81,7 @@ def test_a_panel_without_data_says_so(runs_dir: Path, sluice: Command, page: Pag
     assert sluice("report", "old", "--out", str(runs_dir / "pages" / "old.html"))[0] == 0
     assert assert_drawn(page, runs_dir / "pages" / "old.html") == list(PANELS)
     text = page.text()
-    assert text.count("An earlier version of Sluice wrote this run") == 5
+    assert text.count("An earlier version of Sluice wrote this run") == 4
     assert "No step published weights" in text
     assert "data.eval_path is not set" in text
-    assert "No step has shares of a curriculum, or stored groups" in text
+    assert text.count("No step has metrics of this panel") == 4  # data, rollout, stability, GPUs

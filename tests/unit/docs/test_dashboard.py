@@ -3,9 +3,11 @@
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+
+from schemas.metric_catalog import PanelName
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "grafana"
 
@@ -37,7 +39,7 @@ def test_grafanas_own_models_read_it_without_loss(dashboard: dict[str, Any]) -> 
 
 def test_rows_and_panels(dashboard: dict[str, Any]) -> None:
     rows = [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"]
-    assert rows == ["Train", "Stability", "Evaluation", "Performance", "GPUs", "Store"]
+    assert rows == [*get_args(PanelName), "Store"]
     shown = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     places = [tuple(panel["gridPos"][key] for key in "xy") for panel in dashboard["panels"]]
     assert len(set(places)) == len(places)

@@ -1,12 +1,15 @@
 """Reports: what can't be reported, and the alarms; the pages in a browser: tests/services."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from flows.report.alarms import find_alarms
+from flows.report.panels import metric_charts
 from flows.report.record import RunRecord
 from infra.storage.runs import RunDirectory
+from schemas.metric_catalog import METRICS, PanelName
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.report_run import NUM_STEPS, runs_dir, step_report
 
@@ -33,6 +36,17 @@ def with_steps(runs_dir: Path, **changes: float) -> RunRecord:
         for step in range(NUM_STEPS)
     ]
     return RunRecord(record.directory, record.config, record.state, steps, [], [], None)
+
+
+@pytest.mark.parametrize("panel", get_args(PanelName))
+def test_a_metric_is_charted_in_the_panel_of_its_catalog_entry(runs_dir: Path, panel: PanelName) -> None:
+    own = [spec for spec in METRICS.values() if "report" in spec.views and spec.panel == panel]
+    names = [spec.name.replace("<", "").replace(">", "") for spec in own]  # a family's member is named by its part
+    record = with_steps(runs_dir, **dict.fromkeys(names, 1.0), unknown=1.0)
+    titles = " ".join(chart.title for chart in metric_charts(record, panel))
+    assert own
+    assert all(spec.name in titles for spec in own)
+    assert "unknown" not in titles
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
+from typing import get_args
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ from schemas.config.advantage import OverlongConfig
 from schemas.config.loss import KlConfig, TruncatedCorrection
 from schemas.config.rollout import DynamicSampling, TransformersRollout
 from schemas.errors import MetricError
-from schemas.metric_catalog import METRICS, View, find_metric, metric_spec, metrics_of
+from schemas.metric_catalog import METRICS, PanelName, View, charts_of, find_metric, metric_spec, metrics_of
 from schemas.metrics import Metrics
 from schemas.rollout import ReusedGroup, RolloutHandle, RolloutShard
 from tests.support.configs import run_config
@@ -162,7 +163,17 @@ def test_views_are_in_the_order_of_the_catalog(view: View) -> None:
     assert names[0] == "reward"
     assert len(names) > 3
     assert names == [name for name in METRICS if name in names]
-    assert all("<" not in name for name in names)
+    assert view == "report" or all("<" not in name for name in names)
+
+
+def test_each_metric_of_the_report_is_charted_once_in_its_panel() -> None:
+    charts = {panel: charts_of(panel) for panel in get_args(PanelName)}
+    assert all(charts.values())
+    charted = [(panel, spec) for panel in charts for chart in charts[panel] for spec in chart]
+    assert all(spec.panel == panel for panel, spec in charted)
+    assert sorted(spec.name for _, spec in charted) == sorted(spec.name for spec in metrics_of("report"))
+    for chart in (chart for panel in charts for chart in charts[panel]):
+        assert len({(spec.name.partition("/")[0], spec.unit) for spec in chart}) == 1
 
 
 def test_meanings_are_sentences() -> None:
