@@ -54,6 +54,7 @@ def train_run(
         Traceback (most recent call last):
         schemas.errors.ConfigError: config: missing key steps
     """
+    _require_no_other_run()  # the loop may be that of a run which imports this script
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -117,14 +118,18 @@ def import_path(function: Callable[..., Any]) -> str:
     return f"{'.'.join(parts)}:{name}"
 
 
-@contextmanager
-def _only_run(run_id: str) -> Iterator[None]:
-    """Refuse another run in this process, as Prefect's and Ray's connections are the process's."""
+def _require_no_other_run() -> None:
     if _active:
         raise ConfigError(
             f"this process trains run {_active[0]} already; in a script that defines its reward, call train_run under "
             '`if __name__ == "__main__":`'
         )
+
+
+@contextmanager
+def _only_run(run_id: str) -> Iterator[None]:
+    """Refuse another run in this process, as Prefect's and Ray's connections are the process's."""
+    _require_no_other_run()
     _active.append(run_id)
     try:
         yield

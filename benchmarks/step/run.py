@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from rich.console import Group
 
+from benchmarks.busy import busy_processes
 from benchmarks.command import Benchmark, Report, choose, table, temporary_place
 from benchmarks.step.peer import TrlRuns
 from benchmarks.step.workload import PATHS, QUICK, WARM_UP_STEPS, Plan, write_inputs
@@ -36,7 +37,7 @@ WORK_PHASES = ("rollout", "logprob", "reference", "update")
 
 def measure(plan: Plan) -> Report:
     """Measure in a folder with services of its own."""
-    with temporary_place(Workspace) as workspace:
+    with busy_processes(plan.beside), temporary_place(Workspace) as workspace:
         return measure_in(workspace, plan)
 
 

@@ -25,6 +25,7 @@ class Plan:
     steps: int = option(8, "steps per run, of which the first two are not counted")
     repetitions: int = option(3, "runs per path; the paths take turns")
     threads: int = option(0, "threads of a worker; 0: as a run has them")
+    beside: int = option(0, "busy processes on the same machine meanwhile")
     paths: tuple[str, ...] = option(tuple(PATHS), f"comma-separated: {', '.join(PATHS)}")
     overrides: tuple[str, ...] = option((), "settings of all runs, e.g. store.kind=shared", nargs="+")
     peer: str = option("", "run its trainer next to the paths", choices=("", "trl"), metavar="trl")
