@@ -66,7 +66,7 @@ class RewardWorker:
         """
         assert self._model is not None, "the worker has not started"
         assert isinstance(item.completion, list), "a reward worker scores whole groups"
-        self._residency.move_in(("weights",))
+        self._residency.move_in(["weights"])
         scores = self._model(item.prompt, item.completion, item.answer, item.info)
         return group_outcome(scores, len(item.completion))
 

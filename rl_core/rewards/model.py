@@ -143,7 +143,9 @@ def build_meta_reward_model(config: ModelReward) -> PreTrainedModel:
         )
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(described, dtype=torch.float32)
+            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(  # type: ignore[no-untyped-call]
+                described, dtype=torch.float32
+            )
     except Exception as error:  # transformers and torch raise unrelated types for bad configs
         raise _model_error(config, _first_line(error)) from error
     try:
