@@ -4,6 +4,7 @@ import logging
 import time
 from contextlib import suppress
 from datetime import date
+from itertools import chain
 
 from infra.storage.identity import identity_of, owns_place
 from infra.storage.runs import RunDirectory, installed_versions, resumed_config
@@ -43,7 +44,7 @@ def _with_date(config: RunConfig) -> RunConfig:
     from rl_core.rewards.model import load_reward_tokenizer
     from rl_core.rollout.chat import uses_clock
 
-    tokenizers = [load_tokenizer(config.model), *map(load_reward_tokenizer, reward_models(config.reward))]
+    tokenizers = chain([load_tokenizer(config.model)], map(load_reward_tokenizer, reward_models(config.reward)))
     if config.data.date is not None or not any(map(uses_clock, tokenizers)):
         return config
     return config.replace(data=config.data.with_date(date.today().isoformat()))

@@ -213,7 +213,7 @@ _OfOneResponse = (
 )
 
 
-def _judge_is_served(reward: Any) -> Any:
+def _refuse_judge_model(reward: Any) -> Any:
     if isinstance(reward, dict) and reward.get("kind") == "judge_model":
         raise ValueError(
             'kind = "judge_model" was removed (Sluice 0.2 reads runs that have it); serve the judge, as by '
@@ -222,8 +222,8 @@ def _judge_is_served(reward: Any) -> Any:
     return reward
 
 
-_Served = BeforeValidator(_judge_is_served)
-PartReward = Annotated[_OfOneResponse, Field(discriminator="kind"), _Served]
+_Refusal = BeforeValidator(_refuse_judge_model)
+PartReward = Annotated[_OfOneResponse, Field(discriminator="kind"), _Refusal]
 
 
 class WeightedPart(FrozenConfig):
@@ -289,7 +289,7 @@ class WeightedReward(IsolatedReward):
         return self
 
 
-RewardConfig = Annotated[_OfOneResponse | GroupFunctionReward | WeightedReward, Field(discriminator="kind"), _Served]
+RewardConfig = Annotated[_OfOneResponse | GroupFunctionReward | WeightedReward, Field(discriminator="kind"), _Refusal]
 
 
 def reward_models(reward: RewardConfig) -> tuple[ModelReward, ...]:
