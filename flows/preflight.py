@@ -36,7 +36,6 @@ from rl_core.model_folder import load_config
 from rl_core.rewards import load_reward
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.training.eight_bit import require_bitsandbytes
-from schemas.config.judge import JudgeModelReward
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ChatTemplateError, CheckpointError, ConfigError, ModelError
@@ -70,8 +69,6 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
         check_adapters(config.model)
         if runs_here:
             check_vllm(config, config.rollout)
-    if runs_here and any(isinstance(each, JudgeModelReward) and each.engine == "vllm" for each in config.reward.models):
-        require_vllm_on(config.runtime.device)
     load_reward(config.reward)
     prompts, held_out = load_run_prompts(config, tokenizer)
     if len(prompts) < config.rollout.num_prompts:
@@ -195,8 +192,14 @@ def check_vllm(config: RunConfig, rollout: VllmRollout) -> None:
     Raises:
         ConfigError: vLLM is missing or is built for another device, or a sequence doesn't fit.
     """
-    require_vllm_on(config.runtime.device)
-    on_cpu = vllm_is_for_cpu()
+    require_vllm()
+    device, on_cpu = config.runtime.device, vllm_is_for_cpu()
+    if device not in ("auto", "cpu" if on_cpu else "cuda"):
+        raise ConfigError(
+            f"runtime.device = {device!r}, but the installed vLLM is built for "
+            f"{'CPUs' if on_cpu else 'CUDA'}; install the other build: pip install "
+            f"'sluice-rl[{'cuda' if on_cpu else 'cpu'}]'"
+        )
     dtype = rollout.dtype_on("cpu" if on_cpu else "cuda")
     needed = cache_bytes_per_sequence(config, getattr(torch, dtype))
     if on_cpu and needed > rollout.cache_bytes:
@@ -204,20 +207,4 @@ def check_vllm(config: RunConfig, rollout: VllmRollout) -> None:
             f"rollout.cache_bytes = {rollout.cache_bytes} can't hold the keys and values of one longest sequence, "
             f"{needed} bytes in {dtype}; raise it, to a multiple of that for many samples at a time, or lower "
             "data.max_prompt_tokens or rollout.max_response_tokens"
-        )
-
-
-def require_vllm_on(device: str) -> None:
-    """Check that vLLM is installed for a run's device, `auto`, `cpu` or `cuda`.
-
-    Raises:
-        ConfigError: It is missing, or is built for another device.
-    """
-    require_vllm()
-    on_cpu = vllm_is_for_cpu()
-    if device not in ("auto", "cpu" if on_cpu else "cuda"):
-        raise ConfigError(
-            f"runtime.device = {device!r}, but the installed vLLM is built for "
-            f"{'CPUs' if on_cpu else 'CUDA'}; install the other build: pip install "
-            f"'sluice-rl[{'cuda' if on_cpu else 'cpu'}]'"
         )

@@ -4,6 +4,7 @@ import logging
 import time
 from contextlib import suppress
 from datetime import date
+from itertools import chain
 
 from infra.storage.identity import identity_of, owns_place
 from infra.storage.runs import RunDirectory, installed_versions, resumed_config
@@ -12,9 +13,7 @@ from infra.stores.steps import drop_outdated_steps, drop_steps
 from infra.workers.generate import sync_workers
 from infra.workers.inputs import record_inputs
 from infra.workers.launch import get_group, kill_workers
-from schemas.config.judge import JudgeModelReward
-from schemas.config.kinds import CLOCK
-from schemas.config.reward import change_judges
+from schemas.config.reward import reward_models
 from schemas.config.run import RunConfig
 from schemas.errors import RunError, StoreError, WorkerLostError
 from schemas.step import PolicyHandle, RunEvent, RunHandle
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 def find_or_create_run(config: RunConfig, run_id: str) -> RunDirectory:
     """Return the run of that id in the config's folder of runs; make it if it doesn't exist.
 
-    A new run records what it is given: data files, modules and, if its chat template or a judge's has it, the date.
+    A new run records what it is given: data files, modules and, if a chat template has it, the date.
 
     Raises:
         UserError: The tokenizer or a data file of a new run can't be read.
@@ -42,21 +41,13 @@ def find_or_create_run(config: RunConfig, run_id: str) -> RunDirectory:
 
 def _with_date(config: RunConfig) -> RunConfig:
     from infra.models.load import load_tokenizer  # not at the top: torch is imported with it
-    from rl_core.rewards.hosted import load_hosted_tokenizer
-    from rl_core.rewards.judge_model import build_meta_judge
+    from rl_core.rewards.model import load_reward_tokenizer
     from rl_core.rollout.chat import uses_clock
 
-    def of_judge(judge: JudgeModelReward) -> JudgeModelReward:
-        known = judge.chat_template_kwargs
-        if CLOCK in known or not uses_clock(load_hosted_tokenizer(judge, build_meta_judge(judge))):
-            return judge
-        return judge.replace(chat_template_kwargs={**known, CLOCK: today})
-
-    today, variables = date.today().isoformat(), config.data.chat_template_kwargs
-    config = config.replace(reward=change_judges(config.reward, of_judge))
-    if CLOCK in variables or not uses_clock(load_tokenizer(config.model)):
+    tokenizers = chain([load_tokenizer(config.model)], map(load_reward_tokenizer, reward_models(config.reward)))
+    if config.data.date is not None or not any(map(uses_clock, tokenizers)):
         return config
-    return config.replace(data=config.data.replace(chat_template_kwargs={**variables, CLOCK: today}))
+    return config.replace(data=config.data.with_date(date.today().isoformat()))
 
 
 def change_config(directory: RunDirectory, config: RunConfig) -> RunConfig:

@@ -13,7 +13,7 @@ from rl_core.rewards import RewardItem, RewardOutcome
 from rl_core.rollout.decoding import decode_text, decode_texts
 from schemas.base import Frozen
 from schemas.config.judge import JudgeReward
-from schemas.config.reward import GroupFunctionReward, RewardConfig, WeightedReward
+from schemas.config.reward import GroupFunctionReward, ModelReward, RewardConfig, WeightedReward
 from schemas.config.reward_base import IsolatedReward
 from schemas.config.run import RunConfig
 
@@ -57,7 +57,7 @@ def show_example(config: RunConfig, prompts: PromptDataset) -> Example:
     )
     if row.environment is not None or config.reward.reads_environment:
         return example.replace(without_reward="not computed: it is of the turns with an environment")
-    if config.reward.models or any(isinstance(each, JudgeReward) for each in _parts(config.reward)):
+    if any(isinstance(each, JudgeReward | ModelReward) for each in _parts(config.reward)):
         return example.replace(without_reward="not computed: a model gives it")
     outcome = _score(config, row, example.response)
     if outcome.reward is None:

@@ -132,7 +132,7 @@ def _what_changes(
             _print_change(console, step)
 
     with console.status("replaying"):
-        rollouts = score_steps(steps.stored, configs[1].reward) if rescores else [of.rollout for of in steps.stored]
+        rollouts = score_steps(steps.stored, configs[1]) if rescores else [of.rollout for of in steps.stored]
         connect(configs[0].runtime)
         in_ray(change_steps(steps, rollouts, configs, report))
     return found

@@ -29,12 +29,9 @@ from rl_core.planning.memory import (
     scoring_bytes,
     update_bytes,
 )
-from rl_core.rewards.judge_model import build_meta_judge
 from rl_core.rewards.model import build_meta_reward_model
 from schemas.base import Frozen
-from schemas.config.judge import JudgeModelReward
-from schemas.config.reward import ModelReward
-from schemas.config.reward_base import HostedReward
+from schemas.config.reward import ModelReward, reward_models
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
@@ -50,33 +47,27 @@ class RewardBytes:
 
     Attributes:
         weights: Of the model, in the compute dtype.
-        forward: Beyond the weights, of a packed row at the token budget; of a judge, the KV cache.
+        forward: Beyond the weights, of a packed row at the token budget.
         warnings: What could not be counted.
-        gpu_fraction: The part of a GPU's memory that an engine reserves for both; 0: none.
     """
 
     weights: int
     forward: int
     warnings: tuple[str, ...] = ()
-    gpu_fraction: float = 0.0
 
     @classmethod
     def of(cls, config: RunConfig, *, on_gpus: bool) -> "RewardBytes | None":
-        """Return those of the reward model or judge that takes most; None without one.
+        """Return those of the reward model that takes most; None without one.
 
         Raises:
             ModelError: A folder holds no such model.
         """
-        samples = config.rollout.samples_per_prompt
         device: Device = "cuda" if on_gpus else "cpu"
-        measured = [_measure(model, device, samples) for model in config.reward.models]
-        return max(measured, key=lambda each: (each.gpu_fraction, each.weights + each.forward), default=None)
+        measured = [_measure(model, device) for model in reward_models(config.reward)]
+        return max(measured, key=lambda each: each.weights + each.forward, default=None)
 
 
-def _measure(config: HostedReward, device: Device, samples: int) -> RewardBytes:
-    if isinstance(config, JudgeModelReward):
-        return _measure_judge(config, device, samples)
-    assert isinstance(config, ModelReward), f"{type(config).__name__} has no model"
+def _measure(config: ModelReward, device: Device) -> RewardBytes:
     model = build_meta_reward_model(config).to(getattr(torch, config.dtype_on(device)))
     weights = sum(weight.nbytes for weight in model.parameters())
     try:
@@ -84,18 +75,6 @@ def _measure(config: HostedReward, device: Device, samples: int) -> RewardBytes:
     except ModelError as error:
         return RewardBytes(weights, 0, (f"activations of the reward model are not counted: {error}",))
     return RewardBytes(weights, FORWARD_BUFFERS * (traced.widest + traced.layer_input))
-
-
-def _measure_judge(config: JudgeModelReward, device: Device, samples: int) -> RewardBytes:
-    """Return the bytes of a judge's worker; of its forward, the KV cache, which is nearly all."""
-    engine = config.engine_config
-    model = build_meta_judge(config).to(getattr(torch, engine.dtype_on(device)))
-    weights = sum(weight.nbytes for weight in model.parameters())
-    if isinstance(engine, VllmRollout):
-        fraction = engine.gpu_fraction(is_colocated=False) if device == "cuda" else 0.0
-        return RewardBytes(weights, config.cache_bytes, gpu_fraction=fraction)
-    longest = samples * (config.max_question_tokens + config.max_tokens)
-    return RewardBytes(weights, min(config.cache_bytes, longest * cache_bytes_per_token(model.config, model.dtype)))
 
 
 class WorkerMemory(Frozen):
@@ -210,7 +189,7 @@ def worker_memory(
     if model.reference is not None:
         workers.append(_reference(config, model, model.reference, placement))
     if model.reward is not None:
-        workers.append(_reward(config, model.reward, cluster, placement))
+        workers.append(_reward(config, model.reward, placement))
     workers.append(_rollout(config, footprint, model, cluster, placement))
     return tuple(workers)
 
@@ -323,12 +302,8 @@ def _reference(config: RunConfig, model: ModelMemory, weights: WeightBytes, plac
     return WorkerMemory(role="reference", count=weights.num_ranks, parts=parts, phases=phases)
 
 
-def _reward(config: RunConfig, reward: RewardBytes, cluster: Cluster, placement: Placement) -> WorkerMemory:
+def _reward(config: RunConfig, reward: RewardBytes, placement: Placement) -> WorkerMemory:
     held, forward, count = reward.weights, reward.forward, num_workers(config)["reward"]
-    if reward.gpu_fraction:  # vLLM reserves its memory for good
-        total = max(held, round(reward.gpu_fraction * cluster.gpu_bytes))
-        phases = PhaseBytes(load=total, rollout=total, scoring=total, update=total, publish=total)
-        return WorkerMemory(role="reward", count=count, parts={"weights": held, KV_CACHE: total - held}, phases=phases)
     phases = PhaseBytes(load=held, rollout=held + forward, scoring=held, update=held, publish=held)
     if placement.takes_turns:
         phases = phases.replace(scoring=0, update=0)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -253,7 +254,7 @@ def _is_place(key: str) -> bool:
     return key.startswith(PLACE_KEYS) and is_changeable(key)
 
 
-def score_steps(steps: Sequence[StoredStep], config: RewardConfig) -> list[RolloutHandle]:
+def score_steps(steps: Sequence[StoredStep], config: RunConfig) -> list[RolloutHandle]:
     """Return the steps' rollouts with the rewards that a config's function gives their rows.
 
     Raises:
@@ -263,9 +264,10 @@ def score_steps(steps: Sequence[StoredStep], config: RewardConfig) -> list[Rollo
     """
     for stored in steps:
         _check_texts(stored)
-    with closing(open_reward_scorer(config, open_model_here)) as scorer:
+    open_model = partial(open_model_here, date=config.data.date)
+    with closing(open_reward_scorer(config.reward, open_model)) as scorer:
         scorer.wait_until_ready()
-        return [_score(stored, scorer, config) for stored in steps]
+        return [_score(stored, scorer, config.reward) for stored in steps]
 
 
 def _check_texts(stored: StoredStep) -> None:

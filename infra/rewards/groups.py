@@ -162,18 +162,14 @@ class SumRewardBatch(RewardBatch):
 
 
 def _add_up(outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float]) -> RewardOutcome:
-    """Return the weighted sum of a response's rewards, with rewards and their parts as parts; a failure if one failed.
-
-    As `rl_core.rewards.base.WeightedSum` does, the parts of `a` are added as `a_<part>`.
-    """
+    """Return the weighted sum of a response's rewards, with each as a part; a failure if one failed."""
     total, parts = 0.0, dict[str, float]()
     for name, outcome in outcomes.items():
         if outcome.reward is None:
             failure = outcome.failure if name == REST else f"RuntimeError: part {name!r} failed: {outcome.failure}"
             return RewardOutcome(reward=None, failure=failure)
         total += outcome.reward if name == REST else weights[name] * outcome.reward
-        own = {f"{name}_{key}": value for key, value in outcome.parts.items()} | {name: outcome.reward}
-        added = outcome.parts if name == REST else own
+        added = outcome.parts if name == REST else {name: outcome.reward}  # a model's score has no parts
         if twice := sorted(parts.keys() & added):
             return RewardOutcome(
                 reward=None, failure=f"RuntimeError: two parts are named {twice[0]!r}: rename one of them"

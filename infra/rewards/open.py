@@ -7,11 +7,11 @@ from infra.rewards.groups import REST, GroupRewardScorer, SumRewardScorer
 from infra.rewards.local import LocalRewardScorer
 from infra.rewards.pool import RewardPool
 from rl_core.rewards import load_reward
-from schemas.config.reward import GroupFunctionReward, RewardConfig, WeightedReward
-from schemas.config.reward_base import HostedReward, IsolatedReward
+from schemas.config.reward import GroupFunctionReward, ModelReward, RewardConfig, WeightedReward, reward_models
+from schemas.config.reward_base import IsolatedReward
 
-OpenModel = Callable[[HostedReward], RewardScorer]
-"""Opens a scorer of whole groups for a reward that a model gives; called for those of a config in their order."""
+OpenModel = Callable[[ModelReward], RewardScorer]
+"""Opens a scorer of whole groups for a reward model; called for those of a config in their order."""
 
 
 def open_reward_scorer(config: RewardConfig, open_model: OpenModel | None = None) -> RewardScorer:
@@ -19,16 +19,16 @@ def open_reward_scorer(config: RewardConfig, open_model: OpenModel | None = None
 
     Args:
         config: The reward.
-        open_model: Opens the scorer of each reward in it that a model gives; None: there is none.
+        open_model: Opens the scorer of each reward model in it; None: there is none.
 
     Raises:
         RewardImportError: The reward function can't be loaded in this process.
         ModelError: A reward model can't be used.
     """
-    if isinstance(config, HostedReward):
-        assert open_model is not None, "rewards that models give need what opens their scorers"
+    if isinstance(config, ModelReward):
+        assert open_model is not None, "reward models need what opens their scorers"
         return GroupRewardScorer(open_model(config))
-    if isinstance(config, WeightedReward) and config.models:
+    if isinstance(config, WeightedReward) and reward_models(config):
         return SumRewardScorer(
             dict(_open_parts(config, open_model)), {name: part.weight for name, part in config.parts.items()}
         )
@@ -37,11 +37,11 @@ def open_reward_scorer(config: RewardConfig, open_model: OpenModel | None = None
 
 
 def _open_parts(config: WeightedReward, open_model: OpenModel | None) -> Iterator[tuple[str, RewardScorer]]:
-    rest = {name: part for name, part in config.parts.items() if not isinstance(part.reward, HostedReward)}
+    rest = {name: part for name, part in config.parts.items() if not isinstance(part.reward, ModelReward)}
     if rest:
         yield REST, _open(config.model_copy(update={"parts": rest}))  # not validated: all weights may be 0
     for name, part in config.parts.items():
-        if isinstance(part.reward, HostedReward):
+        if isinstance(part.reward, ModelReward):
             yield name, open_reward_scorer(part.reward, open_model)
 
 

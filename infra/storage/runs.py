@@ -255,8 +255,8 @@ class RunDirectory:
             first = error.errors(include_url=False)[0]
             key = ".".join(map(str, first["loc"])) or "the file"
             raise RunError(
-                f"{place} is not the config of a run of this version of Sluice: {key}: {first['msg']}; give the "
-                "run's id or its directory"
+                f"{place} is not the config of a run of this version of Sluice: {key}: "
+                f"{first['msg'].removeprefix('Value error, ')}; give the run's id or its directory"
             ) from None
 
     def write_config(self, config: RunConfig) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, islice, pairwise
 from typing import Literal
 
-from schemas.config.reward import WeightedReward
-from schemas.config.reward_base import HostedReward
+from schemas.config.reward import ModelReward, WeightedReward, reward_models
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.placement import Device
@@ -27,7 +26,7 @@ def num_workers(config: RunConfig) -> dict[Role, int]:
         "policy": config.runtime.num_policy_ranks,
         "reference": config.runtime.num_reference_ranks if config.needs_reference_worker else 0,
         "rollout": config.rollout.num_workers,
-        "reward": sum(model.num_workers for model in config.reward.models),
+        "reward": sum(model.num_workers for model in reward_models(config.reward)),
     }
 
 
@@ -43,15 +42,14 @@ def worker_numbers(config: RunConfig) -> list[tuple[Role, int]]:
 
 def reward_workers(config: RunConfig) -> list[range]:
     """Return the numbers of the reward workers of each of the config's reward models."""
-    ends = list(accumulate(model.num_workers for model in config.reward.models))
+    ends = list(accumulate(model.num_workers for model in reward_models(config.reward)))
     return [range(start, end) for start, end in pairwise([0, *ends])]
 
 
-def reward_model_of(config: RunConfig, number: int) -> HostedReward:
-    """Return the reward, and so the model, of a reward worker."""
-    return next(
-        model for model, numbers in zip(config.reward.models, reward_workers(config), strict=True) if number in numbers
-    )
+def reward_model_of(config: RunConfig, number: int) -> ModelReward:
+    """Return the reward model of a reward worker."""
+    models = zip(reward_models(config.reward), reward_workers(config), strict=True)
+    return next(model for model, numbers in models if number in numbers)
 
 
 def decide_device(config: RunConfig, gpus: Sequence[int], num_cpus: float) -> Device:
@@ -170,10 +168,10 @@ def _count_keys(config: RunConfig) -> dict[Role, str]:
         "rollout": "rollout.num_workers",
     }
     reward = config.reward
-    if isinstance(reward, HostedReward):
+    if isinstance(reward, ModelReward):
         keys["reward"] = "reward.num_workers"
-    elif isinstance(reward, WeightedReward) and len(reward.models) == 1:
-        (name,) = (name for name, part in reward.parts.items() if part.reward.models)
+    elif isinstance(reward, WeightedReward) and len(reward_models(reward)) == 1:
+        (name,) = (name for name, part in reward.parts.items() if isinstance(part.reward, ModelReward))
         keys["reward"] = f"reward.parts.{name}.reward.num_workers"
     return keys
 

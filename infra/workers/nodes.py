@@ -15,6 +15,7 @@ from infra.ray.module_path import enter_working_directory
 from infra.storage.runs import DISTRIBUTION, RunDirectory, require_writable
 from infra.workers.placement import living_nodes
 from schemas.base import Frozen
+from schemas.config.reward import reward_models
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, UserError, describe
 
@@ -128,5 +129,5 @@ def find_problem(here: NodeReport, there: NodeReport, directory: RunDirectory) -
 def _inputs(config: RunConfig) -> list[str]:
     """Return the local paths that workers read."""
     held_out = [config.data.eval_path] if config.data.eval_path else []
-    models = [config.model.path, *(model.path for model in config.reward.models)]
+    models = [config.model.path, *(model.path for model in reward_models(config.reward))]
     return [*models, *(source.path for source in config.data.train_sources), *held_out]

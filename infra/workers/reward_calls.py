@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def model_opener(run: RunHandle, first: int) -> OpenModel:
-    """Return what opens the scorers of the run's reward models, judges included; see `WorkerRewardScorer`."""
+    """Return what opens the scorers of the run's reward models; see `WorkerRewardScorer`."""
     of_each = iter(reward_workers(run.config))
     return lambda _: WorkerRewardScorer(run, next(of_each), first)
 

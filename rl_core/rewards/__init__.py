@@ -22,7 +22,7 @@ from rl_core.rewards.numeric import load_numeric
 from rl_core.rewards.outcome import RewardOutcome, as_stored, group_outcome
 from rl_core.rewards.reasoning_gym import require_reasoning_gym, score_full_marks, score_reasoning_gym
 from rl_core.user_code import import_user_module
-from schemas.config.judge import JudgeModelReward, JudgeReward
+from schemas.config.judge import JudgeReward
 from schemas.config.reward import (
     EnvironmentReward,
     ExactReward,
@@ -80,12 +80,6 @@ def _load_judge(config: JudgeReward) -> RewardFunction:
     return Judge(config)
 
 
-def _load_judge_model(config: JudgeModelReward) -> AnyRewardFunction:
-    from rl_core.rewards.judge_model import JudgeModel  # only then, because it imports transformers
-
-    return JudgeModel(config)
-
-
 def _load_model(config: ModelReward) -> AnyRewardFunction:
     from rl_core.rewards.model import RewardModel  # only then, because it imports transformers
 
@@ -131,7 +125,6 @@ LOADERS: Registry[[], AnyRewardFunction] = Registry(
     RewardConfig,
     entry(FunctionReward, _load_function),
     entry(JudgeReward, _load_judge),
-    entry(JudgeModelReward, _load_judge_model),
     entry(ModelReward, _load_model),
     entry(ExactReward, _load_exact),
     entry(EnvironmentReward, _load_environment),

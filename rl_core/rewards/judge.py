@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import httpx
 
 from rl_core.rewards.base import ManagedReward
-from schemas.config.judge import JudgedReward, JudgeReward
+from schemas.config.judge import JudgeReward
 from schemas.errors import ConfigError, ServiceError
 
 EXCERPT_CHARACTERS = 200
@@ -33,39 +33,6 @@ HINTS = {
     403: "; check the key in the variable that reward.api_key_variable names",
     404: "; check reward.url and reward.model",
 }
-
-
-class Rubric:
-    """Asks what a config asks, and reads the score as it says.
-
-    Args:
-        config: The judge.
-    """
-
-    def __init__(self, config: JudgedReward) -> None:
-        self._config, self._pattern = config, re.compile(config.pattern, re.DOTALL)
-
-    def question(self, prompt: str, completion: str, answer: str) -> str:
-        """Return the question about a response."""
-        return self._config.prompt.format(prompt=prompt, response=completion, answer=answer)
-
-    def score(self, text: str) -> float:
-        """Return the score in a judge's answer, divided by `scale`.
-
-        Raises:
-            ValueError: It has no score from 0 to `scale`.
-        """
-        found = list(self._pattern.finditer(text))
-        if not found:
-            raise ValueError(f"the judge's answer has no score, as reward.pattern finds it: {_end_of(text)}")
-        try:
-            score = float(found[-1][1])
-        except (TypeError, ValueError):
-            raise ValueError(f"the judge's score is {found[-1][1]!r:.80}, not a number: {_end_of(text)}") from None
-        if not 0 <= score <= self._config.scale:
-            scale = self._config.scale
-            raise ValueError(f"the judge's score {score:g} is not from 0 to reward.scale = {scale:g}: {_end_of(text)}")
-        return score / self._config.scale
 
 
 def _end_of(text: str) -> str:
@@ -95,7 +62,7 @@ class Judge(ManagedReward):
         self.max_calls = config.concurrency
         self._config = config
         self._url = f"{config.url}/chat/completions"
-        self._rubric = Rubric(config)
+        self._pattern = re.compile(config.pattern, re.DOTALL)
         self._scores: OrderedDict[bytes, float] = OrderedDict()  # by question, the latest used last
         self._asking: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._loop: asyncio.AbstractEventLoop | None = None  # of the client: a connection belongs to its loop
@@ -124,7 +91,7 @@ class Judge(ManagedReward):
             ServiceError: The judge doesn't answer.
             ValueError: Its answer is cut, or has no score from 0 to `scale`.
         """
-        question = self._rubric.question(prompt, completion, answer)
+        question = self._config.prompt.format(prompt=prompt, response=completion, answer=answer)
         digest = blake2b(question.encode(errors="surrogatepass")).digest()
         async with self._asking.setdefault(digest, asyncio.Lock()):  # equal questions wait for the answer to the first
             if digest in self._scores:
@@ -133,7 +100,7 @@ class Judge(ManagedReward):
             else:
                 reply = await self._ask(question)
                 self._check_complete(reply)
-                self._scores[digest], costs = self._rubric.score(reply.text), reply.costs
+                self._scores[digest], costs = self._score(reply.text), reply.costs
                 if len(self._scores) > MAX_SCORES:
                     self._scores.popitem(last=False)
             return {"reward": self._scores[digest], **costs}
@@ -201,8 +168,26 @@ class Judge(ManagedReward):
         if reason and reason.lower() not in COMPLETE:
             raise ValueError(
                 f"the judge's answer is incomplete: its finish_reason is {reason!r:.80}, expected 'stop'; it says "
-                f"{answer.text.strip()[-EXCERPT_CHARACTERS:]!r}"
+                f"{_end_of(answer.text)}"
             )
+
+    def _score(self, text: str) -> float:
+        """Return the score in a judge's answer, divided by `scale`.
+
+        Raises:
+            ValueError: It has no score from 0 to `scale`.
+        """
+        found = list(self._pattern.finditer(text))
+        if not found:
+            raise ValueError(f"the judge's answer has no score, as reward.pattern finds it: {_end_of(text)}")
+        try:
+            score = float(found[-1][1])
+        except (TypeError, ValueError):
+            raise ValueError(f"the judge's score is {found[-1][1]!r:.80}, not a number: {_end_of(text)}") from None
+        if not 0 <= score <= self._config.scale:
+            scale = self._config.scale
+            raise ValueError(f"the judge's score {score:g} is not from 0 to reward.scale = {scale:g}: {_end_of(text)}")
+        return score / self._config.scale
 
     def _client(self) -> httpx.AsyncClient:
         if self._loop is not (loop := asyncio.get_running_loop()):

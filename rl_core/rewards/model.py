@@ -1,33 +1,33 @@
 """The scores of a reward model: a sequence-classification model with one label."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from rl_core.model_folder import TOKENIZER_FILES, check_model_folder, load_config
 from rl_core.rewards.base import Score
-from rl_core.rewards.hosted import (
-    GroupReward,
-    build_on_meta,
-    check_positions,
-    describe_model,
-    first_line,
-    load_hosted_tokenizer,
-    model_error,
-    open_chat,
-)
+from rl_core.rollout.chat import ChatTemplate
 from rl_core.scoring import use_packed_attention
 from rl_core.scoring.pooled import pack_whole, packed_pooled_scores, prepare_pooled, score_head
+from schemas.config.kinds import CLOCK, Variable
 from schemas.config.reward import ModelReward
-from schemas.errors import ScoringError
+from schemas.errors import ChatTemplateError, DataError, ModelError, ScoringError
+
+ROLES = ("user", "assistant")
 
 
-class RewardModel(GroupReward):
-    """Scores all responses to a prompt in packed rows of theirs only.
+class RewardModel:
+    """A group function: scores all responses to a prompt together, in packed rows of theirs only.
+
+    So a step that is repeated has the same rewards, whichever worker scores a prompt, and when.
 
     Args:
         config: The model, its compute dtype and the longest text.
+        date: The day that its chat template takes for today; None: today.
 
     Raises:
         ModelError: The folder has no decoder-only model with one label, or no tokenizer of it with a chat template
@@ -36,10 +36,19 @@ class RewardModel(GroupReward):
 
     model: PreTrainedModel
 
-    def __init__(self, config: ModelReward) -> None:
+    def __init__(self, config: ModelReward, date: Variable | None = None) -> None:
         self._config = config
-        tokenizer = load_hosted_tokenizer(config, build_meta_reward_model(config))
-        self._chat = open_chat(config, tokenizer, ("user", "assistant"), with_prompt=False)
+        try:
+            self._chat = ChatTemplate(load_reward_tokenizer(config), {} if date is None else {CLOCK: date})
+            left_out = self._chat.find_left_out([(role, True) for role in ROLES], with_prompt=False)
+        except (ChatTemplateError, DataError) as error:
+            raise _model_error(config, str(error)) from error
+        if left_out is not None:
+            raise _model_error(
+                config,
+                f"its chat template leaves out the text of the {ROLES[left_out]}'s message, so that the model would "
+                "not read it; use a model whose chat_template.jinja writes it, or correct that file",
+            )
 
     def load(self, device: torch.device) -> None:
         """Load the weights, from safetensors only, and check that packed scores are the model's own.
@@ -53,9 +62,9 @@ class RewardModel(GroupReward):
                 self._config.path, dtype=dtype, use_safetensors=True, output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError) as error:
-            raise model_error(self._config, first_line(error)) from error
+            raise _model_error(self._config, _first_line(error)) from error
         if missing := sorted(found["missing_keys"]):
-            raise model_error(
+            raise _model_error(
                 self._config,
                 f"the weights {', '.join(missing)} are missing, and would be random; save the whole model there with "
                 "`model.save_pretrained(folder)`",
@@ -67,10 +76,12 @@ class RewardModel(GroupReward):
         try:
             prepare_pooled(self.model)
         except ScoringError as error:
-            raise model_error(self._config, str(error)) from error
+            raise _model_error(self._config, str(error)) from error
 
-    def score(self, prompt: str, completions: Sequence[str], answer: str) -> list[Score | Exception]:
-        """Return the model's score of each response; it sees no answer. See `GroupReward.score`."""
+    def __call__(
+        self, prompt: str, completions: Sequence[str], answer: str, info: dict[str, Any]
+    ) -> list[Score | Exception]:
+        """Return the model's score of each response to a prompt; for one without a score, the error."""
         scores: dict[int, Score | Exception] = {}
         sequences: dict[int, list[int]] = {}
         for index, completion in enumerate(completions):
@@ -90,7 +101,7 @@ class RewardModel(GroupReward):
         Raises:
             ValueError: There are more than `max_tokens`, or the chat template rejects the texts.
         """
-        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        messages = [{"role": role, "content": text} for role, text in zip(ROLES, (prompt, completion), strict=True)]
         token_ids = self._chat.encode(messages, with_prompt=False)
         padding = self.model.config.get_text_config().pad_token_id
         while len(token_ids) > 1 and token_ids[-1] == padding:  # the model's own forward ignores it there
@@ -104,27 +115,73 @@ class RewardModel(GroupReward):
 
 
 def build_meta_reward_model(config: ModelReward) -> PreTrainedModel:
-    """Build the model on the meta device: its parameters have shapes but no memory. It uses packed attention.
+    """Build the model in float32 on the meta device, without memory for its parameters; it uses packed attention.
 
     Raises:
         ModelError: The folder has none with one label that is decoder-only, it has too few positions, or can't be
             packed.
     """
-    described = describe_model(config, "ForSequenceClassification", "a reward model")
+    check_model_folder("reward.path", config.path)
+    described = load_config(config.path, "reward.path")
+    names = ", ".join(described.architectures or ["none"])
+    if not names.endswith("ForSequenceClassification"):
+        raise _model_error(
+            config,
+            f"its architecture is {names}, expected one that ends with ForSequenceClassification; use a reward model's "
+            "folder",
+        )
     if described.num_labels != 1:
-        raise model_error(
+        raise _model_error(
             config,
             f"the model has {described.num_labels} labels, expected 1, the score; use a model that was trained with "
             "num_labels=1",
         )
-    check_positions(config, described, config.max_tokens, "reward.max_tokens")
-    model = build_on_meta(config, described, AutoModelForSequenceClassification)
+    positions = getattr(described.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions < config.max_tokens:
+        raise _model_error(
+            config, f"the model has {positions} positions, fewer than reward.max_tokens = {config.max_tokens}; lower it"
+        )
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForSequenceClassification.from_config(  # type: ignore[no-untyped-call]
+                described, dtype=torch.float32
+            )
+    except Exception as error:  # transformers and torch raise unrelated types for bad configs
+        raise _model_error(config, _first_line(error)) from error
     try:
         score_head(model)
         use_packed_attention(model)
     except ScoringError as error:
-        raise model_error(config, str(error)) from error
+        raise _model_error(config, str(error)) from error
     return model
+
+
+def load_reward_tokenizer(config: ModelReward) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a reward model.
+
+    Raises:
+        ModelError: It can't be loaded, has no chat template, or is not the model's; or see `build_meta_reward_model`.
+    """
+    model = build_meta_reward_model(config)
+    check_model_folder("reward.path", config.path, TOKENIZER_FILES)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.path)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise _model_error(config, f"the tokenizer can't be loaded: {_first_line(error)}") from error
+    if tokenizer.chat_template is None:
+        raise _model_error(
+            config,
+            "the tokenizer has no chat template, by which the texts are written; write one to "
+            "chat_template.jinja in that folder",
+        )
+    largest, num_tokens = max(tokenizer.get_vocab().values()), len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    if largest >= num_tokens:
+        raise _model_error(
+            config,
+            f"the tokenizer's largest token id is {largest}, but the model has embeddings for {num_tokens} tokens (0 "
+            f"to {num_tokens - 1}); use the tokenizer of this model",
+        )
+    return tokenizer
 
 
 def _rows(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
@@ -141,3 +198,11 @@ def _rows(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
 
 def _finite(score: float) -> float | ValueError:
     return score if math.isfinite(score) else ValueError(f"the reward model's score is {score}")
+
+
+def _model_error(config: ModelReward, text: str) -> ModelError:
+    return ModelError(f"reward.path {config.path}: {text}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -23,7 +23,6 @@ class ChatTemplate:
         tokenizer: The tokenizer, which has the template.
         variables: Variables of the template. `strftime_now` is the date, in ISO 8601, that it takes for today.
         tools: JSON schemas of the tools that the model may call.
-        setting: What sets the variables, for the error.
 
     Attributes:
         template: The template.
@@ -38,17 +37,15 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-        setting: str = "data.chat_template_kwargs",
     ) -> None:
         self.tokenizer, self._control = tokenizer, ControlTokens(tokenizer)
         self._variables = dict(variables or {})
         self.template = chat_template_text(tokenizer, tools)
         path = tokenizer.name_or_path
         self.name = f"the chat template of {path}" if path else "the model's chat template"
-        known = {CLOCK} if uses_clock(tokenizer) else set()
-        if unused := [name for name in self._variables if name not in known and not _uses(self.template, name)]:
+        if unused := [name for name in self._variables if name != CLOCK and not _uses(self.template, name)]:
             raise DataError(
-                f"{setting}: the model's chat template has no variable {', '.join(unused)}; remove it, "
+                f"data.chat_template_kwargs: the model's chat template has no variable {', '.join(unused)}; remove it, "
                 "or check its name in the tokenizer's chat_template.jinja"
             )
         if tools and not _uses(self.template, "tools"):
@@ -59,7 +56,7 @@ class ChatTemplate:
         if tools:
             self._variables["tools"] = list(tools)
         if CLOCK in self._variables:
-            self._variables[CLOCK] = _clock(f"{setting}.{CLOCK}", self._variables[CLOCK])
+            self._variables[CLOCK] = _clock(self._variables[CLOCK])
 
     def render(self, messages: Messages, *, with_prompt: bool = True) -> str:
         """Return a chat as text, ending with the beginning of the model's turn if `with_prompt`.
@@ -162,11 +159,11 @@ def chat_template_text(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mappi
     return str(tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None))
 
 
-def _clock(setting: str, date: object) -> Callable[[str], str]:
+def _clock(date: object) -> Callable[[str], str]:
     try:
         return datetime.fromisoformat(str(date)).strftime
     except ValueError:
-        raise DataError(f"{setting} is {date!r}; expected a date such as 2026-01-31") from None
+        raise DataError(f"data.chat_template_kwargs.{CLOCK} is {date!r}; expected a date such as 2026-01-31") from None
 
 
 def _uses(template: str, name: str) -> bool:

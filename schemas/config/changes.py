@@ -6,10 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from schemas.config.judge import JudgeModelReward
-from schemas.config.kinds import CLOCK
 from schemas.config.load import changed_keys, flat_values
-from schemas.config.reward import change_judges
 from schemas.config.run import RunConfig
 
 # Where, how long and within which limits a run trains, and what it reports; a section's name is for all of its keys.
@@ -29,8 +26,6 @@ CHANGEABLE = (
     "reward.num_processes",
     "reward.timeout_seconds",
     "reward.num_workers",
-    "reward.cache_bytes",
-    "reward.gpu_memory_utilization",
     "environment.journal",
     "environment.python",
     "environment.num_processes",
@@ -52,9 +47,7 @@ CHANGEABLE = (
     "rollout.tensor_parallel",
     "rollout.prefix_cache",
 )
-OF_PARTS = re.compile(  # of a reward model or a judge in a sum
-    r"reward\.parts\.\w+\.reward\.(num_workers|cache_bytes|gpu_memory_utilization)"
-)
+OF_PARTS = re.compile(r"reward\.parts\.\w+\.reward\.num_workers")  # of a reward model in a sum
 FIXED = ("runtime.max_staleness",)
 # Those of them on which log-probs and plans depend: who computes them, and in which micro-batches.
 SCORING = ("packing", "runtime.device", "runtime.num_policy_ranks")
@@ -82,20 +75,10 @@ def keep_batches(before: RunConfig, after: RunConfig) -> RunConfig:
 
 
 def keep_date(before: RunConfig, after: RunConfig) -> RunConfig:
-    """Return `after` with the dates that the chat templates of `before` take for today, unless it sets them itself."""
-    known = {
-        each.path: each.chat_template_kwargs for each in before.reward.models if isinstance(each, JudgeModelReward)
-    }
-
-    def with_date(judge: JudgeModelReward) -> JudgeModelReward:
-        dates = {name: value for name, value in known.get(judge.path, {}).items() if name == CLOCK}
-        return judge.replace(chat_template_kwargs={**dates, **judge.chat_template_kwargs})
-
-    after = after.replace(reward=change_judges(after.reward, with_date))
-    date, variables = before.data.chat_template_kwargs.get(CLOCK), after.data.chat_template_kwargs
-    if date is None or CLOCK in variables:
+    """Return `after` with the date that the chat templates of `before` take for today, unless it sets it itself."""
+    if before.data.date is None or after.data.date is not None:
         return after
-    return after.replace(data=after.data.replace(chat_template_kwargs={**variables, CLOCK: date}))
+    return after.replace(data=after.data.with_date(before.data.date))
 
 
 def sampling_digest(config: RunConfig) -> str:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, field_v
 
 from schemas.base import FrozenConfig, OptionalText
 from schemas.config.environment import EnvironmentConfig
-from schemas.config.kinds import TemplateVariables
+from schemas.config.kinds import CLOCK, TemplateVariables, Variable
 
 
 class CurriculumSettings(FrozenConfig):
@@ -152,10 +152,19 @@ class DataConfig(FrozenConfig):
     """A longer prompt is an error, or is dropped and counted."""
 
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-    """Variables of the chat template, e.g. `enable_thinking = false`; a run sets `strftime_now`, if it has it."""
+    """Variables of the chat template, e.g. `enable_thinking = false`. A run sets `strftime_now`, its first day."""
 
     shuffle: bool = True
     """Shuffle the prompts in every epoch, by the run's seed."""
+
+    @property
+    def date(self) -> Variable | None:
+        """The day that chat templates take for today; None: the day on which they are rendered."""
+        return self.chat_template_kwargs.get(CLOCK)
+
+    def with_date(self, date: Variable) -> "DataConfig":
+        """Return these settings with a day that chat templates take for today."""
+        return self.replace(chat_template_kwargs={**self.chat_template_kwargs, CLOCK: date})
 
     @model_validator(mode="after")
     def _one_or_several(self) -> "DataConfig":

@@ -1,11 +1,11 @@
 """Rewards: how a response is scored."""
 
 import re
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     PositiveInt,
@@ -14,9 +14,9 @@ from pydantic import (
 )
 
 from schemas.base import FrozenConfig
-from schemas.config.judge import JudgeModelReward, JudgeReward
+from schemas.config.judge import JudgeReward
 from schemas.config.kinds import ImportPath
-from schemas.config.reward_base import HostedReward, InProcessReward, IsolatedReward, Pattern
+from schemas.config.reward_base import InProcessReward, IsolatedReward, Pattern
 
 RESERVED = ("reward", "failed")  # `reward/failed` counts failed rewards
 
@@ -103,11 +103,17 @@ class ReasoningGymReward(IsolatedReward):
     """1 for the verifier's full score, else 0; false: the verifier's score, which may be partial credit."""
 
 
-class ModelReward(HostedReward):
-    """The score of a reward model: a folder for sequence classification with one label, on Ray workers of its own."""
+class ModelReward(InProcessReward):
+    """The score of a reward model: a folder for sequence classification with one label, on the run's reward workers."""
 
     kind: Literal["model"] = "model"
     """Selects a reward model."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """Folder or hub id of the model, in safetensors, and of its tokenizer with a chat template."""
+
+    num_workers: PositiveInt = 1
+    """Reward workers, each with the model, and a GPU if there are some."""
 
     max_tokens: PositiveInt = 4096
     """Longest prompt and response together in tokens; the reward of a longer one fails."""
@@ -196,7 +202,6 @@ class LengthReward(InProcessReward):
 _OfOneResponse = (
     FunctionReward
     | JudgeReward
-    | JudgeModelReward
     | ModelReward
     | ExactReward
     | EnvironmentReward
@@ -206,7 +211,19 @@ _OfOneResponse = (
     | FormatReward
     | LengthReward
 )
-PartReward = Annotated[_OfOneResponse, Field(discriminator="kind")]
+
+
+def _refuse_judge_model(reward: Any) -> Any:
+    if isinstance(reward, dict) and reward.get("kind") == "judge_model":
+        raise ValueError(
+            'kind = "judge_model" was removed (Sluice 0.2 reads runs that have it); serve the judge, as by '
+            f'`vllm serve {reward.get("path", "PATH")}`, and set kind = "judge" with url and model (docs/rewards.md)'
+        )
+    return reward
+
+
+_Refusal = BeforeValidator(_refuse_judge_model)
+PartReward = Annotated[_OfOneResponse, Field(discriminator="kind"), _Refusal]
 
 
 class WeightedPart(FrozenConfig):
@@ -256,11 +273,6 @@ class WeightedReward(IsolatedReward):
         return self.num_processes > 0 and any(part.reward.needs_processes for part in self.parts.values())
 
     @property
-    def models(self) -> tuple[HostedReward, ...]:
-        """The rewards among the parts that models give."""
-        return tuple(model for part in self.parts.values() for model in part.reward.models)
-
-    @property
     def reads_environment(self) -> bool:
         """Whether a part takes the rewards that an environment gave."""
         return any(part.reward.reads_environment for part in self.parts.values())
@@ -277,17 +289,10 @@ class WeightedReward(IsolatedReward):
         return self
 
 
-RewardConfig = Annotated[_OfOneResponse | GroupFunctionReward | WeightedReward, Field(discriminator="kind")]
+RewardConfig = Annotated[_OfOneResponse | GroupFunctionReward | WeightedReward, Field(discriminator="kind"), _Refusal]
 
 
-def change_judges(reward: RewardConfig, change: Callable[[JudgeModelReward], JudgeModelReward]) -> RewardConfig:
-    """Return a reward with the judges of the run, the reward itself or parts of it, as `change` returns them."""
-    if isinstance(reward, JudgeModelReward):
-        return change(reward)
-    if not isinstance(reward, WeightedReward):
-        return reward
-    parts = {
-        name: part.replace(reward=change(part.reward)) if isinstance(part.reward, JudgeModelReward) else part
-        for name, part in reward.parts.items()
-    }
-    return reward.replace(parts=parts)
+def reward_models(reward: RewardConfig) -> tuple[ModelReward, ...]:
+    """Return the reward models of a reward: itself or its parts, which are computed on workers of their own."""
+    rewards = [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
+    return tuple(each for each in rewards if isinstance(each, ModelReward))

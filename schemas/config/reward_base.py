@@ -4,7 +4,7 @@ import math
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, model_validator
 
 from schemas.base import FrozenConfig
 
@@ -34,11 +34,6 @@ class InProcessReward(FrozenConfig):
     def needs_processes(self) -> bool:
         """Whether the reward is computed in separate processes."""
         return False
-
-    @property
-    def models(self) -> "tuple[HostedReward, ...]":
-        """The rewards that models give, which are computed on workers of their own."""
-        return ()
 
     @property
     def reads_environment(self) -> bool:
@@ -73,18 +68,3 @@ class IsolatedReward(InProcessReward):
                 "process can be killed; raise it, or set timeout_seconds = inf"
             )
         return self
-
-
-class HostedReward(InProcessReward):
-    """The base of rewards that a model gives, on Ray workers of its own."""
-
-    path: Annotated[str, Field(min_length=1)]
-    """Folder or hub id of the model, in safetensors, and of its tokenizer with a chat template."""
-
-    num_workers: PositiveInt = 1
-    """Reward workers, each with the model, and a GPU if there are some."""
-
-    @property
-    def models(self) -> "tuple[HostedReward, ...]":
-        """The rewards that models give, this one."""
-        return (self,)

@@ -7,7 +7,6 @@ from schemas.batch import SafeName
 from schemas.config.advantage import AdvantageConfig, GrpoAdvantage, OverlongConfig
 from schemas.config.data import DataConfig
 from schemas.config.environment import EnvironmentConfig
-from schemas.config.judge import JudgeModelReward
 from schemas.config.loss import ClippedLoss, CorrectionConfig, KlConfig, LossConfig, NoCorrection
 from schemas.config.model import ModelConfig
 from schemas.config.monitor import MonitorConfig
@@ -212,16 +211,6 @@ class RunConfig(FrozenConfig):
                 f"rollout.tensor_parallel = {self.rollout.gpus_per_worker} gives an engine GPUs of its own, but with "
                 'runtime.placement = "colocated" it would share one; set runtime.placement = "separate", or '
                 "rollout.tensor_parallel = 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _judge_gives_up_memory(self) -> "RunConfig":
-        is_vllm = any(isinstance(model, JudgeModelReward) and model.engine == "vllm" for model in self.reward.models)
-        if is_vllm and self.runtime.placement == "colocated":
-            raise ValueError(
-                'a judge with engine = "vllm" keeps its memory, and runtime.placement = "colocated" has workers take '
-                'turns; set engine = "transformers" for the judge, or runtime.placement = "separate"'
             )
         return self
 

@@ -1,4 +1,4 @@
-"""A reward model or a judge on a Ray worker that dies: the run goes on, with the rewards of the model in one process.
+"""A reward model on a Ray worker that dies: the run goes on, with the rewards of the model in one process.
 
 The workers take turns in a GPU's memory, here a CPU's.
 """
@@ -11,16 +11,13 @@ from infra.rewards.open import open_reward_scorer
 from infra.stores.offline import read_step
 from infra.workers.reward import open_model_here
 from rl_core.rewards import RewardItem, as_stored
-from schemas.config.judge import JudgeModelReward
 from schemas.config.reward import ModelReward
-from schemas.config.reward_base import HostedReward
-from tests.support.tiny import make_tiny_judge, make_tiny_reward_model
+from tests.support.tiny import make_tiny_reward_model
 from tests.support.workplace import Workplace
 
 pytestmark = pytest.mark.extended
 
-STEPS, RUN_ID, JUDGED_ID = 5, "reward-model", "judge-model"
-QUESTION = "Judge the answer to {prompt}, which is {answer}: {response}"
+STEPS, RUN_ID = 5, "reward-model"
 TEXTS = ("prompt_text", "response_text", "answer", "info", "group_id", "sample_id", "reward")
 
 
@@ -46,37 +43,12 @@ def test_a_lost_reward_worker_scores_again(workplace: Workplace) -> None:
         rows = read_step(workplace.folder / "runs" / RUN_ID, step, TEXTS).to_pylist()
         assert [row["reward"] for row in rows] == in_one_process(config, rows)
         assert len({row["reward"] for row in rows}) > 1
-
-
-def test_a_lost_judge_answers_again(workplace: Workplace) -> None:
-    make_tiny_judge(workplace.folder / "judge")
-    driver = workplace.start(
-        *("train", "tiny.toml", "--run-id", JUDGED_ID, f"steps={STEPS}", "kl.coef=0", "store.keep_steps=all"),
-        *("reward.kind=judge_model", "reward.path=judge", f"reward.prompt={QUESTION}", "reward.max_tokens=8"),
-        *("reward.max_question_tokens=400", "runtime.max_restarts=0", "runtime.placement=colocated"),
-    )
-    run = workplace.run(JUDGED_ID)
-    driver.wait_for(lambda: run.passed(0, "put"))
-    assert workplace.kill_worker("RewardWorker") == 1
-    printed = driver.finish()
-    assert "reward worker 0 is lost, and created again" in printed
-    turns = run.metrics.steps()[-1].memory_by_phase
-    held = {phase: turn.resident_bytes["reward"] for phase, turn in turns.items()}
-    assert held["rollout"] > 0
-    assert held["scoring"] == held["update"] == 0
-    assert all(report.metrics["reward_judge_completion_tokens"] > 0 for report in run.metrics.steps())
-    config = JudgeModelReward(
-        path=str(workplace.folder / "judge"), prompt=QUESTION, max_tokens=8, max_question_tokens=400
-    )
-    for step in range(STEPS):
-        rows = read_step(workplace.folder / "runs" / JUDGED_ID, step, TEXTS).to_pylist()
-        assert [row["reward"] for row in rows] == in_one_process(config, rows)
-        assert len({row["reward"] for row in rows}) > 1
-    again = json.loads(workplace.sluice("replay", JUDGED_ID, "--steps", "1", "--rewards", "--json"))
+    printed = workplace.sluice("replay", RUN_ID, "--steps", "1", "--rewards", "--json")
+    again, _ = json.JSONDecoder().raw_decode(printed)  # transformers' progress bar follows
     assert again["steps"][0]["advantages"]["num_changed"] == 0
 
 
-def in_one_process(config: HostedReward, rows: list[dict]) -> list[float | None]:
+def in_one_process(config: ModelReward, rows: list[dict]) -> list[float | None]:
     """Return the rows' rewards, with the responses to each prompt in the order in which they were sampled."""
     rows = [row | {"number": int(row["sample_id"].rpartition("-")[2])} for row in rows]
     order = sorted(range(len(rows)), key=lambda index: (rows[index]["group_id"], rows[index]["number"]))

@@ -10,13 +10,12 @@ import pyarrow.parquet as pq
 import torch
 from transformers import (
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
-from infra.models.tiny import make_model, make_tokenizer
+from infra.models.tiny import make_model
 
 END = "<|end|>"
 
@@ -50,41 +49,6 @@ def make_tiny_reward_model(folder: Path) -> Path:
         torch.manual_seed(0)
         config = Qwen3Config(**{**fields, "architectures": None, "num_labels": 1})
         Qwen3ForSequenceClassification(config).save_pretrained(folder)
-    return folder
-
-
-def make_tiny_judge(folder: Path, *, cut: str = "", head_dim: int = 8) -> Path:
-    """Write a judge without randomness, and return its folder: its answer depends on a question's last byte alone.
-
-    The answer is that byte's digit, the remainder of its position in the vocabulary by 10, and then the end of the
-    turn. To a byte of `cut`, it answers digits without an end. Attention and MLP add nothing to the embeddings, which
-    are one-hot, and the head maps each token to the next one.
-    """
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ '<|user|>' + message['content'] }}{% endfor %}"
-    size = 272
-    make_tiny_model(
-        folder,
-        tokenizer=tokenizer,
-        hidden_size=size,
-        num_hidden_layers=1,
-        head_dim=head_dim,
-        tie_word_embeddings=False,
-        max_position_embeddings=2048,
-    )
-    model = Qwen3ForCausalLM.from_pretrained(folder)
-    digits, end = tokenizer.convert_tokens_to_ids([*"0123456789"]), tokenizer.eos_token_id
-    following = [end if token in digits else digits[token % 10] for token in range(len(tokenizer))]
-    for byte in tokenizer.convert_tokens_to_ids([*cut]):
-        following[byte] = byte
-    with torch.no_grad():
-        for weight in (model.model.layers[0].self_attn.o_proj.weight, model.model.layers[0].mlp.down_proj.weight):
-            weight.zero_()
-        model.model.embed_tokens.weight.copy_(torch.eye(len(tokenizer), size))
-        model.lm_head.weight.zero_()
-        for token, after in enumerate(following):
-            model.lm_head.weight[after, token] = 1.0
-    model.save_pretrained(folder)
     return folder
 
 

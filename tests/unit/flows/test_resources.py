@@ -29,7 +29,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ModelError
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.policies import load_policy
-from tests.support.tiny import make_tiny_data, make_tiny_judge, make_tiny_model, make_tiny_reward_model
+from tests.support.tiny import make_tiny_data, make_tiny_model, make_tiny_reward_model
 from tests.support.workplace import Workplace
 
 # The sizes of Qwen3 8B; its folder has no weights, which a plan doesn't need.
@@ -115,25 +115,6 @@ def test_a_reward_model_is_a_worker_of_its_own(folder: Path, plan: Callable[...,
     assert (shared.phases.scoring, shared.phases.update) == (0, 0)
     assert colocated.shared is not None
     assert colocated.shared.rollout > plan("runtime.placement=colocated", cluster="2xH100").shared.rollout
-
-
-def test_a_judge_is_planned_with_its_cache(folder: Path, plan: Callable[..., Resources]) -> None:
-    make_tiny_judge(folder / "judge")
-    weights = sum(weight.numel() for weight in load_file(folder / "judge" / "model.safetensors").values())
-    settings = ("reward.kind=judge_model", "reward.path=judge", "reward.prompt={response}", "reward.max_tokens=8")
-    settings += ("reward.max_question_tokens=92",)
-    _, embedded, _ = plan(*settings, cluster="8xH100").workers
-    token_bytes = 2 * 2 * 8 * 4  # keys and values of 2 heads of 8 numbers in float32
-    samples = 4
-    assert (embedded.role, embedded.parts) == (
-        "reward",
-        {"weights": 4 * weights, "forward": samples * 100 * token_bytes},
-    )
-    _, full, _ = plan(*settings, "reward.cache_bytes=5000", cluster="8xH100").workers
-    assert full.parts["forward"] == 5000
-    reserved = plan(*settings, "reward.engine=vllm", "reward.gpu_memory_utilization=0.5", cluster="8xH100").workers[1]
-    assert reserved.parts["weights"] == 2 * weights  # in bfloat16
-    assert reserved.phases.update == reserved.phases.rollout == sum(reserved.parts.values()) == 40 * 10**9
 
 
 def test_ranks_on_two_nodes_gather_over_the_network(plan: Callable[..., Resources]) -> None:

@@ -3,6 +3,8 @@
 import datetime
 import json
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,17 +14,20 @@ from flows.recovery import find_or_create_run
 from infra.datasets import load_run_prompts
 from infra.models.load import load_tokenizer
 from infra.models.tiny import CHAT_TEMPLATE
+from infra.rewards.open import open_reward_scorer
 from infra.storage.runs import RunDirectory, resumed_config
 from infra.workers.inputs import check_files, check_inputs, data_digest, renew_inputs
+from infra.workers.reward import RewardWorker, open_model_here
 from infra.workers.rollout import RolloutWorker
-from schemas.config.reward import WeightedReward
+from rl_core.rewards import RewardItem, RewardOutcome
+from schemas.config.reward import ModelReward, WeightedReward
 from schemas.config.run import RunConfig
 from schemas.errors import DataError, RunError
 from schemas.step import RunHandle
 from tests.support.configs import run_config
-from tests.support.judge_models import judge, make_judge
-from tests.support.tiny import make_tiny_data, make_tiny_model
+from tests.support.tiny import make_tiny_data, make_tiny_model, make_tiny_reward_model
 
+COMPLETIONS = ["2", "two"]
 REWARD = "def score(prompt, completion, answer, info):\n    return 1.0\n"
 
 
@@ -152,21 +157,32 @@ def test_prompts_have_the_date_of_the_runs_first_day(
     assert find_or_create_run(other, "run-3").config() == other
 
 
-def test_a_judge_has_the_date_of_the_runs_first_day(tmp_path: Path, config: RunConfig) -> None:
-    path = make_judge(tmp_path / "judge")
+def test_a_reward_model_has_the_date_of_the_runs_first_day(tmp_path: Path, config: RunConfig) -> None:
+    path = make_tiny_reward_model(tmp_path / "liked")
     template = (path / "chat_template.jinja").read_text()
     (path / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}" + template)
-    today = {"strftime_now": datetime.date.today().isoformat()}
-    of_judge = judge(path)
-    for reward in (of_judge, WeightedReward.model_validate({"parts": {"judge": {"reward": of_judge}}})):
+    model = ModelReward(path=str(path), max_tokens=100)
+    for reward in (model, WeightedReward.model_validate({"parts": {"liked": {"reward": model}}})):
         asked = config.replace(reward=reward)
         run = find_or_create_run(asked, f"run-{reward.kind}")
         dated = run.config()
-        assert [each.chat_template_kwargs for each in dated.reward.models] == [today]
-        assert dated.data.chat_template_kwargs == {}
+        assert dated.data.chat_template_kwargs == {"strftime_now": datetime.date.today().isoformat()}
         assert resumed_config(run, asked) == dated
-    set_by_hand = config.replace(reward=judge(path, chat_template_kwargs={"strftime_now": "2025-05-05"}))
-    assert find_or_create_run(set_by_hand, "run-by-hand").config() == set_by_hand
+        load_run_prompts(dated, load_tokenizer(dated.model))  # by the policy's template, which has no date
+    by_hand = {year: dated.replace(data=dated.data.with_date(f"{year}-05-05")) for year in (2025, 2026)}
+    assert find_or_create_run(by_hand[2025], "run-by-hand").config() == by_hand[2025]
+    scores = {year: scores_of(config) for year, config in by_hand.items()}
+    assert scores_of(by_hand[2025]) == scores[2025] != scores[2026]
+    with closing(open_reward_scorer(model, partial(open_model_here, date="2025-05-05"))) as scorer:
+        here = scorer.score([RewardItem("1 + 1 =", each, "2", {}) for each in COMPLETIONS], groups=[0] * 2)
+    assert tuple(here) == scores[2025]  # as `sluice replay` scores
+
+
+def scores_of(config: RunConfig) -> tuple[RewardOutcome, ...]:
+    """Return what a run's reward worker makes of two responses."""
+    worker = RewardWorker(RunHandle(run_id="run", identity="run", directory="", config=config, store_incarnation=""))
+    worker.start()
+    return worker.score(RewardItem("1 + 1 =", COMPLETIONS, "2", {})).group
 
 
 def test_the_record_has_paths_and_modules(config: RunConfig) -> None:

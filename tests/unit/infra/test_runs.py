@@ -56,6 +56,18 @@ def test_a_model_folder_of_the_same_name_is_not_taken_for_a_run(
     assert len(str(e.value)) < 300
 
 
+def test_a_run_with_a_reward_that_was_removed_is_refused_with_the_version_that_reads_it(tmp_path: Path) -> None:
+    created = RunDirectory.create(run_config(tmp_path), "run-1")
+    stored = json.loads((created.path / "config.json").read_text())
+    stored["reward"] = {"kind": "judge_model", "path": "judge", "prompt": "{response}"}
+    (created.path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(
+        RunError, match=r'kind = "judge_model" was removed \(Sluice 0\.2 reads runs that have it\)'
+    ) as e:
+        created.config()
+    assert "\n" not in str(e.value)
+
+
 def test_what_a_command_takes_to_find_a_run_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     created = RunDirectory.create(run_config(tmp_path), "run-1")
     assert RunDirectory.open(created.argument).path == created.path

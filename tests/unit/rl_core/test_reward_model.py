@@ -90,6 +90,9 @@ def test_a_reward_model_in_a_weighted_sum(folder: Path) -> None:
     assert (found[2].failure or "").startswith(
         "RuntimeError: part 'model' failed: ValueError: prompt and response have"
     )
+    twice = {"a_b": parts["model"], "a": {"reward": {"kind": "format", "parts": {"b": "4"}}}}
+    (outcome,) = scores(WeightedReward.model_validate({"parts": twice, "num_processes": 1}), "4")
+    assert outcome.failure == "RuntimeError: two parts are named 'a_b': rename one of them"
     only = WeightedReward.model_validate({"parts": {"model": parts["model"]}})
     assert [outcome.reward for outcome in scores(only, "4")] == [0.5 * of_model[0]]
     scorer = open_reward_scorer(only, open_model_here)

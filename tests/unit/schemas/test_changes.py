@@ -43,7 +43,7 @@ TRAINED = {
     *(f"reward.{name}" for name in ("kind", "path", "full_marks_only", "relative_tolerance", "absolute_tolerance")),
     *(f"reward.{name}" for name in ("pattern", "parts", "target", "unit")),
     *(f"reward.{name}" for name in ("model", "prompt", "scale", "max_tokens", "temperature", "token_budget")),
-    *(f"reward.{name}" for name in ("compute_dtype", "engine", "max_question_tokens", "chat_template_kwargs")),
+    "reward.compute_dtype",
     *(f"rollout.{name}" for name in ("kind", "dtype", "num_prompts", "samples_per_prompt", "max_response_tokens")),
     *(f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")),
     *("rollout.dynamic_sampling", "rollout.router_replay"),
@@ -68,10 +68,7 @@ FOR_A_NEW_RUN = {
     *("optim.implementation", "rollout.router_replay"),
     *(f"environment.{name}" for name in ("kind", "tools", "path", "arguments", "parser", "drops_reasoning")),
     "environment.max_turn_tokens",
-    *(
-        f"reward.{name}"
-        for name in ("model", "pattern", "scale", "max_tokens", "max_question_tokens", "chat_template_kwargs")
-    ),  # of a judge
+    *(f"reward.{name}" for name in ("model", "pattern", "scale", "max_tokens")),  # of a judge
     *("overlong.buffer_tokens", "reward.kind", "reward.path", "rollout.dynamic_sampling", "rollout.kind"),
     *("rollout.max_response_tokens", "rollout.num_prompts", "rollout.samples_per_prompt", "rollout.stop_token_ids"),
     *(
@@ -101,9 +98,7 @@ OTHER = {
     "packing.kind": "padded",
     "packing.token_budget": "9999",
     "reward.api_key_variable": "JUDGE_KEY",
-    "reward.cache_bytes": "7",
     "reward.concurrency": "7",
-    "reward.gpu_memory_utilization": "0.5",
     "reward.max_failure_fraction": "1",
     "reward.max_retries": "7",
     "reward.num_processes": "7",
@@ -197,9 +192,8 @@ def test_what_a_message_names_may_change_or_is_for_a_new_run() -> None:
 def test_an_advised_change_is_accepted(key: str) -> None:
     is_of_vllm = key.removeprefix("rollout.") in VllmRollout.model_fields.keys() - TransformersRollout.model_fields
     judge = {"kind": "judge", "url": "http://one/v1", "model": "judge", "prompt": "{response}"}
-    hosted = {"kind": "judge_model", "path": "judge", "engine": "vllm", "prompt": "{response}"}
     rewards = dict.fromkeys(JudgeReward.model_fields.keys() - IsolatedReward.model_fields, judge)
-    rewards |= dict.fromkeys(("num_workers", "cache_bytes", "gpu_memory_utilization"), hosted)
+    rewards |= {"num_workers": {"kind": "model", "path": "model"}}
     function = {"kind": "function", "path": "my:score"}
     environment = {"kind": "class", "path": "game:Game"}
     begun = run_config(
