@@ -99,12 +99,6 @@ def test_a_model_folder_without_weights(sluice: Command, folder: Path) -> None:
     assert_rejected(sluice("train", "tiny.toml", "model.path=light"), "model.path light", "neither model.safetensors")
 
 
-def test_drafts_for_a_model_that_can_not_forget_tokens(sluice: Command, folder: Path) -> None:
-    make_tiny_model(folder / "sliding", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    drafts = ("model.path=sliding", "rollout.speculative={}")
-    assert_rejected(sluice("train", "tiny.toml", *drafts), "a sliding window or a state", "remove rollout.speculative")
-
-
 def test_a_model_folder_that_is_not_there(sluice: Command) -> None:
     assert_rejected(sluice("train", "tiny.toml", "model.path=./nowhere"), "./nowhere", "no such folder")
 
