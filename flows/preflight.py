@@ -34,7 +34,6 @@ from infra.storage.runs import RunDirectory, require_writable
 from rl_core.model_folder import load_config
 from rl_core.rewards import load_reward
 from rl_core.rollout.chat import ChatTemplate
-from rl_core.training.eight_bit import require_bitsandbytes
 from schemas.config.judge import JudgeModelReward
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
@@ -90,8 +89,6 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
         require_peft()
     if config.rollout.router_replay:
         experts_dtype(config.model)
-    if config.optim.implementation == "8bit":
-        require_bitsandbytes()
     require_monitors(config)
     require_tracing(config)
     return prompts

@@ -85,6 +85,10 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
         ("rollout.stop_token_ids=[-1]", "Input should be greater than or equal to 0"),
         ("rollout.min_p=1", "rollout.min_p = 1: Input should be less than 1"),
         ("rollout={kind='vllm', router_replay=true}", "which vLLM returns only from a model runner that its CPU build"),
+        (
+            "optim.implementation=8bit",
+            "were removed in 0.3; set optim.offload = true to keep moments in host memory, or",
+        ),
         ("rollout.speculative.num_tokens=2", "rollout.speculative was removed in 0.3; leave it out"),
         ("rollout.cache_bytes=9", "unknown key rollout.cache_bytes"),
         ("runtime.max_staleness=9", "runtime.max_staleness = 9: Input should be less than or equal to 8"),
