@@ -15,12 +15,11 @@ from schemas.errors import ServiceError
 CONNECT_TIMEOUT_SECONDS = 10
 
 
-def connect(address: str, *, local: bool, py_modules: Sequence[str] = ()) -> None:
+def connect(address: str, *, py_modules: Sequence[str] = ()) -> None:
     """Connect this process to Ray, once. Workers find modules in its working directory, after all others.
 
     Args:
         address: `host:port` of the Ray head, or `auto`: that of the cluster that this machine belongs to.
-        local: Whether Sluice started that Ray, on loopback.
         py_modules: `runtime.py_modules`.
 
     Raises:
@@ -35,8 +34,6 @@ def connect(address: str, *, local: bool, py_modules: Sequence[str] = ()) -> Non
         )
     if ray.is_initialized():
         return
-    if local:
-        _use_loopback_only()
     if address != "auto":
         _check_reachable(address)
     # Nobody waits any more for what a failed or cancelled step has called: Ray would print the tracebacks of that.
@@ -71,13 +68,6 @@ def _runtime_env(py_modules: Sequence[str]) -> dict[str, Any]:
     variables["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
     modules = {"py_modules": list(py_modules)} if py_modules else {}
     return {"env_vars": variables, "worker_process_setup_hook": worker_setup_hook(), **modules}
-
-
-def _use_loopback_only() -> None:
-    """Bind this process's ports to loopback, as the head that `infra.services` starts does."""
-    from ray._private import ray_constants
-
-    ray_constants.ENABLE_RAY_CLUSTER = False  # read from RAY_ENVIRONMENT, but only when Ray is imported
 
 
 def _check_reachable(address: str) -> None:
