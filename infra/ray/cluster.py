@@ -23,7 +23,7 @@ def connect(address: str, *, py_modules: Sequence[str] = ()) -> None:
         py_modules: `runtime.py_modules`.
 
     Raises:
-        ServiceError: Nothing responds at `address`, it is of another version of Ray or Python, or of Ray Client.
+        ServiceError: Nothing responds at `address`, it is one of Ray Client's, or Ray or Python differ there.
     """
     import ray
 
