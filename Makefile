@@ -3,7 +3,7 @@
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
-EXTRAS ?= bench,bitsandbytes,cpu,demo,docs,lora,math,mlflow,otel,s3,tensorboard,trackio,wandb,dev
+EXTRAS ?= bench,cpu,demo,docs,lora,math,mlflow,otel,s3,tensorboard,trackio,wandb,dev
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt

@@ -13,7 +13,6 @@ from infra.checkpoints.store import open_checkpoints
 from infra.datasets import PromptDataset, PromptRow, load_run_prompts
 from infra.datasets.environments import schemas_of_tools
 from infra.datasets.limits import check_prompts
-from infra.engines.embedded.cache import check_speculative
 from infra.engines.families import check_family
 from infra.engines.vllm.adapters import check_adapters
 from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
@@ -35,7 +34,6 @@ from infra.storage.runs import RunDirectory, require_writable
 from rl_core.model_folder import load_config
 from rl_core.rewards import load_reward
 from rl_core.rollout.chat import ChatTemplate
-from rl_core.training.eight_bit import require_bitsandbytes
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ChatTemplateError, CheckpointError, ConfigError, ModelError
@@ -86,12 +84,8 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
     check_reuse(config, tokenizer)
     if config.model.lora is not None:
         require_peft()
-    if config.rollout.speculative is not None:
-        check_speculative(load_config(config.model.path))
     if config.rollout.router_replay:
         experts_dtype(config.model)
-    if config.optim.implementation == "8bit":
-        require_bitsandbytes()
     require_monitors(config)
     require_tracing(config)
     return prompts

@@ -19,11 +19,11 @@ TORCH_VARIABLES = {
 RAY_VARIABLES = {
     # Ray 2.60 heads require a token, and a driver sends one only if this is set.
     "RAY_AUTH_MODE": "token",
+    # A Ray head that listens on loopback is otherwise looked for at this machine's address in its network.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 
 LOCAL_RAY_VARIABLES = {
-    # On Linux, Ray otherwise listens on every interface, whatever address it is given. Heads and clients must agree.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray otherwise starts a process per core for each driver in advance. Actors with an environment of their own, such
     # as a run's, use none of them.

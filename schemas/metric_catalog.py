@@ -194,8 +194,6 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("engine/prefill_tokens", "step", "sum", "token",
      "Tokens that engines compute without sampling them: prompts, an environment's answers, and history that was not "
      "kept.", _REPORT),
-    ("engine/draft_acceptance", "step", "mean", "",
-     "Fraction of the drafted tokens that were sampled; absent without rollout.speculative.", ()),
     ("engine/cache", "step", "max", "", "Peak of the fraction of an engine's KV cache that is in use.", _REPORT),
     ("turns/environment_seconds", "step", "mean", "second", "Time of the environment's calls in a trajectory.", ()),
     ("turns/environment_seconds_max", "step", "max", "second", "The same of the slowest trajectory.", ()),

@@ -94,10 +94,10 @@ def _stop_driver(console: Console, directory: RunDirectory) -> bool:
 
 def _connect(address: str | None, services_dir: str) -> bool:
     """Connect to a cluster, or to the local Ray; return whether there is one."""
-    local = LocalServices(Path(services_dir)).ray_address
-    if (address or local) is None:
+    address = address or LocalServices(Path(services_dir)).ray_address
+    if address is None:
         return False
-    cluster.connect(str(address or local), local=address is None)
+    cluster.connect(address)
     return True
 
 

@@ -20,12 +20,12 @@ Result = TypeVar("Result")
 def connect(runtime: RuntimeConfig) -> None:
     """Connect to the configured Ray cluster, or to a local one, which is started if necessary."""
     if runtime.ray_address:
-        cluster.connect(runtime.ray_address, local=False, py_modules=runtime.py_modules)
+        cluster.connect(runtime.ray_address, py_modules=runtime.py_modules)
         return
     services = LocalServices(Path(runtime.services_dir))
     services.start(prefect=False, ray=True)
     assert services.ray_address is not None
-    cluster.connect(services.ray_address, local=True, py_modules=runtime.py_modules)
+    cluster.connect(services.ray_address, py_modules=runtime.py_modules)
     services.announce_metrics(cluster.metrics_addresses())
 
 

@@ -152,7 +152,6 @@ class ModelMemory:
                 base,
                 runtime.num_policy_ranks // runtime.num_policy_replicas,
                 bfloat16=half,
-                eight_bit=config.optim.implementation == "8bit",
             ),
             reference=reference,
             reward=reward,

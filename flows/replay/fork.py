@@ -139,8 +139,3 @@ def _check_changes(parent: RunDirectory, before: RunConfig, config: RunConfig, s
         raise RunError(
             f"run {name} has runtime.max_staleness = 0 and keeps no earlier weights, which 1 needs; leave it at 0"
         )
-    if step and (config.optim.implementation == "8bit") != (before.optim.implementation == "8bit"):
-        raise RunError(
-            f"run {name} has the optimizer's state of optim.implementation = {before.optim.implementation!r}, which "
-            f"{config.optim.implementation!r} can't go on with; leave it"
-        )

@@ -71,7 +71,6 @@ def _open_transformers(rollout: TransformersRollout, of: EngineModel) -> Rollout
         tokenizer=of.tokenizer,
         records_experts=rollout.router_replay,
         keeps_weights=of.config.publishes_adapters,
-        speculative=rollout.speculative,
     )
 
 

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 from infra.monitors.rows import Row
-from infra.ray.client import is_outside
 from schemas.metric_catalog import MetricSpec, find_metric
 
 REFRESH_SECONDS = 5
@@ -41,8 +40,6 @@ class PrometheusSeries:
         self._values: dict[str, float] = {}  # by metric; replaced, never changed, as two threads read it
         self._is_closed = threading.Event()
         self._has_failed = False
-        if is_outside():
-            logger.info("a driver outside the Ray cluster exports no Prometheus series; the column store does")
         threading.Thread(target=self._refresh, name="prometheus", daemon=True).start()
 
     def show(self, row: Row) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from infra.ray.client import head_address, lost_connection_raised, value_of
 from infra.ray.tracing import trace_arguments
 from infra.ray.worker_logs import log_lines_of, open_reply
 from schemas.errors import (
@@ -37,7 +36,7 @@ def require_ray() -> None:
 
     if not ray.is_initialized():
         raise RayLostError("this process isn't connected to Ray")
-    address = head_address()
+    address = ray.get_runtime_context().gcs_address
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=RESPONSE_SECONDS).close()
@@ -64,10 +63,9 @@ def find_actors(names: Iterable[str]) -> dict[str, Any]:
 
     require_ray()  # once: it takes longer than to find an actor
     found = {}
-    with lost_connection_raised():
-        for name in names:
-            with suppress(ValueError):  # there is no such actor
-                found[name] = ray.get_actor(name, namespace=NAMESPACE)
+    for name in names:
+        with suppress(ValueError):  # there is no such actor
+            found[name] = ray.get_actor(name, namespace=NAMESPACE)
     return found
 
 
@@ -141,11 +139,8 @@ async def call(actor: Any, method: str, *args: Any) -> Any:
         GpuMemoryError: The GPU's memory is full.
         WorkerFailedError: The method raised another error that is not one of Sluice's own.
         WorkerLostError: The actor died.
-        RayLostError: Ray Client has lost its connection.
     """
-    with lost_connection_raised():
-        ref = getattr(actor, method).remote(*args, **trace_arguments())
-    return await resolve(ref, method)
+    return await resolve(getattr(actor, method).remote(*args, **trace_arguments()), method)
 
 
 async def resolve(ref: Any, method: str) -> Any:
@@ -153,8 +148,7 @@ async def resolve(ref: Any, method: str) -> Any:
     import ray
 
     try:
-        with lost_connection_raised():
-            return open_reply(await value_of(ref))
+        return open_reply(await ref)
     except ray.exceptions.RayTaskError as error:
         log_lines_of(error.cause)
         if isinstance(error.cause, PipelineError):

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from infra.ray.actors import kill_actors, resolve
-from infra.ray.client import lost_connection_raised
 from infra.ray.tracing import trace_arguments
 from schemas.errors import PipelineError, VersionError, WorkerLostError
 
@@ -33,9 +32,8 @@ class WorkerGroup:
             WorkerLostError: A rank died, or lost the others, and no rank reports why.
         """
         # All calls are sent before anything else can run: a call in between might reach the ranks in different orders.
-        with lost_connection_raised():
-            trace, shared = trace_arguments(), [_shared(arg) for arg in args]
-            refs = [getattr(rank, method).remote(*shared, **trace) for rank in self.ranks]
+        trace, shared = trace_arguments(), [_shared(arg) for arg in args]
+        refs = [getattr(rank, method).remote(*shared, **trace) for rank in self.ranks]
         calls = [asyncio.ensure_future(resolve(ref, method)) for ref in refs]
         try:
             return list(await asyncio.gather(*calls))

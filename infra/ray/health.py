@@ -15,7 +15,6 @@ import psutil
 import ray
 
 from infra.ray.actors import find_actor
-from infra.ray.client import lost_connection_raised, own_node
 from schemas.errors import RayLostError
 from schemas.placement import ActorInfo
 
@@ -119,8 +118,7 @@ class _Monitor:
         while not ended.wait(self._interval):
             for name in self._names:
                 try:
-                    with lost_connection_raised():
-                        self._check(name)
+                    self._check(name)
                 except (ray.exceptions.RayError, RayLostError) as error:  # its callers get the same error
                     logger.debug("%s does not answer: %s", name, error)
                     self._forget(name)
@@ -145,7 +143,7 @@ class _Monitor:
             *(name, waited, self._timeout_seconds),
         )
         node, process_id = self._processes.get(name, ("", 0))
-        if node == own_node():
+        if node == ray.get_runtime_context().get_node_id():
             with suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)  # Ray asks the process itself to exit, which a stopped one can't
         ray.kill(actor)

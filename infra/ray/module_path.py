@@ -10,13 +10,11 @@ file a module of Python or of a dependency.
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-WORKING_DIRECTORY = "SLUICE_WORKING_DIRECTORY"  # the variable that names it for a driver outside the cluster
 INSTALLATION = str(Path(__file__).parents[2])  # the folder of Sluice's packages
 
 
@@ -39,8 +37,7 @@ def append_working_directory(folder: str | None = None) -> None:
 def worker_setup_hook() -> Callable[[], None]:
     """Return a setup hook for Ray's workers: they run in this process's working directory, which is last on their path.
 
-    Ray pickles the hook by value, so that it runs before a worker imports any module of Sluice. Ray Client ignores
-    hooks: see `enter_working_directory`.
+    Ray pickles the hook by value, so that it runs before a worker imports any module of Sluice.
     """
     folder, installation = os.getcwd(), INSTALLATION
 
@@ -61,17 +58,6 @@ def worker_setup_hook() -> Callable[[], None]:
         keep_last(folder)
 
     return set_module_path
-
-
-def enter_working_directory() -> None:
-    """Do in a process of a driver outside the cluster what a `worker_setup_hook` does; nothing in other processes.
-
-    Ray doesn't put that driver's working directory on the path, so no module in it can have been imported before.
-    """
-    if folder := os.environ.get(WORKING_DIRECTORY):
-        with suppress(OSError):  # another node may lack the folder
-            os.chdir(folder)
-        keep_last(folder)
 
 
 def keep_last(folder: str) -> None:

@@ -154,14 +154,13 @@ class _FirstRecord(logging.Filter):
 
 
 def _resource(run_id: str, config: "RunConfig", instance: str) -> dict[str, str]:
-    # GSPO and CISPO are named by their loss; the methods with the clipped loss differ in their advantages.
-    algorithm = config.advantage if config.loss.kind == "clipped" else config.loss
     return {
         "service.name": "sluice",
         "service.instance.id": instance,
         "rl.system": "sluice",
         "rl.run.id": run_id,
-        "rl.algorithm": algorithm.kind,
+        "rl.algorithm": config.advantage.kind,
+        "rl.loss": config.loss.kind,
         "rl.model.name": config.model.path,
     }
 

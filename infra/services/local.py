@@ -251,7 +251,7 @@ class LocalServices:
         _make_ray_token()
         command = [*RAY_COMMAND, "start", "--head", "--block", "--disable-usage-stats", "--include-dashboard=false"]
         command += [f"--node-ip-address={LOOPBACK}", f"--port={port}", "--include-log-monitor=false"]
-        command += [f"--ray-client-server-port={(client_port := free_port())}"]
+        command += [f"--ray-client-server-port={(client_port := free_port())}"]  # unused; else it takes 10001
         # Ray binds these before it names them to others; `announce_metrics` tells Prometheus.
         command += ["--dashboard-agent-listen-port=0", "--metrics-export-port=0"]
         command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: another Ray would hand out the same range

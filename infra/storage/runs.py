@@ -292,6 +292,7 @@ def _upgrade(text: bytes) -> str:
     if config.get("runtime", {}).get("weight_transport") == "object_store":
         config["runtime"]["weight_transport"] = "shared_memory"
     config.get("runtime", {}).pop("gpus_per_worker", None)
+    config.get("rollout", {}).pop("speculative", None)  # its samples were the same
     if config.get("runtime", {}).pop("tensorboard", False):
         config["monitors"] = [{"kind": "tensorboard"}]
     return json.dumps(config)

@@ -9,7 +9,6 @@ from infra.processes.collection import rare_collections
 from infra.ray.actors import actor_name
 from infra.ray.device import occupy, place_of_process
 from infra.ray.health import Pingable
-from infra.ray.module_path import enter_working_directory
 from infra.ray.tracing import received_trace
 from infra.ray.worker_logs import LogBuffer, Reply
 from infra.workers.placement import release
@@ -28,7 +27,6 @@ class WorkerActor:
     worker = ""  # the worker's class, as "module:class"
 
     def __init__(self, *args: Any) -> None:
-        enter_working_directory()
         self._logs = LogBuffer(actor_name().rpartition("/")[2])
         self._logs.install()
         module, _, name = self.worker.partition(":")

@@ -10,8 +10,6 @@ import ray
 from ray.exceptions import RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from infra.ray.client import own_node
-from infra.ray.module_path import enter_working_directory
 from infra.storage.runs import DISTRIBUTION, RunDirectory, require_writable
 from infra.workers.placement import living_nodes
 from schemas.base import Frozen
@@ -47,24 +45,21 @@ def check_nodes(directory: RunDirectory, config: RunConfig) -> None:
     """Check that the other nodes have the run's directory, model, data and working directory, and Sluice.
 
     If the run's directory is at a URL, this node's workers are checked, too: they have the environment that Ray was
-    started in, with other credentials, perhaps. For a driver outside the cluster, all nodes are others.
+    started in, with other credentials, perhaps.
 
     Raises:
         ConfigError: One lacks something; the message names the node.
     """
-    own = own_node() if directory.is_local else None
+    own = ray.get_runtime_context().get_node_id() if directory.is_local else None
     nodes = {node: address for node, address in living_nodes().items() if node != own}
     paths = [path for path in (os.getcwd(), *_inputs(config)) if os.path.exists(path)]
     task = ray.remote(num_cpus=0, max_retries=0)(report_node)
-    try:
-        refs = {
-            node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-                directory.url, paths
-            )
-            for node in nodes
-        }
-    except ImportError as error:  # of Ray Client's process on the head, through which all calls go
-        raise ConfigError(f"the head of the Ray cluster can't import Sluice ({error}); install it there") from None
+    refs = {
+        node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+            directory.url, paths
+        )
+        for node in nodes
+    }
     done = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_ANSWER_SECONDS)[0] if refs else []
     here = report_node(directory.url, [])
     for node, ref in refs.items():
@@ -84,7 +79,6 @@ def check_nodes(directory: RunDirectory, config: RunConfig) -> None:
 
 def report_node(directory: str, paths: list[str]) -> NodeReport:
     """Return what this node has."""
-    enter_working_directory()
     run, obstacle = RunDirectory(directory), ""
     try:
         require_writable(run.url)

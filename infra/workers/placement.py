@@ -16,7 +16,6 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from infra.ray.actors import require_ray
-from infra.ray.client import own_node
 from infra.ray.health import run_owner
 from infra.storage.identity import run_id_of
 from infra.workers.layout import (
@@ -117,8 +116,8 @@ def _place_on_cpu(config: RunConfig, role: Role, number: int) -> Place:
 
 
 def _nodes_on_cpu(config: RunConfig) -> dict[tuple[Role, int], str]:
-    """Return the node of each worker if all were created now; this process's node, if it is on one, is the first."""
-    own = own_node()
+    """Return the node of each worker if all were created now; this process's node is the first."""
+    own = ray.get_runtime_context().get_node_id()
     cores = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in _living()}
     nodes = sorted((node for node in cores if cores[node]), key=lambda node: (node != own, node))
     spread = spread_over_cores(config, [cores[node] for node in nodes])

@@ -1,8 +1,8 @@
 """The memory of a worker's device in each phase of a step, computed from sizes alone.
 
-R ranks, V vocabulary entries, H hidden size, C tokens of a logits chunk. Weights, gradients and (unless in 8 bits)
-AdamW's two moments are float32, as the trainer keeps them. Figures are of live tensors: allocators, kernels and CUDA
-itself take more.
+R ranks, V vocabulary entries, H hidden size, C tokens of a logits chunk. Weights, gradients and AdamW's two
+moments are float32, as the trainer keeps them. Figures are of live tensors: allocators, kernels and CUDA itself take
+more.
 """
 
 import math
@@ -13,7 +13,6 @@ from pydantic import NonNegativeInt
 from transformers import PreTrainedModel
 
 from rl_core.planning.activations import Activations
-from rl_core.training.eight_bit import moment_bytes
 from rl_core.training.sharding import layer_modules
 from schemas.base import Frozen
 
@@ -22,7 +21,6 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 FLOAT_BYTES, HALF_BYTES = 4, 2
 ADAM_MOMENTS = 2
-EIGHT_BIT_BUFFERS = 5  # float32, of a weight whose 8-bit moments a CPU updates; CUDA's kernel needs none
 BACKWARD_BUFFERS = 3  # a gated MLP's backward holds gradients of its product and of both factors at once
 FORWARD_BUFFERS = 3  # its forward holds the two factors and their product
 GATHERED_LAYERS = 2  # FSDP gathers the next layer while one computes
@@ -69,8 +67,6 @@ class WeightBytes:
         held: The rank's shards.
         trained: The part of `held` that trains.
         trained_whole: All weights that train, not sharded.
-        optimizer: The rank's moments.
-        eight_bit: Whether moments are kept in 8 bits.
         root: All weights outside the decoder layers, not sharded.
         layer: The largest decoder layer, not sharded.
         head: The LM head's weight [V, H], not sharded.
@@ -84,8 +80,6 @@ class WeightBytes:
     held: int
     trained: int
     trained_whole: int
-    optimizer: int
-    eight_bit: bool
     root: int
     layer: int
     head: int
@@ -95,18 +89,12 @@ class WeightBytes:
     bfloat16: bool
 
     @classmethod
-    def of(
-        cls, model: PreTrainedModel, num_ranks: int, *, bfloat16: bool = False, eight_bit: bool = False
-    ) -> "WeightBytes":
+    def of(cls, model: PreTrainedModel, num_ranks: int, *, bfloat16: bool = False) -> "WeightBytes":
         """Return the bytes of a model, which may be on the meta device."""
         parts = list(model.parameters())
         sizes = [FLOAT_BYTES * part.numel() for part in parts]
-        rows = [-(-part.shape[0] // num_ranks) for part in parts]
-        shards = [FLOAT_BYTES * count * math.prod(part.shape[1:]) for count, part in zip(rows, parts, strict=True)]
+        shards = [FLOAT_BYTES * -(-part.shape[0] // num_ranks) * math.prod(part.shape[1:]) for part in parts]
         trained = sum(size for size, part in zip(shards, parts, strict=True) if part.requires_grad)
-        quantized = sum(
-            moment_bytes(part, count) for count, part in zip(rows, parts, strict=True) if part.requires_grad
-        )
         layers = [FLOAT_BYTES * sum(part.numel() for part in layer.parameters()) for layer in layer_modules(model)]
         head = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         return cls(
@@ -114,8 +102,6 @@ class WeightBytes:
             held=sum(shards),
             trained=trained,
             trained_whole=sum(size for size, part in zip(sizes, parts, strict=True) if part.requires_grad),
-            optimizer=quantized if eight_bit else ADAM_MOMENTS * trained,
-            eight_bit=eight_bit,
             root=sum(sizes) - sum(layers),
             layer=max(layers, default=0),
             head=FLOAT_BYTES * head.numel(),
@@ -124,6 +110,11 @@ class WeightBytes:
             num_ranks=num_ranks,
             bfloat16=bfloat16,
         )
+
+    @property
+    def optimizer(self) -> int:
+        """The rank's moments."""
+        return ADAM_MOMENTS * self.trained
 
     @property
     def gathered(self) -> int:
@@ -141,10 +132,10 @@ class WeightBytes:
             return 0
         return self.trained_whole if syncs_last and self.is_sharded else self.trained
 
-    def step_buffers(self, *, on_cpu: bool) -> int:
-        """Return what the optimizer needs for the largest weight while it steps."""
-        buffers = (EIGHT_BIT_BUFFERS if on_cpu else 0) if self.eight_bit else ADAM_MOMENTS
-        return buffers * self.largest // self.num_ranks
+    @property
+    def step_buffers(self) -> int:
+        """What the optimizer needs for the largest weight while it steps."""
+        return ADAM_MOMENTS * self.largest // self.num_ranks
 
     def computed(self, num_bytes: int) -> int:
         """Return what float32 weights of so many bytes take in the compute dtype."""
@@ -239,7 +230,7 @@ def update_bytes(
         before + saved + (largest if checkpointing else 0) + buffers + head_gradient + in_flight,
         # The first layers come last: all gradients exist, and the embeddings' is added to the head's.
         max(before, weights.trained) + largest + buffers + head_gradient + in_flight,
-        weights.trained + weights.step_buffers(on_cpu=head.on_cpu),
+        weights.trained + weights.step_buffers,
     )
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from rl_core.training.eight_bit import EightBitAdamW
 from rl_core.training.sharding import full_tensor, local_tensor
 from schemas.config.optim import OptimConfig
 
@@ -19,13 +18,9 @@ _PART_BYTES = 2**28
 
 
 def make_optimizer(module: nn.Module, config: OptimConfig) -> AdamW:
-    """Create AdamW with the config's constants; on CUDA, by default, the fused kernel.
-
-    Raises:
-        ConfigError: The moments are to be kept in 8 bits, but bitsandbytes is not installed.
-    """
+    """Create AdamW with the config's constants; on CUDA, by default, the fused kernel."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    kind = EightBitAdamW if config.implementation == "8bit" else HostAdamW if config.offload else AdamW
+    kind = HostAdamW if config.offload else AdamW
     return kind(
         parameters,
         lr=config.lr,
@@ -38,7 +33,7 @@ def make_optimizer(module: nn.Module, config: OptimConfig) -> AdamW:
 
 def _kernels(config: OptimConfig, *, on_cuda: bool) -> dict[str, bool]:
     """Return torch's options of the implementation; for the loop, both others are switched off."""
-    if config.implementation in ("auto", "8bit"):  # in 8 bits, for the weights whose moments are not
+    if config.implementation == "auto":
         return {"fused": True} if on_cuda else {}
     return {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
 

@@ -39,7 +39,6 @@ CHANGEABLE = (
     "rollout.num_workers",
     "rollout.batch_prompts",
     "rollout.max_cache_bytes",
-    "rollout.speculative",
     "rollout.max_num_seqs",
     "rollout.cache_bytes",
     "rollout.gpu_memory_utilization",

@@ -2,9 +2,18 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from schemas.base import FrozenConfig
+
+
+def _not_in_eight_bits(implementation: object) -> object:
+    if implementation == "8bit":
+        raise ValueError(
+            "moments in 8 bits were removed in 0.3; set optim.offload = true to keep moments in host memory, or train "
+            "adapters (model.lora)"
+        )
+    return implementation
 
 
 class OptimConfig(FrozenConfig):
@@ -22,8 +31,10 @@ class OptimConfig(FrozenConfig):
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay; 0: none."""
 
-    implementation: Literal["auto", "for_loop", "foreach", "fused", "8bit"] = "auto"
-    """AdamW's kernels; auto: fused on CUDA, torch's choice on a CPU; 8bit: 8-bit moments (extra `bitsandbytes`)."""
+    implementation: Annotated[Literal["auto", "for_loop", "foreach", "fused"], BeforeValidator(_not_in_eight_bits)] = (
+        "auto"
+    )
+    """AdamW's kernels; auto: fused on CUDA, torch's choice on a CPU."""
 
     offload: bool = False
     """Keep AdamW's moments in host memory, and move some of them at a time to the GPU for the step."""
@@ -39,15 +50,6 @@ class OptimConfig(FrozenConfig):
 
     updates_per_step: PositiveInt = 1
     """Optimizer updates per step, each on an equal part of its rows."""
-
-    @model_validator(mode="after")
-    def _offloads_float_moments(self) -> "OptimConfig":
-        if self.offload and self.implementation == "8bit":
-            raise ValueError(
-                'optim.offload = true moves float32 moments, but optim.implementation = "8bit" keeps them in 8 bits on '
-                "the device; set one of the two"
-            )
-        return self
 
 
 class PackingConfig(FrozenConfig):

@@ -40,19 +40,6 @@ class DynamicSampling(FrozenConfig):
     """Maximum rounds of generation in a step; after the last one, the step trains on the groups that it has."""
 
 
-class NgramSpeculation(FrozenConfig):
-    """Speculative decoding with n-grams: the engine runs several drafted tokens at once, and keeps those it samples."""
-
-    num_tokens: PositiveInt = 4
-    """Most tokens that are drafted for a row at once."""
-
-    ngram: PositiveInt = 3
-    """Most of a row's last tokens that are looked for in its tokens so far, and in those of its group's other rows."""
-
-    max_rows: PositiveInt = 16
-    """Draft only while at most this many rows are decoded together, as at the end of a batch."""
-
-
 class EngineRollout(FrozenConfig):
     """Settings of every engine."""
 
@@ -92,9 +79,6 @@ class EngineRollout(FrozenConfig):
     router_replay: bool = False
     """Record the experts that the engine routes each token to, and score with them; mixtures of experts only."""
 
-    speculative: NgramSpeculation | None = None
-    """Speculative decoding; None: the engine runs one token per row at once. The embedded engine only."""
-
     dynamic_sampling: DynamicSampling | None = None
     """Dynamic sampling; None: zero-variance groups are kept, with advantages of 0."""
 
@@ -121,15 +105,6 @@ class TransformersRollout(EngineRollout):
 
     max_cache_bytes: PositiveInt = 2**32
     """Maximum bytes of the KV cache; prompts that don't fit are decoded in further batches."""
-
-    @model_validator(mode="after")
-    def _experts_are_of_sampled_tokens(self) -> "TransformersRollout":
-        if self.speculative and self.router_replay:
-            raise ValueError(
-                "rollout.router_replay = true records the experts of tokens that are run one at a time; set it to "
-                "false, or remove rollout.speculative"
-            )
-        return self
 
 
 class VllmRollout(EngineRollout):
@@ -165,16 +140,6 @@ class VllmRollout(EngineRollout):
             raise ValueError(
                 "rollout.router_replay = true needs the experts that the engine chose, which vLLM returns only from a "
                 "model runner that its CPU build lacks and Sluice doesn't use; set rollout.router_replay = false, or "
-                'rollout.kind = "transformers"'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _samples_follow_their_seeds(self) -> "VllmRollout":
-        if self.speculative:
-            raise ValueError(
-                "rollout.speculative is of the embedded engine: with drafts, vLLM's samples don't follow their seeds, "
-                "so that a resumed step would train on others (docs/vllm.md); remove it, or set "
                 'rollout.kind = "transformers"'
             )
         return self

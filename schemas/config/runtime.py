@@ -79,7 +79,7 @@ class RuntimeConfig(FrozenConfig):
     """Folder for the state of the local services that Sluice starts."""
 
     ray_address: str | None = None
-    """Ray cluster: host:port; auto: this machine's; ray://host:port: from outside, by Ray Client; None: a local one."""
+    """Ray cluster: host:port of its head; auto: this machine's; None: a local one."""
 
     py_modules: tuple[str, ...] = ()
     """Python files, packages' folders or wheels that Ray copies to every node, such as reward functions."""

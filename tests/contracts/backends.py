@@ -4,7 +4,6 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from infra.ray.actors import find_actor
 from infra.stores.base import ColumnStore
 from infra.stores.chunk_files import data_path
 from infra.stores.chunk_index import MemoryStore
 from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
 from infra.stores.shared.client import SharedColumnStore
-from infra.stores.shared.index import find_shared_store, index_name, join, start_shared_store
+from infra.stores.shared.index import find_shared_store, start_shared_store
 from infra.stores.shared.node_files import Limits, map_chunk
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.codec import value_dtypes
@@ -53,7 +51,7 @@ class Backend:
     def another_client(self, store: ColumnStore) -> ColumnStore:
         """Return another client of the same store, as another process has; a memory store is its own only client."""
         if isinstance(store, SharedColumnStore):
-            return outside_client(store.run_id) if self.kind == "outside" else find_shared_store(store.run_id)
+            return find_shared_store(store.run_id)
         if isinstance(store, FsspecColumnStore):
             return self._files(store.run_id)
         if isinstance(store, TieredColumnStore):
@@ -68,9 +66,8 @@ class Backend:
         limits = {"lease_seconds": lease_seconds, "put_timeout_seconds": put_timeout}
         if self.kind == "memory":
             return self._memory(run_id, capacity, lease_seconds)
-        if self.kind in ("shared", "outside"):
-            made = start_shared_store(run_id, Limits(capacity, put_timeout, lease_seconds, None), clock=self.clock)
-            return made if self.kind == "shared" else outside_client(run_id)
+        if self.kind == "shared":
+            return start_shared_store(run_id, Limits(capacity, put_timeout, lease_seconds, None), clock=self.clock)
         if not self.kind.startswith("tiered"):
             return self._files(run_id, capacity, **limits)
         durable = self._files(run_id, lease_seconds=NO_EXPIRY_SECONDS)
@@ -91,12 +88,6 @@ class Backend:
         if self.kind == "s3":
             url, options = f"s3://columns/{run_id}", self._s3_options
         return FsspecColumnStore(run_id, url, capacity, storage_options=options, clock=self.clock, **limits)
-
-
-def outside_client(run_id: str) -> SharedColumnStore:
-    """Return a client of a shared store as a driver outside the Ray cluster has: it is on no node."""
-    index = find_actor(index_name(run_id))
-    return SharedColumnStore(run_id, partial(join, run_id, index, None), partial(ray.kill, index))
 
 
 def key(store: ColumnStore, step: int, shard: int = 0, stage: str = "rollout") -> ChunkKey:
@@ -132,9 +123,7 @@ def stored_bytes(store: ColumnStore, ref: ChunkRef) -> list[pa.Buffer]:
     """Return a chunk's bytes from each place where the store holds them."""
     if isinstance(store, SharedColumnStore):
         (file,) = store._files([ref])
-        folder = store._member.folder or find_shared_store(store.run_id)._member.folder
-        assert folder is not None
-        return [map_chunk(Path(folder) / file.name, ref)]
+        return [map_chunk(Path(store._member.folder) / file.name, ref)]
     if isinstance(store, MemoryStore):
         return [store._index.payloads([ref])[0]]
     if isinstance(store, FsspecColumnStore):

@@ -19,7 +19,6 @@ KINDS = [
     "tiered-memory",
     pytest.param("s3", marks=pytest.mark.slow),
     pytest.param("shared", marks=pytest.mark.slow),
-    pytest.param("outside", marks=[pytest.mark.slow, pytest.mark.extended]),
     pytest.param("tiered", marks=pytest.mark.slow),
 ]
 _steps = itertools.count(1)
@@ -35,7 +34,7 @@ def s3_options() -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="module", params=KINDS)
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     """Return a maker of empty stores of one kind."""
-    if request.param in ("shared", "outside", "tiered"):
+    if request.param in ("shared", "tiered"):
         request.getfixturevalue("ray_cluster")
     options = request.getfixturevalue("s3_options") if request.param == "s3" else None
     made = Backend(request.param, tmp_path_factory.mktemp("columns"), options)

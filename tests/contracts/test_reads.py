@@ -98,7 +98,7 @@ def test_empty_rows_and_batches_without_rows_are_legal(store: ColumnStore, step:
 
 
 def test_a_range_of_one_chunk_is_read_without_a_copy(backend: Backend, store: ColumnStore, step: int) -> None:
-    if backend.kind in ("s3", "fsspec-memory", "outside"):
+    if backend.kind in ("s3", "fsspec-memory"):
         pytest.skip("its bytes are remote")
     batch = put_batch(store, step, [rollout_columns([4, 250_000, 6])])
     store.flush()
@@ -109,12 +109,11 @@ def test_a_range_of_one_chunk_is_read_without_a_copy(backend: Backend, store: Co
     assert np.array_equal(flat_values(part), flat_values(whole)[4:])
 
 
-def test_bytes_read_counts_the_columns_returned(backend: Backend, store: ColumnStore, step: int) -> None:
+def test_bytes_read_counts_the_columns_returned(store: ColumnStore, step: int) -> None:
     batch = put_batch(store, step, [rollout_columns([4, 5, 6]), rollout_columns([3])])
     before = store.bytes_read
     store.read(select(batch, [3, 1]), ["sampler_logprobs"])
-    bitmap = backend.kind == "outside"  # of rows that were fetched without their neighbours: one byte
-    assert store.bytes_read - before == (3 + 5) * 4 + 2 * 8 + bitmap  # values, and one offset per row
+    assert store.bytes_read - before == (3 + 5) * 4 + 2 * 8  # values, and one offset per row
 
 
 def test_a_read_result_is_read_only(store: ColumnStore, step: int) -> None:

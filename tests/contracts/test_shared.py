@@ -26,7 +26,6 @@ from schemas.errors import (
 from tests.contracts.backends import (
     COLUMNS,
     key,
-    outside_client,
     put_batch,
     read_elsewhere,
     rollout_columns,
@@ -137,11 +136,11 @@ def test_clients_share_one_index_and_its_typed_errors(store: SharedColumnStore) 
 
 def test_a_lost_index_is_a_lost_worker_and_a_new_one_is_a_new_incarnation(store: SharedColumnStore) -> None:
     batch = put_batch(store, 1, [rollout_columns([2])])
-    folder, outside = Path(store._member.folder), outside_client(RUN)
+    folder, other = Path(store._member.folder), find_shared_store(RUN)
     store.close()
     assert not folder.exists()
     with pytest.raises(WorkerLostError, match="shared-contract is gone"):
-        outside.put(key(store, 1, 1), rollout_columns([2]))
+        other.put(key(store, 1, 1), rollout_columns([2]))
     with pytest.raises(WorkerLostError, match="shared-contract is gone"):
         store.read(batch, ["reward"])
     wait_until(has_no_index)

@@ -1,18 +1,20 @@
-"""The job of the Kubernetes manifests, submitted to a Ray on loopback."""
+"""Drivers as Ray jobs: that of the Kubernetes manifests, and the command of docs/cluster.md, on a Ray on loopback."""
 
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.support.configs import config_toml
-from tests.support.deploy_files import manifests
+from tests.support.deploy_files import ROOT, manifests
 from tests.support.progress import wait_until
 from tests.support.site_on_loopback import Site
 from tests.support.tiny import make_tiny_data, make_tiny_model
 
 pytestmark = pytest.mark.extended
 
+SUBMITTED = shlex.split(re.findall(r"ray job submit .* -- \\\n(.*)", (ROOT / "docs/cluster.md").read_text())[0])
 ENTRYPOINT = shlex.split(manifests()["rayjob.yaml RayJob sluice-train"]["spec"]["entrypoint"])
 
 
@@ -29,8 +31,10 @@ def test_the_job_trains_and_resumes_as_a_ray_job(tmp_path: Path) -> None:
         log = site.folder / "head.log"
         wait_until(lambda: "Ray runtime started" in log.read_text() or head.poll() is not None)
         job = [part.replace("cd /data;", f"cd {site.folder};") for part in ENTRYPOINT]
-        submit = ["ray", "job", "submit", "--address=http://head:8265", "--", *job]
-        assert "step   1/1" in site.run(submit, environment, "first.log")
-        assert "run train-1 is complete: 1 of 1 steps" in site.run(submit, environment, "second.log")
+        submit = ["ray", "job", "submit", "--address=http://head:8265", "--"]
+        assert "step   1/1" in site.run([*submit, *job], environment, "first.log")
+        assert "run train-1 is complete: 1 of 1 steps" in site.run([*submit, *job], environment, "second.log")
+        by_hand = [part.replace("/mnt/train", str(site.folder)) for part in SUBMITTED]
+        assert "step   1/1" in site.run([*submit, *by_hand], environment, "third.log")
     finally:
         site.close()

@@ -230,7 +230,10 @@ def test_a_steps_spans_are_one_trace_through_driver_and_workers(watched: SimpleN
     sampled = [span for spans in traces.values() for span in spans if span.name in ("rl.sample", "rl.reward")]
     assert len(sampled) >= 2 * STEPS  # those of the step that was killed are of a trace whose end was never sent
     for span in watched.spans:
-        assert span.resource.items() >= {"rl.run.id": RUN_ID, "rl.algorithm": "grpo", "service.name": "sluice"}.items()
+        assert (
+            span.resource.items()
+            >= {"rl.run.id": RUN_ID, "rl.algorithm": "grpo", "rl.loss": "clipped", "service.name": "sluice"}.items()
+        )
 
 
 def loop_of(spans: list[ReceivedSpan]) -> ReceivedSpan:

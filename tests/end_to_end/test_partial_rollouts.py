@@ -15,7 +15,7 @@ STEPS, STALENESS, LIMIT = 4, 3, 12
 CONFIG = (
     *("train", "tiny.toml", f"steps={STEPS}", "eval.every_steps=0", "store.keep_steps=4"),
     *("rollout.batch_prompts=2", "checkpoint.every_steps=2"),
-    *(f"runtime.max_staleness={STALENESS}", "correction.kind=truncated", "rollout.speculative={max_rows=64}"),
+    *(f"runtime.max_staleness={STALENESS}", "correction.kind=truncated"),
 )
 WORKERS = "rollout.num_workers=2"  # of the run that is disturbed, which changes no result
 
@@ -36,7 +36,6 @@ def test_each_part_is_sampled_by_the_version_of_its_step(expected: Run) -> None:
         for ids, versions, newest in zip(*(rows[name] for name in columns.column_names), strict=True):
             assert versions == by_token[: len(ids)]
             assert newest == versions[-1]
-    assert all("engine/draft_acceptance" in report.telemetry for report in expected.metrics.steps())
     staleness = [step["rollout/staleness"] for step in expected.step_metrics()]
     assert staleness[0] == 0 < staleness[1] <= 1
     assert 1 < staleness[-1] <= STALENESS

@@ -61,7 +61,7 @@ if __name__ == "__main__":
         from infra.ray.actors import create_actor, kill_actors, start_actor
         from infra.ray.cluster import connect
 
-        connect(sys.argv[2], local=True)
+        connect(sys.argv[2])
         found["task"] = ray.get(ray.remote(num_cpus=0)(probe).remote())
         found["actor"] = ray.get(start_actor(Probe).probe.remote())
         found["detached actor"] = ray.get(create_actor("module-path-probe", Probe).probe.remote())

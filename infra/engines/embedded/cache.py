@@ -11,8 +11,6 @@ import torch
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from schemas.errors import ModelError
-
 _GROWTH_TOKENS = 64  # a full buffer grows by this much
 
 
@@ -53,17 +51,6 @@ class PreallocatedLayer(DynamicLayer):
         assert self.values is not None
         return self.keys[row][:, columns], self.values[row][:, columns]
 
-    def shorten(self, num_columns: int) -> None:
-        """Keep the first columns only."""
-        self.keys, self.values = self._key_buffer[:, :, :num_columns], self._value_buffer[:, :, :num_columns]
-
-    def select_columns(self, columns: torch.Tensor) -> None:
-        """Keep C columns of each row, int64 [N, C], in this order."""
-        assert self.keys is not None
-        assert self.values is not None
-        index = columns[:, None, :, None]
-        self.fill(*(states.take_along_dim(index, dim=2) for states in (self.keys, self.values)))
-
     def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold these states [N, heads, T, dim] in place of any others."""
         if not self.is_initialized:
@@ -93,19 +80,6 @@ def cache_argument(model: PreTrainedModel) -> str:
 def can_move_rows(cache: DynamicCache) -> bool:
     """Return whether rows can be moved from one cache to another: all layers are `PreallocatedLayer`s."""
     return all(isinstance(layer, PreallocatedLayer) for layer in cache.layers)
-
-
-def check_speculative(config: PretrainedConfig) -> None:
-    """Check that the cache of a model of `config` can drop the newest tokens, as drafts need it.
-
-    Raises:
-        ModelError: It can't.
-    """
-    if not can_move_rows(decoding_cache(config)):
-        raise ModelError(
-            f"rollout.speculative drops drafted tokens from the KV cache, but a {config.model_type} model has layers "
-            "with a sliding window or a state, which can't forget them; remove rollout.speculative"
-        )
 
 
 def cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -1,7 +1,7 @@
 """Rows that are decoded together by a transformers model. L rows, W columns of their KV cache, V tokens of vocabulary.
 
-Rows are left-padded to the width of the batch. Where rows get unequal numbers of tokens at once, as they are continued
-or as drafts are dropped, columns between them stay empty, too. Positions and masks count present tokens only.
+Rows are left-padded to the width of the batch. Where rows get unequal numbers of tokens at once, as they are
+continued, columns between them stay empty, too. Positions and masks count present tokens only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -92,7 +92,7 @@ class DecodingBatch:
     def prefill(
         self, rows: Sequence[Sequence[int]], token_ids: Sequence[np.ndarray], held: Sequence[RowCache] | None
     ) -> torch.Tensor:
-        """Run S sequences, each for one or more rows, and return every row's last logits [L, 1, V].
+        """Run S sequences, each for one or more rows, and return every row's last logits [L, V].
 
         Args:
             rows: S, the numbers of the rows that continue each sequence.
@@ -127,53 +127,16 @@ class DecodingBatch:
         self._cache.reorder_cache(repeated)  # type: ignore[arg-type]  # it is of int64
         return logits[repeated]
 
-    def advance(self, num_sampled: int, drafts: np.ndarray) -> torch.Tensor:
-        """Run the newest tokens and drafts of those that follow, and return the logits after each [L, K + 1, V].
+    def advance(self, num_sampled: int) -> torch.Tensor:
+        """Run the newest tokens, and return the logits after them [L, V].
 
         Args:
             num_sampled: The tokens that the rows have sampled, if experts are recorded.
-            drafts: Integers [L, K]; -1 where a row has fewer. Only rows that can be moved may have any.
         """
-        input_ids, positions, num_drafted = self.newest[:, None], self._next_positions, drafts.shape[1]
-        if num_drafted:
-            drafted = torch.from_numpy(drafts).to(self.newest).clamp_(min=0)
-            input_ids = torch.cat([input_ids, drafted], dim=1)
-            positions = positions + torch.arange(num_drafted + 1, device=positions.device)
         with self._experts.decode(self.rows - self._first, num_sampled - 1) if self._experts else nullcontext():
-            logits = self._forward(input_ids, positions, num_drafted + 1)
+            logits = self._forward(self.newest[:, None], self._next_positions)
         self._next_positions = self._next_positions + 1
         return logits
-
-    def accept(self, newest: torch.Tensor, num_drafted: int, num_accepted: np.ndarray) -> None:
-        """Set the newest tokens, and drop the drafts that were run before them but for those that are accepted.
-
-        Args:
-            newest: int64 [L].
-            num_drafted: K, of each row.
-            num_accepted: int64 [L], the first ones of each row.
-        """
-        self.newest = newest
-        if not num_drafted:
-            return
-        start, most = self.width - num_drafted, int(num_accepted.max())
-        accepted = torch.from_numpy(num_accepted).to(newest.device)[:, None]
-        self._next_positions = self._next_positions + accepted
-        self._present[:, start : self.width] = torch.arange(num_drafted, device=newest.device) < accepted
-        self._present[:, start + most : self.width] = True  # of tokens to come
-        self._is_padded |= most > int(num_accepted.min())
-        self.width = start + most
-        for layer in self._layers():
-            layer.shorten(self.width)
-
-    def compact(self) -> None:
-        """Close the gaps that dropped drafts have left, once they take more than the cache grows by."""
-        present = self._present[:, : self.width]
-        if self.width <= (longest := int(present.sum(1).max())) + _GROWTH_TOKENS:
-            return
-        columns = present.int().argsort(dim=1, stable=True)[:, -longest:]
-        for layer in self._layers():
-            layer.select_columns(columns)
-        self._present, self.width = present.gather(1, columns), longest
 
     def keep(self, kept: np.ndarray) -> None:
         """Remove all rows but those at `kept`, bool [L]."""
@@ -231,8 +194,8 @@ class DecodingBatch:
     def _layers(self) -> list[PreallocatedLayer]:
         return [layer for layer in self._cache.layers if isinstance(layer, PreallocatedLayer)]
 
-    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, num_kept: int = 1) -> torch.Tensor:
-        """Run `input_ids` [L, T], which follow the cached tokens; return the last logits [L, num_kept, V]."""
+    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Run `input_ids` [L, T], which follow the cached tokens; return the last logits [L, V]."""
         self.width += input_ids.shape[1]
         if self.width > self._present.shape[1]:
             self._present = pad(self._present, (0, self.width + _GROWTH_TOKENS - self._present.shape[1]), value=True)
@@ -241,10 +204,10 @@ class DecodingBatch:
             position_ids=position_ids,
             attention_mask=self._present[:, : self.width] if self._is_padded else None,
             use_cache=True,
-            logits_to_keep=num_kept,
+            logits_to_keep=1,
             **{self._cache_argument: self._cache},
         )
-        logits: torch.Tensor = output.logits
+        logits: torch.Tensor = output.logits[:, -1]
         return logits
 
 

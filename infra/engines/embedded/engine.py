@@ -13,13 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from infra.engines.base import EngineUsage, Sampling, WeightsBucket
 from infra.engines.checks import check_held, require_awake
 from infra.engines.embedded.attention import use_decode_attention
-from infra.engines.embedded.cache import cache_argument, cache_bytes_per_token, check_speculative, decoding_cache
+from infra.engines.embedded.cache import cache_argument, cache_bytes_per_token, decoding_cache
 from infra.engines.embedded.rows import TransformersRows
 from infra.models.load import check_weights
 from rl_core.scoring import RouterReplay
 from rl_core.storages import EmptiedStorages, release_cached, storage_bytes
 from rl_core.telemetry import take_peak_memory
-from schemas.config.rollout import NgramSpeculation
 from schemas.placement import EngineTag, MemoryChange, PartBytes
 from schemas.weights import TensorSpec
 
@@ -58,7 +57,6 @@ class TransformersEngine:
         *,
         records_experts: bool = False,
         keeps_weights: bool = False,
-        speculative: NgramSpeculation | None = None,
     ) -> None:
         """Wrap `model`, whose weights are those of policy `version`.
 
@@ -69,13 +67,10 @@ class TransformersEngine:
             tokenizer: The model's tokenizer; needed for stop strings only.
             records_experts: Whether generations have the experts that the model chose.
             keeps_weights: Whether it keeps its weights in host memory while it sleeps, instead of dropping them.
-            speculative: How it drafts tokens; None: it doesn't.
 
         Raises:
-            ModelError: The experts of this model can't be recorded, or its cache can't drop tokens, as drafts need it.
+            ModelError: The experts of this model can't be recorded.
         """
-        if speculative is not None:
-            check_speculative(model.config)
         self._replay = RouterReplay(model) if records_experts else None
         use_decode_attention(model)
         use_decode_layout(model)
@@ -85,7 +80,6 @@ class TransformersEngine:
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.asleep: frozenset[EngineTag] = frozenset()
         self._emptied, self._keeps_weights = EmptiedStorages(), keeps_weights
-        self._speculative = speculative
         self.max_cache_bytes = max_cache_bytes
         self.usage = EngineUsage()
         self._token_bytes = cache_bytes_per_token(model.config, model.dtype)
@@ -153,7 +147,6 @@ class TransformersEngine:
             self.usage,
             max_tokens,
             several_turns=several_turns,
-            speculative=self._speculative,
         )
 
     def sleep(self, tags: Collection[EngineTag]) -> MemoryChange:

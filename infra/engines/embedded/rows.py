@@ -12,51 +12,9 @@ from infra.engines.checks import check_prompts
 from infra.engines.embedded.decoding import DecodingBatch, ExpertRecord, RowCache
 from infra.engines.embedded.samples import TurnSamples, sample_tokens
 from rl_core.scoring import RouterReplay
-from schemas.config.rollout import NgramSpeculation
 
-_GAP = -1  # between the tokens of two rows
 # A change of a batch copies its cache: rows join and leave once they are this fraction of it.
 _CHANGE_FRACTION = 1 / 8
-
-
-def draft(own: np.ndarray, others: Sequence[np.ndarray], ngram: int, num_tokens: int) -> np.ndarray:
-    """Return the tokens that followed the longest earlier occurrence of a row's last tokens, the newest of several.
-
-    Args:
-        own: Integers [T], T >= 1, the row's tokens so far.
-        others: The tokens of other rows.
-        ngram: The most last tokens that are looked for.
-        num_tokens: The most tokens to return.
-
-    Returns:
-        Integers [K], K <= `num_tokens`; none if the last token is new.
-
-    Example:
-        >>> draft(np.array([1, 2, 3, 4, 1, 2]), [], ngram=3, num_tokens=2).tolist()
-        [3, 4]
-        >>> draft(np.array([5, 1, 2]), [np.array([7, 2, 8]), np.array([1, 2, 9])], ngram=3, num_tokens=2).tolist()
-        [9]
-    """
-    text = np.concatenate([part for other in others for part in (other, [_GAP])] + [own]).astype(np.int64)
-    ends = np.flatnonzero((text[:-1] == text[-1]) & (text[1:] != _GAP))
-    for back in range(1, min(ngram, len(own))):
-        longer = ends[(ends >= back) & (text[ends - back] == text[-1 - back])]
-        if not len(longer):
-            break
-        ends = longer
-    if not len(ends):
-        return text[:0]
-    found = text[ends[-1] + 1 : ends[-1] + 1 + num_tokens]
-    gaps = np.flatnonzero(found == _GAP)
-    return found[: gaps[0]] if len(gaps) else found
-
-
-def stack_drafts(drafts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the drafts of L rows as int64 [L, K], with -1 after those of a row that has fewer."""
-    stacked = np.full((len(drafts), max(map(len, drafts), default=0)), _GAP)
-    for row, tokens in zip(stacked, drafts, strict=True):
-        row[: len(tokens)] = tokens
-    return stacked
 
 
 @dataclass(frozen=True)
@@ -83,7 +41,6 @@ class TransformersRows:
         usage: How much of the engine is in use.
         max_cache_tokens: Tokens of the KV cache, at least one row of the longest length.
         several_turns: Whether rows are extended.
-        speculative: How drafts are made; None: there are none.
     """
 
     def __init__(
@@ -96,14 +53,11 @@ class TransformersRows:
         max_cache_tokens: int,
         *,
         several_turns: bool,
-        speculative: NgramSpeculation | None = None,
     ) -> None:
         self._model, self._sampling, self._replay, self._usage = model, sampling, replay, usage
         self._max_cache_tokens, self._several_turns = max_cache_tokens, several_turns
-        self._speculative = speculative
         self._samples = TurnSamples(sampling, tokenizer)
         self._histories: dict[int, np.ndarray] = {}  # of rows that are not forgotten: all tokens before their turn
-        self._groups: dict[int, tuple[int, ...]] = {}  # the rows of each row's request
         self._waiting: list[_Start] = []
         self._batches: list[DecodingBatch] = []
         self._ended_at: dict[int, int] = {}  # the width of its batch when a row's turn ended, until it leaves
@@ -122,7 +76,6 @@ class TransformersRows:
         for request in requests:
             if rows := tuple(next(numbers) for _ in request.seeds):
                 self._histories.update(dict.fromkeys(rows, np.asarray(request.prompt_ids)))
-                self._groups.update(dict.fromkeys(rows, rows))
                 self._waiting.append(_Start(rows, request.seeds, request.token_limit(self._sampling)))
         return added
 
@@ -135,18 +88,20 @@ class TransformersRows:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Generation]]:
-        """Sample a token for each row that has a place, or several by drafts; see `DecodingRows.step`."""
+        """Sample a token for each row that has a place; see `DecodingRows.step`."""
         self._remove_ended()
         starts = self._admitted()
-        decoded = [self._advance(batch) for batch in self._batches]
+        decoded = [(batch, batch.advance(int(self._samples.counts[batch.rows].max()))) for batch in self._batches]
         decoded += (added := self._prefill(starts))
         running = int((~self._samples.ended).sum())
         found: list[tuple[int, Generation]] = []
-        for batch, drafts, logits in decoded:
-            ended = self._sample(batch, drafts, logits)
+        for batch, logits in decoded:
+            noise = torch.from_numpy(self._samples.noise(batch.rows)).to(logits.device)
+            batch.newest, logprobs = sample_tokens(logits, noise, self._sampling)
+            ended = self._samples.record(batch.rows, batch.newest.cpu().numpy(), logprobs.cpu().numpy())
             self._ended_at.update(dict.fromkeys(ended, batch.width))
             found += [(row, self._generation(row, batch)) for row in ended]
-        for batch, *_ in added:
+        for batch, _ in added:
             self._add_batch(batch)
         num_cached = sum(len(batch.rows) * batch.width for batch in self._batches) + self._num_held
         self._usage.add(running, self._num_waiting, num_cached / self._max_cache_tokens)
@@ -154,12 +109,12 @@ class TransformersRows:
 
     def end(self, row: int) -> None:
         """Forget a row whose turn has ended."""
-        del self._histories[row], self._groups[row]
+        del self._histories[row]
         self._held.pop(row, None)
 
     def close(self) -> None:
         """Forget all rows."""
-        for entries in (self._histories, self._groups, self._waiting, self._batches, self._ended_at, self._held):
+        for entries in (self._histories, self._waiting, self._batches, self._ended_at, self._held):
             entries.clear()
 
     @property
@@ -177,8 +132,7 @@ class TransformersRows:
         for batch in list(self._batches):
             goes_on = ~self._samples.ended[batch.rows]
             num_ended = len(batch.rows) - int(goes_on.sum())
-            enough = 1 if self._speculation(batch) else max(1, _CHANGE_FRACTION * len(batch.rows))
-            if num_ended >= enough or not returning.isdisjoint(batch.rows):
+            if num_ended >= max(1, _CHANGE_FRACTION * len(batch.rows)) or not returning.isdisjoint(batch.rows):
                 self._remove(batch, goes_on)
 
     def _remove(self, batch: DecodingBatch, goes_on: np.ndarray) -> None:
@@ -217,54 +171,8 @@ class TransformersRows:
                 break
             kept -= self._held.pop(row)[0][0].shape[1]
 
-    def _speculation(self, batch: DecodingBatch) -> NgramSpeculation | None:
-        """Return how drafts of a batch's rows are made; None: there are none, as it has too many rows."""
-        speculative = self._speculative
-        return speculative if speculative and len(batch.rows) <= speculative.max_rows else None
-
-    def _advance(self, batch: DecodingBatch) -> tuple[DecodingBatch, np.ndarray, torch.Tensor]:
-        """Run a batch's newest tokens, and drafts of those that follow; return these, and the logits after each."""
-        drafts = np.zeros((len(batch.rows), 0), dtype=np.int64)
-        if speculative := self._speculation(batch):
-            batch.compact()
-            drafts = stack_drafts([self._draft(row, speculative) for row in batch.rows.tolist()])
-        return batch, drafts, batch.advance(int(self._samples.counts[batch.rows].max()), drafts)
-
-    def _draft(self, row: int, speculative: NgramSpeculation) -> np.ndarray:
-        """Return what may follow a row's tokens: integers [K], fewer than the tokens that its turn has left."""
-        num_left = int(self._samples.limits[row] - self._samples.counts[row])
-        return draft(
-            np.concatenate([self._histories[row], self._samples.so_far(row)]),
-            [self._samples.so_far(other) for other in self._groups[row] if other != row],
-            speculative.ngram,
-            min(speculative.num_tokens, num_left - 1),
-        )
-
-    def _sample(self, batch: DecodingBatch, drafts: np.ndarray, logits: torch.Tensor) -> list[int]:
-        """Sample a token after each of a batch's newest tokens and drafts; return the rows whose turn ends.
-
-        A draft is accepted if it is what its row samples there, so that a sample doesn't depend on the drafts.
-
-        Args:
-            batch: L rows.
-            drafts: Integers [L, K].
-            logits: [L, K + 1, V].
-        """
-        num_rows, num_tokens = logits.shape[:2]
-        noise = torch.from_numpy(self._samples.noise(batch.rows, num_tokens)).to(logits.device)
-        sampled, logprobs = sample_tokens(logits.flatten(0, 1), noise.flatten(), self._sampling)
-        tokens = sampled.view(num_rows, num_tokens)
-        ended, added = self._samples.record(
-            batch.rows, tokens.cpu().numpy(), logprobs.view(num_rows, num_tokens).cpu().numpy(), drafts
-        )
-        last = np.maximum(added - 1, 0)
-        batch.accept(tokens[torch.arange(num_rows), torch.from_numpy(last)], drafts.shape[1], last)
-        self._usage.drafted += int((drafts >= 0).sum())
-        self._usage.accepted += int(last.sum())
-        return ended
-
-    def _prefill(self, starts: Sequence[_Start]) -> list[tuple[DecodingBatch, np.ndarray, torch.Tensor]]:
-        """Start the turns of rows, and return their batches with no drafts and their first logits."""
+    def _prefill(self, starts: Sequence[_Start]) -> list[tuple[DecodingBatch, torch.Tensor]]:
+        """Start the turns of rows, and return their batches with their first logits."""
         held_starts = [start for start in starts if start.rows[0] in self._held]
         other_starts = [start for start in starts if start.rows[0] not in self._held]
         prefilled = []
@@ -281,8 +189,7 @@ class TransformersRows:
             self._usage.prefilled += sum(map(len, token_ids)) - (len(group) if is_held else 0)
             experts = ExpertRecord(self._replay, len(rows), max(limits)) if self._replay else None
             batch = DecodingBatch(self._model, experts)
-            logits = batch.prefill([start.rows for start in group], token_ids, held)
-            prefilled.append((batch, np.zeros((len(rows), 0), dtype=np.int64), logits))
+            prefilled.append((batch, batch.prefill([start.rows for start in group], token_ids, held)))
         return prefilled
 
     def _add_batch(self, added: DecodingBatch) -> None:

@@ -137,14 +137,13 @@ class TurnSamples:
     """
 
     def __init__(self, sampling: Sampling, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._max_tokens = sampling.max_response_tokens
         self._stop_ids = np.array(sampling.stop_token_ids, dtype=np.int64)
         self._stop_strings = StopStrings(tokenizer, sampling.stop) if tokenizer and sampling.stop else None
         self.counts = self.limits = np.zeros(0, dtype=np.int64)
         self.ended = np.zeros(0, dtype=bool)
-        self._noise = np.zeros((0, self._max_tokens), dtype=np.float64)
-        self._token_ids = np.zeros((0, self._max_tokens), dtype=np.int32)
-        self._logprobs = np.zeros((0, self._max_tokens), dtype=np.float32)
+        self._noise = np.zeros((0, sampling.max_response_tokens), dtype=np.float64)
+        self._token_ids = np.zeros((0, sampling.max_response_tokens), dtype=np.int32)
+        self._logprobs = np.zeros((0, sampling.max_response_tokens), dtype=np.float32)
         self._reasons: list[FinishReason] = []
 
     def add(self, num_rows: int) -> range:
@@ -166,39 +165,21 @@ class TurnSamples:
         if self._stop_strings is not None:
             self._stop_strings.restart(rows)
 
-    def noise(self, rows: np.ndarray, num_tokens: int) -> np.ndarray:
-        """Return the uniforms of the next K tokens: float64 [L, K]; any for those after the end of a turn."""
-        positions = self.counts[rows, None] + np.arange(num_tokens)
-        return self._noise[rows[:, None], np.minimum(positions, self._max_tokens - 1)]
+    def noise(self, rows: np.ndarray) -> np.ndarray:
+        """Return the uniforms of the next tokens: float64 [L]; any for a row whose turn has ended."""
+        found: np.ndarray = self._noise[rows, np.minimum(self.counts[rows], self._noise.shape[1] - 1)]
+        return found
 
-    def so_far(self, row: int) -> np.ndarray:
-        """Return the tokens of a row's turn: int32 [R]."""
-        return self._token_ids[row, : self.counts[row]]
-
-    def record(
-        self, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray, drafts: np.ndarray
-    ) -> tuple[list[int], np.ndarray]:
-        """Add K tokens to each of these rows, up to the first that is not its draft or ends its turn.
+    def record(self, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray) -> list[int]:
+        """Add a token to each of these rows whose turn goes on; return the rows whose turn ends with it.
 
         Args:
             rows: int64 [L].
-            token_ids: Integers [L, K]: each was sampled after the row's drafts before it.
-            logprobs: float32 [L, K].
-            drafts: Integers [L, K - 1].
-
-        Returns:
-            The rows whose turn ends, and how many tokens each row got: int64 [L], 0 if its turn had ended before.
+            token_ids: Integers [L].
+            logprobs: float32 [L], nats.
         """
-        before, follows, found = self.counts[rows], np.ones(len(rows), dtype=bool), list[int]()
-        for position in range(token_ids.shape[1]):
-            follows &= ~self.ended[rows]
-            found += self._record(rows[follows], token_ids[follows, position], logprobs[follows, position])
-            if position < drafts.shape[1]:
-                follows &= token_ids[:, position] == drafts[:, position]
-        return found, self.counts[rows] - before
-
-    def _record(self, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray) -> list[int]:
-        """Add a token to each of these rows; return those whose turn ends with it."""
+        goes_on = ~self.ended[rows]
+        rows, token_ids, logprobs = rows[goes_on], token_ids[goes_on], logprobs[goes_on]
         positions = self.counts[rows]
         self._token_ids[rows, positions] = token_ids
         self._logprobs[rows, positions] = logprobs

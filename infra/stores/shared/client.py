@@ -1,7 +1,6 @@
 """A column store in shared memory: chunks are Arrow files that every process of a node maps; other nodes fetch rows.
 
-A chunk lies in the memory of the node that put it. A client on no node, that of a driver outside the Ray cluster, sends
-its chunks to the index's node. Requests go to the run's index, `StoreIndex`, over Arrow Flight.
+A chunk lies in the memory of the node that put it. Requests go to the run's index, `StoreIndex`, over Arrow Flight.
 """
 
 import logging
@@ -17,7 +16,6 @@ from infra.stores.chunk_reads import ChunkRead, decode_chunk
 from infra.stores.shared.flight import Endpoint, FlightClient
 from infra.stores.shared.node_files import RemoteColumns, map_chunk, write_chunk
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
-from schemas.errors import StoreError
 from schemas.store import StoreUsage
 
 _CLOSE_SECONDS = 10.0
@@ -38,15 +36,15 @@ class Membership(NamedTuple):
     Attributes:
         endpoint: Where its requests go.
         incarnation: The store's incarnation.
-        location: The column server of its node, or of the one where its chunks are written if it is on none.
-        folder: That server's files; None if the client is on no node.
+        location: The column server of its node.
+        folder: That server's files.
         put_timeout_seconds: How long a put waits for memory.
     """
 
     endpoint: Endpoint
     incarnation: str
     location: str
-    folder: str | None
+    folder: str
     put_timeout_seconds: float
 
 
@@ -124,29 +122,14 @@ class SharedColumnStore(ColumnStore):
 
     def _add(self, key: ChunkKey, columns: pa.RecordBatch) -> dict[str, Any]:
         """Write a chunk's file, and return the answer of `StoreIndex.put`; nothing if the column server was lost."""
-        location, folder = self._member.location, self._member.folder
+        location, folder, timeout = self._member.location, Path(self._member.folder), self._member.put_timeout_seconds
         try:
-            name, num_bytes = self._write(key, columns)
-        except (FileNotFoundError, ConnectionError) as error:
+            name, num_bytes = write_chunk(key, folder, columns, timeout)
+        except FileNotFoundError:
             if self._call("lose", location):
                 return {}
-            if folder is None:
-                raise StoreError(f"can't put {key}: the connection to {location} failed: {error}") from None
-            raise removed_folder_error(key, Path(folder)) from None
+            raise removed_folder_error(key, folder) from None
         return dict(self._call("put", str(key), columns.num_rows, num_bytes, File(location, name)))
-
-    def _write(self, key: ChunkKey, columns: pa.RecordBatch) -> tuple[str, int]:
-        """Write a chunk's file, on this node or on the one that stands in for it; return its name and size.
-
-        Raises:
-            FileNotFoundError, ConnectionError: The column server was lost.
-            CapacityError: Shared memory stayed full.
-            StoreError: The file can't be written.
-        """
-        location, folder, timeout = self._member.location, self._member.folder, self._member.put_timeout_seconds
-        if folder is None:
-            return self._remote.write(location, key, columns, timeout)
-        return write_chunk(key, Path(folder), columns, timeout)
 
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
         files = self._files([read.ref for read in reads])
@@ -154,9 +137,8 @@ class SharedColumnStore(ColumnStore):
 
     def _read(self, ref: ChunkRef, file: File, part: ChunkRead | None) -> pa.RecordBatch:
         """Return a part of a chunk, or all of it: mapped on this node, else fetched."""
-        folder = self._member.folder
-        if folder is not None and file.location == self._member.location:
-            data = map_chunk(Path(folder) / file.name, ref)
+        if file.location == self._member.location:
+            data = map_chunk(Path(self._member.folder) / file.name, ref)
             return decode_chunk(ref, data, part.names if part else None)
         try:
             return self._remote.read(file.location, file.name, ref, part)

@@ -22,7 +22,6 @@ from schemas import errors
 
 Handler = Callable[..., Any]
 Get = Callable[[dict[str, Any]], pa.RecordBatchReader]
-Put = Callable[[dict[str, Any], pa.RecordBatch], Any]
 _FAILED = (flight.FlightError, StopIteration)
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,6 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
         handlers: Handlers of requests by name. Each takes the request's arguments, and returns a JSON value. A
             PipelineError is raised in the client, with its type.
         get: Returns the columns that a ticket, a JSON object, asks for.
-        put: Takes a ticket and the columns that belong to it, and returns a JSON value.
         token: The token; empty makes a new one.
         tls: How to encrypt connections; None: they are not.
 
@@ -64,11 +62,10 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
         host: str,
         handlers: Mapping[str, Handler],
         get: Get,
-        put: Put,
         token: str = "",
         tls: Tls | None = None,
     ) -> None:
-        self._handlers, self._get, self._put = handlers, get, put
+        self._handlers, self._get = handlers, get
         token = token or secrets.token_hex(32)
         pems = read_tls(tls) if tls else ("", "")
         scheme, pairs = ("grpc+tls", [tuple(pem.encode() for pem in pems)]) if tls else ("grpc", None)
@@ -86,12 +83,6 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
         """Send the columns that a ticket asks for."""
         with _raised_in_client():
             return flight.RecordBatchStream(self._get(json.loads(ticket.ticket)))
-
-    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """Take the columns that a client sends with a ticket, and respond."""
-        with _raised_in_client():
-            result = self._put(json.loads(descriptor.command), _single_batch(reader.read_all()))
-        writer.write(pa.py_buffer(json.dumps(result).encode()))
 
     def _respond(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -149,21 +140,6 @@ class FlightClient:
             return _single_batch(
                 self._client.do_get(flight.Ticket(json.dumps(ticket).encode()), self._options).read_all()
             )
-
-    def put(self, ticket: Mapping[str, object], columns: pa.RecordBatch) -> Any:
-        """Send columns with a ticket, and wait for the result.
-
-        Raises:
-            PipelineError: The server raised it.
-            ConnectionError: The server is gone.
-        """
-        descriptor = flight.FlightDescriptor.for_command(json.dumps(ticket).encode())
-        with _raised_by_server():
-            writer, reader = self._client.do_put(descriptor, columns.schema, self._options)
-            with writer:
-                writer.write_batch(columns)
-                writer.done_writing()
-                return json.loads(reader.read().to_pybytes())
 
     def close(self) -> None:
         """Close the stream; the next request opens one again."""

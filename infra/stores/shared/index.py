@@ -16,9 +16,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infra.ray.actors import create_actor, find_actor, kill_actors
-from infra.ray.client import own_node
 from infra.ray.health import ACTOR_OPTIONS, Pingable
-from infra.ray.module_path import enter_working_directory
 from infra.storage.shared_memory import choose_root
 from infra.stores.base import lost_store_error
 from infra.stores.chunk_index import ChunkIndex, Entry
@@ -62,7 +60,6 @@ class StoreIndex(Pingable):
     def __init__(
         self, run_id: str, limits: Limits, incarnation: str | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        enter_working_directory()
         self._run_id, self._limits = run_id, limits
         self._lock = threading.Condition()  # guards the index; notified when it frees capacity
         self._dropped: list[File] = []  # files that no chunk needs any more
@@ -72,7 +69,7 @@ class StoreIndex(Pingable):
         self._own = NodeFiles(run_id, limits.capacity_bytes, limits.shared_memory)
         handlers = {name: getattr(self, name) for name in _REQUESTS}
         host = ray.util.get_node_ip_address()
-        self._server = FlightServer(host, handlers, self._send, self._own.receive, tls=limits.tls)
+        self._server = FlightServer(host, handlers, self._send, tls=limits.tls)
         self._own_node = ray.get_runtime_context().get_node_id()
         self._places = {self._own_node: (self._server.endpoint.location, str(self._own.path))}
         self._servers = dict[str, tuple[Any, FlightClient]]()  # of the other nodes, by location
@@ -80,12 +77,9 @@ class StoreIndex(Pingable):
         threading.Thread(target=self._maintenance_loop, daemon=True).start()
         self.end_without_driver(limits.owner, limits.orphan_seconds, self.remove)
 
-    def join(self, node: str | None) -> Membership:
-        """Return what a client on a node needs; an actor call. The node gets a column server, unless it has one.
-
-        A client on no node, that of a driver outside the cluster, has its chunks written on the index's node.
-        """
-        if node is not None and node not in self._places:
+    def join(self, node: str) -> Membership:
+        """Return what a client on a node needs; an actor call. The node gets a column server, unless it has one."""
+        if node not in self._places:
             pinned = NodeAffinitySchedulingStrategy(node, soft=False)
             actor: Any = ray.remote(ColumnServer).options(num_cpus=0, max_restarts=0, scheduling_strategy=pinned)
             own, limits = self._server.endpoint, self._limits
@@ -94,8 +88,7 @@ class StoreIndex(Pingable):
             self._servers[location] = server, FlightClient(own._replace(location=location))
             self._places[node] = location, folder
         endpoint, timeout = self._server.endpoint, self._limits.put_timeout_seconds
-        location, folder = self._places[node or self._own_node]
-        return Membership(endpoint, self._index.incarnation, location, folder if node else None, timeout)
+        return Membership(endpoint, self._index.incarnation, *self._places[node], timeout)
 
     def open_lease(self, step: int) -> None:
         with self._lock:
@@ -273,10 +266,8 @@ def start_shared_store(
 ) -> SharedColumnStore:
     """Start the index of a run's store, and return a client; one that is left, but lost, is killed.
 
-    The index runs on this node, or on that of the Ray Client server if this process is outside the cluster.
-
-    The index is detached, so it outlives the driver. It is never restarted: a new one is a new incarnation of the
-    store, unless a durable tier names the incarnation.
+    The index runs on this node. It is detached, so it outlives the driver. It is never restarted: a new one is a new
+    incarnation of the store, unless a durable tier names the incarnation.
 
     Args:
         run_id: The run whose columns these are.
@@ -290,10 +281,9 @@ def start_shared_store(
         ConfigError: The folder or the certificate in the settings can't be used.
     """
     _require_ray(run_id)
-    if own_node() is not None:  # as the index does on the same node: its errors and warnings are seen here
-        choose_root(limits.shared_memory, limits.capacity_bytes)
-        if limits.tls:
-            read_tls(limits.tls)
+    choose_root(limits.shared_memory, limits.capacity_bytes)  # as the index does: its errors and warnings are seen here
+    if limits.tls:
+        read_tls(limits.tls)
     name = index_name(identity or run_id)
     kill_actors([name])  # it may be stopped, and would never answer
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -308,11 +298,12 @@ def _require_ray(run_id: str) -> None:
 
 
 def _open(run_id: str, index: Any) -> SharedColumnStore:
-    return SharedColumnStore(run_id, partial(join, run_id, index, own_node()), partial(ray.kill, index))
+    node = ray.get_runtime_context().get_node_id()
+    return SharedColumnStore(run_id, partial(join, run_id, index, node), partial(ray.kill, index))
 
 
-def join(run_id: str, index: Any, node: str | None) -> Membership:
-    """Return the membership of a client on a node; None: on no node of the cluster.
+def join(run_id: str, index: Any, node: str) -> Membership:
+    """Return the membership of a client on a node.
 
     Raises:
         WorkerLostError: The index is gone.

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from infra.ray.module_path import enter_working_directory
 from infra.storage.shared_memory import SharedFolder, choose_root
-from infra.stores.base import chunk_not_found_error, removed_folder_error, shared_memory_full_error
+from infra.stores.base import chunk_not_found_error, shared_memory_full_error
 from infra.stores.chunk_reads import ChunkRead, check_num_rows, decode_chunk
 from infra.stores.shared.flight import Endpoint, FlightClient, FlightServer, Handler, Tls
 from rl_core.columns import codec
@@ -84,14 +83,6 @@ class NodeFiles:
         check_num_rows(ref, columns)  # here, as the rows that are not asked for don't reach the client
         pieces = [columns.slice(start, stop - start) for start, stop in ticket["rows"]]
         return pa.RecordBatchReader.from_batches(columns.schema, pieces)
-
-    def receive(self, ticket: dict[str, Any], columns: pa.RecordBatch) -> tuple[str, int]:
-        """Write the chunk that a client on no node sends with a ticket of `RemoteColumns`; see `write_chunk`."""
-        key = ChunkKey.parse(ticket["key"])
-        try:
-            return write_chunk(key, self.path, columns, ticket["timeout_seconds"])
-        except FileNotFoundError:
-            raise removed_folder_error(key, self.path) from None
 
 
 def map_chunk(path: Path, ref: ChunkRef) -> pa.Buffer:
@@ -248,12 +239,10 @@ class ColumnServer:
     def __init__(self, run_id: str, limits: Limits, token: str) -> None:
         import ray
 
-        enter_working_directory()
         self._files = NodeFiles(run_id, limits.capacity_bytes, limits.shared_memory)
         handlers: dict[str, Handler] = {"free": self._files.free, "remove": self._files.remove}
         host = ray.util.get_node_ip_address()
-        files = self._files
-        self._server = FlightServer(host, handlers, files.send, files.receive, token=token, tls=limits.tls)
+        self._server = FlightServer(host, handlers, self._files.send, token=token, tls=limits.tls)
 
     def place(self) -> tuple[str, str]:
         """Return the server's location, and the folder that it serves."""
@@ -291,17 +280,6 @@ class RemoteColumns:
         rows = np.full(ref.num_rows, -1)
         rows[ranges(starts, stops - starts)] = np.arange(received.num_rows)
         return received.take(pa.array(rows, mask=rows < 0))
-
-    def write(self, location: str, key: ChunkKey, columns: pa.RecordBatch, timeout_seconds: float) -> tuple[str, int]:
-        """Have a server write a chunk's file on its node; see `write_chunk`.
-
-        Raises:
-            StoreError: The file can't be written.
-            ConnectionError: The server is gone.
-        """
-        ticket = {"key": str(key), "timeout_seconds": timeout_seconds}
-        name, num_bytes = self._client(location).put(ticket, columns)
-        return str(name), int(num_bytes)
 
     def _client(self, location: str) -> FlightClient:
         with self._lock:

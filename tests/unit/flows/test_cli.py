@@ -11,8 +11,11 @@ import pytest
 
 from benchmarks.__main__ import COMMANDS
 from flows.cli import bench
+from flows.lifecycle.ray_connection import connect
 from infra.storage.runs import RunDirectory
 from schemas.config.load import load_config
+from schemas.config.runtime import RuntimeConfig
+from schemas.errors import ServiceError
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.tiny import make_tiny_model, tiny_row, write_rows
 from tests.support.workplace import Workplace
@@ -99,10 +102,12 @@ def test_a_model_folder_without_weights(sluice: Command, folder: Path) -> None:
     assert_rejected(sluice("train", "tiny.toml", "model.path=light"), "model.path light", "neither model.safetensors")
 
 
-def test_drafts_for_a_model_that_can_not_forget_tokens(sluice: Command, folder: Path) -> None:
-    make_tiny_model(folder / "sliding", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    drafts = ("model.path=sliding", "rollout.speculative={}")
-    assert_rejected(sluice("train", "tiny.toml", *drafts), "a sliding window or a state", "remove rollout.speculative")
+def test_ray_client_is_refused_with_the_way_to_submit_a_driver(sluice: Command) -> None:
+    submitted = "submit it as a job: ray job submit --address http://HEAD:8265 -- sluice train CONFIG"
+    for command in (("ps", "--address"), ("stop", "run-1", "--address")):
+        assert_rejected(sluice(*command, "ray://head:10001"), "ray://head:10001 is of Ray Client", submitted)
+    with pytest.raises(ServiceError, match="Ray Client, which was removed in"):
+        connect(RuntimeConfig(ray_address="ray://head:10001"))
 
 
 def test_a_model_folder_that_is_not_there(sluice: Command) -> None:

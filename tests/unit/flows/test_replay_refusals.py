@@ -50,7 +50,6 @@ def test_forks_that_cannot_be_made(sluice: Command) -> None:
     assert_rejected(sluice(*fork, "2", "--run-id", "../demo"), "not a safe name")
     assert_rejected(sluice(*fork, "2", "model.path=other"), "model.path can't change")
     assert_rejected(sluice("fork", "demo", "--at", "4"), "steps = 4 would have nothing left to do", "steps=5")
-    assert_rejected(sluice(*fork, "2", "optim.implementation=8bit"), "optim.implementation = 'auto'")
     stale = ("correction.kind=truncated", "runtime.max_staleness=1")
     assert_rejected(sluice(*fork, "2", *stale), "runtime.max_staleness = 0 and keeps no earlier weights")
     assert_rejected(sluice(*fork, "0", *stale[:1], "runtime.max_staleness=2"), "only runs with 0 or 1 can be forked")

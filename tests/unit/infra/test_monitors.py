@@ -239,7 +239,6 @@ def test_a_series_is_labeled_by_any_name(monkeypatch: pytest.MonkeyPatch, caplog
             found.append((value, labels))
 
     monkeypatch.setattr("infra.monitors.prometheus._gauge", lambda spec, parts: Recorded())
-    monkeypatch.setattr("infra.monitors.prometheus.is_outside", lambda: False)
     series = PrometheusSeries("r")
     series.show(wild_row())
     series.close()

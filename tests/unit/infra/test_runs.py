@@ -109,6 +109,7 @@ def test_a_config_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     for tensorboard, monitors in ((False, ()), (True, (TensorBoardMonitor(),))):
         tree = config.model_dump(mode="json")
         tree["runtime"]["tensorboard"] = tensorboard
+        tree["rollout"]["speculative"] = {"num_tokens": 4, "ngram": 3, "max_rows": 16} if tensorboard else None
         (directory.path / "config.json").write_text(json.dumps(tree))
         assert directory.config() == config.replace(monitors=monitors)
         assert resumed_config(directory, config) == config
