@@ -26,7 +26,7 @@ from flows.view.api import ViewApi
 from infra.history.diff import diff_runs
 from infra.history.sql import RunQueries
 from infra.storage.runs import RunDirectory
-from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from rl_core.columns.jagged import jagged
 from rl_core.views import new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey
@@ -121,7 +121,7 @@ def write_run(folder: Path, run_id: str, steps: int, tokens: int, rows: int) -> 
     }
     _write_tokenizer(folder / "model")
     directory = RunDirectory.create(RunConfig.model_validate(values), run_id)
-    store = FsspecColumnStore(run_id, directory.columns, lease_seconds=NO_EXPIRY_SECONDS)
+    store = FsspecColumnStore(run_id, directory.columns)
     for step in range(steps):
         _write_step(store, step, tokens, rows)
     return directory
@@ -149,7 +149,7 @@ def _write_step(store: FsspecColumnStore, step: int, tokens: int, rows: int) -> 
     )
     dtypes = {"prompt_ids": "uint16", "response_ids": "uint16", "loss_mask": "bool", "sampler_logprobs": "float"}
     dtypes |= {"reward": "float", "response_text": "string", "group_id": "int32"}
-    store.open_lease(step)
+    store.open(step)
     part = rows // WORKERS
     keys = [ChunkKey(run_id=store.run_id, step=step, stage="rollout", shard=at) for at in range(WORKERS)]
     refs = [store.put(key, columns.slice(at * part, part)) for at, key in enumerate(keys)]

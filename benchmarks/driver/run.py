@@ -114,7 +114,7 @@ async def _run_step(run: RunHandle, workers: Workers, step: int) -> dict[str, An
         with part("ledger"):
             await results.awrite(result, key=f"step-{step:06d}/{stage}")
 
-    with part("lease"):
+    with part("open"):
         open_step(run, policy)
     with part("rollout"):
         rollout = await generate_rollouts.fn(run, policy)

@@ -73,8 +73,7 @@ ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {  # the metrics of each panel
     ),
     "Store": (
         ("num_bytes", "peak_bytes", "capacity_bytes"),
-        ("leaked_bytes",),
-        ("open_leases",),
+        ("open_steps",),
         ("put_bytes",),
         ("read_bytes",),
         ("num_rows",),

@@ -147,7 +147,7 @@ def test_a_read_after_clear_raises_and_earlier_results_stay_valid(store: ColumnS
     store.clear(step)
     with pytest.raises(ChunkNotFoundError, match=f"{store.run_id}/{step}/rollout/0/0 is not in the store"):
         store.read(batch, ["reward"])
-    store.open_lease(step)
+    store.open(step)
     with pytest.raises(ChunkNotFoundError):
         store.read(batch, ["reward"])
     store.put(key(store, step, 1), rollout_columns([9] * 50))  # would overwrite freed bytes

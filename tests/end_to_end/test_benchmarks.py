@@ -56,7 +56,7 @@ DATA_PATHS = {
     "memcpy",
 }
 DATA_TIMES = {"put_ms", "read_ms", "permuted_read_ms", "append_ms", "round_trip_ms"}
-DRIVER_PARTS = ["lease", "rollout", "ledger", "put", "score", "advantage", "update", "publish", "metrics", "clear"]
+DRIVER_PARTS = ["open", "rollout", "ledger", "put", "score", "advantage", "update", "publish", "metrics", "clear"]
 ROLLOUT_PATHS = ["sluice", "generate", "generate_static"]
 TRAIN_PATHS = ["packed", "padded", "row_by_row", "dense", "dense_equal_count"]
 

@@ -90,7 +90,7 @@ def evaluate(run: RunHandle, worker: RolloutWorker | None = None) -> EvalReport:
 def open_store() -> MemoryStore:
     store = MemoryStore("run", 2**20)
     for step in range(3):
-        store.open_lease(step)
+        store.open(step)
     return store
 
 

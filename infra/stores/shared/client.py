@@ -89,8 +89,8 @@ class SharedColumnStore(ColumnStore):
     def verify(self, batch: BatchHandle) -> None:
         self._files(batch.chunks)
 
-    def open_lease(self, step: int) -> None:
-        self._call("open_lease", step)
+    def open(self, step: int) -> None:
+        self._call("open", step)
 
     def delete(self, refs: Sequence[ChunkRef]) -> int:
         return int(self._call("delete", [ref.model_dump() for ref in refs]))
@@ -128,7 +128,7 @@ class SharedColumnStore(ColumnStore):
         try:
             name, num_bytes = self._write(key, columns)
         except (FileNotFoundError, ConnectionError) as error:
-            if self._call("lose", location):
+            if self._call("forget_server", location):
                 return {}
             if folder is None:
                 raise StoreError(f"can't put {key}: the connection to {location} failed: {error}") from None
@@ -161,7 +161,7 @@ class SharedColumnStore(ColumnStore):
         try:
             return self._remote.read(file.location, file.name, ref, part)
         except ConnectionError as error:
-            self._call("lose", file.location)
+            self._call("forget_server", file.location)
             raise lost_chunk_error(ref, file.location, error) from None
 
     def _files(self, refs: Sequence[ChunkRef]) -> list[File]:

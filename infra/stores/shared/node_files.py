@@ -104,7 +104,7 @@ def map_chunk(path: Path, ref: ChunkRef) -> pa.Buffer:
         with pa.memory_map(str(path)) as file:
             return file.read_buffer()
     except FileNotFoundError:
-        raise chunk_not_found_error(ref, lease_expired=False) from None
+        raise chunk_not_found_error(ref) from None
 
 
 def write_chunk(key: ChunkKey, folder: Path, columns: pa.RecordBatch, timeout_seconds: float) -> tuple[str, int]:
@@ -220,7 +220,6 @@ class Limits(NamedTuple):
     Attributes:
         capacity_bytes: The limit on the bytes of all held chunks together.
         put_timeout_seconds: How long a put waits for other steps to be cleared.
-        lease_seconds: How long a lease lasts unless it is renewed.
         shared_memory: `runtime.shared_memory`.
         tls: See `FlightServer`.
         owner: Who started the run.
@@ -229,7 +228,6 @@ class Limits(NamedTuple):
 
     capacity_bytes: int
     put_timeout_seconds: float
-    lease_seconds: float
     shared_memory: str | None = None
     tls: Tls | None = None
     owner: str = ""

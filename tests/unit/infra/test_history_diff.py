@@ -62,7 +62,7 @@ def test_equal_rows_of_other_chunks_are_the_same(runs: tuple[RunDirectory, RunDi
     store = columns_of(b)
     batch = store.load_batch(3)
     assert batch is not None
-    store.open_lease(3)
+    store.open(3)
     store.save_batch(store.compact(batch, ChunkKey(run_id="b", step=3, stage="rollout", shard=7)))
     assert compared(a, b)[1].stages == ()
 
@@ -87,7 +87,7 @@ def test_columns_and_steps_that_only_one_run_has(runs: tuple[RunDirectory, RunDi
     columns_of(b).clear(2)
     store = columns_of(b)
     store.clear(3)
-    store.open_lease(3)
+    store.open(3)
     store.save_batch(select(put_rollout(store, 3), (0, 1, 3, 4, 5)))
     (step,) = compared(a, b)
     assert [(stage.stage, [found.column for found in stage.differences]) for stage in step.stages] == [

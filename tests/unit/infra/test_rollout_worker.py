@@ -26,10 +26,10 @@ from schemas.config.model import ModelConfig
 from schemas.errors import (
     ConfigError,
     DataError,
-    LeaseError,
     ModelError,
     RewardFailureError,
     RewardImportError,
+    StepNotOpenError,
     StoreError,
     UserError,
     VersionError,
@@ -327,16 +327,16 @@ def test_a_put_needs_the_lease_and_keeps_the_rows_if_rejected(folder: Path) -> N
     store = MemoryStore("run", 2**20)
     worker = worker_of(run_of(folder), store=store)
     shard = worker.generate(0, 0, 0, GROUPS)
-    with pytest.raises(LeaseError):
+    with pytest.raises(StepNotOpenError):
         put(worker, shard)
-    store.open_lease(0)
+    store.open(0)
     assert read(store, shard, put(worker, shard)).num_rows == len(shard.rewards)
 
 
 def test_a_put_waits_until_its_rows_are_durable(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     durable = FsspecColumnStore("run", str(tmp_path / "columns"))
     store = TieredColumnStore(MemoryStore("run", 2**20, incarnation=durable.incarnation), durable)
-    store.open_lease(0)
+    store.open(0)
     worker = RolloutWorker(run_of(folder), store=store)
     worker.start()
     shard = worker.generate(0, 0, 0, GROUPS)
