@@ -24,6 +24,7 @@ from schemas.plan import ForwardPlan
 from schemas.rollout import PutResult, RolloutShard
 from schemas.step import PolicyHandle, RunHandle, ScoreResult, UpdateReport
 from schemas.store import StoreTraffic
+from schemas.weights import WeightGroupMember
 
 INCARNATION = "fake"  # of the policy's ranks
 FAILED_FRACTION = 1e-3  # of the rewards
@@ -139,8 +140,8 @@ class RolloutWorker:
 
     def start(self) -> None: ...
 
-    def version(self) -> int:
-        return self._workers.version
+    def weight_group_member(self) -> WeightGroupMember:
+        return WeightGroupMember(node="", gpu="", version=self._workers.version)
 
     def generate(
         self,

@@ -54,14 +54,12 @@ class WeightSyncEndpoint:
         self._unprobed: WeightsHandle | None = None  # of the last load, if its probe is to come
 
     def member(self) -> WeightGroupMember:
-        """Return where the worker is, the dtype of its engine, and the group that it is in."""
-        group = self._group
+        """Return where the worker is, and what its engine holds."""
         return WeightGroupMember(
             node=ray.get_runtime_context().get_node_id(),
             gpu=gpu_of(self._device),
             dtype=self._engine.dtype if self._engine is not None else "",
-            group_id=group.group_id if group else "",
-            group_size=group.size if group else 0,
+            version=self._engine.version if self._engine is not None else None,
         )
 
     def open_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:

@@ -257,7 +257,7 @@ def test_only_the_held_version_is_served(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(VersionError, match="holds policy version 0, not the expected 1"):
             call()
     load_state(worker.engine, dict(other.named_parameters()), 1)
-    assert worker.version() == 1
+    assert worker.engine.version == 1
     assert worker.has_shard(0, 0, 0)  # the samples of version 0 stay until they are put
     assert worker.generate(0, 1, 0, GROUPS).samples != before.samples
     assert worker.has_shard(0, 1, 0)
