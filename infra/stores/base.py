@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pyarrow as pa
 
 from infra.stores.chunk_reads import BatchRead, ChunkRead
 from infra.stores.prometheus import record_traffic
-from rl_core.columns.codec import check_row_lengths, encode, validate, value_dtypes
+from rl_core.columns.codec import check_row_lengths, encode, validate
 from rl_core.columns.gather import Ints
-from rl_core.views import decode_ints, with_column
+from rl_core.views import decode_ints
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.catalog import Axis, column_spec
 from schemas.errors import (
@@ -114,18 +113,6 @@ class ColumnStore(ABC):
         ColumnStore.bytes_read += result.nbytes
         self._traffic += StoreTraffic(num_reads=1, read_bytes=result.nbytes, read_seconds=time.perf_counter() - started)
         return result
-
-    def compact(self, batch: BatchHandle, key: ChunkKey) -> BatchHandle:
-        """Copy the batch's N rows into one new chunk, so that a small view no longer keeps large chunks alive.
-
-        The old chunks stay until they are deleted or the step is cleared.
-
-        Raises:
-            StoreError: As `read` and `put`.
-        """
-        columns = self.read(batch, batch.columns)
-        bare = batch.replace(groups=())
-        return with_column(bare, value_dtypes(columns), [self.put(key, columns, bare)], np.arange(batch.num_rows))
 
     @abstractmethod
     def delete(self, refs: Sequence[ChunkRef]) -> int:
@@ -243,22 +230,9 @@ def capacity_error(key: ChunkKey, requested: int, held: int, limit: int) -> Capa
     )
 
 
-def shared_memory_full_error(key: ChunkKey, folder: Path) -> CapacityError:
-    """Return the error for a chunk that doesn't fit into a node's shared memory."""
-    return CapacityError(
-        f"can't put {key}: the file system of {folder} is full; enlarge it (for Docker: --shm-size), lower "
-        "store.capacity_bytes, or set runtime.shared_memory to a folder with more space"
-    )
-
-
 def removed_folder_error(key: ChunkKey, folder: Path) -> StoreError:
     """Return the error for a put into a folder that is gone although its column server lives."""
     return StoreError(f"can't put {key}: {folder} was removed under a living run")
-
-
-def lost_chunk_error(ref: ChunkRef, location: str, error: Exception) -> ChunkNotFoundError:
-    """Return the error for a chunk on a node that can't be reached."""
-    return ChunkNotFoundError(f"chunk {ref.key} is lost with its node's column server at {location}: {error}")
 
 
 def lost_store_error(run_id: str, error: Exception) -> WorkerLostError:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from infra.stores.base import ColumnStore, check_same_content, lost_chunk_error, lost_store_error, removed_folder_error
+from infra.stores.base import ColumnStore, check_same_content, lost_store_error, removed_folder_error
 from infra.stores.chunk_reads import ChunkRead, decode_chunk
 from infra.stores.shared.flight import Endpoint, FlightClient
 from infra.stores.shared.node_files import RemoteColumns, map_chunk, write_chunk
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
-from schemas.errors import StoreError
+from schemas.errors import ChunkNotFoundError, StoreError
 from schemas.store import StoreUsage
 
 _CLOSE_SECONDS = 10.0
@@ -162,7 +162,9 @@ class SharedColumnStore(ColumnStore):
             return self._remote.read(file.location, file.name, ref, part)
         except ConnectionError as error:
             self._call("forget_server", file.location)
-            raise lost_chunk_error(ref, file.location, error) from None
+            raise ChunkNotFoundError(
+                f"chunk {ref.key} is lost with its node's column server at {file.location}: {error}"
+            ) from None
 
     def _files(self, refs: Sequence[ChunkRef]) -> list[File]:
         return [File(*file) for file in self._call("files", [ref.model_dump() for ref in refs])]

@@ -26,13 +26,13 @@ import pyarrow as pa
 
 from infra.ray.module_path import enter_working_directory
 from infra.storage.shared_memory import SharedFolder, choose_root
-from infra.stores.base import chunk_not_found_error, removed_folder_error, shared_memory_full_error
+from infra.stores.base import chunk_not_found_error, removed_folder_error
 from infra.stores.chunk_reads import ChunkRead, check_num_rows, decode_chunk
 from infra.stores.shared.flight import Endpoint, FlightClient, FlightServer, Handler, Tls
 from rl_core.columns import codec
 from rl_core.columns.gather import Ints, ranges
 from schemas.batch import ChunkKey, ChunkRef
-from schemas.errors import StoreError
+from schemas.errors import CapacityError, StoreError
 
 _POOL = "pool"
 _FREE, _WRITTEN = ".arrow", ".new"  # suffixes of the pool's files: free to reuse, being written
@@ -131,7 +131,10 @@ def write_chunk(key: ChunkKey, folder: Path, columns: pa.RecordBatch, timeout_se
         raise
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise shared_memory_full_error(key, folder) from None
+            raise CapacityError(
+                f"can't put {key}: the file system of {folder} is full; enlarge it (for Docker: --shm-size), lower "
+                "store.capacity_bytes, or set runtime.shared_memory to a folder with more space"
+            ) from None
         raise StoreError(f"can't put {key}: {folder}: {error.strerror or error}") from None
 
 
