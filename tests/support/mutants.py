@@ -73,6 +73,14 @@ MUTANTS = (
         tests=("tests/contracts/test_shared_access.py",),
     ),
     Mutant(
+        name="put-into-a-step-that-is-not-open",
+        area="stores",
+        path="infra/stores/chunk_index.py",
+        old="            raise step_not_open_error(key)\n",
+        new="            pass\n",
+        tests=("tests/contracts/test_writes.py", "tests/contracts/test_lifecycle.py"),
+    ),
+    Mutant(
         name="late-writer-of-cleared-step-unnoticed",
         area="stores",
         path="infra/stores/files.py",
@@ -520,8 +528,8 @@ MUTANTS = (
         name="engines-that-are-ahead-not-synced",
         area="history",
         path="infra/weights/sync.py",
-        old="zip(workers, held, strict=True) if own != version]",
-        new="zip(workers, held, strict=True) if own is None or own < version]",
+        old="if state.version != version}",
+        new="if state.version is None or state.version < version}",
         tests=(
             "tests/services/test_evaluate.py",
             "tests/end_to_end/test_rollout_workers.py",
