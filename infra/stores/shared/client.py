@@ -124,29 +124,19 @@ class SharedColumnStore(ColumnStore):
 
     def _add(self, key: ChunkKey, columns: pa.RecordBatch) -> dict[str, Any]:
         """Write a chunk's file, and return the answer of `StoreIndex.put`; nothing if the column server was lost."""
-        location, folder = self._member.location, self._member.folder
+        member = self._member
         try:
-            name, num_bytes = self._write(key, columns)
+            if member.folder is None:
+                name, num_bytes = self._remote.write(member.location, key, columns, member.put_timeout_seconds)
+            else:
+                name, num_bytes = write_chunk(key, Path(member.folder), columns, member.put_timeout_seconds)
         except (FileNotFoundError, ConnectionError) as error:
-            if self._call("forget_server", location):
+            if self._call("forget_server", member.location):
                 return {}
-            if folder is None:
-                raise StoreError(f"can't put {key}: the connection to {location} failed: {error}") from None
-            raise removed_folder_error(key, Path(folder)) from None
-        return dict(self._call("put", str(key), columns.num_rows, num_bytes, File(location, name)))
-
-    def _write(self, key: ChunkKey, columns: pa.RecordBatch) -> tuple[str, int]:
-        """Write a chunk's file, on this node or on the one that stands in for it; return its name and size.
-
-        Raises:
-            FileNotFoundError, ConnectionError: The column server was lost.
-            CapacityError: Shared memory stayed full.
-            StoreError: The file can't be written.
-        """
-        location, folder, timeout = self._member.location, self._member.folder, self._member.put_timeout_seconds
-        if folder is None:
-            return self._remote.write(location, key, columns, timeout)
-        return write_chunk(key, Path(folder), columns, timeout)
+            if member.folder is None:
+                raise StoreError(f"can't put {key}: the connection to {member.location} failed: {error}") from None
+            raise removed_folder_error(key, Path(member.folder)) from None
+        return dict(self._call("put", str(key), columns.num_rows, num_bytes, File(member.location, name)))
 
     def _fetch(self, reads: list[ChunkRead]) -> list[pa.RecordBatch]:
         files = self._files([read.ref for read in reads])

@@ -15,8 +15,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,7 +125,7 @@ def write_chunk(key: ChunkKey, folder: Path, columns: pa.RecordBatch, timeout_se
     """
     num_bytes = codec.encoded_bytes(columns)
     try:
-        return write_file(folder, num_bytes, partial(codec.write, columns), timeout_seconds), num_bytes
+        return _write_file(folder, num_bytes, columns, timeout_seconds), num_bytes
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -138,17 +137,8 @@ def write_chunk(key: ChunkKey, folder: Path, columns: pa.RecordBatch, timeout_se
         raise StoreError(f"can't put {key}: {folder}: {error.strerror or error}") from None
 
 
-def write_file(folder: Path, num_bytes: int, write: Callable[[pa.NativeFile], object], timeout_seconds: float) -> str:
-    """Write a new file of `num_bytes`, into reused memory if there is any; wait while the file system is full.
-
-    Args:
-        folder: The folder of a `NodeFiles`.
-        num_bytes: The file's size.
-        write: Writes all of it.
-        timeout_seconds: How long to wait for space.
-
-    Returns:
-        The file's name in the folder.
+def _write_file(folder: Path, num_bytes: int, columns: pa.RecordBatch, timeout_seconds: float) -> str:
+    """Write columns into a new file of `num_bytes`, of reused memory if there is any; return the file's name.
 
     Raises:
         OSError: The file can't be written: ENOSPC, the file system stayed full; ENOENT, the folder is gone.
@@ -160,7 +150,7 @@ def write_file(folder: Path, num_bytes: int, write: Callable[[pa.NativeFile], ob
         try:
             file = _reuse(path, num_bytes) or FileIO(path, "x+")
             with file, pa.PythonFile(file, "w") as sink:
-                write(sink)
+                codec.write(columns, sink)
                 file.truncate(num_bytes)
                 path.rename(folder / name)
             return name
