@@ -75,7 +75,7 @@ class DataPath:
 
 
 class Sluice(DataPath):
-    """Sluice's column store, including its index, schema checks, write fence, lease and handle."""
+    """Sluice's column store, including its index, schema checks, write fence and handle."""
 
     name = "sluice"
     capacity_bytes: ClassVar[int] = 2**31

@@ -190,7 +190,7 @@ def find_step(directory: RunDirectory, store: RunColumns, step: int | None) -> i
 
 
 def steps_with_columns(store: StoredColumns) -> list[int]:
-    """Return the steps that have a batch or a chunk, in order; one that only has a lease is not among them."""
+    """Return the steps that have a batch or a chunk, in order; one that is only open is not among them."""
     return [step for step in store.steps() if _has_columns(store, step)]
 
 

@@ -119,7 +119,7 @@ def test_a_step_cleared_during_a_write_gets_no_chunk(store: SharedColumnStore, m
         write(*arguments)
 
     monkeypatch.setattr(codec, "write", clear_first)
-    with pytest.raises(StepNotOpenError, match="step 1 has no open lease"):
+    with pytest.raises(StepNotOpenError, match="step 1 is not open"):
         store.put(key(store, 1), rollout_columns(LARGE))
     wait_until(lambda: not files(store))
     assert store.usage().num_bytes == 0

@@ -63,7 +63,7 @@ def columns_of(directory: RunDirectory) -> FsspecColumnStore:
 
 
 def finish_step(store: FsspecColumnStore, step: int) -> BatchHandle:
-    """Put all columns of a step, note its batch, and end its lease."""
+    """Put all columns of a step, note its batch, and archive it."""
     store.open(step)
     trained = put_advantages(store, put_behavior(store, put_rollout(store, step)))
     store.save_batch(trained)
@@ -72,7 +72,7 @@ def finish_step(store: FsspecColumnStore, step: int) -> BatchHandle:
 
 
 def put_rollout(store: FsspecColumnStore, step: int) -> BatchHandle:
-    """Put both workers' rows of a step whose lease is open; the batch is not noted."""
+    """Put both workers' rows of an open step; the batch is not noted."""
     chunks = [store.put(_key(store, step, "rollout", at), rollout_columns(step, at)) for at in range(NUM_SHARDS)]
     prompts, responses = ([len(row) for row in column.to_pylist()] for column in _tokens(SAMPLES))
     return new_batch(store.run_id, step, step, chunks, DTYPES, prompts, responses)

@@ -323,7 +323,7 @@ def test_steps_take_their_prompts_from_all_sources(folder: Path, tmp_path: Path)
     assert sum(answer > 40 for answer in answers) == 3  # 3 of 5, by weight
 
 
-def test_a_put_needs_the_lease_and_keeps_the_rows_if_rejected(folder: Path) -> None:
+def test_a_put_needs_an_open_step_and_keeps_the_rows_if_rejected(folder: Path) -> None:
     store = MemoryStore("run", 2**20)
     worker = worker_of(run_of(folder), store=store)
     shard = worker.generate(0, 0, 0, GROUPS)
