@@ -23,6 +23,7 @@ from safetensors.torch import load, save
 from benchmarks.command import print_table
 from infra.engines.base import WeightsBucket
 from infra.models.flat_tensors import tensor_specs
+from infra.ray.rendezvous import Rendezvous
 from infra.weights.carriers import (
     BroadcastReceiver,
     BroadcastSender,
@@ -30,7 +31,7 @@ from infra.weights.carriers import (
     SharedMemorySender,
     open_folder,
 )
-from infra.weights.group import WeightGroup, open_rendezvous
+from infra.weights.group import WeightGroup
 from infra.weights.stream import load_weights, send_weights
 from schemas.step import ProcessGroupHandle
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec, WeightsHandle, WeightsTransfer
@@ -65,8 +66,8 @@ class Member:
         self._folder = open_folder(RUN, None, 2 * bucket_bytes)
 
     def open_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:
-        self._rendezvous, handle = open_rendezvous(HOST, num_receivers)
-        return handle
+        self._rendezvous = Rendezvous(HOST, 1 + num_receivers)
+        return self._rendezvous.group
 
     def join(self, group: ProcessGroupHandle) -> None:
         self._group = WeightGroup(group, self._rank, HOST, torch.device("cpu"), TIMEOUT)

@@ -5,7 +5,6 @@ It is separate from the process group in which the policy's ranks train.
 
 import os
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,20 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from infra.ray.rendezvous import Rendezvous, listen_on
+from infra.ray.rendezvous import listen_on
 from schemas.errors import WorkerLostError
 from schemas.step import ProcessGroupHandle
 
 _POLL_SECONDS = 0.0005
-
-
-def open_rendezvous(host: str, num_receivers: int) -> tuple[Rendezvous, ProcessGroupHandle]:
-    """Host the rendezvous of a new group on the policy's rank 0, which must keep it as long as the group."""
-    num_ranks = 1 + num_receivers
-    rendezvous = Rendezvous(host, num_ranks)
-    return rendezvous, ProcessGroupHandle(
-        group_id=uuid.uuid4().hex, host=host, port=rendezvous.port, num_ranks=num_ranks
-    )
 
 
 class WeightGroup:
