@@ -43,7 +43,6 @@ def run(tmp_path: Path, ray_cluster: None) -> Iterator[RunHandle]:
     config = run_config(
         tmp_path,
         rollout={"max_response_tokens": 9, "num_workers": NUM_WORKERS},
-        reward={"kind": "exact", "num_processes": 0, "timeout_seconds": None},
         optim={"lr": 1e-2, "updates_per_step": 2},
         packing={"token_budget": 24},
         store={"kind": "fsspec"},
