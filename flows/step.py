@@ -16,7 +16,7 @@ from infra.ray.tracing import traced_step
 from infra.storage.driver_lock import holds_lock
 from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
-from infra.stores.steps import archive_step, clear_step, drop_journals, open_step, renewed_lease
+from infra.stores.steps import archive_step, clear_step, drop_journals, open_step
 from infra.workers.placement import score_together
 from rl_core.rollout.lengths import count_lengths
 from rl_core.telemetry import packing
@@ -172,11 +172,10 @@ async def run_step(run: RunHandle, policy: PolicyHandle) -> StepReport:
     """Sample from the policy, score the samples, update the policy by one version, and publish that version."""
     phase = PhaseTimer()
     try:
-        with phase("lease"):
+        with phase("open"):
             open_step(run, policy)
-        async with renewed_lease(run, policy.step):
-            with traced_step(policy.step):
-                report = await _run_stages(run, policy, phase)
+        with traced_step(policy.step):
+            report = await _run_stages(run, policy, phase)
     except BaseException:
         if holds_lock(RunDirectory.of(run)):  # else another driver works on the step
             clear_step(run, policy.step)
@@ -269,10 +268,9 @@ async def next_rollout(
 
 
 async def _generate_ahead(run: RunHandle, policy: PolicyHandle, current: RolloutHandle) -> RolloutHandle:
-    """Generate the next step's rollouts under its lease: they may store rows of the steps after it."""
-    open_store(run).open_lease(policy.step)
-    async with renewed_lease(run, policy.step):
-        return await generate_rollouts.named("next-rollout")(run, policy, current)
+    """Generate the next step's rollouts, for which it is opened: they may store rows of the steps after it."""
+    open_store(run).open(policy.step)
+    return await generate_rollouts.named("next-rollout")(run, policy, current)
 
 
 async def _find_previous_rollout(run: RunHandle, policy: PolicyHandle) -> RolloutHandle | None:

@@ -98,12 +98,8 @@ class CapacityError(StoreError):
     """A put would exceed the store's capacity."""
 
 
-class LeaseError(StoreError):
-    """A put names a step whose lease is not open."""
-
-
-class LeaseExpiredError(LeaseError):
-    """A put names a step whose lease was not renewed in time; its chunks were freed."""
+class StepNotOpenError(StoreError):
+    """A put names a step that is not open: it was cleared, or never opened."""
 
 
 class PlanError(PipelineError, ValueError):

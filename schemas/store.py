@@ -2,21 +2,22 @@
 
 from collections.abc import Iterable
 
-from pydantic import NonNegativeInt
+from pydantic import ConfigDict, NonNegativeInt
 
 from schemas.base import Frozen
 
 
 class StoreUsage(Frozen):
-    """The content of the column store, as its index counts it over all clients; chunks are held under leases."""
+    """What the column store holds of open steps, as its index counts it over all clients."""
+
+    model_config = ConfigDict(extra="ignore")  # reports of earlier versions have fields that are gone
 
     num_chunks: NonNegativeInt
     num_rows: NonNegativeInt
     num_bytes: NonNegativeInt
     peak_bytes: NonNegativeInt
     capacity_bytes: NonNegativeInt
-    leaked_bytes: NonNegativeInt = 0  # of chunks whose lease has ended; the next sweep frees them
-    open_leases: tuple[int, ...] = ()  # steps, in order
+    open_steps: tuple[int, ...] = ()  # in order
 
 
 class StoreTraffic(Frozen):

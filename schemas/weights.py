@@ -54,8 +54,7 @@ class WeightGroupMember(Frozen):
     node: str  # Ray's id
     gpu: str  # a unique name of the GPU; empty on a CPU
     dtype: str = ""  # of its engine's weights; empty: it has no engine
-    group_id: str = ""  # the process group that it is in; empty: none
-    group_size: NonNegativeInt = 0
+    version: int | None = None  # that its engine holds; None: none, as a load failed, or it has dropped its weights
 
 
 class WeightsRoute(Frozen):

@@ -75,7 +75,7 @@ class DataPath:
 
 
 class Sluice(DataPath):
-    """Sluice's column store, including its index, schema checks, write fence, lease and handle."""
+    """Sluice's column store, including its index, schema checks, write fence and handle."""
 
     name = "sluice"
     capacity_bytes: ClassVar[int] = 2**31
@@ -83,13 +83,13 @@ class Sluice(DataPath):
     def prepare(self, batch: ReferenceBatch) -> None:
         self._batch = batch
         self._dtypes = value_dtypes(batch.columns)
-        self._store = start_shared_store(RUN_ID, Limits(self.capacity_bytes, 60, 3600, None))
+        self._store = start_shared_store(RUN_ID, Limits(self.capacity_bytes, 60, None))
 
     def connect(self) -> None:
         self._store = find_shared_store(RUN_ID)
 
     def open(self, step: int) -> None:
-        self._store.open_lease(step)
+        self._store.open(step)
 
     def put(self, step: int) -> BatchHandle:
         ref = self._store.put(ChunkKey(run_id=RUN_ID, step=step, stage=STAGE), self._batch.columns)

@@ -33,8 +33,7 @@ class Series(NamedTuple):
 
 STORE = (
     ("num_bytes", "peak_bytes", "capacity_bytes"),
-    ("leaked_bytes",),
-    ("open_leases",),
+    ("open_steps",),
     ("put_bytes",),
     ("read_bytes",),
     ("num_rows",),

@@ -15,7 +15,7 @@ from infra.history.start import History
 from infra.history.stored import StoredStep
 from infra.storage.lineage import owner_of
 from infra.storage.runs import RunDirectory, installed_versions
-from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from schemas.batch import ChunkKey, ChunkRef
 from schemas.config.run import RunConfig
 from schemas.config.runtime import RuntimeConfig
@@ -113,8 +113,8 @@ def _portable(config: RunConfig, model: str) -> RunConfig:
 
 def _copy_columns(copy: RunDirectory, stored: StoredStep, *, is_redacted: bool) -> None:
     """Put a step's chunks into a store of the bundle's own, and save its batch."""
-    store = FsspecColumnStore(copy.run_id, copy.columns, lease_seconds=NO_EXPIRY_SECONDS)
-    store.open_lease(stored.step)
+    store = FsspecColumnStore(copy.run_id, copy.columns)
+    store.open(stored.step)
     moved: dict[ChunkRef, ChunkRef] = {}
     for ref in stored.batch.chunks:
         columns = stored.read_chunk(ref)

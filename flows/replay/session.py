@@ -107,7 +107,7 @@ class ReplaySession:
             rollout: Its rows' scalars, with the rewards to use.
         """
         policy, config = self._handle(stored.step), self.run.config
-        self.store.open_lease(stored.step)
+        self.store.open(stored.step)
         batch, groups = stored.rows.replace(run_id=self.run.run_id), list[ColumnGroup]()
         row_kl = None
         if config.scores_behavior:
@@ -132,7 +132,7 @@ class ReplaySession:
             stage: A name for the chunks, another one for each version.
         """
         group, batch = await self._policy(), stored.rows.replace(run_id=self.run.run_id)
-        self.store.open_lease(stored.step)
+        self.store.open(stored.step)
         plan = plan_scoring(self.run, batch, group)
         results = await group.call("score", batch, plan, version, stage)
         puts = [result.put for result in results if result.put is not None]

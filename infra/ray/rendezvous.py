@@ -2,6 +2,7 @@
 
 import os
 import socket
+import uuid
 from datetime import timedelta
 
 import psutil
@@ -15,7 +16,10 @@ from schemas.step import ProcessGroupHandle
 
 
 class Rendezvous:
-    """The store through which ranks find each other; rank 0 hosts it.
+    """The store through which ranks find each other; rank 0 hosts it, and must keep it as long as the group.
+
+    Attributes:
+        group: The handle of the new group.
 
     Args:
         host: This node's address, the only one that it listens on.
@@ -24,10 +28,11 @@ class Rendezvous:
 
     def __init__(self, host: str, num_ranks: int) -> None:
         listener = socket.create_server((host, 0))
-        self.port: int = listener.getsockname()[1]
+        port = int(listener.getsockname()[1])
         self._store = TCPStore(
-            host, self.port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            host, port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
+        self.group = ProcessGroupHandle(group_id=uuid.uuid4().hex, host=host, port=port, num_ranks=num_ranks)
 
 
 def join(group: ProcessGroupHandle, rank: int, host: str, device: torch.device, timeout_seconds: float) -> DeviceMesh:

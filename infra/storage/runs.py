@@ -285,7 +285,7 @@ class RunDirectory:
 
 
 def _upgrade(text: bytes) -> str:
-    """Return the config of a run that Sluice 0.2 started as one of this version."""
+    """Return the config of a run that an earlier Sluice started as one of this version."""
     config = json.loads(text)
     if config.get("store", {}).get("kind") == "ray":
         config["store"]["kind"] = "shared"
@@ -293,6 +293,7 @@ def _upgrade(text: bytes) -> str:
         config["runtime"]["weight_transport"] = "shared_memory"
     config.get("runtime", {}).pop("gpus_per_worker", None)
     config.get("rollout", {}).pop("speculative", None)  # its samples were the same
+    config.get("store", {}).pop("lease_seconds", None)
     if config.get("runtime", {}).pop("tensorboard", False):
         config["monitors"] = [{"kind": "tensorboard"}]
     return json.dumps(config)

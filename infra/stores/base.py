@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pyarrow as pa
 
 from infra.stores.chunk_reads import BatchRead, ChunkRead
 from infra.stores.prometheus import record_traffic
-from rl_core.columns.codec import check_row_lengths, encode, validate, value_dtypes
+from rl_core.columns.codec import check_row_lengths, encode, validate
 from rl_core.columns.gather import Ints
-from rl_core.views import decode_ints, with_column
+from rl_core.views import decode_ints
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.catalog import Axis, column_spec
 from schemas.errors import (
@@ -26,9 +25,8 @@ from schemas.errors import (
     ColumnNotFoundError,
     DuplicateChunkError,
     InvalidKeyError,
-    LeaseError,
-    LeaseExpiredError,
     StaleIncarnationError,
+    StepNotOpenError,
     StoreError,
     WorkerLostError,
 )
@@ -36,10 +34,11 @@ from schemas.store import StoreTraffic, StoreUsage
 
 
 class ColumnStore(ABC):
-    """Chunks of one run's columns under string keys, with one lease per step.
+    """Chunks of one run's columns under string keys, put while their step is open.
 
-    The store owns the bytes: they outlive the process that put them, and are freed when the step is cleared. What a
-    read returns is immutable, and stays valid after the step is cleared for as long as it is referenced.
+    The store owns the bytes: they outlive the process that put them, and are freed when the step is cleared, which is
+    the driver's part. What a read returns is immutable, and stays valid after the step is cleared for as long as it is
+    referenced.
 
     Args:
         run_id: The run whose columns these are; keys of another run are rejected.
@@ -53,12 +52,8 @@ class ColumnStore(ABC):
         self._traffic = StoreTraffic()
 
     @abstractmethod
-    def open_lease(self, step: int) -> None:
-        """Allow puts for this step, and renew its lease.
-
-        Opening a lease again drops no chunk. Puts and reads renew the lease too. A lease that is not renewed in time
-        expires, and a sweep frees the step's chunks.
-        """
+    def open(self, step: int) -> None:
+        """Allow puts for this step until it is cleared or archived; opening it again drops no chunk."""
 
     def put(self, key: ChunkKey, columns: pa.RecordBatch, batch: BatchHandle | None = None) -> ChunkRef:
         """Store N rows of columns under `key`. A repeated put of equal content returns the same reference.
@@ -72,7 +67,7 @@ class ColumnStore(ABC):
         Raises:
             ColumnError: A column is not as declared, or does not have the batch's rows.
             InvalidKeyError: The key belongs to another run.
-            LeaseError: The step's lease is not open, or has expired.
+            StepNotOpenError: The step is not open.
             DuplicateChunkError: Other content is stored under the key.
             CapacityError: The store would exceed its capacity, and none was freed in time.
         """
@@ -119,28 +114,16 @@ class ColumnStore(ABC):
         self._traffic += StoreTraffic(num_reads=1, read_bytes=result.nbytes, read_seconds=time.perf_counter() - started)
         return result
 
-    def compact(self, batch: BatchHandle, key: ChunkKey) -> BatchHandle:
-        """Copy the batch's N rows into one new chunk, so that a small view no longer keeps large chunks alive.
-
-        The old chunks stay until they are deleted or the step is cleared.
-
-        Raises:
-            StoreError: As `read` and `put`.
-        """
-        columns = self.read(batch, batch.columns)
-        bare = batch.replace(groups=())
-        return with_column(bare, value_dtypes(columns), [self.put(key, columns, bare)], np.arange(batch.num_rows))
-
     @abstractmethod
     def delete(self, refs: Sequence[ChunkRef]) -> int:
         """Delete chunks; return the bytes freed, 0 if they were deleted before."""
 
     @abstractmethod
     def clear(self, step: int) -> int:
-        """Delete the step's chunks and close its lease; return the bytes freed, 0 if it was cleared before."""
+        """Delete the step's chunks and close it; return the bytes freed, 0 if it was cleared before."""
 
     def archive(self, step: int) -> None:
-        """Close the step's lease; a durable store keeps its chunks readable until the step is cleared."""
+        """Close the step; a durable store keeps its chunks readable until the step is cleared."""
         self.clear(step)
 
     @abstractmethod
@@ -165,7 +148,7 @@ class ColumnStore(ABC):
 
     @abstractmethod
     def usage(self) -> StoreUsage:
-        """Return what the store holds under leases, for all of its clients."""
+        """Return what the store holds of open steps, for all of its clients."""
 
     @abstractmethod
     def verify(self, batch: BatchHandle) -> None:
@@ -177,7 +160,7 @@ class ColumnStore(ABC):
         """
 
     def close(self) -> None:  # noqa: B027  not abstract: files need no closing
-        """Close the store at the end of its run: everything held under leases is lost."""
+        """Close the store at the end of its run: what it holds of open steps may be lost."""
 
     def flush(self) -> None:  # noqa: B027  not abstract: most puts are as durable as they get when they return
         """Wait until everything that this client has put is as durable as the store makes it.
@@ -229,25 +212,14 @@ def check_incarnation(ref: ChunkRef, incarnation: str) -> None:
         )
 
 
-def chunk_not_found_error(ref: ChunkRef, *, lease_expired: bool) -> ChunkNotFoundError:
+def chunk_not_found_error(ref: ChunkRef) -> ChunkNotFoundError:
     """Return the error for a chunk that is not in the store."""
-    reason = "the lease of its step expired" if lease_expired else "its step was cleared, or it was never put"
-    return ChunkNotFoundError(f"chunk {ref.key} is not in the store: {reason}")
+    return ChunkNotFoundError(f"chunk {ref.key} is not in the store: its step was cleared, or it was never put")
 
 
-def no_lease_error(key: ChunkKey) -> LeaseError:
-    """Return the error for a put without a lease."""
-    return LeaseError(
-        f"can't put {key}: step {key.step} has no open lease; open one first (the step may have been cleared)"
-    )
-
-
-def lease_expired_error(key: ChunkKey, lease_seconds: float) -> LeaseExpiredError:
-    """Return the error for a put under an expired lease."""
-    return LeaseExpiredError(
-        f"can't put {key}: the lease of step {key.step} expired, as it was not renewed for {lease_seconds:g} s, "
-        "and its chunks were freed; raise store.lease_seconds, or just resume the run"
-    )
+def step_not_open_error(key: ChunkKey) -> StepNotOpenError:
+    """Return the error for a put into a step that is not open."""
+    return StepNotOpenError(f"can't put {key}: step {key.step} is not open; open it first (it may have been cleared)")
 
 
 def capacity_error(key: ChunkKey, requested: int, held: int, limit: int) -> CapacityError:
@@ -258,22 +230,9 @@ def capacity_error(key: ChunkKey, requested: int, held: int, limit: int) -> Capa
     )
 
 
-def shared_memory_full_error(key: ChunkKey, folder: Path) -> CapacityError:
-    """Return the error for a chunk that doesn't fit into a node's shared memory."""
-    return CapacityError(
-        f"can't put {key}: the file system of {folder} is full; enlarge it (for Docker: --shm-size), lower "
-        "store.capacity_bytes, or set runtime.shared_memory to a folder with more space"
-    )
-
-
 def removed_folder_error(key: ChunkKey, folder: Path) -> StoreError:
     """Return the error for a put into a folder that is gone although its column server lives."""
     return StoreError(f"can't put {key}: {folder} was removed under a living run")
-
-
-def lost_chunk_error(ref: ChunkRef, location: str, error: Exception) -> ChunkNotFoundError:
-    """Return the error for a chunk on a node that can't be reached."""
-    return ChunkNotFoundError(f"chunk {ref.key} is lost with its node's column server at {location}: {error}")
 
 
 def lost_store_error(run_id: str, error: Exception) -> WorkerLostError:

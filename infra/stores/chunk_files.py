@@ -1,37 +1,49 @@
-"""The chunks of `FsspecColumnStore`: a record and an Arrow file each, with checksums, and where they are."""
+"""The chunks of `FsspecColumnStore`: a record and an Arrow file each, and where they are.
 
+A chunk's bytes are divided into blocks of `BLOCK_BYTES`, each with its own checksum. A read names byte ranges; the
+blocks that cover them are fetched in one request and checked. No other block is touched: those of a mapped file stay on
+disk, those of a remote file are not transferred.
+"""
+
+import json
+import mmap
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import PurePosixPath
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import pyarrow as pa
+import xxhash
 from pydantic import NonNegativeInt, ValidationError
 
 from infra.storage.folder import Folder
 from infra.storage.ledger import step_folder, step_number
-from infra.stores.blocks import ChunkBlocks, block_checksums, combine_checksums
 from infra.stores.chunk_reads import name_chunk_in_errors
+from rl_core.columns.codec import Extent, row_extents
+from rl_core.columns.gather import Ints
 from schemas.base import Frozen
 from schemas.batch import ChunkKey, ChunkRef
-from schemas.errors import ChunkCorruptedError, StoreError
+from schemas.errors import ChunkCorruptedError, RunError, StoreError
 
+FORMAT = 1  # of the records and what they name; to be raised when an earlier Sluice can't read what is written
+BLOCK_BYTES = 2**20
 STORE_PATH = "store.json"
 BATCH_NAME = "_batch.json"
 DATA_SUFFIX = ".arrow"
-LEASES = "leases"  # in a folder of their own: they are listed often, and the steps' folders may be many
+OPEN_STEPS = "open"  # in a folder of their own: they are listed often, and the steps' folders may be many
 
 Record = TypeVar("Record", bound=Frozen)
 
 
-def lease_path(step: int) -> str:
-    """Return the path of a step's lease."""
-    return f"{LEASES}/{step_folder(step)}.json"
+def open_path(step: int) -> str:
+    """Return the path of the file that exists while a step is open."""
+    return f"{OPEN_STEPS}/{step_folder(step)}"
 
 
-def leased_step(path: str) -> int | None:
-    """Return the step whose lease has this path."""
-    return step_number(PurePosixPath(path).stem)
+def opened_step(path: str) -> int | None:
+    """Return the step whose `open_path` this is."""
+    return step_number(PurePosixPath(path).name)
 
 
 def batch_path(step: int) -> str:
@@ -64,24 +76,124 @@ def load_record(folder: Folder, path: str, kind: type[Record]) -> Record | None:
     """Read a JSON record; return None if there is no such file.
 
     Raises:
+        RunError: It has a newer format.
         ChunkCorruptedError: The file is not such a record.
     """
     data = folder.read(path)
     try:
         return None if data is None else kind.model_validate_json(data)
     except ValidationError as error:
+        if (found := _format_of(data)) > FORMAT:
+            raise RunError(
+                f"{path} in {folder} has format {found}, but this Sluice reads only formats up to {FORMAT}: use the "
+                "newer Sluice that wrote it"
+            ) from None
         raise ChunkCorruptedError(
             f"{path} in {folder} is not a {kind.__name__}: {error.errors()[0]['msg']}; clear its step and run it again"
         ) from None
 
 
+def _format_of(data: bytes | None) -> int:
+    """Return the format of what may be a record; records before formats were counted are of format 1."""
+    try:
+        found = json.loads(data or b"{}")
+    except ValueError:
+        return 1
+    number = found.get("format") if isinstance(found, dict) else None
+    return number if isinstance(number, int) else 1
+
+
+class StoreRecord(Frozen):
+    """The store that a folder holds."""
+
+    format: Literal[1] = 1
+    run_id: str
+    incarnation: str
+
+
 class ChunkRecord(Frozen):
     """A committed chunk."""
 
+    format: Literal[1] = 1
     ref: ChunkRef
     checksum: str  # of all its bytes
     block_checksums: tuple[str, ...]  # of each block, so that a read can check just the blocks that it uses
     compressed_bytes: NonNegativeInt | None = None  # of the file; None: it is not compressed, and has the chunk's size
+
+
+class ChunkBlocks:
+    """A chunk's bytes, of which only the requested blocks are loaded.
+
+    Args:
+        num_bytes: The chunk's size.
+        checksums: Those of its blocks, see `_block_checksums`.
+        mapped: The whole file, mapped; None if it is remote.
+        fetch: Reads byte ranges of the file.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        checksums: Sequence[str],
+        mapped: pa.Buffer | None,
+        fetch: Callable[[list[Extent]], list[bytes]],
+    ) -> None:
+        self._num_bytes, self._checksums, self._fetch = num_bytes, checksums, fetch
+        self._memory: mmap.mmap | None = None
+        if mapped is None:
+            self._memory = mmap.mmap(-1, max(num_bytes, 1))  # pages cost nothing until they are used
+            mapped = pa.py_buffer(memoryview(self._memory)[:num_bytes].toreadonly())
+        self.buffer = mapped
+        self._loaded: set[int] = set()
+
+    def load(self, ranges: Sequence[Extent]) -> None:
+        """Load and check the blocks that cover these ranges.
+
+        Raises:
+            StoreError: A block is not what was put.
+        """
+        needed = {
+            block
+            for start, stop in ranges
+            if start < stop
+            for block in range(start // BLOCK_BYTES, -(-min(stop, self._num_bytes) // BLOCK_BYTES))
+        }
+        missing = sorted(needed - self._loaded)
+        extents = [(at * BLOCK_BYTES, min((at + 1) * BLOCK_BYTES, self._num_bytes)) for at in missing]
+        if self._memory is not None and extents:
+            for (start, stop), data in zip(extents, self._fetch(extents), strict=True):
+                if len(data) != stop - start:
+                    raise StoreError(f"bytes {start} to {stop} are {len(data)}, expected {stop - start}: it is cut off")
+                self._memory[start:stop] = data
+        view = memoryview(self.buffer)
+        for at, (start, stop) in zip(missing, extents, strict=True):
+            if (checksum := xxhash.xxh3_64_hexdigest(view[start:stop])) != self._checksums[at]:
+                raise StoreError(
+                    f"the checksum of bytes {start} to {stop} is {checksum}, expected {self._checksums[at]}"
+                )
+        self._loaded.update(missing)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether all blocks are loaded."""
+        return len(self._loaded) == len(self._checksums)
+
+    def load_all(self) -> None:
+        """Load and check all blocks.
+
+        Raises:
+            StoreError: A block is not what was put.
+        """
+        self.load([(0, self._num_bytes)])
+
+    def load_rows(self, names: frozenset[str], starts: Ints, stops: Ints) -> None:
+        """Load and check what is read of some columns' rows; see `rl_core.columns.codec.row_extents`.
+
+        Raises:
+            StoreError: The bytes are not an Arrow file, or a block is not what was put.
+        """
+        for extents in row_extents(self.buffer, names, starts, stops):
+            self.load(extents)
 
 
 class ChunkFiles:
@@ -109,10 +221,10 @@ class ChunkFiles:
         Raises:
             FileExistsError: A chunk is committed under this key.
         """
-        checksums = block_checksums(data)
+        checksums = _block_checksums(data)
         record = ChunkRecord(
             ref=ref,
-            checksum=combine_checksums(checksums),
+            checksum=_combine_checksums(checksums),
             block_checksums=checksums,
             compressed_bytes=data.size if is_compressed else None,
         )
@@ -133,7 +245,7 @@ class ChunkFiles:
         with name_chunk_in_errors(ref):
             if record.ref != ref:
                 raise StoreError(f"its record says {record.ref}, expected {ref}")
-            if combine_checksums(record.block_checksums) != record.checksum:
+            if _combine_checksums(record.block_checksums) != record.checksum:
                 raise StoreError("the checksums in its record disagree")
             path = data_path(ChunkKey.parse(ref.key), record.checksum)
             expected = ref.num_bytes if record.compressed_bytes is None else record.compressed_bytes
@@ -172,3 +284,16 @@ class ChunkFiles:
             if path.endswith(DATA_SUFFIX) and (step := step_of(path)) is not None:
                 held[step] += size
         return held
+
+
+def _block_checksums(data: pa.Buffer) -> tuple[str, ...]:
+    """Return the XXH3-64 of each block, hex."""
+    view = memoryview(data)
+    return tuple(
+        xxhash.xxh3_64_hexdigest(view[start : start + BLOCK_BYTES]) for start in range(0, data.size, BLOCK_BYTES)
+    )
+
+
+def _combine_checksums(checksums: Sequence[str]) -> str:
+    """Return one checksum for all blocks: the XXH3-128 of theirs, hex."""
+    return str(xxhash.xxh3_128_hexdigest("".join(checksums).encode()))

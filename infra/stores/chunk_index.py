@@ -1,6 +1,5 @@
-"""The index of one store (its chunks, their leases, their bytes), and the store in this process's memory."""
+"""The index of one store (its open steps, their chunks and bytes), and the store in this process's memory."""
 
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,8 +14,7 @@ from infra.stores.base import (
     check_incarnation,
     check_same_content,
     chunk_not_found_error,
-    lease_expired_error,
-    no_lease_error,
+    step_not_open_error,
 )
 from infra.stores.chunk_reads import ChunkRead, decode_chunk
 from rl_core.columns.codec import decode, encode
@@ -40,75 +38,59 @@ class ChunkIndex(Generic[Payload]):
 
     Args:
         capacity_bytes: The limit on the bytes of all held chunks together.
-        lease_seconds: How long a lease lasts unless it is renewed.
         incarnation: The name of this incarnation of the store; None makes a new one.
-        clock: Returns the time in seconds.
         on_drop: Called with the payload of a chunk that is removed.
     """
 
     def __init__(
         self,
         capacity_bytes: int,
-        lease_seconds: float,
         incarnation: str | None = None,
-        clock: Callable[[], float] = time.monotonic,
         on_drop: Callable[[Payload], object] = lambda _: None,
     ) -> None:
         self.incarnation = incarnation or uuid.uuid4().hex
-        self._capacity_bytes, self._lease_seconds, self._clock = capacity_bytes, lease_seconds, clock
-        self._on_drop = on_drop
+        self._capacity_bytes, self._on_drop = capacity_bytes, on_drop
         self._entries: dict[str, Entry[Payload]] = {}
-        self._deadlines: dict[int, float] = {}  # of the open leases, by step
-        self._expired: set[int] = set()
+        self._open_steps: set[int] = set()
         self._step_bytes = Counter[int]()  # of the held chunks, by step
         self._batches: dict[int, str] = {}
         self._peak_bytes = 0
 
-    def open_lease(self, step: int) -> None:
-        """See `ColumnStore.open_lease`."""
-        self.sweep()
-        self._expired.discard(step)
-        self._renew(step)
+    def open(self, step: int) -> None:
+        """See `ColumnStore.open`."""
+        self._open_steps.add(step)
 
-    def require_lease(self, key: ChunkKey) -> None:
-        """Renew the lease of a key's step.
+    def require_open(self, key: ChunkKey) -> None:
+        """Check that a key's step is open.
 
         Raises:
-            LeaseError: The lease is not open.
-            LeaseExpiredError: It was not renewed in time.
+            StepNotOpenError: It is not.
         """
-        self.sweep()
-        if key.step in self._expired:
-            raise lease_expired_error(key, self._lease_seconds)
-        if key.step not in self._deadlines:
-            raise no_lease_error(key)
-        self._renew(key.step)
+        if key.step not in self._open_steps:
+            raise step_not_open_error(key)
 
     def find(self, key: ChunkKey) -> Entry[Payload] | None:
         """Return the chunk under this key; None if there is none."""
         return self._entries.get(str(key))
 
-    def fits(self, num_bytes: int) -> bool:
-        """Return whether a chunk of this size fits now."""
-        return self._held_bytes() + num_bytes <= self._capacity_bytes
+    def must_wait(self, key: ChunkKey, num_bytes: int) -> bool:
+        """Return whether a new chunk of this size doesn't fit now, but would once other steps are cleared."""
+        fits_alone = self._step_bytes[key.step] + num_bytes <= self._capacity_bytes
+        return key.step in self._open_steps and not (self.find(key) or self._fits(num_bytes)) and fits_alone
 
     def spare_bytes(self) -> int:
         """Return how many more bytes the store may hold."""
         return max(0, self._capacity_bytes - self._held_bytes())
 
-    def fits_alone(self, step: int, num_bytes: int) -> bool:
-        """Return whether a chunk of this size would fit if all steps but `step` were cleared."""
-        return self._step_bytes[step] + num_bytes <= self._capacity_bytes
-
     def add(self, key: ChunkKey, num_rows: int, num_bytes: int, payload: Payload) -> ChunkRef:
         """Add a chunk that has been written completely, which makes it readable.
 
         Raises:
-            LeaseError: The step's lease is not open.
+            StepNotOpenError: The step is not open.
             CapacityError: The chunk doesn't fit.
         """
-        self.require_lease(key)
-        if not self.fits(num_bytes):
+        self.require_open(key)
+        if not self._fits(num_bytes):
             raise capacity_error(key, num_bytes, self._held_bytes(), self._capacity_bytes)
         ref = ChunkRef(key=str(key), num_rows=num_rows, num_bytes=num_bytes, incarnation=self.incarnation)
         self._entries[ref.key] = Entry(ref, key.step, payload)
@@ -117,17 +99,13 @@ class ChunkIndex(Generic[Payload]):
         return ref
 
     def payloads(self, refs: Sequence[ChunkRef]) -> list[Payload]:
-        """Return the chunks' payloads, in order, and renew their steps' leases.
+        """Return the chunks' payloads, in order.
 
         Raises:
             ChunkNotFoundError: A chunk was never put, or was cleared.
             StaleIncarnationError: A chunk was put into another incarnation.
         """
-        self.sweep()
-        entries = [self._get(ref) for ref in refs]
-        for step in {entry.step for entry in entries} & self._deadlines.keys():
-            self._renew(step)
-        return [entry.payload for entry in entries]
+        return [self._get(ref).payload for ref in refs]
 
     def delete(self, refs: Sequence[ChunkRef]) -> int:
         """See `ColumnStore.delete`."""
@@ -140,23 +118,15 @@ class ChunkIndex(Generic[Payload]):
 
     def clear(self, step: int) -> int:
         """See `ColumnStore.clear`."""
-        self._deadlines.pop(step, None)
-        self._expired.discard(step)
-        return self._free(step)
-
-    def sweep(self) -> list[int]:
-        """Free the steps whose leases have expired; return them."""
-        now = self._clock()
-        expired = [step for step, deadline in self._deadlines.items() if deadline < now]
-        for step in expired:
-            del self._deadlines[step]
-            self._expired.add(step)
-            self._free(step)
-        return expired
+        self._open_steps.discard(step)
+        self._batches.pop(step, None)
+        freed = sum(self._drop(ref.key) for ref in self.chunks(step))
+        del self._step_bytes[step]
+        return freed
 
     def save_batch(self, step: int, batch: str) -> None:
         """See `ColumnStore.save_batch`; `batch` is JSON."""
-        if step in self._deadlines:
+        if step in self._open_steps:
             self._batches[step] = batch
 
     def load_batch(self, step: int) -> str | None:
@@ -165,7 +135,7 @@ class ChunkIndex(Generic[Payload]):
 
     def steps(self) -> list[int]:
         """See `ColumnStore.steps`."""
-        return sorted({*self._deadlines, *self._step_bytes})
+        return sorted(self._open_steps)
 
     def chunks(self, step: int) -> list[ChunkRef]:
         """See `ColumnStore.chunks`."""
@@ -173,8 +143,6 @@ class ChunkIndex(Generic[Payload]):
 
     def usage(self) -> StoreUsage:
         """See `ColumnStore.usage`."""
-        now = self._clock()
-        live = {step for step, deadline in self._deadlines.items() if deadline >= now}
         entries = self._entries.values()
         return StoreUsage(
             num_chunks=len(entries),
@@ -182,26 +150,18 @@ class ChunkIndex(Generic[Payload]):
             num_bytes=self._held_bytes(),
             peak_bytes=self._peak_bytes,
             capacity_bytes=self._capacity_bytes,
-            leaked_bytes=sum(size for step, size in self._step_bytes.items() if step not in live),
-            open_leases=tuple(sorted(self._deadlines)),
+            open_steps=tuple(self.steps()),
         )
 
-    def _renew(self, step: int) -> None:
-        self._deadlines[step] = self._clock() + self._lease_seconds
+    def _fits(self, num_bytes: int) -> bool:
+        return self._held_bytes() + num_bytes <= self._capacity_bytes
 
     def _held_bytes(self) -> int:
         return self._step_bytes.total()
 
-    def _free(self, step: int) -> int:
-        self._batches.pop(step, None)
-        names = [name for name, entry in self._entries.items() if entry.step == step]
-        return sum(self._drop(name) for name in names)
-
     def _drop(self, name: str) -> int:
         entry = self._entries.pop(name)
         self._step_bytes[entry.step] -= entry.ref.num_bytes
-        if not self._step_bytes[entry.step]:
-            del self._step_bytes[entry.step]
         self._on_drop(entry.payload)
         return entry.ref.num_bytes
 
@@ -211,7 +171,7 @@ class ChunkIndex(Generic[Payload]):
     def _get(self, ref: ChunkRef) -> Entry[Payload]:
         check_incarnation(ref, self.incarnation)
         if ref.key not in self._entries:
-            raise chunk_not_found_error(ref, lease_expired=ChunkKey.parse(ref.key).step in self._expired)
+            raise chunk_not_found_error(ref)
         return self._entries[ref.key]
 
 
@@ -221,29 +181,19 @@ class MemoryStore(ColumnStore):
     Args:
         run_id: The run whose columns these are.
         capacity_bytes: The limit on the bytes of all held chunks together.
-        lease_seconds: How long a lease lasts unless it is renewed.
         incarnation: The name of this incarnation; None makes a new one.
-        clock: Returns the time in seconds, by which leases expire.
     """
 
-    def __init__(
-        self,
-        run_id: str,
-        capacity_bytes: int,
-        lease_seconds: float = 3600,
-        incarnation: str | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, run_id: str, capacity_bytes: int, incarnation: str | None = None) -> None:
         super().__init__(run_id)
-        self._index = ChunkIndex[pa.Buffer](capacity_bytes, lease_seconds, incarnation, clock)
+        self._index = ChunkIndex[pa.Buffer](capacity_bytes, incarnation)
         self.incarnation = self._index.incarnation
 
     def verify(self, batch: BatchHandle) -> None:
         self._index.payloads(batch.chunks)
 
-    def open_lease(self, step: int) -> None:
-        self._index.open_lease(step)
+    def open(self, step: int) -> None:
+        self._index.open(step)
 
     def delete(self, refs: Sequence[ChunkRef]) -> int:
         return self._index.delete(refs)
@@ -268,7 +218,7 @@ class MemoryStore(ColumnStore):
         return self._index.usage()
 
     def _put(self, key: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
-        self._index.require_lease(key)
+        self._index.require_open(key)
         if held := self._index.find(key):
             return check_same_content(held.ref, decode(held.payload), columns)
         data = pa.py_buffer(memoryview(encode(columns)).toreadonly())

@@ -6,7 +6,6 @@ N rows of a step's batch.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import pyarrow as pa
 
@@ -21,23 +20,7 @@ from schemas.config.store import SharedStore
 from schemas.errors import ChunkCorruptedError, RunError, StoreError
 
 
-class StoredColumns(Protocol):
-    """What is read of a run's columns; see `FsspecColumnStore`."""
-
-    run_id: str
-
-    def steps(self) -> list[int]: ...
-
-    def load_batch(self, step: int) -> BatchHandle | None: ...
-
-    def records(self, step: int) -> list[ChunkRecord]: ...
-
-    def read(self, batch: BatchHandle, columns: Sequence[str]) -> pa.RecordBatch: ...
-
-    def read_chunk(self, ref: ChunkRef) -> pa.RecordBatch: ...
-
-
-class RunColumns(StoredColumns):
+class RunColumns:
     """The columns of a run and, for steps before it was forked, of its ancestors. Read-only.
 
     Args:
@@ -107,6 +90,9 @@ class RunColumns(StoredColumns):
 
     def _find(self, step: int) -> tuple[RunDirectory, FsspecColumnStore | str]:
         return next((run, store) for first, run, store in self._runs if max(step, 0) >= first)
+
+
+StoredColumns = FsspecColumnStore | RunColumns
 
 
 def open_run_columns(directory: RunDirectory) -> RunColumns:
@@ -204,7 +190,7 @@ def find_step(directory: RunDirectory, store: RunColumns, step: int | None) -> i
 
 
 def steps_with_columns(store: StoredColumns) -> list[int]:
-    """Return the steps that have a batch or a chunk, in order; one that only has a lease is not among them."""
+    """Return the steps that have a batch or a chunk, in order; one that is only open is not among them."""
     return [step for step in store.steps() if _has_columns(store, step)]
 
 

@@ -6,7 +6,7 @@ from infra.storage import places
 from infra.storage.identity import identity_of
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
-from infra.stores.files import NO_EXPIRY_SECONDS, NO_LIMIT, FsspecColumnStore, ReplayColumnStore
+from infra.stores.files import NO_LIMIT, FsspecColumnStore, ReplayColumnStore
 from infra.stores.shared.client import SharedColumnStore
 from infra.stores.tiered import TieredColumnStore
 from rl_core.registry import Registry, entry
@@ -57,14 +57,11 @@ def open_files(
     directory: RunDirectory, config: FsspecStore | TieredStore, *, read_only: bool = False
 ) -> FsspecColumnStore:
     """Return the run's durable columns, without Ray."""
-    # In a tiered store, the front enforces the limits, and a dead run's files are kept until it is resumed.
-    is_tiered = isinstance(config, TieredStore)
     return FsspecColumnStore(
         directory.run_id,
         places.join(config.url, directory.run_id) if config.url else directory.columns,
-        NO_LIMIT if is_tiered else config.capacity_bytes,
+        NO_LIMIT if isinstance(config, TieredStore) else config.capacity_bytes,  # its front enforces the limit
         put_timeout_seconds=config.put_timeout_seconds,
-        lease_seconds=NO_EXPIRY_SECONDS if is_tiered else config.lease_seconds,
         compression=None if config.compression == "none" else config.compression,
         read_only=read_only,
     )
@@ -113,7 +110,6 @@ def _open_index(
     limits = Limits(
         store.capacity_bytes,
         store.put_timeout_seconds,
-        store.lease_seconds,
         runtime.shared_memory,
         tls,
         owner=run_owner(),

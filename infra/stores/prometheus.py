@@ -20,9 +20,9 @@ def record_traffic(run_id: str, stage: str, traffic: StoreTraffic) -> None:
 
 def record_usage(run_id: str, usage: StoreUsage) -> None:
     """Set the gauges of the registry's process."""
-    for name in ("num_chunks", "num_rows", "num_bytes", "peak_bytes", "capacity_bytes", "leaked_bytes"):
+    for name in ("num_chunks", "num_rows", "num_bytes", "peak_bytes", "capacity_bytes"):
         _gauge(name).set(getattr(usage, name), tags={"run_id": run_id})
-    _gauge("open_leases").set(len(usage.open_leases), tags={"run_id": run_id})
+    _gauge("open_steps").set(len(usage.open_steps), tags={"run_id": run_id})
 
 
 class StoreSeries(NamedTuple):
@@ -60,12 +60,11 @@ _COUNTERS = {
     "read_seconds": "Seconds spent in reads.",
 }
 _GAUGES = {
-    "num_chunks": "Chunks held under leases.",
-    "num_rows": "Rows held under leases.",
-    "num_bytes": "Bytes held under leases.",
+    "num_chunks": "Chunks of open steps.",
+    "num_rows": "Rows of open steps.",
+    "num_bytes": "Bytes of open steps.",
     "peak_bytes": "Peak of the bytes held.",
     "capacity_bytes": "Limit on the bytes held.",
-    "leaked_bytes": "Bytes held without an open lease.",
-    "open_leases": "Number of steps with an open lease.",
+    "open_steps": "Number of open steps: more than a step and those ahead of it are a leak.",
 }
 SERIES = _series(_COUNTERS, True) | _series(_GAUGES, False)

@@ -1,9 +1,7 @@
-"""A step's columns over their lifetime: opened under a lease, extended by each stage, kept or cleared at the end."""
+"""A step's columns over their lifetime: opened, extended by each stage, kept or cleared at the end."""
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -13,11 +11,10 @@ from infra.stores.base import ColumnStore
 from infra.stores.open import close_store, open_store, start_store
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.config.run import RunConfig
-from schemas.errors import ChunkNotFoundError, PipelineError, StoreError
+from schemas.errors import ChunkNotFoundError, StoreError
 from schemas.step import PolicyHandle, RunHandle, StoredBatch
 from schemas.store import StoreTraffic
 
-RENEWALS_PER_LEASE = 4
 _CHUNKS = {  # by stage
     "rollout": "partial",
     "put": "rollout",
@@ -30,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 def open_step(run: RunHandle, policy: PolicyHandle) -> None:
-    """Open the lease of the policy's step. If the step was started before, keep what its committed stages have put.
+    """Open the policy's step. If it was started before, keep what its committed stages have put.
 
     If a committed stage's columns are lost or damaged, the step's ledger entries are dropped with all of its columns.
     """
     store, ledger, step = open_store(run), RunDirectory.of(run).ledger, policy.step
-    store.open_lease(step)
+    store.open(step)
     committed = {name for stage, name in _CHUNKS.items() if ledger.is_committed(stage_key(run, policy, stage))}
     if _CHUNKS["put"] not in committed:  # the stages after it extend its rows
         committed &= {_CHUNKS["rollout"]}
@@ -45,34 +42,6 @@ def open_step(run: RunHandle, policy: PolicyHandle) -> None:
         logger.warning("step %d is run again from its start: %s", step, error)
         ledger.drop_step(step)
         _restart_step(store, step)
-
-
-@asynccontextmanager
-async def renewed_lease(run: RunHandle, step: int) -> AsyncIterator[None]:
-    """Renew the step's lease periodically for as long as this process works on the step.
-
-    A renewal that the file system fails is tried again after the next interval; whether the lease has expired in the
-    meantime is for the store to say.
-    """
-
-    async def renew_forever() -> None:
-        try:
-            while True:
-                await asyncio.sleep(run.config.store.lease_seconds / RENEWALS_PER_LEASE)
-                try:
-                    open_store(run).open_lease(step)
-                except OSError as error:
-                    logger.warning("the lease of step %d could not be renewed, it is tried again: %s", step, error)
-        except PipelineError as error:  # the stages get the same error, and raise it
-            logger.warning("the lease of step %d is no longer renewed: %s", step, error)
-
-    renewal = asyncio.create_task(renew_forever())
-    try:
-        yield
-    finally:
-        renewal.cancel()
-        with suppress(asyncio.CancelledError):
-            await renewal
 
 
 def publish_handle(store: ColumnStore, batch: BatchHandle, traffic: Sequence[StoreTraffic]) -> StoredBatch:
@@ -98,7 +67,7 @@ def drop_journals(run: RunHandle, step: int) -> None:
 
 
 def archive_step(run: RunHandle, step: int) -> None:
-    """End a finished step's lease.
+    """Close a finished step.
 
     A durable store keeps its columns, and the ledger its entries, until a checkpoint includes its update.
     """
@@ -172,7 +141,7 @@ def sweep_steps(run: RunHandle, first: int) -> None:
             _drop_records(directory, step)
             store.clear(step)
         elif step in entered:
-            store.archive(step)  # first: a kill in between must not leave a lease open
+            store.archive(step)  # first: a kill in between must not leave it open
             if step + 1 < first or run.config.runtime.max_staleness < 2:  # else step `first` may continue its rollout
                 directory.ledger.drop_step(step)
 
@@ -237,7 +206,7 @@ def _keep_committed(store: ColumnStore, step: int, committed: set[str]) -> None:
 
 def _restart_step(store: ColumnStore, step: int) -> None:
     store.clear(step)
-    store.open_lease(step)
+    store.open(step)
 
 
 def _stage_of(ref: ChunkRef) -> str:

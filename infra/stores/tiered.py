@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class TieredColumnStore(ColumnStore):
     """A write-behind store: a put returns when the front holds the chunk; `flush` waits for the durable write.
 
-    A chunk that the front has lost is read from the durable store. The front enforces leases, capacity and the
-    single-writer rule: chunks that its sweep frees stay readable from the durable store until the step is cleared.
+    A chunk that the front has lost is read from the durable store. The front enforces open steps, capacity
+    and the single-writer rule.
 
     Args:
         front: The store that is read first. Its incarnation must be the durable one's, so that handles outlive it.
@@ -41,9 +41,9 @@ class TieredColumnStore(ColumnStore):
         self._pool = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="write-behind")
         self._pending: list[tuple[ChunkKey, Future[ChunkRef]]] = []
 
-    def open_lease(self, step: int) -> None:
-        self.durable.open_lease(step)
-        self.front.open_lease(step)
+    def open(self, step: int) -> None:
+        self.durable.open(step)
+        self.front.open(step)
 
     def verify(self, batch: BatchHandle) -> None:
         self.durable.verify(batch)

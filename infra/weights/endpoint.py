@@ -10,6 +10,7 @@ from torch import Tensor
 
 from infra.engines.base import RolloutEngine
 from infra.models.flat_tensors import flat_bytes
+from infra.ray.rendezvous import Rendezvous
 from infra.storage.shared_memory import SharedFolder
 from infra.weights.buckets import sent_specs, split_buckets
 from infra.weights.carriers import (
@@ -19,7 +20,7 @@ from infra.weights.carriers import (
     SharedMemorySender,
     open_folder,
 )
-from infra.weights.group import WeightGroup, open_rendezvous
+from infra.weights.group import WeightGroup
 from infra.weights.probe import check_probe
 from infra.weights.stream import BucketReceiver, BucketSender, load_weights, send_weights
 from schemas.config.runtime import RuntimeConfig
@@ -54,20 +55,18 @@ class WeightSyncEndpoint:
         self._unprobed: WeightsHandle | None = None  # of the last load, if its probe is to come
 
     def member(self) -> WeightGroupMember:
-        """Return where the worker is, the dtype of its engine, and the group that it is in."""
-        group = self._group
+        """Return where the worker is, and what its engine holds."""
         return WeightGroupMember(
             node=ray.get_runtime_context().get_node_id(),
             gpu=gpu_of(self._device),
             dtype=self._engine.dtype if self._engine is not None else "",
-            group_id=group.group_id if group else "",
-            group_size=group.size if group else 0,
+            version=self._engine.version if self._engine is not None else None,
         )
 
     def open_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:
         """Host the rendezvous of a new group, on this node's own address."""
-        self._rendezvous, handle = open_rendezvous(ray.util.get_node_ip_address(), num_receivers)
-        return handle
+        self._rendezvous = Rendezvous(ray.util.get_node_ip_address(), 1 + num_receivers)
+        return self._rendezvous.group
 
     def join(self, group: ProcessGroupHandle, rank: int, *, on_gpus: bool) -> None:
         """Join a group, by NCCL if `on_gpus`, else by gloo; leave the previous one.

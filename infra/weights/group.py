@@ -5,7 +5,6 @@ It is separate from the process group in which the policy's ranks train.
 
 import os
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,28 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from infra.ray.rendezvous import Rendezvous, listen_on
+from infra.ray.rendezvous import listen_on
 from schemas.errors import WorkerLostError
 from schemas.step import ProcessGroupHandle
 
 _POLL_SECONDS = 0.0005
 
 
-def open_rendezvous(host: str, num_receivers: int) -> tuple[Rendezvous, ProcessGroupHandle]:
-    """Host the rendezvous of a new group on the policy's rank 0, which must keep it as long as the group."""
-    num_ranks = 1 + num_receivers
-    rendezvous = Rendezvous(host, num_ranks)
-    return rendezvous, ProcessGroupHandle(
-        group_id=uuid.uuid4().hex, host=host, port=rendezvous.port, num_ranks=num_ranks
-    )
-
-
 class WeightGroup:
     """One member's side of the group. After a failure, the members have to form a new group.
 
     Attributes:
-        group_id: The group's id; empty once this member has left.
-        size: The number of its members.
         device: The device of broadcast tensors.
     """
 
@@ -56,11 +44,10 @@ class WeightGroup:
         Raises:
             WorkerLostError: The other members did not join in time.
         """
-        self.group_id, self.size, self.device = group.group_id, group.num_ranks, device
-        self._rank, self._timeout = rank, timeout_seconds
+        self.device, self._rank, self._timeout = device, rank, timeout_seconds
         listen_on(host)
         try:
-            self._backend = self._connect(group, host)
+            self._backend = self._connect(group)
         except (dist.DistError, RuntimeError) as error:
             raise WorkerLostError(
                 f"member {rank} of {group.num_ranks} could not join the weight group: {error}"
@@ -117,8 +104,7 @@ class WeightGroup:
 
     def leave(self) -> None:
         """Leave the group; the other members' broadcasts then fail or time out."""
-        if self.group_id:
-            self.group_id = ""
+        if self._backend is not None:
             self._backend.abort()
             self._backend = None  # gloo closes its connections only now
 
@@ -139,7 +125,7 @@ class WeightGroup:
     @contextmanager
     def _lost_others(self) -> Iterator[None]:
         """Turn the backend's errors into `WorkerLostError`, and leave the group."""
-        if not self.group_id:
+        if self._backend is None:
             raise WorkerLostError("this member has left the weight group; form a new one")
         try:
             yield
@@ -147,7 +133,7 @@ class WeightGroup:
             self.leave()
             raise WorkerLostError(f"member {self._rank} of the weight group lost the others: {error}") from None
 
-    def _connect(self, group: ProcessGroupHandle, host: str) -> Any:
+    def _connect(self, group: ProcessGroupHandle) -> Any:
         timeout = timedelta(seconds=self._timeout)
         address = TCPStore(group.host, group.port, group.num_ranks, is_master=False, timeout=timeout)
         store = PrefixStore(group.group_id, address)
@@ -155,10 +141,7 @@ class WeightGroup:
         store.wait([f"member-{rank}" for rank in range(group.num_ranks)], timeout)  # NCCL would wait forever
         if self.device.type == "cuda":
             return _open_nccl(store, self._rank, group.num_ranks, 2 * timeout)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        return dist.ProcessGroupGloo(store, self._rank, group.num_ranks, options)
+        return dist.ProcessGroupGloo(store, self._rank, group.num_ranks, timeout)
 
 
 class Transfer:
@@ -184,7 +167,7 @@ def _open_nccl(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> Any
     os.environ[name] = "2"  # clean up only; read when the group is created
     try:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = timeout  # its only name, which torch.distributed uses itself
         return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
     finally:
         if before is None:

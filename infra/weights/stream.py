@@ -1,7 +1,7 @@
 """The stream of a policy version's weights, from the policy's rank 0 to rollout workers, in a `WeightGroup`.
 
 It consists of: one int64, the bytes of the handle; the handle as JSON; and the buckets, each with its checksum. A
-carrier moves the buckets: see `infra.weights.carriers` and `infra.weights.carriers`. While the engines copy a
+carrier moves the buckets: see `infra.weights.carriers`. While the engines copy a
 bucket, the next one is gathered, filled and moved; the one after that begins once all have copied the first.
 """
 

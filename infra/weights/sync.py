@@ -5,9 +5,9 @@ How they are sent is chosen by where the workers are.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from infra.ray.actors import call
@@ -17,6 +17,16 @@ from schemas.errors import ConfigError, WorkerLostError
 from schemas.weights import Transport, WeightGroupMember, WeightsRoute, WeightsTransfer
 
 logger = logging.getLogger(__name__)
+
+
+class _Group(NamedTuple):
+    """A weight group whose members all took part in the last transfer."""
+
+    workers: tuple[Any, ...]  # the rollout workers' actors; one that was started again is another actor
+    route: WeightsRoute
+
+
+_groups: dict[tuple[Any, ...], _Group] = {}  # the one that each policy sends in, by its ranks' actors
 _locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
 
@@ -62,7 +72,11 @@ def _choose(setting: str, gpus: tuple[str, ...], num_nodes: int) -> tuple[Transp
 
 
 async def sync_weights(
-    config: RunConfig, version: int, workers: Sequence[Any], get_policy: Callable[[], Awaitable[WorkerGroup]]
+    config: RunConfig,
+    version: int,
+    workers: Sequence[Any],
+    find_policy: Callable[[], WorkerGroup | None],
+    get_policy: Callable[[], Awaitable[WorkerGroup]],
 ) -> WeightsTransfer | None:
     """Load a policy version into the rollout workers that don't hold it yet, in place.
 
@@ -72,7 +86,8 @@ async def sync_weights(
         config: The run's configuration.
         version: The policy version.
         workers: The rollout workers' actor handles.
-        get_policy: Finds the policy's ranks; called only if a worker needs the version.
+        find_policy: Finds the policy's ranks without a call of them; called only if a worker needs the version.
+        get_policy: Has them checked, or created; called only if they have not sent to these workers before.
 
     Returns:
         The measured transfer; None if all workers hold the version already.
@@ -83,32 +98,33 @@ async def sync_weights(
         WorkerLostError: A worker died.
     """
     async with _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-        held = await asyncio.gather(*(call(worker, "version") for worker in workers))
-        stale = [worker for worker, own in zip(workers, held, strict=True) if own != version]
+        states = await asyncio.gather(*(call(worker, "weight_group_member") for worker in workers))
+        stale = {worker: state for worker, state in zip(workers, states, strict=True) if state.version != version}
         if not stale:
             return None
-        policy = await get_policy()
-        route = await _prepare_route(config, policy, stale)
-        route = route.replace(is_complete=None in held)
+        policy = find_policy()
+        group = _groups.pop(policy.ranks, None) if policy else None  # if this fails, a member may have left it
+        if policy is None or group is None or group.workers != tuple(stale):
+            policy = await get_policy()
+            group = await _form_group(config, policy.ranks[0], stale)
+        route = group.route.replace(is_complete=any(state.version is None for state in stale.values()))
         sends = (call(rank, "send_weights", version, route) for rank in policy.ranks)
         loads = (call(worker, "load_weights", version, route.transport) for worker in stale)
         outcomes = await _all_of(*sends, *loads)
+        _groups[policy.ranks] = group
         sent, *_ = outcomes
         return WeightsTransfer.of(route.transport, sent, outcomes[len(policy.ranks) :])
 
 
-async def _prepare_route(config: RunConfig, policy: WorkerGroup, workers: Sequence[Any]) -> WeightsRoute:
-    """Choose the route to these workers, and form their group with the policy's rank 0 unless it exists."""
-    sender, *_ = policy.ranks
-    members = [sender, *workers]
-    states = await asyncio.gather(*(call(member, "weight_group_member") for member in members))
-    route = choose_route(config.runtime.weight_transport, states)
-    groups = {(state.group_id, state.group_size) for state in states}
-    if len(groups) > 1 or not all(group_id and size == len(members) for group_id, size in groups):
-        rendezvous = await call(sender, "open_weight_rendezvous", len(workers))
-        joins = (call(each, "init_weight_group", rendezvous, rank, route.on_gpus) for rank, each in enumerate(members))
-        await _all_of(*joins)
-    return route
+async def _form_group(config: RunConfig, sender: Any, workers: Mapping[Any, WeightGroupMember]) -> _Group:
+    """Choose the route from the policy's rank 0 to these workers, and have them join one group."""
+    state, rendezvous = await asyncio.gather(
+        call(sender, "weight_group_member"), call(sender, "open_weight_rendezvous", len(workers))
+    )
+    route, members = choose_route(config.runtime.weight_transport, [state, *workers.values()]), [sender, *workers]
+    joins = (call(each, "init_weight_group", rendezvous, rank, route.on_gpus) for rank, each in enumerate(members))
+    await _all_of(*joins)
+    return _Group(tuple(workers), route)
 
 
 async def _all_of(*calls: Coroutine[Any, Any, Any]) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from infra.ray.actors import call
 from infra.weights.sync import sync_weights
 from infra.workers.colocation import GetWorkers, Synced, enter_rollout
-from infra.workers.launch import get_group, rollout_pool
+from infra.workers.launch import find_group, get_group, rollout_pool
 from schemas.errors import VersionError
 from schemas.rollout import PartialGroups, RolloutShard, SourceSchedule
 from schemas.step import EvalShard, PolicyHandle, RunHandle
@@ -52,8 +52,10 @@ async def _call(run: RunHandle, version: int, worker: Any, method: str, *args: A
 
 
 async def _sync(run: RunHandle, version: int, get_workers: GetWorkers) -> Synced:
+    policy = partial(find_group, run, "policy"), partial(get_group, run, "policy")
+
     async def sync(workers: Sequence[Any]) -> WeightsTransfer | None:
-        return await sync_weights(run.config, version, workers, partial(get_group, run, "policy"))
+        return await sync_weights(run.config, version, workers, *policy)
 
     if run.config.takes_turns:
         return await enter_rollout(run, get_workers, sync)

@@ -35,7 +35,7 @@ _CLASSES: dict[Role, type] = {
     "reference": _worker("infra.workers.scoring:ReferenceWorker", *_RANK),
     "rollout": _worker(
         "infra.workers.rollout:RolloutWorker",
-        *(*_WEIGHTS, *_TURNS, "start", "version", "load_weights", "generate", "put", "describe_reused", "put_reused"),
+        *(*_WEIGHTS, *_TURNS, "start", "load_weights", "generate", "put", "describe_reused", "put_reused"),
         *("num_held_out", "evaluate"),
     ),
     "reward": _worker("infra.workers.reward:RewardWorker", *_TURNS, "start", "score"),

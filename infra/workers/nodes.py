@@ -17,7 +17,7 @@ from schemas.config.reward import reward_models
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, UserError, describe
 
-MAX_CLOCK_SECONDS = 60  # by which clocks may differ: leases and events have times
+MAX_CLOCK_SECONDS = 60  # by which clocks may differ: events have times
 _ANSWER_SECONDS = 120  # for all nodes together; a process starts on each
 
 

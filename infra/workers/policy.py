@@ -327,7 +327,7 @@ class PolicyWorker(ScoringWorker):
         return self._config.model.publishes_adapters
 
     def weight_group_member(self) -> WeightGroupMember:
-        """Return its GPU and the weight group that it is in."""
+        """Return its GPU."""
         return self._weight_sync.member()
 
     def open_weight_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:

@@ -119,10 +119,6 @@ class RolloutWorker:
         if self._episodes is not None:
             self._episodes.close()
 
-    def version(self) -> int | None:
-        """Return the policy version whose weights it holds; None if a load failed, or if it has dropped them."""
-        return self.engine.version
-
     def sleep(self, tags: Collection[EngineTag]) -> MemoryChange:
         """Give up the engine's memory while others need it; see `RolloutEngine.sleep`. Pending rows are kept."""
         return self.engine.sleep(tags) if self._started else MemoryChange()
@@ -154,7 +150,7 @@ class RolloutWorker:
         return self._weight_sync.load(version, transport)
 
     def weight_group_member(self) -> WeightGroupMember:
-        """Return its GPU and the weight group that it is in."""
+        """Return its GPU and the policy version that it holds."""
         return self._weight_sync.member()
 
     def init_weight_group(self, group: ProcessGroupHandle, rank: int, on_gpus: bool) -> None:

@@ -65,9 +65,8 @@ class ScoringWorker:
 
     def open_rendezvous(self, num_ranks: int) -> ProcessGroupHandle:
         """Host the rendezvous of `num_ranks` ranks, on this node's own address."""
-        host = ray.util.get_node_ip_address()
-        self._rendezvous = Rendezvous(host, num_ranks)  # it must outlive the group
-        return ProcessGroupHandle(group_id=uuid.uuid4().hex, host=host, port=self._rendezvous.port, num_ranks=num_ranks)
+        self._rendezvous = Rendezvous(ray.util.get_node_ip_address(), num_ranks)
+        return self._rendezvous.group
 
     def sleep(self, parts: Collection[Part]) -> MemoryChange:
         """Move parts out of the device's memory, for as long as others need it; a call that uses them moves them in."""

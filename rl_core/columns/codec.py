@@ -5,19 +5,22 @@ pickles, and decoding never trusts its input, since any process may have written
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rl_core.columns.jagged import row_lengths
+from rl_core.columns.gather import Ints
+from rl_core.columns.jagged import is_jagged, offsets, row_lengths
 from schemas.catalog import Axis, ColumnSpec, column_spec
 from schemas.errors import ColumnError, ColumnNotFoundError, StoreError
 
 Compression = Literal["lz4", "zstd"]
+Extent = tuple[int, int]  # of bytes: the first one, and the one after the last
 
+_END_BYTES = 2**16  # at either end: hold the file's schema and footer, unless it has thousands of columns
 _VECTOR = re.compile(r"(?P<dtype>\w+)\[(?P<size>[1-9]\d*)\]")
 
 
@@ -60,6 +63,57 @@ def decode(data: pa.Buffer | bytes, names: Collection[str] | None = None) -> pa.
         return _decode(buffer, names)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise StoreError(f"{buffer.size} stored bytes are not an Arrow IPC file, or are damaged: {error}") from error
+
+
+def row_extents(buffer: pa.Buffer, names: Collection[str], starts: Ints, stops: Ints) -> Iterator[list[Extent]]:
+    """Yield what `decode` and a gather read of some columns' rows, so that nothing else need be loaded.
+
+    The extents of each list tell where those of the next one are: they must be loaded before that is taken.
+
+    Args:
+        buffer: The output of `encode`, not compressed, of which nothing need be loaded yet.
+        names: The columns; names that the chunk lacks are ignored.
+        starts: The rows' ranges: their first rows, [P].
+        stops: The rows after their last ones, [P].
+
+    Raises:
+        StoreError: The bytes are not an Arrow file.
+    """
+    yield [(0, min(_END_BYTES, buffer.size)), (max(0, buffer.size - _END_BYTES), buffer.size)]
+    try:
+        with pa.ipc.open_file(buffer) as file:
+            columns = file.get_batch(0) if file.num_record_batches == 1 else None
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise StoreError(f"its bytes are not an Arrow file: {error}") from error
+    if columns is None:
+        return
+    arrays = [columns.column(name) for name in columns.schema.names if name in names]
+    # All validity bits and offsets, as all are checked.
+    structure = [part for array in arrays for part in array.buffers()[: 1 + _has_offsets(array)] if part is not None]
+    yield [(part.address - buffer.address, part.address - buffer.address + part.size) for part in structure]
+    yield [extent for array in arrays for extent in _value_extents(array, buffer.address, starts, stops)]
+
+
+def _value_extents(array: pa.Array, origin: int, starts: Ints, stops: Ints) -> Iterator[Extent]:
+    """Yield the extents of rows' values, and of all of the values' validity bits."""
+    if is_jagged(array):
+        starts, stops = offsets(array)[starts], offsets(array)[stops]
+    elif pa.types.is_string(array.type):
+        bounds = np.frombuffer(array.buffers()[1], np.int32).astype(np.int64)
+        starts, stops = bounds[starts], bounds[stops]
+    values = array.values if is_jagged(array) else array
+    validity, *_, data = values.buffers()
+    if validity is not None:
+        yield validity.address - origin, validity.address - origin + validity.size
+    if data is None:
+        return
+    bits, first = 8 if pa.types.is_string(values.type) else value_bits(values.type), data.address - origin
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        yield first + start * bits // 8, first + -(-stop * bits // 8)
+
+
+def _has_offsets(array: pa.Array) -> bool:
+    return is_jagged(array) or pa.types.is_string(array.type)
 
 
 def _decode(buffer: pa.Buffer, names: Collection[str] | None) -> pa.RecordBatch:

@@ -25,7 +25,11 @@ _NOTHING = ("None", "null")
 # Words that some languages read as a truth value or nothing, and a chat template as a text, which is true.
 _AMBIGUOUS = {"true", "false", "yes", "no", "on", "off", "none", "null", "nil", "y", "n"}
 REQUIRED = "required"  # stands for the default of a key that has none
-REMOVED = {"rollout.speculative": "leave it out"}  # keys of earlier versions, and what to do instead
+REMOVED = {  # keys of earlier versions, and what to do instead
+    "rollout.speculative": "leave it out",
+    "store.lease_seconds": "leave it out: columns stay until their step is cleared, and without a driver for "
+    "runtime.orphan_seconds",
+}
 
 
 def parse_value(text: str, types: Sequence[object], override: str) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from schemas.base import FrozenConfig, OptionalText
 from schemas.config.kinds import default_kind
@@ -20,13 +20,10 @@ KeepSteps = Annotated[NonNegativeInt | Literal["all"], BeforeValidator(_check_ke
 
 class _Limits(FrozenConfig):
     capacity_bytes: PositiveInt = 2**30
-    """Capacity in bytes, for all leased steps together."""
+    """Capacity in bytes, for all open steps together."""
 
     put_timeout_seconds: NonNegativeFloat = 60
     """Seconds that a put waits at full capacity for other steps to be cleared."""
-
-    lease_seconds: PositiveFloat = 3600
-    """A step is freed after this many seconds in which no client renews, reads or writes it."""
 
 
 class SharedStore(_Limits):

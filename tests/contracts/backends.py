@@ -14,7 +14,7 @@ import ray
 from infra.stores.base import ColumnStore
 from infra.stores.chunk_files import data_path
 from infra.stores.chunk_index import MemoryStore
-from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from infra.stores.shared.client import SharedColumnStore
 from infra.stores.shared.index import find_shared_store, start_shared_store
 from infra.stores.shared.node_files import Limits, map_chunk
@@ -23,7 +23,6 @@ from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import jagged, row_lengths
 from rl_core.views import new_batch
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
-from tests.contracts.clock import ManualClock
 
 COLUMNS = ("response_ids", "loss_mask", "sampler_logprobs", "reward", "response_text", "info", "response_experts")
 CAPACITY = 2**24
@@ -33,18 +32,15 @@ _numbers = itertools.count()
 
 
 class Backend:
-    """Makes stores of one kind, each for a run of its own, and closes them. Their leases expire by `clock`."""
+    """Makes stores of one kind, each for a run of its own, and closes them."""
 
     def __init__(self, kind: str, folder: Path, s3_options: dict[str, Any] | None = None) -> None:
         self.kind, self._folder, self._s3_options = kind, folder, s3_options
-        self.clock = ManualClock(folder / "clock")
         self._made: list[ColumnStore] = []
 
-    def make(
-        self, capacity_bytes: int = CAPACITY, *, lease_seconds: float = 3600, put_timeout_seconds: float = NEVER_SECONDS
-    ) -> ColumnStore:
+    def make(self, capacity_bytes: int = CAPACITY, *, put_timeout_seconds: float = NEVER_SECONDS) -> ColumnStore:
         run_id = f"{self.kind}-{next(_numbers)}"
-        store = self._make(run_id, capacity_bytes, lease_seconds, put_timeout_seconds)
+        store = self._make(run_id, capacity_bytes, put_timeout_seconds)
         self._made.append(store)
         return store
 
@@ -62,32 +58,27 @@ class Backend:
         for store in self._made:
             store.close()
 
-    def _make(self, run_id: str, capacity: int, lease_seconds: float, put_timeout: float) -> ColumnStore:
-        limits = {"lease_seconds": lease_seconds, "put_timeout_seconds": put_timeout}
+    def _make(self, run_id: str, capacity: int, put_timeout: float) -> ColumnStore:
+        limits = Limits(capacity, put_timeout)
         if self.kind == "memory":
-            return self._memory(run_id, capacity, lease_seconds)
+            return MemoryStore(run_id, capacity)
         if self.kind == "shared":
-            return start_shared_store(run_id, Limits(capacity, put_timeout, lease_seconds, None), clock=self.clock)
+            return start_shared_store(run_id, limits)
         if not self.kind.startswith("tiered"):
-            return self._files(run_id, capacity, **limits)
-        durable = self._files(run_id, lease_seconds=NO_EXPIRY_SECONDS)
+            return self._files(run_id, capacity, put_timeout)
+        durable = self._files(run_id)
         if self.kind == "tiered-memory":
-            return TieredColumnStore(self._memory(run_id, capacity, lease_seconds, durable.incarnation), durable)
-        shared = Limits(capacity, put_timeout, lease_seconds, None)
-        front = start_shared_store(run_id, shared, incarnation=durable.incarnation, clock=self.clock)
-        return TieredColumnStore(front, durable)
+            return TieredColumnStore(MemoryStore(run_id, capacity, durable.incarnation), durable)
+        return TieredColumnStore(start_shared_store(run_id, limits, incarnation=durable.incarnation), durable)
 
-    def _memory(self, run_id: str, capacity: int, lease_seconds: float, incarnation: str | None = None) -> MemoryStore:
-        return MemoryStore(run_id, capacity, lease_seconds, incarnation, clock=self.clock)
-
-    def _files(self, run_id: str, capacity: int = 2**40, **limits: float) -> FsspecColumnStore:
+    def _files(self, run_id: str, capacity: int = 2**40, put_timeout: float = NEVER_SECONDS) -> FsspecColumnStore:
         options = None
         url = f"{self._folder}/{run_id}"
         if self.kind == "fsspec-memory":
             url = f"memory://{run_id}"
         if self.kind == "s3":
             url, options = f"s3://columns/{run_id}", self._s3_options
-        return FsspecColumnStore(run_id, url, capacity, storage_options=options, clock=self.clock, **limits)
+        return FsspecColumnStore(run_id, url, capacity, put_timeout_seconds=put_timeout, storage_options=options)
 
 
 def key(store: ColumnStore, step: int, shard: int = 0, stage: str = "rollout") -> ChunkKey:
@@ -160,5 +151,4 @@ def start_producer() -> Any:
     return ray.remote(Producer).options(num_cpus=0).remote()
 
 
-for module in (__name__, ManualClock.__module__):  # Ray's workers can't import test modules
-    ray.cloudpickle.register_pickle_by_value(sys.modules[module])
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers can't import test modules

@@ -50,9 +50,9 @@ def store(backend: Backend) -> ColumnStore:
 
 @pytest.fixture
 def step(store: ColumnStore) -> Iterator[int]:
-    """Return a step that no other test uses, with its lease open; clear it afterwards."""
+    """Return a step that no other test uses, which is open; clear it afterwards."""
     number = next(_steps)
-    store.open_lease(number)
+    store.open(number)
     yield number
     with suppress(StoreError):  # a test may have cleared the step under a write
         store.flush()

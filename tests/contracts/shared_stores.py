@@ -14,7 +14,7 @@ from schemas.errors import WorkerLostError
 from tests.contracts.backends import CAPACITY, NEVER_SECONDS
 
 RUN = "shared-contract"
-LIMITS = Limits(CAPACITY, NEVER_SECONDS, 3600, None)
+LIMITS = Limits(CAPACITY, NEVER_SECONDS, None)
 SMALL, LARGE = [2, 0, 3], [2, 0, 400_000]
 
 
@@ -22,7 +22,7 @@ SMALL, LARGE = [2, 0, 3], [2, 0, 400_000]
 def shared_store() -> Iterator[SharedColumnStore]:
     """Start a store whose step 1 is open; close it unless the test has done so."""
     made = start_shared_store(RUN, LIMITS)
-    made.open_lease(1)
+    made.open(1)
     yield made
     with suppress(WorkerLostError):  # the test closed it
         find_shared_store(RUN).close()

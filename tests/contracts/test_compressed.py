@@ -31,7 +31,7 @@ def certain_rows(seed: int = 0) -> pa.RecordBatch:
 @pytest.fixture(params=["lz4", "zstd"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> FsspecColumnStore:
     made = FsspecColumnStore(RUN, str(tmp_path / "columns"), compression=request.param)
-    made.open_lease(1)
+    made.open(1)
     return made
 
 
@@ -44,7 +44,7 @@ def test_rows_and_handles_are_those_of_uncompressed_files(
     store: FsspecColumnStore, batch: BatchHandle, tmp_path: Path
 ) -> None:
     plain = FsspecColumnStore(RUN, str(tmp_path / "plain"))
-    plain.open_lease(1)
+    plain.open(1)
     expected = put_batch(plain, 1, [certain_rows(), certain_rows(seed=1)])
     assert store.read(batch, COLUMNS).equals(plain.read(expected, COLUMNS))
     view = [4, 0, 2]
@@ -79,8 +79,8 @@ def test_the_same_put_again_is_none(store: FsspecColumnStore, batch: BatchHandle
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
 def test_behind_a_front_store_the_references_are_the_same(compression: Compression, tmp_path: Path) -> None:
     durable = FsspecColumnStore(RUN, str(tmp_path / "columns"), compression=compression)
-    tiered = TieredColumnStore(MemoryStore(RUN, 2**24, 3600, durable.incarnation), durable)
-    tiered.open_lease(1)
+    tiered = TieredColumnStore(MemoryStore(RUN, 2**24, durable.incarnation), durable)
+    tiered.open(1)
     batch = put_batch(tiered, 1, [certain_rows()])
     tiered.flush()
     rows = tiered.read(batch, COLUMNS)

@@ -10,11 +10,18 @@ import polars
 import pyarrow as pa
 import pytest
 
-from infra.stores.blocks import BLOCK_BYTES
+from infra.stores.chunk_files import BLOCK_BYTES
 from infra.stores.files import FsspecColumnStore
 from rl_core.views import select
 from schemas.batch import BatchHandle
-from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, InvalidKeyError, LeaseError, StoreError
+from schemas.errors import (
+    ChunkCorruptedError,
+    ChunkNotFoundError,
+    InvalidKeyError,
+    RunError,
+    StepNotOpenError,
+    StoreError,
+)
 from tests.contracts.backends import COLUMNS, data_file, key, put_batch, rollout_columns
 
 RUN = "files"
@@ -23,7 +30,7 @@ RUN = "files"
 @pytest.fixture
 def store(tmp_path: Path) -> FsspecColumnStore:
     made = FsspecColumnStore(RUN, str(tmp_path / "columns"))
-    made.open_lease(1)
+    made.open(1)
     return made
 
 
@@ -65,6 +72,20 @@ def test_a_damaged_record_is_detected(store: FsspecColumnStore, batch: BatchHand
         store.read(batch, ["reward"])
 
 
+@pytest.mark.parametrize("name", ["store.json", "step-000001/rollout-0-0.json"])
+def test_a_record_of_a_newer_format_is_refused_and_one_without_a_format_is_read(
+    store: FsspecColumnStore, batch: BatchHandle, tmp_path: Path, name: str
+) -> None:
+    record = tmp_path / "columns" / name
+    tree = json.loads(record.read_text())
+    assert tree.pop("format") == 1
+    record.write_text(json.dumps(tree))
+    assert FsspecColumnStore(RUN, str(tmp_path / "columns")).read(batch, COLUMNS).num_rows == 3
+    record.write_text(json.dumps({**tree, "format": 2, "new": 0}))
+    with pytest.raises(RunError, match=f"{name} in .* has format 2, but this Sluice reads only formats up to 1: use"):
+        FsspecColumnStore(RUN, str(tmp_path / "columns")).read(batch, COLUMNS)
+
+
 def test_a_file_that_holds_a_pickle_is_rejected(store: FsspecColumnStore, batch: BatchHandle) -> None:
     class Bomb:
         def __reduce__(self) -> tuple[object, tuple[str]]:
@@ -99,7 +120,7 @@ def test_a_step_cleared_during_a_write_gets_no_chunk(store: FsspecColumnStore, m
         write(*arguments, **options)
 
     monkeypatch.setattr(store._files, "write", clear_first)
-    with pytest.raises(LeaseError, match="step 1 has no open lease"):
+    with pytest.raises(StepNotOpenError, match="step 1 is not open"):
         store.put(key(store, 1), rollout_columns([2]))
     assert store.chunks(1) == []
     assert store.bytes_by_step() == {}
@@ -119,7 +140,7 @@ def test_another_runs_folder_is_rejected(store: FsspecColumnStore) -> None:
 def test_a_symlink_out_of_the_folder_is_not_followed(store: FsspecColumnStore, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "columns" / "step-000002").symlink_to(tmp_path / "elsewhere")
-    store.open_lease(2)
+    store.open(2)
     with pytest.raises(InvalidKeyError, match="leads out of"):
         put_batch(store, 2, [rollout_columns([3])])
     assert not list((tmp_path / "elsewhere").iterdir())
@@ -136,7 +157,7 @@ def test_a_record_can_not_point_to_another_file(store: FsspecColumnStore, batch:
 
 def test_a_remote_read_fetches_only_the_blocks_of_its_rows() -> None:
     store = FsspecColumnStore(RUN, "memory://wire")
-    store.open_lease(1)
+    store.open(1)
     columns = rollout_columns([100_000] * 40)  # 8 MB of ids, 0.5 MB of masks, 16 MB of log-probs
     batch = put_batch(store, 1, [columns])
     fetched: list[tuple[int, int]] = []
@@ -170,7 +191,7 @@ def test_a_damaged_block_fails_only_the_reads_that_use_it(store: FsspecColumnSto
 
 def test_a_read_only_client_changes_nothing(store: FsspecColumnStore, batch: BatchHandle, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "columns").rglob("*")}
-    reader = FsspecColumnStore(RUN, str(store._folder), lease_seconds=0.001, read_only=True)
+    reader = FsspecColumnStore(RUN, str(store._folder), read_only=True)
     assert reader.read(batch, COLUMNS).num_rows == 3
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "columns").rglob("*")} == before
     with pytest.raises(StoreError, match="holds no columns"):

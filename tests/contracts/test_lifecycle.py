@@ -1,19 +1,17 @@
-"""Leases, clearing, archiving, accounting, and what survives which loss."""
+"""Opening, clearing, archiving, accounting, and what survives which loss."""
 
 import pytest
 
 from infra.stores.base import ColumnStore
 from infra.stores.files import FsspecColumnStore
 from infra.stores.tiered import TieredColumnStore
-from schemas.errors import ChunkNotFoundError, LeaseError, LeaseExpiredError
+from schemas.errors import ChunkNotFoundError, StepNotOpenError
 from tests.contracts.backends import CAPACITY, COLUMNS, Backend, key, put_batch, rollout_columns
-
-LEASE_SECONDS = 10
 
 
 def test_clear_frees_its_step_only_and_once(store: ColumnStore, step: int) -> None:
     other = step * 10  # its name starts with the same digits
-    store.open_lease(other)
+    store.open(other)
     kept = put_batch(store, other, [rollout_columns([4])])
     ref = store.put(key(store, step), rollout_columns([2, 3]))
     store.flush()
@@ -25,14 +23,13 @@ def test_clear_frees_its_step_only_and_once(store: ColumnStore, step: int) -> No
 
 def test_usage_counts_what_is_held(backend: Backend) -> None:
     store = backend.make(CAPACITY)
-    store.open_lease(3)
-    store.open_lease(12)
+    store.open(3)
+    store.open(12)
     refs = [store.put(key(store, 3, shard), rollout_columns([shard] * 2)) for shard in range(3)]
     usage = store.usage()
     assert (usage.num_chunks, usage.num_rows, usage.capacity_bytes) == (3, 6, CAPACITY)
     assert usage.num_bytes == usage.peak_bytes == sum(ref.num_bytes for ref in refs)
-    assert usage.open_leases == (3, 12)
-    assert usage.leaked_bytes == 0
+    assert usage.open_steps == (3, 12)
     assert backend.another_client(store).usage().num_bytes == usage.num_bytes
     assert store.steps() == [3, 12]
     store.flush()
@@ -40,65 +37,13 @@ def test_usage_counts_what_is_held(backend: Backend) -> None:
     after = store.usage()
     assert (after.num_chunks, after.num_rows, after.num_bytes) == (0, 0, 0)
     assert after.peak_bytes == usage.peak_bytes
-    assert after.open_leases == (12,)
+    assert after.open_steps == (12,)
 
 
-def test_opening_a_lease_again_drops_nothing(store: ColumnStore, step: int) -> None:
+def test_opening_a_step_again_drops_nothing(store: ColumnStore, step: int) -> None:
     batch = put_batch(store, step, [rollout_columns([1])])
-    store.open_lease(step)
+    store.open(step)
     assert store.read(batch, ["response_ids"]).num_rows == 1
-
-
-def test_a_lease_that_is_not_renewed_expires(backend: Backend) -> None:
-    store = backend.make(lease_seconds=LEASE_SECONDS)
-    store.open_lease(1)
-    batch = put_batch(store, 1, [rollout_columns([2])])
-    store.flush()
-    backend.clock.advance(2 * LEASE_SECONDS)
-    with pytest.raises(LeaseExpiredError, match=r"lease of step 1 expired.*for 10 s.*store\.lease_seconds"):
-        store.put(key(store, 1, 1), rollout_columns([2]))
-    if isinstance(store, TieredColumnStore):
-        assert store.read(batch, COLUMNS).num_rows == 1  # a dead run's files are kept until it is resumed
-    else:
-        with pytest.raises(ChunkNotFoundError, match="the lease of its step expired"):
-            store.read(batch, ["reward"])
-    assert store.usage().num_bytes == 0
-    assert store.usage().open_leases == ()
-    store.open_lease(1)  # the step is run again
-    assert store.read(put_batch(store, 1, [rollout_columns([2])]), COLUMNS).num_rows == 1
-
-
-def test_work_on_a_step_renews_its_lease(backend: Backend) -> None:
-    store = backend.make(lease_seconds=LEASE_SECONDS)
-    store.open_lease(1)
-    batch = put_batch(store, 1, [rollout_columns([2])])
-    for _ in range(4):
-        backend.clock.advance(0.4 * LEASE_SECONDS)
-        store.read(batch, ["reward"])
-    assert store.usage().open_leases == (1,)
-
-
-def test_puts_renew_the_lease(backend: Backend) -> None:
-    store = backend.make(lease_seconds=LEASE_SECONDS)
-    store.open_lease(1)
-    for shard in range(4):
-        backend.clock.advance(0.4 * LEASE_SECONDS)
-        store.put(key(store, 1, shard), rollout_columns([2]))
-    store.flush()
-    assert store.usage().open_leases == (1,)
-    assert store.usage().num_chunks == 4
-
-
-def test_a_dead_runs_bytes_count_as_leaked_until_the_sweep(backend: Backend) -> None:
-    store = backend.make(lease_seconds=LEASE_SECONDS)
-    store.open_lease(1)
-    ref = store.put(key(store, 1), rollout_columns([2]))
-    store.flush()
-    backend.clock.advance(1.2 * LEASE_SECONDS)
-    assert store.usage().leaked_bytes in (ref.num_bytes, 0)  # Ray's registry also sweeps in the background
-    store.open_lease(2)  # sweeps
-    assert store.usage().num_bytes == store.usage().leaked_bytes == 0
-    assert store.usage().open_leases == (2,)
 
 
 def test_the_newest_handle_is_found_by_its_step(backend: Backend, store: ColumnStore, step: int) -> None:
@@ -116,7 +61,7 @@ def test_all_chunks_of_a_step_are_found_whether_or_not_a_handle_has_them(
     backend: Backend, store: ColumnStore, step: int
 ) -> None:
     other = step * 10
-    store.open_lease(other)
+    store.open(other)
     store.put(key(store, other), rollout_columns([3]))
     batch = put_batch(store, step, [rollout_columns([1]), rollout_columns([2])])
     store.save_batch(batch)
@@ -144,13 +89,13 @@ def test_an_archived_step_rejects_puts_and_uses_no_capacity(store: ColumnStore, 
     store.save_batch(batch)
     store.flush()
     store.archive(step)
-    assert step not in store.usage().open_leases
-    with pytest.raises(LeaseError):
+    assert step not in store.usage().open_steps
+    with pytest.raises(StepNotOpenError):
         store.put(key(store, step, 1), rollout_columns([1]))
     if isinstance(store, FsspecColumnStore | TieredColumnStore):
         assert store.read(batch, COLUMNS).equals(rollout_columns([2]))
         assert store.load_batch(step) == batch
-        store.open_lease(step)  # the step is run again: its chunks are not dropped
+        store.open(step)  # the step is run again: its chunks are not dropped
         assert store.put(key(store, step), rollout_columns([2])) == batch.chunks[0]
     else:
         with pytest.raises(ChunkNotFoundError):

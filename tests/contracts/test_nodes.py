@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infra.storage.shared_memory import remove_dead_folders
-from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from infra.stores.shared.client import SharedColumnStore
 from infra.stores.shared.flight import FlightClient
 from infra.stores.shared.index import find_shared_store, start_shared_store
@@ -74,8 +74,8 @@ def elsewhere(node: Any) -> Any:
 
 @pytest.fixture
 def store(ray_cluster: Cluster, tmp_path: Path) -> Iterator[SharedColumnStore]:
-    made = start_shared_store(RUN, Limits(CAPACITY, NEVER_SECONDS, 3600, str(tmp_path)))
-    made.open_lease(1)
+    made = start_shared_store(RUN, Limits(CAPACITY, NEVER_SECONDS, str(tmp_path)))
+    made.open(1)
     yield made
     made.close()
 
@@ -172,10 +172,10 @@ def test_a_dead_node_loses_only_what_is_not_durable(
 ) -> None:
     node = add_node(ray_cluster)
     elsewhere = client_on(node)
-    durable = FsspecColumnStore(RUN, str(tmp_path / "columns"), lease_seconds=NO_EXPIRY_SECONDS)
+    durable = FsspecColumnStore(RUN, str(tmp_path / "columns"))
     durable.incarnation = store.incarnation
     tiered = TieredColumnStore(store, durable)
-    tiered.open_lease(1)
+    tiered.open(1)
     there = ray.get(elsewhere.put.remote(LENGTHS, 0))
     durable.put(key(store, 1, 0), rollout_columns(LENGTHS, 0))  # as the writer's own tier does
     lost = ray.get(elsewhere.put.remote(LENGTHS, 1))

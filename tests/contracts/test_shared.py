@@ -19,8 +19,8 @@ from rl_core.views import new_batch
 from schemas.errors import (
     ChunkCorruptedError,
     DuplicateChunkError,
-    LeaseError,
     StaleIncarnationError,
+    StepNotOpenError,
     WorkerLostError,
 )
 from tests.contracts.backends import (
@@ -118,7 +118,7 @@ def test_a_step_cleared_during_a_write_gets_no_chunk(store: SharedColumnStore, m
         write(*arguments)
 
     monkeypatch.setattr(codec, "write", clear_first)
-    with pytest.raises(LeaseError, match="step 1 has no open lease"):
+    with pytest.raises(StepNotOpenError, match="step 1 is not open"):
         store.put(key(store, 1), rollout_columns(LARGE))
     wait_until(lambda: not files(store))
     assert store.usage().num_bytes == 0
@@ -129,9 +129,9 @@ def test_clients_share_one_index_and_its_typed_errors(store: SharedColumnStore) 
     assert other.incarnation == store.incarnation
     store.put(key(store, 1), rollout_columns([2]))
     assert other.usage() == store.usage()
-    with pytest.raises(LeaseError) as caught:
+    with pytest.raises(StepNotOpenError) as caught:
         other.put(key(store, 2), rollout_columns([2]))
-    assert type(caught.value) is LeaseError
+    assert type(caught.value) is StepNotOpenError
 
 
 def test_a_lost_index_is_a_lost_worker_and_a_new_one_is_a_new_incarnation(store: SharedColumnStore) -> None:
@@ -154,7 +154,7 @@ def test_what_a_killed_index_left_is_removed_by_the_next_start(store: SharedColu
     other = start_shared_store("side-by-side", LIMITS)
     try:
         for each in (store, other):
-            each.open_lease(1)
+            each.open(1)
             put_batch(each, 1, [rollout_columns(LARGE)])
         left, kept = Path(store._member.folder), Path(other._member.folder)
         assert left.exists()

@@ -38,9 +38,7 @@ from tests.contracts.backends import (
     rollout_columns,
     start_producer,
 )
-from tests.contracts.clock import ManualClock
 from tests.contracts.shared_stores import LARGE, LIMITS, RUN, SMALL, files, index_process, shared_store
-from tests.support.progress import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -57,14 +55,14 @@ def test_cleared_chunks_leave_shared_memory_and_stay_readable_where_they_were_re
     result = store.read(batch, COLUMNS)
     store.clear(1)
     assert files(store) == []
-    store.open_lease(2)
+    store.open(2)
     put_batch(store, 2, [rollout_columns(LARGE, seed=1)])
     assert result.equals(rollout_columns(LARGE))
 
 
 def test_the_memory_of_a_cleared_chunk_is_reused_once_nobody_reads_it(store: SharedColumnStore) -> None:
     def put(step: int) -> tuple[int, BatchHandle]:
-        store.open_lease(step)
+        store.open(step)
         batch = put_batch(store, step, [rollout_columns(LARGE, seed=step)])
         (name,) = files(store)
         return (Path(store._member.folder) / name).stat().st_ino, batch
@@ -81,25 +79,11 @@ def test_the_memory_of_a_cleared_chunk_is_reused_once_nobody_reads_it(store: Sha
     assert third == second
     assert store.read(batch, COLUMNS).equals(rollout_columns(LARGE, seed=3))
     store.clear(3)
-    store.open_lease(4)
+    store.open(4)
     smaller = put_batch(store, 4, [rollout_columns([*LARGE[:-1], 200_000])])
     assert store.read(smaller, COLUMNS).num_rows == 3
     pool = Path(store._member.folder) / "pool"
     assert sum(path.stat().st_size for path in pool.iterdir()) <= CAPACITY
-
-
-def test_the_index_sweeps_without_a_client(ray_cluster: None, tmp_path: Path) -> None:
-    clock = ManualClock(tmp_path / "clock")
-    store = start_shared_store("swept", LIMITS._replace(lease_seconds=10), clock=clock)
-    try:
-        store.open_lease(1)
-        store.put(key(store, 1), rollout_columns(SMALL))
-        clock.advance(11)
-        wait_until(lambda: store.usage().open_leases == ())  # reading the usage doesn't sweep
-        assert store.usage().num_bytes == 0
-        wait_until(lambda: files(store) == [])
-    finally:
-        store.close()
 
 
 def test_a_read_does_not_copy_what_the_producer_wrote(store: SharedColumnStore) -> None:
@@ -145,7 +129,7 @@ def tls(tmp_path: Path) -> Tls:
 def test_connections_are_encrypted_by_a_certificate(ray_cluster: None, tls: Tls) -> None:
     store = start_shared_store("encrypted", LIMITS._replace(tls=tls))
     try:
-        store.open_lease(1)
+        store.open(1)
         store.save_batch(put_batch(store, 1, [rollout_columns(SMALL)]))
         assert store.endpoint.location.startswith("grpc+tls://")
         assert FlightClient(store.endpoint).get({"step": 1, "columns": ["reward"]}).num_rows == 3
@@ -178,18 +162,18 @@ def test_any_arrow_client_reads_a_live_step(store: SharedColumnStore) -> None:
 
 def test_a_put_waits_for_full_shared_memory_and_then_names_the_setting(ray_cluster: None, small_memory: Path) -> None:
     chunk = rollout_columns([400_000]).drop_columns(["response_experts"])  # 2.5 MB of 8 MiB
-    store = start_shared_store("full", Limits(2**30, NEVER_SECONDS, 3600, str(small_memory)))
-    impatient = start_shared_store("impatient", Limits(2**30, 0.5, 3600, str(small_memory)))
+    store = start_shared_store("full", Limits(2**30, NEVER_SECONDS, str(small_memory)))
+    impatient = start_shared_store("impatient", Limits(2**30, 0.5, str(small_memory)))
     try:
         for each in (store, impatient):
-            each.open_lease(1)
+            each.open(1)
         for shard in range(3):
             store.put(key(store, 1, shard), chunk)
         with pytest.raises(CapacityError, match=r"can't put impatient/1.*is full.*runtime\.shared_memory"):
             impatient.put(key(impatient, 1), chunk)
         assert files(impatient) == []
         assert impatient.usage().num_bytes == 0
-        store.open_lease(2)
+        store.open(2)
         waiting = threading.Thread(target=lambda: store.put(key(store, 2), chunk))
         waiting.start()
         time.sleep(0.3)

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from infra.stores.chunk_index import MemoryStore
-from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from infra.stores.shared.index import start_shared_store
 from infra.stores.shared.node_files import Limits
 from infra.stores.tiered import TieredColumnStore
@@ -22,7 +22,7 @@ RUN = "tiers"
 
 @pytest.fixture
 def durable(tmp_path: Path) -> FsspecColumnStore:
-    return FsspecColumnStore(RUN, str(tmp_path / "columns"), lease_seconds=NO_EXPIRY_SECONDS)
+    return FsspecColumnStore(RUN, str(tmp_path / "columns"))
 
 
 def fresh(durable: FsspecColumnStore) -> TieredColumnStore:
@@ -32,21 +32,21 @@ def fresh(durable: FsspecColumnStore) -> TieredColumnStore:
 
 def test_chunks_that_the_front_lost_are_read_from_the_durable_store(durable: FsspecColumnStore) -> None:
     store = fresh(durable)
-    store.open_lease(1)
+    store.open(1)
     columns = [rollout_columns([2, 3]), rollout_columns([4], seed=1)]
     batch = permute(put_batch(store, 1, columns), [2, 0, 1])
     expected = store.read(batch, COLUMNS)
     store.flush()
     after = fresh(durable)
     assert after.read(batch, COLUMNS).equals(expected)
-    after.open_lease(1)
+    after.open(1)
     assert after.put(key(after, 1), columns[0]) == batch.chunks[0]  # a retry after the loss produces the same
     assert after.read(batch, COLUMNS).equals(expected)  # one chunk from the front, one from the durable store
 
 
 def test_flush_waits_until_the_bytes_are_durable(durable: FsspecColumnStore) -> None:
     store = fresh(durable)
-    store.open_lease(1)
+    store.open(1)
     may_write = threading.Event()
     put_durable = durable._put
 
@@ -72,7 +72,7 @@ def test_flush_waits_until_the_bytes_are_durable(durable: FsspecColumnStore) -> 
 
 def test_a_failed_durable_write_fails_the_flush_and_a_retry_succeeds(durable: FsspecColumnStore) -> None:
     store = fresh(durable)
-    store.open_lease(1)
+    store.open(1)
     put_durable = durable._put
 
     def broken(chunk: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
@@ -90,7 +90,7 @@ def test_a_failed_durable_write_fails_the_flush_and_a_retry_succeeds(durable: Fs
 
 def test_a_write_that_failed_before_the_next_put_still_fails_the_flush(durable: FsspecColumnStore) -> None:
     store = fresh(durable)
-    store.open_lease(1)
+    store.open(1)
     put_durable = durable._put
 
     def broken_once(chunk: ChunkKey, columns: pa.RecordBatch) -> ChunkRef:
@@ -108,7 +108,7 @@ def test_a_write_that_failed_before_the_next_put_still_fails_the_flush(durable: 
 
 def test_damage_in_the_durable_store_is_found_when_its_bytes_are_needed(durable: FsspecColumnStore) -> None:
     store = fresh(durable)
-    store.open_lease(1)
+    store.open(1)
     batch = put_batch(store, 1, [rollout_columns([2])])
     store.flush()
     path = data_file(store, batch.chunks[0])
@@ -127,10 +127,10 @@ def test_stores_of_different_incarnations_are_not_paired(durable: FsspecColumnSt
 
 def test_writes_for_an_abandoned_step_do_not_fail_the_next_one(durable: FsspecColumnStore) -> None:
     store = fresh(durable)
-    store.open_lease(1)
+    store.open(1)
     store.put(key(store, 1), rollout_columns([2]))
     store.clear(1)  # its stage failed; the durable write may or may not have been done before
-    store.open_lease(2)
+    store.open(2)
     batch = put_batch(store, 2, [rollout_columns([2])])
     store.flush()
     durable.verify(batch)
@@ -139,10 +139,10 @@ def test_writes_for_an_abandoned_step_do_not_fail_the_next_one(durable: FsspecCo
 
 @pytest.mark.slow
 def test_columns_outlive_the_index(ray_cluster: None, durable: FsspecColumnStore) -> None:
-    limits = Limits(CAPACITY, 60, 3600, None)
+    limits = Limits(CAPACITY, 60, None)
     front = start_shared_store(RUN, limits, incarnation=durable.incarnation)
     store = TieredColumnStore(front, durable)
-    store.open_lease(1)
+    store.open(1)
     batch = put_batch(store, 1, [rollout_columns([2, 3])])
     store.flush()
     front.close()

@@ -20,7 +20,7 @@ from schemas.errors import (
     ColumnError,
     DuplicateChunkError,
     InvalidKeyError,
-    LeaseError,
+    StepNotOpenError,
     StoreError,
 )
 from tests.contracts.backends import COLUMNS, Backend, key, put_batch, rollout_columns, stored_bytes
@@ -62,11 +62,11 @@ def test_columns_that_do_not_fit_their_batch_are_rejected(store: ColumnStore, st
         store.read(extended, ["behavior_logprobs"])
 
 
-def test_a_put_needs_the_steps_lease(store: ColumnStore, step: int) -> None:
-    with pytest.raises(LeaseError, match=f"step {step + 1000} has no open lease"):
+def test_a_put_needs_an_open_step(store: ColumnStore, step: int) -> None:
+    with pytest.raises(StepNotOpenError, match=f"step {step + 1000} is not open"):
         store.put(key(store, step + 1000), rollout_columns([1]))
     store.clear(step)
-    with pytest.raises(LeaseError):
+    with pytest.raises(StepNotOpenError):
         store.put(key(store, step), rollout_columns([1]))
 
 
@@ -96,7 +96,7 @@ def test_two_writers_of_one_key_at_once_leave_one_chunk(backend: Backend) -> Non
     store = backend.make()
     if not works_in_threads(store):
         pytest.skip("one process, one thread")
-    store.open_lease(1)
+    store.open(1)
     clients = [backend.another_client(store) for _ in range(4)]
     contents = [rollout_columns([9] * 500, seed) for seed in (0, 0, 1, 1)]
 
@@ -138,7 +138,7 @@ def test_capacity_is_a_hard_limit_and_its_error_has_the_numbers(backend: Backend
     columns = rollout_columns([5, 6])
     size = encode(columns).size
     store = backend.make(2 * size)
-    store.open_lease(1)
+    store.open(1)
     first = store.put(key(store, 1, 0), columns)
     store.put(key(store, 1, 1), columns)
     # No other step could free capacity, so the put doesn't wait for it.
@@ -147,7 +147,7 @@ def test_capacity_is_a_hard_limit_and_its_error_has_the_numbers(backend: Backend
     assert store.put(key(store, 1, 0), columns) == first  # held already: needs no capacity
     store.flush()
     assert store.clear(1) == 2 * size
-    store.open_lease(1)
+    store.open(1)
     store.put(key(store, 1, 2), columns)
 
 
@@ -157,7 +157,7 @@ def test_a_put_waits_until_another_step_is_cleared(backend: Backend) -> None:
     if not works_in_threads(store):
         pytest.skip("no other client could clear")
     for step in (1, 2):
-        store.open_lease(step)
+        store.open(step)
     store.put(key(store, 1), columns)
     store.flush()
     client = backend.another_client(store)
@@ -168,7 +168,7 @@ def test_a_put_waits_until_another_step_is_cleared(backend: Backend) -> None:
         client.clear(1)
         ref = put.result()
     assert store.usage().num_bytes == ref.num_bytes
-    assert store.usage().open_leases == (2,)
+    assert store.usage().open_steps == (2,)
 
 
 def test_a_put_that_waits_too_long_is_rejected(backend: Backend) -> None:
@@ -176,7 +176,7 @@ def test_a_put_that_waits_too_long_is_rejected(backend: Backend) -> None:
     size = encode(columns).size
     store = backend.make(size, put_timeout_seconds=0.2)
     for step in (1, 2):
-        store.open_lease(step)
+        store.open(step)
     store.put(key(store, 1), columns)
     with pytest.raises(CapacityError, match=f"can't put {key(store, 2)}: {size} bytes requested, {size} held"):
         store.put(key(store, 2), columns)

@@ -20,7 +20,7 @@ CONFIG = (
     *("reward.path=tiny_rewards:sometimes", "loss.behavior=recompute"),
 )
 LIMITS = (
-    *("store.lease_seconds=1000", "store.put_timeout_seconds=9", "store.keep_steps=3", "reward.timeout_seconds=20"),
+    *("store.put_timeout_seconds=9", "store.keep_steps=3", "reward.timeout_seconds=20"),
     *("reward.num_processes=1", "reward.max_failure_fraction=0.9"),
     *("rollout.max_cache_bytes=10000000", "checkpoint.keep_last=3"),
     *("data.eval_path=", "runtime.shared_memory=memory", "runtime.worker_timeout_seconds=200"),

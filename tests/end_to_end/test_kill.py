@@ -33,7 +33,7 @@ STOPPED = "stopped"
 TERMINATED, LOST = 1, 5
 SAVED, DAMAGED = 3, 4  # of the steps before that: the first after the last checkpoint; and one with a damaged column
 LIMITS = (  # none of which changes a bit of the result
-    *("store.capacity_bytes=5000000", "store.lease_seconds=1000", "reward.timeout_seconds=20"),
+    *("store.capacity_bytes=5000000", "reward.timeout_seconds=20"),
     *("reward.num_processes=1", "rollout.num_workers=2", "model.gradient_checkpointing=true"),
 )
 

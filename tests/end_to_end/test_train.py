@@ -173,7 +173,7 @@ def test_the_summary_and_the_metrics(directory: RunDirectory) -> None:
     assert summary["prefect_ui"].startswith("http://127.0.0.1:")
     assert "/runs/flow-run/" in summary["prefect_ui"]
     assert set(summary["seconds_by_phase"]) == {
-        *("lease", "rollout", "put", "reference", "advantage", "update", "publish"),
+        *("open", "rollout", "put", "reference", "advantage", "update", "publish"),
     }
     steps = directory.metrics.steps()
     assert [report.step for report in steps] == list(range(STEPS))

@@ -72,7 +72,8 @@ async def train_step(run: RunHandle) -> PolicyHandle:
 async def versions(run: RunHandle) -> list[int]:
     """Return the policy version that each rollout worker holds."""
     workers = [find_worker(run.run_id, "rollout", number) for number in range(run.config.rollout.num_workers)]
-    return await asyncio.gather(*(call(worker, "version") for worker in workers))
+    states = await asyncio.gather(*(call(worker, "weight_group_member") for worker in workers))
+    return [state.version for state in states]
 
 
 async def evaluate(run: RunHandle, policy: PolicyHandle, *, kills: bool = False) -> EvalReport:

@@ -199,7 +199,7 @@ def held_by_runs() -> set[tuple[str, int, int, str]]:
 @pytest.mark.extended
 def test_nothing_is_left_of_starts_and_kills(tmp_path: Path, nodes: list[Any]) -> None:
     of = placed_config(tmp_path, rollout=3, device="cuda")
-    limits = Limits(2**20, 1, 60, str(tmp_path), owner=run_owner(), orphan_seconds=600)
+    limits = Limits(2**20, 1, str(tmp_path), owner=run_owner(), orphan_seconds=600)
     for at in range(2):  # 4 workers and as many stores
         runs = [start(f"run-{at}-{number}", of) for number in range(2)]  # which reserve all GPUs
         for run in runs:

@@ -9,9 +9,10 @@ import torch
 from infra.models.flat_tensors import flat_bytes, tensor_specs
 from infra.models.load import load_model
 from infra.models.tiny import make_model
+from infra.ray.rendezvous import Rendezvous
 from infra.weights.buckets import sent_bytes, split_buckets
 from infra.weights.carriers import BroadcastSender, SharedMemorySender
-from infra.weights.group import WeightGroup, open_rendezvous
+from infra.weights.group import WeightGroup
 from infra.weights.stream import send_weights
 from schemas.config.model import ModelConfig
 from schemas.weights import WeightsHandle
@@ -30,15 +31,14 @@ def test_a_receiver_takes_two_buckets_at_most(tmp_path: Path) -> None:
     specs = tensor_specs(weights)
     assert max(flat_bytes(bucket) for bucket in split_buckets(specs, BUCKET_BYTES)) <= BUCKET_BYTES
     assert sent_bytes(specs, BUCKET_BYTES) > 12 * BUCKET_BYTES
-    rendezvous, handle = open_rendezvous(HOST, 1)
-    with start_receiver(tmp_path / "model", handle) as receiver:
-        group = WeightGroup(handle, 0, HOST, torch.device("cpu"), 600)
+    rendezvous = Rendezvous(HOST, 2)
+    with start_receiver(tmp_path / "model", rendezvous.group) as receiver:
+        group = WeightGroup(rendezvous.group, 0, HOST, torch.device("cpu"), 600)
         for version in range(1, 5):
             sender = BroadcastSender(group) if version % 2 else SharedMemorySender(group, tmp_path)
             sent = WeightsHandle(run_id=RUN, version=version, tensors=specs, bucket_bytes=BUCKET_BYTES)
             send_weights(group, sender, sent, weights.items())
         output, _ = receiver.communicate()
-    del rendezvous
     peaks = json.loads(output)
     assert peaks["BroadcastReceiver"] <= 2 * BUCKET_BYTES + SPARE_BYTES, peaks
     assert peaks["SharedMemoryReceiver"] <= BUCKET_BYTES + SPARE_BYTES, peaks

@@ -54,7 +54,7 @@ def put_rows(run: RunHandle, step: int) -> BatchHandle:
     generator = np.random.default_rng(step)
     prompts, responses = generator.integers(1, 5, NUM_ROWS), generator.integers(1, 9, NUM_ROWS)
     store = open_store(run)
-    store.open_lease(step)
+    store.open(step)
     columns = pa.record_batch(
         {
             "prompt_ids": jagged(generator.integers(0, 90, prompts.sum()).astype(np.uint16), prompts),

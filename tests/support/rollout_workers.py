@@ -90,7 +90,7 @@ def evaluate(run: RunHandle, worker: RolloutWorker | None = None) -> EvalReport:
 def open_store() -> MemoryStore:
     store = MemoryStore("run", 2**20)
     for step in range(3):
-        store.open_lease(step)
+        store.open(step)
     return store
 
 
@@ -109,7 +109,7 @@ def read(store: MemoryStore, shard: RolloutShard, result: PutResult, step: int =
 
 def put(worker: RolloutWorker, shard: RolloutShard, step: int = 0, parts: tuple[str, ...] | None = None) -> PutResult:
     parts = tuple(shard.parts) if parts is None else parts
-    result = worker.put(step, worker.version(), shard.shard, shard.kept, parts)
+    result = worker.put(step, worker.engine.version, shard.shard, shard.kept, parts)
     assert result is not None
     return result
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from infra.storage.runs import RunDirectory
-from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from rl_core.columns.jagged import jagged
 from rl_core.views import new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey
@@ -59,12 +59,12 @@ def make_small_run(folder: Path = Path(), run_id: str = "demo", **store: object)
 
 def columns_of(directory: RunDirectory) -> FsspecColumnStore:
     """The run's durable columns, as a worker has them."""
-    return FsspecColumnStore(directory.run_id, str(directory.columns), lease_seconds=NO_EXPIRY_SECONDS)
+    return FsspecColumnStore(directory.run_id, str(directory.columns))
 
 
 def finish_step(store: FsspecColumnStore, step: int) -> BatchHandle:
-    """Put all columns of a step, note its batch, and end its lease."""
-    store.open_lease(step)
+    """Put all columns of a step, note its batch, and archive it."""
+    store.open(step)
     trained = put_advantages(store, put_behavior(store, put_rollout(store, step)))
     store.save_batch(trained)
     store.archive(step)
@@ -72,7 +72,7 @@ def finish_step(store: FsspecColumnStore, step: int) -> BatchHandle:
 
 
 def put_rollout(store: FsspecColumnStore, step: int) -> BatchHandle:
-    """Put both workers' rows of a step whose lease is open; the batch is not noted."""
+    """Put both workers' rows of an open step; the batch is not noted."""
     chunks = [store.put(_key(store, step, "rollout", at), rollout_columns(step, at)) for at in range(NUM_SHARDS)]
     prompts, responses = ([len(row) for row in column.to_pylist()] for column in _tokens(SAMPLES))
     return new_batch(store.run_id, step, step, chunks, DTYPES, prompts, responses)
@@ -90,7 +90,7 @@ def replace_advantages(run: RunDirectory, step: int, values: Sequence[float]) ->
     """Put a step again, with other advantages of the trained rows."""
     store = columns_of(run)
     store.clear(step)
-    store.open_lease(step)
+    store.open(step)
     store.save_batch(put_advantages(store, put_behavior(store, put_rollout(store, step)), values))
 
 

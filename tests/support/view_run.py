@@ -10,7 +10,7 @@ import pyarrow as pa
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from infra.storage.runs import RunDirectory
-from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from rl_core.columns.jagged import jagged
 from rl_core.views import new_batch
 from schemas.batch import ChunkKey
@@ -44,7 +44,7 @@ def make_view_run(folder: Path, run_id: str = "demo", steps: int = 4, seed: int 
     """Write a run to `folder/runs`, whose model is in `folder/model`, with four rows in each of its steps."""
     tokenizer = make_tokenizer(folder / "model")
     run = RunDirectory.create(run_config(folder, steps=steps, store={"keep_steps": "all"}), run_id)
-    store = FsspecColumnStore(run_id, run.columns, lease_seconds=NO_EXPIRY_SECONDS)
+    store = FsspecColumnStore(run_id, run.columns)
     for step in range(steps):
         write_step(run, store, tokenizer, step, seed)
     return run
@@ -55,7 +55,7 @@ def write_step(run: RunDirectory, store: FsspecColumnStore, tokenizer: Tokenizer
     random = np.random.default_rng([seed, step])
     columns = _columns(tokenizer, step, random, seed)
     lengths = [[len(row) for row in columns[name].to_pylist()] for name in ("prompt_ids", "response_ids")]
-    store.open_lease(step)
+    store.open(step)
     ref = store.put(ChunkKey(run_id=run.run_id, step=step, stage="rollout"), columns)
     store.save_batch(new_batch(run.run_id, step, step, [ref], DTYPES, *lengths))
     store.archive(step)

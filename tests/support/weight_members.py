@@ -9,6 +9,7 @@ import torch
 
 from infra.engines.base import WeightsBucket
 from infra.models.flat_tensors import tensor_specs
+from infra.ray.rendezvous import Rendezvous
 from infra.weights.buckets import sent_bytes
 from infra.weights.carriers import (
     BroadcastReceiver,
@@ -17,7 +18,7 @@ from infra.weights.carriers import (
     SharedMemorySender,
     open_folder,
 )
-from infra.weights.group import WeightGroup, open_rendezvous
+from infra.weights.group import WeightGroup
 from infra.weights.stream import load_weights, send_weights
 from schemas.step import ProcessGroupHandle
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec, Transport, WeightsHandle
@@ -69,8 +70,8 @@ class Policy:
         self._folder = open_folder(RUN, shared_memory, 1)
 
     def open_rendezvous(self, num_receivers: int) -> ProcessGroupHandle:
-        self._rendezvous, handle = open_rendezvous(HOST, num_receivers)
-        return handle
+        self._rendezvous = Rendezvous(HOST, 1 + num_receivers)
+        return self._rendezvous.group
 
     def join(self, group: ProcessGroupHandle, timeout_seconds: float) -> None:
         self._group = WeightGroup(group, 0, HOST, torch.device("cpu"), timeout_seconds)

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from infra.stores.base import ColumnStore, check_same_content, lost_chunk_error, lost_store_error, removed_folder_error
+from infra.stores.base import ColumnStore, check_same_content, lost_store_error, removed_folder_error
 from infra.stores.chunk_reads import ChunkRead, decode_chunk
 from infra.stores.shared.flight import Endpoint, FlightClient
 from infra.stores.shared.node_files import RemoteColumns, map_chunk, write_chunk
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
+from schemas.errors import ChunkNotFoundError
 from schemas.store import StoreUsage
 
 _CLOSE_SECONDS = 10.0
@@ -87,8 +88,8 @@ class SharedColumnStore(ColumnStore):
     def verify(self, batch: BatchHandle) -> None:
         self._files(batch.chunks)
 
-    def open_lease(self, step: int) -> None:
-        self._call("open_lease", step)
+    def open(self, step: int) -> None:
+        self._call("open", step)
 
     def delete(self, refs: Sequence[ChunkRef]) -> int:
         return int(self._call("delete", [ref.model_dump() for ref in refs]))
@@ -126,7 +127,7 @@ class SharedColumnStore(ColumnStore):
         try:
             name, num_bytes = write_chunk(key, folder, columns, timeout)
         except FileNotFoundError:
-            if self._call("lose", location):
+            if self._call("forget_server", location):
                 return {}
             raise removed_folder_error(key, folder) from None
         return dict(self._call("put", str(key), columns.num_rows, num_bytes, File(location, name)))
@@ -143,8 +144,10 @@ class SharedColumnStore(ColumnStore):
         try:
             return self._remote.read(file.location, file.name, ref, part)
         except ConnectionError as error:
-            self._call("lose", file.location)
-            raise lost_chunk_error(ref, file.location, error) from None
+            self._call("forget_server", file.location)
+            raise ChunkNotFoundError(
+                f"chunk {ref.key} is lost with its node's column server at {file.location}: {error}"
+            ) from None
 
     def _files(self, refs: Sequence[ChunkRef]) -> list[File]:
         return [File(*file) for file in self._call("files", [ref.model_dump() for ref in refs])]

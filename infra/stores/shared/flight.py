@@ -19,6 +19,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from schemas import errors
+from schemas.base import Frozen
 
 Handler = Callable[..., Any]
 Get = Callable[[dict[str, Any]], pa.RecordBatchReader]
@@ -47,8 +48,8 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
 
     Args:
         host: The address to listen on.
-        handlers: Handlers of requests by name. Each takes the request's arguments, and returns a JSON value. A
-            PipelineError is raised in the client, with its type.
+        handlers: Handlers of requests by name. Each takes the request's arguments, and returns a JSON value, in which
+            records may be. A PipelineError is raised in the client, with its type.
         get: Returns the columns that a ticket, a JSON object, asks for.
         token: The token; empty makes a new one.
         tls: How to encrypt connections; None: they are not.
@@ -77,7 +78,8 @@ class FlightServer(flight.FlightServerBase):  # type: ignore[misc]
         with suppress(*_FAILED, OSError):
             while True:
                 request = json.loads(reader.read_chunk().app_metadata.to_pybytes())
-                writer.write_metadata(pa.py_buffer(json.dumps(self._respond(request)).encode()))
+                response = json.dumps(self._respond(request), default=Frozen.model_dump)
+                writer.write_metadata(pa.py_buffer(response.encode()))
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.RecordBatchStream:
         """Send the columns that a ticket asks for."""

@@ -19,7 +19,7 @@ from infra.ray.actors import create_actor, find_actor, kill_actors
 from infra.ray.health import ACTOR_OPTIONS, Pingable
 from infra.storage.shared_memory import choose_root
 from infra.stores.base import lost_store_error
-from infra.stores.chunk_index import ChunkIndex, Entry
+from infra.stores.chunk_index import ChunkIndex
 from infra.stores.prometheus import record_usage
 from infra.stores.shared.client import File, Membership, SharedColumnStore
 from infra.stores.shared.flight import FlightClient, FlightServer, read_tls
@@ -28,20 +28,8 @@ from schemas.batch import ChunkKey, ChunkRef
 from schemas.errors import ChunkNotFoundError, WorkerLostError
 
 _MAINTENANCE_SECONDS = 2.0
-_REQUESTS = (
-    "open_lease",
-    "put",
-    "files",
-    "lose",
-    "delete",
-    "clear",
-    "save_batch",
-    "load_batch",
-    "steps",
-    "chunks",
-    "usage",
-    "remove",
-)
+_OF_INDEX = ("open", "save_batch", "load_batch", "steps", "chunks", "usage")  # requests that `ChunkIndex` answers
+_OF_FILES = ("put", "files", "forget_server", "delete", "clear", "remove")
 
 
 class StoreIndex(Pingable):
@@ -54,20 +42,16 @@ class StoreIndex(Pingable):
         run_id: The run whose columns these are.
         limits: The store's settings.
         incarnation: The name of this incarnation; None makes a new one.
-        clock: Returns the time in seconds, by which leases expire.
     """
 
-    def __init__(
-        self, run_id: str, limits: Limits, incarnation: str | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, run_id: str, limits: Limits, incarnation: str | None) -> None:
         self._run_id, self._limits = run_id, limits
         self._lock = threading.Condition()  # guards the index; notified when it frees capacity
         self._dropped: list[File] = []  # files that no chunk needs any more
-        self._index = ChunkIndex[File](
-            limits.capacity_bytes, limits.lease_seconds, incarnation, clock, on_drop=self._dropped.append
-        )
+        self._index = ChunkIndex[File](limits.capacity_bytes, incarnation, on_drop=self._dropped.append)
         self._own = NodeFiles(run_id, limits.capacity_bytes, limits.shared_memory)
-        handlers = {name: getattr(self, name) for name in _REQUESTS}
+        handlers = {name: partial(self._ask_index, name) for name in _OF_INDEX}
+        handlers |= {name: getattr(self, name) for name in _OF_FILES}
         host = ray.util.get_node_ip_address()
         self._server = FlightServer(host, handlers, self._send, tls=limits.tls)
         self._own_node = ray.get_runtime_context().get_node_id()
@@ -90,25 +74,22 @@ class StoreIndex(Pingable):
         endpoint, timeout = self._server.endpoint, self._limits.put_timeout_seconds
         return Membership(endpoint, self._index.incarnation, *self._places[node], timeout)
 
-    def open_lease(self, step: int) -> None:
-        with self._lock:
-            self._index.open_lease(step)
-
     def put(self, key: str, num_rows: int, num_bytes: int, file: list[str]) -> dict[str, Any]:
-        """Add a chunk that a client has written; return its reference.
+        """Add a chunk that a client has written, once it fits; return its reference.
 
         If the key is held already, the reference and the file of its chunk are returned for the client to compare; if
         the client's column server is gone, nothing: it has to join again. Files that are not needed are removed.
         """
-        written = File(*file)
+        written, chunk, index = File(*file), ChunkKey.parse(key), self._index
         with self._lock:
             if not self._serves(written.location):
                 return {}
             try:
-                if held := self._admit(ChunkKey.parse(key), num_bytes):
+                self._lock.wait_for(lambda: not index.must_wait(chunk, num_bytes), self._limits.put_timeout_seconds)
+                if held := index.find(chunk):
                     self._dropped.append(written)
-                    return {"ref": held.ref.model_dump(), "held": held.payload}
-                return {"ref": self._index.add(ChunkKey.parse(key), num_rows, num_bytes, written).model_dump()}
+                    return {"ref": held.ref, "held": held.payload}
+                return {"ref": index.add(chunk, num_rows, num_bytes, written)}
             except BaseException:
                 self._dropped.append(written)
                 raise
@@ -118,7 +99,7 @@ class StoreIndex(Pingable):
         with self._lock:
             return self._index.payloads([ChunkRef(**ref) for ref in refs])
 
-    def lose(self, location: str) -> bool:
+    def forget_server(self, location: str) -> bool:
         """Drop the chunks of a column server that a client misses, if it is gone; return whether it is."""
         try:
             self._request(location, "free", [], 0)
@@ -132,26 +113,6 @@ class StoreIndex(Pingable):
     def clear(self, step: int) -> int:
         return self._free(lambda: self._index.clear(step))
 
-    def save_batch(self, step: int, batch: str) -> None:
-        with self._lock:
-            self._index.save_batch(step, batch)
-
-    def load_batch(self, step: int) -> str | None:
-        with self._lock:
-            return self._index.load_batch(step)
-
-    def steps(self) -> list[int]:
-        with self._lock:
-            return self._index.steps()
-
-    def chunks(self, step: int) -> list[dict[str, Any]]:
-        with self._lock:
-            return [ref.model_dump() for ref in self._index.chunks(step)]
-
-    def usage(self) -> dict[str, Any]:
-        with self._lock:
-            return self._index.usage().model_dump()
-
     def remove(self) -> None:
         """Remove all files on all nodes, before this actor is killed."""
         for location in list(self._servers):
@@ -159,19 +120,9 @@ class StoreIndex(Pingable):
                 self._request(location, "remove")
         self._own.remove()
 
-    def _admit(self, key: ChunkKey, num_bytes: int) -> Entry[File] | None:
-        """Wait until a chunk fits, if other steps may be cleared; return the chunk that is held under its key."""
-        deadline = time.monotonic() + self._limits.put_timeout_seconds
-        self._index.require_lease(key)
-        while self._must_wait(key, num_bytes) and (left := deadline - time.monotonic()) > 0:
-            self._lock.wait(min(left, self._limits.lease_seconds / 4))
-            self._index.require_lease(key)  # waiting counts as work on the step, and a sweep may free capacity
-        return self._index.find(key)
-
-    def _must_wait(self, key: ChunkKey, num_bytes: int) -> bool:
-        """Return whether the chunk doesn't fit now, but would once other steps are cleared."""
-        index = self._index
-        return not (index.find(key) or index.fits(num_bytes)) and index.fits_alone(key.step, num_bytes)
+    def _ask_index(self, method: str, *args: Any) -> Any:
+        with self._lock:
+            return getattr(self._index, method)(*args)
 
     def _free(self, free: Callable[[], int]) -> int:
         with self._lock:
@@ -224,15 +175,11 @@ class StoreIndex(Pingable):
         return pa.RecordBatchReader.from_batches(columns.schema, [columns])
 
     def _maintenance_loop(self) -> None:
-        """Sweep expired leases and update the metrics periodically."""
+        """Remove the files of puts that failed, and update the metrics periodically."""
         while True:
-            with self._lock:
-                if self._index.sweep():
-                    self._lock.notify_all()
-                usage = self._index.usage()
             self._remove_dropped()
-            record_usage(self._run_id, usage)
-            time.sleep(min(self._limits.lease_seconds / 2, _MAINTENANCE_SECONDS))
+            record_usage(self._run_id, self._ask_index("usage"))
+            time.sleep(_MAINTENANCE_SECONDS)
 
 
 def index_name(identity: str) -> str:
@@ -257,12 +204,7 @@ def find_shared_store(run_id: str, identity: str | None = None) -> SharedColumnS
 
 
 def start_shared_store(
-    run_id: str,
-    limits: Limits,
-    *,
-    identity: str | None = None,
-    incarnation: str | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    run_id: str, limits: Limits, *, identity: str | None = None, incarnation: str | None = None
 ) -> SharedColumnStore:
     """Start the index of a run's store, and return a client; one that is left, but lost, is killed.
 
@@ -274,7 +216,6 @@ def start_shared_store(
         limits: Its settings.
         identity: What the index is named by; None: the run's id.
         incarnation: The name of its incarnation; None makes a new one.
-        clock: Returns the time in seconds, by which leases expire; called in the index's process.
 
     Raises:
         WorkerLostError: This process isn't connected to Ray, or the index dies.
@@ -288,7 +229,7 @@ def start_shared_store(
     kill_actors([name])  # it may be stopped, and would never answer
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"scheduling_strategy": here, **ACTOR_OPTIONS}
-    index = create_actor(name, StoreIndex, run_id, limits, incarnation, clock, options=options)
+    index = create_actor(name, StoreIndex, run_id, limits, incarnation, options=options)
     return _open(run_id, index)
 
 

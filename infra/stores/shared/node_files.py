@@ -15,8 +15,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,13 +24,13 @@ import numpy as np
 import pyarrow as pa
 
 from infra.storage.shared_memory import SharedFolder, choose_root
-from infra.stores.base import chunk_not_found_error, shared_memory_full_error
+from infra.stores.base import chunk_not_found_error
 from infra.stores.chunk_reads import ChunkRead, check_num_rows, decode_chunk
 from infra.stores.shared.flight import Endpoint, FlightClient, FlightServer, Handler, Tls
 from rl_core.columns import codec
 from rl_core.columns.gather import Ints, ranges
 from schemas.batch import ChunkKey, ChunkRef
-from schemas.errors import StoreError
+from schemas.errors import CapacityError, StoreError
 
 _POOL = "pool"
 _FREE, _WRITTEN = ".arrow", ".new"  # suffixes of the pool's files: free to reuse, being written
@@ -95,7 +94,7 @@ def map_chunk(path: Path, ref: ChunkRef) -> pa.Buffer:
         with pa.memory_map(str(path)) as file:
             return file.read_buffer()
     except FileNotFoundError:
-        raise chunk_not_found_error(ref, lease_expired=False) from None
+        raise chunk_not_found_error(ref) from None
 
 
 def write_chunk(key: ChunkKey, folder: Path, columns: pa.RecordBatch, timeout_seconds: float) -> tuple[str, int]:
@@ -117,26 +116,20 @@ def write_chunk(key: ChunkKey, folder: Path, columns: pa.RecordBatch, timeout_se
     """
     num_bytes = codec.encoded_bytes(columns)
     try:
-        return write_file(folder, num_bytes, partial(codec.write, columns), timeout_seconds), num_bytes
+        return _write_file(folder, num_bytes, columns, timeout_seconds), num_bytes
     except FileNotFoundError:
         raise
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise shared_memory_full_error(key, folder) from None
+            raise CapacityError(
+                f"can't put {key}: the file system of {folder} is full; enlarge it (for Docker: --shm-size), lower "
+                "store.capacity_bytes, or set runtime.shared_memory to a folder with more space"
+            ) from None
         raise StoreError(f"can't put {key}: {folder}: {error.strerror or error}") from None
 
 
-def write_file(folder: Path, num_bytes: int, write: Callable[[pa.NativeFile], object], timeout_seconds: float) -> str:
-    """Write a new file of `num_bytes`, into reused memory if there is any; wait while the file system is full.
-
-    Args:
-        folder: The folder of a `NodeFiles`.
-        num_bytes: The file's size.
-        write: Writes all of it.
-        timeout_seconds: How long to wait for space.
-
-    Returns:
-        The file's name in the folder.
+def _write_file(folder: Path, num_bytes: int, columns: pa.RecordBatch, timeout_seconds: float) -> str:
+    """Write columns into a new file of `num_bytes`, of reused memory if there is any; return the file's name.
 
     Raises:
         OSError: The file can't be written: ENOSPC, the file system stayed full; ENOENT, the folder is gone.
@@ -148,7 +141,7 @@ def write_file(folder: Path, num_bytes: int, write: Callable[[pa.NativeFile], ob
         try:
             file = _reuse(path, num_bytes) or FileIO(path, "x+")
             with file, pa.PythonFile(file, "w") as sink:
-                write(sink)
+                codec.write(columns, sink)
                 file.truncate(num_bytes)
                 path.rename(folder / name)
             return name
@@ -211,7 +204,6 @@ class Limits(NamedTuple):
     Attributes:
         capacity_bytes: The limit on the bytes of all held chunks together.
         put_timeout_seconds: How long a put waits for other steps to be cleared.
-        lease_seconds: How long a lease lasts unless it is renewed.
         shared_memory: `runtime.shared_memory`.
         tls: See `FlightServer`.
         owner: Who started the run.
@@ -220,7 +212,6 @@ class Limits(NamedTuple):
 
     capacity_bytes: int
     put_timeout_seconds: float
-    lease_seconds: float
     shared_memory: str | None = None
     tls: Tls | None = None
     owner: str = ""

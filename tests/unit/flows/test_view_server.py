@@ -11,7 +11,7 @@ import pytest
 from flows.view.api import ViewApi
 from flows.view.server import ViewServer
 from infra.storage.runs import RunDirectory
-from infra.stores.files import NO_EXPIRY_SECONDS, FsspecColumnStore
+from infra.stores.files import FsspecColumnStore
 from schemas.errors import RunError, ServiceError
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.view_run import ATTACK, make_tokenizer, make_view_run, write_step
@@ -141,7 +141,7 @@ def test_new_steps_appear_while_the_run_goes_on(tmp_path: Path) -> None:
     run = make_view_run(tmp_path, steps=1)
     api = ViewApi([run])
     assert api.answer("/api/runs", {})[1]["runs"][0]["kept"] == [0]
-    store = FsspecColumnStore(run.run_id, run.columns, lease_seconds=NO_EXPIRY_SECONDS)
+    store = FsspecColumnStore(run.run_id, run.columns)
     write_step(run, store, make_tokenizer(tmp_path / "model"), 1)
     assert api.answer("/api/runs", {})[1]["runs"][0]["kept"] == [0, 1]
     assert api.answer("/api/rows", {"run": "demo", "step": "1"})[1]["num_rows"] == 4

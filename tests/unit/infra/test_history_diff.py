@@ -9,8 +9,9 @@ import pytest
 from infra.history.diff import Difference, StepDiff, compare_columns, diff_runs
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
+from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import jagged
-from rl_core.views import select
+from rl_core.views import select, with_column
 from schemas.batch import ChunkKey
 from schemas.errors import ChunkCorruptedError, RunError
 from schemas.step import StepReport
@@ -62,8 +63,10 @@ def test_equal_rows_of_other_chunks_are_the_same(runs: tuple[RunDirectory, RunDi
     store = columns_of(b)
     batch = store.load_batch(3)
     assert batch is not None
-    store.open_lease(3)
-    store.save_batch(store.compact(batch, ChunkKey(run_id="b", step=3, stage="rollout", shard=7)))
+    store.open(3)
+    columns, bare = store.read(batch, batch.columns), batch.replace(groups=())
+    chunk = store.put(ChunkKey(run_id="b", step=3, stage="rollout", shard=7), columns, bare)
+    store.save_batch(with_column(bare, value_dtypes(columns), [chunk], range(batch.num_rows)))
     assert compared(a, b)[1].stages == ()
 
 
@@ -87,7 +90,7 @@ def test_columns_and_steps_that_only_one_run_has(runs: tuple[RunDirectory, RunDi
     columns_of(b).clear(2)
     store = columns_of(b)
     store.clear(3)
-    store.open_lease(3)
+    store.open(3)
     store.save_batch(select(put_rollout(store, 3), (0, 1, 3, 4, 5)))
     (step,) = compared(a, b)
     assert [(stage.stage, [found.column for found in stage.differences]) for stage in step.stages] == [

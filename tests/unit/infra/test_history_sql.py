@@ -98,7 +98,7 @@ def add_turns(store: FsspecColumnStore, run: RunDirectory) -> None:
     """Replace the run's steps by one of two trajectories: of two turns, and of one."""
     for step in store.steps():
         store.clear(step)
-    store.open_lease(0)
+    store.open(0)
     columns = {
         "prompt_ids": jagged(pa.array([1, 2], pa.int32()).to_numpy(), [1, 1]),
         "response_ids": jagged(pa.array([1, 2, 3, 4, 5], pa.int32()).to_numpy(), [3, 2]),

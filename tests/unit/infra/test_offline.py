@@ -58,7 +58,7 @@ def test_columns_are_in_the_requested_order(run: RunDirectory) -> None:
 
 def test_the_newest_step_that_has_a_batch(run: RunDirectory, tmp_path: Path) -> None:
     store = columns_of(run)
-    store.open_lease(4)
+    store.open(4)
     batch = put_rollout(store, 4)
     assert read_step("demo", runs_dir=str(tmp_path / "runs"))["policy_version"][0].as_py() == 3
     with pytest.raises(RunError, match="step 4 of run demo has chunks, but no batch before its put stage is done"):
@@ -71,7 +71,7 @@ def test_the_newest_step_that_has_a_batch(run: RunDirectory, tmp_path: Path) -> 
         store.clear(step)
     with pytest.raises(RunError, match="run demo has no step with columns"):
         read_step(run.path)
-    store.open_lease(5)
+    store.open(5)
     put_rollout(store, 5)
     with pytest.raises(RunError, match="step 5 has its first chunks, but no batch yet"):
         read_step(run.path)

@@ -58,7 +58,7 @@ def make_step(
     run: RunHandle, store: MemoryStore, policy: PolicyWorker, token_budget: int = 64, poison: bool = False
 ) -> tuple[BatchHandle, StepPlan]:
     """Roll out, score and plan step 0; advantages alternate in sign."""
-    store.open_lease(0)
+    store.open(0)
     rollout = RolloutWorker(run, store=store)
     rollout.start()
     groups = tuple(range(run.config.rollout.num_prompts))
@@ -261,7 +261,7 @@ def test_scoring_follows_a_view_of_the_batch(run: RunHandle, store: MemoryStore)
     worker = started(run, store)
     batch, _ = make_step(run, store, worker)
     rows = [5, 1, 6]
-    store.open_lease(1)
+    store.open(1)
     part = select(batch, rows).replace(step=1, groups=select(batch, rows).groups[:1])
     put = worker.score(part, forward_plan(part), 0).put
     scored = with_column(part, put.dtypes, [put.chunk], range(3))
@@ -284,7 +284,7 @@ def test_with_lora_the_reference_is_the_policy_without_its_adapter(run: RunHandl
     assert any(not torch.equal(base[name], merged[name]) for name in base)
 
     store.clear(0)
-    store.open_lease(0)
+    store.open(0)
     again, _ = make_step(run, store, started(run, store))  # the same rows, and the base model's log-probs of them
     bare = again.replace(groups=tuple(group for group in again.groups if "reference_logprobs" not in group.dtypes))
     store.delete([chunk for chunk in again.chunks if "/reference/" in chunk.key])

@@ -115,7 +115,7 @@ def test_a_replay_reads_a_runs_columns_and_puts_its_own(run: RunDirectory, tmp_p
     store = ReplayColumnStore("replay", str(tmp_path / "scratch"), source)
     stored = StoredStep(run, source, 3)
     assert store.read(stored.batch, ["advantages"]) == source.read(stored.batch, ["advantages"])
-    store.open_lease(3)
+    store.open(3)
     before = sorted(run.path.rglob("*"))
     values = pa.record_batch({"advantages": pa.array([0.5] * 6, pa.float32())})
     ref = store.put(ChunkKey(run_id="replay", step=3, stage="advantage"), values, stored.rows)

@@ -26,10 +26,10 @@ from schemas.config.model import ModelConfig
 from schemas.errors import (
     ConfigError,
     DataError,
-    LeaseError,
     ModelError,
     RewardFailureError,
     RewardImportError,
+    StepNotOpenError,
     StoreError,
     UserError,
     VersionError,
@@ -257,7 +257,7 @@ def test_only_the_held_version_is_served(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(VersionError, match="holds policy version 0, not the expected 1"):
             call()
     load_state(worker.engine, dict(other.named_parameters()), 1)
-    assert worker.version() == 1
+    assert worker.engine.version == 1
     assert worker.has_shard(0, 0, 0)  # the samples of version 0 stay until they are put
     assert worker.generate(0, 1, 0, GROUPS).samples != before.samples
     assert worker.has_shard(0, 1, 0)
@@ -323,20 +323,20 @@ def test_steps_take_their_prompts_from_all_sources(folder: Path, tmp_path: Path)
     assert sum(answer > 40 for answer in answers) == 3  # 3 of 5, by weight
 
 
-def test_a_put_needs_the_lease_and_keeps_the_rows_if_rejected(folder: Path) -> None:
+def test_a_put_needs_an_open_step_and_keeps_the_rows_if_rejected(folder: Path) -> None:
     store = MemoryStore("run", 2**20)
     worker = worker_of(run_of(folder), store=store)
     shard = worker.generate(0, 0, 0, GROUPS)
-    with pytest.raises(LeaseError):
+    with pytest.raises(StepNotOpenError):
         put(worker, shard)
-    store.open_lease(0)
+    store.open(0)
     assert read(store, shard, put(worker, shard)).num_rows == len(shard.rewards)
 
 
 def test_a_put_waits_until_its_rows_are_durable(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     durable = FsspecColumnStore("run", str(tmp_path / "columns"))
     store = TieredColumnStore(MemoryStore("run", 2**20, incarnation=durable.incarnation), durable)
-    store.open_lease(0)
+    store.open(0)
     worker = RolloutWorker(run_of(folder), store=store)
     worker.start()
     shard = worker.generate(0, 0, 0, GROUPS)

@@ -21,6 +21,7 @@ from schemas.config.monitor import TensorBoardMonitor
 from schemas.config.store import SharedStore
 from schemas.errors import RunError
 from schemas.step import EvalReport, RunEvent, RunSummary, StepReport
+from schemas.store import StoreUsage
 from tests.support.configs import run_config
 from tests.support.tiny import make_tiny_model
 
@@ -110,6 +111,7 @@ def test_a_config_of_an_earlier_version_is_read(tmp_path: Path) -> None:
         tree = config.model_dump(mode="json")
         tree["runtime"]["tensorboard"] = tensorboard
         tree["rollout"]["speculative"] = {"num_tokens": 4, "ngram": 3, "max_rows": 16} if tensorboard else None
+        tree["store"]["lease_seconds"] = 3600
         (directory.path / "config.json").write_text(json.dumps(tree))
         assert directory.config() == config.replace(monitors=monitors)
         assert resumed_config(directory, config) == config
@@ -118,6 +120,17 @@ def test_a_config_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     (directory.path / "config.json").write_text(json.dumps(tree))
     assert directory.config().store == SharedStore()
     assert directory.config().runtime.weight_transport == "shared_memory"
+
+
+def test_a_step_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    usage = StoreUsage(num_chunks=1, num_rows=2, num_bytes=3, peak_bytes=4, capacity_bytes=5)
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(LocalLines(path))
+    metrics.append_step(step(0).replace(store=usage))
+    tree = json.loads(path.read_text())
+    tree["store"] |= {"leaked_bytes": 0, "open_leases": [0]}
+    path.write_text(json.dumps(tree) + "\n")
+    assert metrics.steps() == [step(0).replace(store=usage)]
 
 
 def test_a_line_cut_short_by_a_kill_was_never_committed(tmp_path: Path) -> None:

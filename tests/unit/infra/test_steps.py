@@ -1,16 +1,15 @@
 """A step that is opened again: what its committed stages have put is kept, the rest is deleted."""
 
-import asyncio
 import logging
 from pathlib import Path
 
 import pytest
 
 from infra.storage.ledger import stage_key, step_folder
-from infra.stores.chunk_files import lease_path
+from infra.stores.chunk_files import open_path
 from infra.stores.files import FsspecColumnStore
 from infra.stores.open import open_store
-from infra.stores.steps import open_step, renewed_lease, sweep_steps
+from infra.stores.steps import open_step, sweep_steps
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.step import PolicyHandle, RunHandle
 from tests.support.small_run import make_small_run, put_advantages, put_behavior, put_rollout
@@ -32,7 +31,7 @@ def run(tmp_path: Path) -> RunHandle:
         entry.parent.mkdir(exist_ok=True)
         entry.write_text("{}")
     store = columns(run)
-    store.open_lease(STEP)
+    store.open(STEP)
     store.save_batch(put_advantages(store, put_behavior(store, put_rollout(store, STEP))))
     return run
 
@@ -108,52 +107,25 @@ def test_a_step_with_a_bad_chunk_is_run_again_from_its_start(
     assert not list(Path(run.directory, "ledger").glob("step-000004/*"))
 
 
-def test_a_renewal_that_fails_once_is_tried_again(
-    run: RunHandle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    open_lease, failures = columns(run).open_lease, [OSError("no route to host")]
-    config = run.config.replace(store=run.config.store.replace(lease_seconds=0.001))
-
-    async def work() -> None:
-        renewed = asyncio.Event()
-
-        def renew(step: int) -> None:
-            if failures:
-                raise failures.pop()
-            open_lease(step)
-            renewed.set()
-
-        monkeypatch.setattr(columns(run), "open_lease", renew)
-        async with renewed_lease(run.replace(config=config), STEP):
-            waiting = asyncio.create_task(renewed.wait())
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)  # the renewal itself must not end
-            assert waiting.done()
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(work())
-    assert "the lease of step 4 could not be renewed, it is tried again: no route to host" in caplog.text
-
-
 @pytest.mark.parametrize(("keep_steps", "left"), [(1, [3, 4]), ("all", [2, 3, 4])])
 def test_a_sweep_keeps_the_last_steps_or_all(run: RunHandle, keep_steps: int | str, left: list[int]) -> None:
     kept_run = run.replace(config=run.config.replace(store=run.config.store.replace(keep_steps=keep_steps)))
     sweep_steps(kept_run, STEP)
     assert columns(run).steps() == left
-    assert columns(run).usage().open_leases == (STEP,)
+    assert columns(run).usage().open_steps == (STEP,)
     sweep_steps(kept_run, STEP + 1)
     assert columns(run).steps() == ([4] if keep_steps == 1 else left)
-    assert columns(run).usage().open_leases == ()  # its lease was ended, its ledger entries are gone
+    assert columns(run).usage().open_steps == ()  # it was closed, its ledger entries are gone
     assert not (Path(run.directory) / "ledger" / stage_key(run, POLICY, "put")).exists()
 
 
 def test_the_files_of_kept_steps_are_not_looked_at_by_a_put(run: RunHandle, monkeypatch: pytest.MonkeyPatch) -> None:
     store = columns(run)
     seen: list[str] = []
-    for name in ("read", "sizes"):
+    for name in ("read", "size", "sizes"):
         own = getattr(store._folder, name)
         monkeypatch.setattr(store._folder, name, lambda path="", own=own: seen.append(path) or own(path))
-    store.open_lease(STEP)
+    store.open(STEP)
     put_rollout(store, STEP)
-    assert lease_path(STEP) in seen
-    assert {path.split("/")[0] for path in seen} == {"leases", step_folder(STEP)}
+    assert open_path(STEP) in seen
+    assert {path.split("/")[0] for path in seen} == {"open", step_folder(STEP)}

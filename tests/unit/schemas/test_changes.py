@@ -142,7 +142,6 @@ OTHER = {
     "store.keep_bytes": "7",
     "store.keep_steps": "7",
     "store.kind": "shared",
-    "store.lease_seconds": "7",
     "store.url": "memory://columns",
 }
 

@@ -62,6 +62,10 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
         ("loss.norm_tokens=100", 'norm_tokens is only for aggregation "seq_mean_token_sum_norm", not for "token_mean"'),
         ("loss.dual_clip=1", "loss.dual_clip = 1: Input should be greater than 1"),
         ("loss.kl_coef=0.1", "unknown key loss.kl_coef; "),
+        (
+            "store.lease_seconds=9",
+            "store.lease_seconds was removed in 0.3; leave it out: columns stay until",
+        ),
         ("advantage={kind='rloo', epsilon=1e-6}", "unknown key advantage.epsilon; allowed here: kind"),
         ("kl.estimator=k4", "kl.estimator = 'k4': Input should be 'k1', 'k2' or 'k3'"),
         ("correction.cap=0", "correction.cap = 0: Input should be greater than 0"),

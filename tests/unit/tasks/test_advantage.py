@@ -39,7 +39,7 @@ def compute(
     )
     directory = RunDirectory.create(config, "run")
     store = columns_of(directory)
-    store.open_lease(STEP)
+    store.open(STEP)
     batch = put_rollout(store, STEP)
     run = RunHandle(run_id="run", identity="run", directory=str(directory.path), config=config, store_incarnation="g")
     rollout = rollout_of([sample[3] for sample in SAMPLES] if rewards is None else rewards, turns)

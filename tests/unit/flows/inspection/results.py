@@ -34,7 +34,7 @@ def stopped(result: Result, *parts: str) -> str:
 
 def begin_step(run: RunDirectory, step: int = 4) -> FsspecColumnStore:
     store = columns_of(run)
-    store.open_lease(step)
+    store.open(step)
     return store
 
 

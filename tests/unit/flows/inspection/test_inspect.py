@@ -149,7 +149,7 @@ def test_json_holds_the_same_for_machines(inspect: Command) -> None:
 
 def test_a_step_whose_put_has_only_begun(inspect: Command, run: RunDirectory) -> None:
     store = begin_step(run)
-    assert shown(inspect("demo")).startswith("run demo, step 3,")  # an open lease holds no columns
+    assert shown(inspect("demo")).startswith("run demo, step 3,")  # an open step may hold no columns
     put_rollout(store, 4)
     summary = parsed(inspect("demo", "--json"))
     assert (summary["step"], summary["steps"], summary["has_batch"]) == (4, [2, 3, 4], False)
