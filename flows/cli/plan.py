@@ -49,8 +49,10 @@ def plan_config(
         console.out(plan.model_dump_json(indent=2), highlight=False)
     else:
         for part in _parts(config, plan, fill):
-            text = {"markup": False, "highlight": False, "soft_wrap": True} if isinstance(part, str) else {}
-            with_width(console).print(part, **text)
+            if isinstance(part, str):
+                console.print(part, markup=False, highlight=False, soft_wrap=True)
+            else:
+                with_width(console).print(part)
         for warning in (*footprint.warnings, *resources.warnings):
             console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     footprint.check_capacity()
@@ -96,7 +98,7 @@ def _parts(config: RunConfig, plan: Plan, fill: float) -> Iterator[str | Table]:
 
 def _memory(resources: Resources) -> Iterator[str | Table]:
     """Yield memory by worker and phase, and what it consists of."""
-    phases = plain_table("memory of each", *PHASES, left=1)
+    phases = plain_table("memory of each (*: most)", *PHASES, left=1)
     parts = plain_table("of which", "not all of it at the same time", left=2)
     for worker in resources.workers:
         name = f"{worker.count} {worker.role}" + (f" (a GPU of {worker.gpus})" * (worker.gpus > 1))

@@ -87,11 +87,12 @@ def _columns(config: RunConfig, footprint: Footprint, placement: Placement, coun
     """Return the columns that the node's workers put, of all steps that are stored at the same time."""
     if config.store.kind == "fsspec":
         return 0
+    putters: dict[str, Role] = {"rollout": "rollout"}
+    if config.needs_reference_worker:
+        putters["reference"] = "reference"
     total = 0.0
     for column in footprint.columns:
-        producer = column_spec(column.name).producer
-        putters = {"rollout": "rollout", "reference": "reference" if config.needs_reference_worker else "policy"}
-        role: Role = putters.get(producer, "policy")  # the driver's columns count as the policy's
+        role = putters.get(column_spec(column.name).producer, "policy")  # the driver's count as the policy's
         total += column.num_bytes * counts[role] / len(placement.nodes[role])
     steps = 1 + config.runtime.max_staleness
     scale = footprint.most_store_bytes / footprint.store_bytes

@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import add, or_
 from typing import Literal
 
@@ -201,8 +201,7 @@ def _find_fixes(config: RunConfig, planned: Resources, fits: Callable[[Changes],
     """Yield the settings that make a run fit, each by itself; if none does, the first ones that do together."""
     candidates = list(_candidates(config, planned))
     alone = [changes for changes in candidates if fits(changes)]
-    together = [] if alone else [next(filter(fits, accumulate(candidates, or_)), {})]
-    for changes in filter(None, alone or together):
+    for changes in alone or list(islice(filter(fits, accumulate(candidates, or_)), 1)):
         if "packing.token_budget" in changes:
             changes |= _largest_budget(config, changes, fits)
         yield " ".join(f"{name}={value}" for name, value in changes.items())
