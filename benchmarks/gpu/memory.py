@@ -8,9 +8,8 @@ from benchmarks.gpu.passes import peak_bytes, reset_peak
 from benchmarks.gpu.results import CheckResult, Figure, Settings
 from benchmarks.models import size_of
 from flows.plan.footprint import measure_step
-from flows.plan.placement import place
 from flows.plan.resources import this_machine
-from flows.plan.workers import ModelMemory, worker_memory
+from flows.plan.workers import ModelMemory, place, worker_memory
 from infra.models.scoring import load_scoring_module
 from infra.models.tiny import make_model
 from rl_core.planning import plan_forward, plan_step
@@ -63,7 +62,7 @@ def _config(settings: Settings, folder: Path) -> RunConfig:
 
 def _plan(settings: Settings, config: RunConfig) -> tuple[dict[str, int], int]:
     """Return the planned bytes of scoring and update, and the tokens of the longest prompt."""
-    footprint = measure_step(config, "uniform", 1.0)
+    footprint = measure_step(config, 1.0)
     machine = this_machine() if not settings.is_twin else this_machine().replace(gpus_per_node=0)
     model = ModelMemory.of(config, footprint, on_gpus=not settings.is_twin)
     policy, *_ = worker_memory(config, footprint, model, machine, place(config, machine))

@@ -102,32 +102,18 @@ def train(
 def plan(
     config_path: Annotated[str, typer.Argument(help="A TOML file, or the name of a built-in one.", metavar="CONFIG")],
     overrides: OverridesArgument = None,
-    lengths: Annotated[
-        Literal["lognormal", "uniform"], typer.Option(help="Distribution of the response lengths.")
-    ] = "lognormal",
-    fill: Annotated[float, typer.Option(help="Mean response length / rollout.max_response_tokens.")] = 0.5,
+    fill: Annotated[
+        float, typer.Option(help="Mean response length / rollout.max_response_tokens; 1: all at their longest.")
+    ] = 0.5,
     cluster: Annotated[
         str | None, typer.Option(help="Plan for other hardware: GPUSxKIND or NODESxGPUSxKIND, e.g. 8xH100, 2x8xH100.")
     ] = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure one micro-batch on this machine, for the time of a step.")
-    ] = False,
-    utilization: Annotated[float, typer.Option(help="Fraction of a GPU's published peaks that is reached.")] = 0.4,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON value.")] = False,
 ) -> None:
-    """Plan one step without starting anything: rows, memory, network, time; fail if it can't fit."""
+    """Plan one step without starting anything: rows, micro-batches, memory; if it can't fit, say what to change."""
     from flows.cli.plan import plan_config
 
-    plan_config(
-        console,
-        _load(config_path, overrides or []),
-        shape=lengths,
-        fill=fill,
-        cluster=cluster,
-        calibrate=calibrate,
-        utilization=utilization,
-        as_json=as_json,
-    )
+    plan_config(console, _load(config_path, overrides or []), fill=fill, cluster=cluster, as_json=as_json)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from schemas.config.reward import GroupFunctionReward, ModelReward, RewardConfig
 from schemas.config.reward_base import IsolatedReward
 from schemas.config.run import RunConfig
 
-SHOWN_CHARACTERS, SHOWN_TOKENS = 2000, 60
+SHOWN_CHARACTERS, SHOWN_TOKENS = 600, 24
 TIMEOUT_SECONDS = 30.0  # of a reward without a limit
 
 
@@ -77,7 +77,7 @@ def example_lines(example: Example) -> Iterator[str]:
     parts = "".join(f", {name} {value:g}" for name, value in example.parts.items())
     reward = example.without_reward if example.reward is None else f"{example.reward:g}{parts}"
     response = "" if example.response == example.answer else f", {_cut(repr(example.response))}"
-    yield f"reward of its answer, {_cut(repr(example.answer))}, as the whole response{response}: {reward}\n"
+    yield f"reward of its answer, {_cut(repr(example.answer))}, as the whole response{response}: {reward}"
 
 
 def _parts(reward: RewardConfig) -> list[object]:
@@ -101,4 +101,5 @@ def _score(config: RunConfig, row: PromptRow, response: str) -> RewardOutcome:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}... ({len(text):,} characters)"
+    half = SHOWN_CHARACTERS // 2
+    return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]} ({len(text):,} characters)"

@@ -1,14 +1,19 @@
-"""`sluice plan`: one step of a config, planned without starting anything."""
+"""`sluice plan`: one step of a config, planned without starting anything, on one screen."""
+
+from collections.abc import Iterator
 
 from rich.console import Console
+from rich.table import Table
 
 from flows.cli.example import Example, example_lines, show_example
-from flows.cli.plan_tables import footprint_parts, resource_parts
+from flows.cli.tables import plain_table, with_width
 from flows.plan.footprint import Footprint, measure_step
-from flows.plan.resources import Resources, plan_resources
-from flows.plan.simulate import LengthShape
+from flows.plan.resources import Resources, plan_resources, this_machine
 from flows.preflight import check
+from rl_core.planning.hardware import format_bytes, parse_cluster
+from rl_core.planning.memory import PHASES, PhaseBytes
 from schemas.base import Frozen
+from schemas.config.environment import EnvironmentConfig
 from schemas.config.run import RunConfig
 
 
@@ -21,62 +26,109 @@ class Plan(Frozen):
 
 
 def plan_config(
-    console: Console,
-    config: RunConfig,
-    *,
-    shape: LengthShape,
-    fill: float,
-    cluster: str | None = None,
-    calibrate: bool = False,
-    utilization: float = 0.4,
-    as_json: bool = False,
+    console: Console, config: RunConfig, *, fill: float, cluster: str | None = None, as_json: bool = False
 ) -> None:
     """Check a config, simulate one step, and print what it takes.
 
     Args:
         console: The console to print on.
         config: The run.
-        shape: The distribution of the response lengths.
         fill: The mean response length, as a fraction of `rollout.max_response_tokens`.
         cluster: The cluster to plan for, see `rl_core.planning.hardware.parse_cluster`; None: this machine.
-        calibrate: Whether to measure this machine's rates.
-        utilization: The fraction of a GPU's published peaks that is reached.
         as_json: Whether to print one JSON value instead of tables.
 
     Raises:
         UserError: The config is not usable, or the step can't fit; in that case the plan is printed first.
     """
     prompts = check(config, runs_here=cluster is None)
-    footprint = measure_step(config, shape, fill, prompts)
-    resources = plan_resources(
-        config,
-        footprint,
-        shape=shape,
-        fill=fill,
-        data=prompts,
-        cluster=cluster,
-        calibrate=calibrate,
-        utilization=utilization,
-    )
-    example = show_example(config, prompts)
+    footprint = measure_step(config, fill, prompts)
+    machines = this_machine() if cluster is None else parse_cluster(cluster)
+    resources = plan_resources(config, footprint, machines, fill=fill, data=prompts)
+    plan = Plan(example=show_example(config, prompts), footprint=footprint, resources=resources)
     if as_json:
-        console.out(
-            Plan(example=example, footprint=footprint, resources=resources).model_dump_json(indent=2), highlight=False
-        )
+        console.out(plan.model_dump_json(indent=2), highlight=False)
     else:
-        _print(console, config, example, footprint, resources)
+        for part in _parts(config, plan, fill):
+            if isinstance(part, str):
+                console.print(part, markup=False, highlight=False, soft_wrap=True)
+            else:
+                with_width(console).print(part)
+        for warning in (*footprint.warnings, *resources.warnings):
+            console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     footprint.check_capacity()
     resources.check()
+    if not as_json:
+        verdict, style = resources.verdict, "bold green"
+        if resources.exceeded:
+            verdict, style = f"warning: {verdict}", "bold yellow"
+        console.print(verdict, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _print(console: Console, config: RunConfig, example: Example, footprint: Footprint, resources: Resources) -> None:
-    rows, *tables = footprint_parts(footprint)
-    method = f"method: advantage {config.advantage.kind}, loss {config.loss.kind}, correction {config.correction.kind}"
-    for part in (rows, *example_lines(example), f"{method}\n", *tables, *resource_parts(resources)):
-        if isinstance(part, str):
-            console.print(part, markup=False, highlight=False, soft_wrap=True)
-        else:
-            console.print(part)
-    excess = (resources.excess,) if resources.excess and resources.cluster.is_here else ()
-    for warning in (*footprint.warnings, *resources.warnings, *excess):
-        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+def _parts(config: RunConfig, plan: Plan, fill: float) -> Iterator[str | Table]:
+    """Yield the method, a prompt, the rows and their micro-batches, and what they take."""
+    footprint, resources = plan.footprint, plan.resources
+    yield (
+        f"run {config.name}: {config.steps:,} steps; advantage {config.advantage.kind}, loss {config.loss.kind}, "
+        f"correction {config.correction.kind}"
+    )
+    yield from example_lines(plan.example)
+    yield from map(_environment, config.environments)
+    reused = f" ({footprint.num_reused:,} of stored groups)" if footprint.num_reused else ""
+    yield (
+        f"\none step: {footprint.num_rows:,} rows{reused}, {footprint.prompt_tokens:,} prompt tokens (at most "
+        f"{footprint.longest_prompt:,} a row), {footprint.response_tokens:,} response tokens (if {fill:.0%} of the "
+        f"limit of {config.rollout.max_response_tokens:,} a row on average)\n"
+        f"padding: 0 tokens; a padded batch would be {footprint.padded_tokens:,} tokens, "
+        f"{footprint.pad_waste:.1%} of them padding"
+    )
+    yield f"updates: {footprint.plan}\nscoring: {footprint.forward}"
+    yield (
+        f"columns: {len(footprint.columns)}, of {format_bytes(footprint.store_bytes)} a step, or "
+        f"{format_bytes(footprint.most_store_bytes)} with the longest responses\n"
+    )
+    yield from _memory(resources)
+    limits = plain_table("limit", "where", "needed", "available", "used", left=2)
+    for limit in resources.limits:
+        used, available = format_bytes(limit.used), format_bytes(limit.available)
+        style = "red" if limit.fraction > 1 else "bold" if limit == resources.binding else None
+        limits.add_row(limit.name, limit.where, used, available, f"{limit.fraction:.1%}", style=style)
+    yield limits
+    yield ""
+
+
+def _memory(resources: Resources) -> Iterator[str | Table]:
+    """Yield memory by worker and phase, and what it consists of."""
+    phases = plain_table("memory of each (*: most)", *PHASES, left=1)
+    parts = plain_table("of which", "not all of it at the same time", left=2)
+    for worker in resources.workers:
+        name = f"{worker.count} {worker.role}" + (f" (a GPU of {worker.gpus})" * (worker.gpus > 1))
+        phases.add_row(name, *_by_phase(worker.phases))
+        parts.add_row(worker.role, _listed(worker.parts))
+    if resources.shared is not None:
+        phases.add_row("a shared GPU", *_by_phase(resources.shared))
+    parts.add_row(f"host, node {resources.host.node}", _listed(resources.host.parts))
+    yield phases
+    yield ""
+    yield parts
+    yield ""
+
+
+def _listed(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts.items())
+
+
+def _environment(environment: EnvironmentConfig) -> str:
+    what = f"tools {', '.join(environment.tools)}" if environment.kind == "tools" else f"class {environment.path}"
+    tokens = f" of at most {environment.max_turn_tokens:,} tokens" if environment.max_turn_tokens else ""
+    processes = f"{environment.num_processes} process{'es' * (environment.num_processes > 1)} per rollout worker"
+    return (
+        f"environment: {what}; at most {environment.max_turns:,} turns{tokens}; {processes}; at most "
+        f"{environment.reset_timeout_seconds:g} s a reset, {environment.step_timeout_seconds:g} s a step, "
+        f"{environment.trajectory_timeout_seconds:g} s a trajectory"
+    )
+
+
+def _by_phase(phases: PhaseBytes) -> list[str]:
+    values = [format_bytes(getattr(phases, phase)) for phase in PHASES]
+    values[PHASES.index(phases.peak_phase)] += "*"
+    return values

@@ -53,10 +53,9 @@ def run_training(console: Console, config: RunConfig, run_id: str | None = None)
 
 def _what_fits(config: RunConfig, gpu_bytes: int) -> str:
     """Return what the plan says of GPUs of this size."""
-    from flows.plan.footprint import measure_step  # not at the top: only a run whose GPU is too small needs them
-    from flows.plan.resources import plan_for_gpu
+    from flows.plan.resources import plan_for_gpu  # not at the top: only a run whose GPU is too small needs it
 
-    return plan_for_gpu(config, measure_step(config), gpu_bytes)
+    return plan_for_gpu(config, gpu_bytes)
 
 
 def _is_started(directory: RunDirectory) -> bool:

@@ -1,1 +1,1 @@
-"""What `sluice plan` says of a run before it starts: rows, memory, traffic, time, placement, and what to change."""
+"""What `sluice plan` says of a run before it starts: rows, micro-batches, memory, and what to change."""

@@ -1,24 +1,62 @@
-"""The rows, plans and columns of one step of a config, computed before anything is started."""
+"""The rows, plans and columns of one step of a config, computed before anything is started.
 
+The prompts are those of the data file's first step; response lengths are drawn at random.
+"""
+
+import json
+import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 from pydantic import NonNegativeInt, PositiveInt
 
-from flows.plan.simulate import ColumnBytes, LengthShape, SimulatedStep, column_bytes, column_dtypes, simulate_step
-from infra.datasets import PromptDataset
-from infra.models.load import num_embeddings
+from infra.datasets import PromptDataset, PromptRow, load_train_prompts
+from infra.models.load import experts_dtype, load_tokenizer, num_embeddings
 from infra.workers.layout import decide_device
-from rl_core.columns.codec import arrow_type, encoded_bytes
+from rl_core.columns.codec import arrow_type, encoded_bytes, value_bits
+from rl_core.columns.jagged import token_dtype
 from rl_core.planning import plan_forward, plan_step
+from rl_core.rollout.curriculum import plan_sources
 from schemas.base import Frozen
-from schemas.catalog import column_spec
-from schemas.config.environment import EnvironmentConfig
+from schemas.catalog import CATALOG, EXPERT_DTYPES, TOKEN_DTYPES, Axis, column_spec
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.plan import ForwardPlan, StepPlan, UpdatePlan
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedStep:
+    """The rows of a step that has not been run."""
+
+    prompts: Sequence[PromptRow]  # N
+    response_lengths: NDArray[np.int64]  # [N], tokens, at least 1
+    samples_per_prompt: int
+    max_response_tokens: int
+    max_turns: int = 1
+
+    @property
+    def prompt_lengths(self) -> NDArray[np.int64]:
+        """Prompt lengths: [N], tokens."""
+        return np.array([len(prompt.prompt_ids) for prompt in self.prompts], dtype=np.int64)
+
+    def at_longest(self) -> "SimulatedStep":
+        """Return the same rows with every response at its maximum length."""
+        return replace(self, response_lengths=np.full_like(self.response_lengths, self.max_response_tokens))
+
+
+class ColumnBytes(Frozen):
+    """The size of one column of a step."""
+
+    name: str
+    axis: Axis
+    dtype: str
+    num_values: NonNegativeInt
+    num_bytes: NonNegativeInt  # values and row offsets
 
 
 class Footprint(Frozen):
@@ -29,7 +67,6 @@ class Footprint(Frozen):
     prompt_tokens: PositiveInt
     response_tokens: PositiveInt
     longest_prompt: PositiveInt  # tokens
-    longest_response: PositiveInt  # tokens
     padded_tokens: PositiveInt  # of the same rows, padded to the longest prompt and the longest response
     columns: tuple[ColumnBytes, ...]  # without reward parts, whose names only the reward function defines
     chunk_bytes: NonNegativeInt  # overhead of the Arrow files
@@ -37,7 +74,7 @@ class Footprint(Frozen):
     most_store_bytes: PositiveInt  # the same with every response at its longest
     capacity_bytes: PositiveInt
     micro_tokens: PositiveInt  # the most that a micro-batch computes, padding included, with the longest responses
-    environments: tuple[EnvironmentConfig, ...]  # that answer the model's turns
+    num_micros: PositiveInt  # of a rank in an update, with the longest responses
     plan: StepPlan
     forward: ForwardPlan  # of a scoring pass
     warnings: tuple[str, ...]
@@ -46,12 +83,6 @@ class Footprint(Frozen):
     def pad_waste(self) -> float:
         """The fraction of a padded batch that is padding."""
         return 1 - (self.prompt_tokens + self.response_tokens) / self.padded_tokens
-
-    @property
-    def num_micros(self) -> int:
-        """The most micro-batches with rows that a rank has in an update."""
-        ranks = (rank for update in self.plan.updates for rank in update.ranks)
-        return max(sum(bool(micro.rows) for micro in rank) for rank in ranks)
 
     def check_capacity(self) -> None:
         """Check that the store can hold the step.
@@ -62,27 +93,25 @@ class Footprint(Frozen):
         if self.store_bytes > self.capacity_bytes:
             raise ConfigError(
                 f"the columns of one step take {self.store_bytes} bytes, more than store.capacity_bytes = "
-                f"{self.capacity_bytes}; raise it, or lower rollout.num_prompts, rollout.samples_per_prompt, "
-                "rollout.max_response_tokens or data.reuse.num_groups"
+                f"{self.capacity_bytes}; set it to at least {self.most_store_bytes}, which holds the longest responses "
+                "too, or lower rollout.num_prompts, rollout.samples_per_prompt, rollout.max_response_tokens or "
+                "data.reuse.num_groups"
             )
 
 
-def measure_step(
-    config: RunConfig, shape: LengthShape = "lognormal", fill: float = 0.5, data: PromptDataset | None = None
-) -> Footprint:
+def measure_step(config: RunConfig, fill: float = 0.5, data: PromptDataset | None = None) -> Footprint:
     """Simulate a step and return its footprint. Every response token counts as trained.
 
     Args:
         config: The run, checked by `flows.preflight.check`.
-        shape: The distribution of the response lengths, see `simulate.draw_lengths`.
-        fill: The mean response length, as a fraction of `rollout.max_response_tokens`; above 0, at most 1.
+        fill: The mean response length, as a fraction of `rollout.max_response_tokens`; 1: all are at their longest.
         data: The training prompts; None loads them.
 
     Raises:
         UserError: The model or the data is not usable.
         PlanError: A row is over the token budget.
     """
-    step = simulate_step(config, shape, fill, data)
+    step = simulate_step(config, fill, data)
     prompts, responses = step.prompt_lengths, step.response_lengths
     packing = {"num_ranks": config.runtime.num_policy_ranks, "token_budget": config.packing.token_budget}
     plan = plan_step(
@@ -94,11 +123,10 @@ def measure_step(
     most_store_bytes = _total(column_bytes(step.at_longest(), dtypes)) + chunk_bytes
     return Footprint(
         num_rows=len(prompts),
-        num_reused=len(prompts) - step.num_sampled,
+        num_reused=len(prompts) - config.rollout.num_prompts * config.rollout.samples_per_prompt,
         prompt_tokens=int(prompts.sum()),
         response_tokens=int(responses.sum()),
         longest_prompt=int(prompts.max()),
-        longest_response=int(responses.max()),
         padded_tokens=len(prompts) * int(prompts.max() + responses.max()),
         columns=columns,
         chunk_bytes=chunk_bytes,
@@ -106,7 +134,7 @@ def measure_step(
         most_store_bytes=most_store_bytes,
         capacity_bytes=config.store.capacity_bytes,
         micro_tokens=_micro_tokens(config, plan.updates, step),
-        environments=config.environments,
+        num_micros=_num_micros(plan, step),
         plan=plan,
         forward=plan_forward(prompts, responses, **packing),
         warnings=_warnings(config, plan, most_store_bytes),
@@ -120,6 +148,13 @@ def _micro_tokens(config: RunConfig, updates: Sequence[UpdatePlan], step: Simula
         return max(len(rows) * int(lengths[list(rows)].max()) for rows in micros)
     longest = step.at_longest()
     return min(config.packing.token_budget, int((longest.prompt_lengths + longest.response_lengths).sum()))
+
+
+def _num_micros(plan: StepPlan, step: SimulatedStep) -> int:
+    longest = step.at_longest()
+    num_tokens = int((longest.prompt_lengths + longest.response_lengths).sum())
+    drawn = max(sum(bool(micro.rows) for micro in rank) for update in plan.updates for rank in update.ranks)
+    return max(drawn, -(-num_tokens // (len(plan.updates) * plan.num_ranks * plan.token_budget)))
 
 
 def _chunk_bytes(config: RunConfig, dtypes: Mapping[str, str]) -> int:
@@ -151,17 +186,18 @@ def _warnings(config: RunConfig, plan: StepPlan, most_store_bytes: int) -> tuple
     if plan.num_ranks > fewest:
         warnings.append(
             f"runtime.num_policy_ranks = {plan.num_ranks}, but an update has {fewest} rows: the "
-            f"other ranks ({plan.num_ranks - fewest}) process only dummies; lower it, or optim.updates_per_step"
+            f"other ranks ({plan.num_ranks - fewest}) process only dummies; lower it to that, or lower "
+            "optim.updates_per_step"
         )
     if len(plan.updates) < config.optim.updates_per_step:
         warnings.append(
             f"optim.updates_per_step = {config.optim.updates_per_step}, but there are only enough rows for "
-            f"{len(plan.updates)}"
+            f"{len(plan.updates)}; lower it to that"
         )
     if most_store_bytes > config.store.capacity_bytes:
         warnings.append(
             f"with every response of {config.rollout.max_response_tokens} tokens the columns of one step take "
-            f"{most_store_bytes} bytes, more than store.capacity_bytes = {config.store.capacity_bytes}"
+            f"{most_store_bytes} bytes, more than store.capacity_bytes = {config.store.capacity_bytes}; set it to that"
         )
     return tuple(warnings)
 
@@ -182,3 +218,98 @@ def check_capacity(config: RunConfig, prompts: PromptDataset) -> None:
     if config.runtime.ray_address is None and config.runtime.device == "cuda":
         decide_device(config, [torch.cuda.device_count()], os.cpu_count() or 1)
     measure_step(config, data=prompts).check_capacity()
+
+
+def simulate_step(config: RunConfig, fill: float, data: PromptDataset | None = None) -> SimulatedStep:
+    """Return the prompts of step 0, repeated for their samples, and response lengths drawn with the config's seed.
+
+    Stored groups that are trained on again have the prompts that would follow. See `measure_step`.
+    """
+    rollout = config.rollout
+    data = load_train_prompts(config.data, load_tokenizer(config.model)) if data is None else data
+    first = plan_sources(config, range(1), {})[0] if config.data.curriculum else None
+    groups = range(rollout.num_prompts + (config.data.reuse.num_groups if config.data.reuse else 0))
+    rows = data.rows_for_groups(0, groups, rollout.num_prompts, config.seed, config.data.shuffle, first)
+    prompts = [data[row] for row in rows for _ in range(rollout.samples_per_prompt)]
+    random = np.random.Generator(np.random.PCG64(config.seed))
+    lengths = draw_lengths(random, fill, rollout.max_response_tokens, len(prompts))
+    turns = max((environment.max_turns for environment in config.environments), default=1)
+    return SimulatedStep(prompts, lengths, rollout.samples_per_prompt, rollout.max_response_tokens, turns)
+
+
+def draw_lengths(random: np.random.Generator, fill: float, longest: int, count: int) -> NDArray[np.int64]:
+    """Return response lengths from 1 to `longest` tokens, uniform over the widest range with this mean: [count] int64.
+
+    Args:
+        random: The random generator.
+        fill: The mean, as a fraction of `longest`.
+        longest: The maximum length, in tokens.
+        count: The number of lengths.
+
+    Raises:
+        ConfigError: `fill` is not above 0 and at most 1.
+    """
+    if not 0 < fill <= 1:
+        raise ConfigError(f"fill is {fill}, expected a fraction of rollout.max_response_tokens above 0 and at most 1")
+    drawn = random.uniform(max(0.0, 2 * fill - 1) * longest, min(1.0, 2 * fill) * longest, count)
+    return np.clip(np.rint(drawn), 1, longest).astype(np.int64)
+
+
+def column_dtypes(config: RunConfig, vocab_size: int) -> dict[str, str]:
+    """Return the dtype of each column of a step, except reward parts, whose names only the reward function defines."""
+    token = "uint16" if token_dtype(vocab_size) == np.uint16 else "int32"
+    expert = experts_dtype(config.model) if config.rollout.router_replay else ""
+    chosen: dict[tuple[str, ...], str] = {TOKEN_DTYPES: token, EXPERT_DTYPES: expert}
+    absent = {"other trainers": True, "logprob": not config.scores_behavior, "reference": not config.kl.coef}
+    dtypes = {
+        name: chosen.get(spec.dtypes, spec.dtypes[0])
+        for name, spec in CATALOG.items()
+        if not absent.get(spec.producer) and name not in _absent_columns(config)
+    }
+    return {name: dtype for name, dtype in dtypes.items() if dtype}
+
+
+def _absent_columns(config: RunConfig) -> set[str]:
+    """Return the rollout's columns that a run lacks by its settings."""
+    versions = set() if config.runtime.max_staleness > 1 else {"sampler_versions"}
+    turns = {name for name, spec in CATALOG.items() if spec.axis == "turn" or name == "episode_end"}
+    return versions if config.environments else versions | turns
+
+
+def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[ColumnBytes, ...]:
+    """Return the size of each column, assuming that a response token has as many bytes of text as a prompt token."""
+    num_rows, text_bytes = len(step.prompts), _text_bytes(step)
+    counts = {
+        "row": num_rows,
+        "prompt": int(step.prompt_lengths.sum()),
+        "response": int(step.response_lengths.sum()),
+        "turn": num_rows * step.max_turns,
+    }
+    columns = []
+    for name, dtype in dtypes.items():
+        axis, type_ = column_spec(name).axis, arrow_type(name, dtype)
+        if pa.types.is_string(type_):
+            num_bytes = 4 * (num_rows + 1) + text_bytes[name]
+        elif pa.types.is_large_list(type_):
+            num_bytes = 8 * (num_rows + 1) + math.ceil(counts[axis] * value_bits(type_) / 8)
+        else:
+            num_bytes = math.ceil(counts[axis] * value_bits(type_) / 8)
+        columns.append(ColumnBytes(name=name, axis=axis, dtype=dtype, num_values=counts[axis], num_bytes=num_bytes))
+    return tuple(columns)
+
+
+def _text_bytes(step: SimulatedStep) -> dict[str, int]:
+    """Return the UTF-8 bytes of each text column over all rows."""
+    prompts, responses = step.prompts, step.response_lengths
+    prompt_text = sum(len(prompt.prompt_text.encode()) for prompt in prompts)
+    groups = [divmod(row, step.samples_per_prompt) for row in range(len(prompts))]
+    num_cut = int((responses == step.max_response_tokens).sum())
+    return {
+        "prompt_text": prompt_text,
+        "response_text": round(prompt_text / step.prompt_lengths.sum() * responses.sum()),
+        "answer": sum(len(prompt.answer.encode()) for prompt in prompts),
+        "info": sum(len(json.dumps(prompt.info, default=str).encode()) for prompt in prompts),
+        "sample_id": sum(len(f"0-{group}-{sample}") for group, sample in groups),
+        "episode_end": len("turn_length") * len(prompts),
+        "finish_reason": len("length") * num_cut + len("stop") * (len(prompts) - num_cut),
+    }

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pydantic import NonNegativeInt
 
 from flows.plan.footprint import Footprint
-from flows.plan.placement import Placement
-from flows.plan.workers import ModelMemory, WorkerMemory, bucket_bytes, engine_weight_bytes, weight_carrier
+from flows.plan.workers import ModelMemory, Placement, WorkerMemory, bucket_bytes, engine_weight_bytes, weight_carrier
 from infra.checkpoints.writing import FILE_BYTES
 from infra.workers.layout import Role
 from rl_core.planning.memory import PHASES, Phase, PhaseBytes
@@ -40,13 +39,6 @@ def host_memory(
     """
     nodes = [_node(config, footprint, model, workers, placement, node) for node in placement.used_nodes]
     return max(nodes, key=lambda node: node.num_bytes)
-
-
-def producer_role(config: RunConfig, producer: str) -> Role:
-    """Return the role whose workers put a producer's columns; the driver's count as the policy's."""
-    if producer == "rollout":
-        return "rollout"
-    return "reference" if producer == "reference" and config.needs_reference_worker else "policy"
 
 
 def _node(
@@ -95,10 +87,13 @@ def _columns(config: RunConfig, footprint: Footprint, placement: Placement, coun
     """Return the columns that the node's workers put, of all steps that are stored at the same time."""
     if config.store.kind == "fsspec":
         return 0
+    putters: dict[str, Role] = {"rollout": "rollout"}
+    if config.needs_reference_worker:
+        putters["reference"] = "reference"
     total = 0.0
     for column in footprint.columns:
-        role = producer_role(config, column_spec(column.name).producer)
-        total += column.num_bytes * counts[role] / placement.count(role)
+        role = putters.get(column_spec(column.name).producer, "policy")  # the driver's count as the policy's
+        total += column.num_bytes * counts[role] / len(placement.nodes[role])
     steps = 1 + config.runtime.max_staleness
     scale = footprint.most_store_bytes / footprint.store_bytes
     return round(steps * scale * total)

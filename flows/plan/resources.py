@@ -1,29 +1,49 @@
-"""What a planned run takes of its machines: memory by worker and phase, network, time, and the limit that binds."""
+"""What a planned run takes of its machines: memory by worker and phase, which limit binds first, what to change."""
 
-from collections.abc import Callable
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from functools import reduce
+from itertools import accumulate, islice
+from operator import add, or_
+from typing import Literal
 
 import psutil
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 
-from flows.plan.advice import find_fix, largest_that_fits
-from flows.plan.calibrate import measure_rates
 from flows.plan.footprint import Footprint, measure_step
-from flows.plan.limits import Limit, binding, find_limits, shared_phases
 from flows.plan.nodes import HostMemory, host_memory
-from flows.plan.placement import place
-from flows.plan.simulate import LengthShape, SimulatedStep, simulate_step
-from flows.plan.speed import StepSeconds, peak_rates, step_seconds
-from flows.plan.traffic import Transfer, step_traffic
-from flows.plan.workers import ModelMemory, WorkerMemory, kv_cache, worker_memory
+from flows.plan.workers import ModelMemory, Placement, RewardBytes, WorkerMemory, place, worker_memory
 from infra.datasets import PromptDataset
+from infra.models.load import max_positions
 from infra.workers.layout import gpus_wanted
-from rl_core.planning.hardware import Cluster, find_gpu_kind, format_bytes, parse_cluster
-from rl_core.planning.memory import PHASES, PhaseBytes
+from rl_core.planning.hardware import Cluster, format_bytes
+from rl_core.planning.memory import PhaseBytes
 from schemas.base import Frozen
+from schemas.config.load import override_config
+from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, ModelError
 
-__all__ = ["Resources", "plan_resources", "this_machine"]
+Changes = dict[str, str]  # settings, as overrides of a config
+
+BUDGET_TOKENS = 64  # the largest token budget that fits is found in these steps
+SHARES = 100  # and the largest share of a GPU for an engine, in hundredths
+
+
+class Limit(Frozen):
+    """One limit, in bytes."""
+
+    name: Literal["GPU memory", "host memory", "store"]
+    where: str
+    used: NonNegativeInt
+    available: PositiveInt
+
+    @property
+    def fraction(self) -> float:
+        """The used part."""
+        return self.used / self.available
 
 
 class Resources(Frozen):
@@ -31,23 +51,41 @@ class Resources(Frozen):
 
     cluster: Cluster
     workers: tuple[WorkerMemory, ...]
-    shared: PhaseBytes | None  # of a GPU that a worker of each role shares
+    shared: PhaseBytes | None  # of a GPU on which a worker of each role computes; None if no GPU is shared
     host: HostMemory
-    traffic: tuple[Transfer, ...]
-    seconds: StepSeconds | None  # None: no rates are known
-    limits: tuple[Limit, ...]
-    excess: str  # what does not fit, and what to change; empty if the run fits
+    limits: tuple[Limit, ...]  # GPU memory with GPUs only
+    fixes: tuple[str, ...] = ()  # settings with each of which a run that does not fit was planned, and fits
     warnings: tuple[str, ...]
 
     @property
     def binding(self) -> Limit:
-        """The limit that binds first, see `limits.binding`."""
-        return binding(self.limits)
+        """The limit that binds first: the fullest one."""
+        return max(self.limits, key=lambda limit: limit.fraction)
 
     @property
     def exceeded(self) -> tuple[Limit, ...]:
         """The memory of the machines that the run exceeds; `Footprint.check_capacity` is for the store."""
-        return tuple(limit for limit in self.limits if limit.is_exceeded and limit.name != "store")
+        return tuple(limit for limit in self.limits if limit.fraction > 1 and limit.name != "store")
+
+    @property
+    def verdict(self) -> str:
+        """Whether the run fits, the limit that binds first, and what to change."""
+        name = self.cluster.name
+        if not self.exceeded:
+            first = self.binding
+            return (
+                f"the run fits {name}: {first.name} ({first.where}) binds first, at {first.fraction:.1%} of "
+                f"{format_bytes(first.available)}"
+            )
+        worst = max(self.exceeded, key=lambda limit: limit.fraction)
+        machines = "nodes" if worst.name == "host memory" else "GPUs"
+        advice = f"no settings that Sluice tried make it fit: use {machines} with more memory, or more of them"
+        if self.fixes:
+            advice = f"it fits with {'; or with '.join(self.fixes)}"
+        return (
+            f"{worst.name} ({worst.where}): the run needs {format_bytes(worst.used)}, but {name} has "
+            f"{format_bytes(worst.available)}; {advice}"
+        )
 
     def check(self) -> None:
         """Check that the run fits the memory of a cluster that was asked for; of this machine, it is a warning.
@@ -55,151 +93,156 @@ class Resources(Frozen):
         Raises:
             ConfigError: It doesn't fit.
         """
-        if self.excess and not self.cluster.is_here:
-            raise ConfigError(self.excess)
+        if self.exceeded and not self.cluster.is_here:
+            raise ConfigError(self.verdict)
 
 
 def plan_resources(
     config: RunConfig,
     footprint: Footprint,
+    cluster: Cluster,
     *,
-    shape: LengthShape,
-    fill: float,
+    fill: float = 0.5,
     data: PromptDataset | None = None,
-    cluster: str | None = None,
-    calibrate: bool = False,
-    utilization: float = 0.4,
 ) -> Resources:
-    """Return what a run takes.
+    """Return what a run takes, and if it does not fit, what to change.
 
     Args:
         config: The run, checked by `flows.preflight.check`.
         footprint: Its step.
-        shape: The distribution of the response lengths.
-        fill: Their mean, as a fraction of `rollout.max_response_tokens`.
+        cluster: The machines, see `this_machine` and `parse_cluster`.
+        fill: The `fill` of the footprint.
         data: The training prompts; None loads them.
-        cluster: The cluster, see `parse_cluster`; None: this machine.
-        calibrate: Whether to measure rates on this machine.
-        utilization: The fraction of a GPU's published peaks that is reached.
 
     Raises:
-        UserError: The model is not usable, the cluster has too few GPUs or is unknown, or options contradict.
+        UserError: The model is not usable, or the cluster has too few GPUs.
     """
-    if cluster is not None and calibrate:
-        raise ConfigError("--calibrate measures this machine, --cluster plans for another one; leave one of them out")
-    machines = this_machine() if cluster is None else parse_cluster(cluster)
-    return _plan_and_advise(config, footprint, machines, shape, fill, data, calibrate, utilization)
+    reward = RewardBytes.of(config, on_gpus=place(config, cluster).on_gpus)
+    planned = _plan(config, footprint, cluster, reward)
+
+    def fits(changes: Changes) -> bool:
+        try:
+            changed = override_config(config, [f"{name}={value}" for name, value in changes.items()], "plan")
+            return not _plan(changed, measure_step(changed, fill, data), cluster, reward).exceeded
+        except (ConfigError, ModelError):  # such a config is refused, e.g. as the model has no gradient checkpointing
+            return False
+
+    return planned.replace(fixes=tuple(_find_fixes(config, planned, fits))) if planned.exceeded else planned
 
 
-def plan_for_gpu(config: RunConfig, footprint: Footprint, gpu_bytes: int) -> str:
+def plan_for_gpu(config: RunConfig, gpu_bytes: int) -> str:
     """Return, in a sentence, what fits GPUs of this size that are too small for a run, as far as a plan can tell."""
     host_bytes = 2**60  # it was not too small
     machines = Cluster(
         name="the GPU", num_nodes=1, gpus_per_node=gpus_wanted(config), gpu_bytes=gpu_bytes, host_bytes=host_bytes
     )
     try:
-        planned = _plan_and_advise(config, footprint, machines, "lognormal", 0.5)
+        planned = plan_resources(config, measure_step(config), machines)
     except ConfigError as error:  # not even an engine's weights fit
         return str(error)
-    used = next(limit for limit in planned.limits if limit.name == "GPU memory")
-    return planned.excess or (
-        f"by the plan the run takes {format_bytes(used.used)} of {format_bytes(gpu_bytes)} ({used.where}): CUDA's own "
+    if planned.exceeded:
+        return planned.verdict
+    gpu = planned.limits[0]
+    return (
+        f"by the plan the run takes {format_bytes(gpu.used)} of {format_bytes(gpu_bytes)} ({gpu.where}): CUDA's own "
         "memory, fragmentation or other processes take the rest"
     )
 
 
-def _plan_and_advise(
-    config: RunConfig,
-    footprint: Footprint,
-    machines: Cluster,
-    shape: LengthShape,
-    fill: float,
-    data: PromptDataset | None = None,
-    calibrate: bool = False,
-    utilization: float = 1.0,
-) -> Resources:
-    step = simulate_step(config, shape, fill, data)
-    planned = _plan(config, footprint, step, machines, calibrate, utilization)
-    if not planned.exceeded:
-        return planned
-
-    def fits(changed: RunConfig) -> bool:
-        changed_footprint = measure_step(changed, shape, fill, data)
-        changed_step = simulate_step(changed, shape, fill, data)
-        return not _plan(changed, changed_footprint, changed_step, machines, False, utilization).exceeded
-
-    return planned.replace(excess=_describe(planned, _largest(config, planned, fits), find_fix(config, machines, fits)))
-
-
-def _plan(
-    config: RunConfig,
-    footprint: Footprint,
-    step: SimulatedStep,
-    machines: Cluster,
-    calibrate: bool,
-    utilization: float,
-) -> Resources:
-    placement = place(config, machines)
-    model = ModelMemory.of(config, footprint, on_gpus=placement.on_gpus)
-    workers = worker_memory(config, footprint, model, machines, placement)
-    host = host_memory(config, footprint, model, workers, placement)
-    traffic = step_traffic(config, footprint, model, machines, placement)
-    rates = peak_rates(config, machines, utilization) if placement.on_gpus else None
-    if calibrate:
-        rates = measure_rates(config, footprint, model, step)
-    seconds = None
-    if rates is not None:
-        cache = kv_cache(config, workers)
-        seconds = step_seconds(config, footprint, model, rates, traffic, placement, cache, step)
-    return Resources(
-        cluster=machines,
-        workers=workers,
-        shared=shared_phases(workers, placement),
-        host=host,
-        traffic=traffic,
-        seconds=seconds,
-        limits=find_limits(footprint, workers, host, traffic, seconds, machines, placement),
-        excess="",
-        warnings=model.warnings,
-    )
-
-
 def this_machine() -> Cluster:
-    """Return this machine; the peaks of its GPUs are known if their name contains that of a known kind."""
-    host_bytes = psutil.virtual_memory().total
-    if not torch.cuda.is_available():
-        return Cluster(
-            name="this machine", num_nodes=1, gpus_per_node=0, gpu_bytes=0, host_bytes=host_bytes, is_here=True
-        )
-    found = torch.cuda.get_device_properties(0)
-    name = find_gpu_kind(found.name)
-    count = torch.cuda.device_count()
-    own = {"name": "this machine", "gpu_bytes": found.total_memory, "host_bytes": host_bytes, "is_here": True}
-    if name is None:
-        return Cluster(num_nodes=1, gpus_per_node=count, **own)
-    return parse_cluster(f"{count}x{name}").replace(**own)
-
-
-def _largest(config: RunConfig, resources: Resources, fits: Callable[[RunConfig], bool]) -> str:
-    """Return the settings that make the run fit a GPU, each by itself, at their largest; empty if there is none."""
-    limit = _most_exceeded(resources)
-    if limit.phase is None:
-        return ""
-    share, engine = None, resources.workers[-1].phases
-    if resources.shared is not None and getattr(engine, limit.phase):
-        others = max(getattr(resources.shared, phase) - getattr(engine, phase) for phase in PHASES)
-        share = 1 - others / resources.cluster.gpu_bytes
-    return largest_that_fits(config, limit.phase, share, fits)
-
-
-def _most_exceeded(resources: Resources) -> Limit:
-    return max(resources.exceeded, key=lambda each: each.fraction)
-
-
-def _describe(resources: Resources, largest: str, fix: str) -> str:
-    """Return what is exceeded most, by how much, and the advice."""
-    limit, name = _most_exceeded(resources), resources.cluster.name
-    return (
-        f"{limit.name} ({limit.where}): the run needs {format_bytes(limit.used)}, but {name} has "
-        f"{format_bytes(limit.available)}; {largest}{fix}"
+    """Return this machine."""
+    gpus = torch.cuda.device_count()
+    return Cluster(
+        name="this machine",
+        num_nodes=1,
+        gpus_per_node=gpus,
+        gpu_bytes=torch.cuda.get_device_properties(0).total_memory if gpus else 0,
+        host_bytes=psutil.virtual_memory().total,
+        is_here=True,
     )
+
+
+def _plan(config: RunConfig, footprint: Footprint, cluster: Cluster, reward: RewardBytes | None) -> Resources:
+    placement = place(config, cluster)
+    model = ModelMemory.of(config, footprint, on_gpus=placement.on_gpus, reward=reward)
+    workers = worker_memory(config, footprint, model, cluster, placement)
+    host = host_memory(config, footprint, model, workers, placement)
+    shared = _shared_phases(workers, placement)
+    limits = []
+    if placement.on_gpus:
+        held = {"colocated": shared} if shared else {worker.role: worker.phases for worker in workers}
+        role, phases = max(held.items(), key=lambda each: each[1].peak)
+        where = f"{role}, {phases.peak_phase}"
+        limits.append(Limit(name="GPU memory", where=where, used=phases.peak, available=cluster.gpu_bytes))
+    where = f"node {host.node}, {host.phase}"
+    limits += [
+        Limit(name="host memory", where=where, used=host.num_bytes, available=cluster.host_bytes),
+        Limit(
+            name="store",
+            where="columns of a step",
+            used=footprint.store_bytes,
+            available=footprint.capacity_bytes,
+        ),
+    ]
+    return Resources(
+        cluster=cluster, workers=workers, shared=shared, host=host, limits=tuple(limits), warnings=model.warnings
+    )
+
+
+def _shared_phases(workers: tuple[WorkerMemory, ...], placement: Placement) -> PhaseBytes | None:
+    if not placement.is_colocated:
+        return None
+    *trained, engine = (worker.phases for worker in workers)
+    others = reduce(add, trained)
+    return others.loading_after(engine) if placement.takes_turns else others + engine
+
+
+def _find_fixes(config: RunConfig, planned: Resources, fits: Callable[[Changes], bool]) -> Iterator[str]:
+    """Yield the settings that make a run fit, each by itself; if none does, the first ones that do together."""
+    candidates = list(_candidates(config, planned))
+    alone = [changes for changes in candidates if fits(changes)]
+    for changes in alone or list(islice(filter(fits, accumulate(candidates, or_)), 1)):
+        if "packing.token_budget" in changes:
+            changes |= _largest_budget(config, changes, fits)
+        yield " ".join(f"{name}={value}" for name, value in changes.items())
+
+
+def _candidates(config: RunConfig, planned: Resources) -> Iterator[Changes]:
+    """Yield changes, those that cost the least time first."""
+    runtime, cluster = config.runtime, planned.cluster
+    if not config.model.gradient_checkpointing:
+        yield {"model.gradient_checkpointing": "true"}
+    if runtime.num_policy_ranks > 1 and runtime.gradient_sync == "last_micro_batch":
+        yield {"runtime.gradient_sync": "every_micro_batch"}
+    spare = max(0, cluster.num_gpus - gpus_wanted(config))
+    if more := spare // runtime.num_policy_replicas * runtime.num_policy_replicas:
+        yield {"runtime.num_policy_ranks": str(runtime.num_policy_ranks + more)}
+    longest = min(config.data.max_prompt_tokens + config.rollout.max_response_tokens, max_positions(config.model))
+    if longest < config.packing.token_budget:
+        yield {"packing.token_budget": str(longest)}
+    if config.rollout.kind == "transformers":
+        one = config.rollout.replace(batch_prompts=1)
+        if config.rollout.prompts_per_batch > one.prompts_per_batch:
+            yield {"rollout.batch_prompts": "1"}
+    if config.model.compute_dtype == "float32":
+        yield {"model.compute_dtype": "bfloat16"}
+    exceeded = {limit.name: limit.used - limit.available for limit in planned.exceeded}
+    if "host memory" in exceeded and config.optim.offload:
+        yield {"optim.offload": "false"}
+    elif "GPU memory" in exceeded and not config.optim.offload:
+        yield {"optim.offload": "true"}
+    if "GPU memory" in exceeded and isinstance(config.rollout, VllmRollout):
+        share = config.rollout.gpu_fraction(is_colocated=planned.shared is not None)
+        lower = math.floor(SHARES * (share - exceeded["GPU memory"] / cluster.gpu_bytes))
+        if lower > 0:
+            yield {"rollout.gpu_memory_utilization": f"{lower / SHARES:g}"}
+
+
+def _largest_budget(config: RunConfig, fitting: Changes, fits: Callable[[Changes], bool]) -> Changes:
+    """Return the largest token budget that fits, between that of `fitting` and that of a config that does not fit."""
+    least, most = int(fitting["packing.token_budget"]), config.packing.token_budget
+    budgets = range(least, most, BUDGET_TOKENS)
+    first_too_large = bisect_left(
+        budgets[1:], True, key=lambda budget: not fits({**fitting, "packing.token_budget": str(budget)})
+    )
+    return {"packing.token_budget": str(budgets[first_too_large])}

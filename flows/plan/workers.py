@@ -1,4 +1,4 @@
-"""The device memory of each worker of a planned run, by phase: a GPU's, or on a CPU its part of the node's."""
+"""Where each worker of a planned run is, and its device memory by phase; on a CPU, its part of the node's."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,13 +8,12 @@ from pydantic import NonNegativeInt, PositiveInt
 from transformers import PreTrainedModel
 
 from flows.plan.footprint import Footprint
-from flows.plan.placement import Placement
 from infra.engines.embedded.cache import cache_bytes_per_token
 from infra.engines.vllm.adapters import allocated_rank
-from infra.engines.vllm.sizes import num_cache_copies
-from infra.models.load import build_meta_model, max_positions
+from infra.engines.vllm.sizes import tensor_parallel_sizes
+from infra.models.load import build_meta_model, enable_gradient_checkpointing, max_positions
 from infra.models.lora import add_adapter, is_adapter
-from infra.workers.layout import Role, num_workers
+from infra.workers.layout import Role, decide_device, num_workers, spread_over_gpus
 from rl_core.planning.activations import Activations, trace_activations
 from rl_core.planning.hardware import Cluster, format_bytes
 from rl_core.planning.memory import (
@@ -39,6 +38,54 @@ from schemas.placement import Device
 
 KV_CACHE = "KV cache"  # of vLLM on a GPU, with its working memory
 _TRACED: dict[Any, tuple[Activations, tuple[str, ...]]] = {}  # most changes that are tried for advice change no forward
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The node of each worker, by role and number; with GPUs, each worker has its own, shared only if colocated.
+
+    Attributes:
+        nodes: By role, the node of each worker.
+        is_colocated: Whether a worker of each role shares a GPU.
+        on_gpus: Whether workers have GPUs.
+        takes_turns: Whether workers of a GPU move out of its memory while others compute.
+    """
+
+    nodes: dict[Role, tuple[int, ...]]
+    is_colocated: bool
+    on_gpus: bool
+    takes_turns: bool = False
+
+    def of_node(self, node: int) -> dict[Role, int]:
+        """Return how many workers of each role are on a node."""
+        return {role: nodes.count(node) for role, nodes in self.nodes.items()}
+
+    @property
+    def used_nodes(self) -> tuple[int, ...]:
+        """The nodes with workers."""
+        return tuple(sorted({node for nodes in self.nodes.values() for node in nodes}))
+
+
+def place(config: RunConfig, cluster: Cluster) -> Placement:
+    """Place workers on GPUs as a run does, node by node; without GPUs, all on one node.
+
+    Raises:
+        ConfigError: The cluster has too few GPUs, in all or on one node.
+    """
+    counts = num_workers(config)
+    device = config.runtime.device
+    if device == "cpu" or (device == "auto" and not cluster.gpus_per_node):
+        return Placement({role: (0,) * count for role, count in counts.items()}, False, False)
+    gpus = [cluster.gpus_per_node] * cluster.num_nodes
+    try:
+        decide_device(config, gpus, num_cpus=0)  # raises if there are too few GPUs
+    except ConfigError as error:
+        if cluster.is_here:
+            raise ConfigError(f"{error}; or plan for hardware that is not here, with --cluster 8xH100") from None
+        raise
+    spread = spread_over_gpus(config, gpus)
+    nodes = {role: tuple(spread[role, number] for number in range(count)) for role, count in counts.items()}
+    return Placement(nodes, config.runtime.placement == "colocated", True, config.takes_turns)
 
 
 @dataclass(frozen=True)
@@ -96,7 +143,6 @@ class ModelMemory:
         reference: Those of a reference rank; None without reference workers.
         reward: Those of a reward worker; None without one.
         whole: All weights of an engine, in float32: with adapters merged, or with room for them as such.
-        sent: Those that a publish sends, in float32.
         activations: Of a micro-batch with the most tokens.
         micro_tokens: Its tokens.
         token_bytes: Float32 KV-cache bytes of a token.
@@ -109,7 +155,6 @@ class ModelMemory:
     reference: WeightBytes | None
     reward: RewardBytes | None
     whole: int
-    sent: int
     activations: Activations
     micro_tokens: int
     token_bytes: int
@@ -118,35 +163,40 @@ class ModelMemory:
     warnings: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: RunConfig, footprint: Footprint, *, on_gpus: bool) -> "ModelMemory":
+    def of(
+        cls, config: RunConfig, footprint: Footprint, *, on_gpus: bool, reward: RewardBytes | None = None
+    ) -> "ModelMemory":
         """Measure a config's model on the meta device.
 
         Args:
             config: The run.
             footprint: Its step.
             on_gpus: Whether it computes on GPUs, which decides the compute dtype unless the config does.
+            reward: What a reward worker takes, if it was measured before.
 
         Raises:
             UserError: The model's config is not that of a causal language model, or its adapter can't be made.
         """
         base = build_meta_model(config.model)
-        whole = sent = WeightBytes.of(base, 1).whole
+        whole = WeightBytes.of(base, 1).whole
         reference, runtime = None, config.runtime
-        half = computes_in_bfloat16(config, on_gpus=on_gpus)
+        device: Device = "cuda" if on_gpus else "cpu"
+        half = config.model.dtype_on(device) == "bfloat16"
         if config.needs_reference_worker:
             reference = WeightBytes.of(base, runtime.num_reference_ranks, bfloat16=half)
         if (lora := config.model.lora) is not None:
             add_adapter(base, lora)
         if lora is not None and config.model.publishes_adapters:
             adapters = sum(FLOAT_BYTES * weight.numel() for name, weight in base.named_parameters() if is_adapter(name))
-            sent = adapters
             is_vllm = isinstance(config.rollout, VllmRollout)
             whole += adapters * (allocated_rank(lora.rank) if is_vllm else lora.rank) // lora.rank
         tokens = footprint.micro_tokens
         if half:
             base.bfloat16()
         activations, warnings = _activations(config, base, tokens)
-        reward = RewardBytes.of(config, on_gpus=on_gpus)
+        if config.model.gradient_checkpointing:
+            enable_gradient_checkpointing(base)  # raises if the model's layers can't be checkpointed
+        reward = reward or RewardBytes.of(config, on_gpus=on_gpus)
         return cls(
             policy=WeightBytes.of(
                 base,
@@ -156,11 +206,10 @@ class ModelMemory:
             reference=reference,
             reward=reward,
             whole=whole,
-            sent=sent,
             activations=activations,
             micro_tokens=tokens,
             token_bytes=cache_bytes_per_token(base.config, torch.float32),
-            engine_itemsize=engine_itemsize(config, on_gpus=on_gpus),
+            engine_itemsize=HALF_BYTES if config.rollout.dtype_on(device) == "bfloat16" else FLOAT_BYTES,
             vocab_size=base.config.get_text_config().vocab_size,
             warnings=(*warnings, *(reward.warnings if reward else ())),
         )
@@ -193,16 +242,6 @@ def worker_memory(
     return tuple(workers)
 
 
-def engine_itemsize(config: RunConfig, *, on_gpus: bool) -> int:
-    """Return the bytes of a number in the engine's weights and KV cache."""
-    return HALF_BYTES if config.rollout.dtype_on("cuda" if on_gpus else "cpu") == "bfloat16" else FLOAT_BYTES
-
-
-def computes_in_bfloat16(config: RunConfig, *, on_gpus: bool) -> bool:
-    """Return whether forward and backward compute in bfloat16."""
-    return config.model.dtype_on("cuda" if on_gpus else "cpu") == "bfloat16"
-
-
 def weight_carrier(config: RunConfig, placement: Placement) -> Literal["nccl", "gloo", "shared_memory"]:
     """Return what carries weights to the rollout workers; see `infra.weights.sync`."""
     setting = config.runtime.weight_transport
@@ -211,11 +250,6 @@ def weight_carrier(config: RunConfig, placement: Placement) -> Literal["nccl", "
     if setting == "shared_memory" or (setting == "auto" and one_node and not own_gpus):
         return "shared_memory"
     return "nccl" if own_gpus else "gloo"
-
-
-def sent_bytes(model: ModelMemory) -> int:
-    """Return the bytes of the weights that a publish sends, in the engines' dtype."""
-    return model.sent * model.engine_itemsize // FLOAT_BYTES
 
 
 def engine_weight_bytes(model: ModelMemory) -> int:
@@ -227,12 +261,6 @@ def bucket_bytes(config: RunConfig, model: ModelMemory) -> int:
     """Return the bytes of the largest bucket of weights: a tensor larger than the setting is one of its own."""
     largest = model.policy.largest * model.engine_itemsize // FLOAT_BYTES
     return max(largest, min(config.runtime.weight_bucket_bytes, engine_weight_bytes(model)))
-
-
-def kv_cache(config: RunConfig, workers: tuple[WorkerMemory, ...]) -> int:
-    """Return the bytes of an engine's KV cache, of which its ranks may hold copies."""
-    rollout = next(worker for worker in workers if worker.role == "rollout")
-    return rollout.gpus * rollout.parts[KV_CACHE] // num_cache_copies(config)
 
 
 def _head(config: RunConfig, model: ModelMemory, placement: Placement, *, is_update: bool) -> HeadSizes:
@@ -313,7 +341,7 @@ def _rollout(
     config: RunConfig, footprint: Footprint, model: ModelMemory, cluster: Cluster, placement: Placement
 ) -> WorkerMemory:
     if is_vllm := isinstance(config.rollout, VllmRollout):
-        parts = _vllm_parts(config.rollout, model, cluster, placement)
+        parts = _vllm_parts(config, config.rollout, model, cluster, placement)
     else:
         parts = _embedded_parts(config, footprint, model)
     weights, total = parts["weights"], sum(parts.values())
@@ -335,24 +363,26 @@ def _buckets_on_device(config: RunConfig, model: ModelMemory, placement: Placeme
     return 2 * bucket_bytes(config, model) if on_device else 0
 
 
-def _vllm_parts(rollout: VllmRollout, model: ModelMemory, cluster: Cluster, placement: Placement) -> dict[str, int]:
+def _vllm_parts(
+    config: RunConfig, rollout: VllmRollout, model: ModelMemory, cluster: Cluster, placement: Placement
+) -> dict[str, int]:
     """Return what each GPU of an engine holds, a shard of weights and cache; on a CPU, what all ranks hold."""
-    dtype, ranks = rollout.dtype_on("cuda" if placement.on_gpus else "cpu"), rollout.tensor_parallel
     whole = engine_weight_bytes(model)
     if not placement.on_gpus:
         return {"weights": whole, KV_CACHE: rollout.cache_bytes}
-    weights, fraction = whole // ranks, rollout.gpu_fraction(is_colocated=placement.is_colocated)
+    weights, fraction = whole // rollout.tensor_parallel, rollout.gpu_fraction(is_colocated=placement.is_colocated)
     reserved = round(fraction * cluster.gpu_bytes)
-    if reserved <= weights:
-        held = f"weights in {dtype} take {format_bytes(weights)}" + (f" on each of {ranks} GPUs" if ranks > 1 else "")
-        raise ConfigError(
-            f"rollout.gpu_memory_utilization = {fraction:g} gives vLLM {format_bytes(reserved)} of a GPU, but {held}; "
-            f"raise it to more than {weights / cluster.gpu_bytes:.2f}, or raise rollout.tensor_parallel"
-            if weights < cluster.gpu_bytes
-            else f"{held}, more than a GPU of {cluster.name} has, {format_bytes(cluster.gpu_bytes)}; raise "
-            f"rollout.tensor_parallel above {whole // cluster.gpu_bytes}, or use GPUs with more memory"
-        )
-    return {"weights": weights, KV_CACHE: reserved - weights}
+    if reserved > weights:
+        return {"weights": weights, KV_CACHE: reserved - weights}
+    lowest = (100 * weights // cluster.gpu_bytes + 1) / 100
+    sizes = [size for size in tensor_parallel_sizes(config.model) if whole // size < reserved]
+    advice = [f"rollout.gpu_memory_utilization={lowest:g}"] if lowest < 1 else []
+    advice += [f"rollout.tensor_parallel={size}" for size in sizes[:1] if not placement.is_colocated]
+    raise ConfigError(
+        f"rollout.gpu_memory_utilization = {fraction:g} gives vLLM {format_bytes(reserved)} of a GPU, but weights in "
+        f"{rollout.dtype_on('cuda')} take {format_bytes(weights)} of each; use at least "
+        f"{', or '.join([*advice, 'GPUs with more memory'])}"
+    )
 
 
 def _embedded_parts(config: RunConfig, footprint: Footprint, model: ModelMemory) -> dict[str, int]:

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from schemas.base import Frozen
 from schemas.errors import ConfigError
@@ -14,15 +14,12 @@ _CLUSTER = re.compile(r"(?:(\d+)x)?(\d+)x([\w-]+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class GpuKind:
-    """A GPU's published figures, and those of the system it usually is in; bytes and bytes per second are decimal.
+    """A GPU's published figures, and its share of the host memory of the system it usually is in.
 
     Attributes:
         memory_bytes: Its memory; a little less is usable.
         peak_flops: Dense bfloat16 multiplications and additions per second.
         float32_flops: The same in float32, without TF32, as torch computes by default.
-        memory_bandwidth: Bytes per second of its memory.
-        link_bandwidth: Bytes per second to another GPU of its node, in one direction.
-        network_bandwidth: Bytes per second of its share of the node's network, in one direction.
         host_bytes: Its share of the node's host memory.
         source: Where the figures are from.
     """
@@ -30,23 +27,20 @@ class GpuKind:
     memory_bytes: int
     peak_flops: float
     float32_flops: float
-    memory_bandwidth: float
-    link_bandwidth: float
-    network_bandwidth: float
     host_bytes: int
     source: str
 
 
 GB = 10**9
 GPU_KINDS: dict[str, GpuKind] = {
-    "A100-40GB": GpuKind(40 * GB, 312e12, 19.5e12, 1555e9, 300e9, 25e9, 128 * GB, "NVIDIA A100 (SXM), DGX A100"),
-    "A100": GpuKind(80 * GB, 312e12, 19.5e12, 2039e9, 300e9, 25e9, 256 * GB, "NVIDIA A100 80GB (SXM), DGX A100"),
-    "H100": GpuKind(80 * GB, 989e12, 67e12, 3350e9, 450e9, 50e9, 256 * GB, "NVIDIA H100 (SXM), DGX H100"),
-    "H200": GpuKind(141 * GB, 989e12, 67e12, 4800e9, 450e9, 50e9, 256 * GB, "NVIDIA H200 (SXM), DGX H200"),
-    "B200": GpuKind(180 * GB, 2250e12, 75e12, 8000e9, 900e9, 50e9, 256 * GB, "NVIDIA DGX B200"),
-    # No NVLink; network and host memory are of a common server, as the vendor has none of its own.
-    "L40S": GpuKind(48 * GB, 362e12, 91.6e12, 864e9, 32e9, 12.5e9, 96 * GB, "NVIDIA L40S; server assumed"),
-    "L4": GpuKind(24 * GB, 121e12, 30.3e12, 300e9, 32e9, 12.5e9, 64 * GB, "NVIDIA L4; server assumed"),
+    "A100-40GB": GpuKind(40 * GB, 312e12, 19.5e12, 128 * GB, "NVIDIA A100 (SXM), DGX A100"),
+    "A100": GpuKind(80 * GB, 312e12, 19.5e12, 256 * GB, "NVIDIA A100 80GB (SXM), DGX A100"),
+    "H100": GpuKind(80 * GB, 989e12, 67e12, 256 * GB, "NVIDIA H100 (SXM), DGX H100"),
+    "H200": GpuKind(141 * GB, 989e12, 67e12, 256 * GB, "NVIDIA H200 (SXM), DGX H200"),
+    "B200": GpuKind(180 * GB, 2250e12, 75e12, 256 * GB, "NVIDIA DGX B200"),
+    # Host memory is that of a common server, as the vendor has none.
+    "L40S": GpuKind(48 * GB, 362e12, 91.6e12, 96 * GB, "NVIDIA L40S; server assumed"),
+    "L4": GpuKind(24 * GB, 121e12, 30.3e12, 64 * GB, "NVIDIA L4; server assumed"),
 }
 
 
@@ -86,11 +80,6 @@ class Cluster(Frozen):
     gpus_per_node: NonNegativeInt
     gpu_bytes: NonNegativeInt  # of each GPU
     host_bytes: PositiveInt
-    peak_flops: NonNegativeFloat = 0  # of each GPU in bfloat16; 0: not known
-    float32_flops: NonNegativeFloat = 0  # of each GPU
-    memory_bandwidth: NonNegativeFloat = 0  # of each GPU's memory, in bytes per second
-    link_bandwidth: NonNegativeFloat = 0  # between GPUs of a node
-    network_bandwidth: NonNegativeFloat = 0  # of a node's network
     is_here: bool = False  # whether it is this machine
 
     @property
@@ -126,11 +115,6 @@ def parse_cluster(text: str) -> Cluster:
         gpus_per_node=gpus,
         gpu_bytes=kind.memory_bytes,
         host_bytes=gpus * kind.host_bytes,
-        peak_flops=kind.peak_flops,
-        float32_flops=kind.float32_flops,
-        memory_bandwidth=kind.memory_bandwidth,
-        link_bandwidth=kind.link_bandwidth,
-        network_bandwidth=gpus * kind.network_bandwidth,
     )
 
 

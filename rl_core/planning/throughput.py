@@ -1,11 +1,10 @@
-"""The work of a step's phases in operations, and the seconds that it takes at a given rate.
+"""The work of a step's phases in operations.
 
 An operation is a multiplication or an addition. A token costs two per weight of the decoder's matrices, a scored token
 two per weight of the LM head, and a sequence of n tokens 2 * n^2 per layer and unit of attention width. A backward
 costs twice its forward; gradient checkpointing adds the decoder's forward once more.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,11 +79,6 @@ class ModelWork:
         """
         return self.forward(prompts, responses) - self._decoder(prompts) * (1 - 1 / samples)
 
-    def decode_step(self, num_rows: float, row_tokens: float) -> float:
-        """Return the operations of one more token of each of `num_rows` rows, which have `row_tokens` tokens."""
-        per_row = 2.0 * (self.decoder_weights + self.head_weights) + 4.0 * self.attention_width * row_tokens
-        return num_rows * per_row
-
     def _decoder(self, lengths: NDArray[np.int64]) -> float:
         return 2.0 * self.decoder_weights * int(lengths.sum()) + self._attention(lengths)
 
@@ -104,19 +98,3 @@ def _attention_width(layer: PretrainedConfig) -> float:
     if query and value:
         return heads * float(query + value) / 2
     return heads * float(getattr(layer, "head_dim", None) or layer.hidden_size // heads)
-
-
-def num_decode_steps(lengths: Sequence[int] | NDArray[np.int64], concurrency: int) -> int:
-    """Return the decoding steps of rows of these lengths, of which `concurrency` are decoded at the same time.
-
-    A row starts when another ends, in the given order, as in an engine with continuous batching. With room for all, it
-    is the longest row.
-
-    Example:
-        >>> num_decode_steps([5, 3, 2], 2), num_decode_steps([5, 3, 2], 3)
-        (5, 5)
-    """
-    ends = np.zeros(max(1, min(concurrency, len(lengths))), dtype=np.int64)
-    for length in lengths:
-        ends[ends.argmin()] += int(length)
-    return int(ends.max())

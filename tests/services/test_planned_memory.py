@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from flows.plan.footprint import measure_step
-from flows.plan.placement import place
 from flows.plan.resources import this_machine
-from flows.plan.workers import ModelMemory, worker_memory
+from flows.plan.workers import ModelMemory, place, worker_memory
 from infra.models.tiny import make_model
 from schemas.config.run import RunConfig
 from tests.support.configs import run_config
@@ -61,7 +60,7 @@ def config_of(folder: Path, name: str) -> RunConfig:
 def measured(configs: dict[str, RunConfig], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """The measured peaks of each variant, by phase."""
     tiny = make_tiny_model(tmp_path_factory.mktemp("tiny"), vocab_size=16_384, max_position_embeddings=1024)
-    sizes = (measure_step(configs["plain"], "uniform", 1.0).longest_prompt, RESPONSE_TOKENS, NUM_ROWS)
+    sizes = (measure_step(configs["plain"], 1.0).longest_prompt, RESPONSE_TOKENS, NUM_ROWS)
     return dict(zip(configs, measure(list(configs.values()), sizes, warm_up=tiny), strict=True))
 
 
@@ -70,7 +69,7 @@ def test_the_plan_is_within_15_percent_of_the_measured_peaks(
     configs: dict[str, RunConfig], measured: dict[str, dict[str, int]], name: str
 ) -> None:
     config = configs[name]
-    footprint = measure_step(config, "uniform", 1.0)
+    footprint = measure_step(config, 1.0)
     assert footprint.num_micros == 2
     machine = this_machine().replace(gpus_per_node=0)
     placement = place(config, machine)

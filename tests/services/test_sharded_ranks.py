@@ -9,9 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flows.plan.footprint import measure_step
-from flows.plan.placement import place
 from flows.plan.resources import this_machine
-from flows.plan.workers import ModelMemory, worker_memory
+from flows.plan.workers import ModelMemory, place, worker_memory
 from infra.models.tiny import make_model
 from tests.services.test_planned_memory import MODEL
 from tests.support.configs import merge, run_config
@@ -157,7 +156,7 @@ def test_the_plan_of_several_ranks_is_near_the_measured_peaks(large: Path, name:
     }
     config = run_config(large, **merge(base, sections))
     make_tiny_data(large / "train.parquet", 4)
-    footprint, machine = measure_step(config, "uniform", 1.0), this_machine().replace(gpus_per_node=0)
+    footprint, machine = measure_step(config, 1.0), this_machine().replace(gpus_per_node=0)
     model = ModelMemory.of(config, footprint, on_gpus=False)
     policy, *_ = worker_memory(config, footprint, model, machine, place(config, machine))
     peaks = measured(large, name)

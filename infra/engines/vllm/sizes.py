@@ -40,12 +40,17 @@ def check_tensor_parallel(model: ModelConfig, rollout: VllmRollout) -> None:
     """
     if not _divides(model, ranks := rollout.tensor_parallel):
         heads, kv_heads, width = _dimensions(model)
-        works = [count for count in range(1, heads + 1) if _divides(model, count)]
+        works = tensor_parallel_sizes(model)
         raise ConfigError(
             f"rollout.tensor_parallel = {ranks} can't shard the model {model.path}, which has {heads} attention heads, "
             f"{kv_heads} key-value heads and an intermediate size of {width}; set it to "
             f"{', '.join(map(str, works[:-1]))}{' or ' if works[1:] else ''}{works[-1]}"
         )
+
+
+def tensor_parallel_sizes(model: ModelConfig) -> list[int]:
+    """Return the numbers of ranks over which a model's layers can be sharded, ascending."""
+    return [count for count in range(1, _dimensions(model)[0] + 1) if _divides(model, count)]
 
 
 def _divides(model: ModelConfig, ranks: int) -> bool:

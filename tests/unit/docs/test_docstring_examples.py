@@ -14,7 +14,6 @@ MODULES = [
     "rl_core.losses",
     "rl_core.planning.hardware",
     "rl_core.planning.plan",
-    "rl_core.planning.throughput",
     "rl_core.registry",
     "rl_core.rewards.base",
     "rl_core.rollout.lengths",

@@ -14,8 +14,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from flows.plan.footprint import measure_step
-from flows.plan.simulate import SimulatedStep, column_bytes, column_dtypes, draw_lengths, simulate_step
+from flows.plan.footprint import (
+    SimulatedStep,
+    column_bytes,
+    column_dtypes,
+    draw_lengths,
+    measure_step,
+    simulate_step,
+)
 from flows.preflight import check
 from flows.ui.progress import variance_warning
 from infra.datasets import load_prompts
@@ -81,7 +87,7 @@ def planned(result: Result) -> dict[str, Any]:
 
 def test_a_full_step_in_numbers(sluice: Command) -> None:
     arguments = ("runtime.num_policy_ranks=2", "optim.updates_per_step=2", "packing.token_budget=44")
-    value = planned(sluice(*arguments, "--fill", "1", "--lengths", "uniform", "--json"))
+    value = planned(sluice(*arguments, "--fill", "1", "--json"))
     # Four prompts of 9 tokens, four times each; every response has the most tokens, 12: 16 rows of 21 tokens.
     assert (value["num_rows"], value["prompt_tokens"], value["response_tokens"]) == (16, 144, 192)
     assert value["padded_tokens"] == 16 * 21
@@ -106,16 +112,37 @@ def test_people_see_plans_columns_bytes_and_warnings(sluice: Command) -> None:
     code, out, err = sluice("runtime.num_policy_ranks=3", "optim.updates_per_step=8", "--fill", "0.25")
     assert (code, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert lines[0].startswith("one step: 16 rows, 144 prompt tokens (at most 9), ")
+    assert lines[0] == "run tiny: 4 steps; advantage grpo, loss clipped, correction none"
+    assert any(line.startswith("one step: 16 rows, 144 prompt tokens (at most 9 a row), ") for line in lines)
     assert "updates: token budget 8,192, seed 0, 0 rows skipped" in lines
     assert "update ranks micro-batches rows tokens fill dummies imbalance loss tokens sequences" in lines
     assert sum(line.split()[1:4] == ["3", "1", "2"] for line in lines) == 8  # three ranks, one micro-batch, two rows
-    assert "prompt_ids prompt uint16 144 424" in lines
-    assert "store.capacity_bytes 1,073,741,824 1,024.0" in lines
+    assert any(line.startswith("columns: 16, of ") for line in lines)
+    assert any(line.startswith("store columns of a step ") and " 1 GiB " in line for line in lines)
     assert (
         "warning: runtime.num_policy_ranks = 3, but an update has 2 rows: the other ranks (1) process only dummies; "
-        "lower it, or optim.updates_per_step"
+        "lower it to that, or lower optim.updates_per_step"
     ) in lines
+    assert "process only dummies" not in sluice("runtime.num_policy_ranks=2", "optim.updates_per_step=8")[1]
+    assert "process only dummies" not in sluice("runtime.num_policy_ranks=3", "optim.updates_per_step=5")[1]
+    many = sluice("optim.updates_per_step=20")[1]
+    assert "optim.updates_per_step = 20, but there are only enough rows for 16; lower it to that" in many
+    assert "warning" not in sluice("optim.updates_per_step=16")[1]
+
+
+def test_a_plan_is_one_screen(sluice: Command) -> None:
+    lines = sluice("runtime.num_policy_ranks=2", "--cluster", "4xH100")[1].splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 160
+    assert lines[-1].startswith("the run fits 1x4xH100: host memory (node 0, ")
+    assert " binds first, at " in lines[-1]
+
+
+@pytest.mark.parametrize("option", ["--calibrate", "--utilization", "--lengths"])
+def test_options_of_guessed_times_and_lengths_are_gone(sluice: Command, option: str) -> None:
+    code, _, err = sluice(option)
+    assert code == 2
+    assert f"No such option: {option}" in err
 
 
 def test_people_see_a_prompt_and_what_the_reward_gives_to_its_answer(folder: Path, sluice: Command) -> None:
@@ -132,7 +159,6 @@ def test_people_see_a_prompt_and_what_the_reward_gives_to_its_answer(folder: Pat
     assert "data: 12 training prompts\n" in out
     assert f"as the model sees it: {example['prompt']!r}\nits 9 tokens: {example['tokens'][0]!r} " in out
     assert f"reward of its answer, {example['answer']!r}, as the whole response: 1\n" in out
-    assert "method: advantage grpo, loss clipped, correction none\n" in out
     rank = sluice("reward={kind='group_function', path='other_rewards:rank'}")[1]
     assert "as the whole response: 0.5, n 4\n" in rank
     bad = "reward={kind='function', path='other_rewards:bad', num_processes=0, timeout_seconds=inf}"
@@ -215,17 +241,22 @@ def test_what_can_not_fit_is_rejected(sluice: Command) -> None:
 def test_a_step_over_the_stores_capacity_is_shown_and_rejected(sluice: Command) -> None:
     result = sluice("store.capacity_bytes=2000", "--json")
     assert_rejected(result, "one step take", "more than store.capacity_bytes = 2000", "lower rollout.num_prompts")
-    assert json.loads(result[1])["footprint"]["store_bytes"] > 2000
+    footprint = json.loads(result[1])["footprint"]
+    assert footprint["store_bytes"] > 2000
+    enough = footprint["most_store_bytes"]
+    assert f"set it to at least {enough}," in result.err
+    assert planned(sluice(f"store.capacity_bytes={enough}", "--json"))["warnings"] == []
 
 
 def test_a_store_that_long_responses_would_fill_is_a_warning(load: Callable[..., RunConfig]) -> None:
     footprint = measure_step(load(), fill=0.1)
+    assert measure_step(load(f"store.capacity_bytes={footprint.most_store_bytes}"), fill=0.1).warnings == ()
     room = (footprint.store_bytes + footprint.most_store_bytes) // 2
     tight = measure_step(load(f"store.capacity_bytes={room}"), fill=0.1)
     tight.check_capacity()
     assert tight.warnings == (
         f"with every response of 12 tokens the columns of one step take {footprint.most_store_bytes} bytes, more than "
-        f"store.capacity_bytes = {room}",
+        f"store.capacity_bytes = {room}; set it to that",
     )
 
 
@@ -233,7 +264,7 @@ def test_a_store_that_long_responses_would_fill_is_a_warning(load: Callable[...,
 def test_column_bytes_are_those_of_what_workers_put(folder: Path, load: Callable[..., RunConfig], experts: int) -> None:
     config = load("model.path=moe", "rollout.router_replay=true") if experts else load()
     make_tiny_moe(folder / "moe")
-    draw = simulate_step(config, "lognormal", 0.5)
+    draw = simulate_step(config, 0.5)
     columns = to_columns(samples_of(draw, experts), 0, VOCAB_SIZE, [])
     dtypes = column_dtypes(config, VOCAB_SIZE)
     assert dtypes.get("response_experts") == ("uint8[4]" if experts else None)
@@ -277,23 +308,21 @@ def test_no_reference_column_without_kl(load: Callable[..., RunConfig]) -> None:
     assert column_dtypes(load(), 2**17)["response_ids"] == "int32"
 
 
-@pytest.mark.parametrize("shape", ["lognormal", "uniform"])
 @pytest.mark.parametrize("fill", [0.001, 0.3, 0.5, 0.8, 1.0])
-def test_drawn_lengths(shape: Any, fill: float) -> None:
-    lengths = draw_lengths(np.random.default_rng(0), shape, fill, 1000, 4000)
+def test_drawn_lengths(fill: float) -> None:
+    lengths = draw_lengths(np.random.default_rng(0), fill, 1000, 4000)
     assert lengths.min() >= 1
     assert lengths.max() <= 1000
-    if shape == "uniform" or fill <= 0.3:  # else the cut at the most tokens lowers the mean
-        assert abs(lengths.mean() - max(fill * 1000, 1)) < 20
-    assert (lengths == draw_lengths(np.random.default_rng(0), shape, fill, 1000, 4000)).all()
-    if shape == "uniform" and fill == 1:
+    assert abs(lengths.mean() - max(fill * 1000, 1)) < 20
+    assert (lengths == draw_lengths(np.random.default_rng(0), fill, 1000, 4000)).all()
+    if fill == 1:
         assert (lengths == 1000).all()
 
 
 @pytest.mark.parametrize("fill", [0.0, -0.5, 1.01, float("nan")])
 def test_a_fill_that_is_no_share_is_rejected(fill: float) -> None:
     with pytest.raises(ConfigError, match="above 0 and at most 1"):
-        draw_lengths(np.random.default_rng(0), "uniform", fill, 10, 1)
+        draw_lengths(np.random.default_rng(0), fill, 10, 1)
 
 
 def test_prompts_are_those_of_the_first_step(load: Callable[..., RunConfig]) -> None:
@@ -301,12 +330,12 @@ def test_prompts_are_those_of_the_first_step(load: Callable[..., RunConfig]) -> 
     data = load_prompts(config.data.train_path, config.data, load_tokenizer(config.model))
     rows = data.rows_for_step(0, 4, config.seed, config.data.shuffle)
     expected = [data[row].prompt_text for row in rows for _ in range(4)]
-    assert [prompt.prompt_text for prompt in simulate_step(config, "uniform", 0.5).prompts] == expected
+    assert [prompt.prompt_text for prompt in simulate_step(config, 0.5).prompts] == expected
 
 
 def test_a_curriculum_begins_with_as_many_prompts_of_each_level(load: Callable[..., RunConfig]) -> None:
     levels = ("data.curriculum.kind=levels", "data.curriculum.field=index", "data.curriculum.starts=[0,9]")
-    prompts = simulate_step(load(*levels), "uniform", 0.5).prompts[::4]  # 9 and 3 rows
+    prompts = simulate_step(load(*levels), 0.5).prompts[::4]  # 9 and 3 rows
     assert [prompt.info["index"] >= 9 for prompt in prompts] == [False, True, False, True]
 
 
@@ -315,9 +344,9 @@ def test_stored_groups_are_rows_that_are_not_generated(load: Callable[..., RunCo
     value = planned(sluice(*reuse, "--json"))
     assert (value["num_rows"], value["num_reused"]) == (4 * 4 + 2 * 4, 2 * 4)
     assert "one step: 24 rows (8 of stored groups), " in sluice(*reuse)[1]
-    step, own = (simulate_step(load(*changes), "uniform", 0.5) for changes in (reuse, ()))
-    texts = [[prompt.prompt_text for prompt in each.prompts] for each in (step.sampled(), own)]
-    assert texts[0] == texts[1]
+    step, own = (simulate_step(load(*changes), 0.5) for changes in (reuse, ()))
+    texts = [[prompt.prompt_text for prompt in each.prompts] for each in (step, own)]
+    assert texts[0][: len(texts[1])] == texts[1]
     other = (*reuse[:2], "data.reuse.run=earlier", "data.reuse.steps=[0,2]")
     assert_rejected(sluice(*other), "no run 'earlier'")
 
