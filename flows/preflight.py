@@ -30,9 +30,9 @@ from infra.models.load import (
 from infra.models.lora import add_adapter, require_peft
 from infra.monitors import require_monitors
 from infra.ray.tracing import require_tracing
+from infra.rewards.open import check_reward
 from infra.storage.runs import RunDirectory, require_writable
 from rl_core.model_folder import load_config
-from rl_core.rewards import load_reward
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
@@ -67,7 +67,7 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
         check_adapters(config.model)
         if runs_here:
             check_vllm(config, config.rollout)
-    load_reward(config.reward)
+    check_reward(config.reward)
     prompts, held_out = load_run_prompts(config, tokenizer)
     if len(prompts) < config.rollout.num_prompts:
         logger.warning(

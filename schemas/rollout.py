@@ -99,6 +99,7 @@ class RolloutShard(Frozen):
     unfinished: tuple[PartialGroups, ...] = ()  # of later steps: what the next rollout continues
     reused: tuple[ReusedGroup, ...] = ()  # where `groups` come from, each, if they were not sampled in this step
     failure: str | None = None  # message of the first reward failure
+    failures: dict[str, str] = Field(default_factory=dict)  # of failed rewards, dropped groups included: by sample id
     samples: tuple[SampleText, ...] = ()  # of kept and dropped groups
     seconds: dict[str, float] = Field(default_factory=dict)  # by phase of the work
     turns: Metrics = Field(default_factory=dict)  # of its trajectories, if an environment answers

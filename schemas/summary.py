@@ -61,6 +61,7 @@ class SampleRow(Frozen):
     answer: str | None
     finish_reason: str | None
     reward: float | None
+    failure: str | None = None  # why the reward failed, if that is recorded
     reward_parts: dict[str, float | None]
     advantages: float | None
     mean_logprobs: dict[str, float | None]  # column -> mean over the response, nats; None for an empty response

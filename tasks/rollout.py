@@ -9,6 +9,7 @@ from prefect import get_run_logger
 from infra.history.reuse import choose_groups
 from infra.ray.actors import call
 from infra.storage.curriculum import find_schedules
+from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
 from infra.stores.steps import drop_journals
 from infra.workers.generate import generate_shard
@@ -144,6 +145,8 @@ def _count_results(
 def _check_failures(run: RunHandle, policy: PolicyHandle, rounds: Sequence[Sequence[RolloutShard]]) -> str | None:
     # Count all rounds together: it is no error if all rewards of a single group fail, since it is then replaced.
     shards = [shard for shards in rounds for shard in shards]
+    if reasons := {name: reason for shard in shards for name, reason in shard.failures.items()}:
+        RunDirectory.of(run).failures.save(policy.step, reasons)
     try:
         return check_failures(
             PackedFloats.concat(shard.rewards for shard in shards),

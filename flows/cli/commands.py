@@ -265,7 +265,9 @@ def inspect(
 
     directory = RunDirectory.open(run, runs_dir)
     store = open_run_columns(directory)
-    summary, failures = summarize_step(store, find_step(directory, store, step), rows, failed=failed)
+    step = find_step(directory, store, step)
+    reasons = store.owner(step).failures.load(step) if failed else None
+    summary, failures = summarize_step(store, step, rows, failed=failed, reasons=reasons)
     if as_json:
         typer.echo(summary.model_dump_json(indent=2))
     else:

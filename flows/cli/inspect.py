@@ -123,6 +123,8 @@ def _sample_lines(sample: SampleRow) -> Iterator[tuple[str, str]]:
         yield "response", shorten(sample.response_text, MAX_RESPONSE)
     if sample.answer is not None:
         yield "answer", shorten(sample.answer, MAX_PROMPT)
+    if sample.failure is not None:
+        yield "failure", sample.failure
     scores = {"reward": sample.reward, **sample.reward_parts, "advantages": sample.advantages}
     yield "scores", ", ".join(f"{name} {_number(value)}" for name, value in scores.items())
     if sample.mean_logprobs:

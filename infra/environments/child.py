@@ -1,9 +1,9 @@
 """The program of an environment process: makes and steps environments as its parent asks.
 
-It needs the standard library only, because it also runs in interpreters without Sluice. Messages are lines of JSON:
-first the settings, answered by `{"ready": true, "is_disposable": bool}` or `{"error": str}`; then requests with an
-environment's `number`, answered in any order. A request makes the environment if it has a `make`, and then takes its
-`action`, if any; or, with `close`, it forgets the environment.
+It needs the standard library only, because it also runs in interpreters without Sluice. Messages are JSON: first the
+settings, answered by `{"ready": true, "is_disposable": bool}` or an error (`infra.processes.calls.Parent`); then
+requests with an environment's `number`, answered in any order. A request makes the environment if it has a `make`, and
+then takes its `action`, if any; or, with `close`, it forgets the environment.
 """
 
 import asyncio
@@ -12,10 +12,9 @@ import inspect
 import json
 import math
 import os
-import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -25,12 +24,9 @@ from operator import methodcaller
 from types import ModuleType
 from typing import Any
 
-from infra.environments.child_calls import Call, CallError, Mark, create_task, describe, outside_of_loop
 from infra.environments.child_threads import ThreadPerCall
-from infra.processes.lifeline import end_with_parent
+from infra.processes.calls import Call, CallError, Parent, describe, outside_of_loop
 
-BEAT_SECONDS = 1.0  # between two signs of life
-MAX_LINE_BYTES = 2**30
 MAX_MESSAGES = 64  # of one observation
 RESULT = "return (observation, reward, done), or Step(observation, reward, done, metrics)"
 
@@ -117,40 +113,27 @@ def main(connection: int, mark: int) -> None:
         connection: The socket's descriptor.
         mark: The descriptor of the memory in which the parent sees what this process does.
     """
-    end_with_parent()
+    parent = Parent(connection, mark)
     os.dup2(2, 1)  # what the user's code prints
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    for descriptor in (connection, mark):
-        os.set_inheritable(descriptor, False)
-    asyncio.run(_serve(socket.socket(fileno=connection), Mark(mark)))
+    asyncio.run(_serve(parent))
 
 
-async def _serve(connection: socket.socket, mark: Mark) -> None:
-    requests, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
-    settings = json.loads(await requests.readline())
+async def _serve(parent: Parent) -> None:
+    messages = parent.messages()
+    settings = json.loads(await anext(messages))
     try:
         with outside_of_loop():
             find_modules(settings["module_path"], settings["packages"])
             environment_class = load(settings["path"], settings["arguments"])
     except LoadError as error:
-        writer.write(_line(error=str(error)))
-        await writer.drain()
+        await parent.refuse("EnvironmentImportError", str(error))
         return
-    mark.beat()
     is_disposable = not (_keeps_state(environment_class) or hasattr(environment_class, "close"))
-    writer.write(_line(ready=True, is_disposable=is_disposable))
+    parent.answer(ready=True, is_disposable=is_disposable)
     loop = asyncio.get_running_loop()
-    loop.set_task_factory(create_task)
     loop.set_default_executor(threads := ThreadPerCall(loop))
-    beats = asyncio.create_task(_beat(mark))
-    await Server(settings, environment_class, mark, writer, threads).serve(requests)
-    beats.cancel()
-
-
-async def _beat(mark: Mark) -> None:
-    while True:
-        mark.beat()
-        await asyncio.sleep(BEAT_SECONDS)
+    await Server(settings, environment_class, parent, threads).serve(messages)
 
 
 class Server:
@@ -159,28 +142,21 @@ class Server:
     Args:
         settings: The parent's first message.
         environment_class: Makes environments.
-        mark: Says whose code is running.
-        writer: Takes the answers.
+        parent: Takes the answers, and sees whose code is running.
         threads: Run the environments' plain code, if it asks for a thread.
     """
 
     def __init__(
-        self,
-        settings: dict[str, Any],
-        environment_class: Callable[..., Any],
-        mark: Mark,
-        writer: asyncio.StreamWriter,
-        threads: ThreadPerCall,
+        self, settings: dict[str, Any], environment_class: Callable[..., Any], parent: Parent, threads: ThreadPerCall
     ) -> None:
-        self._settings, self._class, self._mark, self._writer = settings, environment_class, mark, writer
-        self._threads = threads
+        self._settings, self._class, self._parent, self._threads = settings, environment_class, parent, threads
         self._environments: dict[int, Any] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}  # the latest one of each environment, if it runs
 
-    async def serve(self, requests: asyncio.StreamReader) -> None:
+    async def serve(self, messages: AsyncIterator[bytes]) -> None:
         """Begin each request as soon as it arrives and no other code runs, until the parent is gone."""
-        async for line in requests:
-            request = json.loads(line)
+        async for message in messages:
+            request = json.loads(message)
             number = request["number"]
             if "close" in request:
                 if number in self._calls:
@@ -202,7 +178,7 @@ class Server:
         self, number: int, seconds: float, make: dict[str, Any] | None = None, action: str | None = None
     ) -> None:
         """Make the environment, or let it take an action in `seconds`, and answer."""
-        call = Call(self._mark, number, 0.0)
+        call = Call(self._parent.mark, number, 0.0)
         try:
             if make is not None:
                 await self._close(number)
@@ -211,13 +187,13 @@ class Server:
                     await self._make_again(number, **make)
                 except CallError as error:
                     raise error if make["expected"] is None else CallError("differs", str(error)) from error
-            with Call(self._mark, number, seconds) as call:
+            with Call(self._parent.mark, number, seconds) as call:
                 if make is not None and action is None:
                     await self._make(call, number, make["task"], make["seed"])
                 reply = await self._ask(call, number, action)
         except CallError as error:
             reply = {"kind": error.kind, "failure": str(error)}
-        self._writer.write(_line(number=number, seconds=call.seconds, num_hung_threads=self._threads.num_hung, **reply))
+        self._parent.answer(number=number, seconds=call.seconds, num_hung_threads=self._threads.num_hung, **reply)
 
     async def _make(self, call: Call, number: int, task: dict[str, Any], seed: int) -> None:
         arguments = self._settings["arguments"]
@@ -238,11 +214,11 @@ class Server:
         Raises:
             CallError: That fails; or it answers otherwise than `expected`, the replies to the reset and the actions.
         """
-        with Call(self._mark, number, self._settings["reset_seconds"], is_remade=True) as call:
+        with Call(self._parent.mark, number, self._settings["reset_seconds"], is_remade=True) as call:
             await self._make(call, number, task, seed)
         for at, action in enumerate([None, *history] if _keeps_state(self._class) else []):
             limit = self._settings["reset_seconds" if action is None else "step_seconds"]
-            with Call(self._mark, number, limit, is_remade=True) as call:
+            with Call(self._parent.mark, number, limit, is_remade=True) as call:
                 reply = await self._ask(call, number, action)
                 if expected is not None and reply != expected[at]:
                     raise CallError("invalid", f"its answer {at} is {reply!r:.200}, but was {expected[at]!r:.200}")
@@ -250,10 +226,10 @@ class Server:
     async def _close(self, number: int) -> None:
         environment = self._environments.pop(number, None)
         try:
-            with Call(self._mark, number, self._settings["step_seconds"]) as call:
+            with Call(self._parent.mark, number, self._settings["step_seconds"]) as call:
                 await call.run(lambda: environment.close() if hasattr(environment, "close") else None)
         except CallError as error:
-            self._writer.write(_line(warning=f"close() of an environment failed: {error}"))
+            self._parent.answer(warning=f"close() of an environment failed: {error}")
 
 
 def _keeps_state(environment_class: Callable[..., Any]) -> bool:
@@ -341,7 +317,3 @@ def _number(what: str, value: object) -> float:
     if not math.isfinite(number):
         raise CallError("invalid", f"step() returned the {what} {value!r:.80}; return a finite number")
     return number
-
-
-def _line(**values: Any) -> bytes:
-    return json.dumps(values).encode() + b"\n"

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from infra.environments.child_calls import Call
+from infra.processes.calls import Call
 
 MAX_RUNNING = 32  # threads at once; those that nobody waits for any more don't count
 

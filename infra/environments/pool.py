@@ -1,19 +1,14 @@
-"""A pool of processes that hold environments: one that hangs or crashes costs its own row, not the run.
-
-Which row's code a process runs is marked in memory that its parent reads, also after its end
-(`infra.environments.child_calls.Mark`). So a loss has one known cause, even if hundreds of async calls overlap.
-"""
+"""A pool of processes that hold environments: one that hangs or crashes costs its own row, not the run."""
 
 import json
-import math
-import select
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from infra.environments.interpreter import Interpreter, find_interpreter
-from infra.environments.slot import Failure, HeldEnvironment, Replies, Reply, Slot
+from infra.environments.slot import EnvironmentSlot, Failure, HeldEnvironment, Replies, Reply
+from infra.processes.slot import close_all, serve
 from rl_core.environments.base import Task
 from schemas.config.environment import TurnLimits
 from schemas.errors import ConfigError
@@ -53,13 +48,13 @@ class EnvironmentPool:
 
     def __init__(self, *classes: EnvironmentClass) -> None:
         self._classes = classes
-        self._slots: list[Slot] = []  # all processes
-        self._slots_by_class: list[list[Slot]] = []
-        self._rows: dict[int, tuple[HeldEnvironment, Slot]] = {}
+        self._slots: list[EnvironmentSlot] = []  # all processes
+        self._slots_by_class: list[list[EnvironmentSlot]] = []
+        self._rows: dict[int, tuple[HeldEnvironment, EnvironmentSlot]] = {}
         self._calling: set[int] = set()  # rows with a call whose reply `wait` has not returned
         self.replies = Replies()
         self._num_opened = 0
-        weakref.finalize(self, _close_all, self._slots)  # with the pool, or at the latest with this process
+        weakref.finalize(self, close_all, self._slots)  # with the pool, or at the latest with this process
 
     def start(self) -> None:
         """Start the processes, without waiting until they have imported the class.
@@ -71,10 +66,10 @@ class EnvironmentPool:
             interpreter = find_interpreter(made.limits.python)
             settings = _settings_of(made, interpreter)
             interpreter.check()
-            own: list[Slot] = []
+            own: list[EnvironmentSlot] = []
             self._slots_by_class.append(own)
             for _ in range(made.limits.num_processes):
-                own.append(Slot(interpreter, settings, self.replies))
+                own.append(EnvironmentSlot(interpreter, settings, self.replies))
                 self._slots.append(own[-1])
 
     def wait_until_ready(self) -> None:
@@ -83,8 +78,8 @@ class EnvironmentPool:
         Raises:
             EnvironmentImportError: A process can't import it, or ended while importing it.
         """
-        while not all(slot.process.is_ready for slot in self._slots):
-            self._serve()
+        while any(slot.process.ready is None for slot in self._slots):
+            serve(self._slots)
 
     def open(self, row: int, task: Task, seed: int, number: int = 0) -> None:
         """Begin to make and reset a row's environment; an earlier one of the row must have ended.
@@ -135,7 +130,7 @@ class EnvironmentPool:
         """
         awaited = set(self._calling if rows is None else rows)
         while not awaited <= self.replies.keys():
-            self._serve()
+            serve(self._slots)
         return self._take(awaited)
 
     def poll(self, *, waits: bool) -> dict[int, Reply]:
@@ -144,9 +139,9 @@ class EnvironmentPool:
         Raises:
             EnvironmentImportError: A process that takes the place of a lost one can't import the class.
         """
-        self._serve(0.0)
+        serve(self._slots, 0.0)
         while waits and not self.replies:
-            self._serve()
+            serve(self._slots)
         return self._take(set(self.replies))
 
     def receive(self) -> None:
@@ -155,7 +150,7 @@ class EnvironmentPool:
         Raises:
             EnvironmentImportError: A process that takes the place of a lost one can't import the class.
         """
-        self._serve(0.0)
+        serve(self._slots, 0.0)
 
     def end(self, row: int) -> None:
         """Have a row's environment closed, and forget it; a call that it has begun gets no reply."""
@@ -171,7 +166,7 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Kill all processes, and forget all environments without closing them."""
-        _close_all(self._slots)
+        close_all(self._slots)
         self._slots_by_class.clear()
         self.replies.on_reply = None
         for entries in (self._rows, self._calling, self.replies):
@@ -187,7 +182,7 @@ class EnvironmentPool:
         assert row not in self._rows, f"row {row} has an environment: end it first"
         slot, limits = min(self._slots_by_class[number], key=_num_environments), self._classes[number].limits
         self._num_opened += 1
-        environment = HeldEnvironment(row, self._num_opened, task, seed, limits)
+        environment = HeldEnvironment(number=self._num_opened, row=row, task=task, seed=seed, limits=limits)
         self._rows[row] = environment, slot
         slot.add(environment)
         return environment
@@ -210,16 +205,6 @@ class EnvironmentPool:
         self._calling.difference_update(rows)
         return {row: self.replies.pop(row) for row in sorted(rows)}
 
-    def _serve(self, limit_seconds: float = math.inf) -> None:
-        """Wait for an answer or an expired limit; record the former, and replace processes that are lost."""
-        poll = select.poll()
-        for slot in self._slots:
-            slot.dispatch()
-            poll.register(slot.process, select.POLLIN | (select.POLLOUT if slot.process.has_unsent else 0))
-        poll.poll(1000 * min(limit_seconds, *(slot.seconds_to_wait() for slot in self._slots)))
-        for slot in self._slots:
-            slot.serve()
-
 
 def _message_of(reply: Reply, *, is_reset: bool) -> dict[str, Any]:
     """Return a reply as its environment's process sent it, without its time."""
@@ -227,7 +212,7 @@ def _message_of(reply: Reply, *, is_reset: bool) -> dict[str, Any]:
     return message if is_reset else message | {"reward": reply.reward, "done": reply.done, "metrics": reply.metrics}
 
 
-def _num_environments(slot: Slot) -> int:
+def _num_environments(slot: EnvironmentSlot) -> int:
     return slot.num_environments
 
 
@@ -247,9 +232,3 @@ def _settings_of(made: EnvironmentClass, interpreter: Interpreter) -> dict[str, 
     except (TypeError, ValueError) as error:
         raise ConfigError(f"environment.arguments: {error}; write them in JSON's types") from error
     return settings
-
-
-def _close_all(slots: list[Slot]) -> None:
-    for slot in slots:
-        slot.process.close()
-    slots.clear()

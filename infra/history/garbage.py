@@ -55,7 +55,7 @@ def collect_garbage(
         if not dry_run:
             directory.journals.drop_before(first)
         for step in removed if not dry_run else ():
-            directory.plans.drop(step)
+            directory.drop_step_files(step)
             store.clear(step)
     return Garbage(
         run_id=directory.run_id,

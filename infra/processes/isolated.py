@@ -1,4 +1,4 @@
-"""A process that can be killed with its children, and answers in lines of JSON."""
+"""A process that can be killed with its children, shows what it runs, and answers in lines of JSON."""
 
 import json
 import os
@@ -10,39 +10,55 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from infra.processes.calls import MESSAGE_BYTES, Mark
+
 RECEIVE_BYTES = 2**16
 GRACE_POLL_SECONDS = 0.01
 
 
 class IsolatedProcess:
-    """A process group that serves a socket, and calls `infra.processes.lifeline.end_with_parent` when it starts.
+    """A process group whose program begins with `infra.processes.calls.Parent`.
 
     Args:
         command: The program.
-        arguments: Its arguments after the first one, which is the descriptor of its socket.
-        descriptors: Further descriptors that it inherits.
+        arguments: Its arguments after the first two, which are the descriptors for `Parent`.
+        settings: The first message that it gets.
         variables: Its environment variables; None: this process's.
+
+    Attributes:
+        mark: What it is doing.
+        ready: Its first answer, once it can take calls.
+        ended: Whether no more answers will follow.
+        started_at: When it was started, by `time.monotonic`.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        arguments: Sequence[str] = (),
-        descriptors: Sequence[int] = (),
+        arguments: Sequence[str],
+        settings: bytes,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self._connection, theirs = socket.socketpair()
         self._connection.setblocking(False)
-        with theirs:
+        memory = os.memfd_create("mark")
+        try:
+            os.truncate(memory, Mark.SIZE)
+            self.mark = Mark(memory)
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), *arguments],
+                [*command, str(theirs.fileno()), str(memory), *arguments],
                 stdin=subprocess.PIPE,  # the lifeline: the kernel closes it when this process ends, however it ends
-                pass_fds=(theirs.fileno(), *descriptors),
+                pass_fds=(theirs.fileno(), memory),
                 env=variables,
                 process_group=0,  # so that its children can be killed with it
             )
-        self._received = b""
-        self.ended = False
+        finally:
+            theirs.close()
+            os.close(memory)
+        self._received, self._unsent = b"", bytearray()
+        self.ready: dict[str, Any] | None = None
+        self.ended, self.started_at = False, time.monotonic()
+        self.send(settings)
 
     @property
     def pid(self) -> int:
@@ -51,6 +67,26 @@ class IsolatedProcess:
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when answers arrive."""
         return self._connection.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a message waits until the process receives earlier ones."""
+        return bool(self._unsent)
+
+    def send(self, message: bytes) -> None:
+        """Send a message, or as much of it as the process takes now; `flush` sends the rest."""
+        self._unsent += MESSAGE_BYTES.pack(len(message)) + message
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is unsent, as far as the process takes it now."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._connection.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except ConnectionError:  # it has ended, which the next check detects
+            self._unsent.clear()
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the answers received so far, without waiting; sets `ended` if no more will follow."""

@@ -1,107 +1,50 @@
 """The program of a reward process: loads one reward function and scores the items that its parent sends.
 
-Messages from the parent are pickled and preceded by their length (`MESSAGE_BYTES`): first the reward's config, then
-lists of `(number, RewardItem)`. Answers are lines of JSON: first `{"concurrent": bool}`, or the message and class of an
-error as `{"error": str, "type": str}`, then one line per item as soon as it is scored.
+Messages are pickled: first the reward's config, answered by `{"ready": true, "is_concurrent": bool}` or an error
+(`infra.processes.calls.Parent`); then each a `(number, RewardItem)`, answered as soon as it is scored.
 """
 
 import asyncio
-import json
-import os
+import math
 import pickle
-import socket
-import struct
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
-from typing import Any, BinaryIO
 
-from infra.processes.lifeline import end_with_parent
-from rl_core.rewards import (
-    AnyRewardFunction,
-    RewardItem,
-    RewardOutcome,
-    is_concurrent,
-    load_reward,
-    prepare,
-    score_one,
-    turns_of,
-)
+from infra.processes.calls import Call, Parent
+from rl_core.rewards import RewardItem, is_concurrent, load_reward, prepare, score_one, turns_of
+from rl_core.user_code import outside_of_loop
 from schemas.errors import UserError
 
-MESSAGE_BYTES = struct.Struct("!Q")  # the length of the message that follows
 
-Chunk = Sequence[tuple[int, RewardItem]]
+def main(connection: int, mark: int) -> None:
+    """Serve the parent at the other end of a socket until it closes.
+
+    Args:
+        connection: The socket's descriptor.
+        mark: The descriptor of the memory in which the parent sees what this process does.
+    """
+    asyncio.run(_serve(Parent(connection, mark)))
 
 
-def main(descriptor: int) -> None:
-    """Serve the parent at the other end of a socket until it closes."""
-    end_with_parent()
-    connection = socket.socket(fileno=descriptor)
-    connection.set_inheritable(False)
-    os.register_at_fork(after_in_child=partial(_replace_by_nothing, descriptor))
-    with connection.makefile("rb") as messages, suppress(EOFError), asyncio.Runner() as runner:
-        config = _read(messages)
-        try:
+async def _serve(parent: Parent) -> None:
+    messages = parent.messages()
+    config = pickle.loads(await anext(messages))  # noqa: S301 - from the parent, not from disk
+    limit_seconds = math.inf if config.timeout_seconds is None else config.timeout_seconds
+    try:
+        with outside_of_loop():
             function = load_reward(config)
-            runner.run(prepare(function))
-        except UserError as error:
-            connection.sendall(_line(error=str(error), type=type(error).__name__))
-            return
-        connection.sendall(_line(concurrent=is_concurrent(function)))
-        if is_concurrent(function):
-            runner.run(_score_concurrently(connection, function, config.timeout_seconds))
-            return
-        while True:
-            runner.run(_score_in_order(connection, function, _read(messages), config.timeout_seconds))
-
-
-def _replace_by_nothing(descriptor: int) -> None:
-    """Close the parent's socket in a process that a reward function forked: it must neither read nor answer."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, descriptor, inheritable=False)
-    os.close(nothing)
-
-
-async def _score_in_order(
-    connection: socket.socket, function: AnyRewardFunction, chunk: Chunk, timeout_seconds: float | None
-) -> None:
-    """Answer each item before the next begins: the parent takes the first unanswered item as the one being scored."""
-    for number, item in chunk:
-        connection.sendall(_answer(number, await score_one(function, item, timeout_seconds)))
-
-
-async def _score_concurrently(
-    connection: socket.socket, function: AnyRewardFunction, timeout_seconds: float | None
-) -> None:
-    """Begin every item as soon as it arrives, while others are still being scored."""
-    reader, writer = await asyncio.open_connection(sock=connection)
+        await prepare(function)
+    except UserError as error:
+        await parent.refuse(type(error).__name__, str(error))
+        return
     turns = turns_of(function)
 
     async def score(number: int, item: RewardItem) -> None:
         async with turns:  # only then does its time begin
-            writer.write(_answer(number, await score_one(function, item, timeout_seconds)))
+            with Call(parent.mark, number, limit_seconds) as call:
+                outcome = await call.hold(score_one(function, item, config.timeout_seconds))
+            parent.answer(number=number, **asdict(outcome))
 
+    parent.answer(ready=True, is_concurrent=is_concurrent(function))
     async with asyncio.TaskGroup() as calls:
-        with suppress(EOFError):
-            while True:
-                (num_bytes,) = MESSAGE_BYTES.unpack(await reader.readexactly(MESSAGE_BYTES.size))
-                chunk: Chunk = pickle.loads(await reader.readexactly(num_bytes))  # noqa: S301 - from the parent
-                for number, item in chunk:
-                    calls.create_task(score(number, item))
-
-
-def _read(messages: BinaryIO) -> Any:
-    header = messages.read(MESSAGE_BYTES.size)
-    if len(header) < MESSAGE_BYTES.size:
-        raise EOFError
-    return pickle.loads(messages.read(*MESSAGE_BYTES.unpack(header)))  # noqa: S301 - from the parent, not from disk
-
-
-def _answer(number: int, outcome: RewardOutcome) -> bytes:
-    return _line(item=number, **asdict(outcome))
-
-
-def _line(**values: Any) -> bytes:
-    return json.dumps(values).encode() + b"\n"
+        async for message in messages:
+            calls.create_task(score(*pickle.loads(message)))  # noqa: S301

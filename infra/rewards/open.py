@@ -1,13 +1,21 @@
 """Open the reward scorer of a config."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 from infra.rewards.base import RewardScorer
 from infra.rewards.groups import REST, GroupRewardScorer, SumRewardScorer
 from infra.rewards.local import LocalRewardScorer
 from infra.rewards.pool import RewardPool
 from rl_core.rewards import load_reward
-from schemas.config.reward import GroupFunctionReward, ModelReward, RewardConfig, WeightedReward, reward_models
+from schemas.config.reward import (
+    GroupFunctionReward,
+    ModelReward,
+    RewardConfig,
+    WeightedReward,
+    reward_models,
+    user_functions,
+)
 from schemas.config.reward_base import IsolatedReward
 
 OpenModel = Callable[[ModelReward], RewardScorer]
@@ -34,6 +42,18 @@ def open_reward_scorer(config: RewardConfig, open_model: OpenModel | None = None
         )
     scorer = _open(config)
     return GroupRewardScorer(scorer) if isinstance(config, GroupFunctionReward) else scorer
+
+
+def check_reward(config: RewardConfig) -> None:
+    """Load a reward: users' functions in a process first, as importing their module may end it, then in this one.
+
+    Raises:
+        RewardImportError: It can't be loaded.
+    """
+    for function in user_functions(config):
+        with closing(_open(function.replace(num_processes=1))) as scorer:
+            scorer.wait_until_ready()
+    load_reward(config)
 
 
 def _open_parts(config: WeightedReward, open_model: OpenModel | None) -> Iterator[tuple[str, RewardScorer]]:

@@ -1,14 +1,15 @@
-"""The growing and per-step files of a run: its metrics, the decisions of people, and the plans of its steps.
+"""The growing and per-step files of a run: its metrics, the decisions of people, plans, and failures of rewards.
 
 `metrics.jsonl` has the reports of finished steps and evaluations, and when the run was started and resumed;
-`decisions.json` what people decided when it paused for approval, by step. Plans are kept as long as a step's columns.
+`decisions.json` what people decided when it paused for approval, by step. Plans and failures are kept as long as a
+step's columns.
 """
 
 import json
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import NonNegativeInt, PositiveFloat, TypeAdapter, ValidationError
 
@@ -17,11 +18,11 @@ from infra.storage.ledger import step_folder
 from infra.storage.lines import Lines
 from schemas.base import Frozen
 from schemas.errors import RunError
-from schemas.plan import StepPlan
 from schemas.step import EvalReport, RunEvent, StepReport
 
 Report = TypeVar("Report", StepReport, EvalReport)
 Parsed = TypeVar("Parsed")
+Content = TypeVar("Content")
 
 _BEGINNING = '{"kind": "'  # of every line
 _NAME = "decisions.json"
@@ -209,41 +210,42 @@ class DecisionsFile:
         return prod(decision.lr_factor for decision in self.load().values() if decision.step < step)
 
 
-class PlanFiles:
+class StepFiles(Generic[Content]):
     """One JSON file per step.
 
     plans/step-000007.json
 
     Args:
         folder: The run's directory.
+        name: The files' folder.
+        content: What a file holds.
     """
 
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
+    def __init__(self, folder: Folder, name: str, content: type[Content]) -> None:
+        self._folder, self._name, self._format = folder, name, TypeAdapter(content)
 
-    def save(self, step: int, plan: StepPlan) -> None:
-        """Save a step's plan, replacing an earlier one."""
-        self._folder.write(_name(step), plan.model_dump_json().encode())
+    def save(self, step: int, content: Content) -> None:
+        """Save a step's file, replacing an earlier one."""
+        self._folder.write(self._file(step), self._format.dump_json(content))
 
-    def load(self, step: int) -> StepPlan | None:
-        """Return a step's plan; None before it was made, and after its columns were cleared.
+    def load(self, step: int) -> Content | None:
+        """Return what a step's file holds; None before it was written, and after the step's columns were cleared.
 
         Raises:
-            RunError: The file is not a plan of this version.
+            RunError: The file is not one of this version.
         """
-        content = self._folder.read(_name(step))
+        content = self._folder.read(self._file(step))
         try:
-            return StepPlan.model_validate_json(content) if content is not None else None
+            return self._format.validate_json(content) if content is not None else None
         except ValidationError as error:
             raise RunError(
-                f"{self._folder.place}/{_name(step)} is damaged, or of an older version of Sluice: "
+                f"{self._folder.place}/{self._file(step)} is damaged, or of an older version of Sluice: "
                 f"{error.errors()[0]['msg']}; read it with that version, or remove it"
             ) from None
 
     def drop(self, step: int) -> None:
-        """Delete a step's plan, if there is one."""
-        self._folder.remove(_name(step))
+        """Delete a step's file, if there is one."""
+        self._folder.remove(self._file(step))
 
-
-def _name(step: int) -> str:
-    return f"plans/{step_folder(step)}.json"
+    def _file(self, step: int) -> str:
+        return f"{self._name}/{step_folder(step)}.json"

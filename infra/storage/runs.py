@@ -15,12 +15,13 @@ from infra.storage.journals import JournalFiles
 from infra.storage.lease import held_lease
 from infra.storage.ledger import Ledger
 from infra.storage.lines import Lines, LocalLines, ObjectLines
-from infra.storage.run_files import DecisionsFile, MetricsFile, PlanFiles
+from infra.storage.run_files import DecisionsFile, MetricsFile, StepFiles
 from schemas.batch import SafeName
 from schemas.config.changes import keep_batches, keep_date, rejected_changes
 from schemas.config.folders import DEFAULT_RUNS_DIR
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, RunError, describe
+from schemas.plan import StepPlan
 from schemas.step import RunHandle, RunSummary
 
 _RUN_ID: TypeAdapter[str] = TypeAdapter(SafeName)
@@ -206,9 +207,19 @@ class RunDirectory:
         return Ledger(self.folder, self.run_id)
 
     @property
-    def plans(self) -> PlanFiles:
+    def plans(self) -> StepFiles[StepPlan]:
         """The steps' plans."""
-        return PlanFiles(self.folder)
+        return StepFiles(self.folder, "plans", StepPlan)
+
+    @property
+    def failures(self) -> StepFiles[dict[str, str]]:
+        """Why rewards of the steps failed, by sample id; a step without failures has no file."""
+        return StepFiles(self.folder, "failures", dict[str, str])
+
+    def drop_step_files(self, step: int) -> None:
+        """Delete a step's plan and failures, if there are some."""
+        self.plans.drop(step)
+        self.failures.drop(step)
 
     @property
     def journals(self) -> JournalFiles:

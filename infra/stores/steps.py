@@ -107,7 +107,7 @@ def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int) 
     store, _ = start_store(directory, config)
     for step in {*directory.ledger.steps(), *store.steps()}:
         if step >= first:
-            directory.plans.drop(step)
+            directory.drop_step_files(step)
             store.clear(step)
     directory.journals.drop_all()
     directory.ledger.renew()
@@ -173,9 +173,9 @@ def steps_to_keep(
 
 
 def _drop_records(directory: RunDirectory, step: int) -> None:
-    """Delete a step's ledger entries and its plan."""
+    """Delete a step's ledger entries, its plan and its failures."""
     directory.ledger.drop_step(step)
-    directory.plans.drop(step)
+    directory.drop_step_files(step)
 
 
 def _keep_committed(store: ColumnStore, step: int, committed: set[str]) -> None:

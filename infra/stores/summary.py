@@ -3,7 +3,7 @@
 N rows of a batch, S of them shown as samples.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +65,12 @@ def summarize_values(column: pa.Array) -> ColumnStats:
 
 
 def summarize_step(
-    store: StoredColumns, step: int, num_samples: int, *, failed: bool = False
+    store: StoredColumns,
+    step: int,
+    num_samples: int,
+    *,
+    failed: bool = False,
+    reasons: Mapping[str, str] | None = None,
 ) -> tuple[StepSummary, list[StoreError]]:
     """Read a step's columns once and summarize those that can be read.
 
@@ -74,6 +79,7 @@ def summarize_step(
         step: A step that has columns.
         num_samples: S; all N rows if the batch has fewer.
         failed: Summarize the rows whose reward failed, which are not trained on, instead of the others.
+        reasons: Why rewards failed, by sample id.
 
     Returns:
         The summary, and the errors of columns and chunks that can't be read.
@@ -87,7 +93,7 @@ def summarize_step(
     batch = _batch_of_chunks(store, step, refs, failures) if failed or saved is None else saved
     if failed and batch:
         batch = select(batch, np.flatnonzero(store.read(batch, ["reward"]).column(0).is_null()))
-    columns, samples = _summarize_rows(store, batch, num_samples, failures) if batch else ((), ())
+    columns, samples = _summarize_rows(store, batch, num_samples, failures, reasons or {}) if batch else ((), ())
     summary = StepSummary(
         run_id=store.run_id,
         step=step,
@@ -148,7 +154,11 @@ def _batch_of_chunks(
 
 
 def _summarize_rows(
-    store: StoredColumns, batch: BatchHandle, num_samples: int, failures: list[StoreError]
+    store: StoredColumns,
+    batch: BatchHandle,
+    num_samples: int,
+    failures: list[StoreError],
+    reasons: Mapping[str, str],
 ) -> tuple[tuple[ColumnSummary, ...], tuple[SampleRow, ...]]:
     """Read each column of the batch once; return the columns' summaries and the sample rows."""
     rows = _sample_rows(batch.num_rows, num_samples)
@@ -167,7 +177,8 @@ def _summarize_rows(
             decode_ints(batch.prompt_lengths)[rows], decode_ints(batch.response_lengths)[rows], strict=True
         )
     ]
-    return tuple(columns), tuple(_sample(at, row, lengths[at], sampled) for at, row in enumerate(rows.tolist()))
+    samples = (_sample(at, row, lengths[at], sampled, reasons) for at, row in enumerate(rows.tolist()))
+    return tuple(columns), tuple(samples)
 
 
 def _read_group(
@@ -216,7 +227,9 @@ def _sample_rows(num_rows: int, num_samples: int) -> npt.NDArray[np.int64]:
     return np.arange(count, dtype=np.int64) * num_rows // max(count, 1)
 
 
-def _sample(at: int, row: int, lengths: tuple[int, int], sampled: dict[str, pa.Array]) -> SampleRow:
+def _sample(
+    at: int, row: int, lengths: tuple[int, int], sampled: dict[str, pa.Array], reasons: Mapping[str, str]
+) -> SampleRow:
     """Return row `row` of the batch, which is row `at` of the sampled columns, [S] each."""
     values = {name: column[at].as_py() for name, column in sampled.items() if column_spec(name).axis == "row"}
     trained = sampled["loss_mask"][at].values if "loss_mask" in sampled else None  # an environment's tokens don't count
@@ -230,6 +243,7 @@ def _sample(at: int, row: int, lengths: tuple[int, int], sampled: dict[str, pa.A
         answer=values.get("answer"),
         finish_reason=values.get("finish_reason"),
         reward=values.get("reward"),
+        failure=reasons.get(values.get("sample_id", "")) if values.get("reward") is None else None,
         reward_parts={name: value for name, value in values.items() if name.startswith(REWARD_PART_PREFIX)},
         advantages=values.get("advantages"),
         mean_logprobs={

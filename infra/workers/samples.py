@@ -17,6 +17,7 @@ from schemas.catalog import REWARD_PART_PREFIX
 from schemas.rollout import RolloutShard, SampleText
 
 MAX_SAMPLE_TEXTS = 4  # per shard, each of a different prompt
+MAX_FAILURE_CHARACTERS = 300  # of the reason of one failed reward
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ def make_shard(
             name: tuple(as_stored(outcome.parts.get(name)) for outcome in outcomes) for name in _part_names(outcomes)
         },
         failure=first_failure(outcomes),
+        failures={
+            sample.sample_id: sample.response.outcome.failure[:MAX_FAILURE_CHARACTERS]
+            for sample in samples
+            if sample.response.outcome.failure is not None
+        },
         samples=tuple(_sample_text(first_of_group[group]) for group in sorted(first_of_group)[:MAX_SAMPLE_TEXTS]),
         seconds=seconds,
     )

@@ -296,3 +296,9 @@ def reward_models(reward: RewardConfig) -> tuple[ModelReward, ...]:
     """Return the reward models of a reward: itself or its parts, which are computed on workers of their own."""
     rewards = [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
     return tuple(each for each in rewards if isinstance(each, ModelReward))
+
+
+def user_functions(reward: InProcessReward) -> list[FunctionReward | GroupFunctionReward]:
+    """Return the users' functions of a reward, itself or parts of it."""
+    parts = [part.reward for part in reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
+    return [part for part in parts if isinstance(part, FunctionReward | GroupFunctionReward)]

@@ -180,7 +180,7 @@ def test_fewer_prompts_than_a_step_takes_are_a_warning(
     load: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "tiny_rewards", raising=False)  # it may be another folder's
-    monkeypatch.syspath_prepend(Path.cwd())
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path.cwd())])  # last, as commands do
     check(load())
     assert "fewer than" not in caplog.text
     check(load("rollout.num_prompts=20"))
@@ -195,7 +195,7 @@ def test_a_template_that_does_not_begin_the_models_turn_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(sys.modules, "tiny_rewards", raising=False)  # it may be another folder's
-    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
     model = shutil.copytree(folder / "model", tmp_path / "model")
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE.split("{% if add_generation_prompt %}")[0])
     check(load())

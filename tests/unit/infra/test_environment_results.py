@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.environments.child_calls import describe
+from infra.processes.calls import describe
 from schemas.errors import ConfigError, EnvironmentImportError
 from tests.support.environment_pools import contents, counted, kinds, open_rows, opened, step_rows, task
 from tests.support.faulty_environments import BAD_RESULTS, BIG_CHARACTERS

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.environments import child_calls
-from infra.environments.child_calls import Call, Mark
 from infra.environments.child_threads import MAX_RUNNING, ThreadPerCall
 from infra.environments.pool import EnvironmentPool
 from infra.environments.slot import MAX_HUNG
+from infra.processes import calls
+from infra.processes.calls import Call, Mark
 from rl_core.environments.tools import ToolEnvironment
 from tests.support.environment_pools import kinds, open_rows, opened, task
 
@@ -68,7 +68,7 @@ def exit_with(code: int) -> None:
 
 def test_the_clock_of_a_call_stands_still_until_a_thread_begins(mark: Mark, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(child_calls, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: now))
     call, ends = Call(mark, 0, 10.0), threading.Event()
 
     async def play() -> None:
@@ -90,7 +90,7 @@ def test_the_clock_of_a_call_stands_still_until_a_thread_begins(mark: Mark, monk
 
 def test_the_clock_goes_on_while_a_thread_of_the_call_runs(mark: Mark, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(child_calls, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: now))
     call = Call(mark, 0, 10.0)
     call.count_threads(waiting=2)
     now += 5.0

@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from infra.rewards.local import LocalRewardScorer
-from infra.rewards.open import open_reward_scorer
+from infra.rewards.open import check_reward, open_reward_scorer
 from rl_core.rewards import RewardOutcome
-from schemas.config.reward import ExactReward, FormatReward, WeightedReward
+from schemas.config.reward import ExactReward, FormatReward, FunctionReward, GroupFunctionReward, WeightedReward
 from schemas.errors import RewardImportError
 from tests.support.reward_pools import LATE, LIMIT_SECONDS, OpenPool, failures, items, rewards, wait_for_exit
 
@@ -97,8 +97,28 @@ def test_a_reward_that_cannot_be_loaded_says_so(open_pool: OpenPool, tmp_path: P
     with pytest.raises(RewardImportError, match="has no such function 'none'"):
         open_pool("none").wait_until_ready()
     (tmp_path / "leaving_rewards.py").write_text("import os; os._exit(5)\n")
-    with pytest.raises(RewardImportError, match="ended with exit code 5 while it loaded"):
+    text = "reward 'leaving_rewards:score': a process ended with exit code 5 while it loaded the reward function; what"
+    with pytest.raises(RewardImportError, match=text):
         open_pool(path="leaving_rewards:score").wait_until_ready()
+
+
+@pytest.mark.parametrize("limits", [{}, {"num_processes": 0, "timeout_seconds": None}])
+def test_a_module_that_ends_its_process_is_an_error_before_a_run_begins(
+    reward_calls: Path, tmp_path: Path, limits: dict
+) -> None:
+    (tmp_path / "leaving_rewards.py").write_text("import os; os._exit(5)\n")
+    (tmp_path / "fleeing_rewards.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n")
+    exact, function = {"kind": "exact"}, {"kind": "function", "path": "fleeing_rewards:score"}
+    parts = {"a": {"reward": exact}, "b": {"reward": function}}
+    for config, text in [
+        (FunctionReward(path="leaving_rewards:score", **limits), "'leaving_rewards:score': .* ended with exit code 5"),
+        (GroupFunctionReward(path="leaving_rewards:all", **limits), "'leaving_rewards:all': .* ended with exit code 5"),
+        (WeightedReward(parts=parts, **limits), "'fleeing_rewards:score': .* ended with signal 9"),
+    ]:
+        with pytest.raises(RewardImportError, match=text):
+            check_reward(config)
+    check_reward(FunctionReward(path="pool_rewards:score", **limits))
+    check_reward(WeightedReward(parts={"a": parts["a"]}, **limits))
 
 
 def test_a_backtracking_regular_expression_costs_only_its_row() -> None:

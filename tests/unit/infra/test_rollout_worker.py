@@ -274,6 +274,9 @@ def test_failed_rewards_are_null_and_counted(folder: Path) -> None:
     assert rows["reward"].to_pylist() == [None if bad else 1.0 for bad in failed]
     assert shard.failure is not None
     assert shard.failure.startswith("RuntimeError: no reward for ")
+    lost = [row for row, bad in zip(rows.to_pylist(), failed, strict=True) if bad]
+    assert list(shard.failures) == [row["sample_id"] for row in lost]
+    assert all(reason.startswith("RuntimeError: no reward for ") for reason in shard.failures.values())
 
 
 def test_a_reward_that_never_returns_costs_only_its_rows(folder: Path) -> None:

@@ -25,6 +25,7 @@ def test_recorded_failures_do_not_stop_a_resumed_run_again(tmp_path: Path, faile
     with pytest.raises(RewardFailureError):
         _check_failures(run, POLICY, [[shard]])
     assert journals.steps() == steps_left
+    assert RunDirectory.of(run).failures.load(3) == {"3-0-0": "no answer of 0", "3-0-1": "no answer of 1"}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,8 @@ def test_failures_that_are_allowed_are_a_warning(
     config = run_config(tmp_path, reward={"max_failure_fraction": 0.5})
     run = RunHandle(run_id="run", identity="run", directory=str(tmp_path), config=config, store_incarnation="s")
     assert _check_failures(run, POLICY, [[failed_shard(rewards=rewards, turns={})]]) == warning
+    expected = {"3-0-0": "no answer of 0"} if None in rewards else None
+    assert RunDirectory.of(run).failures.load(3) == expected
 
 
 def failed_shard(rewards: tuple[float | None, ...], turns: Metrics) -> RolloutShard:
@@ -55,6 +58,7 @@ def failed_shard(rewards: tuple[float | None, ...], turns: Metrics) -> RolloutSh
         truncated=(0, 0),
         parts={},
         failure="no answer",
+        failures={f"3-0-{row}": f"no answer of {row}" for row, reward in enumerate(rewards) if reward is None},
         turns=turns,
         seconds={},
     )

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 from rich.console import Console
 
 from flows.cli import main as cli
@@ -16,6 +17,9 @@ from schemas.batch import ChunkKey
 from tests.support.command import Command
 from tests.support.small_run import (
     DTYPES,
+    NUM_SHARDS,
+    ROWS_PER_SHARD,
+    SAMPLES,
     columns_of,
     put_advantages,
     put_behavior,
@@ -59,6 +63,26 @@ def test_the_rows_whose_reward_failed(inspect: Command) -> None:
     assert "\nprompt 'Spell cat backward.'\n" in out
     assert "\nscores reward -, reward_letters -, advantages -\n" in out
     assert "\nplan " not in out
+
+
+def test_why_the_reward_of_a_row_failed(inspect: Command, run: RunDirectory) -> None:
+    store = columns_of(run)
+    store.open_lease(4)
+    for shard in range(NUM_SHARDS):
+        columns = rollout_columns(4, shard)
+        ids = pa.array([f"4-{shard}-{row}" for row in range(columns.num_rows)])
+        store.put(
+            ChunkKey(run_id="demo", step=4, stage="rollout", shard=shard), columns.append_column("sample_id", ids)
+        )
+    assert "\nfailure " not in shown(inspect("demo", "4", "--failed"))  # as in runs of earlier versions
+    run.failures.save(4, {f"4-{shard}-{row}": f"no answer of {shard}, {row}" for shard in range(2) for row in range(3)})
+    (at,) = (row for row, sample in enumerate(SAMPLES) if sample[3] is None)
+    out = shown(inspect("demo", "4", "--failed"))
+    assert out.count("\nfailure ") == 1
+    assert f"\nfailure no answer of {at // ROWS_PER_SHARD}, {at % ROWS_PER_SHARD}\n" in out
+    assert "\nfailure " not in shown(inspect("demo", "4"))
+    run.drop_step_files(4)
+    assert run.failures.load(4) is None
 
 
 def test_a_narrow_terminal_shows_the_figures_in_a_line_each(run: RunDirectory) -> None:
@@ -140,6 +164,7 @@ def test_json_holds_the_same_for_machines(inspect: Command) -> None:
                 "answer": "tac",
                 "advantages": 0.25,
                 "reward": 1.0,
+                "failure": None,
                 "reward_parts": {"reward_letters": 1.0},
                 "mean_logprobs": {"sampler_logprobs": -1 / 8, "behavior_logprobs": -3 / 8},
             }

@@ -1,27 +1,33 @@
-"""Calls of environments, in their process: their time limits, and whose code is running.
+"""Calls of users' code, in its process: requests and answers, time limits, and whose code is running.
 
 Needs the standard library only, like `infra.environments.child`.
 """
 
 import asyncio
 import inspect
+import json
 import mmap
 import os
+import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from traceback import extract_tb
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from infra.processes.lifeline import end_with_parent
+
+BEAT_SECONDS = 1.0  # between two signs of life
+MESSAGE_BYTES = struct.Struct("!Q")  # the length of the message that follows
 MAX_FAILURE_CHARACTERS = 1000  # of a failure's message, which is logged
 MIN_WAIT_SECONDS = 0.01  # between two looks at a clock that may stand still
 
 
 class CallError(Exception):
-    """A call of an environment failed; `kind` is that of `infra.environments.pool.Failure`."""
+    """A call failed; `kind` is that of `infra.environments.pool.Failure`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -31,7 +37,7 @@ class CallError(Exception):
 class Running(NamedTuple):
     """Whose code a process is running right now."""
 
-    number: int = -1  # of the environment; -1: none
+    number: int = -1  # of the call, or of its environment; -1: none
     deadline: float = 0.0  # of `time.monotonic`, which is the same clock in all processes
     limit_seconds: float = 0.0
     is_remade: bool = False  # whether it is being made again
@@ -44,42 +50,100 @@ class Mark:
         descriptor: A file in memory of `SIZE` bytes; the mark doesn't close it.
     """
 
-    _BEAT, _NUMBER, _REST = struct.Struct("d"), struct.Struct("q"), struct.Struct("dd?")
-    _REST_OFFSET = _BEAT.size + _NUMBER.size
-    SIZE = _REST_OFFSET + _REST.size
+    SIZE = 40
 
     def __init__(self, descriptor: int) -> None:
-        self._memory = mmap.mmap(descriptor, self.SIZE)
+        self._map(mmap.mmap(descriptor, self.SIZE))
         self.running = Running()
+
+    def detach(self) -> None:
+        """Show no parent any more what this process does."""
+        self._map(bytearray(self.SIZE))
 
     @property
     def running(self) -> Running:
-        (number,) = self._NUMBER.unpack_from(self._memory, self._BEAT.size)
-        return Running(number, *self._REST.unpack_from(self._memory, self._REST_OFFSET))
+        return Running(self._ints[1], self._floats[2], self._floats[3], bool(self._ints[4]))
 
     @running.setter
     def running(self, value: Running) -> None:
         if value.number >= 0:  # and before the number is: who reads both meanwhile takes none for late
-            self._REST.pack_into(self._memory, self._REST_OFFSET, *value[1:])
-        self._NUMBER.pack_into(self._memory, self._BEAT.size, value.number)
+            self._floats[2], self._floats[3], self._ints[4] = value[1:]
+        self._ints[1] = value.number
 
     @property
     def last_beat(self) -> float:
         """When the process last showed a sign of life; 0.0: not yet."""
-        return float(self._BEAT.unpack_from(self._memory)[0])
+        return self._floats[0]
 
     def beat(self) -> None:
-        self._BEAT.pack_into(self._memory, 0, time.monotonic())
+        self._floats[0] = time.monotonic()
+
+    def _map(self, memory: mmap.mmap | bytearray) -> None:
+        # Views write each number at once; `struct.pack_into` clears its bytes first, and a reader would see that.
+        self._floats, self._ints = memoryview(memory).cast("d"), memoryview(memory).cast("q")
+
+
+class Parent:
+    """The parent of this process: sends messages, and takes lines of JSON. This process ends with it.
+
+    Messages are preceded by their length (`MESSAGE_BYTES`). A fork of this process neither reads nor answers.
+
+    Args:
+        descriptor: The socket's.
+        memory: That of the mark.
+
+    Attributes:
+        mark: Shows the parent what this process does.
+    """
+
+    def __init__(self, descriptor: int, memory: int) -> None:
+        end_with_parent()
+        self._descriptor, self.mark = descriptor, Mark(memory)
+        os.set_inheritable(descriptor, False)
+        os.close(memory)
+        os.register_at_fork(after_in_child=self._detach)
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Yield the messages until the socket closes, and show signs of life meanwhile."""
+        reader, self._writer = await asyncio.open_connection(sock=socket.socket(fileno=self._descriptor))
+        beats = asyncio.create_task(self._beat())
+        asyncio.get_running_loop().set_task_factory(create_task)
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                (num_bytes,) = MESSAGE_BYTES.unpack(await reader.readexactly(MESSAGE_BYTES.size))
+                yield await reader.readexactly(num_bytes)
+        beats.cancel()
+
+    def answer(self, **values: Any) -> None:
+        """Send a line of JSON."""
+        self.mark.beat()
+        self._writer.write(json.dumps(values).encode() + b"\n")
+
+    async def refuse(self, kind: str, message: str) -> None:
+        """Send the class of an error, one of `schemas.errors`, and its message, before this process ends."""
+        self.answer(error=message, type=kind)
+        await self._writer.drain()
+
+    async def _beat(self) -> None:
+        while True:
+            self.mark.beat()
+            await asyncio.sleep(BEAT_SECONDS)
+
+    def _detach(self) -> None:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, self._descriptor, inheritable=False)
+        os.close(nothing)
+        self.mark.detach()
 
 
 class Call:
-    """A limit on the time of an environment's code.
+    """A limit on the time of a call's code.
 
-    The clock stands still while code of other environments runs, and while all that it does is to wait for a thread.
+    The clock stands still while code of other calls runs, and while all that it does is to wait for a thread.
     """
 
     current: ContextVar["Call"] = ContextVar("current")
-    all_busy_seconds = 0.0  # for which code of any environment has been running
+    all_busy_seconds = 0.0  # for which code of any call has been running
 
     def __init__(self, mark: Mark, number: int, limit_seconds: float, *, is_remade: bool = False) -> None:
         self._mark, self._number, self._limit_seconds, self._is_remade = mark, number, limit_seconds, is_remade
@@ -118,7 +182,7 @@ class Call:
             self._stalled_at = None
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what an environment's function returns, awaited if it is async.
+        """Return what a user's function returns, awaited if it is async.
 
         Raises:
             CallError: The function raised, or awaited for too long. One that blocks for too long ends with the process.
@@ -148,13 +212,18 @@ class Call:
             raise error if isinstance(error, CallError) else CallError("raised", describe(error)) from error
         return task.result()
 
+    def hold(self, coroutine: Coroutine[Any, Any, Any]) -> "MarkedCoroutine":
+        """Return a coroutine, to be awaited by its task, that holds the mark; a time limit is its own."""
+        Call.current.set(self)
+        return MarkedCoroutine(coroutine, self)
+
     def _seconds_without_others(self) -> float:
         others = Call.all_busy_seconds - self._busy_before - self._busy_seconds
         return time.monotonic() - self._began - others
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Hold the mark: what runs in this context is the environment's code."""
+        """Hold the mark: what runs in this context is the call's code."""
         before, began = self._mark.running, time.monotonic()
         left = self._limit_seconds - (0.0 if self._is_over else self.seconds)
         self._mark.running = Running(self._number, began + left, self._limit_seconds, self._is_remade)
@@ -169,7 +238,7 @@ class Call:
 
 
 class MarkedCoroutine(Coroutine[Any, Any, Any]):
-    """A coroutine of an environment, which holds the mark whenever it runs."""
+    """A coroutine of a call, which holds the mark whenever it runs."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], call: Call) -> None:
         self._coroutine, self._call = coroutine, call
@@ -184,7 +253,13 @@ class MarkedCoroutine(Coroutine[Any, Any, Any]):
         self._coroutine.close()
 
     def __await__(self) -> Any:
-        return self._coroutine.__await__()
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def __getattr__(self, name: str) -> Any:  # such as `cr_frame`, by which others know its state
+        return getattr(self._coroutine, name)
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -210,7 +285,7 @@ def outside_of_loop() -> Iterator[None]:
 
 
 def create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
-    """Create a task, as the factory of a loop's tasks; one of an environment's, or of its tasks', holds the mark."""
+    """Create a task, as the factory of a loop's tasks; one of a call's, or of its tasks', holds the mark."""
     call = Call.current.get(None)
     return asyncio.Task(coroutine if call is None else MarkedCoroutine(coroutine, call), loop=loop, **options)
 
@@ -221,7 +296,7 @@ def describe(error: BaseException) -> str:
         text = " ".join(f"{type(error).__name__}: {error}".split())
     except Exception:  # noqa: BLE001 - the __str__ of a user's exception may raise anything
         text = f"{type(error).__name__}, whose message can't be formatted"
-    own = ("<frozen", os.path.dirname(__file__))
+    own = ("<frozen", os.path.dirname(os.path.dirname(__file__)))
     frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
     place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return text.encode(errors="replace").decode()[:MAX_FAILURE_CHARACTERS] + place
