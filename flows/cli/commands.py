@@ -69,8 +69,8 @@ def demo(
         from infra.engines.vllm.package import require_vllm
 
         require_vllm()  # fail now, not after the warm start
-    with prefect_session(config.runtime, console):
-        run_flow(lambda: prepare_demo(config, TINY if tiny else RECIPE), config.runtime)
+    with prefect_session(config.services, console):
+        run_flow(lambda: prepare_demo(config, TINY if tiny else RECIPE), config.services)
         run_training(console, config)
 
 
@@ -94,7 +94,7 @@ def train(
     with console.status("checking model, data and reward"):
         check_capacity(config, check(config))
         check_weight_files(config.model)
-    with prefect_session(config.runtime, console):
+    with prefect_session(config.services, console):
         run_training(console, config, run_id)
 
 
@@ -159,7 +159,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     check_capacity(config, check(config))
     check_checkpoint(directory, config)
     console.print(f"resuming {directory.run_id}: {done} of {config.steps} steps are done")
-    with prefect_session(config.runtime, console):
+    with prefect_session(config.services, console):
         run_training(console, config, directory.run_id)
 
 

@@ -29,7 +29,7 @@ def connect(address: str, *, local: bool, py_modules: Sequence[str] = ()) -> Non
         address: `host:port` of the Ray head; `auto`: that of the cluster that this machine belongs to; or
             `ray://host:port` of a Ray Client server, for a machine outside the cluster.
         local: Whether Sluice started that Ray, on loopback.
-        py_modules: `runtime.py_modules`.
+        py_modules: `services.py_modules`.
 
     Raises:
         ServiceError: Nothing responds at `address`, or it is of another version of Ray or Python.
@@ -112,7 +112,7 @@ def _check_reachable(address: str) -> None:
     except (OSError, ValueError) as error:
         server = "Ray Client server" if is_client_address(address) else "Ray head"
         raise ServiceError(
-            f"no {server} responds at {address!r} ({error}); check runtime.ray_address (host:port, auto, or "
+            f"no {server} responds at {address!r} ({error}); check services.ray_address (host:port, auto, or "
             "ray://host:port), or leave it out to start a local one"
         ) from None
 

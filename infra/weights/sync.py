@@ -52,10 +52,10 @@ def _choose(setting: str, gpus: tuple[str, ...], num_nodes: int) -> tuple[Transp
     if setting == "broadcast":
         return "broadcast", own_gpus
     if setting != "shared_memory":
-        raise ConfigError(f'runtime.weight_transport = {setting!r}; use "auto", "shared_memory" or "broadcast"')
+        raise ConfigError(f'weights.transport = {setting!r}; use "auto", "shared_memory" or "broadcast"')
     if num_nodes > 1:
         raise ConfigError(
-            f'runtime.weight_transport = "shared_memory", but the policy and its rollout workers are on {num_nodes} '
+            f'weights.transport = "shared_memory", but the policy and its rollout workers are on {num_nodes} '
             'nodes; use "auto" or "broadcast"'
         )
     return "shared_memory", False
@@ -102,7 +102,7 @@ async def _prepare_route(config: RunConfig, policy: WorkerGroup, workers: Sequen
     sender, *_ = policy.ranks
     members = [sender, *workers]
     states = await asyncio.gather(*(call(member, "weight_group_member") for member in members))
-    route = choose_route(config.runtime.weight_transport, states)
+    route = choose_route(config.weights.transport, states)
     groups = {(state.group_id, state.group_size) for state in states}
     if len(groups) > 1 or not all(group_id and size == len(members) for group_id, size in groups):
         rendezvous = await call(sender, "open_weight_rendezvous", len(workers))

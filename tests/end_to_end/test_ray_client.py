@@ -38,8 +38,8 @@ def test_a_driver_outside_the_cluster_trains_the_same_weights_and_is_resumed(
 ) -> None:
     monkeypatch.setitem(workplace.environment, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as here: loopback only
     inside, client = cluster
-    workplace.sluice(*CONFIG, "--run-id", "inside", f"runtime.ray_address={inside.address}")
-    driver = workplace.start(*CONFIG, "--run-id", "outside", f"runtime.ray_address={client}")
+    workplace.sluice(*CONFIG, "--run-id", "inside", f"services.ray_address={inside.address}")
+    driver = workplace.start(*CONFIG, "--run-id", "outside", f"services.ray_address={client}")
     run = workplace.run("outside")
     driver.wait_for(lambda: run.passed(1, "advantage"))
     driver.kill()
@@ -52,7 +52,7 @@ def test_a_driver_outside_the_cluster_trains_the_same_weights_and_is_resumed(
 def test_a_failed_connection_is_one_line(workplace: Workplace, cluster: tuple[Any, str]) -> None:
     _, client = cluster
     closed = f"ray://{LOOPBACK}:{free_port()}"
-    printed = workplace.sluice("train", "tiny.toml", f"runtime.ray_address={closed}", exit_code=2)
+    printed = workplace.sluice("train", "tiny.toml", f"services.ray_address={closed}", exit_code=2)
     assert f"error: no Ray Client server responds at '{closed}'" in printed
     other = "import sys, infra, ray; ray.__version__ = '2.59.0'; from flows.cli.main import main; main()"
     printed = workplace.python("-P", "-c", other, "ps", "--address", client, exit_code=2)

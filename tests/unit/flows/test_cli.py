@@ -128,7 +128,7 @@ def test_a_reward_that_can_not_be_imported(sluice: Command, path: str, message: 
 def test_a_prefect_that_does_not_answer(sluice: Command) -> None:
     assert_rejected(
         sluice(
-            "train", "tiny.toml", "runtime.prefect_api_url=http://127.0.0.1:9/api", "runtime.ray_address=127.0.0.1:9"
+            "train", "tiny.toml", "services.prefect_api_url=http://127.0.0.1:9/api", "services.ray_address=127.0.0.1:9"
         ),
         "no Prefect API responds at http://127.0.0.1:9/api",
     )
