@@ -99,6 +99,22 @@ def train(
 
 
 @app.command()
+def init(
+    model: Annotated[str, typer.Option(help="A Hugging Face model folder with a chat template.")],
+    data: Annotated[str, typer.Option(help="A file of prompts and answers.")],
+    reward: Annotated[
+        str | None,
+        typer.Option(help="numeric, exact, math, or module:function; default: numeric if all answers are numbers."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("run.toml"),
+) -> None:
+    """Write a commented config of one screen for a model and its data."""
+    from flows.cli.init import write_config
+
+    write_config(console, model, data, reward, out)
+
+
+@app.command()
 def plan(
     config_path: Annotated[str, typer.Argument(help="A TOML file, or the name of a built-in one.", metavar="CONFIG")],
     overrides: OverridesArgument = None,

@@ -24,6 +24,7 @@ RENAMED = {
     "runtime.approval_timeout_seconds": "approval.timeout_seconds",
 }
 REMOVED = {  # and why
+    "model.lora.dropout": "adapters have none, as a log-prob must be a function of weights and tokens",
     "runtime.gpus_per_worker": 'runtime.placement = "colocated" lets workers share GPUs',
     "runtime.tensorboard": 'monitors = [{ kind = "tensorboard" }] writes them',
 }
