@@ -13,7 +13,7 @@ SLUICE = Path(sys.executable).with_name("sluice")
 RUNS = ".sluice/runs"
 SETTINGS = (  # runs are in the example's folder; the local Prefect and Ray are those of the checkout
     f"runtime.runs_dir={RUNS}",
-    f"runtime.services_dir={EXAMPLES.parent / '.sluice'}",
+    f"services.dir={EXAMPLES.parent / '.sluice'}",
 )
 TINY = ("steps=2", "rollout.num_prompts=4", "rollout.samples_per_prompt=4", "eval.num_prompts=4")  # of an agent
 

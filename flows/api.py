@@ -79,10 +79,10 @@ async def train_run_async(
         if (finished := finished_summary(parsed, run_id)) is not None:
             return finished
         checked = _check(parsed, run_id)
-        with prefect_session(checked.runtime, Console()):
+        with prefect_session(checked.services, Console()):
             try:
                 return await call_through_outages(
-                    lambda: train(checked, run_id=run_id), checked.runtime.prefect_patience_seconds
+                    lambda: train(checked, run_id=run_id), checked.services.prefect_patience_seconds
                 )
             except Exception as error:
                 error.add_note(f"to resume, call train_run with run_id={run_id!r}, or: sluice resume {run_id}")

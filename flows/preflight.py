@@ -55,10 +55,10 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
         UserError: A part of the config is not usable; the message says which, where, and how to fix it.
     """
     check_urls(config)
-    if config.runtime.queries is not None:
+    if config.approval.queries is not None:
         from infra.history.checks import load_queries  # here, since few runs need DuckDB
 
-        load_queries(config.runtime.queries)
+        load_queries(config.approval.queries)
     tokenizer = load_tokenizer(config.model)
     check_stop_tokens(config)
     stop_token_ids(config.model, tokenizer)

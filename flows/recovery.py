@@ -208,8 +208,8 @@ def _columns_place(config: RunConfig) -> tuple[object, ...]:
 
 
 def _store_settings(config: RunConfig) -> tuple[object, ...]:
-    runtime = config.runtime
-    return config.store, runtime.shared_memory, runtime.tls_certificate, runtime.tls_key
+    services = config.services
+    return config.store, config.runtime.shared_memory, services.tls_certificate, services.tls_key
 
 
 def _warn_of_idle_workers(config: RunConfig) -> None:

@@ -121,7 +121,7 @@ async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
 
 async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
     """Run the steps that a run still lacks, within the current flow run; see `train`."""
-    connect(config.runtime)
+    connect(config.services)
     device = check_resources(config)
     directory = find_or_create_run(config, run_id)
     with (
@@ -166,7 +166,7 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
     monitors.log_recorded(directory.metrics)
     events.start(policy.step)
     for report in directory.metrics.steps()[-1:]:  # its driver may have been killed while it waited for an answer
-        asks = run.config.runtime.approve_failed_queries
+        asks = run.config.approval.on_failed_queries
         await ask_for_approval(run, report, await find_failed_queries(run, report.step) if asks else ())
     progress = await ProgressArtifact.create(run, policy, directory.metrics)
     step_flow = new_step_flow(await ledger_storage(directory))
@@ -182,7 +182,7 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
                         return run
                     report = await call_through_outages(
                         partial(step_flow, run, policy),
-                        run.config.runtime.prefect_patience_seconds,
+                        run.config.services.prefect_patience_seconds,
                         partial(directory.metrics.step, policy.step),
                     )
                     policy = policy.replace(version=report.policy_version)

@@ -5,7 +5,7 @@ from prefect import flow, get_run_logger
 from flows.lifecycle.ray_connection import connect
 from infra.ray.actors import call, start_actor
 from infra.workers.actor import actor_class
-from schemas.config.runtime import RuntimeConfig
+from schemas.config.runtime import ServicesConfig
 from schemas.config.warmstart import WarmstartConfig
 from tasks.stage import operation
 
@@ -14,9 +14,9 @@ WORKER = actor_class("infra.workers.warmstart:WarmstartWorker", "start", "advanc
 
 
 @flow(name="warm-start", flow_run_name="warm-start-{config.seed}", persist_result=False)
-async def warm_start(config: WarmstartConfig, runtime: RuntimeConfig) -> str:
+async def warm_start(config: WarmstartConfig, services: ServicesConfig) -> str:
     """Train a model on answers; returns the folder it was written to."""
-    connect(runtime)
+    connect(services)
     return await train_on_answers(config)
 
 

@@ -22,7 +22,7 @@ MAX_RESUMES = 20  # of one run
 STILL_SECONDS = 300.0  # without progress: a hang; a worker that is stopped while it starts is noticed before
 CONFIG = (
     *("train", "tiny.toml", f"steps={STEPS}", f"store.keep_steps={STEPS}", "checkpoint.every_steps=2"),
-    *("runtime.worker_timeout_seconds=40", "loss.behavior=recompute"),  # all stages
+    *("timeouts.worker_seconds=40", "loss.behavior=recompute"),  # all stages
 )
 FAULTLESS = ("updates_applied_twice", "leaked_bytes", "leaked_processes", "hangs", "tracebacks")  # 0 in a good report
 WORKERS = ("runtime.num_policy_ranks=2", "rollout.num_workers=2")

@@ -38,7 +38,7 @@ def check(settings: Settings, folder: Path, *, placement: Placement) -> CheckRes
         folder,
         *(TWIN_ARGUMENTS if settings.is_twin else GPU_ARGUMENTS),
         *(f"runtime.device={settings.device}", f"runtime.placement={placement}", f"runtime.runs_dir={runs}"),
-        *(f"runtime.weight_transport={TRANSPORTS[placement]}", "correction.kind=truncated", "kl.coef=0"),
+        *(f"weights.transport={TRANSPORTS[placement]}", "correction.kind=truncated", "kl.coef=0"),
     )
     return _result(name, runs, TRANSPORTS[placement])
 

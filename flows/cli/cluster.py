@@ -62,8 +62,8 @@ def stop_run(console: Console, run: str, runs_dir: str, address: str | None, ser
         run_id, identity, hint, had_driver = run, run, "", False
     else:
         had_driver = _stop_driver(console, directory)
-        runtime = directory.config().runtime
-        address, services_dir = address or runtime.ray_address, runtime.services_dir
+        services = directory.config().services
+        address, services_dir = address or services.ray_address, services.dir
         run_id, hint = directory.run_id, f"; resume with: sluice resume {directory.argument}"
         identity = identity_of(directory)
     ended = end_run(identity) if _connect(address, services_dir) else 0

@@ -69,8 +69,8 @@ def demo(
         from infra.engines.vllm.package import require_vllm
 
         require_vllm()  # fail now, not after the warm start
-    with prefect_session(config.runtime, console):
-        run_flow(lambda: prepare_demo(config, TINY if tiny else RECIPE), config.runtime)
+    with prefect_session(config.services, console):
+        run_flow(lambda: prepare_demo(config, TINY if tiny else RECIPE), config.services)
         run_training(console, config)
 
 
@@ -94,8 +94,24 @@ def train(
     with console.status("checking model, data and reward"):
         check_capacity(config, check(config))
         check_weight_files(config.model)
-    with prefect_session(config.runtime, console):
+    with prefect_session(config.services, console):
         run_training(console, config, run_id)
+
+
+@app.command()
+def init(
+    model: Annotated[str, typer.Option(help="A Hugging Face model folder with a chat template.")],
+    data: Annotated[str, typer.Option(help="A file of prompts and answers.")],
+    reward: Annotated[
+        str | None,
+        typer.Option(help="numeric, exact, math, or module:function; default: numeric if all answers are numbers."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("run.toml"),
+) -> None:
+    """Write a commented config of one screen for a model and its data."""
+    from flows.cli.init import write_config
+
+    write_config(console, model, data, reward, out)
 
 
 @app.command()
@@ -145,7 +161,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     check_capacity(config, check(config))
     check_checkpoint(directory, config)
     console.print(f"resuming {directory.run_id}: {done} of {config.steps} steps are done")
-    with prefect_session(config.runtime, console):
+    with prefect_session(config.services, console):
         run_training(console, config, directory.run_id)
 
 

@@ -95,7 +95,7 @@ async def prepare_demo(config: RunConfig, recipe: DemoRecipe) -> None:
 
     write_files(config, recipe)
     make_model(folder / "random", seed=config.seed, **recipe.model)
-    await warm_start(_warmstart_config(config, recipe, folder), config.runtime)
+    await warm_start(_warmstart_config(config, recipe, folder), config.services)
     marker.touch()
 
 

@@ -72,7 +72,7 @@ def serve(console: Console, request: Request, limit: int) -> None:
     """
     schedule, configs = _check(console, request)
     os.environ.update(RUN_ENVIRONMENT)
-    with prefect_session(next(iter(configs.values())).runtime, console):
+    with prefect_session(next(iter(configs.values())).services, console):
         offers = [*train_offers(request.configs, request.overrides, schedule), *OTHER_OFFERS]
         asyncio.run(_serve(console, offers, limit))
 
@@ -100,7 +100,7 @@ def deploy(console: Console, request: Request, work_pool: str, image: str | None
         UserError: A config, the schedule, the work pool or a block is refused; nothing was created.
     """
     schedule, configs = _check(console, request)
-    with prefect_session(next(iter(configs.values())).runtime, console):
+    with prefect_session(next(iter(configs.values())).services, console):
         asyncio.run(_deploy(console, request, schedule, work_pool, image, reactions))
         console.print(f"start a worker, if none runs: prefect worker start --pool {work_pool}", highlight=False)
 

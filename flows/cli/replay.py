@@ -133,7 +133,7 @@ def _what_changes(
 
     with console.status("replaying"):
         rollouts = score_steps(steps.stored, configs[1]) if rescores else [of.rollout for of in steps.stored]
-        connect(configs[0].runtime)
+        connect(configs[0].services)
         in_ray(change_steps(steps, rollouts, configs, report))
     return found
 

@@ -31,7 +31,7 @@ def run_training(console: Console, config: RunConfig, run_id: str | None = None)
     signal.signal(signal.SIGTERM, _terminate)
     try:
         with outlived_terminal():
-            summary = run_flow(lambda: train(config, run_id=run_id), config.runtime)
+            summary = run_flow(lambda: train(config, run_id=run_id), config.services)
     except BaseException as error:
         if isinstance(error, CancelledRun):
             error = RunStoppedError("cancelled in the Prefect UI")

@@ -19,7 +19,7 @@ CronOption = Annotated[
     typer.Option(help="Start a run of each config by this schedule, e.g. '0 2 * * *' for every night at two."),
 ]
 AddressOption = Annotated[
-    str | None, typer.Option(help="The Ray cluster, as runtime.ray_address; default: the run's, else the local one.")
+    str | None, typer.Option(help="The Ray cluster, as services.ray_address; default: the run's, else the local one.")
 ]
 ServicesDirOption = Annotated[str, typer.Option(help="Folder with the local services' state.")]
 TimezoneOption = Annotated[str, typer.Option(help="The schedule's time zone, e.g. Europe/Berlin.")]

@@ -77,7 +77,7 @@ def shown_in_ui(
 async def _wait_for_server(patience_seconds: float, error: Exception) -> None:
     url, started = _api_url(), time.monotonic()
     logger.warning(
-        "the Prefect server at %s doesn't respond (%s); waiting at most %g s for it (runtime.prefect_patience_seconds)",
+        "the Prefect server at %s doesn't respond (%s); waiting %g s at most (services.prefect_patience_seconds)",
         url,
         _first_line(error),
         patience_seconds,
@@ -86,7 +86,7 @@ async def _wait_for_server(patience_seconds: float, error: Exception) -> None:
         if time.monotonic() - started > patience_seconds:
             raise ServerLostError(
                 f"the Prefect server at {url} has not responded for {patience_seconds:g} s "
-                f"(runtime.prefect_patience_seconds): {_first_line(error)}"
+                f"(services.prefect_patience_seconds): {_first_line(error)}"
             ) from error
         await asyncio.sleep(POLL_SECONDS)
     logger.warning("the Prefect server responds; the run goes on")

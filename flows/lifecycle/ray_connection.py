@@ -9,7 +9,7 @@ from flows.lifecycle.cancellation import unless
 from infra.ray import cluster
 from infra.ray.actors import require_ray
 from infra.services.local import LocalServices
-from schemas.config.runtime import RuntimeConfig
+from schemas.config.runtime import ServicesConfig
 
 POLL_SECONDS = 2.0
 SETTLE_SECONDS = 1.5 * POLL_SECONDS  # after a loss, until `while_ray_lives` knows whether Ray itself is being lost
@@ -17,15 +17,15 @@ SETTLE_SECONDS = 1.5 * POLL_SECONDS  # after a loss, until `while_ray_lives` kno
 Result = TypeVar("Result")
 
 
-def connect(runtime: RuntimeConfig) -> None:
+def connect(config: ServicesConfig) -> None:
     """Connect to the configured Ray cluster, or to a local one, which is started if necessary."""
-    if runtime.ray_address:
-        cluster.connect(runtime.ray_address, py_modules=runtime.py_modules)
+    if config.ray_address:
+        cluster.connect(config.ray_address, py_modules=config.py_modules)
         return
-    services = LocalServices(Path(runtime.services_dir))
+    services = LocalServices(Path(config.dir))
     services.start(prefect=False, ray=True)
     assert services.ray_address is not None
-    cluster.connect(services.ray_address, py_modules=runtime.py_modules)
+    cluster.connect(services.ray_address, py_modules=config.py_modules)
     services.announce_metrics(cluster.metrics_addresses())
 
 

@@ -15,7 +15,7 @@ from flows.lifecycle.exit import deliver_events
 from flows.lifecycle.outages import call_through_outages
 from infra.services.local import LocalServices, prefect_kept_running
 from infra.services.prefect_api import check_prefect_api
-from schemas.config.runtime import RuntimeConfig
+from schemas.config.runtime import ServicesConfig
 
 Result = TypeVar("Result")
 
@@ -32,16 +32,16 @@ DELIVERY_LOGGERS = ("prefect.events", "prefect._internal", "EventsWorker", "APIL
 
 
 @contextmanager
-def prefect_session(runtime: RuntimeConfig, console: Console) -> Iterator[None]:
+def prefect_session(config: ServicesConfig, console: Console) -> Iterator[None]:
     """Use the configured Prefect API, or a local server, which starts in parallel with the local Ray."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    api_url = runtime.prefect_api_url or PREFECT_API_URL.value()
+    api_url = config.prefect_api_url or PREFECT_API_URL.value()
     if api_url is not None:
         check_prefect_api(api_url, PREFECT_API_AUTH_STRING.value())
-    services = LocalServices(Path(runtime.services_dir))
+    services = LocalServices(Path(config.dir))
     with console.status("starting the local services"):
-        services.start(prefect=api_url is None, ray=runtime.ray_address is None)
+        services.start(prefect=api_url is None, ray=config.ray_address is None)
     api_url = api_url or services.prefect_api_url
     assert api_url is not None
     with temporary_settings({PREFECT_API_URL: api_url}), ExitStack() as stack:
@@ -55,13 +55,13 @@ def prefect_session(runtime: RuntimeConfig, console: Console) -> Iterator[None]:
         yield
 
 
-def run_flow(flow: Callable[[], Awaitable[Result]], runtime: RuntimeConfig) -> Result:
+def run_flow(flow: Callable[[], Awaitable[Result]], config: ServicesConfig) -> Result:
     """Run a flow to completion, through outages of the Prefect server; Ctrl-C cancels it, so that it can clean up.
 
     Raises:
         ServerLostError: The server did not respond again in time.
     """
-    return asyncio.run(call_through_outages(flow, runtime.prefect_patience_seconds))
+    return asyncio.run(call_through_outages(flow, config.prefect_patience_seconds))
 
 
 @contextmanager

@@ -215,7 +215,7 @@ def check_capacity(config: RunConfig, prompts: PromptDataset) -> None:
         UserError: It can't, or has too few, or the model or the data is not usable.
         PlanError: A row is over the token budget.
     """
-    if config.runtime.ray_address is None and config.runtime.device == "cuda":
+    if config.services.ray_address is None and config.runtime.device == "cuda":
         decide_device(config, [torch.cuda.device_count()], os.cpu_count() or 1)
     measure_step(config, data=prompts).check_capacity()
 

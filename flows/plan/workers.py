@@ -244,7 +244,7 @@ def worker_memory(
 
 def weight_carrier(config: RunConfig, placement: Placement) -> Literal["nccl", "gloo", "shared_memory"]:
     """Return what carries weights to the rollout workers; see `infra.weights.sync`."""
-    setting = config.runtime.weight_transport
+    setting = config.weights.transport
     own_gpus = placement.on_gpus and not placement.is_colocated
     one_node = len({placement.nodes["policy"][0], *placement.nodes["rollout"]}) == 1
     if setting == "shared_memory" or (setting == "auto" and one_node and not own_gpus):
@@ -260,7 +260,7 @@ def engine_weight_bytes(model: ModelMemory) -> int:
 def bucket_bytes(config: RunConfig, model: ModelMemory) -> int:
     """Return the bytes of the largest bucket of weights: a tensor larger than the setting is one of its own."""
     largest = model.policy.largest * model.engine_itemsize // FLOAT_BYTES
-    return max(largest, min(config.runtime.weight_bucket_bytes, engine_weight_bytes(model)))
+    return max(largest, min(config.weights.bucket_bytes, engine_weight_bytes(model)))
 
 
 def _head(config: RunConfig, model: ModelMemory, placement: Placement, *, is_update: bool) -> HeadSizes:

@@ -18,7 +18,7 @@ from infra.storage.runs import RunDirectory, installed_versions
 from infra.stores.files import FsspecColumnStore
 from schemas.batch import ChunkKey, ChunkRef
 from schemas.config.run import RunConfig
-from schemas.config.runtime import RuntimeConfig
+from schemas.config.runtime import ApprovalConfig, RuntimeConfig, ServicesConfig, TimeoutsConfig, WeightsConfig
 from schemas.config.store import FsspecStore
 from schemas.errors import BundleError, RunError
 
@@ -108,6 +108,10 @@ def _portable(config: RunConfig, model: str) -> RunConfig:
         checkpoint=config.checkpoint.replace(url=None),
         monitors=(),
         runtime=RuntimeConfig(**{name: getattr(config.runtime, name) for name in _PLACES}),
+        services=ServicesConfig(),
+        timeouts=TimeoutsConfig(),
+        weights=WeightsConfig(),
+        approval=ApprovalConfig(),
     )
 
 

@@ -42,7 +42,7 @@ MOVES = 5  # tokens that are reported of each step
 # Of the stages after the rollout: with other ones, the same rows are trained on.
 REPLAYED_SECTIONS = ("reward", "advantage", "overlong", "kl", "correction", "loss", "optim")
 # By whom and where these are computed, which may change results by rounding; only keys that a resume may change, too.
-PLACE_KEYS = ("packing.", "runtime.", "model.gradient_checkpointing")
+PLACE_KEYS = ("packing.", "runtime.", "services.", "timeouts.", "model.gradient_checkpointing")
 REWARD_COLUMNS = ("prompt_text", "response_text", "answer", "info")
 
 
@@ -237,7 +237,13 @@ def replay_config(directory: RunDirectory, overrides: Sequence[str]) -> tuple[Ru
             f"change or doesn't affect; sluice fork starts a run that goes on with it. What a replay may change: "
             f"{', '.join(REPLAYED_SECTIONS)}"
         )
-    places = before.replace(runtime=after.runtime, packing=after.packing, model=after.model)
+    places = before.replace(
+        runtime=after.runtime,
+        services=after.services,
+        timeouts=after.timeouts,
+        packing=after.packing,
+        model=after.model,
+    )
     return places, after, tuple(key for key in changed if _is_section(key) and not is_changeable(key))
 
 

@@ -178,7 +178,7 @@ def replay_session(source: RunDirectory, config: RunConfig, run_id: str) -> Iter
         ServiceError: No Ray responds.
         ConfigError: The Ray cluster has too few cores or GPUs.
     """
-    connect(config.runtime)
+    connect(config.services)
     config = _scratch_config(config)
     config = config.replace(runtime=config.runtime.replace(device=check_resources(config)))
     directory = RunDirectory(places.join(places.join(source.runs_dir, SCRATCH), run_id))

@@ -45,7 +45,7 @@ class Approval(RunInput):
 async def ask_for_approval(run: RunHandle, report: StepReport, failed: Sequence[FailedQuery] = ()) -> None:
     """If a finished step needs approval, pause until somebody decides how the run goes on.
 
-    It does beyond a limit of `runtime.approve_when` and, with `runtime.approve_failed_queries`, if queries failed.
+    It does beyond a limit of `approval.when` and, with `approval.on_failed_queries`, if queries failed.
     Workers and weights stay meanwhile. The decision is written to the run directory, and a step is asked about once.
 
     Raises:
@@ -53,16 +53,16 @@ async def ask_for_approval(run: RunHandle, report: StepReport, failed: Sequence[
     """
     decisions = RunDirectory.of(run).decisions
     values = step_row(report).values
-    exceeded = [limit for limit in run.config.runtime.approve_when if limit.is_exceeded(values)]
+    exceeded = [limit for limit in run.config.approval.when if limit.is_exceeded(values)]
     reasons = [f"{limit} ({limit.metric} is {values[limit.metric]:.4g})" for limit in exceeded]
-    reasons += map(str, failed) if run.config.runtime.approve_failed_queries else ()
+    reasons += map(str, failed) if run.config.approval.on_failed_queries else ()
     if not reasons or report.step in decisions.load():
         return
     reason = ", ".join(reasons)
     get_run_logger().warning("paused after step %d: %s; answer at %s", report.step + 1, reason, flow_run_url())
-    runtime, attempts = run.config.runtime, count()
+    limit, attempts = run.config.approval.timeout_seconds, count()
     answer = await call_through_outages(
-        lambda: _ask(report, reason, runtime.approval_timeout_seconds, next(attempts)), runtime.prefect_patience_seconds
+        lambda: _ask(report, reason, limit, next(attempts)), run.config.services.prefect_patience_seconds
     )
     lowers = answer.decision == "lower the learning rate"
     decision = Decision(
@@ -94,11 +94,11 @@ async def _ask(report: StepReport, reason: str, timeout_seconds: int, attempt: i
 
 
 async def find_failed_queries(run: RunHandle, step: int) -> tuple[FailedQuery, ...]:
-    """Return the queries of `runtime.queries` that say what is wrong with a finished step; none without that setting.
+    """Return the queries of `approval.queries` that say what is wrong with a finished step; none without that setting.
 
     They run in a process of their own. One that dies or takes too long is itself what is wrong.
     """
-    folder = run.config.runtime.queries
+    folder = run.config.approval.queries
     if folder is None:
         return ()
     command = [sys.executable, "-P", "-m", "infra.history.checks", RunDirectory.of(run).url, str(step), folder]

@@ -73,7 +73,7 @@ class RewardFailing(EventPayload):
 
 
 class QueryFailed(EventPayload):
-    """A saved query of `runtime.queries` returned rows for a step, or could not be answered."""
+    """A saved query of `approval.queries` returned rows for a step, or could not be answered."""
 
     event = "sluice.query.failed"
 

@@ -26,12 +26,12 @@ def load_queries(folder: str) -> dict[str, str]:
     """
     queries = {path.stem: path.read_text() for path in sorted(Path(folder).glob("*.sql"))}
     if not queries:
-        raise ConfigError(f"runtime.queries = {folder!r} has no file that ends in .sql; add one, or leave it out")
+        raise ConfigError(f"approval.queries = {folder!r} has no file that ends in .sql; add one, or leave it out")
     for name, sql in queries.items():
         try:
             check_query(sql)
         except QueryError as error:
-            raise ConfigError(f"runtime.queries: {folder}/{name}.sql: {error}") from None
+            raise ConfigError(f"approval.queries: {folder}/{name}.sql: {error}") from None
     return queries
 
 

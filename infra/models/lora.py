@@ -56,9 +56,7 @@ def _inject(model: PreTrainedModel, config: LoraConfig, names: Sequence[str], *,
     """
     import peft
 
-    adapter = peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=[], bias="none"
-    )
+    adapter = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=[], bias="none")
     weights = {f"{name}.lora_A.weight": torch.empty(0) for name in names}
     try:
         with torch.random.fork_rng(), warnings.catch_warnings():

@@ -20,7 +20,7 @@ def connect(address: str, *, py_modules: Sequence[str] = ()) -> None:
 
     Args:
         address: `host:port` of the Ray head, or `auto`: that of the cluster that this machine belongs to.
-        py_modules: `runtime.py_modules`.
+        py_modules: `services.py_modules`.
 
     Raises:
         ServiceError: Nothing responds at `address`, it is one of Ray Client's, or Ray or Python differ there.
@@ -30,7 +30,7 @@ def connect(address: str, *, py_modules: Sequence[str] = ()) -> None:
     if address.startswith("ray://"):
         raise ServiceError(
             f"{address} is of Ray Client, which was removed in 0.3: the driver runs on a node of the cluster; submit "
-            "it as a job: ray job submit --address http://HEAD:8265 -- sluice train CONFIG runtime.ray_address=auto"
+            "it as a job: ray job submit --address http://HEAD:8265 -- sluice train CONFIG services.ray_address=auto"
         )
     if ray.is_initialized():
         return
@@ -77,6 +77,6 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_SECONDS).close()
     except (OSError, ValueError) as error:
         raise ServiceError(
-            f"no Ray head responds at {address!r} ({error}); check runtime.ray_address (host:port, or auto), or leave "
+            f"no Ray head responds at {address!r} ({error}); check services.ray_address (host:port, or auto), or leave "
             "it out to start a local one"
         ) from None

@@ -57,7 +57,7 @@ class Pingable:
 
         Args:
             owner: Who started the run.
-            seconds: `runtime.orphan_seconds`.
+            seconds: `timeouts.driver_seconds`.
             release: Called before, to free what the run holds outside of this process.
         """
         self._owner, self._started, self._pinged = owner, time.monotonic(), time.monotonic()
@@ -66,7 +66,7 @@ class Pingable:
     def _watch_driver(self, seconds: float, release: Callable[[], None]) -> None:
         while (missed := time.monotonic() - self._pinged) < seconds:
             time.sleep(min(seconds - missed, _MAX_INTERVAL_SECONDS))
-        logger.warning("no driver for %g s (runtime.orphan_seconds = %g): ending", missed, seconds)
+        logger.warning("no driver for %g s (timeouts.driver_seconds = %g): ending", missed, seconds)
         try:
             release()
         finally:
@@ -139,7 +139,7 @@ class _Monitor:
 
     def _kill(self, name: str, actor: Any, waited: float) -> None:
         logger.warning(
-            "worker %s has not answered for %g s (runtime.worker_timeout_seconds = %g): killing it",
+            "worker %s has not answered for %g s (timeouts.worker_seconds = %g): killing it",
             *(name, waited, self._timeout_seconds),
         )
         node, process_id = self._processes.get(name, ("", 0))

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from schemas.errors import ServiceError
 
 TIMEOUT_SECONDS = 5
-FIX = "check runtime.prefect_api_url and PREFECT_API_URL, or unset both to start a local server"
+FIX = "check services.prefect_api_url and PREFECT_API_URL, or unset both to start a local server"
 
 
 def prefect_responds(api_url: str) -> bool:

@@ -19,6 +19,7 @@ from infra.storage.run_files import DecisionsFile, MetricsFile, StepFiles
 from schemas.batch import SafeName
 from schemas.config.changes import keep_batches, keep_date, rejected_changes
 from schemas.config.folders import DEFAULT_RUNS_DIR
+from schemas.config.renamed import translate
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, RunError, describe
 from schemas.plan import StepPlan
@@ -261,7 +262,7 @@ class RunDirectory:
         if (content := self.folder.read("config.json")) is None:
             raise RunError(f"{place} is missing: there is no such run")
         try:
-            return RunConfig.model_validate_json(_upgrade(content))
+            return RunConfig.model_validate_json(_current(content))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             key = ".".join(map(str, first["loc"])) or "the file"
@@ -295,19 +296,12 @@ class RunDirectory:
         return ObjectLines(self.folder, name, suffix, lease.number if lease else None)
 
 
-def _upgrade(text: bytes) -> str:
-    """Return the config of a run that an earlier Sluice started as one of this version."""
-    config = json.loads(text)
-    if config.get("store", {}).get("kind") == "ray":
-        config["store"]["kind"] = "shared"
-    if config.get("runtime", {}).get("weight_transport") == "object_store":
-        config["runtime"]["weight_transport"] = "shared_memory"
-    config.get("runtime", {}).pop("gpus_per_worker", None)
-    config.get("rollout", {}).pop("speculative", None)  # its samples were the same
-    config.get("store", {}).pop("lease_seconds", None)
-    if config.get("runtime", {}).pop("tensorboard", False):
-        config["monitors"] = [{"kind": "tensorboard"}]
-    return json.dumps(config)
+def _current(content: bytes) -> str:
+    """Return the config of a run that this or an earlier version of Sluice started, as one of this version."""
+    stored = json.loads(content)
+    if isinstance(stored, dict):
+        translate(stored)
+    return json.dumps(stored)
 
 
 def resumed_config(directory: RunDirectory, config: RunConfig) -> RunConfig:

@@ -105,15 +105,15 @@ def _open_index(
 
     if not start:
         return find_shared_store(directory.run_id, identity_of(directory))
-    store, runtime = config.store, config.runtime
-    tls = Tls(runtime.tls_certificate, runtime.tls_key) if runtime.tls_certificate and runtime.tls_key else None
+    store, services = config.store, config.services
+    tls = Tls(services.tls_certificate, services.tls_key) if services.tls_certificate and services.tls_key else None
     limits = Limits(
         store.capacity_bytes,
         store.put_timeout_seconds,
-        runtime.shared_memory,
+        config.runtime.shared_memory,
         tls,
         owner=run_owner(),
-        orphan_seconds=runtime.orphan_seconds,
+        driver_seconds=config.timeouts.driver_seconds,
     )
     identity = identity_of(directory)
     started = start_shared_store(directory.run_id, limits, identity=identity, incarnation=incarnation)

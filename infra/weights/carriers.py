@@ -46,7 +46,7 @@ class SharedMemorySender:
             raise WeightsError(
                 f"{self._folder} has no space for a bucket of {num_bytes} bytes of weights: {error.strerror}; enlarge "
                 "it (for Docker: --shm-size), set runtime.shared_memory to another folder, or lower "
-                "runtime.weight_bucket_bytes"
+                "weights.bucket_bytes"
             ) from None
 
     def send(self, bucket: Tensor, digest: str) -> None:

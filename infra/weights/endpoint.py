@@ -23,7 +23,7 @@ from infra.weights.carriers import (
 from infra.weights.group import WeightGroup
 from infra.weights.probe import check_probe
 from infra.weights.stream import BucketReceiver, BucketSender, load_weights, send_weights
-from schemas.config.runtime import RuntimeConfig
+from schemas.config.run import RunConfig
 from schemas.step import ProcessGroupHandle
 from schemas.weights import (
     LoadedWeights,
@@ -42,14 +42,14 @@ class WeightSyncEndpoint:
     Args:
         run_id: The run.
         device: The worker's device.
-        runtime: The size of a bucket, how long to wait for the other side, and the folder in shared memory.
+        config: The size of a bucket, how long to wait for the other side, and the folder in shared memory.
         engine: The worker's engine; None in the policy.
     """
 
     def __init__(
-        self, run_id: str, device: torch.device, runtime: RuntimeConfig, engine: RolloutEngine | None = None
+        self, run_id: str, device: torch.device, config: RunConfig, engine: RolloutEngine | None = None
     ) -> None:
-        self._run_id, self._device, self._runtime, self._engine = run_id, device, runtime, engine
+        self._run_id, self._device, self._config, self._engine = run_id, device, config, engine
         self._group: WeightGroup | None = None
         self._folder: SharedFolder | None = None
         self._unprobed: WeightsHandle | None = None  # of the last load, if its probe is to come
@@ -77,7 +77,7 @@ class WeightSyncEndpoint:
         if self._group is not None:
             self._group.leave()
         host, device = ray.util.get_node_ip_address(), self._device if on_gpus else torch.device("cpu")
-        self._group = WeightGroup(group, rank, host, device, self._runtime.collective_timeout_seconds)
+        self._group = WeightGroup(group, rank, host, device, self._config.timeouts.collective_seconds)
 
     @contextmanager
     def leave_on_error(self) -> Iterator[None]:
@@ -111,7 +111,7 @@ class WeightSyncEndpoint:
             run_id=self._run_id,
             version=version,
             tensors=specs,
-            bucket_bytes=self._runtime.weight_bucket_bytes,
+            bucket_bytes=self._config.weights.bucket_bytes,
             is_complete=route.is_complete,
             probe=probe,
         )
@@ -154,7 +154,7 @@ class WeightSyncEndpoint:
         if transport == "broadcast":
             return BroadcastSender(self._joined())
         if self._folder is None:
-            self._folder = open_folder(self._run_id, self._runtime.shared_memory, num_bytes)
+            self._folder = open_folder(self._run_id, self._config.runtime.shared_memory, num_bytes)
         return SharedMemorySender(self._joined(), self._folder.path)
 
     def _joined(self) -> WeightGroup:

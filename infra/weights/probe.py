@@ -25,7 +25,7 @@ TOLERANCE = {"float32": 2e-4, "bfloat16": 0.3}  # mean difference in nats; of tw
 
 _STALE = (
     "it computes with stale or wrong weights. End the run's workers (sluice stop) and resume it, which starts the "
-    "engine again; if it repeats, use another rollout.kind, or runtime.weight_probe = false if this model's log-probs "
+    "engine again; if it repeats, use another rollout.kind, or weights.probe = false if this model's log-probs "
     "differ that much by rounding"
 )
 _OTHER_FUNCTION = (

@@ -62,10 +62,10 @@ def _choose(setting: str, gpus: tuple[str, ...], num_nodes: int) -> tuple[Transp
     if setting == "broadcast":
         return "broadcast", own_gpus
     if setting != "shared_memory":
-        raise ConfigError(f'runtime.weight_transport = {setting!r}; use "auto", "shared_memory" or "broadcast"')
+        raise ConfigError(f'weights.transport = {setting!r}; use "auto", "shared_memory" or "broadcast"')
     if num_nodes > 1:
         raise ConfigError(
-            f'runtime.weight_transport = "shared_memory", but the policy and its rollout workers are on {num_nodes} '
+            f'weights.transport = "shared_memory", but the policy and its rollout workers are on {num_nodes} '
             'nodes; use "auto" or "broadcast"'
         )
     return "shared_memory", False
@@ -121,7 +121,7 @@ async def _form_group(config: RunConfig, sender: Any, workers: Mapping[Any, Weig
     state, rendezvous = await asyncio.gather(
         call(sender, "weight_group_member"), call(sender, "open_weight_rendezvous", len(workers))
     )
-    route, members = choose_route(config.runtime.weight_transport, [state, *workers.values()]), [sender, *workers]
+    route, members = choose_route(config.weights.transport, [state, *workers.values()]), [sender, *workers]
     joins = (call(each, "init_weight_group", rendezvous, rank, route.on_gpus) for rank, each in enumerate(members))
     await _all_of(*joins)
     return _Group(tuple(workers), route)

@@ -41,7 +41,7 @@ class PlacedActor(Pingable, WorkerActor):
     def __init__(self, slot: Slot, run: RunHandle, number: int) -> None:
         occupy(slot)
         super().__init__(run, number)
-        self.end_without_driver(slot.owner, run.config.runtime.orphan_seconds, partial(release, run.identity))
+        self.end_without_driver(slot.owner, run.config.timeouts.driver_seconds, partial(release, run.identity))
         self._slot = slot
 
     def place(self) -> WorkerPlace:

@@ -151,7 +151,7 @@ def monitored_workers(identity: str, config: RunConfig) -> AbstractContextManage
     from infra.stores.shared.index import index_name
 
     names = [worker_name(identity, *worker) for worker in worker_numbers(config)]
-    return health.monitored_actors([*names, index_name(identity)], config.runtime.worker_timeout_seconds)
+    return health.monitored_actors([*names, index_name(identity)], config.timeouts.worker_seconds)
 
 
 async def _all(starts: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -152,14 +152,14 @@ async def _wait_for_nodes(run: RunHandle) -> Device:
     Raises:
         ResourcesError: It has too few for too long.
     """
-    limit = run.config.runtime.resource_timeout_seconds
+    limit = run.config.timeouts.resource_seconds
     started = time.monotonic()
     while True:
         try:
             return check_resources(run.config)
         except ConfigError as error:
             if (waited := time.monotonic() - started) > limit:
-                raise ResourcesError(f"{error}; none came in runtime.resource_timeout_seconds = {limit:g}") from error
+                raise ResourcesError(f"{error}; none came in timeouts.resource_seconds = {limit:g}") from error
             _tell(run, waited, f"nodes: {error}")
         await asyncio.sleep(_POLL_SECONDS)
 
@@ -170,7 +170,7 @@ async def _wait_for_bundle(run: RunHandle, group: PlacementGroup, bundle: int) -
     Raises:
         ResourcesError: It has none for too long.
     """
-    limit = run.config.runtime.resource_timeout_seconds
+    limit = run.config.timeouts.resource_seconds
     started = time.monotonic()
     while True:
         living, table = living_nodes(), placement_group_table(group)
@@ -182,7 +182,7 @@ async def _wait_for_bundle(run: RunHandle, group: PlacementGroup, bundle: int) -
             if table["state"] == "PENDING":
                 release(run.identity)  # others may need fewer
             raise ResourcesError(
-                f"no GPU for run {run.run_id} within runtime.resource_timeout_seconds = {limit:g}: {_holders()}"
+                f"no GPU for run {run.run_id} within timeouts.resource_seconds = {limit:g}: {_holders()}"
                 f"{_scattered(run.config)}; free some (sluice stop RUN), or add nodes"
             )
         _tell(run, waited, f"{gpus_wanted(run.config)} GPUs: {_holders()}")

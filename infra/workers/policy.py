@@ -163,7 +163,7 @@ class PolicyWorker(ScoringWorker):
             self._checkpoints = PolicyCheckpoints(self._config, store, self._rank, self._mesh, saving)
             self._restore()
         device = self._module.model.device
-        self._weight_sync = WeightSyncEndpoint(self._run.run_id, device, self._config.runtime)
+        self._weight_sync = WeightSyncEndpoint(self._run.run_id, device, self._config)
         self._incarnation = self._group_id
         return self.handle()
 
@@ -290,7 +290,7 @@ class PolicyWorker(ScoringWorker):
         leaving = self._weight_sync.leave_on_error() if self._rank == 0 else nullcontext()
         with leaving, self._collective(), self.weights(version) as weights:
             started = time.perf_counter()
-            probe = self._score_probe() if self._config.runtime.weight_probe else None
+            probe = self._score_probe() if self._config.weights.probe else None
             probe_seconds = time.perf_counter() - started
             if not route.is_complete:
                 changing = changing_weights(weights, self._module.model, as_adapters=self._sends_adapters)

@@ -101,7 +101,7 @@ class RolloutWorker:
             config.rollout.dtype_on("cuda" if device.type == "cuda" else "cpu"),
             config.rollout.gpus_per_worker,
         )
-        self._weight_sync = WeightSyncEndpoint(self._run.run_id, device, config.runtime, self.engine)
+        self._weight_sync = WeightSyncEndpoint(self._run.run_id, device, config, self.engine)
         self._episodes = open_episodes(config, self.engine, tokenizer)
         sampler, sampled = ResponseSampler(self.engine, scorer, tokenizer, self._episodes), config.rollout
         sampling = self._sampling(sampled, sampled.max_response_tokens)

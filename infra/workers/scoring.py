@@ -101,7 +101,7 @@ class ScoringWorker:
     def _join(self, group: ProcessGroupHandle | None, device: torch.device, num_replicas: int) -> DeviceMesh | None:
         if group is None or group.num_ranks == 1:
             return None
-        timeout = self._config.runtime.collective_timeout_seconds
+        timeout = self._config.timeouts.collective_seconds
         mesh = join(group, self._rank, ray.util.get_node_ip_address(), device, timeout)
         return make_mesh(device.type, group.num_ranks, num_replicas) if num_replicas > 1 else mesh
 

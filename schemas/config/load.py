@@ -25,11 +25,6 @@ _NOTHING = ("None", "null")
 # Words that some languages read as a truth value or nothing, and a chat template as a text, which is true.
 _AMBIGUOUS = {"true", "false", "yes", "no", "on", "off", "none", "null", "nil", "y", "n"}
 REQUIRED = "required"  # stands for the default of a key that has none
-REMOVED = {  # keys of earlier versions, and what to do instead
-    "rollout.speculative": "leave it out",
-    "store.lease_seconds": "leave it out: columns stay until their step is cleared, and without a driver for "
-    "runtime.orphan_seconds",
-}
 
 
 def parse_value(text: str, types: Sequence[object], override: str) -> Any:
@@ -288,8 +283,6 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> str | None:
 def _explain(detail: ErrorDetails) -> str:
     place = [str(part) for part in detail["loc"]]
     if detail["type"] == "extra_forbidden":
-        if (key := _dotted(place)) in REMOVED:
-            return f"{key} was removed in 0.3; {REMOVED[key]}"
         allowed = _fields_at(place[:-1])
         close = difflib.get_close_matches(place[-1], allowed, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""

@@ -16,9 +16,6 @@ class LoraConfig(FrozenConfig):
     alpha: PositiveInt = 32
     """Scale of the adapters: their output is multiplied by `alpha` / `rank`."""
 
-    dropout: Literal[0] = 0
-    """Always 0, because a log-prob must be a function of weights and tokens."""
-
     target_modules: tuple[Annotated[str, Field(pattern=r"^[\w.-]+$")], ...] = ()
     """Names of the modules with adapters; empty: all linear layers except the LM head."""
 

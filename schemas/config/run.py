@@ -1,5 +1,7 @@
 """The configuration of a run, which is also the parameter schema of the `train` flow."""
 
+from typing import Any
+
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from schemas.base import FrozenConfig
@@ -11,9 +13,10 @@ from schemas.config.loss import ClippedLoss, CorrectionConfig, KlConfig, LossCon
 from schemas.config.model import ModelConfig
 from schemas.config.monitor import MonitorConfig
 from schemas.config.optim import OptimConfig, PackingConfig
+from schemas.config.renamed import require_current_keys
 from schemas.config.reward import RewardConfig
 from schemas.config.rollout import EvalConfig, RolloutConfig, TransformersRollout
-from schemas.config.runtime import RuntimeConfig
+from schemas.config.runtime import ApprovalConfig, RuntimeConfig, ServicesConfig, TimeoutsConfig, WeightsConfig
 from schemas.config.store import CheckpointConfig, StoreConfig, TieredStore
 
 
@@ -78,10 +81,27 @@ class RunConfig(FrozenConfig):
     """The column store."""
 
     runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
-    """Services, processes, devices and retries."""
+    """Where the run is, its processes and devices, and its retries."""
+
+    services: ServicesConfig = Field(default_factory=ServicesConfig)
+    """Ray and Prefect, and the encryption of the column store's connections."""
+
+    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
+    """How long the parts of a run wait for each other."""
+
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    """How new weights reach the rollout workers."""
+
+    approval: ApprovalConfig = Field(default_factory=ApprovalConfig)
+    """What is checked after each step, and when the run pauses for somebody's decision."""
 
     monitors: tuple[MonitorConfig, ...] = ()
     """Trackers and files that get the metrics, in any number; none by default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_current_keys(cls, given: Any) -> Any:
+        return require_current_keys(given)
 
     @model_validator(mode="after")
     def _overlong_fits(self) -> "RunConfig":
@@ -95,13 +115,13 @@ class RunConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _queries_have_columns(self) -> "RunConfig":
-        if self.runtime.queries is not None and not self.store.is_durable:
+        if self.approval.queries is not None and not self.store.is_durable:
             raise ValueError(
-                f'runtime.queries reads columns from files, and store.kind = "{self.store.kind}" keeps none; set '
-                'store.kind = "tiered", or leave runtime.queries out'
+                f'approval.queries reads columns from files, and store.kind = "{self.store.kind}" keeps none; set '
+                'store.kind = "tiered", or leave approval.queries out'
             )
-        if self.runtime.approve_failed_queries and self.runtime.queries is None:
-            raise ValueError("runtime.approve_failed_queries needs runtime.queries; set both, or neither")
+        if self.approval.on_failed_queries and self.approval.queries is None:
+            raise ValueError("approval.on_failed_queries needs approval.queries; set both, or neither")
         return self
 
     @model_validator(mode="after")

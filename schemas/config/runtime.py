@@ -1,4 +1,4 @@
-"""Services, processes, devices and retries of a run, and the limits beyond which it asks for approval."""
+"""Processes, devices, services and timeouts of a run, how its weights are sent, and when it asks for approval."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -70,25 +70,16 @@ class MetricLimit(FrozenConfig):
 
 
 class RuntimeConfig(FrozenConfig):
-    """Services, processes, devices and retries."""
+    """Where the run is, its processes and devices, and its retries."""
 
     runs_dir: str = DEFAULT_RUNS_DIR
     """Folder of the run directories: a local path that all nodes share, or any fsspec URL, e.g. `s3://bucket/runs`."""
 
-    services_dir: str = ".sluice"
-    """Folder for the state of the local services that Sluice starts."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the workers; auto: CUDA if the Ray cluster has GPUs, of which there must be enough, else the CPU."""
 
-    ray_address: str | None = None
-    """Ray cluster: host:port of its head; auto: this machine's; None: a local one."""
-
-    py_modules: tuple[str, ...] = ()
-    """Python files, packages' folders or wheels that Ray copies to every node, such as reward functions."""
-
-    prefect_api_url: str | None = None
-    """URL of a Prefect API; None: `PREFECT_API_URL`, else Sluice starts a local server."""
-
-    prefect_patience_seconds: NonNegativeFloat = 600
-    """Seconds that a run waits for a Prefect server that doesn't respond any more; a local one is started again."""
+    placement: Literal["separate", "colocated"] = "separate"
+    """GPUs of the workers; separate: one each; colocated: a worker of each role shares one, and they take turns."""
 
     num_policy_ranks: PositiveInt = 1
     """Data-parallel processes of the policy, which is sharded over them."""
@@ -97,70 +88,25 @@ class RuntimeConfig(FrozenConfig):
     """Copies of the sharded policy, of equally many ranks: with one per node, weights are gathered within nodes."""
 
     gradient_sync: Literal["last_micro_batch", "every_micro_batch"] = "last_micro_batch"
-    """When ranks sum gradients; the last: less traffic, but each rank holds whole gradients during an update."""
+    """`last_micro_batch`: one reduce-scatter per update, at the cost of unsharded gradients."""
 
     num_reference_ranks: PositiveInt = 1
     """Data-parallel processes of the reference, if it has its own workers."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the workers; auto: CUDA if the Ray cluster has GPUs, of which there must be enough, else the CPU."""
-
-    placement: Literal["separate", "colocated"] = "separate"
-    """GPUs of the workers; separate: one each; colocated: a worker of each role shares one, and they take turns."""
-
-    resource_timeout_seconds: NonNegativeFloat = 600
-    """Seconds that a run waits for GPUs that others hold, or for a node in place of a lost one, before it stops."""
-
-    orphan_seconds: PositiveFloat = 3600
-    """Seconds after which a run's workers and its store end if no driver has been there; it can be resumed then."""
-
-    weight_transport: Literal["auto", "shared_memory", "broadcast"] = "auto"
-    """Transport of new weights to the rollout workers; auto: shared memory on one node, unless each has its own GPU."""
-
-    weight_bucket_bytes: Annotated[int, Field(ge=64)] = 256 * 2**20
-    """Bytes of a bucket of weights, of which a receiver holds two; a larger tensor is a bucket of its own."""
-
-    weight_probe: bool = True
-    """Compare an engine's log-probs of a known row with the trainer's after each load; a stale engine stops the run."""
-
-    shared_memory: str | None = None
-    """Folder of the files that the processes of a node map; None: `/dev/shm`, or one on disk if that is too small."""
-
-    tls_certificate: str | None = None
-    """PEM file, on every node, of a certificate for its address; the column store's connections are then encrypted."""
-
-    tls_key: str | None = None
-    """PEM file, on every node, of the certificate's key."""
-
-    collective_timeout_seconds: PositiveFloat = 600
-    """Seconds that a rank waits for the others in a collective before it fails."""
-
-    worker_timeout_seconds: PositiveFloat = 300
-    """Seconds after which a worker that doesn't answer is killed; its start may take five times as long."""
-
     max_staleness: Annotated[int, Field(ge=0, le=8)] = 0
-    """0: on-policy; n: a step's rows are sampled in n parts during the n steps before it, each with their weights."""
+    """Maximum policy lag. 0: on-policy. n: responses are generated over n steps, each part with that step's weights."""
 
     num_threads: NonNegativeInt = 0
     """Torch threads of each worker; 0: the cores of its node, divided by the workers of its role there."""
+
+    shared_memory: str | None = None
+    """Folder of the files that the processes of a node map; None: `/dev/shm`, or one on disk if that is too small."""
 
     max_restarts: NonNegativeInt = 3
     """Number of times that a run may recover from lost workers."""
 
     pool: SafeName = "default"
-    """The GPU pool: runs of deployments with the same pool take turns."""
-
-    approve_when: tuple[MetricLimit, ...] = ()
-    """Limits, e.g. `["kl > 0.2"]`: after a step beyond one, the run pauses until somebody decides in the Prefect UI."""
-
-    queries: OptionalText = None
-    """A folder with `*.sql` files, asked after each step: a query that returns rows says what is wrong with `$step`."""
-
-    approve_failed_queries: bool = False
-    """Whether the run also pauses, as with `approve_when`, if such a query returns rows."""
-
-    approval_timeout_seconds: PositiveInt = 7 * 24 * 3600
-    """Seconds that a paused run waits for an answer before it stops; it can be resumed then."""
+    """Runs that share a pool are queued, if they are started by deployments."""
 
     tracing: bool = False
     """Send OpenTelemetry spans to the collector that the `OTEL_*` variables name (extra `otel`)."""
@@ -177,8 +123,78 @@ class RuntimeConfig(FrozenConfig):
             )
         return self
 
+
+class ServicesConfig(FrozenConfig):
+    """Ray and Prefect, and the encryption of the column store's connections."""
+
+    dir: str = ".sluice"
+    """Folder for the state of the local services that Sluice starts."""
+
+    ray_address: str | None = None
+    """Ray cluster: host:port of its head; auto: this machine's; None: a local one."""
+
+    py_modules: tuple[str, ...] = ()
+    """Python files, packages' folders or wheels that Ray copies to every node, such as reward functions."""
+
+    prefect_api_url: str | None = None
+    """URL of a Prefect API; None: `PREFECT_API_URL`, else Sluice starts a local server."""
+
+    prefect_patience_seconds: NonNegativeFloat = 600
+    """Seconds that a run waits for a Prefect server that doesn't respond any more; a local one is started again."""
+
+    tls_certificate: str | None = None
+    """PEM file, on every node, of a certificate for its address; the column store's connections are then encrypted."""
+
+    tls_key: str | None = None
+    """PEM file, on every node, of the certificate's key."""
+
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key belong together: set both, or neither")
         return self
+
+
+class TimeoutsConfig(FrozenConfig):
+    """How long the parts of a run wait for each other."""
+
+    worker_seconds: PositiveFloat = 300
+    """Seconds after which a worker that doesn't answer is killed; its start may take five times as long."""
+
+    collective_seconds: PositiveFloat = 600
+    """Seconds that a rank waits for the others in a collective before it fails."""
+
+    resource_seconds: NonNegativeFloat = 600
+    """Seconds that a run waits for GPUs that others hold, or for a node in place of a lost one, before it stops."""
+
+    driver_seconds: PositiveFloat = 3600
+    """Seconds after which a run's workers and its store end if no driver has been there; it can be resumed then."""
+
+
+class WeightsConfig(FrozenConfig):
+    """How new weights reach the rollout workers."""
+
+    transport: Literal["auto", "shared_memory", "broadcast"] = "auto"
+    """Transport of new weights to the rollout workers; auto: shared memory on one node, unless each has its own GPU."""
+
+    bucket_bytes: Annotated[int, Field(ge=64)] = 256 * 2**20
+    """Bytes of a bucket of weights, of which a receiver holds two; a larger tensor is a bucket of its own."""
+
+    probe: bool = True
+    """Compare an engine's log-probs of a known row with the trainer's after each load; a stale engine stops the run."""
+
+
+class ApprovalConfig(FrozenConfig):
+    """What is checked after each step, and when the run pauses for somebody's decision."""
+
+    when: tuple[MetricLimit, ...] = ()
+    """Limits, e.g. `["kl > 0.2"]`: after a step beyond one, the run pauses until somebody decides in the Prefect UI."""
+
+    queries: OptionalText = None
+    """SQL checks run after each step; returned rows are reported as failures. A folder of `*.sql` files."""
+
+    on_failed_queries: bool = False
+    """Whether the run also pauses, as with `when`, if such a query returns rows."""
+
+    timeout_seconds: PositiveInt = 7 * 24 * 3600
+    """Seconds that a paused run waits for an answer before it stops; it can be resumed then."""

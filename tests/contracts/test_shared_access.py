@@ -144,7 +144,7 @@ def test_connections_are_encrypted_by_a_certificate(ray_cluster: None, tls: Tls)
 
 
 def test_a_certificate_that_is_not_there_is_named(ray_cluster: None, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"runtime\.tls_certificate and runtime\.tls_key must be readable.*absent"):
+    with pytest.raises(ConfigError, match=r"services\.tls_certificate and services\.tls_key must be readable.*absent"):
         start_shared_store("encrypted", LIMITS._replace(tls=Tls(str(tmp_path / "absent"), "absent")))
 
 

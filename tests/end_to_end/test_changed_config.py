@@ -23,7 +23,7 @@ LIMITS = (
     *("store.put_timeout_seconds=9", "store.keep_steps=3", "reward.timeout_seconds=20"),
     *("reward.num_processes=1", "reward.max_failure_fraction=0.9"),
     *("rollout.max_cache_bytes=10000000", "checkpoint.keep_last=3"),
-    *("data.eval_path=", "runtime.shared_memory=memory", "runtime.worker_timeout_seconds=200"),
+    *("data.eval_path=", "runtime.shared_memory=memory", "timeouts.worker_seconds=200"),
 )
 OTHER_WORKERS = (
     *("runtime.num_policy_ranks=2", "packing.token_budget=4096", "model.gradient_checkpointing=true"),

@@ -74,8 +74,8 @@ def test_the_prefect_worker_runs_what_the_ui_starts(site: Site) -> None:
     make_tiny_model(site.folder / "model")
     make_tiny_data(site.folder / "train.parquet", 8)
     rollout = {"num_prompts": 2, "samples_per_prompt": 2, "max_response_tokens": 8}
-    own = {"num_threads": 1, "ray_address": "ray-head:6379"}
-    (site.folder / "tiny.toml").write_text(config_toml(name="tiny", steps=1, rollout=rollout, runtime=own))
+    services = {"ray_address": "ray-head:6379"}
+    (site.folder / "tiny.toml").write_text(config_toml(name="tiny", steps=1, rollout=rollout, services=services))
     site.run(["sluice", "deploy", "tiny.toml", "--pool", "sluice"], environment("driver"), "deploy.log")
     watch = ["prefect", "deployment", "run", "train/tiny", "--param", "run_id=from-the-ui", "--watch"]
     site.run(watch, environment("driver"), "run.log")

@@ -28,7 +28,7 @@ POOL = "local"
 LR = 1e-2
 LEAP_DAY = "0 0 29 2 *"  # nothing of this schedule is due during the tests
 EVERY = "checkpoint.every_steps=10000"  # each starts an evaluation and an export: only the one at the end is saved
-LIMIT = f'runtime.approve_when=["learning_rate > {0.9 * LR}"]'
+LIMIT = f'approval.when=["learning_rate > {0.9 * LR}"]'
 TRAINED = [EVERY, "reward.path=tiny_rewards:switched", "reward.timeout_seconds=inf", LIMIT]  # a reward may be held
 BY_HAND = ["steps=10000", *TRAINED]  # it never ends by itself
 

@@ -56,7 +56,7 @@ def test_nodes_die_one_after_another(
     monkeypatch.setitem(workplace.environment, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as here: loopback only
     workplace.sluice(*CONFIG, "--run-id", "no-lost-nodes")
     clusters.append(start_cluster(1, 1, 1))
-    address = f"runtime.ray_address={clusters[0].address}"
+    address = f"services.ray_address={clusters[0].address}"
     driver = workplace.start(*CONFIG, WORKERS, address, "--run-id", "lost-nodes")
     run = workplace.run("lost-nodes")
     driver.wait_for(lambda: run.passed(0, "rollout"))
@@ -74,5 +74,5 @@ def test_nodes_die_one_after_another(
     hold.unlink()
     assert "sluice resume lost-nodes" in printed
     clusters.append(start_cluster(1))
-    workplace.sluice("resume", "lost-nodes", f"runtime.ray_address={clusters[1].address}")
+    workplace.sluice("resume", "lost-nodes", f"services.ray_address={clusters[1].address}")
     assert run.weights(STEPS) == workplace.run("no-lost-nodes").weights(STEPS)

@@ -37,7 +37,7 @@ SETTINGS = (
     "kl.coef=0.01",
     "runtime.tracing=true",
     "runtime.profile_steps=[1]",
-    "runtime.queries=queries",
+    "approval.queries=queries",
     'reward={kind="weighted", num_processes=0, timeout_seconds=inf, '
     'parts={short={reward={kind="function", path="held_rewards:short"}}}}',
     'monitors=[{kind="jsonl", folder="lines"}, {kind="tensorboard"}, {kind="wandb", project="p", mode="offline"}, '

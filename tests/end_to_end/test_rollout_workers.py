@@ -31,7 +31,7 @@ CONFIG = (
     *("train", "tiny.toml", f"steps={STEPS}", "reward.path=equal_rewards:often_equal", "store.kind=shared"),
     *("rollout.batch_prompts=1", "rollout.dynamic_sampling.max_rounds=6", "eval.batch_prompts=1"),
     *("runtime.max_staleness=1", "correction.kind=truncated", "checkpoint.every_steps=2", "eval.every_steps=3"),
-    "runtime.weight_transport=broadcast",  # by gloo, here
+    "weights.transport=broadcast",  # by gloo, here
     *("model.path=adapted", "model.lora.rank=4", "model.lora.publish=adapters", "kl.coef=0.01"),
     *("data.curriculum.kind=levels", "data.curriculum.field=index", "data.curriculum.starts=[0,4,8]"),
     *("data.curriculum.window=2", "data.curriculum.success_threshold=0.95"),

@@ -72,7 +72,7 @@ def train_on(cluster: Cluster, workplace: Workplace, run_id: str) -> Command:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(workplace.environment, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback only, as the cluster
         patch.setitem(workplace.environment, "RAY_AUTH_MODE", "token")
-        return workplace.start(*CONFIG, "--run-id", run_id, f"runtime.ray_address={cluster.address}")
+        return workplace.start(*CONFIG, "--run-id", run_id, f"services.ray_address={cluster.address}")
 
 
 def overlaps(run: Run) -> list[bool]:

@@ -222,7 +222,7 @@ def test_a_step_costs_prefect_the_same_for_one_and_two_rollout_workers(workplace
 
 
 def test_a_ray_that_does_not_answer_is_told_at_once(workplace: Workplace) -> None:
-    printed = workplace.sluice("train", "tiny.toml", "runtime.ray_address=127.0.0.1:9", exit_code=2)
+    printed = workplace.sluice("train", "tiny.toml", "services.ray_address=127.0.0.1:9", exit_code=2)
     assert "no Ray head responds at '127.0.0.1:9'" in printed
     assert "Traceback" not in printed
 

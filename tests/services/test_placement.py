@@ -117,7 +117,7 @@ def test_an_engine_has_gpus_of_one_node_which_others_do_not_see(tmp_path: Path, 
         held = [(node, gpu) for node, _, gpus in found.values() for gpu in gpus]
         assert len(held) == len(set(held)) == 7
         assert len({found["policy", rank][0] for rank in range(3)}) == 1
-        scattered = placed_config(tmp_path, tensor_parallel=4, device="cuda", resource_timeout_seconds=0)
+        scattered = placed_config(tmp_path, tensor_parallel=4, device="cuda", timeouts={"resource_seconds": 0})
         line = r"an engine takes 4 of one node, but the nodes have 1 that are not reserved, where this fits: runtime\."
         with pytest.raises(ResourcesError, match=line):
             probes(start("scattered", scattered))
@@ -149,7 +149,7 @@ def test_gpus_that_others_hold_are_awaited_and_then_refused(
 ) -> None:
     monkeypatch.setattr(placement, "_PATIENCE_SECONDS", 0)  # the first look already says what is awaited
     first = start("first", placed_config(tmp_path, ranks=6, device="cuda"))
-    second = start("second", placed_config(tmp_path, ranks=2, device="cuda", resource_timeout_seconds=5))
+    second = start("second", placed_config(tmp_path, ranks=2, device="cuda", timeouts={"resource_seconds": 5}))
     try:
         asyncio.run(place(first, "policy", 0))  # reserves all that the run needs
         wait_until(lambda: ray.available_resources().get("GPU", 0) == 1)
@@ -158,7 +158,7 @@ def test_gpus_that_others_hold_are_awaited_and_then_refused(
             probes(second)
         assert f"run second waits for 3 GPUs: {line}" in caplog.text
         assert not placement._find_group("second")  # nothing stays reserved
-        patient = start("second", placed_config(tmp_path, ranks=2, device="cuda", resource_timeout_seconds=600))
+        patient = start("second", placed_config(tmp_path, ranks=2, device="cuda", timeouts={"resource_seconds": 600}))
 
         async def free_meanwhile() -> None:
             waiting = asyncio.ensure_future(place(patient, "policy", 0))
@@ -175,8 +175,8 @@ def test_gpus_that_others_hold_are_awaited_and_then_refused(
 
 @pytest.mark.extended
 def test_workers_without_a_driver_end_and_free_their_gpus(tmp_path: Path, nodes: list[Any]) -> None:
-    run = start("orphan", placed_config(tmp_path, device="cuda", orphan_seconds=600))
-    driven = start("driven", placed_config(tmp_path, device="cuda", orphan_seconds=600))
+    run = start("orphan", placed_config(tmp_path, device="cuda", timeouts={"driver_seconds": 600}))
+    driven = start("driven", placed_config(tmp_path, device="cuda", timeouts={"driver_seconds": 600}))
     try:
         probes(run)
         asyncio.run(start_first([driven]))
@@ -199,7 +199,7 @@ def held_by_runs() -> set[tuple[str, int, int, str]]:
 @pytest.mark.extended
 def test_nothing_is_left_of_starts_and_kills(tmp_path: Path, nodes: list[Any]) -> None:
     of = placed_config(tmp_path, rollout=3, device="cuda")
-    limits = Limits(2**20, 1, str(tmp_path), owner=run_owner(), orphan_seconds=600)
+    limits = Limits(2**20, 1, str(tmp_path), owner=run_owner(), driver_seconds=600)
     for at in range(2):  # 4 workers and as many stores
         runs = [start(f"run-{at}-{number}", of) for number in range(2)]  # which reserve all GPUs
         for run in runs:
@@ -207,7 +207,7 @@ def test_nothing_is_left_of_starts_and_kills(tmp_path: Path, nodes: list[Any]) -
         asyncio.run(start_first(runs))
         expected = {(run.run_id, 2, 1, run_owner()) for run in runs}
         wait_until(lambda expected=expected: held_by_runs() == expected)  # a process that is busy answers late
-        refused = of.replace(runtime=of.runtime.replace(resource_timeout_seconds=0))
+        refused = of.replace(timeouts=of.timeouts.replace(resource_seconds=0))
         with pytest.raises(ResourcesError):
             asyncio.run(place(start(f"refused-{at}", refused), "policy", 0))
         assert [end_run(run.run_id) for run in runs] == [2] * 2
@@ -222,16 +222,18 @@ def test_a_lost_nodes_workers_wait_for_free_gpus_and_move(
     tmp_path: Path, nodes: list[Any], ray_cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     with started(
-        "moving", placed_config(tmp_path, ranks=2, rollout=3, device="cuda", resource_timeout_seconds=600)
+        "moving", placed_config(tmp_path, ranks=2, rollout=3, device="cuda", timeouts={"resource_seconds": 600})
     ) as run:
         found = probes(run)
         lost = found["rollout", 2][0]
         assert lost != found["policy", 0][0]
         ray_cluster.remove_node(next(node for node in nodes if node.node_id == lost), allow_graceful=False)
         wait_until(lambda: find_actor("moving/rollout-2") is None and lost not in placement.living_nodes())
-        impatient = run.config.runtime.replace(resource_timeout_seconds=0)
-        with pytest.raises(ResourcesError, match=r"needs 5 GPUs.*cluster has 4.*none came in .*_timeout_seconds = 0"):
-            asyncio.run(place(run.replace(config=run.config.replace(runtime=impatient)), "rollout", 2))
+        impatient = run.config.timeouts.replace(resource_seconds=0)
+        with pytest.raises(
+            ResourcesError, match=r"needs 5 GPUs.*cluster has 4.*none came in timeouts\.resource_seconds = 0"
+        ):
+            asyncio.run(place(run.replace(config=run.config.replace(timeouts=impatient)), "rollout", 2))
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(lambda: asyncio.run(place(run, "rollout", 2)))
             wait_until(lambda: "run moving waits for nodes: " in caplog.text)

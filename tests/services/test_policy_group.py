@@ -77,7 +77,7 @@ async def weights(run: RunHandle, group: "WorkerGroup | Alone", version: int) ->
         with group.ranks[0].weights(version) as alone:
             return {name: tensor.clone() for name, tensor in alone.items()}
     engine = TransformersEngine(load_model(run.config.model))
-    endpoint = WeightSyncEndpoint(run.run_id, torch.device("cpu"), run.config.runtime, engine)
+    endpoint = WeightSyncEndpoint(run.run_id, torch.device("cpu"), run.config, engine)
     sender, *_ = group.ranks
     rendezvous = await call(sender, "open_weight_rendezvous", 1)
     joining = asyncio.to_thread(endpoint.join, rendezvous, 1, on_gpus=False)

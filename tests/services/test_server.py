@@ -25,7 +25,7 @@ from rich.console import Console
 from flows.lifecycle.exit import exit_process
 from flows.lifecycle.session import prefect_session, run_flow
 from flows.lifecycle.outages import call_through_outages
-from schemas.config.runtime import RuntimeConfig
+from schemas.config.runtime import ServicesConfig
 from schemas.errors import ServerLostError
 
 url, patience = sys.argv[1], float(sys.argv[2])
@@ -52,10 +52,10 @@ async def parent():
         await call_through_outages(partial(child, number), patience)
     return "done"
 
-runtime, code = RuntimeConfig(prefect_api_url=url, ray_address="none"), 0
+services, code = ServicesConfig(prefect_api_url=url, ray_address="none"), 0
 try:
-    with prefect_session(runtime, Console()):
-        print(run_flow(parent, runtime.replace(prefect_patience_seconds=patience)), calls, flush=True)
+    with prefect_session(services, Console()):
+        print(run_flow(parent, services.replace(prefect_patience_seconds=patience)), calls, flush=True)
 except ServerLostError as error:
     print(f"stopped: {error}", flush=True)
     code = 1
@@ -99,7 +99,7 @@ def ended(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> dic
     for flows in (patient, impatient):
         (flows.folder / "go").touch()
     stopped = impatient.finish()
-    patient.wait_for(lambda: "waiting at most" in patient.output.read_text())
+    patient.wait_for(lambda: "(services.prefect_patience_seconds)" in patient.output.read_text())
     assert server.restart_prefect()
     return {"patient": patient.finish(), "impatient": stopped}
 

@@ -127,7 +127,7 @@ def test_full_shared_memory_names_the_settings(rollouts: list[Member], small_mem
     policy = Member(POLICY, str(small_memory))
     form_group(policy, rollouts)
     loads = [rollout.start("load", "shared_memory", 1) for rollout in rollouts]
-    with pytest.raises(WeightsError, match=r"no space for a bucket of \d+ bytes .*shared_memory.*weight_bucket_bytes"):
+    with pytest.raises(WeightsError, match=r"no space for a bucket of \d+ bytes .*shared_memory.*weights.bucket_bytes"):
         policy.call("send", "shared_memory", 1, 2**24, LARGE)
     for load in loads:
         with pytest.raises(WorkerLostError, match="lost the others"):

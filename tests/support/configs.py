@@ -19,7 +19,14 @@ def run_config(folder: Path = Path(), **overrides: object) -> RunConfig:
 
 
 def placed_config(
-    folder: Path, *, ranks: int = 1, rollout: int = 1, tensor_parallel: int = 1, reference: int = 0, **runtime: Any
+    folder: Path,
+    *,
+    ranks: int = 1,
+    rollout: int = 1,
+    tensor_parallel: int = 1,
+    reference: int = 0,
+    timeouts: Mapping[str, float] | None = None,
+    **runtime: Any,
 ) -> RunConfig:
     """Return the config of a run with vLLM engines and these numbers of workers and GPUs of each engine."""
     return run_config(
@@ -27,6 +34,7 @@ def placed_config(
         kl={"coef": 0.1} if reference else {},
         rollout={"kind": "vllm", "num_workers": rollout, "tensor_parallel": tensor_parallel},
         runtime={"num_policy_ranks": ranks, "num_reference_ranks": max(reference, 1), **runtime},
+        timeouts=dict(timeouts or {}),
     )
 
 

@@ -175,7 +175,7 @@ def read_tls(tls: Tls) -> tuple[str, str]:
         return Path(tls.certificate).read_text(), Path(tls.key).read_text()
     except OSError as error:
         raise errors.ConfigError(
-            f"runtime.tls_certificate and runtime.tls_key must be readable on every node: {error}"
+            f"services.tls_certificate and services.tls_key must be readable on every node: {error}"
         ) from None
 
 

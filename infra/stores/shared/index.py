@@ -59,7 +59,7 @@ class StoreIndex(Pingable):
         self._servers = dict[str, tuple[Any, FlightClient]]()  # of the other nodes, by location
         self._reader = SharedColumnStore(run_id, lambda: self.join(self._own_node))
         threading.Thread(target=self._maintenance_loop, daemon=True).start()
-        self.end_without_driver(limits.owner, limits.orphan_seconds, self.remove)
+        self.end_without_driver(limits.owner, limits.driver_seconds, self.remove)
 
     def join(self, node: str) -> Membership:
         """Return what a client on a node needs; an actor call. The node gets a column server, unless it has one."""

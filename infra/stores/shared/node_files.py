@@ -207,7 +207,7 @@ class Limits(NamedTuple):
         shared_memory: `runtime.shared_memory`.
         tls: See `FlightServer`.
         owner: Who started the run.
-        orphan_seconds: `runtime.orphan_seconds`.
+        driver_seconds: `timeouts.driver_seconds`.
     """
 
     capacity_bytes: int
@@ -215,7 +215,7 @@ class Limits(NamedTuple):
     shared_memory: str | None = None
     tls: Tls | None = None
     owner: str = ""
-    orphan_seconds: float = math.inf
+    driver_seconds: float = math.inf
 
 
 class ColumnServer:

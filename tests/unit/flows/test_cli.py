@@ -14,7 +14,6 @@ from flows.cli import bench
 from flows.lifecycle.ray_connection import connect
 from infra.storage.runs import RunDirectory
 from schemas.config.load import load_config
-from schemas.config.runtime import RuntimeConfig
 from schemas.errors import ServiceError
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.tiny import make_tiny_model, tiny_row, write_rows
@@ -107,7 +106,7 @@ def test_ray_client_is_refused_with_the_way_to_submit_a_driver(sluice: Command) 
     for command in (("ps", "--address"), ("stop", "run-1", "--address")):
         assert_rejected(sluice(*command, "ray://head:10001"), "ray://head:10001 is of Ray Client", submitted)
     with pytest.raises(ServiceError, match="Ray Client, which was removed in"):
-        connect(RuntimeConfig(ray_address="ray://head:10001"))
+        connect(ServicesConfig(ray_address="ray://head:10001"))
 
 
 def test_a_model_folder_that_is_not_there(sluice: Command) -> None:
@@ -134,7 +133,7 @@ def test_a_reward_that_can_not_be_imported(sluice: Command, path: str, message: 
 def test_a_prefect_that_does_not_answer(sluice: Command) -> None:
     assert_rejected(
         sluice(
-            "train", "tiny.toml", "runtime.prefect_api_url=http://127.0.0.1:9/api", "runtime.ray_address=127.0.0.1:9"
+            "train", "tiny.toml", "services.prefect_api_url=http://127.0.0.1:9/api", "services.ray_address=127.0.0.1:9"
         ),
         "no Prefect API responds at http://127.0.0.1:9/api",
     )

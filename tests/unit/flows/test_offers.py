@@ -11,7 +11,7 @@ from flows.ui.events import COLLAPSE_FRACTION, WINDOW_STEPS, RewardCollapsed, Ru
 from infra.storage.folder import Folder
 from infra.storage.run_files import Decision, DecisionsFile
 from schemas.config.load import load_config
-from schemas.config.runtime import MetricLimit
+from schemas.config.runtime import ApprovalConfig, MetricLimit
 from schemas.errors import ConfigError
 from schemas.step import FailedQuery, RunHandle, StepReport
 from tests.support.command import assert_rejected, make_command
@@ -34,8 +34,8 @@ def sluice(monkeypatch, capsys, tmp_path):  # type: ignore[no-untyped-def]
         (("tiny.toml", "other/tiny.toml"), ("two configs are named 'tiny'",)),
         (("absent.toml",), ("config file absent.toml does not exist",)),
         (("tiny.toml", "--set", "steps=0"), ("steps = 0",)),
-        (("tiny.toml", "--set", "runtime.approve_when=['kl too high']"), ("runtime.approve_when", "METRIC > NUMBER")),
-        (("tiny.toml", "--set", "runtime.approve_when=['klm > 1']"), ("runtime.approve_when", "klm")),
+        (("tiny.toml", "--set", "approval.when=['kl too high']"), ("approval.when", "METRIC > NUMBER")),
+        (("tiny.toml", "--set", "approval.when=['klm > 1']"), ("approval.when", "klm")),
     ],
 )
 def test_serve_refuses_bad_input(sluice, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
@@ -44,12 +44,12 @@ def test_serve_refuses_bad_input(sluice, arguments: tuple[str, ...], parts: tupl
 
 
 def test_a_limit_survives_the_round_trip_through_a_config(sluice) -> None:  # type: ignore[no-untyped-def]
-    config = load_config(Path("tiny.toml"), ["runtime.approve_when=['kl > 0.2', 'reward < 0.1']"])
+    config = load_config(Path("tiny.toml"), ["approval.when=['kl > 0.2', 'reward < 0.1']"])
     again = type(config).model_validate_json(config.model_dump_json())
-    assert [str(limit) for limit in again.runtime.approve_when] == ["kl > 0.2", "reward < 0.1"]
+    assert [str(limit) for limit in again.approval.when] == ["kl > 0.2", "reward < 0.1"]
     assert again == config
-    with pytest.raises(ConfigError, match="approve_when"):
-        load_config(Path("tiny.toml"), ["runtime.approve_when=['kl > high']"])
+    with pytest.raises(ConfigError, match=r"approval\.when"):
+        load_config(Path("tiny.toml"), ["approval.when=['kl > high']"])
 
 
 def test_a_limit_is_exceeded_on_its_side_only() -> None:
@@ -69,11 +69,11 @@ def test_decisions_change_the_learning_rate_of_later_steps_only(tmp_path: Path) 
 def test_saved_queries_are_checked_with_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tiny.toml").write_text(config_toml())
-    config = load_config(Path("tiny.toml"), ["runtime.queries=queries", "runtime.approve_failed_queries=true"])
-    assert config.runtime.approve_failed_queries
+    config = load_config(Path("tiny.toml"), ["approval.queries=queries", "approval.on_failed_queries=true"])
+    assert config.approval.on_failed_queries
     for overrides, message in (
-        (["runtime.queries=queries", "store.kind=shared"], "runtime.queries reads columns from files"),
-        (["runtime.approve_failed_queries=true"], "needs runtime.queries"),
+        (["approval.queries=queries", "store.kind=shared"], "approval.queries reads columns from files"),
+        (["approval.on_failed_queries=true"], "needs approval.queries"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_config(Path("tiny.toml"), overrides)
@@ -84,7 +84,7 @@ def test_queries_of_a_step_are_answered_by_a_process_of_their_own(tmp_path: Path
     (tmp_path / "queries").mkdir()
     (tmp_path / "queries" / "long.sql").write_text("select row from rows where step = $step and row > 3")
     config = directory.config()
-    asked = config.replace(runtime=config.runtime.replace(queries=str(tmp_path / "queries")))
+    asked = config.replace(approval=ApprovalConfig(queries=str(tmp_path / "queries")))
     run = RunHandle(run_id="demo", identity="demo", directory=directory.url, config=asked, store_incarnation="a")
     assert asyncio.run(find_failed_queries(run, 3)) == (FailedQuery(name="long", num_rows=1, rows=('{"row": 4}',)),)
     assert asyncio.run(find_failed_queries(run.replace(config=config), 3)) == ()

@@ -49,10 +49,10 @@ def test_a_query_without_an_answer_has_failed(run: RunDirectory) -> None:
 
 def test_a_folder_without_usable_queries_is_rejected(folder: Path, tmp_path: Path) -> None:
     assert load_queries(str(folder)) == {"long": LONG, "negative": NEGATIVE}
-    with pytest.raises(ConfigError, match=r"runtime.queries = '.*none' has no file that ends in .sql"):
+    with pytest.raises(ConfigError, match=r"approval.queries = '.*none' has no file that ends in .sql"):
         load_queries(str(tmp_path / "none"))
     (folder / "typo.sql").write_text("selct 1")
-    with pytest.raises(ConfigError, match=r"runtime.queries: .*queries/typo.sql: Parser Error"):
+    with pytest.raises(ConfigError, match=r"approval.queries: .*queries/typo.sql: Parser Error"):
         load_queries(str(folder))
     (folder / "typo.sql").write_text("drop table rows")
     with pytest.raises(ConfigError, match="expected one query, such as a SELECT, got 'drop table rows'"):

@@ -18,6 +18,7 @@ from infra.storage.run_list import list_runs, run_status
 from infra.storage.runs import RunDirectory, resumed_config
 from schemas.config.loss import TruncatedCorrection
 from schemas.config.monitor import TensorBoardMonitor
+from schemas.config.runtime import WeightsConfig
 from schemas.config.store import SharedStore
 from schemas.errors import RunError
 from schemas.step import EvalReport, RunEvent, RunSummary, StepReport
@@ -95,7 +96,9 @@ def test_a_run_id_is_the_name_of_a_folder(tmp_path: Path, run_id: str) -> None:
 def test_a_resumed_run_can_not_change_what_it_trains(tmp_path: Path) -> None:
     begun = run_config(tmp_path)
     run = RunDirectory.create(begun, "run-1")
-    moved = begun.replace(steps=5, runtime=begun.runtime.replace(num_threads=2, weight_transport="shared_memory"))
+    moved = begun.replace(
+        steps=5, runtime=begun.runtime.replace(num_threads=2), weights=WeightsConfig(transport="shared_memory")
+    )
     assert resumed_config(run, moved) == moved
     correction, stale = TruncatedCorrection(), begun.runtime.replace(max_staleness=1)
     with pytest.raises(
@@ -119,7 +122,7 @@ def test_a_config_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     tree["runtime"]["weight_transport"] = "object_store"
     (directory.path / "config.json").write_text(json.dumps(tree))
     assert directory.config().store == SharedStore()
-    assert directory.config().runtime.weight_transport == "shared_memory"
+    assert directory.config().weights.transport == "shared_memory"
 
 
 def test_a_step_of_an_earlier_version_is_read(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from infra.stores.files import FsspecColumnStore
 from infra.stores.open import open_store
 from infra.stores.steps import open_step, sweep_steps
 from schemas.batch import BatchHandle, ChunkKey
+from schemas.config.runtime import TimeoutsConfig
 from schemas.step import PolicyHandle, RunHandle
 from tests.support.small_run import make_small_run, put_advantages, put_behavior, put_rollout
 
@@ -55,7 +56,10 @@ def changed(run: RunHandle, **runtime: object) -> RunHandle:
 
 def test_a_change_of_limits_keeps_all_columns(run: RunHandle) -> None:
     before = columns(run).load_batch(STEP)
-    assert kept(changed(run, worker_timeout_seconds=7)) == ({"rollout", "behavior", "advantage"}, before)
+    assert kept(run.replace(config=run.config.replace(timeouts=TimeoutsConfig(worker_seconds=7)))) == (
+        {"rollout", "behavior", "advantage"},
+        before,
+    )
 
 
 def test_other_ranks_keep_the_rows_and_score_them_again(run: RunHandle) -> None:

@@ -225,6 +225,6 @@ def members(gpus: str, nodes: str) -> list[WeightGroupMember]:
 def test_impossible_transports_are_rejected() -> None:
     with pytest.raises(ConfigError, match='are on 2 nodes; use "auto" or "broadcast"'):
         choose_route("shared_memory", members("--", "xy"))
-    with pytest.raises(ConfigError, match="weight_transport = 'carrier pigeon'; use"):
+    with pytest.raises(ConfigError, match=r"weights\.transport = 'carrier pigeon'; use"):
         choose_route("carrier pigeon", members("--", "xx"))
     assert gpu_of(torch.device("cpu")) == ""

@@ -39,6 +39,22 @@ def test_reasoning_gym_scores_its_own_entries() -> None:
     assert "no_such_task" in (outcomes[5].failure or "")
 
 
+def test_full_marks_only_gives_nothing_for_partial_credit() -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    entry = reasoning_gym.create_dataset("spell_backward", size=1, seed=1)[0]
+    info = {"data_source": "spell_backward", "metadata": entry["metadata"]}
+    items = [
+        RewardItem(entry["question"], text, entry["answer"], info) for text in (entry["answer"], entry["answer"][::-1])
+    ]
+    partial, full = (
+        [outcome.reward for outcome in score_all(load_reward(ReasoningGymReward(full_marks_only=only)), items)]
+        for only in (False, True)
+    )
+    assert partial[0] == full[0] == 1
+    assert 0 < partial[1] < 1
+    assert full[1] == 0
+
+
 def test_a_missing_reasoning_gym_names_the_extra(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
     with pytest.raises(RewardImportError, match=r"pip install 'sluice-rl\[demo\]'"):

@@ -195,7 +195,7 @@ def test_groups_that_can_not_be_reused_exactly_are_rejected(path: Path, changes:
         ("steps=1e2", 100),
         ("model.lora=None", None),
         ("rollout.dynamic_sampling=null", None),
-        ("runtime.ray_address=None", None),
+        ("services.ray_address=None", None),
         ("data.eval_path=None", None),
         ("data.eval_path=", None),
         ("name=2024", "2024"),
@@ -243,7 +243,7 @@ def test_an_override_is_read_by_the_type_of_its_key(path: Path, override: str, e
         ("data.shuffle=yes", "data.shuffle = 'yes': expected true or false"),
         ("model={path=2024}", "model.path = 2024: expected text; put it into quotes"),
         ("data={train_path=false}", "data.train_path = False: expected text; put it into quotes"),
-        ("runtime.approve_when=['kl > nan']", "runtime.approve_when.0.value = 'nan': expected a finite number"),
+        ("approval.when=['kl > nan']", "approval.when.0.value = 'nan': expected a finite number"),
     ],
 )
 def test_what_a_value_can_not_mean_is_rejected(path: Path, override: str, message: str) -> None:
