@@ -22,6 +22,7 @@ from tests.support.policy_runs import plan_of, put_rows, with_advantages
 from tests.support.tiny import make_tiny_data, make_tiny_model
 
 NUM_WORKERS = 2
+NOTHING = {"weight_group_member": NUM_WORKERS}
 STEADY = {"weight_group_member": NUM_WORKERS, "send_weights": 1, "load_weights": NUM_WORKERS}
 FORMING = {  # a group with that many rollout workers
     num: {
@@ -90,14 +91,16 @@ def test_the_second_publish_asks_the_workers_once_and_then_sends(
 
     async def check() -> None:
         await get_group(run, "policy")
-        assert await publish(0) == (FORMING[2], [0, 0])
+        assert await publish(0) == (NOTHING, [0, 0])  # they start with it
         await update(run, 0)
-        assert await publish(1) == (STEADY, [1, 1])
-        assert await publish(1) == ({"weight_group_member": NUM_WORKERS}, [1, 1])
-        kill_actors([worker_name("publish", "rollout", 1)])
-        assert await publish(1) == (FORMING[1], [1, 1])
+        assert await publish(1) == (FORMING[2], [1, 1])
         await update(run, 1)
-        assert await publish(2) == (FORMING[2], [2, 2])
+        assert await publish(2) == (STEADY, [2, 2])
+        assert await publish(2) == (NOTHING, [2, 2])
+        kill_actors([worker_name("publish", "rollout", 1)])
+        assert await publish(2) == (FORMING[1], [2, 2])
+        await update(run, 2)
+        assert await publish(3) == (FORMING[2], [3, 3])
         kill_actors([worker_name("publish", "policy", 0)])
         assert await publish(0) == (FORMING[2], [0, 0])  # by another policy, from the start
 
