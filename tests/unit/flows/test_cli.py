@@ -14,6 +14,7 @@ from flows.cli import bench
 from flows.lifecycle.ray_connection import connect
 from infra.storage.runs import RunDirectory
 from schemas.config.load import load_config
+from schemas.config.runtime import ServicesConfig
 from schemas.errors import ServiceError
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.tiny import make_tiny_model, tiny_row, write_rows
