@@ -22,8 +22,8 @@ from typing import Self
 import duckdb
 import pyarrow as pa
 
+from infra.history.kept_run import KeptRun
 from infra.history.ranges import ranges
-from infra.history.steps import KeptSteps
 from infra.history.views import placement_dataset, row_dataset, token_dataset
 from infra.storage.lineage import load_fork
 from infra.storage.run_list import run_state
@@ -64,7 +64,7 @@ class RunQueries:
         names = [directory.run_id for directory in directories]
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise RunError(f"two of the runs have the id {repeated}; ask for one of them only")
-        self._runs = [KeptSteps(directory) for directory in directories]
+        self._runs = [KeptRun(directory) for directory in directories]
         # Nothing is loaded from the network, and no process-wide connection is shared.
         self.connection = duckdb.connect(config={"autoinstall_known_extensions": False})
         self._datasets = {

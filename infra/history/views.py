@@ -7,19 +7,19 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs
 
-from infra.history.steps import (
+from infra.history.kept_run import (
     IDS,
     KEY_FIELDS,
     LENGTH_FIELDS,
     ROW_VALUES,
-    KeptSteps,
+    KeptRun,
     field_of,
     wider,
 )
 from schemas.catalog import Axis
 from schemas.errors import PipelineError
 
-ReadStep = Callable[[KeptSteps, int, Sequence[pa.Field]], pa.RecordBatch]
+ReadStep = Callable[[KeptRun, int, Sequence[pa.Field]], pa.RecordBatch]
 
 
 class StepDataset(ds.Dataset):  # type: ignore[misc]
@@ -31,7 +31,7 @@ class StepDataset(ds.Dataset):  # type: ignore[misc]
         read: Reads some fields of a step.
     """
 
-    def __init__(self, runs: Sequence[KeptSteps], schema: pa.Schema, read: ReadStep) -> None:  # not of `Dataset`
+    def __init__(self, runs: Sequence[KeptRun], schema: pa.Schema, read: ReadStep) -> None:  # not of `Dataset`
         self._runs, self._schema, self._read = {run.run_id: run for run in runs}, schema, read
         self.failure: PipelineError | None = None  # of a scan; DuckDB's own error has its text only
         self._parts = _parts([(run.run_id, step) for run in runs for step in run.batches], schema)
@@ -65,14 +65,14 @@ class StepDataset(ds.Dataset):  # type: ignore[misc]
             yield batch.select(schema.names) if len(fields) > len(schema) else batch
 
 
-def row_dataset(runs: Sequence[KeptSteps]) -> StepDataset:
+def row_dataset(runs: Sequence[KeptRun]) -> StepDataset:
     """Return all rows of all kept steps: a list for each column that isn't of single values."""
     axes: tuple[Axis, ...] = ("row", "prompt", "response", "turn")
     columns = [field_of(name, dtype) for axis in axes for name, dtype in _dtypes(runs, axis).items()]
-    return StepDataset(runs, pa.schema([*KEY_FIELDS, *columns, *LENGTH_FIELDS]), KeptSteps.rows)
+    return StepDataset(runs, pa.schema([*KEY_FIELDS, *columns, *LENGTH_FIELDS]), KeptRun.rows)
 
 
-def token_dataset(runs: Sequence[KeptSteps], axis: Axis) -> StepDataset:
+def token_dataset(runs: Sequence[KeptRun], axis: Axis) -> StepDataset:
     """Return all tokens of the prompts or the responses of all kept steps."""
     of_rows = _dtypes(runs, "row") if axis == "response" else {}
     columns = [
@@ -86,13 +86,13 @@ def token_dataset(runs: Sequence[KeptSteps], axis: Axis) -> StepDataset:
     )
 
 
-def placement_dataset(runs: Sequence[KeptSteps]) -> StepDataset:
+def placement_dataset(runs: Sequence[KeptRun]) -> StepDataset:
     """Return the update, rank and micro-batch of each row of each kept step."""
     fields = [pa.field(name, pa.int32()) for name in ("update", "rank", "micro_batch")]
-    return StepDataset(runs, pa.schema([*KEY_FIELDS, *fields]), KeptSteps.placements)
+    return StepDataset(runs, pa.schema([*KEY_FIELDS, *fields]), KeptRun.placements)
 
 
-def _dtypes(runs: Sequence[KeptSteps], axis: Axis) -> dict[str, str]:
+def _dtypes(runs: Sequence[KeptRun], axis: Axis) -> dict[str, str]:
     found: dict[str, str] = {}
     for run in runs:
         for name, dtype in run.fields(axis).items():

@@ -9,9 +9,9 @@ from flows.replay.fork import make_fork, plan_fork
 from infra.checkpoints import open_checkpoints
 from infra.history.diff import diff_runs
 from infra.history.garbage import collect_garbage
+from infra.history.past_weights import History
+from infra.history.row_table import read_trend
 from infra.history.sql import RunQueries
-from infra.history.start import History
-from infra.history.step_rows import read_trend
 from infra.storage.folder import Folder
 from infra.storage.lineage import load_fork, owner_of, owner_of_steps
 from infra.storage.runs import RunDirectory

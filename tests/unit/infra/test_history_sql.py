@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
+from infra.history.kept_run import KeptRun
 from infra.history.sql import RunQueries, open_runs, read_query
-from infra.history.steps import KeptSteps
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
 from rl_core.columns.jagged import jagged
@@ -67,8 +67,8 @@ def test_a_query_reads_only_the_steps_and_columns_that_it_needs(
     queries: RunQueries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[tuple[int, set[str]]] = []
-    read = KeptSteps.read
-    monkeypatch.setattr(KeptSteps, "read", lambda *given: reads.append((given[1].step, {*given[2]})) or read(*given))
+    read = KeptRun.read
+    monkeypatch.setattr(KeptRun, "read", lambda *given: reads.append((given[1].step, {*given[2]})) or read(*given))
     assert rows_of(queries, "select max(row) as row from rows where step >= 3 and reward > 0.75") == [{"row": 2}]
     assert [(step, names & {"reward", "response_ids", "info"}) for step, names in reads] == [(3, {"reward"})]
     reads.clear()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from infra.checkpoints import CheckpointStore, open_checkpoints
 from infra.history.ranges import ranges
-from infra.history.stored import StoredStep
+from infra.history.stored_step import StoredStep
 from infra.storage.lineage import load_fork
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore

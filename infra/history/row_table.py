@@ -13,8 +13,8 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.history.steps import KeptSteps
-from infra.history.token_values import BEHAVIOR, MASK, REFERENCE, SAMPLER, plain, row_statistics, token_values
+from infra.history.kept_run import KeptRun
+from infra.history.token_values import BEHAVIOR, MASK, REFERENCE, SAMPLER, json_safe, row_statistics, token_values
 from infra.history.views import token_dataset
 from infra.storage.run_list import run_state
 from infra.storage.runs import RunDirectory
@@ -92,7 +92,7 @@ class StepTables:
         self._tables: OrderedDict[tuple[str, int], tuple[object, pa.Table]] = OrderedDict()  # with what it was made of
         self._lock = Lock()
 
-    def of(self, kept: KeptSteps, step: int) -> pa.Table:
+    def of(self, kept: KeptRun, step: int) -> pa.Table:
         """Return `step_table` of a step.
 
         Raises:
@@ -110,7 +110,7 @@ class StepTables:
             return self._tables[key][1]
 
 
-def step_table(kept: KeptSteps, batch: BatchHandle) -> pa.Table:
+def step_table(kept: KeptRun, batch: BatchHandle) -> pa.Table:
     """Return all columns of single values of a step's rows, and statistics of their tokens: N rows."""
     names = [name for name in batch.columns if column_spec(name).axis == "row"]
     columns = kept.read(batch, {*names, *SCORES, "turn_tokens"})
@@ -132,7 +132,7 @@ def step_table(kept: KeptSteps, batch: BatchHandle) -> pa.Table:
     return pa.table({name: found[name] for name in [*first, *between, *last]})
 
 
-def select_rows(kept: KeptSteps, step: int, table: pa.Table, query: RowQuery) -> dict[str, Any]:
+def select_rows(kept: KeptRun, step: int, table: pa.Table, query: RowQuery) -> dict[str, Any]:
     """Return a page of a step's rows.
 
     Returns:
@@ -157,13 +157,13 @@ def select_rows(kept: KeptSteps, step: int, table: pa.Table, query: RowQuery) ->
         page = chosen.limit(max(1, min(query.limit, MAX_ROWS)), offset=max(0, query.offset)).to_arrow_table()
     return {
         "columns": [{"name": field.name, "is_number": not pa.types.is_string(field.type)} for field in table.schema],
-        "rows": plain([list(row.values()) for row in page.to_pylist()]),
+        "rows": json_safe([list(row.values()) for row in page.to_pylist()]),
         "num_rows": table.num_rows,
         "num_found": num_found,
     }
 
 
-def rows_of_group(kept: KeptSteps, step: int, table: pa.Table, group: int) -> list[int]:
+def rows_of_group(kept: KeptRun, step: int, table: pa.Table, group: int) -> list[int]:
     """Return the rows of one prompt's samples.
 
     Raises:
@@ -204,7 +204,7 @@ def read_trend(directory: RunDirectory) -> dict[str, Any]:
         "state": run_state(directory, config),
         "num_steps": config.steps,
         "steps": [report.step for report in reports],
-        "metrics": {name: plain([step.get(name) for step in values]) for name in names if values},
+        "metrics": {name: json_safe([step.get(name) for step in values]) for name in names if values},
         "kept": kept,
         "not_kept": reason,
     }

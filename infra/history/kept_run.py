@@ -60,7 +60,7 @@ def _decoder(model: ModelConfig) -> Callable[[list[list[int]]], list[str]]:
     return partial(decode_texts, load_tokenizer(model))
 
 
-class KeptSteps:
+class KeptRun:
     """The steps of a run whose columns can be read, those before it was forked included.
 
     Args:
