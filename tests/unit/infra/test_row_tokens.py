@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from infra.history.kept_run import KeptRun
-from infra.history.row_table import RowQuery, StepTables, read_trend, rows_of_group, sandbox, select_rows
+from infra.history.row_table import RowQuery, StepTables, read_trend, rows_of_group, select_rows
 from infra.history.row_tokens import colorings, read_row_tokens
 from infra.history.token_values import json_safe, row_statistics, token_values, value_columns
+from infra.history.views import SANDBOX, StepQueries
 from infra.storage.runs import RunDirectory
 from schemas.errors import ChunkCorruptedError, QueryError, RunError
 from tests.support.small_run import (
@@ -91,8 +92,12 @@ def test_a_column_to_sort_by_must_exist(run: RunDirectory) -> None:
 
 
 def test_a_condition_that_takes_too_long_is_stopped() -> None:
-    with pytest.raises(QueryError, match=r"longer than 0\.1 s"), sandbox({}, timeout_seconds=0.1) as connection:
-        connection.execute("select max(a.i * b.i) from range(1000000) a(i), range(1000000) b(i)").fetchall()
+    with (
+        StepQueries([], {}, SANDBOX, bool) as queries,
+        pytest.raises(QueryError, match=r"stopped after 0\.1 s"),
+        queries.errors(timeout_seconds=0.1),
+    ):
+        queries.connection.execute("select max(a.i * b.i) from range(1000000) a(i), range(1000000) b(i)").fetchall()
 
 
 def test_a_table_is_made_once_until_its_step_changes(run: RunDirectory) -> None:
