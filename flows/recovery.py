@@ -119,7 +119,7 @@ async def reconcile(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
     """
     directory.ledger.drop_failures()
     policy = await _find_policy(run, directory)
-    await drop_superseded(run, await get_group(run, "policy"))
+    await drop_superseded(run, await get_group(run, "policy"), directory.metrics.evals())
     if not is_committed(run, policy, "rollout"):
         with suppress(WorkerLostError):  # a lost worker is created again, and synced, when it gets a job
             await sync_workers(run, run.config.sampler_version(policy.step))
@@ -127,7 +127,7 @@ async def reconcile(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
 
 
 async def _find_policy(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
-    finished = len(directory.metrics.steps())
+    finished = directory.metrics.num_steps()
     policy = await _get_policy(run)
     is_planned = is_committed(run, policy.replace(version=finished), "advantage")
     step = resumed_step(finished, policy.version, is_planned)

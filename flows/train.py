@@ -53,7 +53,7 @@ from schemas.errors import (
     VersionError,
     WorkerLostError,
 )
-from schemas.step import PolicyHandle, RunHandle, RunSummary, StepReport
+from schemas.step import EvalReport, PolicyHandle, RunHandle, RunSummary, StepReport
 from tasks.operations import evaluate_policy, save_checkpoint, save_on_failure, start_all_workers
 
 _DIGEST_CHARACTERS = 16
@@ -140,7 +140,7 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         stack.enter_context(traced_run(run_id, config))
         monitors = stack.enter_context(open_monitors(directory, config, get_run_logger()))
         run = open_run(directory, config.replace(runtime=config.runtime.replace(device=device)))  # nodes may be lost
-        events = RunEvents(run_id, directory.runs_dir, len(directory.metrics.steps()))
+        events = RunEvents(run_id, directory.runs_dir, directory.metrics.num_steps())
         try:
             work = while_ray_lives(_training_loop(run, directory, monitors, events))
             run = await unless(watch_lock(directory), work)
@@ -149,7 +149,7 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
             await report_run(run, directory, summary)
             return summary
         finally:
-            done = len(directory.metrics.steps())
+            done = directory.metrics.num_steps()
             events.end(done, is_complete=done == config.steps)
             if holds_lock(directory):  # else they belong to another driver by now
                 with suppress(RayLostError):  # they are gone with it
@@ -165,9 +165,10 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
     record_event(directory, policy)
     monitors.log_recorded(directory.metrics)
     events.start(policy.step)
-    for report in directory.metrics.steps()[-1:]:  # its driver may have been killed while it waited for an answer
+    if (report := directory.metrics.last_step()) is not None:  # its driver may have been killed while it waited
         asks = run.config.approval.on_failed_queries
         await ask_for_approval(run, report, await find_failed_queries(run, report.step) if asks else ())
+    evals = directory.metrics.evals()  # read once, as a checkpoint may be written after each step
     progress = await ProgressArtifact.create(run, policy, directory.metrics)
     step_flow = new_step_flow(await ledger_storage(directory))
     with ExitStack() as stack:
@@ -176,9 +177,9 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
         try:
             while True:
                 try:
-                    await _evaluate(run, policy, directory.metrics, reporter)
+                    await _evaluate(run, policy, evals, directory.metrics, reporter)
                     if policy.step == run.config.steps:
-                        reporter.checkpoint(await save_checkpoint(run, policy, wait=True))
+                        reporter.checkpoint(await save_checkpoint(run, policy, evals, wait=True))
                         return run
                     report = await call_through_outages(
                         partial(step_flow, run, policy),
@@ -188,7 +189,7 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
                     policy = policy.replace(version=report.policy_version)
                     await reporter.step(report)
                     if policy.step % run.config.checkpoint.every_steps == 0:
-                        reporter.checkpoint(await save_checkpoint(run, policy))
+                        reporter.checkpoint(await save_checkpoint(run, policy, evals))
                     await _review(run, report, reporter)
                 except RECOVERABLE as error:
                     restarts += 1
@@ -198,14 +199,14 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
                     await asyncio.sleep(SETTLE_SECONDS)  # a call to a Ray that ends meanwhile would never return
                     run = open_run(directory, run.config)
                     await _start_workers(run)
-                    policy = await reconcile(run, directory)
+                    policy, evals = await reconcile(run, directory), directory.metrics.evals()
                     record_event(directory, policy, reason=str(error))
                     monitors.log_recorded(directory.metrics)
         except BaseException as error:
             # The run has failed already; this only saves what can be saved. Who cancels a run waits for its end.
             limit = CANCEL_SAVE_SECONDS if isinstance(error, asyncio.CancelledError) else None
             with suppress(PipelineError, TimeoutError):
-                await asyncio.wait_for(save_on_failure(run, policy), limit)
+                await asyncio.wait_for(save_on_failure(run, policy, evals), limit)
             raise
 
 
@@ -225,14 +226,17 @@ async def _start_workers(run: RunHandle) -> None:
     await show_placement(run.run_id, places)
 
 
-async def _evaluate(run: RunHandle, policy: PolicyHandle, metrics: MetricsFile, reporter: RunReporter) -> None:
-    """Evaluate the policy's version if the config asks for it and it hasn't been evaluated yet."""
+async def _evaluate(
+    run: RunHandle, policy: PolicyHandle, evals: list[EvalReport], metrics: MetricsFile, reporter: RunReporter
+) -> None:
+    """Evaluate the policy's version if the config asks for it and it hasn't been evaluated yet; add it to `evals`."""
     every = run.config.eval.every_steps
     is_wanted = policy.step in (0, run.config.steps) or (every and policy.step % every == 0)
     if not run.config.data.eval_path or not is_wanted:
         return
-    if any(report.policy_version == policy.version for report in metrics.evals()):
+    if any(report.policy_version == policy.version for report in evals):
         return
     report = await evaluate_policy(run, policy)
     metrics.append_eval(report)
+    evals.append(report)
     await reporter.evaluation(report)

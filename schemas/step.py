@@ -219,9 +219,3 @@ class FailedQuery(Frozen):
     def __str__(self) -> str:
         what = self.error or f"{self.num_rows:,} row{'s' if self.num_rows > 1 else ''}, such as {self.rows[0]}"
         return f"query {self.name}: {what}"
-
-
-class QueryReport(Frozen):
-    """The saved queries that one step has failed, in the order of their names."""
-
-    failed: tuple[FailedQuery, ...]

@@ -1,6 +1,7 @@
 """The operations of a run, repeated by a resumed one: workers, weights, shared memory, evaluation, checkpoints."""
 
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from infra.ray.actors import call
@@ -18,12 +19,15 @@ from tasks.stage import operation
 
 
 @operation("checkpoint")
-async def save_checkpoint(run: RunHandle, policy: PolicyHandle, wait: bool = False) -> int | None:
+async def save_checkpoint(
+    run: RunHandle, policy: PolicyHandle, evals: Sequence[EvalReport], wait: bool = False
+) -> int | None:
     """Start to save the policy's version, once the previous checkpoint is complete; return the newest complete version.
 
     Args:
         run: The run.
         policy: The version to save.
+        evals: The reports of all versions evaluated so far: the best version's checkpoint may be kept.
         wait: Whether to wait until this checkpoint is complete, too.
 
     Raises:
@@ -31,36 +35,38 @@ async def save_checkpoint(run: RunHandle, policy: PolicyHandle, wait: bool = Fal
         VersionError: The policy's workers hold another version.
         RunTakenOverError: Another driver has taken over the run.
     """
-    return await _save(run, await get_group(run, "policy"), policy, wait)
+    return await _save(run, await get_group(run, "policy"), policy, evals, wait)
 
 
-async def save_on_failure(run: RunHandle, policy: PolicyHandle) -> None:
+async def save_on_failure(run: RunHandle, policy: PolicyHandle, evals: Sequence[EvalReport]) -> None:
     """Save the policy's version if its workers still exist and hold it, and wait until the checkpoint is complete.
 
     It is no task: Prefect starts none in a flow run that is ending.
     """
     group = find_group(run, "policy")
     if group is not None and holds_lock(RunDirectory.of(run)):
-        await _save(run, group, policy, wait=True)
+        await _save(run, group, policy, evals, wait=True)
 
 
-async def _save(run: RunHandle, group: WorkerGroup, policy: PolicyHandle, wait: bool) -> int | None:
+async def _save(
+    run: RunHandle, group: WorkerGroup, policy: PolicyHandle, evals: Sequence[EvalReport], wait: bool
+) -> int | None:
     require_lock(RunDirectory.of(run))
     if run.config.takes_turns:  # an evaluation may have been before
         await colocation.enter_update(run)
     await group.call("save", policy.version)
     if wait:
         await group.call("finish_saving")
-    return await drop_superseded(run, group)
+    return await drop_superseded(run, group, evals)
 
 
-async def drop_superseded(run: RunHandle, policy: WorkerGroup) -> int | None:
+async def drop_superseded(run: RunHandle, policy: WorkerGroup, evals: Sequence[EvalReport]) -> int | None:
     """Drop old checkpoints, and the columns and ledger entries of steps that a complete checkpoint includes.
 
     Returns:
         The newest complete version; None if there is none.
     """
-    complete = await call(policy.ranks[0], "retain", RunDirectory.of(run).metrics.evals())
+    complete = await call(policy.ranks[0], "retain", evals)
     if complete is not None:
         sweep_steps(run, complete)
     return complete

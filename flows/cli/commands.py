@@ -153,7 +153,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
         config = config.replace(runtime=config.runtime.replace(runs_dir=directory.runs_dir))
     config = resumed_config(directory, config)
     directory.ledger.is_outdated()  # raises if a newer Sluice wrote it
-    done = len(directory.metrics.steps())
+    done = directory.metrics.num_steps()
     if done >= config.steps and directory.summary() is not None:
         console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")
         return

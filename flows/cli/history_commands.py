@@ -33,14 +33,14 @@ def sql(
     *names, query = arguments
     if not names:
         raise QueryError('give at least one run and a query: sluice sql RUN "select count(*) from rows"')
-    with RunQueries([RunDirectory.open(name, runs_dir) for name in names]) as queries:
-        table = queries.query(read_query(query))
-        if out is not None:
-            console.print(f"wrote {table.num_rows:,} rows to {write_result(table, out, query)}", soft_wrap=True)
-        else:
-            print_result(console, table, rows, as_json=as_json)
-        if not table.num_rows and (note := queries.missing_steps()):
-            typer.echo(f"note: {note}", err=True)
+    queries = RunQueries([RunDirectory.open(name, runs_dir) for name in names])
+    table = queries.query(read_query(query))
+    if out is not None:
+        console.print(f"wrote {table.num_rows:,} rows to {write_result(table, out, query)}", soft_wrap=True)
+    else:
+        print_result(console, table, rows, as_json=as_json)
+    if not table.num_rows and (note := queries.missing_steps()):
+        typer.echo(f"note: {note}", err=True)
 
 
 @app.command()

@@ -24,7 +24,7 @@ from flows.replay.replay import (
 )
 from flows.replay.session import in_ray, new_scratch_id, replay_session
 from infra.history.diff import Closeness, StageDiff, is_within, worst
-from infra.history.start import History
+from infra.history.past_weights import History
 from infra.storage.lineage import owner_of_steps
 from infra.storage.runs import RunDirectory
 from schemas.config.run import RunConfig
@@ -200,9 +200,9 @@ def _print_change(console: Console, step: StepChange) -> None:
     for name, values in step.metrics.items():
         if not name.endswith("_seconds"):
             metrics.add_row(name, *("-" if value is None else f"{value:.6g}" for value in values))
-    moves = plain_table("row", "token", "text", "moved by the run", "by the replay", left=0)
-    for move in step.moves:
-        moves.add_row(str(move.row), str(move.token), Text(repr(move.text)), f"{move.a:+.6f}", f"{move.b:+.6f}")
-    for table in (metrics, moves):
+    shifts = plain_table("row", "token", "text", "moved by the run", "by the replay", left=0)
+    for shift in step.shifts:
+        shifts.add_row(str(shift.row), str(shift.token), Text(repr(shift.text)), f"{shift.a:+.6f}", f"{shift.b:+.6f}")
+    for table in (metrics, shifts):
         if table.row_count:
             with_width(console).print(table)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from flows.view.api import ViewApi
 from flows.view.server import ViewServer
-from infra.history.steps import KeptSteps
+from infra.history.kept_run import KeptRun
 from infra.storage.runs import RunDirectory
 from schemas.errors import RunError
 
@@ -41,7 +41,7 @@ def find_page(directory: RunDirectory, step: int | None, row: int | None) -> str
         if row is not None:
             raise RunError(f"--row {row} needs the step that it is of: --step N")
         return "/"
-    num_rows = KeptSteps(directory, only=step).batch(step).num_rows
+    num_rows = KeptRun(directory, only=step).batch(step).num_rows
     page = f"/run/{quote(directory.run_id)}/step/{step}"
     if row is None:
         return page

@@ -11,8 +11,8 @@ import pyarrow as pa
 from flows.replay.session import new_scratch_id, write_version
 from infra.checkpoints import open_checkpoints
 from infra.history.bundle_files import FORMAT, BundleManifest, pack, unpack
-from infra.history.start import History
-from infra.history.stored import StoredStep
+from infra.history.past_weights import History
+from infra.history.stored_step import StoredStep
 from infra.storage.lineage import owner_of
 from infra.storage.runs import RunDirectory, installed_versions
 from infra.stores.files import FsspecColumnStore

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from flows.replay.session import write_version
 from infra.checkpoints import open_checkpoints
 from infra.history.past import link_past
+from infra.history.past_weights import History, Start
 from infra.history.reuse import check_parent
-from infra.history.start import History, Start
 from infra.storage.driver_lock import driver_lock
 from infra.storage.lineage import Fork, owner_of, save_fork
 from infra.storage.runs import RunDirectory, installed_versions

@@ -18,10 +18,10 @@ from infra.history.diff import (
     diff_plans,
     worst,
 )
-from infra.history.moves import TokenMove, largest_moves
-from infra.history.start import History, Start
-from infra.history.steps import TokenTexts
-from infra.history.stored import StoredStep, with_rewards
+from infra.history.kept_run import TokenTexts
+from infra.history.logprob_shift import LogprobShift, largest_shifts
+from infra.history.past_weights import History, Start
+from infra.history.stored_step import StoredStep, with_rewards
 from infra.history.weights import UpdateChange, compare_checkpoints, compare_updates
 from infra.rewards.base import RewardScorer
 from infra.rewards.open import open_reward_scorer
@@ -38,7 +38,7 @@ from schemas.errors import ConfigError
 from schemas.metrics import merge_metrics, values
 from schemas.rollout import RolloutHandle, check_failures
 
-MOVES = 5  # tokens that are reported of each step
+NUM_SHIFTS = 5  # tokens that are reported of each step
 # Of the stages after the rollout: with other ones, the same rows are trained on.
 REPLAYED_SECTIONS = ("reward", "advantage", "overlong", "kl", "correction", "loss", "optim")
 # By whom and where these are computed, which may change results by rounding; only keys that a resume may change, too.
@@ -76,7 +76,7 @@ class StepChange(Frozen):
     update: UpdateChange  # A is the run's, B the replay's
     advantages: AdvantageChange
     metrics: dict[str, tuple[float | None, float]]  # of the run and the replay, where they differ
-    moves: tuple[TokenMove, ...]
+    shifts: tuple[LogprobShift, ...]
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ async def change_steps(
         changed = stack.enter_context(replay_session(source, configs[1], new_scratch_id(source.run_id)))
         await changed.begin(Start(first, True, ()), run.checkpoints)
         texts = TokenTexts(configs[0].model)
-        for stored, rollout, moves in zip(steps.stored, rollouts, recorded, strict=True):
+        for stored, rollout, shifts in zip(steps.stored, rollouts, recorded, strict=True):
             before = await changed.logprobs(stored, stored.step, "before")
             replayed = await changed.replay(stored, rollout)
             own = before, await changed.logprobs(stored, stored.step + 1, "after")
@@ -163,7 +163,7 @@ async def change_steps(
                     update=compare_updates(run.checkpoints, changed.checkpoints, stored.step),
                     advantages=_compare_advantages(changed, steps.history, stored, replayed, rollout),
                     metrics=_changed_metrics(stored, replayed, rollout),
-                    moves=largest_moves(stored, moves, own, texts.of, MOVES),
+                    shifts=largest_shifts(stored, shifts, own, texts.of, NUM_SHIFTS),
                 )
             )
 

@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from flows.lifecycle.ray_connection import connect, while_ray_lives
 from infra.checkpoints import CheckpointStore, open_checkpoints
-from infra.history.start import History, Start
-from infra.history.stored import StoredStep
+from infra.history.past_weights import History, Start
+from infra.history.stored_step import StoredStep
 from infra.ray.group import WorkerGroup
 from infra.storage import places
 from infra.storage.identity import new_identity

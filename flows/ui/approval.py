@@ -1,9 +1,7 @@
 """Approval by a person: beyond a limit, or if a saved query fails, the run pauses after a step and asks in Prefect."""
 
 import asyncio
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import count
 from typing import Literal
 
@@ -21,11 +19,10 @@ from flows.summary import flow_run_url
 from infra.monitors.rows import step_row
 from infra.storage.run_files import Decision
 from infra.storage.runs import RunDirectory
-from schemas.errors import RunStoppedError
-from schemas.step import FailedQuery, QueryReport, RunHandle, StepReport
+from schemas.errors import PipelineError, RunStoppedError
+from schemas.step import FailedQuery, RunHandle, StepReport
 
 POLL_SECONDS = 2  # between two looks for an answer
-QUERY_LIMIT_SECONDS = 300.0  # for all queries of a step
 
 
 class Approval(RunInput):
@@ -96,23 +93,21 @@ async def _ask(report: StepReport, reason: str, timeout_seconds: int, attempt: i
 async def find_failed_queries(run: RunHandle, step: int) -> tuple[FailedQuery, ...]:
     """Return the queries of `approval.queries` that say what is wrong with a finished step; none without that setting.
 
-    They run in a process of their own. One that dies or takes too long is itself what is wrong.
+    They run in a thread of this process, in DuckDB's sandbox. One that takes too long is itself what is wrong.
     """
     folder = run.config.approval.queries
     if folder is None:
         return ()
-    command = [sys.executable, "-P", "-m", "infra.history.checks", RunDirectory.of(run).url, str(step), folder]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
+    from infra.history.checks import check_step, load_queries  # here, as runs without queries need no DuckDB
+    from infra.history.sql import RunQueries
+    from infra.history.views import SANDBOX
+
     try:
-        answer, errors = await asyncio.wait_for(process.communicate(), QUERY_LIMIT_SECONDS)
-    except TimeoutError:
-        return (FailedQuery(name=folder, error=f"no answer within {QUERY_LIMIT_SECONDS:g} s"),)
+        queries = load_queries(folder)
+        runs = await asyncio.to_thread(RunQueries, [RunDirectory.of(run)], SANDBOX)
+    except (PipelineError, OSError) as error:
+        return (FailedQuery(name=folder, error=str(error)),)
+    try:
+        return tuple(await asyncio.to_thread(check_step, runs, step, queries))
     finally:
-        with suppress(ProcessLookupError):  # it has ended
-            process.kill()
-    if process.returncode:
-        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-        return (FailedQuery(name=folder, error=last or f"exit code {process.returncode}"),)
-    return QueryReport.model_validate_json(answer).failed
+        runs.stop()  # if this is cancelled

@@ -5,7 +5,7 @@
     /api/row?run=&step=&row=                      {"rows": [one row with its tokens], "colorings": [...]}
     /api/group?run=&step=&group=&offset=          the same for the samples of one prompt, and "num_found"
 
-`infra.history.step_rows` and `row_tokens` say what is in them. An error is `{"error": one line}`, with status
+`infra.history.row_table` and `row_tokens` say what is in them. An error is `{"error": one line}`, with status
 400 for a wrong parameter or condition, 404 for what there isn't, and 500 for damaged columns. Numbers that are not
 finite are the texts `NaN`, `Infinity` and `-Infinity`. Steps and rows are counted from 0.
 """
@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from infra.history.kept_run import KeptRun, TokenTexts
+from infra.history.row_table import RowQuery, StepTables, metric_facts, read_trend, rows_of_group, select_rows
 from infra.history.row_tokens import colorings, read_row_tokens
-from infra.history.step_rows import RowQuery, StepTables, metric_facts, read_trend, rows_of_group, select_rows
-from infra.history.steps import KeptSteps, TokenTexts
 from infra.storage.runs import RunDirectory
 from schemas.errors import ModelError, PipelineError, QueryError, RunError
 
@@ -89,13 +89,13 @@ class ViewApi:
         rows = read_row_tokens(kept, step, found[first : first + GROUP_ROWS], self._texts_of(kept), GROUP_TOKENS)
         return {"rows": rows, "colorings": colorings(rows), "num_found": len(found)}
 
-    def _open(self, parameters: Parameters) -> tuple[KeptSteps, int]:
+    def _open(self, parameters: Parameters) -> tuple[KeptRun, int]:
         run_id, step = parameters.get("run", ""), _number(parameters, "step")
         if run_id not in self._directories:
             raise RunError(f"run {run_id!r} is not open; those that are: {', '.join(self._directories)}")
-        return KeptSteps(self._directories[run_id], only=step), step
+        return KeptRun(self._directories[run_id], only=step), step
 
-    def _texts_of(self, kept: KeptSteps) -> TokenTexts | str:
+    def _texts_of(self, kept: KeptRun) -> TokenTexts | str:
         if kept.run_id not in self._texts:
             try:
                 self._texts[kept.run_id] = kept.texts

@@ -48,9 +48,10 @@ def write_problems(
     """
     if path.suffix not in _WRITERS:
         raise ConfigError(f"{path}: its name decides what is written; let it end in {' or '.join(_WRITERS)}")
-    held_out = _questions(exclude) if exclude else ""
-    entries = enumerate(_make_dataset(task, size, seed, settings))
-    rows = [_row(task, index, entry) for index, entry in entries if not _is_in(entry["question"], held_out)]
+    entries = dict(enumerate(_make_dataset(task, size, seed, settings)))
+    questions = {index: _plain_spaces(entry["question"]) for index, entry in entries.items()}
+    held_out = _find(set(questions.values()), _questions(exclude)) if exclude else set()
+    rows = [_row(task, index, entry) for index, entry in entries.items() if questions[index] not in held_out]
     if not rows:
         raise DataError(f"{exclude} contains all {size} generated problems; generate more, or use another seed")
     if edit is not None:
@@ -98,10 +99,12 @@ def _questions(path: Path) -> str:
     return "\n".join(dict.fromkeys(map(_plain_spaces, texts)))
 
 
-def _is_in(question: str, held_out: str) -> bool:
-    """Return whether a question is in the held-out texts, and not as a part of other words or numbers."""
-    question = _plain_spaces(question)
-    return question in held_out and re.search(rf"(?<!\w){re.escape(question)}(?!\w)", held_out) is not None
+def _find(questions: set[str], text: str) -> set[str]:
+    """Return the questions that are in a text, and not as a part of other words or numbers."""
+    lengths = sorted({len(question) for question in questions})
+    starts = (found.start() for found in re.finditer(r"(?<!\w)\S", text))
+    parts = ((at + length, text[at : at + length]) for at in starts for length in lengths)
+    return {part for end, part in parts if part in questions and not re.match(r"\w", text[end : end + 1])}
 
 
 def _plain_spaces(text: str) -> str:

@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from infra.history.steps import KeptSteps, TokenTexts
-from infra.history.token_values import MASK, plain, token_values, value_columns, value_spec
+from infra.history.kept_run import KeptRun, TokenTexts
+from infra.history.token_values import MASK, json_safe, token_values, value_columns, value_spec
 from rl_core.views import decode_ints, select
 from schemas.catalog import column_spec
 from schemas.errors import RunError
@@ -17,7 +17,7 @@ MAX_TOKENS = 100_000  # of a row
 
 
 def read_row_tokens(
-    kept: KeptSteps, step: int, rows: Sequence[int], texts: TokenTexts | str, max_tokens: int = MAX_TOKENS
+    kept: KeptRun, step: int, rows: Sequence[int], texts: TokenTexts | str, max_tokens: int = MAX_TOKENS
 ) -> list[dict[str, Any]]:
     """Return rows of a step with their tokens.
 
@@ -31,8 +31,8 @@ def read_row_tokens(
     Returns:
         Of each row: `run_id`, `step`, `row`, and `num_rows` of the step; `columns` of single values; `turns`, each with
         its `tokens`, `bridge_tokens`, `reward` and `advantage`, if the row has turns; `prompt` and `response`, each
-        with `num_tokens`, `ids` and `pieces`, the tokens' texts; `values` of each token of the response, by name;
-        `no_pieces`: why the tokens have no texts, else null.
+        with `num_tokens`, `ids` and `token_texts`, the tokens' texts; `values` of each token of the response, by name;
+        `no_token_texts`: why the tokens have no texts, else null.
 
     Raises:
         RunError: The step is not kept, or has no such row.
@@ -60,8 +60,8 @@ def read_row_tokens(
                 "turns": _turns(columns, at),
                 "prompt": _part(columns, "prompt_ids", at, slice(max(0, int(prompts[at]) - max_tokens), None), texts),
                 "response": _part(columns, "response_ids", at, slice(0, max_tokens), texts),
-                "values": {name: plain(_rounded(each[response])) for name, each in values.items()},
-                "no_pieces": texts if isinstance(texts, str) else None,
+                "values": {name: json_safe(_rounded(each[response])) for name, each in values.items()},
+                "no_token_texts": texts if isinstance(texts, str) else None,
             }
         )
     return found
@@ -91,13 +91,13 @@ def _part(columns: dict[str, pa.Array], name: str, at: int, part: slice, texts: 
     """Return a part of the tokens of one row's prompt or response."""
     ids = columns[name][at].values if name in columns else pa.array([], pa.int32())
     shown = ids[part]
-    pieces = None if isinstance(texts, str) else texts.of(shown).to_pylist()
-    return {"num_tokens": len(ids), "ids": shown.to_pylist(), "pieces": pieces}
+    token_texts = None if isinstance(texts, str) else texts.of(shown).to_pylist()
+    return {"num_tokens": len(ids), "ids": shown.to_pylist(), "token_texts": token_texts}
 
 
 def _single_values(columns: dict[str, pa.Array], at: int) -> dict[str, Any]:
     names = [name for name in columns if column_spec(name).axis == "row"]
-    return {name: plain(columns[name][at].as_py()) for name in names}
+    return {name: json_safe(columns[name][at].as_py()) for name in names}
 
 
 def _turns(columns: dict[str, pa.Array], at: int) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ def _turns(columns: dict[str, pa.Array], at: int) -> list[dict[str, Any]]:
     present = {short: columns[name][at].as_py() for name, short in names.items() if name in columns}
     if "tokens" not in present:
         return []
-    return [plain(dict(zip(present, turn, strict=True))) for turn in zip(*present.values(), strict=True)]
+    return [json_safe(dict(zip(present, turn, strict=True))) for turn in zip(*present.values(), strict=True)]
 
 
 def _trained(row: dict[str, Any], name: str) -> list[bool]:

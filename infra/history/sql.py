@@ -14,17 +14,16 @@ Views:
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Self
 
 import duckdb
 import pyarrow as pa
 
+from infra.history.kept_run import KeptRun
 from infra.history.ranges import ranges
-from infra.history.steps import KeptSteps
-from infra.history.views import placement_dataset, row_dataset, token_dataset
+from infra.history.views import NO_NETWORK, Options, StepQueries, named_columns, one_line
 from infra.storage.lineage import load_fork
 from infra.storage.run_list import run_state
 from infra.storage.runs import RunDirectory
@@ -34,20 +33,17 @@ from schemas.errors import QueryError, RunError
 MetricRow = tuple[str, int, str, float]
 
 
-def open_runs(*runs: str, runs_dir: str = DEFAULT_RUNS_DIR) -> duckdb.DuckDBPyConnection:
+def open_runs(*runs: str, runs_dir: str = DEFAULT_RUNS_DIR) -> "RunQueries":
     """Open runs for queries: `open_runs("demo").sql("select ... from tokens").df()`.
 
     Args:
         runs: Runs' directories or ids.
         runs_dir: The folder in which to look for an id.
 
-    Returns:
-        A DuckDB connection with the views of this module.
-
     Raises:
         RunError: There is no such run, two have the same id, or its files are of another version of Sluice.
     """
-    return RunQueries([RunDirectory.open(run, runs_dir) for run in runs]).connection
+    return RunQueries([RunDirectory.open(run, runs_dir) for run in runs])
 
 
 class RunQueries:
@@ -55,42 +51,57 @@ class RunQueries:
 
     Args:
         directories: The runs.
+        options: DuckDB's settings.
 
     Raises:
         RunError: Two have the same id, or the files of one are of another version of Sluice.
     """
 
-    def __init__(self, directories: Sequence[RunDirectory]) -> None:
+    def __init__(self, directories: Sequence[RunDirectory], options: Options = NO_NETWORK) -> None:
         names = [directory.run_id for directory in directories]
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise RunError(f"two of the runs have the id {repeated}; ask for one of them only")
-        self._runs = [KeptSteps(directory) for directory in directories]
-        # Nothing is loaded from the network, and no process-wide connection is shared.
-        self.connection = duckdb.connect(config={"autoinstall_known_extensions": False})
-        self._datasets = {
-            "rows": row_dataset(self._runs),
-            "tokens": token_dataset(self._runs, "response"),
-            "prompt_tokens": token_dataset(self._runs, "prompt"),
-            "placements": placement_dataset(self._runs),
-        }
-        tables = {
+        self._runs, self._options = [KeptRun(directory) for directory in directories], options
+        self._asked: StepQueries | None = None  # by `query`
+        self._is_stopped = False
+        self._tables = {
             "runs": _runs_table(directories),
             **_step_tables(directories),
             "evals": _evals_table(directories),
         }
-        for name, view in {**self._datasets, **tables}.items():
-            self.connection.register(name, view)
 
-    def query(self, sql: str, parameters: dict[str, object] | None = None) -> pa.Table:
+    def sql(self, query: str) -> duckdb.DuckDBPyRelation:
+        """Return the result of a query as DuckDB's, which has a connection with the views of this module.
+
+        Raises:
+            duckdb.Error: DuckDB rejects the query or, when the result is read, a column of it is lost or damaged.
+        """
+        return self._open(query).connection.sql(query)
+
+    def query(
+        self, sql: str, parameters: dict[str, object] | None = None, timeout_seconds: float | None = None
+    ) -> pa.Table:
         """Return the result of one statement.
 
         Raises:
-            QueryError: DuckDB rejects it, or it is more than a query.
+            QueryError: DuckDB rejects it, it is more than a query, or it took too long.
             StoreError: Columns that it reads are lost or damaged.
         """
         check_query(sql)
-        with self._errors():
-            return self.connection.sql(sql, params=parameters).to_arrow_table()
+        try:
+            with self._open(sql) as self._asked, self._asked.errors(timeout_seconds):
+                if self._is_stopped:
+                    raise QueryError("the queries were stopped")
+                return self._asked.connection.sql(sql, params=parameters).to_arrow_table()
+        except QueryError as error:
+            raise QueryError(str(error) + "".join(f"; {run.missing}" for run in self._runs if run.missing)) from None
+
+    def stop(self) -> None:
+        """End the query that runs in another thread, and refuse later ones."""
+        self._is_stopped = True
+        with suppress(duckdb.ConnectionException):  # it has ended
+            if self._asked is not None:
+                self._asked.connection.interrupt()
 
     def missing_steps(self) -> str:
         """Say which steps before they were forked have no columns; empty if all have."""
@@ -103,27 +114,8 @@ class RunQueries:
             if steps
         )
 
-    def close(self) -> None:
-        """Close the connection."""
-        self.connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        for dataset in self._datasets.values():
-            dataset.failure = None
-        try:
-            yield
-        except duckdb.Error as error:
-            if failure := next((found.failure for found in self._datasets.values() if found.failure), None):
-                raise failure.with_traceback(None) from None  # else its traceback would keep the scan alive
-            hint = "".join(f"; {run.missing}" for run in self._runs if run.missing)
-            raise QueryError(_one_line(error) + hint) from None
+    def _open(self, sql: str) -> StepQueries:
+        return StepQueries(self._runs, self._tables, self._options, named_columns(sql))
 
 
 def check_query(sql: str) -> None:
@@ -135,13 +127,9 @@ def check_query(sql: str) -> None:
     try:
         statements = duckdb.connect().extract_statements(sql)
     except duckdb.Error as error:
-        raise QueryError(_one_line(error)) from None
+        raise QueryError(one_line(error)) from None
     if [statement.expected_result_type for statement in statements] != [[duckdb.ExpectedResultType.QUERY_RESULT]]:
         raise QueryError(f"expected one query, such as a SELECT, got {sql!r}")
-
-
-def _one_line(error: duckdb.Error) -> str:
-    return " ".join(str(error).split())
 
 
 def read_query(text: str) -> str:

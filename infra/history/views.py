@@ -1,110 +1,240 @@
-"""Arrow datasets over the kept steps of runs: a query reads only the steps and columns that it needs."""
+"""SQL views over the kept steps of runs, in DuckDB: a column of a step is read when a query needs its values.
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+All rows are numbered over all steps. A view's column is a function of these numbers: DuckDB calls it for the rows and
+columns that are left of a query. It would call those of tokens for any query: they are an error in the views of tokens
+unless the query's text names them.
+"""
 
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from threading import Timer
+from typing import Any, Self
+
+import duckdb
+import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
-import pyarrow.fs
+from duckdb.func import FunctionNullHandling, PythonUDFType
+from numpy.typing import NDArray
 
-from infra.history.steps import (
-    IDS,
-    KEY_FIELDS,
-    LENGTH_FIELDS,
-    ROW_VALUES,
-    KeptSteps,
-    field_of,
-    wider,
-)
+from infra.history.kept_run import IDS, ROW_VALUES, KeptRun, field_of, wider
+from rl_core.columns.jagged import TURN_COLUMNS
+from rl_core.views import decode_ints
 from schemas.catalog import Axis
-from schemas.errors import PipelineError
+from schemas.errors import PipelineError, QueryError
 
-ReadStep = Callable[[KeptSteps, int, Sequence[pa.Field]], pa.RecordBatch]
+ReadColumn = Callable[[KeptRun, int, str], pa.Array | None]  # N values, or lists of the values of rows' tokens
+IsNamed = Callable[[str], bool]
+Options = dict[str, str | bool | int | float | list[str]]
+
+NO_NETWORK: Options = {"autoinstall_known_extensions": False}
+SANDBOX: Options = {  # a query sees the views and nothing else
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+    "python_enable_replacements": False,  # a name in a query is never a variable of this process
+    "enable_external_access": False,
+    "lock_configuration": True,
+    "memory_limit": "2GB",
+    "temp_directory": "",
+    "threads": 2,
+}
+CACHED_STEPS = 8  # of each column, as threads read several steps at a time
+NAMES = ("column_names", "using_columns")  # of DuckDB's parse
+PLACES = pa.list_(pa.struct([pa.field(name, pa.int32()) for name in ("update", "rank", "micro_batch")]))
 
 
-class StepDataset(ds.Dataset):  # type: ignore[misc]
-    """A dataset with a part for each step of each run, which is made when it is scanned.
+class StepQueries:
+    """A DuckDB connection with the views `rows`, `tokens`, `prompt_tokens` and `placements`, and Sluice's own errors.
 
     Args:
-        runs: The runs.
-        schema: Its schema, which begins with `KEY_FIELDS`.
-        read: Reads some fields of a step.
+        runs: The runs whose kept steps are seen.
+        tables: Further tables by name, or what is seen in place of a view.
+        options: DuckDB's settings.
+        is_named: Tells whether a column of tokens can be read; see `named_columns`.
     """
 
-    def __init__(self, runs: Sequence[KeptSteps], schema: pa.Schema, read: ReadStep) -> None:  # not of `Dataset`
-        self._runs, self._schema, self._read = {run.run_id: run for run in runs}, schema, read
-        self.failure: PipelineError | None = None  # of a scan; DuckDB's own error has its text only
-        self._parts = _parts([(run.run_id, step) for run in runs for step in run.batches], schema)
+    def __init__(
+        self, runs: Sequence[KeptRun], tables: Mapping[str, pa.Table], options: Options, is_named: IsNamed
+    ) -> None:
+        self.connection = duckdb.connect(config=options)
+        self._runs, self._is_named = runs, is_named
+        self._steps = [(run, step) for run in runs for step in run.batches]
+        self._failure: PipelineError | None = None  # of a read; DuckDB's own error has its text only
+        self._create_rows()
+        for name, table in tables.items():
+            self.connection.register(name, table)
+        selects = {
+            "rows": self._rows,
+            "tokens": lambda: self._tokens("tokens", "response"),
+            "prompt_tokens": lambda: self._tokens("prompt_tokens", "prompt"),
+            "placements": self._placements,
+        }
+        for name, select in selects.items():
+            if name not in tables:
+                columns = ", ".join(["run_id", "step", "row", *select()])
+                self.connection.execute(f"create view {name} as select {columns} from kept_rows")
 
-    @property
-    def schema(self) -> pa.Schema:
-        """The schema of all columns."""
-        return self._schema
+    @contextmanager
+    def errors(self, timeout_seconds: float | None = None) -> Iterator[None]:
+        """Raise the errors of DuckDB in the block as Sluice's own, and end it after a time.
 
-    def scanner(
-        self, columns: Sequence[str] | None = None, filter: ds.Expression | None = None, **_: Any
-    ) -> ds.Scanner:
-        """Return a scanner of some columns of the rows that fulfil the filter; other arguments are hints."""
-        names = self._schema.names if columns is None else list(columns)
-        schema = pa.schema([self._schema.field(name) for name in names])
-        return ds.Scanner.from_batches(self._scan(schema, filter), schema=schema)
+        Raises:
+            QueryError: DuckDB rejects a query, or it took too long or was stopped.
+            StoreError: Columns that it reads are lost or damaged.
+        """
+        self._failure = None
+        timer = Timer(timeout_seconds or 0, self.connection.interrupt)
+        timer.daemon = True
+        if timeout_seconds is not None:
+            timer.start()
+        try:
+            yield
+        except duckdb.InterruptException:
+            limit = "" if timeout_seconds is None else f" after {timeout_seconds:.3g} s"
+            raise QueryError(f"the query was stopped{limit}") from None
+        except duckdb.Error as error:
+            if self._failure is not None:
+                raise self._failure.with_traceback(None) from None
+            raise QueryError(one_line(error)) from None
+        finally:
+            timer.cancel()
 
-    def _scan(self, schema: pa.Schema, condition: ds.Expression | None) -> Iterator[pa.RecordBatch]:
-        # The names of an expression's columns are not to be had; those in its text include them.
-        text = "" if condition is None else str(condition)
-        fields = list(schema) + [f for f in self._schema if f.name in text and f.name not in schema.names]
-        for part in self._parts.get_fragments(condition):
-            run_id, step = part.path.rsplit("/", 1)
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _create_rows(self) -> None:
+        """Create the table `kept_rows`: the keys, numbers and lengths of all rows."""
+        batches = [run.batches[step] for run, step in self._steps]
+        counts = np.array([batch.num_rows for batch in batches], dtype=np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(counts)])  # the number of each step's first row, [S+1]
+        steps, numbers = np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum())
+        keys: dict[str, object] = {
+            "run_id": pa.array([run.run_id for run, _ in self._steps], pa.string()).take(pa.array(steps)),
+            "step": np.array([step for _, step in self._steps], dtype=np.int32)[steps],
+            "row": (numbers - self._starts[steps]).astype(np.int32),
+            "number": numbers,
+        }
+        for axis in IDS:
+            lengths = [decode_ints(getattr(batch, f"{axis}_lengths")) for batch in batches]
+            keys[f"num_{axis}_tokens"] = np.concatenate([np.zeros(0), *lengths]).astype(np.int32)
+        self.connection.register("keys", pa.table(keys))
+        self.connection.execute("create table kept_rows as from keys")
+        self.connection.unregister("keys")
+
+    def _rows(self) -> Iterator[str]:
+        axes: tuple[Axis, ...] = ("row", "prompt", "response", "turn")
+        for name, dtype in (each for axis in axes for each in self._dtypes(axis).items()):
+            yield self._column("rows", field_of(name, dtype), KeptRun.column)
+        yield from ("num_prompt_tokens", "num_response_tokens")
+
+    def _tokens(self, view: str, axis: Axis) -> Iterator[str]:
+        def read(run: KeptRun, step: int, name: str) -> pa.Array | None:
+            return run.tokens(step, axis, name)
+
+        own, of_rows = self._dtypes(axis), self._dtypes("row") if axis == "response" else {}
+        for name in (name for name in ROW_VALUES if name in of_rows):
+            has_turns = name == "advantages" and TURN_COLUMNS[0] in self._dtypes("turn")
+            field = field_of(name, of_rows[name])
+            yield self._list(view, field, read) if has_turns else self._column(view, field, KeptRun.column)
+        yield f"unnest(range(num_{axis}_tokens))::int as position"
+        fields = [field_of(name, dtype, is_flat=True) for name, dtype in own.items()]
+        for field in [*fields, pa.field("text", pa.string())] if IDS[axis] in own else fields:
+            yield self._list(view, field, read)
+
+    def _placements(self) -> Iterator[str]:
+        places = self._function("placements", pa.field("place", PLACES), lambda run, step, _: run.places(step))
+        yield f"unnest({places}, recursive := true)"
+
+    def _column(self, view: str, field: pa.Field, read: ReadColumn) -> str:
+        return f'{self._function(view, field, read)} as "{field.name}"'
+
+    def _list(self, view: str, field: pa.Field, read: ReadColumn) -> str:
+        """Return the column of a view of tokens that has the values of `field`, of which `read` returns lists."""
+        if not self._is_named(field.name):
+            return f"error('the query has to name the column {field.name}')::{self._type(field)} as \"{field.name}\""
+        lists = self._function(view, pa.field(field.name, pa.large_list(field.type)), read)
+        return f'unnest({lists}) as "{field.name}"'
+
+    def _function(self, view: str, field: pa.Field, read: ReadColumn) -> str:
+        """Create the function that returns a column's values, and return a call of it."""
+        starts, name = self._starts, f"{view}:{field.name}"
+
+        @lru_cache(maxsize=CACHED_STEPS)
+        def column(at: int) -> pa.Array:
+            run, step = self._steps[at]
+            found = read(run, step, field.name)
+            return pa.nulls(int(starts[at + 1] - starts[at]), field.type) if found is None else found.cast(field.type)
+
+        def values(numbers: pa.ChunkedArray) -> pa.Array:
+            wanted = numbers.to_numpy()
+            steps = np.searchsorted(starts, wanted, side="right") - 1
+            bounds = np.flatnonzero(np.diff(steps, prepend=-1))
             try:
-                batch = self._read(self._runs[run_id], int(step), fields)
+                parts = [
+                    _take(column(int(steps[at])), wanted[at:stop] - starts[steps[at]])
+                    for at, stop in zip(bounds, [*bounds[1:], len(wanted)], strict=True)
+                ]
             except PipelineError as error:
-                self.failure = error
+                self._failure = error
                 raise
-            if condition is not None:
-                batch = batch.filter(condition)
-            yield batch.select(schema.names) if len(fields) > len(schema) else batch
+            return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+
+        self.connection.create_function(
+            name,
+            values,
+            ["BIGINT"],
+            self._type(field),
+            type=PythonUDFType.ARROW,
+            null_handling=FunctionNullHandling.SPECIAL,
+        )
+        return f'"{name}"(number)'
+
+    def _type(self, field: pa.Field) -> Any:
+        """Return DuckDB's type of a field's values."""
+        return self.connection.from_arrow(pa.schema([field]).empty_table()).types[0]
+
+    def _dtypes(self, axis: Axis) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for run in self._runs:
+            for name, dtype in run.fields(axis).items():
+                found[name] = wider(name, found.get(name), dtype)
+        return found
 
 
-def row_dataset(runs: Sequence[KeptSteps]) -> StepDataset:
-    """Return all rows of all kept steps: a list for each column that isn't of single values."""
-    axes: tuple[Axis, ...] = ("row", "prompt", "response", "turn")
-    columns = [field_of(name, dtype) for axis in axes for name, dtype in _dtypes(runs, axis).items()]
-    return StepDataset(runs, pa.schema([*KEY_FIELDS, *columns, *LENGTH_FIELDS]), KeptSteps.rows)
+def named_columns(sql: str) -> IsNamed:
+    """Return which columns a query names, by its parse, or takes all of with a star."""
+    ((text,),) = duckdb.connect().execute("select json_serialize_sql($1)", [sql]).fetchall()
+    if (tree := json.loads(text))["error"]:  # no `select`, such as a pivot
+        return lambda name: True
+    nodes = list(_nodes(tree))
+    names = {name.lower() for node in nodes for key in NAMES for name in node.get(key, ())}
+    stars = [set(map(str.lower, node["exclude_list"])) for node in nodes if node.get("class") == "STAR"]
+    return lambda name: name in names or any(name not in excluded for excluded in stars)
 
 
-def token_dataset(runs: Sequence[KeptSteps], axis: Axis) -> StepDataset:
-    """Return all tokens of the prompts or the responses of all kept steps."""
-    of_rows = _dtypes(runs, "row") if axis == "response" else {}
-    columns = [
-        *(field_of(name, of_rows[name]) for name in ROW_VALUES if name in of_rows),
-        pa.field("position", pa.int32()),
-        *(field_of(name, dtype, is_flat=True) for name, dtype in _dtypes(runs, axis).items()),
-        *([pa.field("text", pa.string())] if IDS[axis] in _dtypes(runs, axis) else []),
-    ]
-    return StepDataset(
-        runs, pa.schema([*KEY_FIELDS, *columns]), lambda run, step, fields: run.tokens(step, axis, fields)
-    )
+def _nodes(tree: object) -> Iterator[dict[str, Any]]:
+    """Yield the nodes of a query's parse, without the star that `order by all` is."""
+    if isinstance(tree, dict):
+        if "null_order" in tree and tree["expression"].get("expr", tree) is None:
+            return
+        yield tree
+    for each in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _nodes(each)
 
 
-def placement_dataset(runs: Sequence[KeptSteps]) -> StepDataset:
-    """Return the update, rank and micro-batch of each row of each kept step."""
-    fields = [pa.field(name, pa.int32()) for name in ("update", "rank", "micro_batch")]
-    return StepDataset(runs, pa.schema([*KEY_FIELDS, *fields]), KeptSteps.placements)
+def _take(column: pa.Array, rows: NDArray[np.int64]) -> pa.Array:
+    is_slice = np.all(np.diff(rows) == 1)
+    return column[int(rows[0]) : int(rows[-1]) + 1] if is_slice else column.take(pa.array(rows))
 
 
-def _dtypes(runs: Sequence[KeptSteps], axis: Axis) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for run in runs:
-        for name, dtype in run.fields(axis).items():
-            found[name] = wider(name, found.get(name), dtype)
-    return found
-
-
-def _parts(steps: Sequence[tuple[str, int]], schema: pa.Schema) -> ds.FileSystemDataset:
-    """Return a dataset whose files are never opened: it knows which steps a condition leaves."""
-    files, kind = pyarrow.fs.LocalFileSystem(), ds.IpcFileFormat()
-    fragments = [
-        kind.make_fragment(f"{run_id}/{step}", files, (ds.field("run_id") == run_id) & (ds.field("step") == step))
-        for run_id, step in steps
-    ]
-    return ds.FileSystemDataset(fragments, schema, kind, files)
+def one_line(error: duckdb.Error) -> str:
+    """Return an error of DuckDB in one line."""
+    return " ".join(str(error).split())

@@ -6,15 +6,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from pydantic import BaseModel, ValidationError
 
-from schemas.errors import InvalidKeyError, PipelineError, describe
+from schemas.errors import InvalidKeyError, PipelineError, RunError, describe
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+Record = TypeVar("Record", bound=BaseModel)
 
 
 @contextmanager
@@ -284,3 +287,16 @@ def sync_folder(path: str) -> None:
 
 def _as_bytes(data: "bytes | pa.Buffer") -> bytes:
     return data if isinstance(data, bytes) else data.to_pybytes()
+
+
+def read_record(folder: Folder, name: str, model: type[Record], advice: str) -> Record | None:
+    """Return what a small JSON file holds; None if there is no such file.
+
+    Raises:
+        RunError: It is damaged; the message ends with `advice`.
+    """
+    content = folder.read(name)
+    try:
+        return None if content is None else model.model_validate_json(content)
+    except ValidationError as error:
+        raise RunError(f"{folder.place}/{name} is damaged: {error.errors()[0]['msg']}; {advice}") from None

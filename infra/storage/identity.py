@@ -8,7 +8,7 @@ import re
 import secrets
 
 from infra.storage import places
-from infra.storage.folder import Folder
+from infra.storage.folder import Folder, read_record
 from infra.storage.runs import RunDirectory, open_folder
 from schemas.base import Frozen
 from schemas.config.run import RunConfig
@@ -101,11 +101,7 @@ def _write(directory: RunDirectory, identity: str) -> _Record:
 
 
 def _read(folder: Folder) -> _Record | None:
-    content = folder.read(_FILE)
-    try:
-        return None if content is None else _Record.model_validate_json(content)
-    except ValueError:
-        raise RunError(f"{folder}/{_FILE} is damaged; remove it, and the run gets a new identity") from None
+    return read_record(folder, _FILE, _Record, "remove it, and the run gets a new identity")
 
 
 def _is_same(one: RunDirectory, other: RunDirectory) -> bool:

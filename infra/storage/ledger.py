@@ -4,9 +4,9 @@ format.json                                                 the format of keys a
 step-000007/advantage-<digest>-<store incarnation>          one stage's result, as Prefect persists it
 """
 
-from pydantic import PositiveInt, ValidationError
+from pydantic import PositiveInt
 
-from infra.storage.folder import Folder
+from infra.storage.folder import Folder, read_record
 from schemas.base import Frozen
 from schemas.config.changes import sampling_digest, scoring_digest
 from schemas.errors import RunError
@@ -105,14 +105,9 @@ class Ledger:
         Raises:
             RunError: `format.json` is damaged.
         """
-        content = self._folder.read(_FORMAT_FILE)
-        try:
-            return 1 if content is None else LedgerFormat.model_validate_json(content).format
-        except ValidationError as error:
-            raise RunError(
-                f"{self.place}/{_FORMAT_FILE} is damaged: {error.errors()[0]['msg']}; remove it, and the steps after "
-                "the newest checkpoint are run again"
-            ) from None
+        advice = "remove it, and the steps after the newest checkpoint are run again"
+        found = read_record(self._folder, _FORMAT_FILE, LedgerFormat, advice)
+        return 1 if found is None else found.format
 
     def is_outdated(self) -> bool:
         """Return whether the ledger is of an older format, so that its entries must not be used.

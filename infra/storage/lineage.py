@@ -7,9 +7,10 @@ Without one, its past is read where `fork.json` says that the parent is.
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import NonNegativeInt, ValidationError
+from pydantic import NonNegativeInt
 
 from infra.storage import places
+from infra.storage.folder import read_record
 from infra.storage.runs import RunDirectory
 from schemas.base import Frozen
 from schemas.batch import SafeName
@@ -37,12 +38,7 @@ def load_fork(directory: RunDirectory) -> Fork | None:
     Raises:
         RunError: The file is damaged.
     """
-    if (content := directory.folder.read(_NAME)) is None:
-        return None
-    try:
-        return Fork.model_validate_json(content)
-    except ValidationError as error:
-        raise RunError(f"{directory.url}/{_NAME} is damaged: {error.errors()[0]['msg']}") from None
+    return read_record(directory.folder, _NAME, Fork, "restore it")
 
 
 def save_fork(directory: RunDirectory, fork: Fork) -> None:

@@ -6,8 +6,9 @@ step's columns.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import takewhile
 from math import prod
 from typing import Any, Generic, TypeVar
 
@@ -61,24 +62,30 @@ class MetricsFile:
         """
         return self._reports("step", StepReport)
 
+    def num_steps(self) -> int:
+        """Return the number of finished steps; their reports are not parsed."""
+        return sum(1 for _ in self._lines_of("step"))
+
+    def last_step(self) -> StepReport | None:
+        """Return the report of the newest finished step; only the end of the file is read."""
+        return next(self._newest_steps(), None)
+
     def step(self, number: int) -> StepReport | None:
         """Return the report of one step; None if it is not finished."""
         return next((report for report in self.steps() if report.step == number), None)
 
     def last_steps(self, first: int) -> list[StepReport]:
         """Return the reports of the finished steps from `first` on; only the end of the file is read."""
-        reports: list[StepReport] = []
+        return [*takewhile(lambda report: report.step >= first, self._newest_steps())][::-1]
+
+    def _newest_steps(self) -> Iterator[StepReport]:
         for line in self._lines.read_backwards():
             if line.startswith(_beginning("step")):
                 try:
-                    report = _parse(line, StepReport)
+                    yield _parse(line, StepReport)
                 except ValueError:
                     self.steps()  # forwards, which tells the line's number
                     raise
-                if report.step < first:
-                    break
-                reports.append(report)
-        return reports[::-1]
 
     def evals(self) -> list[EvalReport]:
         """Return the reports of the evaluations."""
@@ -120,15 +127,16 @@ class MetricsFile:
         self._lines.append(json.dumps(row) + "\n")
 
     def _reports(self, kind: str, model: type[Report]) -> list[Report]:
-        """Return the reports of a kind; lines of others are not parsed, as a long run has many."""
+        return [self._checked(number, partial(_parse, line, model)) for number, line in self._lines_of(kind)]
+
+    def _lines_of(self, kind: str) -> Iterator[tuple[int, str]]:
+        """Yield the numbered lines of a kind; those of others are not parsed, as a long run has many."""
         beginning = _beginning(kind)
-        reports = []
         for number, line in enumerate(self._lines.read(), start=1):
             if line.startswith(beginning):
-                reports.append(self._checked(number, partial(_parse, line, model)))
+                yield number, line
             elif not line.startswith(_BEGINNING):
                 raise self._damage(number)
-        return reports
 
     def _rows(self) -> list[dict[str, Any]]:
         lines = enumerate(self._lines.read(), start=1)

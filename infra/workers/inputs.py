@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import xxhash
-from pydantic import ValidationError
 
+from infra.storage.folder import read_record
 from infra.storage.runs import RunDirectory
 from schemas.base import Frozen
 from schemas.config.environment import ClassEnvironment
@@ -114,12 +114,7 @@ def _measure(config: RunConfig) -> RunInputs:
 
 
 def _load(directory: RunDirectory) -> RunInputs | None:
-    if (content := directory.folder.read(_NAME)) is None:
-        return None
-    try:
-        return RunInputs.model_validate_json(content)
-    except ValidationError as error:
-        raise RunError(f"{directory.url}/{_NAME} is damaged: {error.errors()[0]['msg']}; restore it") from None
+    return read_record(directory.folder, _NAME, RunInputs, "restore it")
 
 
 def _data_paths(config: RunConfig) -> list[str]:

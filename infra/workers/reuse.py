@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from infra.history.reuse import read_groups
-from infra.history.stored import shard_of
+from infra.history.stored_step import shard_of
 from rl_core.columns.jagged import flat_values, row_lengths
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.rollout import ReusedGroup, RolloutShard

@@ -103,8 +103,8 @@ def test_other_settings_change_the_update(printed: Printed) -> None:
         assert step["advantages"]["num_rows"] == 16
         assert step["advantages"]["num_changed"] > 0
         assert {"loss", "reward"} <= set(step["metrics"])
-        assert len(step["moves"]) == 5
-        assert step["moves"] == sorted(step["moves"], key=lambda move: -max(abs(move["a"]), abs(move["b"])))
+        assert len(step["shifts"]) == 5
+        assert step["shifts"] == sorted(step["shifts"], key=lambda shift: -max(abs(shift["a"]), abs(shift["b"])))
 
 
 def test_a_fork_without_changes_ends_in_its_parents_weights(workplace: Workplace, printed: Printed) -> None:

@@ -487,7 +487,7 @@ MUTANTS = (
     Mutant(
         name="placements-divided-by-ranks",
         area="history",
-        path="infra/history/steps.py",
+        path="infra/history/kept_run.py",
         old="*np.divmod(micros, update.num_micros)",
         new="*np.divmod(micros, len(update.rank_costs))",
         tests=("tests/unit/infra/test_history_sql.py",),
@@ -503,7 +503,7 @@ MUTANTS = (
     Mutant(
         name="replay-passes-over-checkpoint-of-its-version",
         area="history",
-        path="infra/history/start.py",
+        path="infra/history/past_weights.py",
         old="            if each > version:\n",
         new="            if each >= version:\n",
         tests=("tests/unit/infra/test_replayed_steps.py", "tests/end_to_end/test_replay.py"),
@@ -511,7 +511,7 @@ MUTANTS = (
     Mutant(
         name="view-shows-step-as-it-was",
         area="history",
-        path="infra/history/step_rows.py",
+        path="infra/history/row_table.py",
         old="source = (batch, kept.checksums(step))",
         new="source = (batch,)",
         tests=("tests/unit/infra/test_row_tokens.py", "tests/unit/flows/test_view_server.py"),

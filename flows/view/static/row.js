@@ -16,7 +16,7 @@ export async function showRow(page, query, place) {
     el("h1", {}, `Row ${place.row} of step ${place.step}`),
     neighbors(rows[0]),
     besideForm(rows[0], others[0], query),
-    rows[0].no_pieces ? el("p", { className: "note" }, `tokens are shown by their ids: ${rows[0].no_pieces}`) : "",
+    rows[0].no_token_texts ? el("p", { className: "note" }, `tokens are shown by their ids: ${rows[0].no_token_texts}`) : "",
     rows.length > 1 ? comparison(rows, differs) : "",
     colorChoice(merged(answers.map(({ colorings }) => colorings)), boxes, query),
     el("div", { className: rows.length > 1 ? "side-by-side" : "" }, rows.map((row, at) => el("section", {},

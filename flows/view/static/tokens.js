@@ -14,7 +14,7 @@ export function visible(piece) {
     .replace(HIDDEN, (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`);
 }
 
-const textOf = (part, at) => part.pieces ? visible(part.pieces[at]) : `${part.ids[at]} `;
+const textOf = (part, at) => part.token_texts ? visible(part.token_texts[at]) : `${part.ids[at]} `;
 
 // Returns the prompt's tokens; of a long prompt, its end.
 export function promptOf(row) {
@@ -145,7 +145,7 @@ const tokenAt = (box, at) => box.querySelector(`.token[data-at="${at}"]`);
 function facts({ row, sequence, values }, at) {
   const fact = (name, value) => el("span", { className: "fact" }, el("b", {}, name), " ", value);
   const own = Object.entries(values).map(([name, each]) => fact(name, shown(each[at])));
-  const text = sequence.pieces ? [fact("text", visible(JSON.stringify(sequence.pieces[at])))] : [];
+  const text = sequence.token_texts ? [fact("text", visible(JSON.stringify(sequence.token_texts[at])))] : [];
   const first = sequence.num_tokens - sequence.ids.length; // of a prompt whose beginning was left out
   const place = sequence === row.prompt ? ["prompt token", first + at] : ["token", at];
   return [fact("row", row.row), fact(place[0], shown(place[1])), fact("id", sequence.ids[at]), ...text, ...own];

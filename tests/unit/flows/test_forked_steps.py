@@ -9,9 +9,9 @@ from flows.replay.fork import make_fork, plan_fork
 from infra.checkpoints import open_checkpoints
 from infra.history.diff import diff_runs
 from infra.history.garbage import collect_garbage
+from infra.history.past_weights import History
+from infra.history.row_table import read_trend
 from infra.history.sql import RunQueries
-from infra.history.start import History
-from infra.history.step_rows import read_trend
 from infra.storage.folder import Folder
 from infra.storage.lineage import load_fork, owner_of, owner_of_steps
 from infra.storage.runs import RunDirectory
@@ -65,13 +65,11 @@ def test_a_fork_has_the_steps_before_it_without_its_parent(
     shutil.rmtree(parent.path)
     assert read_step(fork.path, 2) == before
     assert open_run_columns(fork).steps() == read_trend(fork)["kept"] == [2, 3, 4]
-    with RunQueries([fork]) as queries:
-        counted = queries.query("select run_id, step, count(*) as n from rows group by all order by step").to_pylist()
-        assert counted == [{"run_id": "fork", "step": step, "n": 5} for step in (2, 3, 4)]
-        assert queries.query("select distinct step from placements").to_pylist() == [{"step": 3}]
-        assert queries.missing_steps().startswith(
-            "run fork has the metrics of steps 0 to 1, but no columns, as run demo"
-        )
+    queries = RunQueries([fork])
+    counted = queries.query("select run_id, step, count(*) as n from rows group by all order by step").to_pylist()
+    assert counted == [{"run_id": "fork", "step": step, "n": 5} for step in (2, 3, 4)]
+    assert queries.query("select distinct step from placements").to_pylist() == [{"step": 3}]
+    assert queries.missing_steps().startswith("run fork has the metrics of steps 0 to 1, but no columns, as run demo")
     sluice = make_command(monkeypatch, capsys)
     assert sluice("inspect", "fork", "3").exit_code == 0
 

@@ -79,7 +79,7 @@ def test_saved_queries_are_checked_with_the_config(tmp_path: Path, monkeypatch: 
             load_config(Path("tiny.toml"), overrides)
 
 
-def test_queries_of_a_step_are_answered_by_a_process_of_their_own(tmp_path: Path) -> None:
+def test_queries_of_a_step_are_answered_in_the_sandbox(tmp_path: Path) -> None:
     directory = make_small_run(tmp_path)
     (tmp_path / "queries").mkdir()
     (tmp_path / "queries" / "long.sql").write_text("select row from rows where step = $step and row > 3")

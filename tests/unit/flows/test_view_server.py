@@ -151,8 +151,8 @@ def test_tokens_are_ids_if_the_model_is_gone(tmp_path: Path) -> None:
     run = make_view_run(tmp_path, steps=1)
     (tmp_path / "model" / "tokenizer.json").unlink()
     found = ViewApi([run]).answer("/api/row", {"run": "demo", "step": "0", "row": "0"})[1]["rows"][0]
-    assert found["response"]["pieces"] is None
-    assert "config.json is missing" in found["no_pieces"]
+    assert found["response"]["token_texts"] is None
+    assert "config.json is missing" in found["no_token_texts"]
 
 
 def test_the_command_refuses_what_it_cannot_show(

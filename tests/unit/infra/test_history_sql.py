@@ -1,7 +1,6 @@
 """SQL over the kept steps of small runs."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import duckdb
@@ -9,8 +8,8 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
+from infra.history.kept_run import KeptRun
 from infra.history.sql import RunQueries, open_runs, read_query
-from infra.history.steps import KeptSteps
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
 from rl_core.columns.jagged import jagged
@@ -29,9 +28,8 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def queries(run: RunDirectory) -> "Iterator[RunQueries]":
-    with RunQueries([run]) as queries:
-        yield queries
+def queries(run: RunDirectory) -> RunQueries:
+    return RunQueries([run])
 
 
 def rows_of(queries: RunQueries, sql: str, **parameters: object) -> list[dict[str, object]]:
@@ -67,13 +65,44 @@ def test_a_query_reads_only_the_steps_and_columns_that_it_needs(
     queries: RunQueries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[tuple[int, set[str]]] = []
-    read = KeptSteps.read
-    monkeypatch.setattr(KeptSteps, "read", lambda *given: reads.append((given[1].step, {*given[2]})) or read(*given))
+    read = KeptRun.read
+    monkeypatch.setattr(KeptRun, "read", lambda *given: reads.append((given[1].step, {*given[2]})) or read(*given))
     assert rows_of(queries, "select max(row) as row from rows where step >= 3 and reward > 0.75") == [{"row": 2}]
-    assert [(step, names & {"reward", "response_ids", "info"}) for step, names in reads] == [(3, {"reward"})]
+    assert reads == [(3, {"reward"})]
+    assert len(rows_of(queries, "select sampler_logprobs from tokens where reward = 0.5 and step = 2")) == 3 + 4
+    assert reads[1:] == [(2, {"reward"}), (2, {"sampler_logprobs"})]
     reads.clear()
     assert rows_of(queries, "select count(*) as n from tokens where step = $step", step=2) == [{"n": 28}]
-    assert not {"reward", "response_ids", "sampler_logprobs"}.intersection(*(names for _, names in reads))
+    assert reads == []
+
+
+@pytest.mark.parametrize(
+    ("sql", "read"),
+    [
+        ("select row, avg(sampler_logprobs) as p from tokens group by all order by all", {"sampler_logprobs"}),
+        ("select * exclude (text, response_ids) from tokens where step = 3 limit 1", None),
+        ("with t as (from tokens) select count(*) from t join t as o using (row, behavior_logprobs)", None),
+        ("select T.Reward from tokens as t where t.position in (select position from tokens)", {"reward"}),
+    ],
+)
+def test_columns_of_tokens_are_read_if_a_query_names_them(
+    queries: RunQueries, monkeypatch: pytest.MonkeyPatch, sql: str, read: set[str] | None
+) -> None:
+    """Count the columns that are read; None: all but the excluded ones."""
+    reads: set[str] = set()
+    own = KeptRun.column
+    monkeypatch.setattr(KeptRun, "column", lambda *given: reads.add(given[2]) or own(*given))
+    if read is None and "exclude" not in sql:
+        with pytest.raises(ModelError):  # the texts, too
+            queries.query(sql)
+        return
+    queries.query(sql)
+    assert reads == (read or {"group_id", "reward", "advantages", "loss_mask", "sampler_logprobs", "behavior_logprobs"})
+
+
+def test_a_column_of_tokens_that_a_query_takes_without_a_name_is_an_error(queries: RunQueries) -> None:
+    with pytest.raises(QueryError, match="the query has to name the column response_ids"):
+        queries.query("select t from tokens as t")
 
 
 def test_texts_are_those_of_the_runs_tokenizer(run: RunDirectory, queries: RunQueries, tmp_path: Path) -> None:
@@ -182,4 +211,4 @@ def test_a_damaged_chunk_is_named(run: RunDirectory, queries: RunQueries) -> Non
         queries.query("select nothing from rows")
     assert rows_of(queries, "select count(*) as n from rows where step = 3 and reward >= 0") == [{"n": 5}]
     with pytest.raises(duckdb.Error, match="chunk demo/2/rollout/0/0"):
-        queries.connection.sql("select avg(reward) from rows").fetchall()
+        queries.sql("select avg(reward) from rows").fetchall()

@@ -90,5 +90,5 @@ def test_a_place_that_two_runs_are_given_is_refused_to_the_second(run: RunDirect
 def test_a_damaged_file_is_named(run: RunDirectory) -> None:
     claim_identity(run, run.config())
     (run.path / "identity.json").write_text(json.dumps({"identity": 1}))
-    with pytest.raises(RunError, match=r"identity\.json is damaged; remove it"):
+    with pytest.raises(RunError, match=r"identity\.json is damaged: .*; remove it"):
         identity_of(run)

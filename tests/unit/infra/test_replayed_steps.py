@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from infra.checkpoints.store import CheckpointStore, open_checkpoints
-from infra.history.moves import largest_moves
-from infra.history.start import History
-from infra.history.stored import StoredStep, with_rewards
+from infra.history.logprob_shift import largest_shifts
+from infra.history.past_weights import History
+from infra.history.stored_step import StoredStep, with_rewards
 from infra.history.weights import compare_checkpoints, compare_updates
 from infra.storage.lineage import Fork, load_fork, save_fork
 from infra.storage.runs import RunDirectory
@@ -164,5 +164,5 @@ def test_the_tokens_that_move_most_are_trained_ones(run: RunDirectory) -> None:
     moved[5], less[8], less[5] = -0.5, 1.0, 0.25  # token 1 of row 1, token 1 of row 2
     after = [jagged(values, np.array(LENGTHS)) for values in (moved, less)]
     texts = pa.array(["x", "y"])
-    found = largest_moves(stored, (before, after[0]), (before, after[1]), lambda ids: texts[: len(ids)], 2)
+    found = largest_shifts(stored, (before, after[0]), (before, after[1]), lambda ids: texts[: len(ids)], 2)
     assert [(move.row, move.token, move.a, move.b) for move in found] == [(2, 1, 0.0, 1.0), (1, 1, -0.5, 0.25)]

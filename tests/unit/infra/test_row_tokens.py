@@ -5,10 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from infra.history.kept_run import KeptRun
+from infra.history.row_table import RowQuery, StepTables, read_trend, rows_of_group, select_rows
 from infra.history.row_tokens import colorings, read_row_tokens
-from infra.history.step_rows import RowQuery, StepTables, read_trend, rows_of_group, sandbox, select_rows
-from infra.history.steps import KeptSteps
-from infra.history.token_values import plain, row_statistics, token_values, value_columns
+from infra.history.token_values import json_safe, row_statistics, token_values, value_columns
+from infra.history.views import SANDBOX, StepQueries
 from infra.storage.runs import RunDirectory
 from schemas.errors import ChunkCorruptedError, QueryError, RunError
 from tests.support.small_run import (
@@ -35,7 +36,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 def page_of(run: RunDirectory, **query: object) -> dict[str, list]:  # type: ignore[type-arg]
     """Return a page of step 3 by column."""
-    kept = KeptSteps(run, only=3)
+    kept = KeptRun(run, only=3)
     found = select_rows(kept, 3, StepTables().of(kept, 3), RowQuery.model_validate(query))
     names = [column["name"] for column in found["columns"]]
     return dict(zip(names, map(list, zip(*found["rows"], strict=True)), strict=True)) if found["rows"] else {}
@@ -91,20 +92,24 @@ def test_a_column_to_sort_by_must_exist(run: RunDirectory) -> None:
 
 
 def test_a_condition_that_takes_too_long_is_stopped() -> None:
-    with pytest.raises(QueryError, match=r"longer than 0\.1 s"), sandbox({}, timeout_seconds=0.1) as connection:
-        connection.execute("select max(a.i * b.i) from range(1000000) a(i), range(1000000) b(i)").fetchall()
+    with (
+        StepQueries([], {}, SANDBOX, bool) as queries,
+        pytest.raises(QueryError, match=r"stopped after 0\.1 s"),
+        queries.errors(timeout_seconds=0.1),
+    ):
+        queries.connection.execute("select max(a.i * b.i) from range(1000000) a(i), range(1000000) b(i)").fetchall()
 
 
 def test_a_table_is_made_once_until_its_step_changes(run: RunDirectory) -> None:
     tables = StepTables()
-    first = tables.of(KeptSteps(run, only=3), 3)
-    assert tables.of(KeptSteps(run, only=3), 3) is first
+    first = tables.of(KeptRun(run, only=3), 3)
+    assert tables.of(KeptRun(run, only=3), 3) is first
     replace_advantages(run, 3, (1.0, 2.0, 3.0, 4.0, 5.0))
-    assert tables.of(KeptSteps(run, only=3), 3)["advantages"].to_pylist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert tables.of(KeptRun(run, only=3), 3)["advantages"].to_pylist() == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_the_rows_of_a_group_are_found(run: RunDirectory) -> None:
-    kept = KeptSteps(run, only=3)
+    kept = KeptRun(run, only=3)
     table = StepTables().of(kept, 3)
     assert rows_of_group(kept, 3, table, 1) == [2, 3, 4]
     with pytest.raises(RunError, match="no group 7"):
@@ -112,14 +117,14 @@ def test_the_rows_of_a_group_are_found(run: RunDirectory) -> None:
 
 
 def test_a_row_has_its_tokens_and_their_values(run: RunDirectory) -> None:
-    kept = KeptSteps(run, only=3)
+    kept = KeptRun(run, only=3)
     row, other = read_row_tokens(kept, 3, [1, 4], "no tokenizer")
-    assert row["response"] == {"num_tokens": 3, "ids": [*b"ta", 256], "pieces": None}
+    assert row["response"] == {"num_tokens": 3, "ids": [*b"ta", 256], "token_texts": None}
     assert row["values"]["advantages"] == [ADVANTAGES[1]] * 3
     assert row["values"]["gap"] == [-0.25] * 3
     assert list(row["values"])[:3] == ["advantages", "gap", "sampler_logprobs"]  # the order of the choice
     assert other["columns"]["response_text"] == SAMPLES[5][1]
-    assert (row["row"], row["num_rows"], row["turns"], row["no_pieces"]) == (1, 5, [], "no tokenizer")
+    assert (row["row"], row["num_rows"], row["turns"], row["no_token_texts"]) == (1, 5, [], "no tokenizer")
     short = read_row_tokens(kept, 3, [4], "no tokenizer", max_tokens=2)[0]
     assert (short["response"]["num_tokens"], len(short["response"]["ids"]), len(short["values"]["gap"])) == (12, 2, 2)
     assert short["prompt"]["ids"] == [*b"d."]  # the end of a prompt
@@ -128,10 +133,10 @@ def test_a_row_has_its_tokens_and_their_values(run: RunDirectory) -> None:
 
 
 def test_trajectories_have_turns_texts_and_a_reference(agents: RunDirectory) -> None:
-    kept = KeptSteps(agents, only=0)
+    kept = KeptRun(agents, only=0)
     row = read_row_tokens(kept, 0, [0], kept.texts)[0]
-    assert "".join(row["response"]["pieces"]) == "".join(said + answer for said, answer in TURNS[0])
-    assert "".join(row["prompt"]["pieces"]) == PROMPTS[0]
+    assert "".join(row["response"]["token_texts"]) == "".join(said + answer for said, answer in TURNS[0])
+    assert "".join(row["prompt"]["token_texts"]) == PROMPTS[0]
     first, second = row["turns"]
     mask = row["values"]["loss_mask"]
     assert mask == [True] * first["tokens"] + [False] * first["bridge_tokens"] + [True] * second["tokens"]
@@ -168,13 +173,13 @@ def test_values_of_other_trainers_are_there_if_their_columns_are() -> None:
 
 
 def test_numbers_that_json_lacks_are_texts() -> None:
-    found = plain({"a": [float("nan"), float("inf"), -float("inf"), 1.5], "b": None})
+    found = json_safe({"a": [float("nan"), float("inf"), -float("inf"), 1.5], "b": None})
     assert found == {"a": ["NaN", "Infinity", "-Infinity", 1.5], "b": None}
 
 
 def test_a_step_that_is_not_kept_is_one_line(run: RunDirectory) -> None:
     with pytest.raises(RunError, match="step 7 of run demo has no columns; steps that have: 2, 3"):
-        KeptSteps(run, only=7).batch(7)
+        KeptRun(run, only=7).batch(7)
 
 
 def test_damaged_columns_are_sluices_own_error(run: RunDirectory) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infra.storage import run_files
 from infra.storage.driver_lock import driver_lock
 from infra.storage.lines import LocalLines
 from infra.storage.run_files import MetricsFile
@@ -204,6 +205,23 @@ def test_appending_after_a_cut_line_keeps_both_lines_whole(tmp_path: Path) -> No
     metrics.truncate(1)
     metrics.append_step(step(1))
     assert metrics.steps() == [step(0), step(1)]
+
+
+def test_steps_are_counted_unparsed_and_the_newest_is_read_from_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = MetricsFile(LocalLines(tmp_path / "metrics.jsonl"))
+    assert (metrics.num_steps(), metrics.last_step()) == (0, None)
+    for number in range(5):
+        metrics.append_step(step(number))
+    metrics.append_eval(evaluation(5))
+    parsed: list[str] = []
+    own = run_files._parse_row
+    monkeypatch.setattr(run_files, "_parse_row", lambda line: parsed.append(line) or own(line))
+    assert metrics.num_steps() == 5
+    assert parsed == []
+    assert metrics.last_step() == step(4)
+    assert len(parsed) == 1
 
 
 def test_truncating_drops_the_reports_of_steps_that_will_be_run_again(tmp_path: Path) -> None:

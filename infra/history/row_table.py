@@ -4,18 +4,15 @@ The DuckDB that conditions of a page run in reads tables in memory, and no file,
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from threading import Lock, Timer
+from threading import Lock
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from infra.history.steps import KeptSteps
-from infra.history.token_values import BEHAVIOR, MASK, REFERENCE, SAMPLER, plain, row_statistics, token_values
-from infra.history.views import token_dataset
+from infra.history.kept_run import KeptRun
+from infra.history.token_values import BEHAVIOR, MASK, REFERENCE, SAMPLER, json_safe, row_statistics, token_values
+from infra.history.views import SANDBOX, StepQueries, named_columns
 from infra.storage.run_list import run_state
 from infra.storage.runs import RunDirectory
 from infra.stores.offline import open_run_columns
@@ -23,56 +20,16 @@ from rl_core.views import decode_ints
 from schemas.base import Frozen
 from schemas.batch import BatchHandle
 from schemas.catalog import REWARD_PART_PREFIX, column_spec
-from schemas.errors import MetricError, PipelineError, QueryError, RunError
+from schemas.errors import MetricError, QueryError, RunError
 from schemas.metric_catalog import metric_spec
 
 TIMEOUT_SECONDS = 10.0
-OPTIONS: dict[str, str | bool | int | float | list[str]] = {
-    "autoinstall_known_extensions": False,
-    "autoload_known_extensions": False,
-    "python_enable_replacements": False,  # a name in a query is never a variable of this process
-    "enable_external_access": False,
-    "lock_configuration": True,
-    "memory_limit": "2GB",
-    "temp_directory": "",
-}
 SCORES = (SAMPLER, BEHAVIOR, REFERENCE, MASK)
 FIRST = ("row", "group_id", "reward", "advantages", "num_response_tokens", "finish_reason")  # columns, in order
 LAST = ("policy_version", "sample_id", "answer", "info", "prompt_text", "response_text")
 MAX_ROWS = 200  # of one page
 MAX_TEXT = 160  # characters of a text in a page
 MAX_TABLES = 4  # that are kept in memory
-
-
-@contextmanager
-def sandbox(views: Mapping[str, Any], timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a connection whose queries see only these views, and are stopped after a time.
-
-    Args:
-        views: Arrow tables or datasets, by name.
-        timeout_seconds: For all queries together.
-
-    Raises:
-        QueryError: DuckDB rejects a query, or it took too long.
-    """
-    connection = duckdb.connect(config=OPTIONS)
-    for name, view in views.items():
-        connection.register(name, view)
-    timer = Timer(timeout_seconds, connection.interrupt)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield connection
-    except duckdb.InterruptException:
-        raise QueryError(f"the condition took longer than {timeout_seconds:g} s and was stopped") from None
-    except duckdb.Error as error:
-        failures = (getattr(view, "failure", None) for view in views.values())
-        if (failure := next((found for found in failures if isinstance(found, PipelineError)), None)) is not None:
-            raise failure.with_traceback(None) from None
-        raise QueryError(" ".join(str(error).split())) from None
-    finally:
-        timer.cancel()
-        connection.close()
 
 
 class RowQuery(Frozen):
@@ -92,7 +49,7 @@ class StepTables:
         self._tables: OrderedDict[tuple[str, int], tuple[object, pa.Table]] = OrderedDict()  # with what it was made of
         self._lock = Lock()
 
-    def of(self, kept: KeptSteps, step: int) -> pa.Table:
+    def of(self, kept: KeptRun, step: int) -> pa.Table:
         """Return `step_table` of a step.
 
         Raises:
@@ -110,7 +67,7 @@ class StepTables:
             return self._tables[key][1]
 
 
-def step_table(kept: KeptSteps, batch: BatchHandle) -> pa.Table:
+def step_table(kept: KeptRun, batch: BatchHandle) -> pa.Table:
     """Return all columns of single values of a step's rows, and statistics of their tokens: N rows."""
     names = [name for name in batch.columns if column_spec(name).axis == "row"]
     columns = kept.read(batch, {*names, *SCORES, "turn_tokens"})
@@ -132,7 +89,7 @@ def step_table(kept: KeptSteps, batch: BatchHandle) -> pa.Table:
     return pa.table({name: found[name] for name in [*first, *between, *last]})
 
 
-def select_rows(kept: KeptSteps, step: int, table: pa.Table, query: RowQuery) -> dict[str, Any]:
+def select_rows(kept: KeptRun, step: int, table: pa.Table, query: RowQuery) -> dict[str, Any]:
     """Return a page of a step's rows.
 
     Returns:
@@ -145,8 +102,9 @@ def select_rows(kept: KeptSteps, step: int, table: pa.Table, query: RowQuery) ->
     """
     if query.sort not in table.column_names:
         raise QueryError(f"the step has no column {query.sort!r} to sort by; it has {', '.join(table.column_names)}")
-    with sandbox({"rows": table, "tokens": token_dataset([kept], "response")}) as connection:
-        rows = connection.view("rows")
+    is_named = named_columns(f"select {query.where.strip() or None}")
+    with StepQueries([kept], {"rows": table}, SANDBOX, is_named) as queries, queries.errors(TIMEOUT_SECONDS):
+        rows = queries.connection.view("rows")
         if query.where.strip():
             rows = rows.filter(query.where)
         direction = "desc" if query.descending else "asc"
@@ -157,13 +115,13 @@ def select_rows(kept: KeptSteps, step: int, table: pa.Table, query: RowQuery) ->
         page = chosen.limit(max(1, min(query.limit, MAX_ROWS)), offset=max(0, query.offset)).to_arrow_table()
     return {
         "columns": [{"name": field.name, "is_number": not pa.types.is_string(field.type)} for field in table.schema],
-        "rows": plain([list(row.values()) for row in page.to_pylist()]),
+        "rows": json_safe([list(row.values()) for row in page.to_pylist()]),
         "num_rows": table.num_rows,
         "num_found": num_found,
     }
 
 
-def rows_of_group(kept: KeptSteps, step: int, table: pa.Table, group: int) -> list[int]:
+def rows_of_group(kept: KeptRun, step: int, table: pa.Table, group: int) -> list[int]:
     """Return the rows of one prompt's samples.
 
     Raises:
@@ -204,7 +162,7 @@ def read_trend(directory: RunDirectory) -> dict[str, Any]:
         "state": run_state(directory, config),
         "num_steps": config.steps,
         "steps": [report.step for report in reports],
-        "metrics": {name: plain([step.get(name) for step in values]) for name in names if values},
+        "metrics": {name: json_safe([step.get(name) for step in values]) for name in names if values},
         "kept": kept,
         "not_kept": reason,
     }

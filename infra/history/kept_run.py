@@ -21,8 +21,6 @@ from schemas.errors import RunError
 from schemas.plan import StepPlan
 
 IDS: dict[Axis, str] = {"prompt": "prompt_ids", "response": "response_ids"}
-KEY_FIELDS = (pa.field("run_id", pa.string()), pa.field("step", pa.int32()), pa.field("row", pa.int32()))
-LENGTH_FIELDS = (pa.field("num_prompt_tokens", pa.int32()), pa.field("num_response_tokens", pa.int32()))
 ROW_VALUES = ("group_id", "reward", "advantages")  # that each token has, too
 
 
@@ -60,7 +58,7 @@ def _decoder(model: ModelConfig) -> Callable[[list[list[int]]], list[str]]:
     return partial(decode_texts, load_tokenizer(model))
 
 
-class KeptSteps:
+class KeptRun:
     """The steps of a run whose columns can be read, those before it was forked included.
 
     Args:
@@ -114,56 +112,41 @@ class KeptSteps:
                         found[name] = wider(name, found.get(name), dtype)
         return found
 
-    def rows(self, step: int, fields: Collection[pa.Field]) -> pa.RecordBatch:
-        """Return these fields of a step's rows: N rows."""
+    def column(self, step: int, name: str) -> pa.Array | None:
+        """Return a column of a step: N rows; None if the step doesn't have it."""
+        return self.read(self.batches[step], [name]).get(name)
+
+    def tokens(self, step: int, axis: Axis, name: str) -> pa.Array | None:
+        """Return a value of each token of a step's prompts or responses: N lists; None if the step doesn't have it.
+
+        Args:
+            step: The step.
+            axis: `prompt` or `response`.
+            name: A column of the axis; `text`; or `advantages`, those of the token's turn or row.
+        """
         batch = self.batches[step]
-        found = self.read(batch, [field.name for field in fields])
-        counts = {
-            "num_prompt_tokens": lambda: self._lengths(batch, "prompt"),
-            "num_response_tokens": lambda: self._lengths(batch, "response"),
-        }
-        made = {**self._key(step, batch.num_rows, lambda: np.arange(batch.num_rows)), **counts}
-        return _assemble(fields, batch.num_rows, made, found)
+        lengths = decode_ints(batch.prompt_lengths if axis == "prompt" else batch.response_lengths)
+        if name == "text":
+            ids = self.column(step, IDS[axis])
+            flat = None if ids is None else self.texts.of(ids.flatten())
+        elif name == "advantages" and TURN_COLUMNS[0] in batch.columns:
+            turns = self.read(batch, TURN_COLUMNS)
+            flat = pa.array(advantages_of_turns(*(turns[each] for each in TURN_COLUMNS)))
+        elif name == "advantages":
+            values = self.column(step, name)
+            flat = None if values is None else values.take(pa.array(np.repeat(np.arange(len(lengths)), lengths)))
+        else:
+            return self.column(step, name)
+        return None if flat is None else pa.LargeListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]), flat)
 
-    def tokens(self, step: int, axis: Axis, fields: Collection[pa.Field]) -> pa.RecordBatch:
-        """Return these fields of the tokens of a step's prompts or responses, row by row: T rows."""
-        batch, names = self.batches[step], {field.name for field in fields}
-        wanted = {*names, *((IDS[axis],) if "text" in names else ())}
-        if axis == "response" and "advantages" in names and TURN_COLUMNS[0] in batch.columns:
-            wanted |= {*TURN_COLUMNS}
-        found, lengths = self.read(batch, wanted), self._lengths(batch, axis)
-        flat = {
-            name: column.flatten() if column_spec(name).axis == axis else _repeat(column, lengths)
-            for name, column in found.items()
-            if name not in TURN_COLUMNS
-        }
-        if TURN_COLUMNS[0] in found:
-            flat["advantages"] = pa.array(advantages_of_turns(*(found[name] for name in TURN_COLUMNS)))
-        made = {
-            **self._key(step, int(lengths.sum()), lambda: np.repeat(np.arange(len(lengths)), lengths)),
-            "position": lambda: np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths),
-            "text": lambda: self.texts.of(flat[IDS[axis]]),
-        }
-        return _assemble(fields, int(lengths.sum()), made, flat)
-
-    def placements(self, step: int, fields: Collection[pa.Field]) -> pa.RecordBatch:
-        """Return these fields of the places in the step's plan, in the plan's order: N rows for each epoch."""
-        plan = self._store.owner(step).plans.load(step)
-        places = np.concatenate([np.empty((4, 0), np.int64), *(_places(plan) if plan else ())], axis=1)
-        made = dict(zip(("row", "update", "rank", "micro_batch"), places, strict=True))
-        count = places.shape[1]
-        key = self._key(step, count, lambda: made["row"])
-        return _assemble(fields, count, key, {name: pa.array(values) for name, values in made.items()})
-
-    def _lengths(self, batch: BatchHandle, axis: Axis) -> NDArray[np.int64]:
-        return decode_ints(batch.prompt_lengths if axis == "prompt" else batch.response_lengths)
-
-    def _key(self, step: int, count: int, rows: Callable[[], NDArray[np.int64]]) -> dict[str, Callable[[], object]]:
-        return {
-            "run_id": lambda: pa.repeat(self.run_id, count),
-            "step": lambda: np.full(count, step, np.int32),
-            "row": rows,
-        }
+    def places(self, step: int) -> pa.Array | None:
+        """Return where the step's plan trains each row: N lists, of an `update`, `rank` and `micro_batch` each."""
+        if (plan := self._store.owner(step).plans.load(step)) is None:
+            return None
+        places = np.concatenate([np.empty((4, 0), np.int64), *_places(plan)], axis=1)
+        rows, *values = places[:, np.argsort(places[0], kind="stable")]
+        offsets = np.searchsorted(rows, np.arange(self.batches[step].num_rows + 1)).astype(np.int32)
+        return pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(values, ["update", "rank", "micro_batch"]))
 
 
 def wider(name: str, one: str | None, other: str) -> str:
@@ -189,28 +172,3 @@ def _places(plan: StepPlan) -> Iterator[NDArray[np.int64]]:
 def _load_batches(store: RunColumns, steps: Collection[int]) -> dict[int, BatchHandle]:
     found = ((step, store.load_batch(step)) for step in steps)
     return {step: batch for step, batch in found if batch is not None}
-
-
-def _repeat(column: pa.Array, lengths: NDArray[np.int64]) -> pa.Array:
-    """Return each row's value once for each of its tokens."""
-    return column.take(pa.array(np.repeat(np.arange(len(lengths)), lengths)))
-
-
-def _assemble(
-    fields: Collection[pa.Field],
-    count: int,
-    made: dict[str, Callable[[], object]],
-    found: dict[str, pa.Array],
-) -> pa.RecordBatch:
-    """Return a record batch of these fields: what is made of the step, else what was read, else nulls."""
-    arrays = []
-    for field in fields:
-        if field.name in made:
-            value = made[field.name]()
-            array = value if isinstance(value, pa.Array) else pa.array(value)
-        else:
-            array = found[field.name] if field.name in found else pa.nulls(count, field.type)
-        arrays.append(array if array.type == field.type else array.cast(field.type))
-    if not arrays:  # only the number of rows is wanted
-        return pa.RecordBatch.from_struct_array(pa.array([{}] * count, pa.struct([])))
-    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))

@@ -1,16 +1,16 @@
-"""How much an update moves the log-probs of the tokens that it trained on. N rows, T response tokens."""
+"""How much an update shifts the log-probs of the tokens that it trained on. N rows, T response tokens."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
 
-from infra.history.stored import StoredStep
+from infra.history.stored_step import StoredStep
 from rl_core.columns.jagged import flat_values, row_lengths
 from schemas.base import Frozen
 
 
-class TokenMove(Frozen):
+class LogprobShift(Frozen):
     """A token, and the change of its log-prob by the same step's update in runs A and B."""
 
     row: int  # of the rollout's N rows
@@ -20,14 +20,14 @@ class TokenMove(Frozen):
     b: float
 
 
-def largest_moves(
+def largest_shifts(
     stored: StoredStep,
     a: Sequence[pa.Array],
     b: Sequence[pa.Array],
     texts: Callable[[pa.Array], pa.Array],
     count: int,
-) -> tuple[TokenMove, ...]:
-    """Return the trained tokens that either update moves most, the largest first.
+) -> tuple[LogprobShift, ...]:
+    """Return the trained tokens that either update shifts most, the largest first.
 
     Args:
         stored: The step.
@@ -36,8 +36,8 @@ def largest_moves(
         texts: Returns tokens' texts.
         count: How many tokens.
     """
-    moves = np.stack([flat_values(after) - flat_values(before) for before, after in (a, b)])
-    size = np.where(flat_values(stored.columns["loss_mask"]), np.abs(moves).max(axis=0), -1.0)
+    shifts = np.stack([flat_values(after) - flat_values(before) for before, after in (a, b)])
+    size = np.where(flat_values(stored.columns["loss_mask"]), np.abs(shifts).max(axis=0), -1.0)
     order = np.argsort(-size, kind="stable")[:count]
     order = order[size[order] >= 0]
     ends = np.cumsum(row_lengths(stored.columns["response_ids"]))
@@ -45,6 +45,6 @@ def largest_moves(
     starts = np.concatenate([[0], ends])[rows]
     pieces = texts(stored.columns["response_ids"].flatten().take(pa.array(order))).to_pylist()
     return tuple(
-        TokenMove(row=int(row), token=int(at - start), text=text, a=float(moves[0, at]), b=float(moves[1, at]))
+        LogprobShift(row=int(row), token=int(at - start), text=text, a=float(shifts[0, at]), b=float(shifts[1, at]))
         for row, at, start, text in zip(rows, order, starts, pieces, strict=True)
     )

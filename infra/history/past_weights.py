@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from infra.checkpoints import CheckpointStore, open_checkpoints
 from infra.history.ranges import ranges
-from infra.history.stored import StoredStep
+from infra.history.stored_step import StoredStep
 from infra.storage.lineage import load_fork
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
@@ -46,8 +46,8 @@ class History:
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
         self.checkpoints: CheckpointStore = open_checkpoints(directory, directory.config().checkpoint)
-        finished = directory.metrics.steps()
-        self.num_done = finished[-1].step + 1 if finished else 0
+        last = directory.metrics.last_step()
+        self.num_done = last.step + 1 if last is not None else 0
         self._stored: FsspecColumnStore | None = None
         self._fork = load_fork(directory)
         self._advice = 'a run keeps all columns with store.keep_steps = "all"'
