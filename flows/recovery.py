@@ -9,7 +9,7 @@ from itertools import chain
 from infra.storage.identity import identity_of, owns_place
 from infra.storage.runs import RunDirectory, installed_versions, resumed_config
 from infra.stores.open import close_store, start_store
-from infra.stores.steps import drop_outdated_steps, drop_steps
+from infra.stores.step_columns import drop_outdated_steps, drop_steps
 from infra.workers.generate import sync_workers
 from infra.workers.inputs import record_inputs
 from infra.workers.launch import get_group, kill_workers

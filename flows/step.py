@@ -1,4 +1,31 @@
-"""One GRPO step, as a flow of stages: what it waits for, what scores its rows, and whose turn on shared GPUs it is."""
+"""One GRPO step, as a flow of stages.
+
+    driver (this flow)          workers                                 column store          ledger
+    ------------------          -------                                 ------------          ------
+    open the step
+    rollout             ->      rollout workers generate and score                            handle of rows
+    put                 ->      each puts the rows that it made      -> tokens, masks,        handle of the batch
+                                                                        sampler_logprobs,
+                                                                        rewards, texts
+    publish (*)         ->      policy rank 0 sends the weights
+    next rollout (*)    ->      rollout workers, during all below                             its handle
+    logprob, reference  ->      policy and reference ranks read,        behavior_logprobs,    handles of columns
+                                packed, and append their columns     -> reference_logprobs
+    advantage                   (the driver: rewards and lengths     -> advantages            plan of the update
+                                 only, and no token)
+    update              ->      policy ranks read their rows, by                              version k + 1,
+                                the plan; all-reduce; one version                             exactly once
+    publish             ->      policy rank 0 sends version k + 1
+    metrics.jsonl gets the step's line; then its columns are released
+
+Each arrow is waited for, from top to bottom, but for what is marked (*): of an off-policy run (`max_staleness`), the
+weights of version k are published before the scoring, and the next step's rollout overlaps the rest of this step.
+`reference` runs next to `logprob` if it has workers of its own. If workers share GPUs (`SharedGpus`), they are given to
+the engines, to what scores, and to the update in turn, and the rollout begins with the publish.
+
+A stage's result, a small handle, is committed to the ledger before the next one begins: a restarted driver goes on
+after the last that is there. Tokens and weights pass from worker to worker.
+"""
 
 import asyncio
 import time
@@ -16,7 +43,7 @@ from infra.ray.tracing import traced_step
 from infra.storage.driver_lock import holds_lock
 from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
-from infra.stores.steps import archive_step, clear_step, drop_journals, open_step
+from infra.stores.step_columns import archive_step, clear_step, drop_journals, open_step
 from infra.workers.placement import score_together
 from rl_core.rollout.lengths import count_lengths
 from rl_core.telemetry import packing
@@ -24,7 +51,7 @@ from rl_core.views import with_groups
 from schemas.batch import BatchHandle
 from schemas.config.changes import scoring_digest
 from schemas.metrics import merge_metrics, values
-from schemas.placement import PhaseMemory, TurnPhase
+from schemas.placement import GpuPhase, PhaseMemory
 from schemas.rollout import RolloutHandle
 from schemas.step import PolicyHandle, RunHandle, ScoredColumn, Span, StepReport
 from schemas.weights import WeightsTransfer
@@ -65,8 +92,8 @@ class PhaseTimer:
         return span
 
 
-class Turns:
-    """Gives the memory of shared GPUs to the next phase of a step; does nothing if workers don't take turns.
+class SharedGpus:
+    """Gives the memory of shared GPUs to the next phase of a step; does nothing if workers have GPUs of their own.
 
     Attributes:
         memory: What moved, by the phase that was entered.
@@ -75,12 +102,12 @@ class Turns:
 
     def __init__(self, run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -> None:
         self._run, self._policy, self._phase = run, policy, phase
-        self.memory: dict[TurnPhase, PhaseMemory] = {}
+        self.memory: dict[GpuPhase, PhaseMemory] = {}
         self.published: WeightsTransfer | None = None
 
     async def rollout(self) -> None:
         """Wake the engines with the policy's weights, unless the step's rows are stored already."""
-        if not self._run.config.takes_turns or is_committed(self._run, self._policy, "put"):
+        if not self._run.config.time_shares_gpus or is_committed(self._run, self._policy, "put"):
             return
         with self._phase("publish"):
             self.published, memory = await publish_weights(self._run, self._policy)
@@ -89,13 +116,13 @@ class Turns:
 
     async def scoring(self) -> None:
         """Have the engines sleep, and bring in what scores."""
-        if self._run.config.takes_turns:
+        if self._run.config.time_shares_gpus:
             with self._phase("enter-scoring"):
                 self.memory["scoring"] = await enter_scoring(self._run)
 
     async def update(self) -> None:
         """Bring in what the update needs."""
-        if self._run.config.takes_turns:
+        if self._run.config.time_shares_gpus:
             with self._phase("enter-update"):
                 self.memory["update"] = await enter_update(self._run)
 
@@ -188,16 +215,16 @@ async def run_step(run: RunHandle, policy: PolicyHandle) -> StepReport:
 
 async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -> StepReport:
     traffic = {}
-    turns = Turns(run, policy, phase)
-    await turns.rollout()
+    gpus = SharedGpus(run, policy, phase)
+    await gpus.rollout()
     with phase("rollout"):
         rollout = await generate_rollouts(run, policy, await _find_previous_rollout(run, policy))
     with phase("put"):
         stored = await put_columns(run, policy, rollout)
         drop_journals(run, policy.step)  # the rows are durable
         traffic["put"] = stored.traffic
-    await turns.scoring()
-    published = turns.published
+    await gpus.scoring()
+    published = gpus.published
     if run.config.overlaps_next_rollout(policy.step):
         with phase("publish"):
             published = (await publish_weights(run, policy)).transfer
@@ -209,11 +236,11 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -
         with phase("advantage"):
             advantage = await compute_step_advantages(run, policy, batch, rollout, row_kl)
             traffic["advantage"] = advantage.traffic
-        await turns.update()
+        await gpus.update()
         with phase("update"):
             update = await update_policy(run, policy, advantage)
             traffic["update"] = update.traffic
-    if not run.config.runtime.max_staleness and not run.config.takes_turns:
+    if not run.config.runtime.max_staleness and not run.config.time_shares_gpus:
         with phase("publish"):
             published = (await publish_weights(run, update.policy)).transfer
     if policy.step % SAMPLES_EVERY_STEPS == 0 or policy.step == run.config.steps - 1:
@@ -231,7 +258,7 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -
         plan=advantage.plan.digest,
         config=scoring_digest(run.config),
         publish=published,
-        memory_by_phase=turns.memory,
+        memory_by_phase=gpus.memory,
         started_at=phase.started_at,
         timeline=tuple(phase.spans),
         response_lengths=count_lengths(rollout.sampled.response_lengths),

@@ -12,7 +12,7 @@ from prefect.context import SyncClientContext
 from prefect.filesystems import RemoteFileSystem
 from prefect.runtime import flow_run
 
-from flows.lifecycle.cancellation import cancellable, unless
+from flows.lifecycle.cancellation import cancellable, run_until
 from flows.lifecycle.outages import call_through_outages
 from flows.lifecycle.ray_connection import SETTLE_SECONDS, connect, while_ray_lives
 from flows.recovery import (
@@ -31,7 +31,7 @@ from flows.ui.events import RunEvents
 from flows.ui.progress import place_table, sharing_line
 from flows.ui.reporter import RunReporter, logs_in_prefect
 from infra.monitors import Monitors, open_monitors
-from infra.processes.collection import rare_collections
+from infra.processes.collection import infrequent_gc
 from infra.ray.tracing import traced_run
 from infra.storage.driver_lock import driver_lock, holds_lock, watch_lock
 from infra.storage.driver_log import driver_log
@@ -128,7 +128,7 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         driver_lock(directory),
         driver_log(directory),
         logs_in_prefect(),
-        rare_collections(),
+        infrequent_gc(),
         ExitStack() as stack,
     ):
         identity = claim_identity(directory, config)
@@ -143,7 +143,7 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         events = RunEvents(run_id, directory.runs_dir, directory.metrics.num_steps())
         try:
             work = while_ray_lives(_training_loop(run, directory, monitors, events))
-            run = await unless(watch_lock(directory), work)
+            run = await run_until(watch_lock(directory), work)
             summary = summarize(directory, open_store(run).usage().num_bytes)
             directory.write_summary(summary)
             await report_run(run, directory, summary)

@@ -10,7 +10,7 @@ from schemas.base import Frozen
 Device = Literal["cpu", "cuda"]
 EngineTag = Literal["weights", "cache"]  # what an engine sleeps and wakes by
 Part = Literal["weights", "cache", "optimizer", "gradients"]  # of a worker's device memory
-TurnPhase = Literal["rollout", "scoring", "update"]
+GpuPhase = Literal["rollout", "scoring", "update"]
 PartBytes = dict[Part, NonNegativeInt]
 
 

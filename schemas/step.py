@@ -8,7 +8,7 @@ from schemas.base import Frozen
 from schemas.batch import BatchHandle, ColumnGroup, SafeName
 from schemas.config.run import RunConfig
 from schemas.metrics import Metrics
-from schemas.placement import PhaseMemory, TurnPhase
+from schemas.placement import GpuPhase, PhaseMemory
 from schemas.plan import StepPlan
 from schemas.rollout import FinishReason, PutResult, SourceResults
 from schemas.store import StoreTraffic, StoreUsage
@@ -112,7 +112,7 @@ class StepReport(Frozen):
     plan: str | None = None  # the digest of the step's plan
     config: str | None = None  # the digest of the settings that its rows, log-probs and plan depend on
     publish: WeightsTransfer | None = None  # to the rollout workers; None: they already held the weights
-    memory_by_phase: dict[TurnPhase, PhaseMemory] = Field(default_factory=dict)  # if workers take turns on GPUs
+    memory_by_phase: dict[GpuPhase, PhaseMemory] = Field(default_factory=dict)  # if workers take turns on GPUs
     started_at: float | None = None  # Unix time; reports of earlier versions of Sluice lack it, and what follows
     timeline: tuple[Span, ...] = ()  # the phases, and work of the next step that overlaps them
     response_lengths: LengthHistogram | None = None  # in tokens, in buckets that are the same in every step

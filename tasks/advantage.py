@@ -5,7 +5,7 @@ import pyarrow as pa
 
 from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
-from infra.stores.steps import publish_handle
+from infra.stores.step_columns import publish_handle
 from rl_core.advantages import prepare_updates
 from rl_core.columns.jagged import jagged
 from rl_core.views import select, with_column

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from infra.ray.group import WorkerGroup
+from infra.ray.ranks import WorkerGroup
 from infra.stores.open import open_store
-from infra.stores.steps import publish_handle
+from infra.stores.step_columns import publish_handle
 from infra.workers.launch import get_group
 from rl_core.planning import plan_forward
 from rl_core.planning.plan import rows_by_rank

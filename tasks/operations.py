@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from infra.ray.actors import call
-from infra.ray.group import WorkerGroup
+from infra.ray.ranks import WorkerGroup
 from infra.storage.driver_lock import holds_lock, require_lock
 from infra.storage.runs import RunDirectory
-from infra.stores.steps import sweep_steps
+from infra.stores.step_columns import sweep_steps
 from infra.workers import colocation
 from infra.workers.generate import evaluate_shard, sync_workers
 from infra.workers.launch import find_group, get_group, get_worker, rollout_pool, start_workers
@@ -52,7 +52,7 @@ async def _save(
     run: RunHandle, group: WorkerGroup, policy: PolicyHandle, evals: Sequence[EvalReport], wait: bool
 ) -> int | None:
     require_lock(RunDirectory.of(run))
-    if run.config.takes_turns:  # an evaluation may have been before
+    if run.config.time_shares_gpus:  # an evaluation may have been before
         await colocation.enter_update(run)
     await group.call("save", policy.version)
     if wait:

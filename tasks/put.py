@@ -6,7 +6,7 @@ from typing import Any
 from infra.ray.actors import call
 from infra.storage.curriculum import find_schedules
 from infra.stores.open import open_store
-from infra.stores.steps import publish_handle
+from infra.stores.step_columns import publish_handle
 from infra.workers.generate import generate_shard
 from infra.workers.launch import rollout_pool
 from rl_core.views import new_batch

@@ -11,7 +11,7 @@ from infra.ray.actors import call
 from infra.storage.curriculum import find_schedules
 from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
-from infra.stores.steps import drop_journals
+from infra.stores.step_columns import drop_journals
 from infra.workers.generate import generate_shard
 from infra.workers.launch import rollout_pool
 from rl_core.rollout.curriculum import count_results, source_metrics

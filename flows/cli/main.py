@@ -8,7 +8,7 @@ from flows.cli import history_commands, replay_commands, service_commands  # noq
 from flows.cli.commands import app
 from flows.cli.installation import explain_import_error
 from flows.lifecycle.exit import exit_process
-from infra.processes.collection import rare_collections
+from infra.processes.collection import infrequent_gc
 from infra.ray.module_path import append_working_directory
 from schemas.errors import PipelineError, UserError, describe
 
@@ -27,7 +27,7 @@ def main() -> NoReturn:
 def _run_command() -> int:
     """Run the command; return its exit code."""
     try:
-        with rare_collections():  # most commands import a lot
+        with infrequent_gc():  # most commands import a lot
             app(prog_name="sluice")  # ends in SystemExit
         return 0
     except SystemExit as ended:

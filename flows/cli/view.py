@@ -39,7 +39,7 @@ def find_page(directory: RunDirectory, step: int | None, row: int | None) -> str
     """
     if step is None:
         if row is not None:
-            raise RunError(f"--row {row} needs the step that it is of: --step N")
+            raise RunError(f"--row {row} requires --step")
         return "/"
     num_rows = KeptRun(directory, only=step).batch(step).num_rows
     page = f"/run/{quote(directory.run_id)}/step/{step}"

@@ -44,7 +44,7 @@ async def set_state(state: State) -> None:
         await client.set_flow_run_state(UUID(flow_run.id), state, force=True)
 
 
-async def unless(event: Coroutine[Any, Any, Event], work: Coroutine[Any, Any, Result]) -> Result | Event:
+async def run_until(event: Coroutine[Any, Any, Event], work: Coroutine[Any, Any, Result]) -> Result | Event:
     """Await `work`; if `event` ends first, cancel `work`, await its clean-up, and return or raise what `event` does."""
     running, watching = asyncio.ensure_future(work), asyncio.ensure_future(event)
     try:
@@ -63,7 +63,7 @@ async def cancellable(work: Coroutine[Any, Any, Result]) -> Result | State:
         Pause: The flow run was suspended; `work` was cancelled, and has cleaned up.
         TerminationSignal: The process was terminated; the same.
     """
-    return await unless(_end_requested(), terminable(work))
+    return await run_until(_end_requested(), terminable(work))
 
 
 async def terminable(work: Coroutine[Any, Any, Result]) -> Result:
@@ -86,7 +86,7 @@ async def terminable(work: Coroutine[Any, Any, Result]) -> Result:
     loop.set_exception_handler(handle)
     try:
         with _told_of_sigterm(loop, requested.set):
-            return await unless(terminated(), work)
+            return await run_until(terminated(), work)
     finally:
         loop.set_exception_handler(before)
 

@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from flows.lifecycle.cancellation import unless
+from flows.lifecycle.cancellation import run_until
 from infra.ray import cluster
 from infra.ray.actors import require_ray
 from infra.services.local import LocalServices
@@ -35,7 +35,7 @@ async def while_ray_lives(work: Coroutine[Any, Any, Result]) -> Result:
     Raises:
         RayLostError: Ray was lost.
     """
-    return await unless(_watch_ray(), work)
+    return await run_until(_watch_ray(), work)
 
 
 async def _watch_ray() -> NoReturn:

@@ -64,7 +64,7 @@ def _node(
     always = processes + columns + moments
     # A checkpoint is copied after the update, and written while the next steps run.
     extra = {"load": loading - columns, "publish": sent + staging, "rollout": staging}
-    moved = _moved_out(config, model, counts) if placement.takes_turns else {}
+    moved = _moved_out(config, model, counts) if placement.time_shares_gpus else {}
     totals = {
         phase: always + getattr(device, phase) + extra.get(phase, staging) + moved.get(phase, 0) for phase in PHASES
     }

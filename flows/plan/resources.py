@@ -194,7 +194,7 @@ def _shared_phases(workers: tuple[WorkerMemory, ...], placement: Placement) -> P
         return None
     *trained, engine = (worker.phases for worker in workers)
     others = reduce(add, trained)
-    return others.loading_after(engine) if placement.takes_turns else others + engine
+    return others.loading_after(engine) if placement.time_shares_gpus else others + engine
 
 
 def _find_fixes(config: RunConfig, planned: Resources, fits: Callable[[Changes], bool]) -> Iterator[str]:

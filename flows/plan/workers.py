@@ -48,13 +48,13 @@ class Placement:
         nodes: By role, the node of each worker.
         is_colocated: Whether a worker of each role shares a GPU.
         on_gpus: Whether workers have GPUs.
-        takes_turns: Whether workers of a GPU move out of its memory while others compute.
+        time_shares_gpus: Whether workers of a GPU move out of its memory while others compute.
     """
 
     nodes: dict[Role, tuple[int, ...]]
     is_colocated: bool
     on_gpus: bool
-    takes_turns: bool = False
+    time_shares_gpus: bool = False
 
     def of_node(self, node: int) -> dict[Role, int]:
         """Return how many workers of each role are on a node."""
@@ -85,7 +85,7 @@ def place(config: RunConfig, cluster: Cluster) -> Placement:
         raise
     spread = spread_over_gpus(config, gpus)
     nodes = {role: tuple(spread[role, number] for number in range(count)) for role, count in counts.items()}
-    return Placement(nodes, config.runtime.placement == "colocated", True, config.takes_turns)
+    return Placement(nodes, config.runtime.placement == "colocated", True, config.time_shares_gpus)
 
 
 @dataclass(frozen=True)
@@ -308,10 +308,10 @@ def _policy(config: RunConfig, footprint: Footprint, model: ModelMemory, placeme
         },
         phases=PhaseBytes(
             load=weights.held,
-            rollout=0 if placement.takes_turns else idle,
-            scoring=(weights.held if placement.takes_turns else idle) + scoring,
+            rollout=0 if placement.time_shares_gpus else idle,
+            scoring=(weights.held if placement.time_shares_gpus else idle) + scoring,
             update=idle + update,
-            publish=(weights.held if placement.takes_turns else idle) + sent,
+            publish=(weights.held if placement.time_shares_gpus else idle) + sent,
         ),
     )
 
@@ -324,7 +324,7 @@ def _reference(config: RunConfig, model: ModelMemory, weights: WeightBytes, plac
     if weights.gathered:
         parts["gathered layers"] = weights.gathered
     phases = PhaseBytes(load=held, rollout=held, scoring=held + forward, update=held, publish=held)
-    if placement.takes_turns:
+    if placement.time_shares_gpus:
         phases = phases.replace(rollout=0, update=0, publish=0)
     return WorkerMemory(role="reference", count=weights.num_ranks, parts=parts, phases=phases)
 
@@ -332,7 +332,7 @@ def _reference(config: RunConfig, model: ModelMemory, weights: WeightBytes, plac
 def _reward(config: RunConfig, reward: RewardBytes, placement: Placement) -> WorkerMemory:
     held, forward, count = reward.weights, reward.forward, num_workers(config)["reward"]
     phases = PhaseBytes(load=held, rollout=held + forward, scoring=held, update=held, publish=held)
-    if placement.takes_turns:
+    if placement.time_shares_gpus:
         phases = phases.replace(scoring=0, update=0)
     return WorkerMemory(role="reward", count=count, parts={"weights": held, "forward": forward}, phases=phases)
 
@@ -346,8 +346,8 @@ def _rollout(
         parts = _embedded_parts(config, footprint, model)
     weights, total = parts["weights"], sum(parts.values())
     # vLLM reserves its memory for good, unless it sleeps between rollouts; the other engine allocates as needed.
-    busy = total if is_vllm and not placement.takes_turns else weights
-    idle = 0 if placement.takes_turns else busy
+    busy = total if is_vllm and not placement.time_shares_gpus else weights
+    idle = 0 if placement.time_shares_gpus else busy
     received = _buckets_on_device(config, model, placement)
     phases = PhaseBytes(
         load=total if is_vllm else weights, rollout=total, scoring=idle, update=idle, publish=busy + received

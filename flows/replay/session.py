@@ -18,7 +18,7 @@ from flows.lifecycle.ray_connection import connect, while_ray_lives
 from infra.checkpoints import CheckpointStore, open_checkpoints
 from infra.history.past_weights import History, Start
 from infra.history.stored_step import StoredStep
-from infra.ray.group import WorkerGroup
+from infra.ray.ranks import WorkerGroup
 from infra.storage import places
 from infra.storage.identity import new_identity
 from infra.storage.runs import RunDirectory, open_folder
@@ -116,7 +116,7 @@ class ReplaySession:
             scored = await score_reference.fn(self.run, policy, with_groups(batch, groups))
             groups.append(scored.group)
             row_kl = scored.row_kl
-            if config.takes_turns and config.needs_reference_worker:
+            if config.time_shares_gpus and config.needs_reference_worker:
                 await (await get_group(self.run, "reference")).call("sleep", ("weights",))
         batch = with_groups(batch, groups)
         advantage = await compute_step_advantages.fn(self.run, policy, batch, rollout, row_kl)

@@ -37,7 +37,7 @@ def place_table(places: Sequence[WorkerPlace]) -> str:
 
 def sharing_line(config: RunConfig) -> str:
     """Return how the workers of a colocated run share the memory of a GPU."""
-    if config.takes_turns:
+    if config.time_shares_gpus:
         return (
             "colocated: workers take turns in a GPU's memory; engines sleep during scoring and update, policy and "
             "reference are in host memory during the rollout"

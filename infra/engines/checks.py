@@ -14,7 +14,7 @@ def require_awake(engine: RolloutEngine) -> None:
     """
     if engine.asleep or engine.version is None:
         parts = " and ".join(sorted(engine.asleep)) or "loaded weights"
-        raise VersionError(f"the engine is without {parts}; wake it and publish a policy version to it first")
+        raise VersionError(f"the engine is asleep ({parts} released): wake it and publish weights first")
 
 
 def check_prompts(requests: Sequence[GenerationRequest], sampling: Sampling, max_tokens: int | None = None) -> None:

@@ -53,7 +53,7 @@ def open_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Rollou
         tokenizer,
         max_model_len(config),
         is_colocated=config.runtime.placement == "colocated",
-        sleeps=config.takes_turns,
+        sleeps=config.time_shares_gpus,
         shared_memory=config.runtime.shared_memory,
     )
     return OPENERS(config.rollout, model)

@@ -6,7 +6,7 @@ from infra.checkpoints import open_checkpoints
 from infra.storage.driver_lock import driver_lock
 from infra.storage.runs import RunDirectory
 from infra.stores.open import open_files
-from infra.stores.steps import steps_to_keep
+from infra.stores.step_columns import steps_to_keep
 from schemas.base import Frozen
 from schemas.config.store import SharedStore
 from schemas.errors import RunError

@@ -8,7 +8,7 @@ THRESHOLD = 70_000  # new objects between two searches; Python's is 700
 
 
 @contextmanager
-def rare_collections() -> Iterator[None]:
+def infrequent_gc() -> Iterator[None]:
     """Look for reference cycles a hundred times less often during the block, and only among what is made in it.
 
     A plan for a thousand ranks is made of 100,000 objects, all of which stay: every search would visit them in vain,

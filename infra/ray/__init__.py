@@ -2,7 +2,7 @@
 
 from infra.ray.actors import call, create_actor
 from infra.ray.cluster import connect
-from infra.ray.group import WorkerGroup
 from infra.ray.pool import WorkerPool
+from infra.ray.ranks import WorkerGroup
 
 __all__ = ["WorkerGroup", "WorkerPool", "call", "connect", "create_actor"]

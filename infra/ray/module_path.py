@@ -68,10 +68,10 @@ def keep_last(folder: str) -> None:
     """
     append_working_directory(folder)
     if os.path.realpath(folder) != INSTALLATION:
-        sys.meta_path.insert(0, _KeepLast(folder))
+        sys.meta_path.insert(0, _FallbackFinder(folder))
 
 
-class _KeepLast(MetaPathFinder):
+class _FallbackFinder(MetaPathFinder):
     """A finder that never finds anything, but is consulted before the one that searches `sys.path`."""
 
     def __init__(self, folder: str) -> None:

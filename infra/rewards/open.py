@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 from infra.rewards.base import RewardScorer
-from infra.rewards.groups import REST, GroupRewardScorer, SumRewardScorer
+from infra.rewards.group_rewards import REMAINDER, GroupRewardScorer, SumRewardScorer
 from infra.rewards.local import LocalRewardScorer
 from infra.rewards.pool import RewardPool
 from rl_core.rewards import load_reward
@@ -59,7 +59,7 @@ def check_reward(config: RewardConfig) -> None:
 def _open_parts(config: WeightedReward, open_model: OpenModel | None) -> Iterator[tuple[str, RewardScorer]]:
     rest = {name: part for name, part in config.parts.items() if not isinstance(part.reward, ModelReward)}
     if rest:
-        yield REST, _open(config.model_copy(update={"parts": rest}))  # not validated: all weights may be 0
+        yield REMAINDER, _open(config.model_copy(update={"parts": rest}))  # not validated: all weights may be 0
     for name, part in config.parts.items():
         if isinstance(part.reward, ModelReward):
             yield name, open_reward_scorer(part.reward, open_model)

@@ -207,8 +207,8 @@ def check_incarnation(ref: ChunkRef, incarnation: str) -> None:
     """
     if ref.incarnation != incarnation:
         raise StaleIncarnationError(
-            f"chunk {ref.key} was put into store {ref.incarnation}, which is gone; this is {incarnation}: "
-            "run the stage that produces it again"
+            f"chunk {ref.key} belongs to a previous store ({ref.incarnation}; this is {incarnation}); Ray was probably "
+            "restarted: run the stage that produces it again"
         )
 
 
@@ -232,7 +232,7 @@ def capacity_error(key: ChunkKey, requested: int, held: int, limit: int) -> Capa
 
 def removed_folder_error(key: ChunkKey, folder: Path) -> StoreError:
     """Return the error for a put into a folder that is gone although its column server lives."""
-    return StoreError(f"can't put {key}: {folder} was removed under a living run")
+    return StoreError(f"can't put {key}: {folder} was removed while the run was active")
 
 
 def lost_store_error(run_id: str, error: Exception) -> WorkerLostError:

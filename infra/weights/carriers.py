@@ -14,8 +14,8 @@ from torch import Tensor
 
 from infra.models.flat_tensors import buffer_as_tensor
 from infra.storage.shared_memory import SharedFolder, choose_root
-from infra.weights.group import Transfer, WeightGroup
 from infra.weights.stream import CHECKSUM_BYTES, decode, encode
+from infra.weights.weight_group import Transfer, WeightGroup
 from schemas.errors import WeightsError
 
 

@@ -20,9 +20,9 @@ from infra.weights.carriers import (
     SharedMemorySender,
     open_folder,
 )
-from infra.weights.group import WeightGroup
 from infra.weights.probe import check_probe
 from infra.weights.stream import BucketReceiver, BucketSender, load_weights, send_weights
+from infra.weights.weight_group import WeightGroup
 from schemas.config.run import RunConfig
 from schemas.step import ProcessGroupHandle
 from schemas.weights import (

@@ -18,7 +18,7 @@ from torch import Tensor
 from infra.engines.base import RolloutEngine, WeightsBucket
 from infra.models.flat_tensors import buffer_as_tensor, flat_bytes, tensor_views, write_tensors
 from infra.weights.buckets import cast, join_gather, sent_bytes, split_buckets
-from infra.weights.group import WeightGroup
+from infra.weights.weight_group import WeightGroup
 from schemas.errors import WeightsError
 from schemas.weights import LoadedWeights, SentWeights, WeightsHandle
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from infra.ray.actors import call
-from infra.ray.group import WorkerGroup
+from infra.ray.ranks import WorkerGroup
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, WorkerLostError
 from schemas.weights import Transport, WeightGroupMember, WeightsRoute, WeightsTransfer

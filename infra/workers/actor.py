@@ -5,7 +5,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from infra.processes.collection import rare_collections
+from infra.processes.collection import infrequent_gc
 from infra.ray.actors import actor_name
 from infra.ray.device import occupy, place_of_process
 from infra.ray.health import Pingable
@@ -30,7 +30,7 @@ class WorkerActor:
         self._logs = LogBuffer(actor_name().rpartition("/")[2])
         self._logs.install()
         module, _, name = self.worker.partition(":")
-        with rare_collections():
+        with infrequent_gc():
             worker = getattr(import_module(module), name)
         self._worker = worker(*args)
 

@@ -57,6 +57,6 @@ async def _sync(run: RunHandle, version: int, get_workers: GetWorkers) -> Synced
     async def sync(workers: Sequence[Any]) -> WeightsTransfer | None:
         return await sync_weights(run.config, version, workers, *policy)
 
-    if run.config.takes_turns:
+    if run.config.time_shares_gpus:
         return await enter_rollout(run, get_workers, sync)
     return Synced(await sync(await get_workers()))

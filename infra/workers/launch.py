@@ -9,8 +9,8 @@ from typing import Any
 
 from infra.ray import health
 from infra.ray.actors import call, create_actor, find_actor, find_actors, kill_actors
-from infra.ray.group import WorkerGroup
 from infra.ray.pool import WorkerPool
+from infra.ray.ranks import WorkerGroup
 from infra.workers.actor import PlacedActor, actor_class
 from infra.workers.layout import Role, num_workers, worker_name, worker_numbers
 from infra.workers.placement import place, release
@@ -53,7 +53,7 @@ async def start_workers(run: RunHandle) -> list[WorkerPlace]:
     """
     groups: list[Role] = ["policy", "reference"] if run.config.needs_reference_worker else ["policy"]
     engines = _start_all(run, "rollout")
-    if run.config.takes_turns:  # an engine needs its memory to start; then it waits for its turn
+    if run.config.time_shares_gpus:  # an engine needs its memory to start; then it waits for its turn
         for worker in await _all(engines):
             await call(worker, "sleep", ("weights", "cache"))
         engines = []

@@ -25,7 +25,7 @@ from infra.ray.tracing import traced
 from infra.weights.buckets import changing_weights, join_gather
 from infra.weights.endpoint import WeightSyncEndpoint
 from infra.weights.probe import score_probe
-from infra.workers.residency import Tensors
+from infra.workers.offload import Tensors
 from infra.workers.scoring import ScoringWorker
 from infra.workers.telemetry import profiled
 from rl_core.columns.jagged import row_lengths

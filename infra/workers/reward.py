@@ -8,7 +8,7 @@ from infra.ray.device import choose_device, set_threads
 from infra.rewards.base import RewardScorer
 from infra.rewards.local import LocalRewardScorer
 from infra.workers.layout import reward_model_of
-from infra.workers.residency import Residency
+from infra.workers.offload import Offload
 from rl_core.rewards import RewardItem, RewardOutcome, group_outcome
 from rl_core.rewards.model import RewardModel
 from schemas.config.kinds import Variable
@@ -43,7 +43,7 @@ class RewardWorker:
     def __init__(self, run: RunHandle, number: int = 0) -> None:
         self._config, self._number = run.config, number
         self._model: RewardModel | None = None
-        self._residency = Residency({})
+        self._offload = Offload({})
 
     def start(self) -> None:
         """Load the model, once.
@@ -56,7 +56,7 @@ class RewardWorker:
         set_threads(self._config.runtime.num_threads)
         model = RewardModel(reward_model_of(self._config, self._number), self._config.data.date)
         model.load(choose_device())
-        self._model, self._residency = model, Residency({"weights": model.model.parameters})
+        self._model, self._offload = model, Offload({"weights": model.model.parameters})
 
     def score(self, item: RewardItem) -> RewardOutcome:
         """Return the outcomes of all responses to a prompt, as `group`; weights that were moved out are moved in.
@@ -66,13 +66,13 @@ class RewardWorker:
         """
         assert self._model is not None, "the worker has not started"
         assert isinstance(item.completion, list), "a reward worker scores whole groups"
-        self._residency.move_in(["weights"])
+        self._offload.move_in(["weights"])
         scores = self._model(item.prompt, item.completion, item.answer, item.info)
         return group_outcome(scores, len(item.completion))
 
     def sleep(self, parts: Collection[Part]) -> MemoryChange:
         """Move the weights out of the device's memory, for as long as others need it."""
-        return self._residency.move_out(parts)
+        return self._offload.move_out(parts)
 
     def wake(self, parts: Collection[Part]) -> MemoryChange:
         """Move the weights into the device's memory again.
@@ -80,4 +80,4 @@ class RewardWorker:
         Raises:
             torch.OutOfMemoryError: It has too little.
         """
-        return self._residency.move_in(parts)
+        return self._offload.move_in(parts)

@@ -22,8 +22,8 @@ from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
 from infra.weights.endpoint import WeightSyncEndpoint
-from infra.workers.groups import Evaluator, GroupSampler
 from infra.workers.inputs import check_inputs
+from infra.workers.prompt_groups import Evaluator, GroupSampler
 from infra.workers.reuse import copy_groups, describe_groups
 from infra.workers.reward_calls import model_opener
 from infra.workers.samples import Sample, make_shard, num_sampled, to_columns, trajectories_of

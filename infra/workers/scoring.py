@@ -18,7 +18,7 @@ from infra.ray.tracing import start_tracing
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
-from infra.workers.residency import Residency, Tensors
+from infra.workers.offload import Offload, Tensors
 from infra.workers.telemetry import WorkerTelemetry, profiled
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import flat_values, jagged, row_lengths
@@ -56,7 +56,7 @@ class ScoringWorker:
         self._directory = RunDirectory.of(run)
         self._incarnation = ""  # set by `_load`
         self._mesh: DeviceMesh | None = None
-        self._residency = Residency({})
+        self._offload = Offload({})
         start_tracing(run.run_id, run.config, f"{type(self).__name__}-{rank}")
 
     def incarnation(self) -> str:
@@ -72,7 +72,7 @@ class ScoringWorker:
         """Move parts out of the device's memory, for as long as others need it; a call that uses them moves them in."""
         if self._incarnation:
             release_gathered(self._module)
-        return self._residency.move_out(parts)
+        return self._offload.move_out(parts)
 
     def wake(self, parts: Collection[Part]) -> MemoryChange:
         """Move parts into the device's memory again.
@@ -80,7 +80,7 @@ class ScoringWorker:
         Raises:
             torch.OutOfMemoryError: It has too little.
         """
-        return self._residency.move_in(parts)
+        return self._offload.move_in(parts)
 
     def _parts(self) -> dict[Part, Tensors]:
         """Return the parts that can be moved, with the tensors of each."""
@@ -94,7 +94,7 @@ class ScoringWorker:
         self._store: ColumnStore = self._given_store or open_store(self._run)
         mesh = self._join(group, device, self._config.runtime.num_policy_replicas if trains else 1)
         self._module, self._mesh = load_scoring_module(self._config, model, device, mesh, trains=trains)
-        self._residency = Residency(self._parts())
+        self._offload = Offload(self._parts())
         self._group_id = group.group_id if group else uuid.uuid4().hex
         self._telemetry = WorkerTelemetry(f"{self.role}-{self._rank}", model, device, model.dtype_on(device.type))
 

@@ -115,7 +115,7 @@ def _read(text: str, form: str) -> Call | MalformedCall:
 
 def _call(value: Any) -> Call:
     if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("not a JSON object")
     if not isinstance(name := value.get("name"), str):
         raise ValueError('"name" must be the name of a tool')
     given = [key for key in ("arguments", "parameters") if key in value]

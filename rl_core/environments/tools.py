@@ -258,7 +258,7 @@ def _kind(hint: Any) -> Kind:
         values = [(type(value), value) for value in inner]  # 1 == True
         return Kind(f"one of {json.dumps(inner, ensure_ascii=False)}", lambda value: (type(value), value) in values)
     if origin is dict and inner[0] is not str:
-        raise TypeError(f"{hint!r} has keys that are no strings; use `dict[str, ...]`")
+        raise TypeError(f"{hint!r} keys must be strings; use `dict[str, ...]`")
     if origin not in (Union, types.UnionType, list, dict):
         raise TypeError(f"{hint!r} is no type of JSON's values; use `list[...]` or `dict[str, ...]`")
     kinds = [_kind(part) for part in inner]

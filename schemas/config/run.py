@@ -302,7 +302,7 @@ class RunConfig(FrozenConfig):
         return self.loss.behavior == "recompute" or self.optim.updates_per_step > 1 or self.kl.in_reward
 
     @property
-    def takes_turns(self) -> bool:
+    def time_shares_gpus(self) -> bool:
         """Whether workers that share a GPU move out of its memory while others compute.
 
         Off-policy, engine and policy compute at the same time, so that both stay in it.

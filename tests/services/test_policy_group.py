@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from infra.engines.embedded.engine import TransformersEngine
 from infra.models.load import load_model
 from infra.ray.actors import call
-from infra.ray.group import WorkerGroup
+from infra.ray.ranks import WorkerGroup
 from infra.stores.open import open_store
 from infra.weights.endpoint import WeightSyncEndpoint
 from infra.workers.launch import get_group

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infra.ray.actors import kill_actors
-from infra.ray.group import WorkerGroup
+from infra.ray.ranks import WorkerGroup
 from infra.storage.runs import RunDirectory
 from infra.weights import sync
 from infra.workers.generate import sync_workers

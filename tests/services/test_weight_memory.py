@@ -12,8 +12,8 @@ from infra.models.tiny import make_model
 from infra.ray.rendezvous import Rendezvous
 from infra.weights.buckets import sent_bytes, split_buckets
 from infra.weights.carriers import BroadcastSender, SharedMemorySender
-from infra.weights.group import WeightGroup
 from infra.weights.stream import send_weights
+from infra.weights.weight_group import WeightGroup
 from schemas.config.model import ModelConfig
 from schemas.weights import WeightsHandle
 from tests.services.test_planned_memory import MODEL

@@ -147,7 +147,7 @@ MUTANTS = (
     Mutant(
         name="reopened-step-unverified",
         area="recovery",
-        path="infra/stores/steps.py",
+        path="infra/stores/step_columns.py",
         old="    store.verify(kept)\n",
         new="",
         tests=("tests/unit/infra/test_steps.py", "tests/end_to_end/test_kill.py"),
@@ -187,7 +187,7 @@ MUTANTS = (
     Mutant(
         name="sweep-takes-the-next-step",
         area="recovery",
-        path="infra/stores/steps.py",
+        path="infra/stores/step_columns.py",
         old="for step in {*entered, *store.steps()} if step < first]",
         new="for step in {*entered, *store.steps()} if step <= first]",
         tests=("tests/unit/infra/test_steps.py", "tests/end_to_end/test_kill.py"),
@@ -383,7 +383,7 @@ MUTANTS = (
     Mutant(
         name="seed-ignores-sample",
         area="engines",
-        path="infra/workers/groups.py",
+        path="infra/workers/prompt_groups.py",
         old='parts = "train", self.step, self.group, self.number',
         new='parts = "train", self.step, self.group',
         tests=("tests/unit/infra/test_rollout_worker.py", "tests/end_to_end/test_train.py"),
@@ -415,7 +415,7 @@ MUTANTS = (
     Mutant(
         name="continued-row-repeats-its-noise",
         area="engines",
-        path="infra/workers/groups.py",
+        path="infra/workers/prompt_groups.py",
         old="derive_seed(run_seed, *parts, self.num_tokens) if self.num_tokens else ",
         new="",
         tests=("tests/unit/infra/test_rollout_worker.py", "tests/end_to_end/test_partial_rollouts.py"),
@@ -467,7 +467,7 @@ MUTANTS = (
     Mutant(
         name="group-scored-in-order-of-arrival",
         area="environments",
-        path="infra/rewards/groups.py",
+        path="infra/rewards/group_rewards.py",
         old="items = [item for _, item in sorted(self._items[group].items())]",
         new="items = list(self._items[group].values())",
         tests=("tests/unit/infra/test_group_rewards.py",),
@@ -475,7 +475,7 @@ MUTANTS = (
     Mutant(
         name="each-sample-has-its-own-environment",
         area="environments",
-        path="infra/workers/groups.py",
+        path="infra/workers/prompt_groups.py",
         old='derive_seed(seed, "environment", step, row.group)',
         new='derive_seed(seed, "environment", step, row.group, row.number)',
         tests=(

@@ -18,8 +18,8 @@ from infra.weights.carriers import (
     SharedMemorySender,
     open_folder,
 )
-from infra.weights.group import WeightGroup
 from infra.weights.stream import load_weights, send_weights
+from infra.weights.weight_group import WeightGroup
 from schemas.step import ProcessGroupHandle
 from schemas.weights import LoadedWeights, SentWeights, TensorSpec, Transport, WeightsHandle
 from tests.support.weight_tensors import RUN, same, tensors

@@ -15,8 +15,8 @@ import torch
 from infra.engines.embedded.engine import TransformersEngine
 from infra.models.load import load_model
 from infra.weights.carriers import BroadcastReceiver, SharedMemoryReceiver
-from infra.weights.group import WeightGroup
 from infra.weights.stream import load_weights
+from infra.weights.weight_group import WeightGroup
 from schemas.config.model import ModelConfig
 from schemas.step import ProcessGroupHandle
 from tests.support.measured_memory import ENVIRONMENT, reset_peak, status_bytes

@@ -37,7 +37,7 @@ class _Texts:
         """Return the fields of a turn's action.
 
         Raises:
-            InvalidActionError: It is no JSON object.
+            InvalidActionError: Not a JSON object.
         """
         text = without_reasoning(turn).strip()
         if self._action_field is not None:

@@ -3,13 +3,13 @@
 import gc
 from contextlib import suppress
 
-from infra.processes.collection import THRESHOLD, rare_collections
+from infra.processes.collection import THRESHOLD, infrequent_gc
 
 
 def test_collections_are_rare_in_the_block_alone() -> None:
     before = gc.get_threshold()
-    with suppress(ValueError), rare_collections():
-        with rare_collections():
+    with suppress(ValueError), infrequent_gc():
+        with infrequent_gc():
             pass
         assert gc.get_threshold() == (THRESHOLD, *before[1:])
         raise ValueError

@@ -14,7 +14,7 @@ from infra.environments.trajectory import Trajectory, TrajectoryBuilder
 from infra.models.load import load_model
 from infra.models.tiny import make_tokenizer
 from infra.rewards.local import LocalRewardScorer
-from infra.workers.groups import Evaluator
+from infra.workers.prompt_groups import Evaluator
 from infra.workers.sampling import ResponseSampler
 from rl_core.rewards import load_reward
 from rl_core.rollout.seeding import derive_seed

@@ -8,7 +8,7 @@ from infra.checkpoints.store import CheckpointStore
 from infra.history.garbage import collect_garbage
 from infra.storage.driver_lock import driver_lock
 from infra.storage.runs import RunDirectory
-from infra.stores.steps import steps_to_keep
+from infra.stores.step_columns import steps_to_keep
 from schemas.config.data import ReuseConfig
 from schemas.config.loss import TruncatedCorrection
 from schemas.errors import RunError

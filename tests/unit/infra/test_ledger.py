@@ -9,7 +9,7 @@ import pytest
 from infra.storage.ledger import FORMAT, stage_key, update_key
 from infra.storage.runs import RunDirectory
 from infra.stores.offline import steps_with_columns
-from infra.stores.steps import drop_outdated_steps
+from infra.stores.step_columns import drop_outdated_steps
 from schemas.config.changes import sampling_digest, scoring_digest
 from schemas.errors import RunError
 from schemas.step import PolicyHandle, RunHandle

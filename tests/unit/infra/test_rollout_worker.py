@@ -16,7 +16,7 @@ from infra.models.tiny import make_tokenizer
 from infra.stores.chunk_index import MemoryStore
 from infra.stores.files import FsspecColumnStore
 from infra.stores.tiered import TieredColumnStore
-from infra.workers.groups import Row
+from infra.workers.prompt_groups import Row
 from infra.workers.rollout import RolloutWorker
 from infra.workers.sampling import ResponseSampler, ResponseStart
 from rl_core.columns.jagged import flat_values, row_lengths

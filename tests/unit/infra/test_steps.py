@@ -9,7 +9,7 @@ from infra.storage.ledger import stage_key, step_folder
 from infra.stores.chunk_files import open_path
 from infra.stores.files import FsspecColumnStore
 from infra.stores.open import open_store
-from infra.stores.steps import open_step, sweep_steps
+from infra.stores.step_columns import open_step, sweep_steps
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.config.runtime import TimeoutsConfig
 from schemas.step import PolicyHandle, RunHandle

@@ -232,7 +232,7 @@ def load_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         ("a: bytes", "parameter 'a': <class 'bytes'> is no type of JSON's values"),
         ("a: tuple[int, int]", "parameter 'a': tuple[int, int] is no type of JSON's values"),
         ("a: list[bytes] | None", "parameter 'a': <class 'bytes'> is no type of JSON's values"),
-        ("a: dict[int, str]", "parameter 'a': dict[int, str] has keys that are no strings"),
+        ("a: dict[int, str]", "parameter 'a': dict[int, str] keys must be strings"),
         ("a: Literal[b'x']", "parameter 'a': Object of type bytes is not JSON serializable"),
         ("a: 'Missing'", "name 'Missing' is not defined"),
     ],

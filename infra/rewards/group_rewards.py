@@ -13,7 +13,7 @@ from infra.rewards.base import RewardBatch, RewardScorer
 from rl_core.rewards import RewardItem, RewardOutcome
 from rl_core.rewards.outcome import finite_number
 
-REST = "reward"  # the sum of the other parts, under a name that no part can have
+REMAINDER = "reward"  # the sum of the other parts, under a name that no part can have
 
 
 class GroupRewardScorer(RewardScorer):
@@ -98,7 +98,7 @@ class SumRewardScorer(RewardScorer):
 
     Args:
         scorers: The scorer of each reward model, by the name of its part, and that of the sum of all other parts as
-            `REST`, if there are any; closed with this one.
+            `REMAINDER`, if there are any; closed with this one.
         weights: The weight of each model.
     """
 
@@ -166,10 +166,10 @@ def _add_up(outcomes: Mapping[str, RewardOutcome], weights: Mapping[str, float])
     total, parts = 0.0, dict[str, float]()
     for name, outcome in outcomes.items():
         if outcome.reward is None:
-            failure = outcome.failure if name == REST else f"RuntimeError: part {name!r} failed: {outcome.failure}"
+            failure = outcome.failure if name == REMAINDER else f"RuntimeError: part {name!r} failed: {outcome.failure}"
             return RewardOutcome(reward=None, failure=failure)
-        total += outcome.reward if name == REST else weights[name] * outcome.reward
-        added = outcome.parts if name == REST else {name: outcome.reward}  # a model's score has no parts
+        total += outcome.reward if name == REMAINDER else weights[name] * outcome.reward
+        added = outcome.parts if name == REMAINDER else {name: outcome.reward}  # a model's score has no parts
         if twice := sorted(parts.keys() & added):
             return RewardOutcome(
                 reward=None, failure=f"RuntimeError: two parts are named {twice[0]!r}: rename one of them"

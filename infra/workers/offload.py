@@ -10,7 +10,7 @@ from schemas.placement import MemoryChange, Part
 Tensors = Callable[[], Iterable[Tensor]]  # those of a part that exist now
 
 
-class Residency:
+class Offload:
     """The parts of a worker, each in its device's memory or in host memory, as whole.
 
     Args:
