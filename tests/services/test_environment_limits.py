@@ -78,7 +78,7 @@ def test_a_task_of_an_environment_that_blocks_is_its_rows_fault(action: str) -> 
 
 
 def test_a_block_of_which_nobody_knows_whose_it_is_costs_only_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.environments.slot.SILENT_SECONDS", LIMIT_SECONDS)
+    monkeypatch.setattr("infra.processes.slot.SILENT_SECONDS", LIMIT_SECONDS)
     with opened("AsyncCounting", step_timeout_seconds=600) as pool:
         open_rows(pool, *"abc")
         replies = step_rows(pool, ["nap", "callback", "1"])
