@@ -41,11 +41,13 @@ format: venv  ## format the code and apply automatic lint fixes
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format --quiet .
 
+WORDS := anew|for ever|falls due|who holds|is no (string|number|list|mapping)
 lint: venv  ## check formatting, lint, types and import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check --no-cache .  # a cached verdict does not know that a package has become one of our own
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@! git grep -nwiE "$(WORDS)" -- '*.py' '*.md' ':!CHANGELOG.md' || { echo "error: plain words instead, please"; exit 1; }
 
 PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder  # three files at a time: some tests only wait
 

@@ -19,7 +19,7 @@ def check_model_folder(key: str, path: str, any_of: Sequence[str] = MODEL_FILES)
     Args:
         key: The config key of the path, for errors.
         path: The folder, or the model's name on the hub.
-        any_of: The files of which the folder must have one, beside its config.
+        any_of: The files of which the folder must have one, next to its config.
 
     Raises:
         ModelError: There is no such folder and no such model, or the folder has none of the files.

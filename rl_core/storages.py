@@ -1,4 +1,4 @@
-"""Tensors whose memory is given up for a while, in place: nobody who holds one of them notices when it is back.
+"""Tensors whose memory is given up for a while, in place: nobody who has one of them notices when it is back.
 
 Their storages are resized, as FSDP itself does with gathered weights. So shapes, strides, ties between tensors, and
 shards that FSDP views in another way stay as they are, on every device.

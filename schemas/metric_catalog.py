@@ -198,7 +198,7 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("turns/environment_seconds", "step", "mean", "second", "Time of the environment's calls in a trajectory.", ()),
     ("turns/environment_seconds_max", "step", "max", "second", "The same of the slowest trajectory.", ()),
     ("turns/recorded", "step", "sum", "", "Answers that were taken from the journal; absent if none.", ()),
-    ("turns/played_anew", "step", "sum", "row",
+    ("turns/restarted", "step", "sum", "row",
      "Trajectories whose environment, made again, answered otherwise than recorded; absent if none.", ()),
     "GPUs",
     ("memory/<worker>_allocated_bytes", "step", "max", "byte",

@@ -61,7 +61,7 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: Rollou
     begun = _find_begun(run, before) if before else {}
     if not begun and policy.step and run.config.runtime.max_staleness > 1:
         get_run_logger().warning(
-            "the unfinished rows before step %d are lost: they are sampled anew, by version %d alone, so that the run "
+            "the unfinished rows before step %d are lost: they are resampled with version %d only, so that the run "
             "is no longer the same as an undisturbed one",
             policy.step,
             run.config.sampler_version(policy.step),

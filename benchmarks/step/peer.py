@@ -1,4 +1,4 @@
-"""The same steps in another trainer, beside those of `sluice train`: same model, prompts, lengths and threads."""
+"""The same steps in another trainer, next to those of `sluice train`: same model, prompts, lengths and threads."""
 
 import importlib.util
 import json

@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """What one run does, as the runs of `sluice train` beside it.
+    """What one run does, as the runs of `sluice train` next to it.
 
     Attributes:
         model: The model's folder.

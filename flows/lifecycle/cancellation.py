@@ -93,7 +93,7 @@ async def terminable(work: Coroutine[Any, Any, Result]) -> Result:
 
 @contextmanager
 def _told_of_sigterm(loop: asyncio.AbstractEventLoop, tell: Callable[[], object]) -> Iterator[None]:
-    """Have the event loop call `tell` after a SIGTERM, beside the handler of the signal, whichever that is by then.
+    """Have the event loop call `tell` after a SIGTERM, next to the handler of the signal, whichever that is by then.
 
     Of several within one another the innermost is told. Signals reach only the main thread; in another one this does
     nothing.

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-SCRATCH = ".replay"  # beside the runs: all workers reach it, and checkpoints can be hard links
+SCRATCH = ".replay"  # next to the runs: all workers reach it, and checkpoints can be hard links
 
 
 @dataclass(frozen=True)

@@ -87,13 +87,11 @@ class Answers:
             self._open_anew(row)
 
     def open_again(self, row: int) -> tuple[PromptRow, Reply]:
-        """Begin a row's trajectory anew, without what is recorded; return its prompt, and the reply to the reset."""
+        """Restart a row's trajectory, without what is recorded; return its prompt, and the reply to the reset."""
         before = self._rows[row]
         if before.is_open:
             self._pool.end(row)
-        logger.warning(
-            "row %d is played anew from its start: its environment answers otherwise than the journal says", row
-        )
+        logger.warning("row %d is restarted: its environment answers otherwise than the journal says", row)
         self._rows[row] = _Row(before.prompt, before.seed)
         self._open_anew(row)
         return before.prompt, self.wait([row])[row]

@@ -134,7 +134,7 @@ class Episodes:
         the others: which rows are decoded together affects the last bits.
 
         Args:
-            prompts: The N prompts that `begin` returned. If a trajectory is played anew, its prompt may change.
+            prompts: The N prompts that `begin` returned. If a trajectory is restarted, its prompt may change.
             seeds: The seeds of their first turns, N; a later turn's seed is derived from it and the turn's number.
             sampling: How tokens are sampled; `max_response_tokens` is of all tokens after the prompt.
         """
@@ -212,7 +212,7 @@ class Episodes:
                     if reply.failure is not None and reply.failure.kind == "differs":
                         rows.end(row.place)
                         prompts[number], self._resets[number] = self._begun(*self._answers.open_again(number))
-                        begin([self._builder(number, prompts[number], seeds[number], is_anew=True)])
+                        begin([self._builder(number, prompts[number], seeds[number], is_restarted=True)])
                         continue
                     bridge, end = self._answer(row, dialogue, reply, sampling.max_response_tokens)
                     if end is not None:
@@ -231,9 +231,9 @@ class Episodes:
         prompt, failure = dialogue.begin(prompt, reply)
         return prompt, _Reset(failure, reply.seconds)
 
-    def _builder(self, number: int, prompt: PromptRow, seed: int, *, is_anew: bool = False) -> TrajectoryBuilder:
+    def _builder(self, number: int, prompt: PromptRow, seed: int, *, is_restarted: bool = False) -> TrajectoryBuilder:
         failure, seconds = self._resets[number]
-        return TrajectoryBuilder(number, prompt.prompt_ids, seed, failure, seconds, is_anew=is_anew)
+        return TrajectoryBuilder(number, prompt.prompt_ids, seed, failure, seconds, is_restarted=is_restarted)
 
     def _dialogue_of(self, prompt: PromptRow) -> Dialogue | None:
         return None if prompt.environment is None else self._dialogues[prompt.environment]

@@ -36,7 +36,7 @@ class EnvironmentPool:
 
     Each row's environment lives in one process. If that process hangs, or dies twice, the call whose code it ran fails.
     The process is replaced; each of its environments is made again when its next call begins, with the same task and
-    seed, and its earlier actions are replayed. Other calls that were outstanding begin anew. A failed call leaves no
+    seed, and its earlier actions are replayed. Other calls that were outstanding start again. A failed call leaves no
     trace: its environment is made again in the same way.
 
     Args:

@@ -39,7 +39,7 @@ class Trajectory(Generation):
     metrics: Mapping[str, float] = field(default_factory=dict)  # the environment's, summed over the turns
     environment_seconds: float = 0.0
     num_recorded: int = 0  # answers that were taken from the journal
-    is_anew: bool = False  # whether it was begun anew, as its environment answered otherwise than recorded
+    is_restarted: bool = False  # whether it was restarted, as its environment answered otherwise than recorded
 
     @property
     def reward(self) -> float:
@@ -53,7 +53,7 @@ class Trajectory(Generation):
         return self.token_ids[len(self.token_ids) - turn.num_tokens - turn.num_bridge_tokens :][: turn.num_tokens]
 
     def reward_info(self) -> dict[str, Any]:
-        """Return what a reward function gets in `info`, beside the data row's own."""
+        """Return what a reward function gets in `info`, in addition to the data row's own."""
         turns = [
             {"action": turn.action, "observations": list(turn.observations), "reward": turn.reward}
             for turn in self.turns
@@ -70,7 +70,7 @@ class TrajectoryBuilder:
         seed: The seed of its first turn.
         failure: Why its environment can't be used; None: it can.
         seconds: Time that the environment's reset took.
-        is_anew: Whether it is begun anew, as its environment answered otherwise than recorded.
+        is_restarted: Whether it is restarted, as its environment answered otherwise than recorded.
 
     Attributes:
         place: The number of its row in the engine, once it has one.
@@ -84,7 +84,7 @@ class TrajectoryBuilder:
         failure: str | None,
         seconds: float = 0.0,
         *,
-        is_anew: bool = False,
+        is_restarted: bool = False,
     ) -> None:
         self.number, self.seed, self.failure, self.place = number, seed, failure, -1
         self.history = np.asarray(prompt_ids, dtype=np.int64)  # [P + R], prompt and tokens so far
@@ -93,7 +93,7 @@ class TrajectoryBuilder:
         self._logprobs: list[np.ndarray] = []
         self._masks: list[np.ndarray] = []
         self._metrics: Counter[str] = Counter()
-        self._seconds, self._num_recorded, self._is_anew = seconds, 0, is_anew
+        self._seconds, self._num_recorded, self._is_anew = seconds, 0, is_restarted
 
     @property
     def num_tokens(self) -> int:
@@ -136,7 +136,7 @@ class TrajectoryBuilder:
             metrics=dict(self._metrics),
             environment_seconds=self._seconds,
             num_recorded=self._num_recorded,
-            is_anew=self._is_anew,
+            is_restarted=self._is_anew,
         )
 
     def _append(self, token_ids: np.ndarray, logprobs: np.ndarray, *, is_sampled: bool) -> None:
@@ -171,7 +171,7 @@ def measure(trajectories: Sequence[Trajectory]) -> Metrics:
     seconds = [trajectory.environment_seconds for trajectory in trajectories]
     replayed = {
         "turns/recorded": sum(trajectory.num_recorded for trajectory in trajectories),
-        "turns/played_anew": sum(trajectory.is_anew for trajectory in trajectories),
+        "turns/restarted": sum(trajectory.is_restarted for trajectory in trajectories),
     }
     return {
         "turns/environment_seconds": Mean(total=sum(seconds), weight=len(seconds)),

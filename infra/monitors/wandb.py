@@ -10,7 +10,7 @@ from schemas.config.monitor import WandbMonitor
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 
-INIT_SECONDS = 60  # for the library's service and its server to start a run, beside other work
+INIT_SECONDS = 60  # for the library's service and its server to start a run, next to other work
 FINISH_SECONDS = 15  # with a server that doesn't respond; as long, an ended process may wait for the library
 
 

@@ -148,7 +148,7 @@ class Call:
     def __init__(self, mark: Mark, number: int, limit_seconds: float, *, is_remade: bool = False) -> None:
         self._mark, self._number, self._limit_seconds, self._is_remade = mark, number, limit_seconds, is_remade
         self._began, self._busy_before, self._busy_seconds = time.monotonic(), Call.all_busy_seconds, 0.0
-        self._is_over = False  # then what still runs in the background gets the limit anew
+        self._is_over = False  # then what still runs in the background gets the limit again
         self._num_waiting, self._num_running = 0, 0  # threads
         self._stalled_at: float | None = None  # by the clock, if it stands still
         self._stalled_seconds = 0.0

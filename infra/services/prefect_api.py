@@ -68,7 +68,7 @@ def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         is_complete = parts.hostname is not None and parts.port != 0
-    except ValueError:  # a port that is no number, or an open bracket
+    except ValueError:  # a port that is not a number, or an open bracket
         return False
     return is_complete and text.startswith(("http://", "https://")) and not any(map(str.isspace, text))
 

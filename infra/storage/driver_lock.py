@@ -59,7 +59,7 @@ def require_lock(directory: RunDirectory) -> None:
 
 
 async def watch_lock(directory: RunDirectory) -> NoReturn:
-    """Wait until another driver has taken over the run that this process drives: for ever, in a local folder.
+    """Wait until another driver has taken over the run that this process drives: forever, in a local folder.
 
     Raises:
         RunTakenOverError: One has.

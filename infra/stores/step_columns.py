@@ -61,7 +61,7 @@ def clear_step(run: RunHandle, step: int) -> int:
 
 
 def drop_journals(run: RunHandle, step: int) -> None:
-    """Delete what rollout workers have recorded of a step, whose rows are stored now, or are to be played anew."""
+    """Delete what rollout workers have recorded of a step, whose rows are stored now, or are to be played again."""
     if run.config.environments:
         RunDirectory.of(run).journals.drop(step)
 

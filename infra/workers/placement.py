@@ -35,7 +35,7 @@ from schemas.placement import Device, Slot
 from schemas.step import RunHandle
 
 _POLL_SECONDS = 0.5
-_PATIENCE_SECONDS = 1.0  # before a line says who holds the resources
+_PATIENCE_SECONDS = 1.0  # before a line names the holders of the resources
 _LINE_SECONDS = 30.0  # between two such lines
 _next_line: dict[str, float] = {}  # when the next one is due, by run
 
@@ -197,7 +197,7 @@ def _tell(run: RunHandle, waited: float, what: str) -> None:
 
 
 def _holders() -> str:
-    """Say who holds the cluster's GPUs."""
+    """Name the holders of the cluster's GPUs."""
     total, free = (found().get("GPU", 0) for found in (ray.cluster_resources, ray.available_resources))
     held = Counter[str]()
     for table in placement_group_table().values():

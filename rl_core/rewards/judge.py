@@ -222,7 +222,7 @@ class Judge(ManagedReward):
 
 
 def _text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """Return the text of a message's content: that itself, or its parts of text, without the reasoning beside them.
+    """Return the text of a message's content: that itself, or its parts of text, without the reasoning next to them.
 
     Raises:
         TypeError: It is something else.

@@ -42,7 +42,7 @@ class RewardOutcome:
         """Create the outcome of what a function has returned for one response.
 
         Raises:
-            TypeError: It, or a part, is no number.
+            TypeError: It, or a part, is not a number.
             ValueError: It is not finite in float32; or it lacks its `reward`, or a part has an invalid name.
         """
         if not isinstance(score, Mapping):
@@ -69,7 +69,7 @@ def finite_number(what: str, value: object) -> float:
     """Return a number of any library, such as NumPy's or torch's scalars, as a float.
 
     Raises:
-        TypeError: It is no number.
+        TypeError: It is not a number.
         ValueError: It is not finite in float32, in which rewards are stored.
     """
     if not isinstance(value, SupportsFloat):

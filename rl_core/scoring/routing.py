@@ -119,7 +119,7 @@ class RouterReplay:
                 continue
             router = next((found for name in _ROUTERS if (found := getattr(block, name, None)) is not None), None)
             if not all(isinstance(getattr(router, name, None), int) for name in ("num_experts", "top_k")):
-                raise self._refusal(f"has no router beside the experts of its {type(block).__name__}")
+                raise self._refusal(f"has no router next to the experts of its {type(block).__name__}")
             yield router
 
     def _wrap(self, router: Any, hidden_size: int) -> "_Router":

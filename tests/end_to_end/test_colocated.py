@@ -243,7 +243,7 @@ def test_in_one_more_step_nothing_is_asked_twice(workplace: Workplace, colocated
     }
     report = colocated.metrics.steps()[STEPS]
     assert report.telemetry["turns/recorded"] == NUM_ANSWERS
-    assert "turns/played_anew" not in report.telemetry
+    assert "turns/restarted" not in report.telemetry
     seeds = {seed for _, seed in calls[first]}
     asked = Counter(call for process in calls.keys() - {first} for call, seed in calls[process] if seed in seeds)
     answered = round(report.metrics["environment/asked"] * NUM_ROWS)

@@ -34,7 +34,7 @@ PROBE = actor_class("tests.support.placed_worker:Probe", "where", "device", base
 
 @pytest.fixture(scope="module")
 def nodes(ray_cluster: Cluster) -> Iterator[list[Any]]:
-    """Two nodes with four fake GPUs each, beside the head; the last test removes one."""
+    """Two nodes with four fake GPUs each, next to the head; the last test removes one."""
     added = [ray_cluster.add_node(num_cpus=1, num_gpus=GPUS_PER_NODE, object_store_memory=2**27) for _ in range(2)]
     ray_cluster.wait_for_nodes()
     yield added

@@ -112,7 +112,7 @@ def test_what_was_answered_is_not_asked_again(folder: Path, monkeypatch: pytest.
     # Environments of the others are made again, and their past is replayed.
     assert calls(folder) == sum(num_calls(row) for sample, row in expected.items() if sample not in done)
     assert shard.telemetry["turns/recorded"].value > 0
-    assert "turns/played_anew" not in shard.telemetry
+    assert "turns/restarted" not in shard.telemetry
     if admission in BITS:
         assert rows == expected
     else:
@@ -148,7 +148,7 @@ def test_an_environment_without_a_state_is_asked_nothing_twice(folder: Path, mon
     num_recorded = sum(exchange.reply is not None for exchanges in before.values() for exchange in exchanges)
     assert num_recorded > len(rows)
     assert calls(folder) == sum(map(num_calls, rows.values())) - num_recorded
-    assert "turns/played_anew" not in shard.telemetry
+    assert "turns/restarted" not in shard.telemetry
     for sample, exchanges in before.items():
         for text in observations(exchanges):
             assert text in rows[sample]["prompt_text"] + rows[sample]["response_text"]
@@ -164,8 +164,8 @@ def test_an_environment_that_answers_otherwise_has_its_trajectory_played_anew(
     shard, rows = play(run)
     unfinished = {sample for sample, exchanges in before.items() if not has_ended(exchanges)}
     assert 0 < len(unfinished) < len(rows)
-    assert shard.telemetry["turns/played_anew"].value == len(unfinished)
-    assert caplog.text.count("is played anew from its start") == len(unfinished)
+    assert shard.telemetry["turns/restarted"].value == len(unfinished)
+    assert caplog.text.count("is restarted") == len(unfinished)
     for sample, row in rows.items():
         assert (row["prompt_text"].split()[-1] in salts) == (sample not in unfinished)
         assert row["episode_end"] == "done"

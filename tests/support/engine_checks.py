@@ -81,7 +81,7 @@ def assert_stop_tokens_end_responses(engine: RolloutEngine, prompt: Sequence[int
 
 
 def assert_requests_have_limits_of_their_own(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    """Assert that a response that is continued, beside others, has the log-probs of one forward over all of it."""
+    """Assert that a response that is continued, next to others, has the log-probs of one forward over all of it."""
     prompts, sampling = PROMPTS[:2], Sampling(12)
     first = generate_all(engine, [GenerationRequest(np.array(prompt), (1,), 4) for prompt in prompts], sampling)
     assert [(len(part.token_ids), part.finish_reason) for part in first] == [(4, "length")] * 2

@@ -112,6 +112,6 @@ def add(a: int, b: int) -> int:
 
 
 def wait() -> str:
-    """Wait for ever."""
+    """Wait forever."""
     while True:
         time.sleep(1)

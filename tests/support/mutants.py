@@ -201,7 +201,7 @@ MUTANTS = (
         tests=("tests/unit/tasks/test_stage.py",),
     ),
     Mutant(
-        name="resume-begins-schedule-anew",
+        name="resume-restarts-schedule",
         area="recovery",
         path="infra/workers/policy.py",
         old="self._trainer.num_updates, self._report = manifest.num_updates, manifest.report",

@@ -1,6 +1,6 @@
 """What `openenv.core` 0.10 offers to an environment, and an environment made with it.
 
-The library itself can't be installed beside vLLM.
+The library itself can't be installed together with vLLM.
 """
 
 import random

@@ -1,6 +1,6 @@
 """What `verifiers.v1` 0.4 offers to a game of one agent and to who plays it.
 
-The library itself can't be installed beside this project's pins; with `make verifiers`, the tests use it, too.
+The library itself can't be installed together with this project's pins; with `make verifiers`, the tests use it, too.
 """
 
 import importlib

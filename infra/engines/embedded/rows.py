@@ -146,7 +146,7 @@ class TransformersRows:
             self._batches.remove(batch)
 
     def _admitted(self) -> list[_Start]:
-        """Return the next of the rows that wait, as many as have room beside those that are decoded."""
+        """Return the next of the rows that wait, as many as have room next to those that are decoded."""
         running = np.flatnonzero(~self._samples.ended)
         if not self._waiting or (
             len(running) and (not self._several_turns or self._num_waiting < _CHANGE_FRACTION * len(running))
@@ -164,7 +164,7 @@ class TransformersRows:
         return starts
 
     def _make_room(self, num_tokens: int, returning: set[int]) -> None:
-        """Drop what was kept of rows, the oldest first, until `num_tokens` beside it fit into the cache."""
+        """Drop what was kept of rows, the oldest first, until `num_tokens` next to it fit into the cache."""
         kept = self._num_held - sum(self._held[row][0][0].shape[1] for row in returning & self._held.keys())
         for row in [row for row in self._held if row not in returning]:
             if num_tokens + kept <= self._max_cache_tokens:

@@ -380,7 +380,7 @@ class VllmEngine:
 
     @contextmanager
     def _closed_if_lost(self) -> Iterator[None]:
-        """With ranks in processes of their own, close the engine if one fails: the others may wait for it for ever."""
+        """With ranks in processes of their own, close the engine if one fails: the others may wait for it forever."""
         try:
             yield
         except Exception as error:

@@ -101,7 +101,7 @@ def test_later_attempts_replace_what_follows(files: JournalFiles, written: Path)
     found = read(files)
     assert [len(exchanges) for exchanges in found] == [2, 2, 1]
     assert found[0][1].reply.observations == ("c", "")
-    write(files, (0, 0, RESET))  # played anew
+    write(files, (0, 0, RESET))  # restarted
     assert lengths(files) == [1, 2, 1]
     assert len(files.attempts(7, 3)) == 3
 

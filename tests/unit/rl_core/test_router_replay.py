@@ -122,7 +122,7 @@ def test_start_up_checks_what_routers_do_with_experts(kind: str) -> None:
     ("name", "reason"),
     [
         ("phimoe", r"has routers that can't be given experts \(a router of phimoe chose experts by 0 calls"),
-        ("jamba", "has no router beside the experts of its JambaSparseMoeBlock"),
+        ("jamba", "has no router next to the experts of its JambaSparseMoeBlock"),
         ("qwen2", "has no experts in the layers of its decoder"),
     ],
 )

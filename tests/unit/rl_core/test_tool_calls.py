@@ -105,7 +105,12 @@ def test_a_malformed_call_says_what_is_wrong_and_how_calls_are_written(parser: s
 
 @pytest.mark.parametrize(
     ("body", "text"),
-    [("", "Expecting value"), ("[]", "not a JSON object"), ('"add"', "not a JSON object"), ('{"name": "a"}', "is missing")],
+    [
+        ("", "Expecting value"),
+        ("[]", "not a JSON object"),
+        ('"add"', "not a JSON object"),
+        ('{"name": "a"}', "is missing"),
+    ],
 )
 def test_tags_must_hold_a_call(body: str, text: str) -> None:
     assert text in reason(tagged(body))

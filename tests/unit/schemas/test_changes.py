@@ -51,7 +51,7 @@ TRAINED = {
 }
 
 # Of the keys that decide what is trained, those that messages name: they are for `sluice train`, before a run exists,
-# describe data or model, or offer a second remedy beside one that works.
+# describe data or model, or offer a second remedy next to one that works.
 FOR_A_NEW_RUN = {
     *(
         "advantage.kind",
