@@ -67,7 +67,7 @@ def test_the_rows_whose_reward_failed(inspect: Command) -> None:
 
 def test_why_the_reward_of_a_row_failed(inspect: Command, run: RunDirectory) -> None:
     store = columns_of(run)
-    store.open_lease(4)
+    store.open(4)
     for shard in range(NUM_SHARDS):
         columns = rollout_columns(4, shard)
         ids = pa.array([f"4-{shard}-{row}" for row in range(columns.num_rows)])
