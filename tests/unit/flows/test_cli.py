@@ -141,7 +141,7 @@ def test_a_prefect_that_does_not_answer(sluice: Command) -> None:
 
 
 def test_a_step_that_the_store_can_not_hold(sluice: Command, tmp_path: Path) -> None:
-    expected = ("the columns of one step take", "more than store.capacity_bytes = 2000; raise it")
+    expected = ("the columns of one step take", "more than store.capacity_bytes = 2000; set it to at least")
     assert_rejected(sluice("train", "tiny.toml", "store.capacity_bytes=2000"), *expected)
     directory = RunDirectory.create(load_config(Path("tiny.toml"), [f"runtime.runs_dir={tmp_path}"]), "begun")
     assert_rejected(sluice("resume", str(directory.path), "store.capacity_bytes=2000"), *expected)
