@@ -19,6 +19,7 @@ from infra.models.load import check_weight_files
 from infra.ray.module_path import append_working_directory
 from infra.storage.runs import RunDirectory, new_run_id, resumed_config
 from infra.workers.inputs import check_files
+from rl_core.user_code import imported_now
 from schemas.config.load import parse_config, read_toml
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
@@ -54,7 +55,7 @@ def train_run(
         Traceback (most recent call last):
         schemas.errors.ConfigError: config: missing key steps
     """
-    _require_no_other_run()  # the loop may be that of a run which imports this script
+    _require_program()  # the loop may be that of a run which imports this script
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -118,18 +119,20 @@ def import_path(function: Callable[..., Any]) -> str:
     return f"{'.'.join(parts)}:{name}"
 
 
-def _require_no_other_run() -> None:
-    if _active:
+def _require_program() -> None:
+    """Refuse a script that is imported for its reward, here or in a reward process, and another run in this process."""
+    if (module := imported_now()) is not None:
         raise ConfigError(
-            f"this process trains run {_active[0]} already; in a script that defines its reward, call train_run under "
-            '`if __name__ == "__main__":`'
+            f'train_run is called while {module} is imported; call it under `if __name__ == "__main__":`, as reward '
+            "processes import the script, too"
         )
+    if _active:  # Prefect's and Ray's connections are the process's
+        raise ConfigError(f"this process trains run {_active[0]} already; wait for its end")
 
 
 @contextmanager
 def _only_run(run_id: str) -> Iterator[None]:
-    """Refuse another run in this process, as Prefect's and Ray's connections are the process's."""
-    _require_no_other_run()
+    _require_program()
     _active.append(run_id)
     try:
         yield

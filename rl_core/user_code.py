@@ -14,6 +14,14 @@ from schemas.errors import UserError
 MAX_ERROR_CHARACTERS = 1000  # of an error's description, which is logged or shown to a model
 
 
+_importing: list[str] = []
+
+
+def imported_now() -> str | None:
+    """Return the user's module that this process is importing; None if there is none."""
+    return _importing[-1] if _importing else None
+
+
 def import_user_module(key: str, path: str, error_class: type[UserError]) -> tuple[ModuleType, str]:
     """Import the module of an import path `module:name`; return it with the name.
 
@@ -26,6 +34,7 @@ def import_user_module(key: str, path: str, error_class: type[UserError]) -> tup
         UserError: Of that class; importing the module raised an error.
     """
     module_name, _, name = path.partition(":")
+    _importing.append(module_name)
     try:
         module = import_module(module_name)
     except KeyboardInterrupt:
@@ -35,6 +44,8 @@ def import_user_module(key: str, path: str, error_class: type[UserError]) -> tup
             f"{key} {path!r}: importing {module_name!r} raised {' '.join(describe_error(error).split())}"
             f"{_import_advice(error)}"
         ) from error
+    finally:
+        _importing.pop()
     if shadowed := _shadowed_file(module):
         imported = getattr(module, "__file__", None) or "a module of Python"
         raise error_class(

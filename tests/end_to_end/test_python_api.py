@@ -42,7 +42,7 @@ def test_a_script_starts_and_continues_a_run_with_a_reward_of_its_own(workplace:
 def test_a_script_without_a_main_guard_is_told_so_before_anything_starts(workplace: Workplace) -> None:
     script = SCRIPT.replace('if __name__ == "__main__":', "if True:").replace("scripted", "unguarded")
     printed = workplace.python(_write(workplace, "unguarded.py", script), exit_code=1)
-    assert 'call train_run under `if __name__ == "__main__":`' in printed.splitlines()[-1]
+    assert 'call it under `if __name__ == "__main__":`' in printed.splitlines()[-1]
     assert "starting" not in printed
 
 
