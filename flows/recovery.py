@@ -9,7 +9,7 @@ from itertools import chain
 from infra.storage.identity import identity_of, owns_place
 from infra.storage.runs import RunDirectory, installed_versions, resumed_config
 from infra.stores.open import close_store, start_store
-from infra.stores.step_columns import drop_outdated_steps, drop_steps
+from infra.stores.step_columns import close_other_steps, drop_outdated_steps, drop_steps
 from infra.workers.generate import sync_workers
 from infra.workers.inputs import record_inputs
 from infra.workers.launch import get_group, kill_workers
@@ -115,11 +115,12 @@ async def reconcile(run: RunHandle, directory: RunDirectory) -> PolicyHandle:
     `metrics.jsonl`. The step is then run again from its ledger, and the worker returns the update that it recorded. If
     the ledger's entries are gone, the worker is replaced by one that loads the newest checkpoint.
 
-    All rollout workers get the version that samples next in one transfer.
+    Other steps that are still open are closed. All rollout workers get the version that samples next in one transfer.
     """
     directory.ledger.drop_failures()
     policy = await _find_policy(run, directory)
     await drop_superseded(run, await get_group(run, "policy"), directory.metrics.evals())
+    close_other_steps(run, policy.step)
     if not is_committed(run, policy, "rollout"):
         with suppress(WorkerLostError):  # a lost worker is created again, and synced, when it gets a job
             await sync_workers(run, run.config.sampler_version(policy.step))

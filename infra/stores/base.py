@@ -130,6 +130,10 @@ class ColumnStore(ABC):
     def steps(self) -> list[int]:
         """Return the steps that the store holds anything of, archived ones included, in order."""
 
+    def open_steps(self) -> list[int]:
+        """Return the steps that are open, in order."""
+        return list(self.usage().open_steps)
+
     def bytes_by_step(self) -> dict[int, int]:
         """Return the bytes of each step's durable chunks; nothing if the store is not durable."""
         return {}

@@ -91,7 +91,7 @@ class FsspecColumnStore(ColumnStore):
         return freed
 
     def clear(self, step: int) -> int:
-        freed = sum(record.ref.num_bytes for record in self.records(step))
+        freed = self._files.bytes_by_step(step_folder(step))[step]  # a damaged record must not keep its chunk
         self.archive(step)
         self._files.clear(step)
         self._folder.remove_folder(step_folder(step))  # a late writer finds the step closed, and removes its own files
@@ -101,7 +101,10 @@ class FsspecColumnStore(ColumnStore):
         self._folder.remove(open_path(step))
 
     def steps(self) -> list[int]:
-        return sorted({*self._files.steps(), *self._open_steps()})
+        return sorted({*self._files.steps(), *self.open_steps()})
+
+    def open_steps(self) -> list[int]:
+        return sorted(step for path in self._folder.sizes(OPEN_STEPS) if (step := opened_step(path)) is not None)
 
     def bytes_by_step(self) -> dict[int, int]:
         return self._files.bytes_by_step()
@@ -125,7 +128,7 @@ class FsspecColumnStore(ColumnStore):
 
     def usage(self) -> StoreUsage:
         """See `ColumnStore.usage`. The peak is the highest that this client saw in its own puts."""
-        open_steps = self._open_steps()
+        open_steps = self.open_steps()
         held = [ref for step in open_steps for ref in self.chunks(step)]
         num_bytes = sum(ref.num_bytes for ref in held)
         return StoreUsage(
@@ -205,7 +208,7 @@ class FsspecColumnStore(ColumnStore):
     def _wait_for_capacity(self, key: ChunkKey, num_bytes: int) -> None:
         deadline = time.monotonic() + self._put_timeout
         while True:
-            held = {step: self._files.bytes_by_step(step_folder(step))[step] for step in self._open_steps()}
+            held = {step: self._files.bytes_by_step(step_folder(step))[step] for step in self.open_steps()}
             total = sum(held.values())
             if total + num_bytes <= self._capacity_bytes:
                 self._peak_bytes = max(self._peak_bytes, total + num_bytes)
@@ -215,9 +218,6 @@ class FsspecColumnStore(ColumnStore):
                 raise capacity_error(key, num_bytes, total, self._capacity_bytes)
             time.sleep(_POLL_SECONDS)
             self._require_open(key)
-
-    def _open_steps(self) -> list[int]:
-        return sorted(step for path in self._folder.sizes(OPEN_STEPS) if (step := opened_step(path)) is not None)
 
     def _require_open(self, key: ChunkKey) -> None:
         if self._folder.size(open_path(key.step)) is None:

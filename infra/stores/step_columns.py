@@ -11,7 +11,7 @@ from infra.stores.base import ColumnStore
 from infra.stores.open import close_store, open_store, start_store
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
 from schemas.config.run import RunConfig
-from schemas.errors import ChunkNotFoundError, StoreError
+from schemas.errors import ChunkCorruptedError, ChunkNotFoundError, StoreError
 from schemas.step import PolicyHandle, RunHandle, StoredBatch
 from schemas.store import StoreTraffic
 
@@ -74,6 +74,18 @@ def archive_step(run: RunHandle, step: int) -> None:
     if not run.config.store.is_durable:
         _drop_records(RunDirectory.of(run), step)
     open_store(run).archive(step)
+
+
+def close_other_steps(run: RunHandle, step: int) -> None:
+    """Close the steps that a killed driver has left open, but for `step`, from which the run goes on.
+
+    An open step takes capacity. One that is run again later, after a policy that was lost, is opened again then; if
+    `step` had to wait for it, it would wait forever. What is begun of the responses of the next step stays.
+    """
+    store = open_store(run)
+    for left in store.open_steps():
+        if left != step and not (left == step + 1 and _is_only_begun(store, left)):
+            archive_step(run, left)
 
 
 def drop_outdated_steps(directory: RunDirectory, config: RunConfig, first: int) -> bool:
@@ -202,6 +214,14 @@ def _keep_committed(store: ColumnStore, step: int, committed: set[str]) -> None:
     store.verify(kept)
     if kept != batch:
         store.save_batch(kept)
+
+
+def _is_only_begun(store: ColumnStore, step: int) -> bool:
+    """Return whether a step has no chunks but those of responses that are to be continued."""
+    try:
+        return {_stage_of(ref) for ref in store.chunks(step)} <= {_CHUNKS["rollout"]}
+    except ChunkCorruptedError:
+        return False
 
 
 def _restart_step(store: ColumnStore, step: int) -> None:

@@ -9,11 +9,12 @@ from infra.storage.ledger import stage_key, step_folder
 from infra.stores.chunk_files import open_path
 from infra.stores.files import FsspecColumnStore
 from infra.stores.open import open_store
-from infra.stores.step_columns import open_step, sweep_steps
+from infra.stores.step_columns import close_other_steps, open_step, sweep_steps
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.config.runtime import TimeoutsConfig
+from schemas.errors import CapacityError
 from schemas.step import PolicyHandle, RunHandle
-from tests.support.small_run import make_small_run, put_advantages, put_behavior, put_rollout
+from tests.support.small_run import make_small_run, put_advantages, put_behavior, put_rollout, rollout_columns
 
 STEP = 4
 STAGES = {"rollout": "", "put": "rollout", "logprob": "behavior", "advantage": "advantage"}  # and their chunks
@@ -109,6 +110,47 @@ def test_a_step_with_a_bad_chunk_is_run_again_from_its_start(
         assert kept(run) == (set(), None)
     assert f"step 4 is run again from its start: chunk demo/4/{stage}/0/0" in caplog.text
     assert not list(Path(run.directory, "ledger").glob("step-000004/*"))
+
+
+def test_a_step_whose_record_is_damaged_is_run_again_from_its_start(run: RunHandle) -> None:
+    record = Path(run.directory, "columns", step_folder(STEP), "rollout-0-0.json")
+    record.write_bytes(record.read_bytes()[:40])
+    assert kept(run) == (set(), None)
+    assert not record.exists()
+    assert not list(Path(run.directory, "ledger").glob("step-000004/*"))
+
+
+def test_a_run_that_goes_back_does_not_wait_for_the_step_that_a_killed_driver_left_open(run: RunHandle) -> None:
+    store = columns(run)
+    held, before = store.usage().num_bytes, store.load_batch(STEP)
+    store._capacity_bytes, store._put_timeout = held + held // 2, 0
+    store.clear(STEP - 2)  # from which the run goes on, as the policy was lost
+    store.open(STEP - 2)
+    with pytest.raises(CapacityError):
+        put_rollout(store, STEP - 2)
+    close_other_steps(run, STEP - 2)
+    assert store.open_steps() == [STEP - 2]
+    put_rollout(store, STEP - 2)
+    assert kept(run) == ({"rollout", "behavior", "advantage"}, before)  # once it is that step's turn
+
+
+@pytest.mark.parametrize(("step", "left"), [(STEP, [STEP]), (STEP - 1, []), (STEP - 2, [])])
+def test_a_resumed_run_closes_the_steps_that_it_does_not_go_on_with(run: RunHandle, step: int, left: list[int]) -> None:
+    close_other_steps(run, step)
+    assert columns(run).open_steps() == left
+
+
+def test_responses_that_are_begun_ahead_stay_open(run: RunHandle) -> None:
+    store = columns(run)
+    store.open(STEP + 1)
+    begun = ChunkKey(run_id="demo", step=STEP + 1, stage="partial", shard=0, attempt=1)
+    store.put(begun, rollout_columns(STEP + 1, 0))
+    for _ in range(2):
+        close_other_steps(run, STEP)
+        assert store.open_steps() == [STEP, STEP + 1]
+    close_other_steps(run, STEP - 1)
+    assert store.open_steps() == []
+    assert [ref.key for ref in store.chunks(STEP + 1)] == [str(begun)]
 
 
 @pytest.mark.parametrize(("keep_steps", "left"), [(1, [3, 4]), ("all", [2, 3, 4])])
