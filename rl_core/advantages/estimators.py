@@ -11,12 +11,14 @@ from rl_core.advantages.baselines import (
     reinforce_plus_plus_baseline_advantages,
     rloo_advantages,
 )
+from rl_core.advantages.max_rl import max_rl_advantages
 from rl_core.advantages.turn_level import turn_level_advantages
 from rl_core.registry import Registry, entry
 from schemas.config.advantage import (
     AdvantageConfig,
     DrGrpoAdvantage,
     GrpoAdvantage,
+    MaxRlAdvantage,
     OpoAdvantage,
     ReinforcePlusPlusAdvantage,
     RlooAdvantage,
@@ -34,6 +36,7 @@ ESTIMATORS: Registry[[AdvantageInputs], Floats] = Registry(
     entry(ReinforcePlusPlusAdvantage, reinforce_plus_plus_baseline_advantages),
     entry(OpoAdvantage, opo_advantages),
     entry(TurnLevelAdvantage, turn_level_advantages),
+    entry(MaxRlAdvantage, max_rl_advantages),
 )
 """Advantage estimators: (config, inputs of N rows) -> [N] float64.
 

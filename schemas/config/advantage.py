@@ -62,6 +62,13 @@ class TurnLevelAdvantage(FrozenConfig):
     """Added to the standard deviation of the group's rewards, in units of the reward."""
 
 
+class MaxRlAdvantage(FrozenConfig):
+    """(reward - group mean) / group mean; 0 where that mean is not positive (MaxRL)."""
+
+    kind: Literal["max_rl"] = "max_rl"
+    """Selects MaxRL."""
+
+
 AdvantageConfig = Annotated[
     Annotated[
         GrpoAdvantage
@@ -69,7 +76,8 @@ AdvantageConfig = Annotated[
         | RlooAdvantage
         | ReinforcePlusPlusAdvantage
         | OpoAdvantage
-        | TurnLevelAdvantage,
+        | TurnLevelAdvantage
+        | MaxRlAdvantage,
         Field(discriminator="kind"),
     ],
     default_kind("grpo"),

@@ -14,6 +14,7 @@ from schemas.config.advantage import (
     AdvantageConfig,
     DrGrpoAdvantage,
     GrpoAdvantage,
+    MaxRlAdvantage,
     OpoAdvantage,
     ReinforcePlusPlusAdvantage,
     RlooAdvantage,
@@ -95,6 +96,16 @@ def test_single_turns_have_grpo_advantages_and_equal_rewards_none() -> None:
 
 def test_dr_grpo_is_the_centered_reward() -> None:
     assert advantages_of(DrGrpoAdvantage(), REWARDS, GROUPS).tolist() == [0.5, -1.0, -0.5, -0.5, 1.0, 0.5]
+
+
+def test_max_rl_divides_by_the_mean_reward() -> None:
+    # Means 1/2 and 3; then 1/4.
+    assert advantages_of(MaxRlAdvantage(), REWARDS, GROUPS).tolist() == pytest.approx([1, -1 / 3, -1, -1, 1 / 3, 1])
+    assert advantages_of(MaxRlAdvantage(), [1.0, 0.0, 0.0, 0.0], [0] * 4).tolist() == [3.0, -1.0, -1.0, -1.0]
+
+
+def test_max_rl_is_zero_where_the_mean_reward_is_not_positive() -> None:
+    assert advantages_of(MaxRlAdvantage(), [1.0, -1.0, 0.0, -2.0], [0, 0, 1, 1]).tolist() == [0.0] * 4
 
 
 def test_rloo_has_a_leave_one_out_baseline() -> None:
