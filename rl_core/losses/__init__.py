@@ -6,9 +6,9 @@ from rl_core.losses.base import LossInputs, Surrogate, aggregate, denominator, l
 from rl_core.losses.correction import correction_weights
 from rl_core.losses.kl import kl_estimate
 from rl_core.losses.report import nan_unless_finite, report
-from rl_core.losses.surrogates import cispo_loss, clipped_loss, gspo_loss
+from rl_core.losses.surrogates import cispo_loss, clipped_loss, gspo_loss, sapo_loss
 from rl_core.registry import Registry, entry
-from schemas.config.loss import CispoLoss, ClippedLoss, CorrectionConfig, GspoLoss, KlConfig, LossConfig
+from schemas.config.loss import CispoLoss, ClippedLoss, CorrectionConfig, GspoLoss, KlConfig, LossConfig, SapoLoss
 from schemas.metrics import Metrics
 
 __all__ = ["SURROGATES", "LossInputs", "policy_loss"]
@@ -19,6 +19,7 @@ SURROGATES: Registry[[LossInputs], Surrogate] = Registry(
     entry(ClippedLoss, clipped_loss),
     entry(GspoLoss, gspo_loss),
     entry(CispoLoss, cispo_loss),
+    entry(SapoLoss, sapo_loss),
 )
 """Policy terms: (config, inputs of the T trained tokens) -> surrogate of T tokens."""
 

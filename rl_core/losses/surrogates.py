@@ -3,7 +3,7 @@
 import torch
 
 from rl_core.losses.base import MAX_LOG_RATIO, LossInputs, Surrogate, clipped_surrogate, log_ratio
-from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss
+from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, SapoLoss
 
 
 def clipped_loss(config: ClippedLoss, trained: LossInputs) -> Surrogate:
@@ -67,3 +67,22 @@ def gspo_loss(config: GspoLoss, trained: LossInputs) -> Surrogate:
     own = difference - difference.detach()  # value 0, gradient of the log-prob
     ratio = (mean[trained.sequence_index] + own).exp()
     return clipped_surrogate(ratio, trained.advantages, config.clip_low, config.clip_high)
+
+
+def sapo_loss(config: SapoLoss, trained: LossInputs) -> Surrogate:
+    """Compute -A (4 / tau) sigmoid(tau (r - 1)) per token, with r = exp(policy - behavior).
+
+    Gao et al. 2025, arXiv:2511.20347: tau is `tau_positive` for positive A, else `tau_negative`. At r = 1 the gradient
+    is that of -A r, and it fades as r departs from 1.
+
+    Args:
+        config: The temperatures.
+        trained: The trained tokens.
+
+    Returns:
+        The surrogate; no token is clipped.
+    """
+    advantages, ratio = trained.advantages, log_ratio(trained).exp()
+    negative = torch.full_like(ratio, config.tau_negative)
+    tau = torch.where(advantages > 0, config.tau_positive, negative)
+    return Surrogate(losses=-advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), ratio=ratio, clipped={})

@@ -79,8 +79,24 @@ class CispoLoss(_Loss):
     """Weights are clipped to at most 1 + `clip_high`."""
 
 
+class SapoLoss(_Loss):
+    """Ratios through a sigmoid, a soft gate in place of clipping (Gao et al. 2025, arXiv:2511.20347)."""
+
+    kind: Literal["sapo"] = "sapo"
+    """Selects SAPO."""
+
+    aggregation: Aggregation = "seq_mean_token_mean"
+    """Mean over trained tokens, or over sequences of their token mean, token sum, or token sum / `norm_tokens`."""
+
+    tau_positive: PositiveFloat = 1.0
+    """Temperature of the gate for positive advantages; a larger one closes it faster."""
+
+    tau_negative: PositiveFloat = 1.05
+    """Temperature of the gate for negative advantages."""
+
+
 LossConfig = Annotated[
-    Annotated[ClippedLoss | GspoLoss | CispoLoss, Field(discriminator="kind")], default_kind("clipped")
+    Annotated[ClippedLoss | GspoLoss | CispoLoss | SapoLoss, Field(discriminator="kind")], default_kind("clipped")
 ]
 
 

@@ -20,6 +20,7 @@ from schemas.config.loss import (
     LossConfig,
     MaskedCorrection,
     NoCorrection,
+    SapoLoss,
     TruncatedCorrection,
 )
 from tests.support.packed import VOCAB_SIZE, plain_logprobs, tiny_qwen3
@@ -54,6 +55,7 @@ KINDS: dict[str, Algorithm] = {
     "cispo": Algorithm(
         CispoLoss(clip_low=0.3, clip_high=0.2, entropy_coef=0.01), KlConfig(coef=0.1, estimator="k1"), NoCorrection()
     ),
+    "sapo": Algorithm(SapoLoss(), KlConfig(coef=0.1, estimator="k3"), TruncatedCorrection(cap=1.1)),
 }
 AGGREGATIONS = get_args(Aggregation)
 ALGORITHMS = {
@@ -135,7 +137,18 @@ def cispo_term(row: Row, logprobs: Tensor, config: CispoLoss) -> Tensor:
     return -torch.clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * row.advantage * logprobs
 
 
-POLICY_TERMS: dict[str, Callable[..., Tensor]] = {"clipped": clipped_term, "gspo": gspo_term, "cispo": cispo_term}
+def sapo_term(row: Row, logprobs: Tensor, config: SapoLoss) -> Tensor:
+    ratio = torch.exp(logprobs - row.behavior[row.mask])
+    tau = config.tau_positive if row.advantage > 0 else config.tau_negative
+    return -row.advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
+
+
+POLICY_TERMS: dict[str, Callable[..., Tensor]] = {
+    "clipped": clipped_term,
+    "gspo": gspo_term,
+    "cispo": cispo_term,
+    "sapo": sapo_term,
+}
 
 
 def reference_weights(row: Row, correction: CorrectionConfig) -> Tensor:

@@ -18,11 +18,12 @@ from schemas.config.loss import (
     LossConfig,
     MaskedCorrection,
     NoCorrection,
+    SapoLoss,
     TruncatedCorrection,
 )
 from schemas.metrics import Mean, Metrics
 
-LOSSES = [ClippedLoss(), ClippedLoss(dual_clip=3), GspoLoss(clip_low=0.1, clip_high=0.1), CispoLoss()]
+LOSSES = [ClippedLoss(), ClippedLoss(dual_clip=3), GspoLoss(clip_low=0.1, clip_high=0.1), CispoLoss(), SapoLoss()]
 AGGREGATIONS = get_args(Aggregation)
 NO_KL, NO_CORRECTION = KlConfig(), NoCorrection()
 CORRECTIONS = [NO_CORRECTION, TruncatedCorrection(cap=1.2), MaskedCorrection(level="sequence", high=2)]

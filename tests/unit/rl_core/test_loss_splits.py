@@ -95,7 +95,7 @@ def _run_lengths(cuts: list[bool]) -> list[int]:
     return sizes
 
 
-every_loss = pytest.mark.parametrize("loss", LOSSES, ids=["clipped", "dual_clip", "gspo", "cispo"])
+every_loss = pytest.mark.parametrize("loss", LOSSES, ids=["clipped", "dual_clip", "gspo", "cispo", "sapo"])
 
 
 @every_loss
@@ -130,7 +130,7 @@ def test_untrained_tokens_cannot_poison_the_gradient(loss: LossConfig, correctio
     )
     loss_value, metrics = loss_of(inputs, 1, 1, loss.replace(entropy_coef=0.5), KlConfig(coef=0.1), correction)
     grad = gradient_of(inputs, loss_value)
-    assert loss_value.item() == (-0.5 if loss.kind == "cispo" else -1.5)
+    assert loss_value.item() == {"cispo": -0.5, "sapo": -2.5}.get(loss.kind, -1.5)
     assert grad == [-1.0, 0.0, 0.0]
     assert all(math.isfinite(value) for value in values(metrics).values())
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from schemas.config.loss import Aggregation, CispoLoss, GspoLoss
+from schemas.config.loss import Aggregation, CispoLoss, GspoLoss, SapoLoss
 from schemas.metrics import Max, Mean
 from tests.unit.rl_core.loss_inputs import (
     assert_mean,
@@ -87,6 +87,21 @@ def test_cispo_has_no_lower_bound_by_default() -> None:
     loss, metrics = loss_of(inputs, 2, 1, CispoLoss())
     assert gradient_of(inputs, loss) == pytest.approx([-0.005, -0.5])
     assert metrics["clip_fraction"].value == 0.0
+
+
+def test_sapo_by_hand() -> None:
+    # sigmoid(tau (r - 1)): of 1 and -0.5 with tau 1; of 1.05 and 0 with tau 1.05.
+    inputs = row_inputs([2.0, 0.5, 2.0, 1.0], [1.0, -2.0], [2, 2])
+    loss, metrics = loss_of(inputs, 4, 2, SapoLoss())
+    gates = [1 / (1 + math.exp(-x)) for x in (1.0, -0.5, 1.05, 0.0)]
+    means = [-4 * (gates[0] + gates[1]) / 2, 2 * 4 / 1.05 * (gates[2] + gates[3]) / 2]
+    assert loss.item() == pytest.approx(sum(means) / 2)
+    # d/dlogp = -A 4 g (1 - g) r, over 2 tokens and 2 sequences.
+    slopes = [4 * gate * (1 - gate) for gate in gates]
+    expected = [-slopes[0] * 2 / 4, -slopes[1] * 0.5 / 4, 2 * slopes[2] * 2 / 4, 2 * slopes[3] / 4]
+    assert gradient_of(inputs, loss) == pytest.approx(expected)
+    assert slopes[3] == 1.0  # on-policy, REINFORCE's
+    assert "clip_fraction" not in metrics
 
 
 # With r = 1, a token's loss is -A.
