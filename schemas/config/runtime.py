@@ -167,8 +167,8 @@ class TimeoutsConfig(FrozenConfig):
     resource_seconds: NonNegativeFloat = 600
     """Seconds that a run waits for GPUs that others hold, or for a node in place of a lost one, before it stops."""
 
-    driver_seconds: PositiveFloat = 3600
-    """Seconds after which a run's workers and its store end if no driver has been there; it can be resumed then."""
+    driver_seconds: Annotated[float, Field(ge=60)] = 3600
+    """Seconds, 60 or more, after which a run's workers and store end if no driver has been there; resume starts others."""
 
 
 class WeightsConfig(FrozenConfig):

@@ -124,7 +124,7 @@ OTHER = {
     "services.dir": "elsewhere",
     "services.py_modules": "['my_rewards.py']",
     "timeouts.collective_seconds": "7",
-    "timeouts.driver_seconds": "9",
+    "timeouts.driver_seconds": "90",
     "runtime.placement": "colocated",
     "timeouts.resource_seconds": "9",
     "runtime.runs_dir": "elsewhere",
