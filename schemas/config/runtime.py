@@ -168,7 +168,7 @@ class TimeoutsConfig(FrozenConfig):
     """Seconds that a run waits for GPUs that others hold, or for a node in place of a lost one, before it stops."""
 
     driver_seconds: Annotated[float, Field(ge=60)] = 3600
-    """Seconds, 60 or more, after which a run's workers and store end if no driver has been there; resume starts others."""
+    """Seconds, 60 or more, after which a run's workers and store end without a driver; it can be resumed then."""
 
 
 class WeightsConfig(FrozenConfig):

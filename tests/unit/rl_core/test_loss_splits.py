@@ -95,7 +95,7 @@ def _run_lengths(cuts: list[bool]) -> list[int]:
     return sizes
 
 
-every_loss = pytest.mark.parametrize("loss", LOSSES, ids=["clipped", "dual_clip", "gspo", "cispo", "sapo"])
+every_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.kind}-{loss.aggregation}")
 
 
 @every_loss
