@@ -16,6 +16,7 @@ from flows.preflight import check, check_checkpoint
 from flows.summary import finished_summary
 from flows.train import train
 from infra.models.load import check_weight_files
+from infra.processes.calls import Parent
 from infra.ray.module_path import append_working_directory
 from infra.storage.runs import RunDirectory, new_run_id, resumed_config
 from infra.workers.inputs import check_files
@@ -119,9 +120,10 @@ def import_path(function: Callable[..., Any]) -> str:
 
 
 def _require_no_other_run() -> None:
-    if _active:
+    if _active or Parent.exists:
+        what = f"trains run {_active[0]} already" if _active else "computes the rewards of a run"
         raise ConfigError(
-            f"this process trains run {_active[0]} already; in a script that defines its reward, call train_run under "
+            f"this process {what}; in a script that defines its reward, call train_run under "
             '`if __name__ == "__main__":`'
         )
 

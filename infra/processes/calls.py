@@ -94,10 +94,14 @@ class Parent:
 
     Attributes:
         mark: Shows the parent what this process does.
+        exists: Whether this process has one: it is there for calls of users' code.
     """
+
+    exists = False
 
     def __init__(self, descriptor: int, memory: int) -> None:
         end_with_parent()
+        Parent.exists = True
         self._descriptor, self.mark = descriptor, Mark(memory)
         os.set_inheritable(descriptor, False)
         os.close(memory)
@@ -194,8 +198,14 @@ class Call:
             raise
         except BaseException as raised:  # a user's code may raise anything
             raise CallError("raised", describe(raised)) from raised
-        if not inspect.isawaitable(result):
-            return result
+        return await self.finish(result) if inspect.isawaitable(result) else result
+
+    async def finish(self, result: Awaitable[Any]) -> Any:
+        """Return what a user's async function returns.
+
+        Raises:
+            CallError: It raised, or awaited for too long; then it is cancelled, and not waited for.
+        """
         Call.current.set(self)
         task = asyncio.create_task(_await(result))
         try:
@@ -211,11 +221,6 @@ class Call:
         if (error := task.exception()) is not None:
             raise error if isinstance(error, CallError) else CallError("raised", describe(error)) from error
         return task.result()
-
-    def hold(self, coroutine: Coroutine[Any, Any, Any]) -> "MarkedCoroutine":
-        """Return a coroutine, to be awaited by its task, that holds the mark; a time limit is its own."""
-        Call.current.set(self)
-        return MarkedCoroutine(coroutine, self)
 
     def _seconds_without_others(self) -> float:
         others = Call.all_busy_seconds - self._busy_before - self._busy_seconds
