@@ -24,8 +24,8 @@ from operator import methodcaller
 from types import ModuleType
 from typing import Any
 
-from infra.environments.child_threads import ThreadPerCall
 from infra.processes.calls import Call, CallError, Parent, describe, outside_of_loop
+from infra.processes.threads import ThreadPerCall
 
 MAX_MESSAGES = 64  # of one observation
 RESULT = "return (observation, reward, done), or Step(observation, reward, done, metrics)"

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any, Literal
 
 import infra.environments.child
-import infra.environments.child_threads
 import infra.processes.calls
 import infra.processes.lifeline
+import infra.processes.threads
 from infra.environments.interpreter import Interpreter
 from infra.processes.calls import Running
 from infra.processes.isolated import IsolatedProcess
-from infra.processes.slot import LossKind, ProcessCall, Slot
+from infra.processes.slot import MAX_HUNG, LossKind, ProcessCall, Slot
 from rl_core.environments.base import Task
 from schemas.config.environment import TurnLimits
 from schemas.errors import EnvironmentImportError
@@ -23,7 +23,7 @@ from schemas.errors import EnvironmentImportError
 MODULES = (
     infra.processes.lifeline,
     infra.processes.calls,
-    infra.environments.child_threads,
+    infra.processes.threads,
     infra.environments.child,
 )
 # Loads the modules by their files: no package of Sluice is on the module path of its interpreter. Nor is the current
@@ -44,7 +44,6 @@ module.main(int(sys.argv[1]), int(sys.argv[2]))
 """
 FailureKind = Literal["raised", "invalid", "timeout", "died", "differs"]
 logger = logging.getLogger(__name__)
-MAX_HUNG = 8  # threads of a process that run calls which have timed out
 
 
 @dataclass(frozen=True)

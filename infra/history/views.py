@@ -60,7 +60,7 @@ class StepQueries:
         self.connection = duckdb.connect(config=options)
         self._runs, self._is_named = runs, is_named
         self._steps = [(run, step) for run in runs for step in run.batches]
-        self._failure: PipelineError | None = None  # of a read; DuckDB's own error has its text only
+        self._failures: list[PipelineError] = []  # of reads; DuckDB's own error has their text only
         self._create_rows()
         for name, table in tables.items():
             self.connection.register(name, table)
@@ -70,10 +70,11 @@ class StepQueries:
             "prompt_tokens": lambda: self._tokens("prompt_tokens", "prompt"),
             "placements": self._placements,
         }
+        with_values = f"select {', '.join(self._row_values())} from kept_rows"
         for name, select in selects.items():
             if name not in tables:
                 columns = ", ".join(["run_id", "step", "row", *select()])
-                self.connection.execute(f"create view {name} as select {columns} from kept_rows")
+                self.connection.execute(f"create view {name} as select {columns} from ({with_values})")
 
     @contextmanager
     def errors(self, timeout_seconds: float | None = None) -> Iterator[None]:
@@ -83,7 +84,7 @@ class StepQueries:
             QueryError: DuckDB rejects a query, or it took too long or was stopped.
             StoreError: Columns that it reads are lost or damaged.
         """
-        self._failure = None
+        self._failures.clear()
         timer = Timer(timeout_seconds or 0, self.connection.interrupt)
         timer.daemon = True
         if timeout_seconds is not None:
@@ -94,8 +95,8 @@ class StepQueries:
             limit = "" if timeout_seconds is None else f" after {timeout_seconds:.3g} s"
             raise QueryError(f"the query was stopped{limit}") from None
         except duckdb.Error as error:
-            if self._failure is not None:
-                raise self._failure.with_traceback(None) from None
+            if self._failures:
+                raise self._failures[0].with_traceback(None) from None
             raise QueryError(one_line(error)) from None
         finally:
             timer.cancel()
@@ -142,12 +143,18 @@ class StepQueries:
         own, of_rows = self._dtypes(axis), self._dtypes("row") if axis == "response" else {}
         for name in (name for name in ROW_VALUES if name in of_rows):
             has_turns = name == "advantages" and TURN_COLUMNS[0] in self._dtypes("turn")
-            field = field_of(name, of_rows[name])
-            yield self._list(view, field, read) if has_turns else self._column(view, field, KeptRun.column)
+            yield self._list(view, field_of(name, of_rows[name]), read) if has_turns else name
         yield f"unnest(range(num_{axis}_tokens))::int as position"
         fields = [field_of(name, dtype, is_flat=True) for name, dtype in own.items()]
         for field in [*fields, pa.field("text", pa.string())] if IDS[axis] in own else fields:
             yield self._list(view, field, read)
+
+    def _row_values(self) -> Iterator[str]:
+        """Yield columns of rows that tokens have, too; in a query of its own, they are read by row, not by token."""
+        yield "*"
+        for name, dtype in self._dtypes("row").items():
+            if name in ROW_VALUES:
+                yield self._column("row_values", field_of(name, dtype), KeptRun.column)
 
     def _placements(self) -> Iterator[str]:
         places = self._function("placements", pa.field("place", PLACES), lambda run, step, _: run.places(step))
@@ -165,25 +172,26 @@ class StepQueries:
 
     def _function(self, view: str, field: pa.Field, read: ReadColumn) -> str:
         """Create the function that returns a column's values, and return a call of it."""
-        starts, name = self._starts, f"{view}:{field.name}"
+        # The connection keeps the function, which must not refer to it: neither would ever be freed.
+        steps, starts, failures, name = self._steps, self._starts, self._failures, f"{view}:{field.name}"
 
         @lru_cache(maxsize=CACHED_STEPS)
         def column(at: int) -> pa.Array:
-            run, step = self._steps[at]
+            run, step = steps[at]
             found = read(run, step, field.name)
             return pa.nulls(int(starts[at + 1] - starts[at]), field.type) if found is None else found.cast(field.type)
 
         def values(numbers: pa.ChunkedArray) -> pa.Array:
             wanted = numbers.to_numpy()
-            steps = np.searchsorted(starts, wanted, side="right") - 1
-            bounds = np.flatnonzero(np.diff(steps, prepend=-1))
+            places = np.searchsorted(starts, wanted, side="right") - 1
+            bounds = np.flatnonzero(np.diff(places, prepend=-1))
             try:
                 parts = [
-                    _take(column(int(steps[at])), wanted[at:stop] - starts[steps[at]])
+                    _take(column(int(places[at])), wanted[at:stop] - starts[places[at]])
                     for at, stop in zip(bounds, [*bounds[1:], len(wanted)], strict=True)
                 ]
             except PipelineError as error:
-                self._failure = error
+                failures.append(error)
                 raise
             return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
 

@@ -194,8 +194,14 @@ class Call:
             raise
         except BaseException as raised:  # a user's code may raise anything
             raise CallError("raised", describe(raised)) from raised
-        if not inspect.isawaitable(result):
-            return result
+        return await self.finish(result) if inspect.isawaitable(result) else result
+
+    async def finish(self, result: Awaitable[Any]) -> Any:
+        """Return what a user's async function returns.
+
+        Raises:
+            CallError: It raised, or awaited for too long; then it is cancelled, and not waited for.
+        """
         Call.current.set(self)
         task = asyncio.create_task(_await(result))
         try:
@@ -211,11 +217,6 @@ class Call:
         if (error := task.exception()) is not None:
             raise error if isinstance(error, CallError) else CallError("raised", describe(error)) from error
         return task.result()
-
-    def hold(self, coroutine: Coroutine[Any, Any, Any]) -> "MarkedCoroutine":
-        """Return a coroutine, to be awaited by its task, that holds the mark; a time limit is its own."""
-        Call.current.set(self)
-        return MarkedCoroutine(coroutine, self)
 
     def _seconds_without_others(self) -> float:
         others = Call.all_busy_seconds - self._busy_before - self._busy_seconds

@@ -23,6 +23,7 @@ READY_SECONDS = 300.0  # for importing the user's module
 POLL_SECONDS = 1.0  # between checks that a silent process is still alive
 GRACE_SECONDS = 1.0  # added to a call's limit, at which its process cancels it if it can; and for a process to end
 SILENT_SECONDS = 60.0  # without a sign of life, while it is not known to run a user's code
+MAX_HUNG = 8  # threads of a process that run calls which have timed out
 Loss = Literal["ended", "late", "silent"]
 LossKind = Literal["died", "timeout"]
 logger = logging.getLogger(__name__)

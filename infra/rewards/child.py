@@ -9,8 +9,9 @@ import math
 import pickle
 from dataclasses import asdict
 
-from infra.processes.calls import Call, Parent
-from rl_core.rewards import RewardItem, is_concurrent, load_reward, prepare, score_one, turns_of
+from infra.processes.calls import Call, CallError, Parent
+from infra.processes.threads import ThreadPerCall
+from rl_core.rewards import RewardItem, RewardOutcome, is_concurrent, load_reward, prepare, score_one, turns_of
 from rl_core.user_code import outside_of_loop
 from schemas.errors import UserError
 
@@ -36,13 +37,18 @@ async def _serve(parent: Parent) -> None:
     except UserError as error:
         await parent.refuse(type(error).__name__, str(error))
         return
-    turns = turns_of(function)
+    loop = asyncio.get_running_loop()
+    turns = turns_of(function) if is_concurrent(function) else asyncio.Lock()  # answered before the next begins
+    loop.set_default_executor(threads := ThreadPerCall(loop))
 
     async def score(number: int, item: RewardItem) -> None:
         async with turns:  # only then does its time begin
-            with Call(parent.mark, number, limit_seconds) as call:
-                outcome = await call.hold(score_one(function, item, config.timeout_seconds))
-            parent.answer(number=number, **asdict(outcome))
+            try:
+                with Call(parent.mark, number, limit_seconds) as call:
+                    outcome = await call.finish(score_one(function, item))
+            except CallError:
+                outcome = RewardOutcome.timed_out(limit_seconds)
+            parent.answer(number=number, num_hung_threads=threads.num_hung, **asdict(outcome))
 
     parent.answer(ready=True, is_concurrent=is_concurrent(function))
     async with asyncio.TaskGroup() as calls:

@@ -165,25 +165,13 @@ async def score_concurrently(function: AnyRewardFunction, items: Sequence[Reward
     return [each if isinstance(each, RewardOutcome) else RewardOutcome.failed(each) for each in found]
 
 
-async def score_one(
-    function: AnyRewardFunction, item: RewardItem, timeout_seconds: float | None = None
-) -> RewardOutcome:
-    """Score one item; see `score_all`.
-
-    Args:
-        function: The reward function.
-        item: Its arguments.
-        timeout_seconds: The time limit of an async function; one that computes without awaiting can't be interrupted.
-    """
+async def score_one(function: AnyRewardFunction, item: RewardItem) -> RewardOutcome:
+    """Score one item; see `score_all`."""
     process = os.getpid()
     try:
-        async with asyncio.timeout(timeout_seconds) as limit:
-            outcome = await _call(function, item)
+        outcome = await _call(function, item)
     except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, and cancel its task
         outcome = RewardOutcome.failed(error)
-        if limit.expired():
-            assert timeout_seconds is not None
-            outcome = RewardOutcome.timed_out(timeout_seconds)
     if os.getpid() != process:  # a fork made by the function, which has returned here, too
         os._exit(0 if outcome.failure is None else 1)
     return outcome

@@ -60,7 +60,7 @@ def translate(stored: dict[str, Any]) -> None:
             section, name = RENAMED[key].split(".")
             stored.setdefault(section, {})[name] = value
         elif key == "runtime.tensorboard" and value:
-            stored["monitors"] = [{"kind": "tensorboard"}]
+            stored["monitors"] = [*stored.get("monitors", ()), {"kind": "tensorboard"}]
     for key, (old, new) in VALUES.items():
         name = key.rpartition(".")[2]
         if (table := _table(stored, key)) and table[name] == old:

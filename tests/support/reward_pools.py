@@ -88,6 +88,15 @@ async def wait(prompt, completion, answer, info):
         await asyncio.sleep(600)
     return {"reward": misbehave(completion), "index": info["index"]}
 
+async def busy(prompt, completion, answer, info):
+    await asyncio.sleep(0)
+    time.sleep(0.1)
+    await asyncio.sleep(0)
+    return float(completion)
+
+async def in_thread(prompt, completion, answer, info):
+    return await asyncio.to_thread(misbehave, completion)
+
 def modules(prompt, completion, answer, info):
     return {"reward": 0, **{name: name in sys.modules for name in ("torch", "transformers", "ray", "numpy", "pyarrow")}}
 

@@ -3,13 +3,16 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flows import train_run
 from flows.api import import_path
-from schemas.errors import ConfigError
+from infra.rewards.open import check_reward
+from schemas.config.reward import FunctionReward
+from schemas.errors import ConfigError, RewardImportError
 from tests.support.tiny import make_tiny_model
 
 
@@ -36,3 +39,13 @@ def test_in_a_running_event_loop_the_other_call_is_named() -> None:
 def test_a_wrong_key_is_named() -> None:
     with pytest.raises(ConfigError, match=r"config: .*optim.*did you mean 'lr'"):
         train_run({"optim": {"lrr": 1}})
+
+
+def test_a_reward_process_that_imports_an_unguarded_script_starts_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "from flows import train_run\ntrain_run({})\ndef score(*_):\n    return 0.0\n"
+    (tmp_path / "unguarded_script.py").write_text(script)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RewardImportError, match="while unguarded_script is imported; call it under"):
+        check_reward(FunctionReward(path="unguarded_script:score"))

@@ -1,5 +1,6 @@
 """SQL over the kept steps of small runs."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -8,8 +9,10 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
+from infra.history import views
 from infra.history.kept_run import KeptRun
 from infra.history.sql import RunQueries, open_runs, read_query
+from infra.history.views import StepQueries
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
 from rl_core.columns.jagged import jagged
@@ -212,3 +215,20 @@ def test_a_damaged_chunk_is_named(run: RunDirectory, queries: RunQueries) -> Non
     assert rows_of(queries, "select count(*) as n from rows where step = 3 and reward >= 0") == [{"n": 5}]
     with pytest.raises(duckdb.Error, match="chunk demo/2/rollout/0/0"):
         queries.sql("select avg(reward) from rows").fetchall()
+
+
+def test_the_result_of_a_query_frees_its_connection(run: RunDirectory) -> None:
+    result = RunQueries([run]).sql("select step, reward from rows order by all limit 1")
+    gc.collect()
+    assert result.fetchall()[0][0] == 2
+    del result
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, StepQueries)]
+
+
+def test_the_values_of_rows_are_read_by_row(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    take = views._take
+    monkeypatch.setattr(views, "_take", lambda column, rows: taken.append(len(rows)) or take(column, rows))
+    assert len(rows_of(RunQueries([run]), "select reward, position from tokens")) == 2 * 28
+    assert sum(taken) == 2 * 5

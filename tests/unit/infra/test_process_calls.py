@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from infra.processes import calls
-from infra.processes.calls import Call, Mark, Running
+from infra.processes.calls import Call, Mark, MarkedCoroutine, Running
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_coroutine_holds_the_mark_whenever_it_runs(memory: int) -> None:
 
     async def play() -> None:
         event = asyncio.Event()
-        held = Call(mark, 7, 10.0).hold(work(event))
+        held = MarkedCoroutine(work(event), Call(mark, 7, 10.0))
         assert inspect.getcoroutinestate(held) == inspect.CORO_CREATED  # type: ignore[arg-type]
 
         async def outer() -> str:
@@ -105,7 +105,7 @@ def test_what_a_call_leaves_running_has_its_limit_again(memory: int, monkeypatch
             left.append(asyncio.create_task(rest()))
 
         with Call(mark, 7, 10.0) as call:
-            await call.hold(work())
+            await call.finish(work())
         now += 100.0
         event.set()
         await left[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from infra.processes.slot import MAX_HUNG
 from infra.rewards.local import LocalRewardScorer
 from infra.rewards.open import check_reward, open_reward_scorer
 from rl_core.rewards import RewardOutcome
@@ -173,3 +174,17 @@ def test_a_task_that_cancels_itself_fails_its_row(open_pool: OpenPool, limits: d
     outcomes = open_pool("wait", **limits).score(items("1", "cancel own", "cancels", "2"))
     assert [outcome.reward for outcome in outcomes] == [1, None, None, 2]
     assert outcomes[1].failure == outcomes[2].failure == "CancelledError"
+
+
+def test_the_time_of_other_calls_is_none_of_an_async_call(open_pool: OpenPool) -> None:
+    found = rewards(open_pool("busy", timeout_seconds=1.0), *["1"] * 20)
+    assert found == [1.0] * 20  # each computes for 0.1 s, and all together for longer than the limit
+
+
+def test_threads_that_hang_cost_their_rows_only(open_pool: OpenPool) -> None:
+    pool = open_pool("in_thread", timeout_seconds=1.0)
+    before = pool.pids
+    for _ in range(2):
+        assert rewards(pool, *["hang"] * (MAX_HUNG // 2), *["1"] * 20) == [None] * (MAX_HUNG // 2) + [1.0] * 20
+    assert rewards(pool, "1") == [1.0]
+    assert pool.pids != before  # replaced after the batch in which it told of too many

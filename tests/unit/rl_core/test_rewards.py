@@ -233,16 +233,11 @@ def test_async_parts_are_awaited_and_their_names_must_differ() -> None:
     assert not is_concurrent(load_reward(weighted(exact=(1, {"kind": "exact"}))))
 
 
-def test_an_async_function_has_a_time_limit_and_may_raise_timeouts() -> None:
-    async def waits(prompt: str, completion: str, answer: str, info: dict) -> float:
-        await asyncio.sleep(60)
-        return 1.0
-
+def test_an_async_function_may_raise_timeouts() -> None:
     async def gives_up(prompt: str, completion: str, answer: str, info: dict) -> float:
         raise TimeoutError("the judge is away")
 
-    assert asyncio.run(score_one(waits, item(), 0.05)).failure == "TimeoutError: no answer within 0.05 s"
-    assert asyncio.run(score_one(gives_up, item(), 60)).failure == "TimeoutError: the judge is away"
+    assert asyncio.run(score_one(gives_up, item())).failure == "TimeoutError: the judge is away"
 
 
 def test_a_failure_has_a_message_whatever_is_raised() -> None:

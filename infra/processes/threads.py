@@ -1,4 +1,4 @@
-"""Threads for the plain code of environments, in their process.
+"""Threads for the plain code of users' calls, in their process.
 
 Needs the standard library only, like `infra.environments.child`.
 """
@@ -21,7 +21,7 @@ class Work(Future[Any]):
 
     Args:
         function: What is run.
-        call: The environment's call that waits for it, if any.
+        call: The call that waits for it, if any.
         abandon: Called if it is canceled while it runs, which a thread can't be.
     """
 

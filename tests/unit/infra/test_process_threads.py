@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.environments.child_threads import MAX_RUNNING, ThreadPerCall
 from infra.environments.pool import EnvironmentPool
 from infra.environments.slot import MAX_HUNG
 from infra.processes import calls
 from infra.processes.calls import Call, Mark
+from infra.processes.threads import MAX_RUNNING, ThreadPerCall
 from rl_core.environments.tools import ToolEnvironment
 from tests.support.environment_pools import kinds, open_rows, opened, task
 
