@@ -12,9 +12,11 @@ def require_awake(engine: RolloutEngine) -> None:
     Raises:
         VersionError: It is asleep, or has no weights.
     """
-    if engine.asleep or engine.version is None:
-        parts = " and ".join(sorted(engine.asleep)) or "loaded weights"
+    if engine.asleep:
+        parts = " and ".join(sorted(engine.asleep))
         raise VersionError(f"the engine is asleep ({parts} released): wake it and publish weights first")
+    if engine.version is None:
+        raise VersionError("the engine has no weights: publish some first")
 
 
 def check_prompts(requests: Sequence[GenerationRequest], sampling: Sampling, max_tokens: int | None = None) -> None:

@@ -163,7 +163,7 @@ def test_the_command_refuses_what_it_cannot_show(
     assert_rejected(sluice("view", "nothing"), "no run 'nothing'")
     assert_rejected(sluice("view", "demo", "--step", "9"), "step 9 of run demo has no columns")
     assert_rejected(sluice("view", "demo", "--step", "1", "--row", "9"), "no row 9")
-    assert_rejected(sluice("view", "demo", "--row", "1"), "--step N")
+    assert_rejected(sluice("view", "demo", "--row", "1"), "--row 1 requires --step")
     assert_rejected(sluice("view", "demo", "--host", "256.0.0.1"), "256.0.0.1:0 can't be listened on")
     with pytest.raises(RunError, match="two of the runs have the id demo"):
         ViewApi([run, run])
