@@ -6,6 +6,7 @@ from rl_core.advantages.base import AdvantageInputs, Floats
 from schemas.config.advantage import (
     DrGrpoAdvantage,
     GrpoAdvantage,
+    MaxRlAdvantage,
     OpoAdvantage,
     ReinforcePlusPlusAdvantage,
     RlooAdvantage,
@@ -104,4 +105,20 @@ def rloo_advantages(config: RlooAdvantage, inputs: AdvantageInputs) -> Floats:
     """
     sizes = inputs.group_sizes
     advantages: Floats = inputs.centered * (sizes / np.maximum(sizes - 1, 1))[inputs.group]
+    return advantages
+
+
+def max_rl_advantages(config: MaxRlAdvantage, inputs: AdvantageInputs) -> Floats:
+    """Compute (reward - group mean) / group mean.
+
+    Args:
+        config: Has no parameters.
+        inputs: The step's rows.
+
+    Returns:
+        [N] float64; 0 in groups whose mean reward is not positive.
+    """
+    means = (np.bincount(inputs.group, weights=inputs.rewards) / inputs.group_sizes)[inputs.group]
+    positive = means > 0
+    advantages: Floats = np.where(positive, inputs.centered / np.where(positive, means, 1.0), 0.0)
     return advantages

@@ -7,11 +7,11 @@ from rl_core.advantages.base import AdvantageInputs, Floats, Ints
 from rl_core.advantages.baselines import (
     dr_grpo_advantages,
     grpo_advantages,
+    max_rl_advantages,
     opo_advantages,
     reinforce_plus_plus_baseline_advantages,
     rloo_advantages,
 )
-from rl_core.advantages.max_rl import max_rl_advantages
 from rl_core.advantages.turn_level import turn_level_advantages
 from rl_core.registry import Registry, entry
 from schemas.config.advantage import (
