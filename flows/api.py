@@ -11,14 +11,12 @@ from rich.console import Console
 
 from flows.lifecycle.outages import call_through_outages
 from flows.lifecycle.session import prefect_session
-from flows.plan.footprint import check_capacity
-from flows.preflight import check, check_checkpoint
+from flows.preflight import check_run
 from flows.summary import finished_summary
 from flows.train import train
 from infra.models.load import check_weight_files
 from infra.ray.module_path import append_working_directory
 from infra.storage.runs import RunDirectory, new_run_id, resumed_config
-from infra.workers.inputs import check_files
 from rl_core.user_code import imported_now
 from schemas.config.load import parse_config, read_toml
 from schemas.config.run import RunConfig
@@ -147,11 +145,10 @@ def _check(config: RunConfig, run_id: str) -> RunConfig:
         UserError: A part of it is not usable, or the run exists and is another one.
     """
     directory = RunDirectory.at(config, run_id)
-    if is_there := directory.exists:
+    if directory.exists:
         config = resumed_config(directory, config)
-        check_files(directory, config)
-    check_capacity(config, check(config))
+        check_run(config, directory)
+    else:
+        check_run(config)
     check_weight_files(config.model)
-    if is_there:
-        check_checkpoint(directory, config)
     return config

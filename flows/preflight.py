@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from flows.answers import check_answers
+from flows.plan.footprint import check_capacity
 from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import open_checkpoints
 from infra.datasets import PromptDataset, PromptRow, load_run_prompts
@@ -32,6 +33,7 @@ from infra.monitors import require_monitors
 from infra.ray.tracing import require_tracing
 from infra.rewards.open import check_reward
 from infra.storage.runs import RunDirectory, require_writable
+from infra.workers.inputs import check_files
 from rl_core.model_folder import load_config
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.rollout import VllmRollout
@@ -89,6 +91,19 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
     require_monitors(config)
     require_tracing(config)
     return prompts
+
+
+def check_run(config: RunConfig, directory: RunDirectory | None = None) -> None:
+    """Check all of a run that is to start or, with its directory, to go on: `check`, what it holds, and its room.
+
+    Raises:
+        UserError: A part of it is not usable, or is not what the run was given before.
+    """
+    if directory is not None:
+        check_files(directory, config)
+    check_capacity(config, check(config))
+    if directory is not None:
+        check_checkpoint(directory, config)
 
 
 def _warn_of_missing_prompt(config: RunConfig, tokenizer: PreTrainedTokenizerBase, row: PromptRow) -> None:

@@ -83,8 +83,7 @@ def train(
     """Train with a config; everything is checked before anything is started."""
     from flows.cli.run import run_training
     from flows.lifecycle.session import prefect_session
-    from flows.plan.footprint import check_capacity
-    from flows.preflight import check
+    from flows.preflight import check_run
     from infra.models.load import check_weight_files
     from infra.storage.runs import RunDirectory
 
@@ -92,7 +91,7 @@ def train(
     if run_id:
         RunDirectory.require_absent(config, run_id)
     with console.status("checking model, data and reward"):
-        check_capacity(config, check(config))
+        check_run(config)
         check_weight_files(config.model)
     with prefect_session(config.services, console):
         run_training(console, config, run_id)
@@ -140,10 +139,8 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     """
     from flows.cli.run import run_training
     from flows.lifecycle.session import prefect_session
-    from flows.plan.footprint import check_capacity
-    from flows.preflight import check, check_checkpoint
+    from flows.preflight import check_run
     from infra.storage.runs import RunDirectory, resumed_config
-    from infra.workers.inputs import check_files
     from schemas.config.load import override_config
 
     directory = RunDirectory.open(run, runs_dir)
@@ -157,9 +154,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     if done >= config.steps and directory.summary() is not None:
         console.print(f"run {directory.run_id} is complete: {done} of {config.steps} steps; nothing to resume")
         return
-    check_files(directory, config)
-    check_capacity(config, check(config))
-    check_checkpoint(directory, config)
+    check_run(config, directory)
     console.print(f"resuming {directory.run_id}: {done} of {config.steps} steps are done")
     with prefect_session(config.services, console):
         run_training(console, config, directory.run_id)

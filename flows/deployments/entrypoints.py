@@ -60,10 +60,9 @@ async def train(config: str, overrides: tuple[str, ...] = (), run_id: str | None
     await rename_flow_run(run_id)
     if (finished := finished_summary(run_config, run_id)) is not None:
         return Completed(message=f"run {run_id} was complete already: {finished.steps} of {run_config.steps} steps")
-    from flows.plan.footprint import check_capacity  # not at the top: torch is imported with it
-    from flows.preflight import check
+    from flows.preflight import check_run  # not at the top: torch is imported with it
 
-    check_capacity(run_config, check(run_config))
+    check_run(run_config)
     return await cancellable(_train_in_turn(run_config, run_id))
 
 

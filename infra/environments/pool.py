@@ -8,7 +8,7 @@ from typing import Any
 
 from infra.environments.interpreter import Interpreter, find_interpreter
 from infra.environments.slot import EnvironmentSlot, Failure, HeldEnvironment, Replies, Reply
-from infra.processes.slot import close_all, serve
+from infra.processes.slot import close_all, serve, wait_until_ready
 from rl_core.environments.base import Task
 from schemas.config.environment import TurnLimits
 from schemas.errors import ConfigError
@@ -78,8 +78,7 @@ class EnvironmentPool:
         Raises:
             EnvironmentImportError: A process can't import it, or ended while importing it.
         """
-        while any(slot.process.ready is None for slot in self._slots):
-            serve(self._slots)
+        wait_until_ready(self._slots)
 
     def open(self, row: int, task: Task, seed: int, number: int = 0) -> None:
         """Begin to make and reset a row's environment; an earlier one of the row must have ended.

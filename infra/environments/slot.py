@@ -151,7 +151,7 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
         super().__init__(settings["path"], start, deque())
         self._replies = replies
         self._environments: dict[int, HeldEnvironment] = {}  # by number
-        self._num_hung, self._has_warned = 0, False
+        self._has_warned = False
 
     @property
     def num_environments(self) -> int:
@@ -189,7 +189,7 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
                 "what they wait for a time limit below environment.step_timeout_seconds",
                 self.process.pid,
                 self._name,
-                self._num_hung,
+                self.num_hung,
             )
             self._has_warned = True
             self.restart()
@@ -199,7 +199,6 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
         super().restart()
         for environment in self._environments.values():
             environment.is_made = False
-        self._num_hung = 0
 
     def _has_room(self) -> bool:
         """Return whether the process takes another call; with too many hung threads, it is to be replaced.
@@ -207,7 +206,7 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
         Environments that keep state, or are to be closed, are not given up for that.
         """
         ready = self.process.ready
-        return self._num_hung < MAX_HUNG or ready is None or not ready["is_disposable"]
+        return self.num_hung < MAX_HUNG or ready is None or not ready["is_disposable"]
 
     def _message(self, call: HeldEnvironment) -> bytes:
         message: dict[str, Any] = {"number": call.number, "seconds": call.limit_seconds, "action": call.action}
@@ -217,7 +216,6 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
         return json.dumps(message).encode()
 
     def _answer(self, call: HeldEnvironment | None, answer: dict[str, Any]) -> None:
-        self._num_hung = answer.pop("num_hung_threads")
         if call is None:
             return
         if "failure" in answer:

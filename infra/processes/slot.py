@@ -58,6 +58,7 @@ class Slot(ABC, Generic[AnyCall]):
     Attributes:
         sent: Those that are sent, but not answered, by number.
         process: The process.
+        num_hung: Threads of the process in which calls that timed out still run.
     """
 
     kind: str  # of the users' code
@@ -68,6 +69,7 @@ class Slot(ABC, Generic[AnyCall]):
         self._name, self._start, self._waiting = name, start, waiting
         self.sent: dict[int, AnyCall] = {}
         self.process = start()
+        self.num_hung = 0
 
     def take(self) -> bool:
         """Send the next waiting call if the process can take it now, a suspect on its own; return whether it could."""
@@ -103,6 +105,7 @@ class Slot(ABC, Generic[AnyCall]):
         self.process.close()
         self.sent.clear()
         self.process = self._start()
+        self.num_hung = 0
 
     @abstractmethod
     def _has_room(self) -> bool:
@@ -129,6 +132,7 @@ class Slot(ABC, Generic[AnyCall]):
             elif "ready" in answer:
                 self.process.ready = answer
             else:
+                self.num_hung = answer.pop("num_hung_threads")
                 self._answer(self.sent.pop(answer.pop("number"), None), answer)
 
     def _loss(self) -> Loss | None:
@@ -210,6 +214,16 @@ def serve(slots: Sequence[Slot[Any]], limit_seconds: float = math.inf, wake: int
     poll.poll(1000 * min(limit_seconds, *(slot.seconds_to_wait() for slot in slots)))
     for slot in slots:
         slot.serve()
+
+
+def wait_until_ready(slots: Sequence[Slot[Any]]) -> None:
+    """Wait until the processes of all slots have loaded the user's code.
+
+    Raises:
+        UserError: See `Slot.serve`.
+    """
+    while any(slot.process.ready is None for slot in slots):
+        serve(slots)
 
 
 def close_all(slots: list[Any]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from infra.processes.calls import Running
 from infra.processes.isolated import IsolatedProcess
-from infra.processes.slot import MAX_HUNG, LossKind, ProcessCall, Slot, close_all, serve
+from infra.processes.slot import MAX_HUNG, LossKind, ProcessCall, Slot, close_all, serve, wait_until_ready
 from infra.rewards.base import RewardBatch, RewardScorer
 from rl_core.rewards import RewardItem, RewardOutcome
 from schemas.config.reward import user_functions
@@ -49,9 +49,6 @@ class RewardSlot(Slot[RewardCall]):
         config: The reward.
         waiting: The items of the pool's batch that are to be sent.
         outcomes: Takes the batch's outcomes by their items' numbers.
-
-    Attributes:
-        num_hung: Threads of the process in which calls that timed out still run.
     """
 
     kind, loading, load_error = "reward", "loaded the reward function", RewardImportError
@@ -63,12 +60,6 @@ class RewardSlot(Slot[RewardCall]):
             ", ".join(each.path for each in user_functions(config)) or type(config).__name__, start, waiting
         )
         self._num_processes, self._outcomes = config.num_processes, outcomes
-        self.num_hung = 0
-
-    def restart(self) -> None:
-        """Kill the process, drop the calls that it has, and start another one."""
-        super().restart()
-        self.num_hung = 0
 
     def _has_room(self) -> bool:
         """Return whether the process takes another item: any number if calls may overlap, else few ahead."""
@@ -82,7 +73,6 @@ class RewardSlot(Slot[RewardCall]):
 
     def _answer(self, call: RewardCall | None, answer: dict[str, Any]) -> None:
         assert call is not None, "an item was answered that was not sent"
-        self.num_hung = answer.pop("num_hung_threads")
         self._outcomes[call.number] = RewardOutcome.from_json(answer)
 
     def _fail(self, call: RewardCall, kind: LossKind, message: str, running: Running, now: float) -> None:
@@ -190,8 +180,7 @@ class RewardPool(RewardScorer):
             UserError: It needs something that it lacks, such as a judge that responds.
         """
         assert self._batch is None, "an open batch does its own waiting"
-        while any(slot.process.ready is None for slot in self.slots):
-            serve(self.slots)
+        wait_until_ready(self.slots)
 
     def open_batch(self, groups: Sequence[int] = ()) -> RewardBatch:
         """Begin a batch; the previous one must be finished or closed. Its items may be of any groups.
