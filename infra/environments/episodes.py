@@ -1,8 +1,7 @@
 """Trajectories: the model's turns and an environment's answers, until one of them ends it.
 
-The rows of a batch take their turns in waves: all rows sample their turn together, while the environments of rows that
-have finished theirs already answer. So the same batch gives the same trajectories, bit for bit, however long the
-environments take.
+While some rows sample, the environments of others answer; `environment.resume_rows` says when a row samples again.
+In lockstep and by batch, the same batch gives the same trajectories, bit for bit, however long the environments take.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,22 +29,20 @@ from schemas.errors import ChatTemplateError
 _TOOL_TIMEOUT = "error: the call took longer than {:g} s and was stopped"
 
 
-class Admission:
+class WaitingRows:
     """The rows of one batch that wait for their environments.
 
     Args:
-        config: `admission` and `admission_steps`.
+        config: `resume_rows` and `lockstep_steps`.
         answers: Answers them.
     """
 
     def __init__(self, config: TurnLimits, answers: Answers) -> None:
-        self._kind, self._num_steps, self._answers = config.admission, config.admission_steps, answers
-        self._due: dict[int, int] = {}  # the step at which each waiting row is admitted at the latest
+        self._kind, self._num_steps, self._answers = config.resume_rows, config.lockstep_steps, answers
+        self._due: dict[int, int] = {}  # the step at which each waiting row resumes at the latest
         self._step = 0
 
-    @property
-    def num_waiting(self) -> int:
-        """The number of rows that wait for their environments."""
+    def __len__(self) -> int:
         return len(self._due)
 
     def await_answer(self, row: int, action: str) -> None:
@@ -53,7 +50,7 @@ class Admission:
         self._answers.step(row, action)
         self._due[row] = self._step + self._num_steps
 
-    def admitted(self, num_running: int) -> list[tuple[int, Reply]]:
+    def resumed(self, num_running: int) -> list[tuple[int, Reply]]:
         """Return the rows that sample on now with their environments' replies, after a decoding step.
 
         Args:
@@ -62,10 +59,10 @@ class Admission:
         self._step += 1
         if not self._due:
             return []
-        if self._kind == "arrival":
+        if self._kind == "as_ready":
             return self._taken(self._answers.poll(waits=num_running == 0))
         self._answers.receive()
-        if self._kind == "wave":
+        if self._kind == "batch":
             return self._taken(self._answers.wait()) if num_running == 0 else []
         if num_running == 0:  # nothing is lost by going on to the step at which the next one is due
             self._step = max(self._step, min(self._due.values()))
@@ -89,7 +86,7 @@ class Episodes:
     """Plays trajectories. That of a row without an environment is a single turn.
 
     Args:
-        dialogues: Of the run's environments, at least one, in their order in the pool; they have the same admission.
+        dialogues: Of the run's environments, at least one, in their order in the pool; with the same `resume_rows`.
         engine: Samples the model's turns.
         pool: Where the environments run.
         tokenizer: The tokenizer of the engine's model.
@@ -160,7 +157,7 @@ class Episodes:
             row = self._builder(number, prompts[number], seeds[number])
             if (end := self._recorded_end(row, self._dialogue_of(prompts[number]), sampling)) is not None:
                 found[number] = row.finish(end)
-            elif self._dialogues[0].config.admission != "arrival":
+            elif self._dialogues[0].config.resume_rows != "as_ready":
                 return {}
         for number in found:
             self._answers.end(number)
@@ -186,7 +183,7 @@ class Episodes:
         """Play the trajectories of these rows with the engine."""
         builders: dict[int, TrajectoryBuilder] = {}
         by_place: dict[int, TrajectoryBuilder] = {}
-        admission = Admission(self._dialogues[0].config, self._answers)
+        waiting = WaitingRows(self._dialogues[0].config, self._answers)
 
         def begin(added: Sequence[TrajectoryBuilder]) -> None:
             requests = self._first_turns(added, [self._dialogue_of(prompts[row.number]) for row in added], sampling)
@@ -196,7 +193,7 @@ class Episodes:
 
         with closing(self._engine.open_rows(sampling, several_turns=True)) as rows:
             begin([self._builder(number, prompts[number], seeds[number]) for number in numbers])
-            while rows.num_unfinished or admission.num_waiting:
+            while rows.num_unfinished or len(waiting):
                 for place, turn in rows.step() if rows.num_unfinished else ():
                     row = by_place[place]
                     dialogue = self._dialogue_of(prompts[row.number])
@@ -205,8 +202,8 @@ class Episodes:
                         rows.end(place)
                         yield self._finish(row, end)
                     else:
-                        admission.await_answer(row.number, row.turns[-1].action)
-                for number, reply in admission.admitted(rows.num_unfinished):
+                        waiting.await_answer(row.number, row.turns[-1].action)
+                for number, reply in waiting.resumed(rows.num_unfinished):
                     row, dialogue = builders[number], self._dialogue_of(prompts[number])
                     assert dialogue is not None, "a row without an environment gets no answer"
                     if reply.failure is not None and reply.failure.kind == "differs":

@@ -29,11 +29,11 @@ class TurnLimits(FrozenConfig):
     max_observation_characters: PositiveInt = 10_000
     """Longest observation in characters; a longer one is cut, and its end says so."""
 
-    admission: Literal["steps", "wave", "arrival"] = "steps"
-    """When a row samples on: a number of steps after its turn, with all other rows, or as soon as it is answered."""
+    resume_rows: Literal["lockstep", "batch", "as_ready"] = "lockstep"
+    """When a row samples its next turn: a number of steps after its last one, with all others, or once answered."""
 
-    admission_steps: PositiveInt = 16
-    """Decoding steps that an environment has for an answer; after that, all rows wait for it."""
+    lockstep_steps: PositiveInt = 16
+    """Decoding steps that an environment has for an answer in lockstep; after that, all rows wait for it."""
 
     journal: bool = True
     """Record answers until their step's rows are stored, so that what is played again asks for none of them twice."""

@@ -22,6 +22,10 @@ RENAMED = {
     "runtime.queries": "approval.queries",
     "runtime.approve_failed_queries": "approval.on_failed_queries",
     "runtime.approval_timeout_seconds": "approval.timeout_seconds",
+    "environment.admission": "environment.resume_rows",
+    "environment.admission_steps": "environment.lockstep_steps",
+    "data.sources.*.environment.admission": "data.sources.*.environment.resume_rows",
+    "data.sources.*.environment.admission_steps": "data.sources.*.environment.lockstep_steps",
 }
 REMOVED = {  # and why
     "model.lora.dropout": "adapters have none, as a log-prob must be a function of weights and tokens",
@@ -30,9 +34,12 @@ REMOVED = {  # and why
     "runtime.gpus_per_worker": 'runtime.placement = "colocated" lets workers share GPUs',
     "runtime.tensorboard": 'monitors = [{ kind = "tensorboard" }] writes them',
 }
-VALUES = {  # by key, an old value and the one that replaces it
-    "store.kind": ("ray", "shared"),
-    "weights.transport": ("object_store", "shared_memory"),
+_RESUME_ROWS = {"steps": "lockstep", "wave": "batch", "arrival": "as_ready"}
+VALUES = {  # by key, old values and the ones that replace them
+    "store.kind": {"ray": "shared"},
+    "weights.transport": {"object_store": "shared_memory"},
+    "environment.resume_rows": _RESUME_ROWS,
+    "data.sources.*.environment.resume_rows": _RESUME_ROWS,
 }
 
 
@@ -42,8 +49,8 @@ def require_current_keys(given: Any) -> Any:
     Raises:
         ValueError: It has some; the message names them, and what to use instead.
     """
-    problems = [f"{old} is now {new}" for old, new in RENAMED.items() if _table(given, old)]
-    problems += [f"{old} was removed in 0.3: {reason}" for old, reason in REMOVED.items() if _table(given, old)]
+    problems = [f"{old} is now {new}" for old, new in RENAMED.items() if any(_tables(given, old))]
+    problems += [f"{old} was removed in 0.3: {reason}" for old, reason in REMOVED.items() if any(_tables(given, old))]
     if problems:
         raise ValueError("; ".join(problems))
     return given
@@ -55,27 +62,30 @@ def translate(stored: dict[str, Any]) -> None:
     Args:
         stored: The config as a tree of plain values; it is changed.
     """
-    for key, value in list(_pop_all(stored, (*RENAMED, *REMOVED))):
-        if key in RENAMED:
-            section, name = RENAMED[key].split(".")
-            stored.setdefault(section, {})[name] = value
-        elif key == "runtime.tensorboard" and value:
-            stored["monitors"] = [*stored.get("monitors", ()), {"kind": "tensorboard"}]
-    for key, (old, new) in VALUES.items():
+    for old in (*RENAMED, *REMOVED):
+        section, name = old.rsplit(".", 1)
+        for table in list(_tables(stored, old)):
+            value = table.pop(name)
+            if old in RENAMED:
+                new_section, new_name = RENAMED[old].rsplit(".", 1)
+                target = table if new_section == section else stored.setdefault(new_section, {})
+                target[new_name] = value
+            elif old == "runtime.tensorboard" and value:
+                stored["monitors"] = [*stored.get("monitors", ()), {"kind": "tensorboard"}]
+    for key, values in VALUES.items():
         name = key.rpartition(".")[2]
-        if (table := _table(stored, key)) and table[name] == old:
-            table[name] = new
+        for table in _tables(stored, key):
+            table[name] = values.get(table[name], table[name])
 
 
-def _pop_all(tree: dict[str, Any], keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    for key in keys:
-        if table := _table(tree, key):
-            yield key, table.pop(key.rpartition(".")[2])
-
-
-def _table(tree: Any, key: str) -> dict[str, Any] | None:
-    """Return the table that holds a dotted key; None: the key isn't set."""
-    *place, name = key.split(".")
-    for part in place:
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree if isinstance(tree, dict) and name in tree else None
+def _tables(tree: Any, key: str) -> Iterator[dict[str, Any]]:
+    """Yield the tables that hold a dotted key, in which `*` stands for each entry of a list."""
+    part, _, rest = key.partition(".")
+    if part == "*":
+        for child in tree if isinstance(tree, list | tuple) else ():
+            yield from _tables(child, rest)
+    elif isinstance(tree, dict) and part in tree:
+        if rest:
+            yield from _tables(tree[part], rest)
+        else:
+            yield tree

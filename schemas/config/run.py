@@ -216,10 +216,10 @@ class RunConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
-    def _environments_are_admitted_together(self) -> "RunConfig":
-        if len({(each.admission, each.admission_steps) for each in self.environments}) > 1:
+    def _rows_of_all_environments_resume_alike(self) -> "RunConfig":
+        if len({(each.resume_rows, each.lockstep_steps) for each in self.environments}) > 1:
             raise ValueError(
-                "the environments of data.sources differ in admission or admission_steps, but their rows are sampled "
+                "the environments of data.sources differ in resume_rows or lockstep_steps, but their rows are sampled "
                 "together; set these to the same values"
             )
         return self

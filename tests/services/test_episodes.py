@@ -84,15 +84,15 @@ def test_a_trajectory_is_what_the_engine_sampled_and_the_environment_answered(fo
     assert shard.turns["turns"].value == np.mean([len(row["turn_tokens"]) for row in rows.values()])
 
 
-@pytest.mark.parametrize("admission", ["wave", "steps"])
-def test_slow_environments_change_no_bit(folder: Path, admission: str) -> None:
-    settings = {"admission": admission, "admission_steps": 3}
+@pytest.mark.parametrize("resume_rows", ["batch", "lockstep"])
+def test_slow_environments_change_no_bit(folder: Path, resume_rows: str) -> None:
+    settings = {"resume_rows": resume_rows, "lockstep_steps": 3}
     slow, fast = (play(run_with(folder, game, environment=settings))[1] for game in ("Slow", "Echo"))
     assert slow == fast
 
 
 def test_rows_that_go_on_as_soon_as_they_are_answered_have_the_same_log_probs(folder: Path) -> None:
-    found = play(run_with(folder, "Slow", environment={"admission": "arrival"}))[1]
+    found = play(run_with(folder, "Slow", environment={"resume_rows": "as_ready"}))[1]
     expected = play(run_with(folder, "Slow"))[1]
     assert found.keys() == expected.keys()
     for sample, row in found.items():

@@ -18,7 +18,7 @@ from tests.support.rollout_workers import GROUPS, NUM_SAMPLES, make_folder, play
 
 ENDS = tuple(range(64))  # tokens that end a turn: a tiny model samples its real one too rarely
 MAX_TURNS = 3
-BITS = ("wave", "steps")  # the kinds of admission that promise the same bits
+BITS = ("batch", "lockstep")  # the values of `resume_rows` that promise the same bits
 
 
 class AbandonedError(Exception):
@@ -99,9 +99,9 @@ def num_calls(row: dict[str, Any]) -> int:
     return 1 + len(row["turn_tokens"]) - (row["episode_end"] in ("length", "turn_length"))
 
 
-@pytest.mark.parametrize("admission", ["wave", "steps", "arrival"])
-def test_what_was_answered_is_not_asked_again(folder: Path, monkeypatch: pytest.MonkeyPatch, admission: str) -> None:
-    run = run_with(folder, "Noted", environment={"admission": admission})
+@pytest.mark.parametrize("resume_rows", ["batch", "lockstep", "as_ready"])
+def test_what_was_answered_is_not_asked_again(folder: Path, monkeypatch: pytest.MonkeyPatch, resume_rows: str) -> None:
+    run = run_with(folder, "Noted", environment={"resume_rows": resume_rows})
     _, expected = play(elsewhere(folder, run))
     assert calls(folder) == sum(map(num_calls, expected.values()))
     abandon(run, monkeypatch, num_ended=3)
@@ -113,7 +113,7 @@ def test_what_was_answered_is_not_asked_again(folder: Path, monkeypatch: pytest.
     assert calls(folder) == sum(num_calls(row) for sample, row in expected.items() if sample not in done)
     assert shard.telemetry["turns/recorded"].value > 0
     assert "turns/restarted" not in shard.telemetry
-    if admission in BITS:
+    if resume_rows in BITS:
         assert rows == expected
     else:
         assert {sample: row["response_ids"] for sample, row in rows.items()} == {
@@ -122,13 +122,21 @@ def test_what_was_answered_is_not_asked_again(folder: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("game", "admission"),
-    [("Noted", "wave"), ("Noted", "arrival"), ("Salted", "steps"), ("Fragile", "steps"), ("Endless", "steps")],
+    ("game", "resume_rows"),
+    [
+        ("Noted", "batch"),
+        ("Noted", "as_ready"),
+        ("Salted", "lockstep"),
+        ("Fragile", "lockstep"),
+        ("Endless", "lockstep"),
+    ],
 )
 def test_a_batch_whose_rows_were_lost_needs_neither_engine_nor_environment(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, game: str, admission: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, game: str, resume_rows: str
 ) -> None:
-    run = run_with(folder, game, environment={"admission": admission, "max_turn_tokens": 6})  # some turns are cut off
+    run = run_with(
+        folder, game, environment={"resume_rows": resume_rows, "max_turn_tokens": 6}
+    )  # some turns are cut off
     expected_shard, expected = play(run)
     calls(folder)
     monkeypatch.delattr(TransformersEngine, "open_rows")

@@ -67,9 +67,10 @@ def test_a_source_without_an_environment_has_the_runs(folder: Path) -> None:
 def test_unusable_environments_of_sources(folder: Path) -> None:
     with pytest.raises(ValidationError, match=r"but b\.jsonl has none; give that one of data\.sources an environment"):
         config_of(folder, reward="environment", environment=ECHO)
-    with pytest.raises(ValidationError, match="differ in admission or admission_steps"):
+    with pytest.raises(ValidationError, match="differ in resume_rows or lockstep_steps"):
         run_config(
-            folder, data={"train_path": "", "sources": sources(folder, echo=ECHO, plain={**ECHO, "admission": "wave"})}
+            folder,
+            data={"train_path": "", "sources": sources(folder, echo=ECHO, plain={**ECHO, "resume_rows": "batch"})},
         )
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
         config_of(folder, environment={**ECHO, "top": 7})

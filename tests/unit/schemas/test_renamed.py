@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from infra.storage.runs import RunDirectory
 from schemas.config.load import _fields_at, load_config
-from schemas.config.renamed import REMOVED, RENAMED
+from schemas.config.renamed import REMOVED, RENAMED, require_current_keys, translate
 from schemas.config.run import RunConfig
 from schemas.config.runtime import MetricLimit
 from schemas.errors import ConfigError
@@ -41,11 +41,21 @@ def test_an_old_name_is_refused_with_the_new_one_however_it_is_given(config_file
 
 def test_new_names_are_keys_and_old_ones_are_not() -> None:
     def is_key(key: str) -> bool:
-        *place, name = key.split(".")
+        *place, name = key.replace("*", "0").split(".")
         return name in _fields_at(place)
 
     assert all(map(is_key, RENAMED.values()))
     assert not any(map(is_key, (*RENAMED, *REMOVED)))
+
+
+def test_keys_of_the_environments_of_data_sources_are_translated() -> None:
+    old = {"class": "games:Chess", "admission": "wave", "admission_steps": 3}
+    new = {"class": "games:Chess", "resume_rows": "batch", "lockstep_steps": 3}
+    stored = {"environment": dict(old), "data": {"sources": [{"name": "a"}, {"name": "b", "environment": dict(old)}]}}
+    with pytest.raises(ValueError, match=r"data\.sources\.\*\.environment\.admission is now data\.sources\.\*\.env"):
+        require_current_keys(stored)
+    translate(stored)
+    assert stored == {"environment": new, "data": {"sources": [{"name": "a"}, {"name": "b", "environment": new}]}}
 
 
 @pytest.mark.parametrize("name", ["0.2.0", "unreleased"])
