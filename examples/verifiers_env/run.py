@@ -7,9 +7,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import commands
 
-from rl_core.environments import adapters
+from infra import integrations
 
-ROWS = Path(adapters.__path__[0]) / "verifiers_rows.py"
+ROWS = Path(integrations.__path__[0]) / "verifiers_rows.py"
 VENV = ".sluice/venv"
 VERIFIERS = "verifiers==0.4.0"
 TINY = ("steps=2", "rollout.num_prompts=4", "rollout.samples_per_prompt=4", "eval.num_prompts=4")

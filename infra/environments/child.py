@@ -60,12 +60,12 @@ def find_modules(module_path: Sequence[str | None], packages: Mapping[str, str])
 
     Args:
         module_path: The folders, for `sys.path`; None stands for this interpreter's own.
-        packages: Folders of packages by name: the first one is found before others of its name, the rest after them.
+        packages: Folders of packages by name: the last one is found after others of its name, the rest before them.
     """
     own = sys.path[:]
     sys.path[:] = [folder for entry in module_path for folder in (own if entry is None else [entry])]
     finders = [PackageFinder(name, folder) for name, folder in packages.items()]
-    sys.meta_path[:] = [*finders[:1], *sys.meta_path, *finders[1:]]
+    sys.meta_path[:] = [*finders[:-1], *sys.meta_path, *finders[-1:]]
 
 
 def load(path: str, arguments: dict[str, Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import infra
 import rl_core
 import schemas
 from schemas.errors import ConfigError
@@ -31,8 +32,8 @@ class Interpreter:
     Attributes:
         python: The program.
         module_path: For `sys.path`; None stands for the interpreter's own folders.
-        packages: Folders of Sluice's packages by name, for another interpreter: `rl_core`, which is found before
-            another one of this name, and `schemas`, which is found after.
+        packages: Folders of Sluice's packages by name, for another interpreter: `rl_core` and `infra`, which are found
+            before others of these names, and `schemas`, which is found after.
         variables: The environment variables; None: the run's.
     """
 
@@ -80,7 +81,7 @@ def find_interpreter(python: str | None) -> Interpreter:
     """
     if python is None:
         return Interpreter(sys.executable, [folder or os.getcwd() for folder in sys.path], {}, None)
-    packages = {module.__name__: os.path.dirname(str(module.__file__)) for module in (rl_core, schemas)}
+    packages = {module.__name__: os.path.dirname(str(module.__file__)) for module in (rl_core, infra, schemas)}
     # These name modules for the run's interpreter; the folders of PYTHONPATH are on the module path.
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
     return Interpreter(python, _added_folders(), packages, variables)

@@ -13,7 +13,7 @@ from infra.environments.pool import EnvironmentPool, Reply
 from rl_core.environments.base import Task
 from tests.support.environment_pools import open_rows, opened, step_rows
 
-ADAPTERS = "rl_core.environments.adapters"
+ADAPTERS = "infra.integrations"
 STAND_INS = Path(__file__).parents[2] / "support"
 ROOT = Path(__file__).parents[3]
 REAL_VERIFIERS = ROOT / ".venv-verifiers" / "bin" / "python"  # made by `make verifiers`
@@ -217,7 +217,7 @@ def test_how_turns_are_sampled_is_up_to_the_run(verifiers: str | None, player: d
 
 def test_tasks_of_verifiers_are_written_as_rows(verifiers: str | None, tmp_path: Path) -> None:
     config, out = ROOT / "examples" / "verifiers_env" / "config.toml", tmp_path / "rows" / "tasks.jsonl"
-    program = ROOT / "rl_core" / "environments" / "adapters" / "verifiers_rows.py"
+    program = ROOT / "infra" / "integrations" / "verifiers_rows.py"
     done = subprocess.run(
         [verifiers or sys.executable, program, config, out, "--skip", "1", "--take", "2"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path[:2])},

@@ -9,13 +9,13 @@ import tempfile
 import psutil
 import pytest
 
-from rl_core.environments import python_tool
-from rl_core.environments.python_tool import OUTPUT_CHARACTERS, Limits, python, run_python
+from infra.integrations import python_tool
+from infra.integrations.python_tool import OUTPUT_CHARACTERS, Limits, python, run_python
 from rl_core.environments.tools import ToolEnvironment, load_tools, tool_schemas
 from tests.support.progress import wait_until
 
 PATIENT_SECONDS = 1000  # on a busy machine, too
-PATH = "rl_core.environments.python_tool:python"
+PATH = "infra.integrations.python_tool:python"
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def test_code_ends_with_the_process_that_runs_it(tmp_path) -> None:
     """A pool kills an environment process that takes too long; what it has started must not go on."""
     begun = tmp_path / "begun"
     code = f"import time; open({str(begun)!r}, 'w'); time.sleep(1e6)"
-    program = f"from rl_core.environments.python_tool import *; run_python({code!r}, Limits(wall_seconds=10**6))"
+    program = f"from infra.integrations.python_tool import *; run_python({code!r}, Limits(wall_seconds=10**6))"
     process = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         wait_until(lambda: begun.exists() or process.poll() is not None)

@@ -279,7 +279,7 @@ def test_an_environment_process_imports_little() -> None:
     code = """
 import asyncio, sys
 from rl_core.environments.tools import ToolEnvironment
-tools = ["rl_core.environments.python_tool:python"]
+tools = ["infra.integrations.python_tool:python"]
 environment = ToolEnvironment({}, 0, tools=tools, parser="json")
 asyncio.run(environment.step('{"name": "python", "arguments": {"code": ""}}'))
 packages = {name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names - before
@@ -287,4 +287,4 @@ print(*sorted(packages))
 """
     code = "import sys; before = {name.partition('.')[0] for name in sys.modules}" + code
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.split() == ["rl_core", "schemas"]
+    assert output.split() == ["infra", "rl_core", "schemas"]  # of infra, its variables only

@@ -1,4 +1,4 @@
-"""Environments of verifiers (`verifiers.v1`): `rl_core.environments.adapters.verifiers:VerifiersEnvironment`.
+"""Environments of verifiers (`verifiers.v1`): `infra.integrations.verifiers:VerifiersEnvironment`.
 
 They ask their model themselves. Here, the model is a server on the loopback interface of the environment process: what
 a request adds to the chat is an observation, and the request waits until the turn that follows has been sampled.

@@ -1,4 +1,4 @@
-"""Games of TextArena for one player: `rl_core.environments.adapters.textarena:TextArenaEnvironment`."""
+"""Games of TextArena for one player: `infra.integrations.textarena:TextArenaEnvironment`."""
 
 import random
 from collections.abc import Iterator, Mapping

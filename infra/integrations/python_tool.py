@@ -1,4 +1,4 @@
-"""Runs a model's Python code in a process with limits; `rl_core.environments.python_tool:python` is a tool's path.
+"""Runs a model's Python code in a process with limits; `infra.integrations.python_tool:python` is a tool's path.
 
 The limits stop what a policy does by accident, or learns to do: endless loops, too much memory, huge files, processes
 and fork bombs, use of the network, signals to other processes, and reading the run's environment variables from

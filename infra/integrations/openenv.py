@@ -1,4 +1,4 @@
-"""Environments of OpenEnv: `rl_core.environments.adapters.openenv:OpenEnvEnvironment` and `OpenEnvServer`.
+"""Environments of OpenEnv: `infra.integrations.openenv:OpenEnvEnvironment` and `OpenEnvServer`.
 
 The first one runs in the environment process, the second one on a server that it asks.
 """

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium, played by text: `rl_core.environments.adapters.gymnasium:GymnasiumEnvironment`."""
+"""Environments of Gymnasium, played by text: `infra.integrations.gymnasium:GymnasiumEnvironment`."""
 
 import json
 import re

@@ -1,7 +1,7 @@
 """Write tasks of verifiers as data rows: `verifiers_rows.py CONFIG OUT [--skip N] [--take N]`.
 
 A program for the interpreter that has verifiers; it needs nothing else. CONFIG is a run's config, whose environment is
-`rl_core.environments.adapters.verifiers:VerifiersEnvironment`; OUT becomes a file of lines of JSON.
+`infra.integrations.verifiers:VerifiersEnvironment`; OUT becomes a file of lines of JSON.
 """
 
 import argparse

@@ -1,1 +1,0 @@
-"""Environments of other libraries, one module per library, each of which imports that library only."""
