@@ -28,7 +28,7 @@ class Game:
         self.count = seed
     async def reset(self):
         import only_there
-        packages = [name for name in ("numpy", "pydantic", "ray", "infra") if importlib.util.find_spec(name)]
+        packages = [name for name in ("numpy", "pydantic", "ray", "prefect") if importlib.util.find_spec(name)]
         return json.dumps([sys.prefix, packages, only_there.__file__, os.environ.get("PYTHONPATH"), sys.path[-1]])
     def step(self, action):
         self.count += int(action)
