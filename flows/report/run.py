@@ -1,14 +1,24 @@
-"""`report.html`, the report page of one run."""
+"""`report.html`, the report page of one run: its verdict, its alarms, and its panels."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
-from flows.report.alarms import find_alarms, verdict
 from flows.report.page import write_page
 from flows.report.panels import run_panels
-from flows.report.record import RunRecord
+from flows.report.record import WINDOW_STEPS, RunRecord
 from infra.storage import places
 from infra.storage.runs import RunDirectory
 from schemas.errors import RunError
+
+
+MAX_ZERO_VARIANCE = 0.5  # fraction of the groups, over the last steps
+MAX_TRUNCATED = 0.2  # fraction of the responses, over the last steps
+MISMATCH_JUMP = 3.0  # times the run's median
+MIN_MISMATCH = 0.01  # nats; less is rounding
+MIN_ENTROPY = 0.1  # of that of the first steps
+
+_LAST = f"over the last {WINDOW_STEPS} steps"
 
 
 def write_report(directory: RunDirectory, path: Path | None = None) -> str:
@@ -24,3 +34,63 @@ def write_report(directory: RunDirectory, path: Path | None = None) -> str:
         )
     place = str(path) if path else places.join(directory.url, "report.html")
     return write_page(place, run.run_id, verdict(run), find_alarms(run), run_panels(run))
+
+
+def verdict(run: RunRecord) -> str:
+    """Return one line: the run's state, its reward and its held-out accuracy."""
+    parts = [f"{run.state}, {len(run.steps)} of {run.config.steps} steps"]
+    first, last = run.window("reward", last=False), run.window("reward", last=True)
+    if first is not None and last is not None:
+        parts.append(f"reward {first:.3f} → {last:.3f} (mean of the first and last {WINDOW_STEPS} steps)")
+    if len(run.evals) > 1:
+        parts.append(f"held-out accuracy {run.evals[0].accuracy:.3f} → {run.evals[-1].accuracy:.3f}")
+    elif run.evals:
+        parts.append(f"held-out accuracy {run.evals[0].accuracy:.3f}")
+    return "; ".join(parts)
+
+
+def find_alarms(run: RunRecord) -> list[str]:
+    """Return a line per alarm, each with its figures; none if nothing stands out."""
+    return [*_zero_variance(run), *_failed_rewards(run), *_mismatch_jump(run), *_truncation(run), *_entropy(run)]
+
+
+def _zero_variance(run: RunRecord) -> Iterator[str]:
+    fraction = run.window("groups/zero_variance", last=True)
+    if fraction is not None and fraction >= MAX_ZERO_VARIANCE:
+        yield (
+            f"zero-variance groups: {fraction:.0%} {_LAST}. Their rows have no advantage: use harder or easier "
+            "prompts, or rollout.dynamic_sampling"
+        )
+
+
+def _failed_rewards(run: RunRecord) -> Iterator[str]:
+    steps, counts = run.series("reward/failed")
+    failing = [(step, count) for step, count in zip(steps, counts, strict=True) if count]
+    if failing:
+        total = sum(count for _, count in failing)
+        yield f"failed rewards: {total:,.0f} in {len(failing)} of {len(steps)} steps, first in step {failing[0][0]}"
+
+
+def _mismatch_jump(run: RunRecord) -> Iterator[str]:
+    steps, values = run.series("mismatch/mean")
+    if not values:
+        return
+    usual, worst = median(values), max(range(len(values)), key=values.__getitem__)
+    if values[worst] > max(MISMATCH_JUMP * usual, MIN_MISMATCH):
+        yield (
+            f"mismatch jump: engine and trainer differ by {values[worst]:.3g} nat per token in step {steps[worst]}, "
+            f"{usual:.3g} in the median step"
+        )
+
+
+def _truncation(run: RunRecord) -> Iterator[str]:
+    fraction = run.window("response/truncated", last=True)
+    if fraction is not None and fraction >= MAX_TRUNCATED:
+        limit = run.config.rollout.max_response_tokens
+        yield f"truncation: {fraction:.0%} of the responses reach rollout.max_response_tokens = {limit} {_LAST}"
+
+
+def _entropy(run: RunRecord) -> Iterator[str]:
+    first, last = run.window("entropy", last=False), run.window("entropy", last=True)
+    if first is not None and last is not None and first > 0 and last < MIN_ENTROPY * first:
+        yield f"entropy collapse: {last:.3g} nat {_LAST}, {last / first:.0%} of the {first:.3g} nat of the first ones"

@@ -5,9 +5,9 @@ from typing import get_args
 
 import pytest
 
-from flows.report.alarms import find_alarms
 from flows.report.panels import metric_charts
 from flows.report.record import RunRecord
+from flows.report.run import find_alarms
 from infra.storage.runs import RunDirectory
 from schemas.metric_catalog import METRICS, PanelName
 from tests.support.command import Command, assert_rejected, make_command
