@@ -106,7 +106,7 @@ def view(
     runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
 ) -> None:
     """Serve a local page to look at any token of a run's kept steps, until it is interrupted."""
-    from flows.cli.view import serve_view
+    from flows.view import serve_view
     from infra.storage.runs import RunDirectory
 
     directories = [RunDirectory.open(name, runs_dir) for name in (run, other) if name is not None]

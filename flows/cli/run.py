@@ -1,22 +1,13 @@
-"""The train flow in a terminal: its summary, and the command that resumes it after an early stop.
+"""The train flow in a terminal: its summary, and the command that resumes it after an early stop."""
 
-A run outlives its terminal: closed pipes, hang-ups and full disks under its output don't end it.
-"""
-
-import logging
-import os
 import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
-from typing import Any, TextIO
 
 import typer
 from prefect.exceptions import CancelledRun, TerminationSignal
 from rich.console import Console
 
 from flows.cli.report import render_summary
+from flows.cli.terminal import outlived_terminal
 from flows.lifecycle.session import run_flow
 from flows.train import train
 from infra.storage.driver_log import log_error
@@ -25,7 +16,6 @@ from schemas.config.run import RunConfig
 from schemas.errors import GpuMemoryError, RunError, RunStoppedError, RunTakenOverError
 
 TERMINATED = 128 + signal.SIGTERM
-logger = logging.getLogger(__name__)
 
 
 def run_training(console: Console, config: RunConfig, run_id: str | None = None) -> None:
@@ -89,63 +79,3 @@ def _was_terminated(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, TerminationSignal | _Terminated):
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-@contextmanager
-def outlived_terminal() -> Iterator[None]:
-    """Go on if nothing can be written to standard output or error any more, or if the terminal hangs up.
-
-    What is printed from then on is lost; the log in the run's directory has it.
-    """
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Output(sys.stdout, "standard output"), _Output(sys.stderr, "standard error")
-    hung_up = signal.signal(signal.SIGHUP, _note_hangup)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, hung_up)
-        sys.stdout, sys.stderr = streams
-
-
-class _Output:
-    """A stream of which a failure to write is a line in the log, once; then it is `/dev/null`.
-
-    The descriptor is replaced, not only this object: other writers, and Python at its exit, would fail as well.
-    """
-
-    def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream, self._name, self._is_lost = stream, name, False
-
-    def write(self, text: str) -> int:
-        """Write, if it can be; return the number of characters, as if it could."""
-        self._call(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Write what is buffered, if it can be."""
-        self._call(self._stream.flush)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def _call(self, method: Callable[..., object], *args: str) -> None:
-        if self._is_lost:
-            return
-        try:
-            method(*args)
-        except (OSError, ValueError) as error:  # the latter if it was closed
-            self._is_lost = True
-            _discard(self._stream)
-            logger.warning("%s can't be written (%s): the run goes on, and its log has all lines", self._name, error)
-
-
-def _discard(stream: TextIO) -> None:
-    with suppress(OSError, ValueError):  # it has no descriptor
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
-        stream.flush()
-
-
-def _note_hangup(number: int, frame: FrameType | None) -> None:
-    logger.warning("the terminal has hung up: the run goes on; `sluice stop` ends it")

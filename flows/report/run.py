@@ -11,7 +11,6 @@ from infra.storage import places
 from infra.storage.runs import RunDirectory
 from schemas.errors import RunError
 
-
 MAX_ZERO_VARIANCE = 0.5  # fraction of the groups, over the last steps
 MAX_TRUNCATED = 0.2  # fraction of the responses, over the last steps
 MISMATCH_JUMP = 3.0  # times the run's median

@@ -14,7 +14,7 @@ PROGRAM = f"""
 import logging, sys
 from pathlib import Path
 from rich.console import Console
-from flows.cli.run import outlived_terminal
+from flows.cli.terminal import outlived_terminal
 
 logging.basicConfig(filename=sys.argv[1], level=logging.WARNING)
 console = Console()
