@@ -1,4 +1,4 @@
-"""The page of `sluice view`: a local, read-only web server over what runs keep of their steps; `serve_view` serves it until it is interrupted."""
+"""The page of `sluice view`: a local, read-only web server over what runs keep of their steps."""
 
 from collections.abc import Sequence
 from contextlib import suppress
