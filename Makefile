@@ -49,7 +49,7 @@ lint: venv  ## check formatting, lint, types and import layers
 	$(BIN)/lint-imports
 	@! git grep -nwiE "$(WORDS)" -- '*.py' '*.md' ':!CHANGELOG.md' || { echo "error: plain words instead, please"; exit 1; }
 
-PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder  # three files at a time: some tests only wait
+PYTEST := $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder  # four files at a time: some tests only wait
 
 test: lint  ## lint, then the tests of every part and one run through all of them
 	$(PYTEST) -m "not extended"

@@ -23,7 +23,13 @@ LOOPBACK = "127.0.0.1"
 # Files that share a workplace: one process runs their tests, so that its services are started once.
 OF_THE_WORKPLACE = tuple(
     f"tests/{name}.py"
-    for name in ("end_to_end/test_kill", "end_to_end/test_train", "services/test_services", "services/test_stages")
+    for name in (
+        "end_to_end/test_kill",
+        "end_to_end/test_train",
+        "end_to_end/test_python_api",
+        "services/test_services",
+        "services/test_stages",
+    )
 )
 SLOW_FOLDERS = ("end_to_end", "services")  # whose tests start services
 

@@ -68,6 +68,11 @@ WATCH_SECONDS = 1.0
 MAX_FAILED_STARTS = 3  # starts that fail in a row, after which the watchdog gives up
 
 
+def server_environment() -> dict[str, str]:
+    """Return the variables of a local Prefect server: of what bounds its database, the user's own win."""
+    return {**PREFECT_RETENTION, **os.environ, **PREFECT_ENVIRONMENT}
+
+
 def is_free(port: int) -> bool:
     """Return whether nothing listens at a port."""
     with socket.socket() as probe:
@@ -242,8 +247,7 @@ class LocalServices:
         api_url = f"http://{LOOPBACK}:{port}/api"
         own = {"PREFECT_HOME": str(self.directory / "prefect"), "PREFECT_UI_API_URL": api_url}
         command = [*PREFECT_COMMAND, "server", "start", "--host", LOOPBACK, f"--port={port}"]
-        environment = {**PREFECT_RETENTION, **os.environ, **PREFECT_ENVIRONMENT, **own}
-        return self._spawn("prefect", command, environment, port)
+        return self._spawn("prefect", command, server_environment() | own, port)
 
     def _spawn_ray(self, port: int) -> "_Started":
         if (fault := _temporary_fault()) is not None:

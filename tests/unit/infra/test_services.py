@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from infra.services import local
-from infra.services.local import LocalServices, ServiceState
+from infra.services.local import LocalServices, ServiceState, server_environment
 from infra.services.processes import process_start
 from schemas.errors import ServiceError
 from tests.support.progress import wait_until
@@ -28,6 +28,13 @@ def test_a_service_that_died_or_whose_pid_was_reused_is_not_running(tmp_path: Pa
         record(services, "ray", state)
         assert (services.state("ray") == state) is running
     assert services.state("prefect") is None
+
+
+def test_a_users_own_retention_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = local.PREFECT_RETENTION
+    assert server_environment().items() >= bounds.items()
+    monkeypatch.setenv("PREFECT_SERVER_EVENTS_RETENTION_PERIOD", "P7D")
+    assert server_environment().items() >= (bounds | {"PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "P7D"}).items()
 
 
 def record(services: LocalServices, name: str, state: ServiceState) -> None:
