@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Self
+from itertools import accumulate, chain, pairwise
+from typing import Any, Self
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -92,6 +92,20 @@ class UpdatePlan(RankPlan):
 
     num_loss_tokens: PositiveInt  # over all ranks
     num_live_sequences: PositiveInt  # sequences with at least one loss token, over all ranks
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate(cls, stored: Any) -> Any:
+        """Return what version 0.2 stored, a list of micro-batches for each rank, as this version does."""
+        if not isinstance(stored, dict) or "ranks" not in stored:
+            return stored
+        micros = list(chain(*stored["ranks"]))
+        packed = {
+            "rows": PackedInts(chain(*(micro["rows"] for micro in micros))),
+            "micro_rows": PackedInts(len(micro["rows"]) for micro in micros),
+            "micro_tokens": PackedInts(micro["num_tokens"] for micro in micros),
+        }
+        return packed | {name: value for name, value in stored.items() if name != "ranks"}
 
 
 class StepPlan(Frozen):

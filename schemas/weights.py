@@ -1,15 +1,16 @@
 """The transfer of weights from the policy to the rollout workers: their layout and measurements."""
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from schemas.base import Frozen
 from schemas.batch import SafeName
 from schemas.config.model import LoraConfig
 
 Transport = Literal["shared_memory", "broadcast"]
+_RENAMED = {"object_store": "shared_memory"}  # in reports of version 0.2
 
 
 class Adapter(Frozen):
@@ -89,7 +90,7 @@ class LoadedWeights(Frozen):
 class WeightsTransfer(Frozen):
     """The measurements of one publish; its parts overlap."""
 
-    transport: Transport
+    transport: Annotated[Transport, BeforeValidator(lambda name: _RENAMED.get(name, name))]
     num_bytes: PositiveInt  # of one copy of the weights that were sent
     num_receivers: NonNegativeInt
     write_seconds: NonNegativeFloat

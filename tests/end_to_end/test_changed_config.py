@@ -9,6 +9,8 @@ from flows.plan.footprint import measure_step
 from schemas.config.load import override_config
 from tests.support.configs import run_config
 from tests.support.run_results import Run
+from tests.support.stored_run import RUN_ID as STORED
+from tests.support.stored_run import unpack_run
 from tests.support.workplace import Workplace
 
 pytestmark = pytest.mark.extended
@@ -78,3 +80,11 @@ def test_the_first_resume_with_other_workers_uses_the_stored_rows(
     assert sorted(path.name for path in checkpoints.iterdir())[-1] == f"step-{STEPS:06d}"
     monkeypatch.chdir(workplace.folder)  # to which the checkpoints' place is relative
     assert export_run(run, Path("changed-weights")) == STEPS
+
+
+def test_a_run_of_version_0_2_is_resumed(workplace: Workplace) -> None:
+    unpack_run(workplace.folder / "runs")
+    printed = workplace.sluice("resume", STORED, "steps=3")
+    assert "step   3/3" in printed
+    assert workplace.run(STORED).num_done == 3
+    assert "step 2: same bits" in workplace.sluice("replay", STORED, "--steps", "2")

@@ -14,7 +14,7 @@ from schemas.config.runtime import MetricLimit
 from schemas.errors import ConfigError
 from tests.support.configs import config_toml, run_config
 
-STORED = Path(__file__).parents[2] / "support" / "stored_configs"
+STORED = Path(__file__).parents[2] / "support" / "stored_runs"
 ORPHANS = r"runtime\.orphan_seconds is now timeouts\.driver_seconds"
 
 
