@@ -87,4 +87,3 @@ def test_a_run_of_version_0_2_is_resumed(workplace: Workplace) -> None:
     printed = workplace.sluice("resume", STORED, "steps=3")
     assert "step   3/3" in printed
     assert workplace.run(STORED).num_done == 3
-    assert "step 2: same bits" in workplace.sluice("replay", STORED, "--steps", "2")
