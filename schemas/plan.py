@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any, Self
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, model_validator
 
 from schemas.base import Frozen
 from schemas.packed import PackedInts
@@ -17,6 +17,9 @@ class MicroBatch:
 
     rows: PackedInts  # indices into the batch handle
     num_tokens: int  # prompt + response tokens of the rows
+
+
+_RANKS = TypeAdapter(tuple[tuple[MicroBatch, ...], ...])
 
 
 class RankPlan(Frozen):
@@ -99,11 +102,11 @@ class UpdatePlan(RankPlan):
         """Return what version 0.2 stored, a list of micro-batches for each rank, as this version does."""
         if not isinstance(stored, dict) or "ranks" not in stored:
             return stored
-        micros = list(chain(*stored["ranks"]))
+        micros = list(chain(*_RANKS.validate_python(stored["ranks"])))
         packed = {
-            "rows": PackedInts(chain(*(micro["rows"] for micro in micros))),
-            "micro_rows": PackedInts(len(micro["rows"]) for micro in micros),
-            "micro_tokens": PackedInts(micro["num_tokens"] for micro in micros),
+            "rows": PackedInts(chain(*(micro.rows for micro in micros))),
+            "micro_rows": PackedInts(len(micro.rows) for micro in micros),
+            "micro_tokens": PackedInts(micro.num_tokens for micro in micros),
         }
         return packed | {name: value for name, value in stored.items() if name != "ranks"}
 

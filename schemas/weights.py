@@ -8,9 +8,10 @@ from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, Positive
 from schemas.base import Frozen
 from schemas.batch import SafeName
 from schemas.config.model import LoraConfig
+from schemas.config.renamed import VALUES
 
 Transport = Literal["shared_memory", "broadcast"]
-_RENAMED = {"object_store": "shared_memory"}  # in reports of version 0.2
+_RENAMED = VALUES["weights.transport"]
 
 
 class Adapter(Frozen):
@@ -90,7 +91,7 @@ class LoadedWeights(Frozen):
 class WeightsTransfer(Frozen):
     """The measurements of one publish; its parts overlap."""
 
-    transport: Annotated[Transport, BeforeValidator(lambda name: _RENAMED.get(name, name))]
+    transport: Annotated[Transport, BeforeValidator(lambda name: _RENAMED.get(name, name))]  # of version 0.2, too
     num_bytes: PositiveInt  # of one copy of the weights that were sent
     num_receivers: NonNegativeInt
     write_seconds: NonNegativeFloat

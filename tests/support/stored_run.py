@@ -7,8 +7,7 @@ RUN_ID = "old"
 ARCHIVE = Path(__file__).parent / "stored_runs" / "0.2.0.tar.gz"
 
 
-def unpack_run(runs_dir: Path) -> Path:
-    """Write the run's directory into a folder of runs, and return it."""
+def unpack_run(runs_dir: Path) -> None:
+    """Write the run's directory into a folder of runs."""
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(runs_dir, filter="data")
-    return runs_dir / RUN_ID

@@ -12,6 +12,7 @@ from infra.history.diff import diff_runs
 from infra.history.sql import open_runs
 from infra.storage.run_list import list_runs
 from infra.storage.runs import RunDirectory
+from schemas.errors import RunError
 from tests.support.stored_run import RUN_ID, unpack_run
 
 
@@ -30,7 +31,7 @@ def test_it_is_listed(stored: RunDirectory) -> None:
 def test_its_reports_and_plans_are_read(stored: RunDirectory) -> None:
     transfers = [report.publish for report in stored.metrics.steps()]
     assert [transfer and transfer.transport for transfer in transfers] == ["shared_memory"] * 2
-    kept = json.loads((Path(str(stored.path)) / "plans" / "step-000001.json").read_text())
+    kept = json.loads((stored.path / "plans" / "step-000001.json").read_text())
     plan = stored.plans.load(1)
     assert plan is not None
     (update,) = plan.updates
@@ -38,6 +39,16 @@ def test_its_reports_and_plans_are_read(stored: RunDirectory) -> None:
     (stored_update,) = kept["updates"]
     assert list(micro.rows) == stored_update["ranks"][0][0]["rows"] == [0, 1, 2, 3]
     assert (micro.num_tokens, update.num_loss_tokens) == (68, 32)
+
+
+@pytest.mark.parametrize("ranks", [5, [5], [[5]], [[{"rows": [0]}]]])
+def test_a_damaged_plan_of_that_version_is_named(stored: RunDirectory, ranks: object) -> None:
+    file = stored.path / "plans" / "step-000001.json"
+    plan = json.loads(file.read_text())
+    plan["updates"][0]["ranks"] = ranks
+    file.write_text(json.dumps(plan))
+    with pytest.raises(RunError, match=r"plans/step-000001\.json is damaged"):
+        stored.plans.load(1)
 
 
 def test_its_rows_are_asked_and_compared(stored: RunDirectory) -> None:
