@@ -134,9 +134,8 @@ def test_what_was_answered_is_not_asked_again(folder: Path, monkeypatch: pytest.
 def test_a_batch_whose_rows_were_lost_needs_neither_engine_nor_environment(
     folder: Path, monkeypatch: pytest.MonkeyPatch, game: str, resume_rows: str
 ) -> None:
-    run = run_with(
-        folder, game, environment={"resume_rows": resume_rows, "max_turn_tokens": 6}
-    )  # some turns are cut off
+    cut = {"resume_rows": resume_rows, "max_turn_tokens": 6}  # some turns are cut off
+    run = run_with(folder, game, environment=cut)
     expected_shard, expected = play(run)
     calls(folder)
     monkeypatch.delattr(TransformersEngine, "open_rows")

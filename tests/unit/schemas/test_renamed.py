@@ -49,8 +49,8 @@ def test_new_names_are_keys_and_old_ones_are_not() -> None:
 
 
 def test_keys_of_the_environments_of_data_sources_are_translated() -> None:
-    old = {"class": "games:Chess", "admission": "wave", "admission_steps": 3}
-    new = {"class": "games:Chess", "resume_rows": "batch", "lockstep_steps": 3}
+    old = {"kind": "class", "path": "games:Chess", "admission": "wave", "admission_steps": 3}
+    new = {"kind": "class", "path": "games:Chess", "resume_rows": "batch", "lockstep_steps": 3}
     stored = {"environment": dict(old), "data": {"sources": [{"name": "a"}, {"name": "b", "environment": dict(old)}]}}
     with pytest.raises(ValueError, match=r"data\.sources\.\*\.environment\.admission is now data\.sources\.\*\.env"):
         require_current_keys(stored)
