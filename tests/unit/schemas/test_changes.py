@@ -108,6 +108,7 @@ OTHER = {
     "reward.timeout_seconds": "7",
     "reward.url": "http://other/v1",
     "rollout.batch_prompts": "3",
+    "rollout.python": "venv/bin/python",
     "rollout.cache_bytes": "9999",
     "rollout.enforce_eager": "true",
     "rollout.gpu_memory_utilization": "0.7",
