@@ -126,6 +126,7 @@ OTHER = {
     "services.py_modules": "['my_rewards.py']",
     "timeouts.collective_seconds": "7",
     "timeouts.driver_seconds": "90",
+    "timeouts.engine_seconds": "900",
     "runtime.placement": "colocated",
     "timeouts.resource_seconds": "9",
     "runtime.runs_dir": "elsewhere",
