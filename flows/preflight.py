@@ -13,10 +13,10 @@ from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import open_checkpoints
 from infra.datasets import PromptDataset, PromptRow, load_run_prompts
 from infra.datasets.environments import schemas_of_tools
-from infra.datasets.limits import check_prompts
+from infra.datasets.prompts import check_prompts
 from infra.engines.families import check_family
 from infra.engines.vllm.adapters import check_adapters
-from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
+from infra.engines.vllm.installation import find_vllm
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
 from infra.environments.open import check_environments
 from infra.history.reuse import check_source
@@ -201,8 +201,7 @@ def check_vllm(config: RunConfig, rollout: VllmRollout) -> None:
     Raises:
         ConfigError: vLLM is missing or is built for another device, or a sequence doesn't fit.
     """
-    require_vllm()
-    device, on_cpu = config.runtime.device, vllm_is_for_cpu()
+    device, on_cpu = config.runtime.device, find_vllm(rollout.python).device == "cpu"
     if device not in ("auto", "cpu" if on_cpu else "cuda"):
         raise ConfigError(
             f"runtime.device = {device!r}, but the installed vLLM is built for "

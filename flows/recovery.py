@@ -6,6 +6,7 @@ from contextlib import suppress
 from datetime import date
 from itertools import chain
 
+from infra.engines.vllm.installation import engine_versions
 from infra.storage.identity import identity_of, owns_place
 from infra.storage.runs import RunDirectory, installed_versions, resumed_config
 from infra.stores.open import close_store, start_store
@@ -182,7 +183,7 @@ def record_event(directory: RunDirectory, policy: PolicyHandle, reason: str = ""
         step=policy.step,
         time=time.time(),
         reason=reason,
-        versions=installed_versions(),
+        versions=installed_versions() | engine_versions(directory.config().rollout),
     )
     directory.metrics.append_event(event)
 

@@ -9,12 +9,15 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from benchmarks.rollout.vllm_process import VllmProcess
 from benchmarks.rollout.workload import Workload
 from infra.engines.base import generate_all
 from infra.engines.embedded.engine import TransformersEngine
+from infra.engines.vllm.start import open_vllm
 from infra.models.load import load_model
 from schemas.config.model import ModelConfig
+from schemas.config.rollout import VllmRollout
+
+CACHE_BYTES = 2**31
 
 
 class Response(NamedTuple):
@@ -113,23 +116,21 @@ class Generate(RolloutPath):
 
 
 class Vllm(RolloutPath):
-    """vLLM, in a process of its own, since it pins threads and changes its process's environment."""
+    """vLLM."""
 
     name = "vllm"
     logprobs = "raw_logprobs of the sampled token"
 
     def __init__(self, folder: FilePath, max_tokens: int, max_rows: int) -> None:
-        self._process = VllmProcess(folder, max_tokens, max_rows, torch.get_num_threads())
+        rollout = VllmRollout(cache_bytes=CACHE_BYTES, max_num_seqs=max_rows)
+        self._engine = open_vllm(ModelConfig(path=str(folder)), rollout, max_tokens)
 
     def generate(self, workload: Workload, repetition: int) -> list[Response]:
-        return self.measure(workload, repetition)[0]
-
-    def measure(self, workload: Workload, repetition: int) -> tuple[list[Response], float]:
-        responses, seconds = self._process.generate(workload, repetition)
-        return [Response(token_ids, logprobs) for token_ids, logprobs in responses], seconds
+        generations = generate_all(self._engine, workload.requests(repetition), workload.sampling)
+        return [Response(generation.token_ids, generation.logprobs) for generation in generations]
 
     def close(self) -> None:
-        self._process.close()
+        self._engine.close()
 
 
 PATHS: dict[str, type[RolloutPath]] = {path.name: path for path in (Sluice, Generate, Vllm)}

@@ -66,9 +66,9 @@ def demo(
     last = [f"steps={steps}"] if steps else []
     config = _load(config_name, [*demo_overrides(seed, tiny), *(overrides or []), *last])
     if config.rollout.kind == "vllm":
-        from infra.engines.vllm.package import require_vllm
+        from infra.engines.vllm.installation import find_vllm
 
-        require_vllm()  # fail now, not after the warm start
+        find_vllm(config.rollout.python)  # fail now, not after the warm start
     with prefect_session(config.services, console):
         run_flow(lambda: prepare_demo(config, TINY if tiny else RECIPE), config.services)
         run_training(console, config)

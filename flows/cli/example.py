@@ -10,7 +10,7 @@ from infra.datasets.prompts import PromptRow
 from infra.models.load import load_tokenizer
 from infra.rewards.open import open_reward_scorer
 from rl_core.rewards import RewardItem, RewardOutcome
-from rl_core.rollout.decoding import decode_text, decode_texts
+from rl_core.rollout.chat import decode_text, decode_texts
 from schemas.base import Frozen
 from schemas.config.judge import JudgeReward
 from schemas.config.reward import GroupFunctionReward, ModelReward, RewardConfig, WeightedReward

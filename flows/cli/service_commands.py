@@ -7,6 +7,7 @@ import typer
 
 from flows.cli.commands import RunArgument, RunsDirOption, app, console
 from schemas.config.folders import DEFAULT_RUNS_DIR
+from schemas.errors import ConfigError
 
 ConfigsArgument = Annotated[
     list[str], typer.Argument(help="TOML files, or names of built-in ones.", metavar="CONFIG...")
@@ -23,6 +24,31 @@ AddressOption = Annotated[
 ]
 ServicesDirOption = Annotated[str, typer.Option(help="Folder with the local services' state.")]
 TimezoneOption = Annotated[str, typer.Option(help="The schedule's time zone, e.g. Europe/Berlin.")]
+
+
+engine = typer.Typer(no_args_is_help=True, help="Environments of rollout engines.")
+app.add_typer(engine, name="engine")
+
+
+@engine.command("install")
+def install_engine(
+    name: Annotated[str, typer.Argument(help="vllm.", metavar="ENGINE")],
+    cpu: Annotated[bool, typer.Option("--cpu", help="Its build for CPUs.")] = False,
+    cuda: Annotated[bool, typer.Option("--cuda", help="Its build for CUDA.")] = False,
+    folder: Annotated[Path, typer.Option(help="The virtual environment.")] = Path("vllm-venv"),
+    version: Annotated[
+        str | None, typer.Option(help="Its version; default: the newest that Sluice works with.")
+    ] = None,
+    wheels: Annotated[Path | None, typer.Option(help="A folder of wheels to install from, without a network.")] = None,
+) -> None:
+    """Install an engine into a virtual environment of its own, for rollout.python."""
+    from flows.cli.installation import install_vllm
+
+    if name != "vllm":
+        raise ConfigError(f"there is no engine {name!r} to install; use vllm (the default engine needs nothing)")
+    if cpu == cuda:
+        raise ConfigError("say for which device: --cpu or --cuda")
+    install_vllm(console, folder, "cpu" if cpu else "cuda", version, wheels)
 
 
 @app.command()

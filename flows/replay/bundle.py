@@ -104,6 +104,7 @@ def _portable(config: RunConfig, model: str) -> RunConfig:
     """Return a config that names no place but the bundle's own; so does one that comes from elsewhere."""
     return config.replace(
         model=config.model.replace(path=model),
+        rollout=config.rollout.replace(python=None) if config.rollout.kind == "vllm" else config.rollout,
         store=FsspecStore(keep_steps="all"),
         checkpoint=config.checkpoint.replace(url=None),
         monitors=(),

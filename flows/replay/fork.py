@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flows.replay.session import write_version
 from infra.checkpoints import open_checkpoints
+from infra.engines.vllm.installation import engine_versions
 from infra.history.past import link_past
 from infra.history.past_weights import History, Start
 from infra.history.reuse import check_parent
@@ -113,7 +114,8 @@ def make_fork(fork: PlannedFork) -> None:
 
 def _event(fork: PlannedFork) -> RunEvent:
     reason = f"of run {fork.parent.run_id}, after {fork.step} steps"
-    return RunEvent(kind="fork", step=fork.step, time=time.time(), reason=reason, versions=installed_versions())
+    versions = installed_versions() | engine_versions(fork.config.rollout)
+    return RunEvent(kind="fork", step=fork.step, time=time.time(), reason=reason, versions=versions)
 
 
 def _check_changes(parent: RunDirectory, before: RunConfig, config: RunConfig, step: int) -> None:

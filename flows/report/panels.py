@@ -13,7 +13,7 @@ from flows.report.charts import Line, length_heat_map, line_chart, stacked_bars,
 from flows.report.page import Chart, Panel, Table
 from flows.report.record import RunRecord
 from flows.report.samples import read_samples
-from infra.storage.profiles import find_traces
+from infra.storage.runs import find_traces
 from schemas.config.load import flat_values, non_defaults
 from schemas.errors import MetricError
 from schemas.metric_catalog import MetricSpec, PanelName, charts_of, find_metric

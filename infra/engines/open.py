@@ -28,6 +28,7 @@ class EngineModel:
         is_colocated: Whether the engine shares its GPU.
         sleeps: Whether it gives up its memory while others need it.
         shared_memory: `runtime.shared_memory`, through which vLLM gets adapters.
+        answer_seconds: How long an engine's process may take to answer.
     """
 
     config: ModelConfig
@@ -36,10 +37,11 @@ class EngineModel:
     is_colocated: bool = False
     sleeps: bool = False
     shared_memory: str | None = None
+    answer_seconds: float = 600.0
 
 
 def open_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
-    """Start the engine of `rollout.kind` in this process, with the model folder's weights as policy version 0.
+    """Start the engine of `rollout.kind`, with the model folder's weights as policy version 0.
 
     Args:
         config: The run's configuration.
@@ -55,6 +57,7 @@ def open_engine(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Rollou
         is_colocated=config.runtime.placement == "colocated",
         sleeps=config.time_shares_gpus,
         shared_memory=config.runtime.shared_memory,
+        answer_seconds=config.timeouts.engine_seconds,
     )
     return OPENERS(config.rollout, model)
 
@@ -82,6 +85,7 @@ def _open_vllm(rollout: VllmRollout, of: EngineModel) -> RolloutEngine:
         is_colocated=of.is_colocated,
         sleeps=of.sleeps,
         shared_memory=of.shared_memory,
+        answer_seconds=of.answer_seconds,
     )
 
 

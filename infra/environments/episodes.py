@@ -21,7 +21,7 @@ from infra.environments.journal import Journal
 from infra.environments.pool import EnvironmentPool
 from infra.environments.slot import Reply
 from infra.environments.trajectory import EpisodeEnd, Trajectory, TrajectoryBuilder
-from rl_core.rollout.decoding import decode_text
+from rl_core.rollout.chat import decode_text
 from rl_core.rollout.seeding import derive_seed
 from schemas.config.environment import TurnLimits
 from schemas.errors import ChatTemplateError

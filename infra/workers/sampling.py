@@ -18,7 +18,7 @@ from infra.environments.trajectory import Trajectory
 from infra.ray.tracing import span
 from infra.rewards import RewardScorer
 from rl_core.rewards import RewardItem, RewardOutcome
-from rl_core.rollout.decoding import decode_text
+from rl_core.rollout.chat import decode_text
 
 
 @dataclass(frozen=True)

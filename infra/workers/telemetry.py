@@ -9,8 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from infra.models.load import build_meta_model
-from infra.storage.profiles import SUFFIX, write_trace
-from infra.storage.runs import RunDirectory
+from infra.storage.runs import TRACE_SUFFIX, RunDirectory, write_trace
 from rl_core import telemetry
 from rl_core.planning.hardware import gpu_peak_flops
 from rl_core.planning.throughput import ModelWork
@@ -65,6 +64,6 @@ def profiled(run: RunHandle, step: int, worker: str, phase: str) -> Iterator[Non
     with profile(activities=activities) as recorded, record_function(phase):
         yield
     with TemporaryDirectory() as folder:
-        path = Path(folder) / f"trace{SUFFIX}"
+        path = Path(folder) / f"trace{TRACE_SUFFIX}"
         recorded.export_chrome_trace(str(path))
         write_trace(RunDirectory.of(run), step, worker, phase, path.read_bytes())

@@ -1,4 +1,4 @@
-"""A model's chat template, with a run's variables and tools."""
+"""A model's chat template, with a run's variables and tools; and the text of tokens, as they say it."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -6,6 +6,7 @@ from datetime import datetime
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +14,7 @@ from rl_core.rollout.control_tokens import ControlTokens, Messages
 from schemas.config.kinds import CLOCK
 from schemas.errors import BrokenChatTemplateError, ChatTemplateError, DataError
 
+Tokens = list[int] | np.ndarray[Any, Any]
 Shape = Sequence[tuple[str, bool]]  # of a chat: of each message, its role, and whether it has a content
 
 
@@ -168,3 +170,18 @@ def _clock(date: object) -> Callable[[str], str]:
 
 def _uses(template: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def decode_text(tokenizer: PreTrainedTokenizerBase, token_ids: Tokens, *, skip_special_tokens: bool = False) -> str:
+    """Return the text of tokens, without the clean-up of some tokenizers, which makes "x!= y" of "x != y"."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    return str(text)
+
+
+def decode_texts(
+    tokenizer: PreTrainedTokenizerBase, rows: list[list[int]], *, skip_special_tokens: bool = False
+) -> list[str]:
+    """Return the text of each row of tokens, see `decode_text`."""
+    return list(
+        tokenizer.batch_decode(rows, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    )

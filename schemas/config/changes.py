@@ -44,6 +44,7 @@ CHANGEABLE = (
     "rollout.batch_prompts",
     "rollout.max_cache_bytes",
     "rollout.max_num_seqs",
+    "rollout.python",
     "rollout.cache_bytes",
     "rollout.gpu_memory_utilization",
     "rollout.enforce_eager",

@@ -108,10 +108,13 @@ class TransformersRollout(EngineRollout):
 
 
 class VllmRollout(EngineRollout):
-    """vLLM, in the rollout worker's own process, or in one per GPU (extra `cpu` or `cuda`)."""
+    """vLLM, in a process of its own, or in one per GPU."""
 
     kind: Literal["vllm"] = "vllm"
     """Selects vLLM."""
+
+    python: str | None = None
+    """Interpreter with vLLM, such as `vllm-venv/bin/python`; None: the run's own (extra `cpu` or `cuda`)."""
 
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine, all on one node, over which it shards each layer; on a CPU, its processes."""

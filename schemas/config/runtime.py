@@ -161,6 +161,9 @@ class TimeoutsConfig(FrozenConfig):
     worker_seconds: PositiveFloat = 300
     """Seconds after which a worker that doesn't answer is killed; its start may take five times as long."""
 
+    engine_seconds: PositiveFloat = 600
+    """Seconds after which an engine's process that doesn't answer is killed; its start has no limit of its own."""
+
     collective_seconds: PositiveFloat = 600
     """Seconds that a rank waits for the others in a collective before it fails."""
 

@@ -13,7 +13,7 @@ import pytest
 
 from infra.monitors.rows import recorded_rows
 from infra.services.local import PROMETHEUS_TARGETS
-from infra.storage.profiles import find_traces
+from infra.storage.runs import find_traces
 from tests.support.otlp import ReceivedSpan, collecting
 from tests.support.progress import wait_until
 from tests.support.tracker_files import (

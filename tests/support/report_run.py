@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.storage.profiles import write_trace
+from infra.storage.runs import write_trace
 from schemas.step import EvalReport, RunEvent, SourceReport, Span, StepReport
 from schemas.store import StoreTraffic, StoreUsage
 from schemas.summary import LengthHistogram

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infra.engines.base import EngineUsage, Sampling, WeightsBucket
-from infra.engines.checks import check_held, require_awake
+from infra.engines.base import EngineUsage, Sampling, WeightsBucket, check_held, require_awake
 from infra.engines.embedded.attention import use_decode_attention
 from infra.engines.embedded.cache import cache_argument, cache_bytes_per_token, decoding_cache
 from infra.engines.embedded.rows import TransformersRows

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infra.engines.base import EngineUsage, Generation, GenerationRequest, Sampling
-from infra.engines.checks import check_prompts
+from infra.engines.base import EngineUsage, Generation, GenerationRequest, Sampling, check_prompts
 from infra.engines.embedded.decoding import DecodingBatch, ExpertRecord, RowCache
 from infra.engines.embedded.samples import TurnSamples, sample_tokens
 from rl_core.scoring import RouterReplay

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from infra.engines.base import Sampling
-from rl_core.rollout.decoding import decode_texts
+from rl_core.rollout.chat import decode_texts
 from rl_core.rollout.seeding import uniforms
 from schemas.errors import NonFiniteError
 from schemas.rollout import FinishReason

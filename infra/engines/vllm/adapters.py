@@ -25,38 +25,32 @@ MERGED = 'set model.lora.publish = "merged"'
 
 
 class VllmAdapters:
-    """The adapters of the version that an engine computes with.
+    """How an engine gets adapters.
 
     Args:
         lora: Their rank and scale.
         shared_memory: `runtime.shared_memory`, where they are handed over.
 
-    Attributes:
-        request: vLLM's name for them, given with each request; None: it computes with the base model, as in version 0.
     """
 
     def __init__(self, lora: LoraConfig, shared_memory: str | None) -> None:
         self.lora, self._shared_memory = lora, shared_memory
-        self.request: Any = None
 
     @contextmanager
-    def saved(self, adapters: Mapping[str, Tensor], version: int) -> Iterator[Any]:
-        """Provide a version's adapters as vLLM's `LoRARequest`, whose folder exists during the block.
+    def saved(self, adapters: Mapping[str, Tensor]) -> Iterator[Path]:
+        """Provide a version's adapters in a folder, which exists during the block.
 
         Args:
             adapters: All adapters' weights by the policy's names, on the CPU.
-            version: Their version.
 
         Raises:
             WeightsError: No space is left for them.
         """
-        from vllm.lora.request import LoRARequest
-
         num_bytes = sum(tensor.nbytes for tensor in adapters.values())
         folder = SharedFolder(choose_root(self._shared_memory, num_bytes), "adapters")
         try:
             self._write(adapters, folder.path)
-            yield LoRARequest(lora_name=f"version-{version}", lora_int_id=version + 1, lora_path=str(folder.path))
+            yield folder.path
         finally:
             folder.remove()
 

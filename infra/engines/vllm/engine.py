@@ -1,81 +1,35 @@
-"""The vLLM engine: scheduled in the calling process. vLLM is imported when one is started, and by no other package.
+"""The vLLM engine, which runs in a process of its own (`infra.engines.program`), as seen by its rollout worker."""
 
-With one rank, the model is in the calling process too. With tensor parallelism, each rank is a process of vLLM's own on
-this machine; they end when the calling process does, however it ends.
-
-Contract of the log-probs: vLLM's raw log-probs are computed before the temperature is applied, its processed ones after
-top-k, top-p and min-p. So the temperature is folded into the model's own logit scale and vLLM samples at temperature 1:
-its raw log-probs are then log-softmax(logits / temperature), before any truncation.
-"""
-
-import gc
-import multiprocessing
+import mmap
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from infra.engines.base import EngineUsage, Generation, GenerationRequest, Sampling, WeightsBucket
-from infra.engines.checks import check_held, check_prompts, require_awake
+from infra.engines.base import (
+    EngineUsage,
+    Generation,
+    GenerationRequest,
+    Sampling,
+    WeightsBucket,
+    check_held,
+    check_prompts,
+    require_awake,
+)
 from infra.engines.vllm.adapters import VllmAdapters, check_layers
-from infra.engines.vllm.ranks import mapped
+from infra.engines.vllm.process import CallFailedError, EngineProcess
+from infra.models.flat_tensors import assign_slots, buffer_as_tensor, flat_bytes, tensor_specs, write_tensors
 from infra.models.load import check_weights
-from infra.models.lora import is_adapter
-from schemas.errors import EngineLostError, NonFiniteError, describe
+from infra.models.lora import is_adapter, without_adapter
+from schemas.errors import NonFiniteError, WeightsError
 from schemas.placement import EngineTag, MemoryChange, PartBytes
 from schemas.weights import TensorSpec
 
-_VLLM_TAGS: dict[EngineTag, str] = {"weights": "weights", "cache": "kv_cache"}
-
-
-def vllm_params(sampling: Sampling, seed: int, max_tokens: int) -> Any:
-    """Return vLLM's parameters for one sample of at most `max_tokens`."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=1.0 if sampling.temperature > 0 else 0.0,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=seed,
-        max_tokens=max_tokens,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # the model's own is one of the stop tokens
-        logprobs=0,  # of the sampled token only
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def scoring_params() -> Any:
-    """Return vLLM's parameters of a request for the log-probs of its prompt; it also samples one token."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-    )
-
-
-def prompt_logprobs(output: Any) -> np.ndarray:
-    """Return the log-probs of a finished request's prompt: float32 [T - 1], of all tokens but the first."""
-    tokens, entries = output.prompt_token_ids, output.prompt_logprobs
-    return np.array([entries[at][tokens[at]].logprob for at in range(1, len(tokens))], dtype=np.float32)
-
-
-def generation(output: Any) -> Generation:
-    """Translate a finished `CompletionOutput`."""
-    logprobs = np.array(output.logprobs.logprobs, dtype=np.float32)
-    if not np.isfinite(logprobs).all():
-        raise NonFiniteError("the model's logits are not finite; its weights have diverged")
-    assert output.finish_reason in ("stop", "length"), output.finish_reason
-    return Generation(np.array(output.token_ids, dtype=np.int32), logprobs, output.finish_reason)
+PARTS: tuple[EngineTag, ...] = ("weights", "cache")
 
 
 class VllmRows:
@@ -84,13 +38,12 @@ class VllmRows:
     Args:
         engine: The engine.
         sampling: How tokens are sampled.
-        max_tokens: The most tokens of a row.
     """
 
-    def __init__(self, engine: "VllmEngine", sampling: Sampling, max_tokens: int) -> None:
-        self._engine, self._sampling, self._max_tokens = engine, sampling, max_tokens
-        self._histories: dict[int, np.ndarray] = {}  # of rows that are not forgotten: all their tokens so far
-        self._pending: dict[int, str] = {}  # vLLM's request ids of the rows whose turn has not ended
+    def __init__(self, engine: "VllmEngine", sampling: Sampling) -> None:
+        self._engine, self._sampling = engine, sampling
+        self._lengths: dict[int, int] = {}  # tokens of the rows that are not forgotten
+        self._pending: set[int] = set()  # rows whose turn has not ended
         self._num_begun = 0
 
     @property
@@ -100,46 +53,59 @@ class VllmRows:
 
     def begin(self, requests: Sequence[GenerationRequest]) -> range:
         """Add a row per sample; see `DecodingRows.begin`."""
-        check_prompts(requests, self._sampling, self._max_tokens)
-        first = self._num_begun
-        for request in requests:
+        check_prompts(requests, self._sampling, self._engine.max_tokens)
+        first, rows = self._num_begun, list[tuple[int, int, int, int]]()
+        for prompt, request in enumerate(requests):
             for seed in request.seeds:
-                self._histories[self._num_begun] = np.asarray(request.prompt_ids)
-                self._add(self._num_begun, seed, request.token_limit(self._sampling))
+                rows.append((self._num_begun, prompt, seed, request.token_limit(self._sampling)))
+                self._lengths[self._num_begun] = len(request.prompt_ids)
+                self._pending.add(self._num_begun)
                 self._num_begun += 1
+        self._engine.call("begin", {"rows": rows}, [_ids(request.prompt_ids) for request in requests])
         return range(first, self._num_begun)
 
     def extend(self, row: int, token_ids: np.ndarray, seed: int, max_tokens: int) -> None:
         """Add the next turn of a row whose turn has ended; see `DecodingRows.extend`."""
-        history = np.concatenate([self._histories[row], token_ids])
-        check_prompts([GenerationRequest(history, (seed,), max_tokens)], self._sampling, self._max_tokens)
-        self._histories[row] = history
-        self._add(row, seed, max_tokens)
+        length = self._lengths[row] + len(token_ids)
+        check_prompts(
+            [GenerationRequest(np.empty(length), (seed,), max_tokens)], self._sampling, self._engine.max_tokens
+        )
+        self._lengths[row] = length
+        self._engine.call("extend", {"row": row, "seed": seed, "max_tokens": max_tokens}, [_ids(token_ids)])
+        self._pending.add(row)
 
     def step(self) -> list[tuple[int, Generation]]:
         """Run one forward pass of the rows that vLLM schedules; see `DecodingRows.step`."""
+        result, buffers = self._engine.call("step")
+        if running := result["running"]:
+            self._engine.usage.add(running, result["waiting"], result["cache"])
         found = []
-        for output in self._engine.step():
-            row, sampled = int(output.request_id), generation(output.outputs[0])
-            del self._pending[row]
-            self._engine.usage.prefilled += len(self._histories[row]) - (output.num_cached_tokens or 0)
-            self._histories[row] = np.concatenate([self._histories[row], sampled.token_ids])
+        for (row, finish_reason, prefilled), tokens, logprobs in zip(
+            result["rows"], buffers[::2], buffers[1::2], strict=True
+        ):
+            sampled = Generation(
+                np.frombuffer(tokens, dtype=np.int32), np.frombuffer(logprobs, dtype=np.float32), finish_reason
+            )
+            if not np.isfinite(sampled.logprobs).all():
+                raise NonFiniteError("the model's logits are not finite; its weights have diverged")
+            assert finish_reason in ("stop", "length"), finish_reason
+            self._pending.remove(row)
+            self._lengths[row] += len(sampled.token_ids)
+            self._engine.usage.prefilled += prefilled
             found.append((row, sampled))
         return found
 
     def end(self, row: int) -> None:
         """Forget a row whose turn has ended."""
-        del self._histories[row]
+        del self._lengths[row]
+        self._engine.call("end", {"row": row})
 
     def close(self) -> None:
         """Forget all rows, and abort those whose turn has not ended."""
-        self._engine.abort(list(self._pending.values()))
+        if not self._engine.is_lost:
+            self._engine.call("abort")
         self._pending.clear()
-        self._histories.clear()
-
-    def _add(self, row: int, seed: int, max_tokens: int) -> None:
-        params = vllm_params(self._sampling, seed, max_tokens)
-        self._pending[row] = self._engine.add_request(str(row), self._histories[row].tolist(), params)
+        self._lengths.clear()
 
 
 class VllmEngine:
@@ -154,63 +120,69 @@ class VllmEngine:
         dtype: The dtype of the weights.
         asleep: The parts that are out of the GPU's memory.
         usage: How much of it was in use.
+        max_tokens: The most tokens of a row.
+        processes: The ids of its ranks' processes.
     """
 
     def __init__(
         self,
-        engine: Any,
+        process: EngineProcess,
+        started: Mapping[str, Any],
         shapes: PreTrainedModel,
         *,
-        num_ranks: int = 1,
-        eager: bool,
         keep_prefixes: bool = False,
         can_sleep: bool = False,
         adapters: VllmAdapters | None = None,
     ) -> None:
-        """Wrap an engine, whose weights are those of policy version 0; see `open_vllm`.
+        """Take over a process, whose weights are those of policy version 0; see `open_vllm`.
 
         Args:
-            engine: vLLM's `LLMEngine`, which steps in this process; its workers have `RankMethods`.
+            process: The program's.
+            started: What it answered to `start`.
             shapes: The transformers model with the same weight names, on the meta device.
-            num_ranks: Its tensor-parallel ranks.
-            eager: Don't let vLLM compile the small functions of its sampler.
             keep_prefixes: Empty the prefix cache when weights are loaded, not when rows are opened.
             can_sleep: Whether it was started in vLLM's sleep mode, which its CPU build lacks.
             adapters: How it gets adapters, which `shapes` then has too; None: its weights have them merged. With
                 adapters, it keeps its weights in host memory while it sleeps, instead of dropping them.
         """
-        self._engine, self._shapes, self._num_ranks = engine, shapes, num_ranks
-        self._eager, self._keep_prefixes = eager, keep_prefixes
-        self._can_sleep, self._part_bytes = can_sleep, PartBytes()
-        self._adapters = adapters
-        self._lost = ""  # why its ranks are gone
-        self._processes: list[int] = []  # of ranks with their own
+        self._process, self._shapes = process, shapes
+        self._keep_prefixes, self._can_sleep, self._adapters = keep_prefixes, can_sleep, adapters
         self.version: int | None = 0
-        self.dtype = str(engine.model_config.dtype).removeprefix("torch.")
+        self.dtype: str = started["dtype"]
+        self.max_tokens: int = started["max_model_len"]
+        self.processes: list[int] = started["processes"]
         self.asleep: frozenset[EngineTag] = frozenset()
         self.usage = EngineUsage()
-        if num_ranks > 1:
-            self._processes = self._call_ranks("process_id")
-        if eager and num_ranks > 1:
-            self._call_ranks("skip_compiling")
         if adapters is not None:
-            check_layers(shapes, self._call_ranks("adapted_layers")[0])
-        self._scale: float = self._call_ranks("logit_scale")[0]  # the model's own
+            check_layers(shapes, started["adapted_layers"])
+        weights = sum(weight.numel() for weight in shapes.parameters())
+        # Of all ranks, awake; of the weights, as many as there are in its dtype.
+        self._sizes: PartBytes = {"weights": weights * started["itemsize"], "cache": started["cache_bytes"]}
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its process is gone."""
+        return self._process.is_lost
 
     def open_rows(self, sampling: Sampling, *, several_turns: bool = False) -> VllmRows:
         """Return a decoder without rows; see `RolloutEngine.open_rows`. All rows can be extended.
 
         Raises:
-            EngineLostError: A rank's process failed or died; the engine has closed.
+            EngineLostError: Its process failed or died; the engine has closed.
             VersionError: The engine is asleep, or has no weights.
         """
         self.check()
         require_awake(self)
-        assert not self._engine.has_unfinished_requests(), "an engine generates for one caller at a time"
-        if not self._keep_prefixes:
-            self._forget_prefixes()
-        self._scale_logits(sampling.temperature)
-        return VllmRows(self, sampling, self._engine.model_config.max_model_len)
+        settings = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop": sampling.stop,
+            "stop_token_ids": [int(token) for token in sampling.stop_token_ids],
+        }
+        self.call("open", {"sampling": settings, "forget_prefixes": not self._keep_prefixes})
+        return VllmRows(self, sampling)
 
     def load_weights(
         self, specs: Sequence[TensorSpec], buckets: Iterable[WeightsBucket], version: int, *, is_complete: bool = True
@@ -227,7 +199,7 @@ class VllmEngine:
 
         Raises:
             WeightsError: A name or shape is not the model's, or a weight is missing; nothing has been copied.
-            EngineLostError: A rank's process failed or died; the engine has closed.
+            EngineLostError: Its process failed or died; the engine has closed.
         """
         self.check()
         assert "weights" not in self.asleep, "an engine is woken before it loads weights"
@@ -235,41 +207,37 @@ class VllmEngine:
         check_weights(self._shapes, specs, version, is_complete=is_complete)
         self.version = None
         adapters: dict[str, torch.Tensor] = {}
-        with self._loading_base() if any(not is_adapter(spec.name) for spec in specs) else nullcontext():
+        has_base = any(not is_adapter(spec.name) for spec in specs)
+        with closing(_Scratch()) as scratch, self._loading_base() if has_base else nullcontext():
             for bucket in buckets:
                 taken = {name: tensor for name, tensor in bucket.tensors.items() if is_adapter(name)}
                 adapters |= {name: tensor.to("cpu", copy=True) for name, tensor in taken.items()}
                 if len(taken) < len(bucket.tensors):
-                    self._load_base(bucket)
+                    self._load_base(bucket, scratch)
         if adapters:
-            self._replace_adapters(adapters, version)
-        self._forget_prefixes()
+            assert self._adapters is not None, "an engine without adapters has no such weights"
+            with self._adapters.saved(adapters) as folder:
+                self.call("replace_adapters", {"folder": str(folder), "version": version})
         self.version = version
 
     @contextmanager
     def _loading_base(self) -> Iterator[None]:
-        self._call_ranks("start_load")
+        self.call("start_load")
         try:
             yield
         finally:
-            if not self._lost:
-                self._call_ranks("finish_load")
+            if not self.is_lost:
+                self.call("finish_load")
 
-    def _load_base(self, bucket: WeightsBucket) -> None:
-        if self._num_ranks == 1:
-            self._call_ranks("load_tensors", bucket.tensors)
-        else:
-            with mapped(bucket) as arguments:
-                self._call_ranks("load_mapped", *arguments)
-
-    def _replace_adapters(self, adapters: Mapping[str, torch.Tensor], version: int) -> None:
-        assert self._adapters is not None, "an engine without adapters has no such weights"
-        with self._adapters.saved(adapters, version) as request, self._closed_if_lost():
-            if (held := self._adapters.request) is not None:
-                self._adapters.request = None
-                self._engine.remove_lora(held.lora_int_id)
-            self._engine.add_lora(request)
-            self._adapters.request = request
+    def _load_base(self, bucket: WeightsBucket, scratch: "_Scratch") -> None:
+        specs = tensor_specs(bucket.tensors)
+        path = scratch.write(specs, bucket.tensors) if bucket.file is None else str(bucket.file)
+        tensors = [
+            (without_adapter(slot.spec.name), slot.spec.dtype, slot.spec.shape, slot.offset)
+            for slot in assign_slots(specs)
+            if not is_adapter(slot.spec.name)
+        ]
+        self.call("load", {"path": path, "num_bytes": flat_bytes(specs), "tensors": tensors})
 
     def sleep(self, tags: Collection[EngineTag]) -> MemoryChange:
         """Give up memory by vLLM's sleep mode; with the weights, the cache too. See `RolloutEngine.sleep`.
@@ -277,19 +245,16 @@ class VllmEngine:
         vLLM's CPU build has no sleep mode: there, everything is kept, and reported as such.
         """
         self.check()
-        sizes = self._sizes()
         if not self._can_sleep:
-            return MemoryChange(kept={tag: sizes[tag] for tag in tags}, resident=sizes)
+            return MemoryChange(kept={tag: self._sizes[tag] for tag in tags}, resident=self._sizes)
         before = self.asleep
         if "weights" in tags and "weights" not in before:
             if not self._keeps_weights:
                 self.version = None
-            # Level 2 discards weights and cache; level 1 copies the weights, adapters too, to host memory.
-            self._engine.sleep(level=1 if self._keeps_weights else 2)
-            self.asleep = frozenset(_VLLM_TAGS)
+            self.call("sleep", {"weights": True, "keep": self._keeps_weights})
+            self.asleep = frozenset(PARTS)
         elif "cache" in tags and "cache" not in before:
-            self._engine.sleep(level=0)  # pauses, which the next call requires
-            self._engine.release_kv_cache_memory()
+            self.call("sleep", {"weights": False})
             self.asleep |= {"cache"}
         return self._change(self.asleep - before)
 
@@ -300,51 +265,34 @@ class VllmEngine:
             EngineLostError: It can't, e.g. as the GPU has too little memory; the engine has closed.
         """
         self.check()
-        woken = self.asleep & frozenset(tags)
-        if woken:
+        if woken := self.asleep & frozenset(tags):
             try:
-                self._engine.wake_up([_VLLM_TAGS[tag] for tag in sorted(woken, reverse=True)])
-            except RuntimeError as error:
-                self._lost = (
-                    f"vLLM could not wake up {' and '.join(sorted(woken))}, and was closed: {describe(error)}; if the "
-                    "GPU's memory is full, lower rollout.gpu_memory_utilization"
-                )
-                self.close()
-                raise EngineLostError(self._lost) from error
+                self._process.call("wake", {"parts": sorted(woken, reverse=True)})
+            except CallFailedError as error:
+                raise self._process.lose(
+                    f"it could not wake up {' and '.join(sorted(woken))}: {error}; if the GPU's memory is full, lower "
+                    "rollout.gpu_memory_utilization"
+                ) from error
             self.asleep -= woken
         return self._change(woken)
-
-    def _sizes(self) -> PartBytes:
-        """Return the bytes of its parts on all ranks, awake; of the weights, as many as there are in its dtype."""
-        if not self._part_bytes:  # a CPU's kernels pack weights, which are then no parameters any more
-            weights = sum(weight.numel() for weight in self._shapes.parameters())
-            itemsize = self._engine.model_config.dtype.itemsize
-            self._part_bytes = {"weights": weights * itemsize, "cache": sum(self._call_ranks("cache_bytes"))}
-        return self._part_bytes
 
     @property
     def _keeps_weights(self) -> bool:
         return self._adapters is not None
 
     def _change(self, changed: frozenset[EngineTag]) -> MemoryChange:
-        sizes = self._sizes()
         moved = changed & {"weights"} if self._keeps_weights else frozenset()
         return MemoryChange(
-            moved={tag: sizes[tag] for tag in moved},
-            freed={tag: sizes[tag] for tag in changed - moved},
-            resident={tag: sizes[tag] for tag in _VLLM_TAGS if tag not in self.asleep},
+            moved={tag: self._sizes[tag] for tag in moved},
+            freed={tag: self._sizes[tag] for tag in changed - moved},
+            resident={tag: self._sizes[tag] for tag in PARTS if tag not in self.asleep},
         )
 
     def score(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
         """Return the log-probs of given tokens; see `RolloutEngine.score`."""
         self.check()
-        self._scale_logits(temperature)
-        self.add_request("score", token_ids.tolist(), scoring_params())
-        while not (outputs := self.step()):
-            pass
-        self.step()  # as `abort` does
-        self._forget_prefixes()
-        return prompt_logprobs(outputs[0])
+        _, (logprobs,) = self.call("score", {"temperature": temperature}, [_ids(token_ids)])
+        return np.frombuffer(logprobs, dtype=np.float32)
 
     def check(self) -> None:
         """Check that the engine has not lost a process.
@@ -352,81 +300,58 @@ class VllmEngine:
         Raises:
             EngineLostError: It has; another engine must be started.
         """
-        if self._lost:
-            raise EngineLostError(self._lost)
-        alive = {child.pid for child in multiprocessing.active_children()} if self._processes else set()
-        if dead := [rank for rank, process in enumerate(self._processes) if process not in alive]:
-            raise self._close_lost(f"rank {dead[0]} died")
+        self._process.check()
 
     def take_peak_memory(self) -> dict[str, int]:
         """Return the peak memory of the rank that took most; see `RolloutEngine.take_peak_memory`."""
-        self.check()
-        peaks: list[dict[str, int]] = self._call_ranks("take_peak_memory")
-        return {kind: max(peak[kind] for peak in peaks) for kind in peaks[0]}
+        return self.call("peak_memory")[0]
 
     def close(self) -> None:
-        """Release the weights and the KV cache, and end the ranks; the engine can't generate afterwards."""
-        if (engine := self._engine) is not None:
-            self._engine, self._processes = None, []
-            engine.engine_core.shutdown()
-            del engine
-            gc.collect()  # the model runner and its caches refer to one another
+        """End its process; the engine can't generate afterwards."""
+        self._process.close()
 
-    def _call_ranks(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of `RankMethods` on all ranks, and return their results."""
-        with self._closed_if_lost():
-            found: list[Any] = self._engine.collective_rpc(method, args=arguments)
-        return found
+    def call(
+        self, name: str, arguments: Mapping[str, Any] | None = None, buffers: Sequence[Any] = ()
+    ) -> tuple[dict[str, Any], list[bytearray]]:
+        """Call the program; if it fails, the engine is closed: its ranks may wait for one another forever.
 
-    @contextmanager
-    def _closed_if_lost(self) -> Iterator[None]:
-        """With ranks in processes of their own, close the engine if one fails: the others may wait for it forever."""
+        Raises:
+            EngineLostError: It failed or died.
+        """
         try:
-            yield
-        except Exception as error:
-            if self._num_ranks == 1:
-                raise
-            raise self._close_lost(describe(error)) from error
-
-    def _close_lost(self, reason: str) -> EngineLostError:
-        """Close the engine, which has lost a rank, and return the error that says so."""
-        self._lost = f"vLLM's {self._num_ranks} tensor-parallel processes failed, and were ended: {reason}"
-        self.close()
-        return EngineLostError(self._lost)
-
-    def _forget_prefixes(self) -> None:
-        was_emptied = self._engine.reset_prefix_cache()
-        assert was_emptied, "blocks of the KV cache are in use without any requests"
-
-    def _scale_logits(self, temperature: float) -> None:
-        scale = self._scale / temperature if temperature > 0 else self._scale
-        self._call_ranks("set_logit_scale", scale)
-
-    def add_request(self, name: str, prompt: list[int], params: Any) -> str:
-        """Add one sample as a request, and return vLLM's own id for it."""
-        from vllm.inputs.engine import tokens_input
-
-        adapters = self._adapters.request if self._adapters else None
-        internal_id: str = self._engine.add_request(name, tokens_input(prompt), params, lora_request=adapters)
-        return internal_id
-
-    def abort(self, request_ids: list[str]) -> None:
-        """Abort requests, by vLLM's own ids, if the engine is not lost."""
-        if not self._lost:
-            self._engine.abort_request(request_ids, internal=True)
-            self.step()  # informs the model runner of the finished requests, so that the next call finds it empty
-
-    def step(self) -> list[Any]:
-        """Run one forward pass of the scheduled requests, and return the outputs that it finished."""
-        with no_compiling(self._eager), self._closed_if_lost():
-            outputs: list[Any] = self._engine.step()
-        scheduler = self._engine.engine_core.engine_core.scheduler
-        unfinished, waiting = scheduler.get_request_counts()
-        if running := unfinished + len(outputs):
-            self.usage.add(running, waiting, scheduler.get_kv_cache_usage())
-        return outputs
+            return self._process.call(name, arguments, buffers)
+        except CallFailedError as error:
+            raise self._process.lose(f"{error.type}: {error}") from error
 
 
-def no_compiling(eager: bool) -> AbstractContextManager[Any]:
-    """If `eager`, run functions that vLLM decorates with `torch.compile` uncompiled: compiling takes 4 to 20 s."""
-    return torch.compiler.set_stance("force_eager") if eager else nullcontext()
+class _Scratch:
+    """Memory that other processes of this machine map, for buckets that are no files; it grows to the largest one."""
+
+    def __init__(self) -> None:
+        self._descriptor, self._num_bytes = os.memfd_create("weights"), 0  # it ends with this process
+
+    def write(self, specs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> str:
+        """Write tensors over what was there, and return the path of the file.
+
+        Raises:
+            WeightsError: No memory is left.
+        """
+        if (num_bytes := flat_bytes(specs)) > self._num_bytes:
+            try:
+                os.posix_fallocate(self._descriptor, 0, num_bytes)
+            except OSError as error:
+                raise WeightsError(
+                    f"no shared memory for a bucket of {num_bytes} bytes of weights: {error.strerror}; lower "
+                    "weights.bucket_bytes"
+                ) from None
+            self._memory, self._num_bytes = buffer_as_tensor(mmap.mmap(self._descriptor, num_bytes)), num_bytes
+        write_tensors(self._memory[:num_bytes], specs, tensors.items())
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def close(self) -> None:
+        """Free the memory, once nobody maps it."""
+        os.close(self._descriptor)
+
+
+def _ids(token_ids: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(token_ids, dtype=np.int32)

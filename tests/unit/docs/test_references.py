@@ -81,7 +81,8 @@ def test_commands_and_their_options_exist(code: list[str]) -> None:
     used = [use for part in code for use in COMMAND.findall(part.replace("\\\n", " "))]
     assert not [name for name, _ in used if name not in commands()]
     for name, rest in used:
-        options = {option for parameter in commands()[name].params for option in parameter.opts}
+        parts = [commands()[name], *getattr(commands()[name], "commands", {}).values()]  # a group's have their own
+        options = {option for part in parts for parameter in part.params for option in parameter.opts}
         if name == "bench":  # each benchmark has options of its own
             benchmark = rest.split()[0].replace("-", "_") if rest.split() else "__init__"
             assert benchmark.isupper() or list((ROOT / "benchmarks").glob(f"{benchmark}*")), benchmark

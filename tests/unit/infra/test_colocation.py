@@ -1,8 +1,7 @@
 """Workers that take turns in a GPU's memory, here a CPU's: what moves, in counted bytes, and that no bit changes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from schemas.config.reward import ModelReward
 from schemas.errors import EngineLostError, VersionError
 from schemas.step import RunHandle
 from tests.support.engine_checks import assert_identical, request
+from tests.support.odd_engine import calls_of, open_odd_engine
 from tests.support.tiny import make_tiny_reward_model
 from tests.support.weight_tensors import load_state
 from tests.unit.infra.test_policy_worker import forward_plan, make_step, parameters, run, started, store
@@ -127,31 +127,15 @@ def test_a_reference_scores_the_same_after_it_was_out(run: RunHandle, store: Mem
     assert put is not None
 
 
-class FullGpu:
-    """What vLLM's engine does on a GPU without free memory at wake-up, which takes CUDA."""
-
-    model_config = SimpleNamespace(dtype=torch.bfloat16)
-    engine_core = SimpleNamespace(shutdown=lambda: None)
-
-    def __init__(self, layers: Sequence[str] = ()) -> None:
-        self.layers, self.levels = layers, list[int]()
-
-    def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[object]:
-        return {"logit_scale": [1.0], "cache_bytes": [32], "adapted_layers": [self.layers]}[method]
-
-    def sleep(self, level: int) -> None:
-        self.levels.append(level)
-
-    def wake_up(self, tags: list[str]) -> bool:
-        assert tags == ["weights"]
-        raise RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:62")
+STARTED = {"dtype": "bfloat16", "itemsize": 2, "max_model_len": 64, "processes": [], "cache_bytes": 32}
 
 
 def test_an_engine_that_fails_at_wake_up_is_lost(run: RunHandle) -> None:
-    gpu = FullGpu()
-    engine = VllmEngine(gpu, load_model(run.config.model), eager=True, can_sleep=True)
+    # As on a GPU without free memory, which takes CUDA.
+    process = open_odd_engine(wake="raise CUDA Error: out of memory at csrc/cumem_allocator.cpp:62")
+    engine = VllmEngine(process, STARTED, load_model(run.config.model), can_sleep=True)
     assert engine.sleep(("weights", "cache")).freed == {"weights": whole_bytes(run) // 2, "cache": 32}
-    assert gpu.levels == [2]
+    assert calls_of(process) == [["sleep", {"weights": True, "keep": False}]]
     assert engine.version is None
     with pytest.raises(EngineLostError, match=r"could not wake up weights.*out of memory.*lower rollout.gpu_memory"):
         engine.wake(("weights",))
@@ -162,12 +146,13 @@ def test_an_engine_that_fails_at_wake_up_is_lost(run: RunHandle) -> None:
 def test_an_engine_with_adapters_keeps_its_weights_in_host_memory(run: RunHandle, tmp_path: Path) -> None:
     shapes, lora = load_model(run.config.model), LoraConfig(rank=2, publish="adapters")
     add_adapter(shapes, lora)
-    gpu = FullGpu(adapted_layers(shapes))
-    engine = VllmEngine(gpu, shapes, eager=True, can_sleep=True, adapters=VllmAdapters(lora, str(tmp_path)))
+    process, started = open_odd_engine(), STARTED | {"adapted_layers": adapted_layers(shapes)}
+    engine = VllmEngine(process, started, shapes, can_sleep=True, adapters=VllmAdapters(lora, str(tmp_path)))
     slept, weights = engine.sleep(("weights", "cache")), sum(2 * weight.numel() for weight in shapes.parameters())
     assert (slept.moved, slept.freed, slept.resident) == ({"weights": weights}, {"cache": 32}, {})
-    assert gpu.levels == [1]
+    assert calls_of(process) == [["sleep", {"weights": True, "keep": True}]]
     assert engine.version == 0
+    engine.close()
 
 
 def test_a_reward_model_that_moves_out_scores_the_same(run: RunHandle, tmp_path: Path) -> None:

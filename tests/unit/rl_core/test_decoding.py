@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl_core.rollout.decoding import decode_text, decode_texts
+from rl_core.rollout.chat import decode_text, decode_texts
 
 PACKAGES = Path(__file__).parents[3]
 
@@ -37,4 +37,4 @@ def test_nothing_else_decodes_tokens_of_a_model() -> None:
         for file in sorted((PACKAGES / package).rglob("*.py"))
         if calls.search(file.read_text())
     ]
-    assert found == ["rl_core/rollout/decoding.py", "flows/report/samples.py"]
+    assert found == ["rl_core/rollout/chat.py", "flows/report/samples.py"]

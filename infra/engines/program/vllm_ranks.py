@@ -1,27 +1,24 @@
-"""What runs in vLLM's workers: one per tensor-parallel rank, in the engine's process if it is the only one.
+"""What runs in vLLM's workers: one per tensor-parallel rank, in the program's process if it is the only one.
 
 vLLM mixes `RankMethods` into its worker class by import name, and calls its methods by name: no function is pickled.
 """
 
+import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import resource
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from infra.engines.base import WeightsBucket
-from infra.models.flat_tensors import buffer_as_tensor, flat_bytes, tensor_specs, tensor_views, write_tensors
-from infra.models.lora import is_adapter, without_adapter
-from rl_core.storages import storage_bytes
-from rl_core.telemetry import take_peak_memory
-from schemas.errors import ConfigError
-from schemas.weights import TensorSpec
+KIB = 1024
 
 
 class RankMethods:
-    """The methods that the engine calls on every rank, mixed into vLLM's worker."""
+    """The methods that the program calls on every rank, mixed into vLLM's worker."""
 
     model_runner: Any  # vLLM's
     vllm_config: Any
@@ -36,12 +33,18 @@ class RankMethods:
         return os.getpid()
 
     def take_peak_memory(self) -> dict[str, int]:
-        """Return the peak memory of the rank's process; see `rl_core.telemetry.take_peak_memory`."""
-        return take_peak_memory(self.model_runner.device)
+        """Return the peak memory of the rank's process in bytes, by kind, as `rl_core.telemetry` does."""
+        device = self.model_runner.device
+        if device.type != "cuda":
+            return {"rss": KIB * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return {"allocated": allocated, "reserved": reserved}
 
     def cache_bytes(self) -> int:
         """Return the bytes of the rank's KV cache."""
-        return storage_bytes(self.model_runner.kv_caches)
+        storages = {cache.untyped_storage().data_ptr(): cache for cache in _tensors(self.model_runner.kv_caches)}
+        return sum(cache.untyped_storage().nbytes() for cache in storages.values())
 
     def logit_scale(self) -> float:
         """Return the factor of the model's logits."""
@@ -62,16 +65,22 @@ class RankMethods:
         with self._vllm_settings():
             initialize_layerwise_reload(model)
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's part of whole tensors, by the transformers model's names, into its weights, but adapters."""
-        base = ((without_adapter(name), tensor) for name, tensor in tensors.items() if not is_adapter(name))
-        with self._vllm_settings():
-            self.model_runner.get_model().load_weights(base)
+    def load_mapped(self, path: str, num_bytes: int, tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> None:
+        """Copy this rank's part of whole tensors into its weights, from a file that is mapped, not read.
 
-    def load_mapped(self, path: str, specs: Sequence[TensorSpec]) -> None:
-        """Do `load_tensors` from a flat buffer in a file that is mapped, not read: only this rank's part is copied."""
-        buffer = torch.from_file(path, shared=False, size=flat_bytes(specs), dtype=torch.uint8)
-        self.load_tensors(tensor_views(buffer, specs))
+        Args:
+            path: The file.
+            num_bytes: Its size.
+            tensors: The name by the transformers model, the dtype, the shape and the offset in bytes of each.
+        """
+        with open(path, "rb") as file:  # all of its pages are there: mapped at once, not one by one when they are read
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            memory = mmap.mmap(file.fileno(), num_bytes, flags=flags, prot=mmap.PROT_READ)
+        with warnings.catch_warnings():  # torch has no read-only tensors
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+            buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        with self._vllm_settings():
+            self.model_runner.get_model().load_weights(_views(buffer, tensors))
 
     def finish_load(self) -> None:
         """Finish what `start_load` began, also if not all tensors came; layers without any keep their weights."""
@@ -94,27 +103,21 @@ class RankMethods:
         return set_current_vllm_config(self.vllm_config)
 
 
-@contextmanager
-def mapped(bucket: WeightsBucket) -> Iterator[tuple[str, Sequence[TensorSpec]]]:
-    """Provide a bucket to other processes of this machine, during the block, as the arguments of `load_mapped`.
+def _views(
+    buffer: torch.Tensor, tensors: Sequence[tuple[str, str, Sequence[int], int]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, dtype_name, shape, offset in tensors:
+        dtype = getattr(torch, dtype_name)
+        yield name, buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
-    Without a file, its tensors are copied to one that has no name, in memory.
 
-    Raises:
-        OSError: No memory is left for the copy.
-    """
-    specs = tensor_specs(bucket.tensors)
-    if bucket.file is not None:
-        yield str(bucket.file), specs
-        return
-    descriptor = os.memfd_create("weights")  # it ends with this block, however the process ends
-    try:
-        os.posix_fallocate(descriptor, 0, flat_bytes(specs))
-        buffer = buffer_as_tensor(mmap.mmap(descriptor, flat_bytes(specs)))
-        write_tensors(buffer, specs, bucket.tensors.items())
-        yield f"/proc/{os.getpid()}/fd/{descriptor}", specs
-    finally:
-        os.close(descriptor)
+def _tensors(caches: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists."""
+    for cache in caches:
+        if isinstance(cache, torch.Tensor):
+            yield cache
+        else:
+            yield from _tensors(cache)
 
 
 def _adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
@@ -130,9 +133,9 @@ def _logits_processor(model: torch.nn.Module) -> Any:
 
     found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
     if len(found) != 1:
-        raise ConfigError(
-            f"rollout.kind = 'vllm': vLLM's {type(model).__name__} has {len(found)} logits processors, expected 1; "
-            "use rollout.kind = 'transformers' for this model"
+        raise NotImplementedError(
+            f"vLLM's {type(model).__name__} has {len(found)} logits processors, expected 1; use rollout.kind = "
+            "'transformers' for this model"
         )
     return found[0]
 

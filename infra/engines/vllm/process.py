@@ -1,0 +1,186 @@
+"""The process of an engine's program, from the side of the rollout worker that owns it."""
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from infra.engines.program import frames
+from infra.processes import lifeline
+from schemas.errors import EngineLostError
+
+PROGRAM = Path(frames.__file__).with_name("vllm_program.py")
+LAST_LINES = 20  # of what it printed, in an error
+CHECK_SECONDS = 1.0  # between two looks at whether it lives
+GRACE_SECONDS = 5.0  # to end by itself, once its connection is closed
+
+logger = logging.getLogger(__name__)
+
+
+class CallFailedError(Exception):
+    """The program refused a call, or failed in it; it still answers.
+
+    Attributes:
+        type: The name of the exception in the program.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.type = kind
+
+
+class EngineProcess:
+    """A program's process, and the group of its children. All end with this process, however it ends.
+
+    Args:
+        python: The interpreter.
+        variables: The environment variables.
+        seconds: How long a call may take.
+        program: What it runs.
+    """
+
+    def __init__(self, python: str, variables: Mapping[str, str], seconds: float, program: Path = PROGRAM) -> None:
+        self._seconds = seconds
+        self._connection, theirs = socket.socketpair()
+        read, write = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [python, lifeline.__file__, str(program), str(theirs.fileno())],
+                stdin=subprocess.PIPE,  # the lifeline
+                stdout=write,
+                stderr=write,
+                pass_fds=(theirs.fileno(),),
+                env=dict(variables),
+                process_group=0,
+            )
+        except OSError:
+            self._connection.close()
+            os.close(read)
+            raise
+        finally:
+            theirs.close()
+            os.close(write)
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._reader = threading.Thread(target=self._read_lines, args=(read,), daemon=True)
+        self._reader.start()
+        self._lost = ""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is known to be gone."""
+        return bool(self._lost)
+
+    @property
+    def pid(self) -> int:
+        """The process's id, which is that of its group."""
+        return self._process.pid
+
+    def call(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        buffers: Sequence[Any] = (),
+        *,
+        is_limited: bool = True,
+    ) -> tuple[dict[str, Any], list[bytearray]]:
+        """Call the program, and return its result and the buffers with it.
+
+        Args:
+            name: The call.
+            arguments: What JSON can hold.
+            buffers: Objects with the buffer protocol.
+            is_limited: Whether it may take no longer than the limit.
+
+        Raises:
+            CallFailedError: The program refused it, or failed in it.
+            EngineLostError: The process died, took too long, or answered nonsense; it has been killed.
+        """
+        self.check()
+        try:
+            frames.send(self._connection, {"call": name, "arguments": dict(arguments or {})}, buffers)
+            self._wait(name, self._seconds if is_limited else None)
+            header, found = frames.receive(self._connection)
+        except (OSError, EOFError):
+            raise self._end("") from None
+        except frames.ProtocolError as error:
+            raise self._end(f"it answered {error}") from None
+        if "error" in header:
+            raise CallFailedError(str(header.get("type")), str(header["error"]))
+        if not isinstance(result := header.get("result"), dict):
+            raise self._end("it answered without a result")
+        return result, found
+
+    def check(self) -> None:
+        """Check that it lives.
+
+        Raises:
+            EngineLostError: It doesn't.
+        """
+        if not self._lost and self._has_died():
+            raise self._end("")
+        if self._lost:
+            raise EngineLostError(self._lost)
+
+    def lose(self, reason: str) -> EngineLostError:
+        """Kill it for a reason, and return the error that says so."""
+        return self._end(reason)
+
+    def close(self) -> None:
+        """End it."""
+        self._lost = self._lost or "vLLM's process was ended"
+        self._kill(GRACE_SECONDS)
+
+    def _wait(self, name: str, seconds: float | None) -> None:
+        """Wait until it answers; a child of it may hold its connection open after its death."""
+        began = time.monotonic()
+        while not select.select([self._connection], [], [], CHECK_SECONDS)[0]:
+            if self._has_died():
+                raise EOFError
+            if seconds is not None and time.monotonic() - began > seconds:
+                raise self._end(f"it has not answered {name!r} within {seconds:g} s (timeouts.engine_seconds)")
+
+    def _has_died(self) -> bool:
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
+
+    def _end(self, reason: str) -> EngineLostError:
+        ended = self._kill(GRACE_SECONDS if not reason else 0.0)
+        said = "".join(f"\n  {line}" for line in self._lines)
+        what = f", and was killed: {reason}" if reason else f": {ended}"
+        self._lost = f"vLLM's process {self.pid} is lost{what}" + (f"; its last lines:{said}" if said else "")
+        return EngineLostError(self._lost)
+
+    def _kill(self, grace_seconds: float) -> str:
+        """Kill the group, and return how the process ended, now or before."""
+        if self._process.returncode is None:
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            deadline = time.monotonic() + grace_seconds
+            while not self._has_died() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with suppress(ProcessLookupError):  # it is not reaped yet, so its group id can't have been reused
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+            self._reader.join(GRACE_SECONDS)
+            self._connection.close()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        code = self._process.returncode
+        return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+
+    def _read_lines(self, descriptor: int) -> None:
+        with open(descriptor, errors="replace") as stream:
+            for line in stream:
+                self._lines.append(line.rstrip()[:1000])
+                logger.info("vLLM: %s", line.rstrip())

@@ -1,0 +1,66 @@
+"""A program that speaks the engines' protocol, and misbehaves as it is told; it generates nothing."""
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+BEHAVIOUR = "ODD_ENGINE"  # the variable with the behaviour by call, in JSON
+
+
+def open_odd_engine(seconds: float = 600, **behaviour: str) -> Any:
+    """Start it.
+
+    Args:
+        seconds: How long a call may take.
+        behaviour: By call: "raise TEXT", "die", "hang", "garbage", "print TEXT", or what it answers, in JSON.
+    """
+    from infra.engines.vllm.process import EngineProcess
+
+    return EngineProcess(sys.executable, os.environ | {BEHAVIOUR: json.dumps(behaviour)}, seconds, Path(__file__))
+
+
+def calls_of(process: Any) -> list[Any]:
+    """Return the names and arguments of the calls that it has had."""
+    found: list[Any] = process.call("calls")[0]["calls"]
+    return found
+
+
+class OddEngine:
+    """Answers any call."""
+
+    def __init__(self) -> None:
+        self._behaviour, self._calls = json.loads(os.environ[BEHAVIOUR]), list[Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(arguments: dict[str, Any], buffers: list[bytearray]) -> tuple[dict[str, Any], list[Any]]:
+            if name == "calls":
+                return {"calls": self._calls}, []
+            self._calls.append([name, arguments])
+            what, _, text = self._behaviour.get(name, "{}").partition(" ")
+            if what == "raise":
+                raise RuntimeError(text)
+            if what == "die":
+                print(text, file=sys.stderr, flush=True)
+                os._exit(3)
+            if what == "hang":
+                signal.pause()
+            if what == "garbage":
+                os.write(int(sys.argv[1]), b"\0\0\0\4oops")
+            if what == "print":
+                os.write(1, text.encode() * 1000 + b"\n")
+                return {}, buffers
+            return json.loads(self._behaviour.get(name, "{}")), buffers
+
+        return call
+
+
+if __name__ == "__main__":
+    program = Path(__file__).parents[2] / "infra" / "engines" / "program"
+    sys.path[0] = str(program)
+    import frames
+
+    frames.serve(socket.socket(fileno=int(sys.argv[1])), OddEngine())

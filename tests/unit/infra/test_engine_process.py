@@ -1,0 +1,93 @@
+"""The process of an engine's program: what it answers, and what becomes of one that misbehaves."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import psutil
+import pytest
+
+from infra.engines.vllm.process import CallFailedError, EngineProcess
+from schemas.errors import EngineLostError
+from tests.support.odd_engine import BEHAVIOUR, open_odd_engine
+from tests.support.progress import wait_until
+
+HOST = """
+import sys
+from tests.support.odd_engine import open_odd_engine
+process = open_odd_engine()
+process.call("hello")
+print(process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_call_returns_its_result_and_its_buffers() -> None:
+    process = open_odd_engine(ask='{"answer": 42}')
+    sent = [np.arange(1000, dtype=np.int32), np.empty(0, dtype=np.float32), b"abc"]
+    result, buffers = process.call("ask", {"question": "?"}, sent)
+    assert result == {"answer": 42}
+    assert [bytes(buffer) for buffer in buffers] == [bytes(memoryview(each).cast("B")) for each in sent]
+    process.close()
+    assert not psutil.pid_exists(process.pid)
+    with pytest.raises(EngineLostError, match="was ended"):
+        process.call("ask")
+
+
+def test_a_failed_call_says_why_and_the_next_one_is_answered() -> None:
+    process = open_odd_engine(wake="raise out of memory")
+    with pytest.raises(CallFailedError, match="out of memory") as caught:
+        process.call("wake")
+    assert caught.value.type == "RuntimeError"
+    assert process.call("sleep") == ({}, [])
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"),
+    [
+        ("die the last words", r"is lost: exit code 3; its last lines:\n  the last words"),
+        ("garbage", r"was killed: it answered a header that is no JSON object with sizes: b'oops'"),
+        ("hang", r"was killed: it has not answered 'step' within 0.5 s \(timeouts.engine_seconds\)"),
+        ("[]", r"was killed: it answered without a result"),
+    ],
+)
+def test_one_that_misbehaves_is_lost_with_its_last_lines(behaviour: str, said: str) -> None:
+    process = open_odd_engine(seconds=0.5 if behaviour == "hang" else 600, step=behaviour)
+    with pytest.raises(EngineLostError, match=said):
+        process.call("step")
+    assert not psutil.pid_exists(process.pid)
+    with pytest.raises(EngineLostError, match=said):
+        process.check()
+
+
+def test_one_that_is_killed_is_lost() -> None:
+    process = open_odd_engine(step="hang")
+    process.call("hello")
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(EngineLostError, match=r"signal 9 \(Killed\)"):
+        process.call("step")
+
+
+def test_what_it_prints_is_no_answer() -> None:
+    process = open_odd_engine(step="print " + "x" * 1000)
+    for _ in range(3):
+        assert process.call("step", buffers=[b"tokens"]) == ({}, [bytearray(b"tokens")])
+    process.close()
+
+
+def test_it_ends_with_a_killed_host() -> None:
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    pid = int(host.stdout.readline())
+    assert psutil.pid_exists(pid)
+    host.kill()
+    host.wait()
+    wait_until(lambda: not psutil.pid_exists(pid))
+
+
+def test_an_interpreter_that_is_missing_is_an_error() -> None:
+    with pytest.raises(FileNotFoundError):
+        EngineProcess("/nosuch/python", {BEHAVIOUR: "{}"}, 600)
