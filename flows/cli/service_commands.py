@@ -47,7 +47,7 @@ def install_engine(
     if name != "vllm":
         raise ConfigError(f"there is no engine {name!r} to install; use vllm (the default engine needs nothing)")
     if cpu == cuda:
-        raise ConfigError("say for which device: --cpu or --cuda")
+        raise ConfigError("for which device? sluice engine install vllm --cpu, or --cuda")
     install_vllm(console, folder, "cpu" if cpu else "cuda", version, wheels)
 
 

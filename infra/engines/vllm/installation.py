@@ -8,10 +8,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
-from schemas.config.rollout import RolloutConfig
 from schemas.errors import ConfigError
 from schemas.placement import Device
+
+if TYPE_CHECKING:
+    from schemas.config.rollout import RolloutConfig
 
 OLDEST, NEWEST = (0, 32), (0, 33)  # that Sluice was tried with
 LOOK_SECONDS = 60.0
@@ -82,7 +85,7 @@ def find_vllm(python: str | None) -> EngineInstallation:
     )
 
 
-def engine_versions(rollout: RolloutConfig) -> dict[str, str]:
+def engine_versions(rollout: "RolloutConfig") -> dict[str, str]:
     """Return the version of a run's engine by its package, if that is in an interpreter of its own."""
     if rollout.kind != "vllm" or rollout.python is None:
         return {}
