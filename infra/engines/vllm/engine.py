@@ -3,7 +3,7 @@
 import mmap
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -208,12 +208,12 @@ class VllmEngine:
         self.version = None
         adapters: dict[str, torch.Tensor] = {}
         has_base = any(not is_adapter(spec.name) for spec in specs)
-        with closing(_Scratch()) as scratch, self._loading_base() if has_base else nullcontext():
+        with self._loading_base() if has_base else nullcontext():
             for bucket in buckets:
                 taken = {name: tensor for name, tensor in bucket.tensors.items() if is_adapter(name)}
                 adapters |= {name: tensor.to("cpu", copy=True) for name, tensor in taken.items()}
                 if len(taken) < len(bucket.tensors):
-                    self._load_base(bucket, scratch)
+                    self._load_base(bucket)
         if adapters:
             assert self._adapters is not None, "an engine without adapters has no such weights"
             with self._adapters.saved(adapters) as folder:
@@ -229,15 +229,15 @@ class VllmEngine:
             if not self.is_lost:
                 self.call("finish_load")
 
-    def _load_base(self, bucket: WeightsBucket, scratch: "_Scratch") -> None:
+    def _load_base(self, bucket: WeightsBucket) -> None:
         specs = tensor_specs(bucket.tensors)
-        path = scratch.write(specs, bucket.tensors) if bucket.file is None else str(bucket.file)
         tensors = [
             (without_adapter(slot.spec.name), slot.spec.dtype, slot.spec.shape, slot.offset)
             for slot in assign_slots(specs)
             if not is_adapter(slot.spec.name)
         ]
-        self.call("load", {"path": path, "num_bytes": flat_bytes(specs), "tensors": tensors})
+        with nullcontext(str(bucket.file)) if bucket.file is not None else _shared(specs, bucket.tensors) as path:
+            self.call("load", {"path": path, "num_bytes": flat_bytes(specs), "tensors": tensors})
 
     def sleep(self, tags: Collection[EngineTag]) -> MemoryChange:
         """Give up memory by vLLM's sleep mode; with the weights, the cache too. See `RolloutEngine.sleep`.
@@ -324,33 +324,29 @@ class VllmEngine:
             raise self._process.lose(f"{error.type}: {error}") from error
 
 
-class _Scratch:
-    """Memory that other processes of this machine map, for buckets that are no files; it grows to the largest one."""
+@contextmanager
+def _shared(specs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Write tensors to memory that other processes of this machine can map, and provide its path during the block.
 
-    def __init__(self) -> None:
-        self._descriptor, self._num_bytes = os.memfd_create("weights"), 0  # it ends with this process
+    Each bucket has its own: vLLM keeps what it has mapped until a layer has all of its tensors, some of which may be in
+    the next bucket.
 
-    def write(self, specs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> str:
-        """Write tensors over what was there, and return the path of the file.
-
-        Raises:
-            WeightsError: No memory is left.
-        """
-        if (num_bytes := flat_bytes(specs)) > self._num_bytes:
-            try:
-                os.posix_fallocate(self._descriptor, 0, num_bytes)
-            except OSError as error:
-                raise WeightsError(
-                    f"no shared memory for a bucket of {num_bytes} bytes of weights: {error.strerror}; lower "
-                    "weights.bucket_bytes"
-                ) from None
-            self._memory, self._num_bytes = buffer_as_tensor(mmap.mmap(self._descriptor, num_bytes)), num_bytes
-        write_tensors(self._memory[:num_bytes], specs, tensors.items())
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def close(self) -> None:
-        """Free the memory, once nobody maps it."""
-        os.close(self._descriptor)
+    Raises:
+        WeightsError: No memory is left.
+    """
+    num_bytes = flat_bytes(specs)
+    descriptor = os.memfd_create("weights")  # without a name, it ends with the last process that has it
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        write_tensors(buffer_as_tensor(mmap.mmap(descriptor, num_bytes)), specs, tensors.items())
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    except OSError as error:
+        raise WeightsError(
+            f"no shared memory for a bucket of {num_bytes} bytes of weights: {error.strerror}; lower "
+            "weights.bucket_bytes"
+        ) from None
+    finally:
+        os.close(descriptor)
 
 
 def _ids(token_ids: np.ndarray) -> np.ndarray:
