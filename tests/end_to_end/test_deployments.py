@@ -121,12 +121,8 @@ def collapsed(deployed: Deployed, crashed: UUID) -> UUID:
 def resumed(deployed: Deployed, collapsed: UUID) -> UUID:
     """The same run, resumed in the UI and a step further; then a reward is computed for as long as there is `hold`."""
     run = deployed.run_of(collapsed)
-
-    def has_ended() -> bool:  # else Prefect's worker, which knows the run as running, does not start it again
-        printed = deployed.worker.printed.rpartition("Suspended by Automation")[2]
-        return f"Process for flow run '{run.run_id}' exited" in printed
-
-    deployed.wait_for(has_ended)
+    # Else Prefect's worker, which knows the run as running, might not start it again.
+    deployed.wait_for(lambda: deployed.num_events(collapsed, "executed") == deployed.num_events(collapsed, "submitted"))
     deployed.place.ask(lambda client: client.resume_flow_run(collapsed))
     deployed.wait_for_steps(collapsed, run.num_done + 1)
     deployed.hold.touch()

@@ -13,6 +13,7 @@ from prefect.client.schemas.actions import DeploymentScheduleUpdate, DeploymentU
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import CronSchedule
+from prefect.events.filters import EventFilter, EventNameFilter, EventRelatedFilter
 
 from tests.support.run_results import Run
 from tests.support.workplace import Command, Workplace
@@ -66,6 +67,12 @@ class Deployed:
             await client.pause_deployment((await client.read_deployment_by_name("train/tiny")).id)
 
         self.place.ask(pause)
+
+    def num_events(self, flow_run: UUID, what: str) -> int:
+        """How often the worker has "submitted" a flow run to a process, or has "executed" it: the process is gone."""
+        related = EventRelatedFilter(id=[f"prefect.flow-run.{flow_run}"])
+        wanted = EventFilter(event=EventNameFilter(name=[f"prefect.worker.{what}-flow-run"]), related=related)
+        return self.place.ask(lambda client: client.read_events(wanted)).total
 
     def wait_for_state(self, flow_run: UUID, *names: str) -> FlowRun:
         self.wait_for(lambda: self.flow_run(flow_run).state_name in names)

@@ -16,7 +16,8 @@ def open_odd_engine(seconds: float = 600, **behaviour: str) -> Any:
 
     Args:
         seconds: How long a call may take.
-        behaviour: By call: "raise TEXT", "die", "hang", "garbage", "print TEXT", or what it answers, in JSON.
+        behaviour: By call: "raise TEXT", "die", "hang", "half" of an answer, "garbage", "print TEXT", or what it
+            answers, in JSON.
     """
     from infra.engines.vllm.process import EngineProcess
 
@@ -46,7 +47,9 @@ class OddEngine:
             if what == "die":
                 print(text, file=sys.stderr, flush=True)
                 os._exit(3)
-            if what == "hang":
+            if what == "half":
+                os.write(int(sys.argv[1]), b"\0\0\0\4")
+            if what in ("half", "hang"):
                 signal.pause()
             if what == "garbage":
                 os.write(int(sys.argv[1]), b"\0\0\0\4oops")

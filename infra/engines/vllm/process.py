@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from infra.processes import lifeline
 from schemas.errors import EngineLostError
 
 PROGRAM = Path(frames.__file__).with_name("vllm_program.py")
-LAST_LINES = 20  # of what it printed, in an error
+LAST_LINES, MAX_LINE = 20, 1000  # of what it printed, in an error; and characters of a line
 CHECK_SECONDS = 1.0  # between two looks at whether it lives
 GRACE_SECONDS = 5.0  # to end by itself, once its connection is closed
 
@@ -105,10 +106,14 @@ class EngineProcess:
             EngineLostError: The process died, took too long, or answered nonsense; it has been killed.
         """
         self.check()
+        seconds = self._seconds if is_limited else None
+        self._connection.settimeout(seconds)  # also between the parts of a message
         try:
             frames.send(self._connection, {"call": name, "arguments": dict(arguments or {})}, buffers)
-            self._wait(name, self._seconds if is_limited else None)
+            self._wait(seconds)
             header, found = frames.receive(self._connection)
+        except TimeoutError:
+            raise self._end(f"it has not answered {name!r} within {seconds:g} s (timeouts.engine_seconds)") from None
         except (OSError, EOFError):
             raise self._end("") from None
         except frames.ProtocolError as error:
@@ -139,14 +144,15 @@ class EngineProcess:
         self._lost = self._lost or "vLLM's process was ended"
         self._kill(GRACE_SECONDS)
 
-    def _wait(self, name: str, seconds: float | None) -> None:
+    def _wait(self, seconds: float | None) -> None:
         """Wait until it answers; a child of it may hold its connection open after its death."""
-        began = time.monotonic()
-        while not select.select([self._connection], [], [], CHECK_SECONDS)[0]:
+        began, poll = time.monotonic(), select.poll()
+        poll.register(self._connection, select.POLLIN)
+        while not poll.poll(1000 * CHECK_SECONDS):
             if self._has_died():
                 raise EOFError
             if seconds is not None and time.monotonic() - began > seconds:
-                raise self._end(f"it has not answered {name!r} within {seconds:g} s (timeouts.engine_seconds)")
+                raise TimeoutError
 
     def _has_died(self) -> bool:
         try:
@@ -181,6 +187,6 @@ class EngineProcess:
 
     def _read_lines(self, descriptor: int) -> None:
         with open(descriptor, errors="replace") as stream:
-            for line in stream:
-                self._lines.append(line.rstrip()[:1000])
+            for line in iter(partial(stream.readline, MAX_LINE), ""):
+                self._lines.append(line.rstrip())
                 logger.info("vLLM: %s", line.rstrip())

@@ -93,10 +93,10 @@ def _check_protocol(process: EngineProcess, python: str) -> None:
         ConfigError: It doesn't.
     """
     hello, _ = process.call("hello", is_limited=False)
-    if hello["protocol"] != PROTOCOL:
+    if hello.get("protocol") != PROTOCOL:
         raise ConfigError(
-            f"the engine of {python} speaks version {hello['protocol']} of the protocol, but Sluice {PROTOCOL}: use a "
-            "program of the same version"
+            f"the engine of {python} speaks version {hello.get('protocol')} of the protocol, but Sluice {PROTOCOL}: "
+            "use a program of the same version"
         )
 
 

@@ -51,11 +51,12 @@ def test_a_failed_call_says_why_and_the_next_one_is_answered() -> None:
         ("die the last words", r"is lost: exit code 3; its last lines:\n  the last words"),
         ("garbage", r"was killed: it answered a header that is no JSON object with sizes: b'oops'"),
         ("hang", r"was killed: it has not answered 'step' within 0.5 s \(timeouts.engine_seconds\)"),
+        ("half", r"was killed: it has not answered 'step' within 0.5 s \(timeouts.engine_seconds\)"),
         ("[]", r"was killed: it answered without a result"),
     ],
 )
 def test_one_that_misbehaves_is_lost_with_its_last_lines(behaviour: str, said: str) -> None:
-    process = open_odd_engine(seconds=0.5 if behaviour == "hang" else 600, step=behaviour)
+    process = open_odd_engine(seconds=0.5 if behaviour.startswith("ha") else 600, step=behaviour)
     with pytest.raises(EngineLostError, match=said):
         process.call("step")
     assert not psutil.pid_exists(process.pid)
