@@ -72,7 +72,7 @@ class Deployed:
         """How often the worker has "submitted" a flow run to a process, or has "executed" it: the process is gone."""
         related = EventRelatedFilter(id=[f"prefect.flow-run.{flow_run}"])
         wanted = EventFilter(event=EventNameFilter(name=[f"prefect.worker.{what}-flow-run"]), related=related)
-        return self.place.ask(lambda client: client.read_events(wanted)).total
+        return self.place.ask(lambda client: client.read_events(wanted, limit=1)).total
 
     def wait_for_state(self, flow_run: UUID, *names: str) -> FlowRun:
         self.wait_for(lambda: self.flow_run(flow_run).state_name in names)
