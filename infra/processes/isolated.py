@@ -16,6 +16,35 @@ RECEIVE_BYTES = 2**16
 GRACE_POLL_SECONDS = 0.01
 
 
+def variables_of_another() -> dict[str, str]:
+    """Return the environment variables of another interpreter's process: it doesn't find this one's modules."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
+
+
+def has_died(pid: int) -> bool:
+    """Return whether a child of this process has died; it stays unreaped."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # if SIGCHLD is ignored, the kernel reaps it
+        return True
+
+
+def kill_group(process: "subprocess.Popen[bytes]", grace_seconds: float = 0.0) -> str:
+    """Kill a process that leads a group, and its children; return how it ended, now or before.
+
+    Args:
+        process: It is not reaped yet.
+        grace_seconds: How long it may take to end by itself.
+    """
+    deadline = time.monotonic() + grace_seconds
+    while not has_died(process.pid) and time.monotonic() < deadline:
+        time.sleep(GRACE_POLL_SECONDS)
+    with suppress(ProcessLookupError):  # it is not reaped yet, so its group id can't have been reused
+        os.killpg(process.pid, signal.SIGKILL)
+    code = process.wait()
+    return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+
+
 class IsolatedProcess:
     """A process group whose program begins with `infra.processes.calls.Parent`.
 
@@ -104,10 +133,7 @@ class IsolatedProcess:
 
     def has_died(self) -> bool:
         """Return whether the process has died; a child of it may still hold its socket open."""
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # if SIGCHLD is ignored, the kernel reaps it
-            return True
+        return has_died(self.pid)
 
     def kill(self, grace_seconds: float = 0.0) -> str:
         """Kill the process and its children; return how it ended, now or before.
@@ -115,13 +141,7 @@ class IsolatedProcess:
         Args:
             grace_seconds: How long it may take to end by itself.
         """
-        deadline = time.monotonic() + grace_seconds
-        while not self.has_died() and time.monotonic() < deadline:
-            time.sleep(GRACE_POLL_SECONDS)
-        with suppress(ProcessLookupError):  # it is not reaped yet, so its group id can't have been reused
-            os.killpg(self.pid, signal.SIGKILL)
-        code = self._process.wait()
-        return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+        return kill_group(self._process, grace_seconds)
 
     def close(self) -> None:
         """Kill the process, and close its socket and its lifeline."""

@@ -27,7 +27,6 @@ class VllmProgram:
 
     def __init__(self) -> None:
         self._engine: Any = None  # vLLM's `LLMEngine`
-        self._compiling: Any = None
         self._scale = 1.0  # of the model's own logits
         self._adapters: Any = None  # the `LoRARequest` of the version's
         self._sampling: Arguments = {}
@@ -51,11 +50,10 @@ class VllmProgram:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         eager: bool = arguments["eager"]
-        # Functions that vLLM decorates with `torch.compile` run uncompiled: compiling them takes 4 to 20 s.
-        self._compiling = lambda: torch.compiler.set_stance("force_eager" if eager else "default")
+        if eager:  # functions that vLLM decorates with `torch.compile` run uncompiled: compiling them takes 4 to 20 s
+            torch.compiler.set_stance("force_eager")
         settings = arguments["engine"] | {"worker_extension_cls": "vllm_ranks.RankMethods"}
-        with self._compiling():
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**settings))
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**settings))
         if eager:
             self._call_ranks("skip_compiling")
         self._scale = self._call_ranks("logit_scale")[0]
@@ -105,7 +103,7 @@ class VllmProgram:
         import numpy as np
 
         rows, found = [], []
-        outputs = self._step()
+        outputs = self._engine.step()
         for output in outputs:
             row, sampled = int(output.request_id), output.outputs[0]
             del self._pending[row]
@@ -123,7 +121,7 @@ class VllmProgram:
         self._engine.abort_request(list(self._pending.values()), internal=True)
         self._pending.clear()
         self._histories.clear()
-        self._step()  # informs the model runner of the finished requests, so that the next call finds it empty
+        self._engine.step()  # informs the model runner of the finished requests, so that the next call finds it empty
         return {}, []
 
     def score(self, arguments: Arguments, buffers: list[bytearray]) -> Reply:
@@ -136,9 +134,9 @@ class VllmProgram:
         kind = RequestOutputKind.FINAL_ONLY
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
         self._request("score", _tokens(buffers[0]), params)
-        while not (outputs := self._step()):
+        while not (outputs := self._engine.step()):
             pass
-        self._step()  # as `abort` does
+        self._engine.step()  # as `abort` does
         self._forget_prefixes()
         tokens, entries = outputs[0].prompt_token_ids, outputs[0].prompt_logprobs
         found = [entries[at][tokens[at]].logprob for at in range(1, len(tokens))]
@@ -196,11 +194,6 @@ class VllmProgram:
     def _call_ranks(self, method: str, *arguments: Any) -> list[Any]:
         found: list[Any] = self._engine.collective_rpc(method, args=arguments)
         return found
-
-    def _step(self) -> list[Any]:
-        with self._compiling():
-            outputs: list[Any] = self._engine.step()
-        return outputs
 
     def _forget_prefixes(self) -> None:
         was_emptied = self._engine.reset_prefix_cache()

