@@ -6,8 +6,8 @@ set -m # otherwise bash has them ignore SIGINT, by which Prefect's worker ends i
 
 "$@" &
 prefect worker start --type process --pool "${SLUICE_WORK_POOL:-sluice}" &
-# The Prefect worker ends its flow runs, which save a checkpoint, free their workers and can be resumed. Should it, or Ray, not end in time,
-# the machine must end all the same.
+# The Prefect worker ends its flow runs, which save a checkpoint, free their workers and can be resumed. Should it, or
+# Ray, not end in time, the machine must end all the same.
 end() {
   local leaders
   leaders=$(jobs -p)
