@@ -128,6 +128,7 @@ OTHER = {
     "timeouts.driver_seconds": "90",
     "timeouts.engine_seconds": "900",
     "runtime.placement": "colocated",
+    "timeouts.notice_seconds": "9",
     "timeouts.resource_seconds": "9",
     "runtime.runs_dir": "elsewhere",
     "runtime.num_policy_ranks": "2",
