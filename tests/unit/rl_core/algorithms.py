@@ -14,11 +14,14 @@ from schemas.config.loss import (
     CispoLoss,
     ClippedLoss,
     CorrectionConfig,
+    DppoLoss,
+    GmpoLoss,
     GspoLoss,
     KlConfig,
     KlEstimator,
     LossConfig,
     MaskedCorrection,
+    RejectedCorrection,
     SapoLoss,
     TruncatedCorrection,
 )
@@ -123,11 +126,30 @@ def sapo_term(row: Row, logprobs: Tensor, config: SapoLoss) -> Tensor:
     return -row.advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
 
 
+def gmpo_term(row: Row, logprobs: Tensor, config: GmpoLoss) -> Tensor:
+    sign = torch.sign(row.advantage)
+    logs = logprobs - row.behavior[row.mask]
+    bounded = sign * torch.minimum(sign * logs, sign * torch.clip(logs, -config.clip_low, config.clip_high))
+    products = torch.exp(bounded)
+    return -row.advantage * products.detach().prod() ** (1 / len(products)) * products / products.detach()
+
+
+def dppo_term(row: Row, logprobs: Tensor, config: DppoLoss) -> Tensor:
+    p, q = torch.exp(logprobs.detach()), torch.exp(row.sampler[row.mask])
+    kl = q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p))
+    divergence = kl if config.divergence == "kl" else torch.abs(p - q)
+    away, bound = (p > q, config.clip_high) if row.advantage > 0 else (p < q, config.clip_low)
+    is_kept = ~(away & (divergence > bound))
+    return -row.advantage * torch.exp(logprobs - row.behavior[row.mask]) * is_kept
+
+
 POLICY_TERMS: dict[str, Callable[..., Tensor]] = {
     "clipped": clipped_term,
     "gspo": gspo_term,
     "cispo": cispo_term,
     "sapo": sapo_term,
+    "gmpo": gmpo_term,
+    "dppo": dppo_term,
 }
 
 
@@ -140,11 +162,17 @@ def masked_weights(importance: Tensor, config: MaskedCorrection) -> Tensor:
     return (product if config.low <= product <= config.high else 0.0) * torch.ones_like(importance)
 
 
+def rejected_weights(importance: Tensor, config: RejectedCorrection) -> Tensor:
+    mean = importance.prod() ** (1 / len(importance))
+    return torch.clip(importance, max=config.cap) * (config.low <= mean <= config.high)
+
+
 # Of the importance weights of a row's trained tokens, by the levels that the corrections under test have.
 WEIGHTS: dict[str, Callable[..., Tensor]] = {
     "none": lambda importance, _: torch.ones_like(importance),
     "truncated": truncated_weights,
     "masked": masked_weights,
+    "rejected": rejected_weights,
 }
 
 

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.losses import LossInputs, policy_loss
@@ -13,11 +15,14 @@ from schemas.config.loss import (
     CispoLoss,
     ClippedLoss,
     CorrectionConfig,
+    DppoLoss,
+    GmpoLoss,
     GspoLoss,
     KlConfig,
     LossConfig,
     MaskedCorrection,
     NoCorrection,
+    RejectedCorrection,
     SapoLoss,
     TruncatedCorrection,
 )
@@ -30,11 +35,15 @@ LOSSES: dict[str, LossConfig] = {
     "gspo": GspoLoss(clip_low=0.05, clip_high=0.02),
     "cispo": CispoLoss(clip_low=0.3, clip_high=0.2),
     "sapo": SapoLoss(tau_positive=1.3, tau_negative=2.7),
+    "gmpo": GmpoLoss(clip_low=0.1, clip_high=0.13),
+    "dppo": DppoLoss(clip_low=0.001, clip_high=0.0013),
+    "dppo-kl": DppoLoss(divergence="kl", clip_low=0.00027, clip_high=0.0003),
 }
 CORRECTIONS: dict[str, CorrectionConfig] = {
     "none": NoCorrection(),
     "truncated": TruncatedCorrection(cap=1.1),
     "masked": MaskedCorrection(level="sequence", low=0.6, high=1.7),
+    "rejected": RejectedCorrection(low=0.93, high=1.07, cap=1.3),
 }
 AGGREGATIONS = get_args(Aggregation)
 NO_KL, NO_CORRECTION = KlConfig(), NoCorrection()
@@ -67,8 +76,8 @@ def row_inputs(
     )
 
 
-def floats(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
+def floats(numbers: Sequence[float] | NDArray[np.float64]) -> Tensor:
+    return torch.as_tensor(numbers, dtype=torch.float64)
 
 
 def loss_of(

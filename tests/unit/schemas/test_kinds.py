@@ -22,6 +22,7 @@ from schemas.config.loss import (
     LossConfig,
     MaskedCorrection,
     NoCorrection,
+    RejectedCorrection,
     TruncatedCorrection,
 )
 from schemas.config.monitor import MonitorConfig
@@ -42,8 +43,8 @@ REGISTRIES = {
 
 
 def test_kinds_of_a_union() -> None:
-    assert configs_of(CorrectionConfig) == (NoCorrection, TruncatedCorrection, MaskedCorrection)
-    assert kinds_of(CorrectionConfig) == ("none", "truncated", "masked")
+    assert configs_of(CorrectionConfig) == (NoCorrection, TruncatedCorrection, MaskedCorrection, RejectedCorrection)
+    assert kinds_of(CorrectionConfig) == ("none", "truncated", "masked", "rejected")
     assert kinds_of(NoCorrection | MaskedCorrection) == ("none", "masked")
     with pytest.raises(TypeError, match="KlConfig has no `kind"):
         kind_of(KlConfig)
