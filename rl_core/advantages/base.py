@@ -80,7 +80,8 @@ class AdvantageInputs:
         """
         columns = [values for _, values in self.parts] or [self.rewards]
         equal = [find_equal(column, self.group, len(self.group_sizes)) for column in columns]
-        return np.logical_and.reduce(equal)[self.group]
+        is_equal: NDArray[np.bool_] = np.logical_and.reduce(equal)
+        return is_equal[self.group]
 
 
 def number_groups(ids: Ints) -> Ints:

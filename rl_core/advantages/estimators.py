@@ -43,7 +43,7 @@ ESTIMATORS: Registry[[AdvantageInputs], Floats] = Registry(
 )
 """Advantage estimators: (config, inputs of N rows) -> [N] float64.
 
-An estimator need not handle zero-variance groups: `compute_advantages` sets their advantages to 0 afterwards. It must
+An estimator need not handle zero-variance groups: `estimate` sets their advantages to 0 afterwards. It must
 only return some number for them without an error.
 """
 
@@ -85,6 +85,11 @@ def compute_advantages(
     inputs = AdvantageInputs.from_rows(
         rewards, group_ids, response_lengths=response_lengths, loss_tokens=loss_tokens, parts=parts
     )
+    return estimate(config, inputs)
+
+
+def estimate(config: AdvantageConfig, inputs: AdvantageInputs) -> NDArray[np.float32]:
+    """Compute the advantages of validated rows, [N]; see `compute_advantages`."""
     if not len(inputs.rewards):
         return np.empty(0, dtype=np.float32)
     advantages = ESTIMATORS(config, inputs)

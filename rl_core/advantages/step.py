@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.advantages.base import AdvantageInputs, Floats, Ints, Parts, find_equal, number_groups
-from rl_core.advantages.estimators import compute_advantages
+from rl_core.advantages.estimators import estimate
 from rl_core.advantages.shaping import ShapedRows, shape_rows
 from rl_core.advantages.turn_level import Turns, advantages_of_turns
 from rl_core.planning.plan import plan_step
@@ -75,20 +75,17 @@ def prepare_updates(
         token_budget=config.packing.token_budget,
         seed=config.seed + step,
     )
-    counts = {
-        "response_lengths": as_int64(rollout.loss_tokens)[live],  # an environment's tokens don't count
-        "loss_tokens": shaped.loss_tokens,
-    }
+    inputs = AdvantageInputs.from_rows(
+        shaped.rewards,
+        groups,
+        response_lengths=as_int64(rollout.loss_tokens)[live],  # an environment's tokens don't count
+        loss_tokens=shaped.loss_tokens,
+        parts=_parts(config, rollout, live, shaped.rewards - rewards),
+    )
     return StepAdvantages(
         rows=live,
-        advantages=compute_advantages(
-            shaped.rewards,
-            groups,
-            config.advantage,
-            **counts,
-            parts=_parts(config, rollout, live, shaped.rewards - rewards),
-        ),
-        turns=_of_turns(config, rollout, live, AdvantageInputs.from_rows(shaped.rewards, groups, **counts)),
+        advantages=estimate(config.advantage, inputs),
+        turns=_of_turns(config, rollout, live, inputs),
         plan=plan,
         metrics=_metrics(rewards[own], shaped.rewards[own], groups[own], sampled)
         | _shape(config, rollout, live[own], rewards[own], row_kl).metrics
