@@ -6,9 +6,19 @@ from rl_core.losses.base import LossInputs, Surrogate, aggregate, denominator, l
 from rl_core.losses.correction import correction_weights
 from rl_core.losses.kl import kl_estimate
 from rl_core.losses.report import nan_unless_finite, report
-from rl_core.losses.surrogates import cispo_loss, clipped_loss, gspo_loss, sapo_loss
+from rl_core.losses.surrogates import cispo_loss, clipped_loss, dppo_loss, gmpo_loss, gspo_loss, sapo_loss
 from rl_core.registry import Registry, entry
-from schemas.config.loss import CispoLoss, ClippedLoss, CorrectionConfig, GspoLoss, KlConfig, LossConfig, SapoLoss
+from schemas.config.loss import (
+    CispoLoss,
+    ClippedLoss,
+    CorrectionConfig,
+    DppoLoss,
+    GmpoLoss,
+    GspoLoss,
+    KlConfig,
+    LossConfig,
+    SapoLoss,
+)
 from schemas.metrics import Metrics
 
 __all__ = ["SURROGATES", "LossInputs", "policy_loss"]
@@ -20,6 +30,8 @@ SURROGATES: Registry[[LossInputs], Surrogate] = Registry(
     entry(GspoLoss, gspo_loss),
     entry(CispoLoss, cispo_loss),
     entry(SapoLoss, sapo_loss),
+    entry(GmpoLoss, gmpo_loss),
+    entry(DppoLoss, dppo_loss),
 )
 """Policy terms: (config, inputs of the T trained tokens) -> surrogate of T tokens."""
 
@@ -55,7 +67,7 @@ def policy_loss(
         that is only reported.
 
     Raises:
-        ValueError: The KL term, the entropy bonus or the correction needs a column that the inputs lack.
+        ValueError: The loss, the KL term, the entropy bonus or the correction needs a column that the inputs lack.
 
     Example:
         >>> import torch
