@@ -211,7 +211,7 @@ def _target_layers(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]
     """
     head = model.get_output_embeddings()
     text = set(model.get_decoder().modules())
-    linear = {name: module for name, module in model.named_modules() if _is_linear(type(module))}
+    linear = {name: module for name, module in model.named_modules() if _is_linear(module.__class__)}
     body = [name for name, module in linear.items() if module is not head and module in text]
     for target in wanted:
         if not any(_is_named(name, target) for name in body):

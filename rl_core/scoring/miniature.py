@@ -118,7 +118,7 @@ def build_miniature(config: PretrainedConfig, longest: int, seed: int = 0) -> Pr
             torch.manual_seed(seed)
             small = shrink_config(config, longest)
             if type(small) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # its class is found by the config that it is a part of
-                small = type(config)(text_config=small)
+                small = type(config)(text_config=small)  # type: ignore[call-arg]
             model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=torch.float32)  # type: ignore[no-untyped-call]
             for module in model.modules():
                 if isinstance(module, nn.Linear | nn.Embedding):
