@@ -130,6 +130,8 @@ OTHER = {
     "runtime.num_reference_ranks": "2",
     "approval.timeout_seconds": "7",
     "approval.when": "['kl>0.2']",
+    # without blanks, as overrides are split at them
+    "services.secrets": '{KEY="{{prefect.blocks.secret.key}}"}',
     "services.dir": "elsewhere",
     "services.py_modules": "['my_rewards.py']",
     "timeouts.collective_seconds": "7",
