@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from flows.lifecycle.secrets import take_secrets
 from flows.preflight import check
 from infra.checkpoints.model import write_model_folder
 from infra.checkpoints.store import open_checkpoints
@@ -36,6 +37,7 @@ def evaluate_run(
         ConfigError: An override is not allowed, or neither `data_path` nor the config names a prompt file.
     """
     config = override_config(directory.config(), overrides, directory.run_id)
+    take_secrets(config.services)
     store = open_checkpoints(directory, config.checkpoint)
     found = store.newest()
     if found is None:

@@ -55,6 +55,7 @@ from schemas.errors import (
     WorkerLostError,
 )
 from schemas.step import EvalReport, PolicyHandle, RunHandle, RunSummary, StepReport
+from tasks.assets import evaluated, evaluation_of
 from tasks.operations import evaluate_policy, save_checkpoint, save_on_failure, start_all_workers
 
 _DIGEST_CHARACTERS = 16
@@ -135,6 +136,8 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         identity = claim_identity(directory, config)
         stack.enter_context(monitored_workers(identity, config))
         config = change_config(directory, config)
+        if config.services.secrets:  # those that an earlier driver started may have older values
+            kill_workers(identity, config)
         renew_inputs(directory, config)
         check_nodes(directory, config)
         drop_outdated_ledger(directory, config)
@@ -184,7 +187,7 @@ async def _training_loop(
                 try:
                     await _evaluate(run, policy, evals, directory.metrics, reporter)
                     if policy.step == run.config.steps:
-                        reporter.checkpoint(await save_checkpoint(run, policy, evals, wait=True))
+                        await reporter.checkpoint(await save_checkpoint(run, policy, evals, wait=True), evals)
                         return run
                     with notice.released():  # until `policy` is the version that the ranks hold
                         report = await call_through_outages(
@@ -198,7 +201,7 @@ async def _training_loop(
                         with notice.released():
                             notice.hold()
                             complete = await save_checkpoint(run, policy, evals)
-                        reporter.checkpoint(complete)
+                        await reporter.checkpoint(complete, evals)
                     await _review(run, report, reporter)
                 except RECOVERABLE as error:
                     restarts += 1
@@ -262,7 +265,9 @@ async def _evaluate(
         return
     if any(report.policy_version == policy.version for report in evals):
         return
-    report = await evaluate_policy(run, policy)
+    directory = RunDirectory.of(run)
+    inputs = evaluated(directory, run.config, policy.version, run.config.data.eval_path)
+    report = await evaluate_policy.materializing(evaluation_of(directory), inputs)(run, policy)
     metrics.append_eval(report)
     evals.append(report)
     await reporter.evaluation(report)

@@ -1,5 +1,6 @@
 """The operations of a run, repeated by a resumed one: workers, weights, shared memory, evaluation, checkpoints."""
 
+import logging
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -13,9 +14,13 @@ from infra.workers import colocation
 from infra.workers.generate import evaluate_shard, sync_workers
 from infra.workers.launch import find_group, get_group, get_worker, rollout_pool, start_workers
 from rl_core.rollout.evaluation import split_prompts, summarize
+from schemas.errors import CheckpointError
 from schemas.placement import PhaseMemory, WorkerPlace
 from schemas.step import EvalReport, PolicyHandle, RunHandle
+from tasks.assets import checkpoints_of, describe, describe_evaluation
 from tasks.stage import operation
+
+logger = logging.getLogger(__name__)
 
 
 @operation("checkpoint")
@@ -36,6 +41,24 @@ async def save_checkpoint(
         RunTakenOverError: Another driver has taken over the run.
     """
     return await _save(run, await get_group(run, "policy"), policy, evals, wait)
+
+
+@operation("checkpoint-complete")
+async def describe_checkpoint(run: RunHandle, version: int, evals: Sequence[EvalReport]) -> None:
+    """Give the materialized asset of the run's checkpoints the newest one's step, files and accuracy."""
+    from infra.checkpoints.store import open_checkpoints  # not at the top: torch is imported with it
+
+    directory = RunDirectory.of(run)
+    found: dict[str, object] = {"run_id": run.run_id, "step": version}
+    for report in evals:
+        if report.policy_version == version:
+            found["accuracy"] = report.accuracy
+    try:
+        manifest = open_checkpoints(directory, run.config.checkpoint).read_manifest(version)
+        found |= {"bytes": sum(file.num_bytes for file in manifest.files.values()), "digest": manifest.digest}
+    except (CheckpointError, OSError) as error:  # it is only shown
+        logger.warning("the asset of checkpoint %d lacks its size and digest: %s", version, error)
+    describe(checkpoints_of(directory, run.config.checkpoint), found)
 
 
 async def save_on_failure(run: RunHandle, policy: PolicyHandle, evals: Sequence[EvalReport]) -> int | None:
@@ -101,7 +124,9 @@ async def evaluate_policy(run: RunHandle, policy: PolicyHandle) -> EvalReport:
     pool, started = rollout_pool(run), time.perf_counter()
     batches = split_prompts(run.config.eval, await call(await get_worker(run, "rollout"), "num_held_out"))
     jobs = {batch: partial(evaluate_shard, run, policy, rows) for batch, rows in batches.items()}
-    return summarize(run.config, policy.version, await pool.dispatch(jobs), time.perf_counter() - started)
+    report = summarize(run.config, policy.version, await pool.dispatch(jobs), time.perf_counter() - started)
+    describe_evaluation(RunDirectory.of(run), report)
+    return report
 
 
 @operation("publish")

@@ -82,12 +82,14 @@ def train(
 ) -> None:
     """Train with a config; everything is checked before anything is started."""
     from flows.cli.run import run_training
+    from flows.lifecycle.secrets import take_secrets
     from flows.lifecycle.session import prefect_session
     from flows.preflight import check_run
     from infra.models.load import check_weight_files
     from infra.storage.runs import RunDirectory
 
     config = _load(config_path, overrides or [])
+    take_secrets(config.services, starts=True)
     if run_id:
         RunDirectory.require_absent(config, run_id)
     with console.status("checking model, data and reward"):
@@ -138,6 +140,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     Settings that don't affect what is trained may change, e.g. runtime.num_policy_ranks=2 or steps=100.
     """
     from flows.cli.run import run_training
+    from flows.lifecycle.secrets import take_secrets
     from flows.lifecycle.session import prefect_session
     from flows.preflight import check_run
     from infra.storage.runs import RunDirectory, resumed_config
@@ -145,6 +148,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
 
     directory = RunDirectory.open(run, runs_dir)
     config = override_config(directory.config(), overrides or [], directory.run_id)
+    take_secrets(config.services, starts=True)
     # A run that was given by its path may have been moved.
     if RunDirectory.at(config, directory.run_id).url != directory.url:
         config = config.replace(runtime=config.runtime.replace(runs_dir=directory.runs_dir))

@@ -12,7 +12,7 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 
 from flows.lifecycle.exit import deliver_events
-from flows.lifecycle.outages import call_through_outages
+from flows.lifecycle.outages import call_through_outages, cloud_key
 from infra.services.local import LocalServices, prefect_kept_running
 from infra.services.prefect_api import check_prefect_api
 from schemas.config.runtime import ServicesConfig
@@ -38,7 +38,7 @@ def prefect_session(config: ServicesConfig, console: Console) -> Iterator[None]:
 
     api_url = config.prefect_api_url or PREFECT_API_URL.value()
     if api_url is not None:
-        check_prefect_api(api_url, PREFECT_API_AUTH_STRING.value())
+        check_prefect_api(api_url, PREFECT_API_AUTH_STRING.value(), cloud_key(api_url))
     services = LocalServices(Path(config.dir))
     with console.status("starting the local services"):
         services.start(prefect=api_url is None, ray=config.ray_address is None)

@@ -148,11 +148,13 @@ class RunEvents:
         step, accuracy = report.policy_version, report.accuracy
         self._emit(EvaluationCompleted(**self._run, step=step, accuracy=accuracy, accuracies=accuracies))
 
-    def save_checkpoint(self, version: int | None) -> None:
-        """Report the newest complete checkpoint, once."""
-        if version is not None and version > self._checkpoint:
-            self._checkpoint = version
-            self._emit(CheckpointSaved(**self._run, step=version))
+    def save_checkpoint(self, version: int | None) -> bool:
+        """Report the newest complete checkpoint, once; return whether it had not been reported."""
+        if version is None or version <= self._checkpoint:
+            return False
+        self._checkpoint = version
+        self._emit(CheckpointSaved(**self._run, step=version))
+        return True
 
     def end(self, step: int, is_complete: bool) -> None:
         """Report the end of the run, after `step` finished steps."""

@@ -17,7 +17,10 @@ from flows.ui.progress import eval_lines, progress_line, variance_warning
 from infra.monitors import Monitors
 from infra.ray.worker_logs import OWN_PACKAGES
 from infra.storage.run_files import MetricsFile
+from infra.storage.runs import RunDirectory
 from schemas.step import EvalReport, FailedQuery, RunHandle, StepReport
+from tasks.assets import checkpoints_of, trained_on
+from tasks.operations import describe_checkpoint
 
 FIRST_STEPS = 3  # after which a run whose groups have no variance says so
 
@@ -66,9 +69,14 @@ class RunReporter:
         self._monitors.log_evaluation(report)
         self._events.complete_evaluation(report)
 
-    def checkpoint(self, version: int | None) -> None:
-        """Report the newest complete checkpoint, if there is one."""
-        self._events.save_checkpoint(version)
+    async def checkpoint(self, version: int | None, evals: Sequence[EvalReport]) -> None:
+        """Report the newest complete checkpoint, if there is one: as an event, and as a materialized asset."""
+        if not self._events.save_checkpoint(version):
+            return
+        assert version is not None
+        config = self._run.config
+        asset = checkpoints_of(RunDirectory.of(self._run), config.checkpoint)
+        await describe_checkpoint.materializing(asset, trained_on(config))(self._run, version, evals)
 
 
 @contextmanager

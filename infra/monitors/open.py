@@ -119,7 +119,9 @@ def require_monitors(config: RunConfig) -> None:
                 f"monitors.{number} writes local files, but the run directory is in {config.runtime.runs_dir}; set "
                 f"monitors.{number}.folder to a local one"
             )
-        if isinstance(monitor, WandbMonitor):
+        if (
+            isinstance(monitor, WandbMonitor) and "WANDB_API_KEY" not in config.services.secrets
+        ):  # else set at the start
             require_login(monitor)
 
 

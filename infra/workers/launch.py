@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -173,4 +174,5 @@ async def _create_worker(run: RunHandle, role: Role, number: int) -> Any:
     """Create a worker and return its handle; it may not have started yet."""
     slot, options = await place(run, role, number)
     name, options = worker_name(run.identity, role, number), {**health.ACTOR_OPTIONS, **options}
-    return create_actor(name, _CLASSES[role], slot, run, number, options=options)
+    secrets = {variable: os.environ[variable] for variable in run.config.services.secrets}  # set by the driver's start
+    return create_actor(name, _CLASSES[role], slot, run, number, secrets, options=options)

@@ -19,6 +19,8 @@ from schemas.config.folders import DEFAULT_RUNS_DIR
 from schemas.errors import MetricError
 from schemas.metric_catalog import metric_spec
 
+EnvironmentVariable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+BlockReference = Annotated[str, Field(pattern=r"^\{\{ *prefect\.blocks\.[a-z0-9-]+\.[\w.\[\]-]+ *\}\}$")]
 _LIMIT = re.compile(r"\s*(\S+)\s*([<>])\s*(\S+)\s*")
 
 
@@ -141,6 +143,9 @@ class ServicesConfig(FrozenConfig):
 
     prefect_patience_seconds: NonNegativeFloat = 600
     """Seconds that a run waits for a Prefect server that doesn't respond any more; a local one is started again."""
+
+    secrets: dict[EnvironmentVariable, BlockReference] = Field(default_factory=dict)
+    """Environment variables from blocks of the Prefect server, e.g. `KEY = "{{ prefect.blocks.secret.judge }}"`."""
 
     tls_certificate: str | None = None
     """PEM file, on every node, of a certificate for its address; the column store's connections are then encrypted."""
