@@ -12,7 +12,9 @@ from infra.stores.step_columns import sweep_steps
 from infra.workers import colocation
 from infra.workers.generate import evaluate_shard, sync_workers
 from infra.workers.launch import find_group, get_group, get_worker, rollout_pool, start_workers
+from rl_core.planning import plan_forward
 from rl_core.rollout.evaluation import split_prompts, summarize
+from schemas.metrics import merge_metrics, values
 from schemas.placement import PhaseMemory, WorkerPlace
 from schemas.step import EvalReport, PolicyHandle, RunHandle
 from tasks.stage import operation
@@ -88,16 +90,35 @@ async def enter_update(run: RunHandle) -> PhaseMemory:
 async def evaluate_policy(run: RunHandle, policy: PolicyHandle) -> EvalReport:
     """Evaluate the policy on the held-out prompts, whose batches are dispatched to all rollout workers.
 
-    The report is the same for any number of workers, whether or not one dies.
+    The report is the same for any number of workers, whether or not one dies. In supervised fine-tuning, the policy's
+    ranks score the held-out rows.
 
     Raises:
         RewardFailureError: More rewards failed than the config allows.
     """
+    if run.config.sft is not None:
+        return await _score_held_out(run, policy)
     await sync_workers(run, policy.version)
     pool, started = rollout_pool(run), time.perf_counter()
     batches = split_prompts(run.config.eval, await call(await get_worker(run, "rollout"), "num_held_out"))
     jobs = {batch: partial(evaluate_shard, run, policy, rows) for batch, rows in batches.items()}
     return summarize(run.config, policy.version, await pool.dispatch(jobs), time.perf_counter() - started)
+
+
+async def _score_held_out(run: RunHandle, policy: PolicyHandle) -> EvalReport:
+    group, started = await get_group(run, "policy"), time.perf_counter()
+    lengths = await call(group.ranks[0], "held_out_lengths")
+    plan = plan_forward(*lengths, num_ranks=len(group.ranks), token_budget=run.config.packing.token_budget)
+    found = values(merge_metrics(await group.call("score_held_out", plan, policy.version)))
+    return EvalReport(
+        policy_version=policy.version,
+        num_prompts=len(lengths[0]),
+        accuracy=found["accuracy"],
+        reward=None,
+        num_failed=0,
+        seconds=time.perf_counter() - started,
+        loss=found["loss"],
+    )
 
 
 @operation("publish")

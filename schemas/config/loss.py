@@ -95,8 +95,16 @@ class SapoLoss(_Loss):
     """Temperature of the gate for negative advantages."""
 
 
+class CrossEntropyLoss(_Loss):
+    """The cross-entropy of given tokens, for supervised fine-tuning."""
+
+    kind: Literal["cross_entropy"] = "cross_entropy"
+    """Selects the cross-entropy; the default with a section `[sft]`, which it needs."""
+
+
 LossConfig = Annotated[
-    Annotated[ClippedLoss | GspoLoss | CispoLoss | SapoLoss, Field(discriminator="kind")], default_kind("clipped")
+    Annotated[ClippedLoss | GspoLoss | CispoLoss | SapoLoss | CrossEntropyLoss, Field(discriminator="kind")],
+    default_kind("clipped"),
 ]
 
 
