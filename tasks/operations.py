@@ -13,8 +13,7 @@ from infra.workers import colocation
 from infra.workers.generate import evaluate_shard, sync_workers
 from infra.workers.launch import find_group, get_group, get_worker, rollout_pool, start_workers
 from rl_core.planning import plan_forward
-from rl_core.rollout.evaluation import split_prompts, summarize
-from schemas.metrics import merge_metrics, values
+from rl_core.rollout.evaluation import split_prompts, summarize, summarize_held_out
 from schemas.placement import PhaseMemory, WorkerPlace
 from schemas.step import EvalReport, PolicyHandle, RunHandle
 from tasks.stage import operation
@@ -109,16 +108,8 @@ async def _score_held_out(run: RunHandle, policy: PolicyHandle) -> EvalReport:
     group, started = await get_group(run, "policy"), time.perf_counter()
     lengths = await call(group.ranks[0], "held_out_lengths")
     plan = plan_forward(*lengths, num_ranks=len(group.ranks), token_budget=run.config.packing.token_budget)
-    found = values(merge_metrics(await group.call("score_held_out", plan, policy.version)))
-    return EvalReport(
-        policy_version=policy.version,
-        num_prompts=len(lengths[0]),
-        accuracy=found["accuracy"],
-        reward=None,
-        num_failed=0,
-        seconds=time.perf_counter() - started,
-        loss=found["loss"],
-    )
+    parts = await group.call("score_held_out", plan, policy.version)
+    return summarize_held_out(policy.version, len(lengths[0]), parts, time.perf_counter() - started)
 
 
 @operation("publish")

@@ -21,6 +21,7 @@ from rl_core.rollout.chat import ChatTemplate, shape_of
 from rl_core.rollout.control_tokens import Messages
 from schemas.config.run import RunConfig
 from schemas.errors import ChatTemplateError, ConfigError, DataError
+from schemas.metrics import Metrics, Single
 
 logger = logging.getLogger(__name__)
 _TOOLS = "chats with tools can't be trained on yet; remove the column, and the rows that need it"
@@ -49,6 +50,10 @@ class SftDataset(PromptDataset):
 
     def __iter__(self) -> Iterator[SftRow]:
         return (self[index] for index in range(len(self)))
+
+    def epoch_metrics(self, step: int, num_rows: int) -> Metrics:
+        """Return the number of epochs up to the end of a step, of `num_rows` rows each."""
+        return {"epoch": Single(value=(step + 1) * num_rows / len(self))}
 
     @property
     def longest(self) -> int:

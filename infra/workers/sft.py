@@ -18,7 +18,7 @@ from rl_core.rollout.chat import decode_texts
 from rl_core.training.rows import packed_row
 from rl_core.training.sharding import release_gathered
 from schemas.batch import ChunkKey
-from schemas.metrics import Mean, Metrics, Single
+from schemas.metrics import Mean, Metrics
 from schemas.plan import ForwardPlan
 from schemas.rollout import PutResult, RolloutShard, SampleText, make_sample_id
 
@@ -47,7 +47,7 @@ class SftWorker(PolicyWorker):
                 for prompt, response in zip(*self._texts(rows[:SAMPLES]), strict=True)
             ),
         )
-        return shard, {"epoch": Single(value=(step + 1) * len(rows) / len(self._train_rows))}
+        return shard, self._train_rows.epoch_metrics(step, len(rows))
 
     def put_rows(self, step: int) -> PutResult:
         """Put the rows of a step as one chunk."""

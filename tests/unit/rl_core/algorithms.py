@@ -15,6 +15,7 @@ from schemas.config.loss import (
     CispoLoss,
     ClippedLoss,
     CorrectionConfig,
+    CrossEntropyLoss,
     GspoLoss,
     KlConfig,
     LossConfig,
@@ -56,6 +57,7 @@ KINDS: dict[str, Algorithm] = {
         CispoLoss(clip_low=0.3, clip_high=0.2, entropy_coef=0.01), KlConfig(coef=0.1, estimator="k1"), NoCorrection()
     ),
     "sapo": Algorithm(SapoLoss(), KlConfig(coef=0.1, estimator="k3"), TruncatedCorrection(cap=1.1)),
+    "cross_entropy": Algorithm(CrossEntropyLoss(), KlConfig(), NoCorrection()),
 }
 AGGREGATIONS = get_args(Aggregation)
 ALGORITHMS = {
@@ -143,11 +145,16 @@ def sapo_term(row: Row, logprobs: Tensor, config: SapoLoss) -> Tensor:
     return -row.advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
 
 
+def cross_entropy_term(row: Row, logprobs: Tensor, config: CrossEntropyLoss) -> Tensor:
+    return -logprobs
+
+
 POLICY_TERMS: dict[str, Callable[..., Tensor]] = {
     "clipped": clipped_term,
     "gspo": gspo_term,
     "cispo": cispo_term,
     "sapo": sapo_term,
+    "cross_entropy": cross_entropy_term,
 }
 
 

@@ -13,6 +13,7 @@ from schemas.config.loss import (
     CispoLoss,
     ClippedLoss,
     CorrectionConfig,
+    CrossEntropyLoss,
     GspoLoss,
     KlConfig,
     LossConfig,
@@ -23,7 +24,10 @@ from schemas.config.loss import (
 )
 from schemas.metrics import Mean, Metrics
 
-LOSSES = [ClippedLoss(), ClippedLoss(dual_clip=3), GspoLoss(clip_low=0.1, clip_high=0.1), CispoLoss(), SapoLoss()]
+LOSSES = [
+    *(ClippedLoss(), ClippedLoss(dual_clip=3), GspoLoss(clip_low=0.1, clip_high=0.1), CispoLoss(), SapoLoss()),
+    CrossEntropyLoss(),
+]
 AGGREGATIONS = get_args(Aggregation)
 NO_KL, NO_CORRECTION = KlConfig(), NoCorrection()
 CORRECTIONS = [NO_CORRECTION, TruncatedCorrection(cap=1.2), MaskedCorrection(level="sequence", high=2)]
