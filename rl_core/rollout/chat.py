@@ -157,19 +157,22 @@ class ChatTemplate:
     def _find_turn(self, messages: Messages, number: int, ids: list[int], ends: Collection[int]) -> range:
         """Return where the turn `messages[number]` is in `ids`, which end where the next one begins, or with the chat.
 
-        A template may write a turn in another way if it is not the last one, such as without its reasoning.
+        A template may write a turn in another way if it is not the last one, such as without its reasoning, or without
+        the beginning of reasoning that a prompt ends with: the turn then begins where it departs from the prompt.
         """
-        before = self.encode(messages[:number])
-        through = self.encode(messages[: number + 1], with_prompt=False)
-        start, content = len(before), messages[number]["content"].strip()
-        last = len(through) if ids[: len(through)] == through else len(ids)
-        end = next((at + 1 for at in range(start, last) if ids[at] in ends), None)
-        if end is None and last == len(through):
-            end = last
-        if ids[:start] == before and end is not None:
-            text = decode_text(self.tokenizer, ids[start : end - (ids[end - 1] in ends)]).strip()
-            if text.endswith(content) or content.endswith(text):
-                return range(start, end)
+        before, through = self.encode(messages[:number]), self.encode(messages[: number + 1], with_prompt=False)
+        start = _num_common(ids, before)
+        is_prompted, is_whole = start == len(before), ids[: len(through)] == through
+        last = len(through) if is_whole else len(ids)
+        # Of some templates, a turn's end is the beginning of the next message.
+        end = next((at + 1 for at in range(start, min(last + 1, len(ids))) if ids[at] in ends), last * is_whole)
+        text = decode_text(self.tokenizer, ids[start : end - (ids[end - 1] in ends)]).strip()
+        content = messages[number]["content"].strip()
+        has_all = content in text if is_whole else text.endswith(content)
+        has_part = is_prompted and (text in content if is_whole else content.endswith(text))
+        has_others = not is_prompted and start < len(self.encode(messages[:number], with_prompt=False))
+        if end > start and (has_all or has_part) and not has_others:
+            return range(start, end)
         raise ChatTemplateError(
             f"{self.name} writes message {number}, of role 'assistant', so that its tokens can't be told from those "
             "around it"
@@ -194,6 +197,11 @@ class ChatTemplate:
         """Return the token ids of a rendered chat, or of the beginning of one."""
         token_ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return token_ids
+
+
+def _num_common(ids: list[int], others: list[int]) -> int:
+    """Return how many tokens two lists have in common at their beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False)))
 
 
 def shape_of(messages: Messages) -> tuple[tuple[str, bool], ...]:

@@ -25,6 +25,13 @@ THINKING = (
     "{{ message['content'] + eos_token + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+# A prompt ends with a closed block of reasoning, which no turn but the last one has.
+PROMPTED_THINKING = THINKING.replace("{{ '<|assistant|>' }}", "{{ '<|assistant|><think></think>' }}")
+# A turn ends where the next message begins.
+UNCLOSED = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 # Only the last turn has an end.
 OPEN_ENDED = (
     "{% for message in messages %}{{ message['content'] + '\n' }}"

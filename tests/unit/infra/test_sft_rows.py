@@ -10,9 +10,18 @@ from transformers import PreTrainedTokenizerFast
 from infra.datasets.sft import SftRow, check_rows, load_rows, load_train_rows
 from infra.models.load import load_tokenizer
 from infra.models.tiny import CHAT_TEMPLATE
-from rl_core.rollout.chat import decode_text
+from rl_core.rollout.chat import ChatTemplate, decode_text
 from schemas.errors import ConfigError, DataError
-from tests.support.sft import MARKED, OPEN_ENDED, THINKING, chat, sft_config, sums
+from tests.support.sft import (
+    MARKED,
+    OPEN_ENDED,
+    PROMPTED_THINKING,
+    THINKING,
+    UNCLOSED,
+    chat,
+    sft_config,
+    sums,
+)
 from tests.support.tiny import make_tiny_model, write_rows
 
 TWO_TURNS = chat("2 + 1 =", "3", "and 2 =", "5")
@@ -69,6 +78,21 @@ def test_a_turn_that_is_written_in_another_way_as_the_last_one(folder: Path) -> 
         "<|user|>2 + 1 =<|end|>\n<|assistant|>[3<|end|>]\n"
         "<|user|>and 2 =<|end|>\n<|assistant|>[<think></think>5<|end|>]"
     )
+
+
+def test_a_prompt_that_ends_in_another_way_than_earlier_turns_begin(folder: Path) -> None:
+    (row,) = load(folder, {"messages": TWO_TURNS}, template=PROMPTED_THINKING)
+    assert marked(folder, row) == (
+        "<|user|>2 + 1 =<|end|>\n<|assistant|>[3<|end|>]\n"
+        "<|user|>and 2 =<|end|>\n<|assistant|><think></think>[5<|end|>]"
+    )
+
+
+def test_a_turn_that_ends_with_the_beginning_of_the_next_message(folder: Path) -> None:
+    tokenizer = tokenizer_of(folder, UNCLOSED)
+    (end,) = tokenizer.encode("<|user|>")
+    ids, spans = ChatTemplate(tokenizer).encode_turns(TWO_TURNS, [end])
+    assert [decode_text(tokenizer, ids[span.start : span.stop]) for span in spans] == ["3<|user|>", "5"]
 
 
 def test_a_turn_that_cannot_be_told_is_refused_by_row_and_template(folder: Path) -> None:
