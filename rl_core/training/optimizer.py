@@ -90,8 +90,8 @@ def learning_rate(config: OptimConfig, num_updates: int, step: int, part: int, n
 
     It warms up linearly over the first `warmup_updates`, then is constant, or decays by a line or a half cosine to 0
     at the end of the run. The decay follows the steps, not the updates: a fork may have other `updates_per_step` than
-    the steps that it took over, and a step with few rows has fewer updates than that. If the warm-up is as long as the run in the
-    updates of such a fork, past it the rate is that of a decay over all steps.
+    the steps that it took over, and a step with few rows has fewer updates than that. If the warm-up is as long as the
+    run in the updates of such a fork, past it the rate is that of a decay over all steps.
 
     Args:
         config: The optimizer's config.
