@@ -39,14 +39,18 @@ async def save_checkpoint(
     return await _save(run, await get_group(run, "policy"), policy, evals, wait)
 
 
-async def save_on_failure(run: RunHandle, policy: PolicyHandle, evals: Sequence[EvalReport]) -> None:
+async def save_on_failure(run: RunHandle, policy: PolicyHandle, evals: Sequence[EvalReport]) -> int | None:
     """Save the policy's version if its workers still exist and hold it, and wait until the checkpoint is complete.
 
     It is no task: Prefect starts none in a flow run that is ending.
+
+    Returns:
+        The newest complete version; None if nothing could be saved.
     """
     group = find_group(run, "policy")
-    if group is not None and holds_lock(RunDirectory.of(run)):
-        await _save(run, group, policy, evals, wait=True)
+    if group is None or not holds_lock(RunDirectory.of(run)):
+        return None
+    return await _save(run, group, policy, evals, wait=True)
 
 
 async def _save(

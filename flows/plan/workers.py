@@ -20,6 +20,7 @@ from rl_core.planning.memory import (
     FLOAT_BYTES,
     FORWARD_BUFFERS,
     HALF_BYTES,
+    PHASES,
     SAMPLING_BYTES,
     HeadSizes,
     PhaseBytes,
@@ -37,6 +38,8 @@ from schemas.errors import ConfigError, ModelError
 from schemas.placement import Device
 
 KV_CACHE = "KV cache"  # of vLLM on a GPU, with its working memory
+CUDA_CONTEXT = "CUDA context"  # of the process of an engine, next to that of a worker that trains
+CONTEXT_BYTES = 512 * 2**20  # of a process on a GPU: PyTorch's users report 300 to 800 MB; not measured here
 _TRACED: dict[Any, tuple[Activations, tuple[str, ...]]] = {}  # most changes that are tried for advice change no forward
 
 
@@ -351,6 +354,9 @@ def _rollout(
     phases = PhaseBytes(
         load=total if is_vllm else weights, rollout=total, scoring=idle, update=idle, publish=busy + received
     )
+    if is_vllm and placement.is_colocated:  # the engine's process stays, though its memory is given up
+        parts = {**parts, CUDA_CONTEXT: CONTEXT_BYTES}
+        phases += PhaseBytes(**dict.fromkeys(PHASES, CONTEXT_BYTES))
     gpus = config.rollout.gpus_per_worker if placement.on_gpus else 1
     return WorkerMemory(role="rollout", count=config.rollout.num_workers, gpus=gpus, parts=parts, phases=phases)
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.advantages.base import AdvantageInputs, Floats, Ints, find_equal, number_groups
-from rl_core.advantages.estimators import compute_advantages
+from rl_core.advantages.base import AdvantageInputs, Floats, Ints, Parts, find_equal, number_groups
+from rl_core.advantages.estimators import estimate
 from rl_core.advantages.shaping import ShapedRows, shape_rows
 from rl_core.advantages.turn_level import Turns, advantages_of_turns
 from rl_core.planning.plan import plan_step
 from rl_core.views.integers import as_int64
-from schemas.config.advantage import TurnLevelAdvantage
+from schemas.config.advantage import GdpoAdvantage, TurnLevelAdvantage
+from schemas.config.reward import WeightedReward
 from schemas.config.run import RunConfig
-from schemas.errors import RewardFailureError
+from schemas.errors import RewardFailureError, UserError
 from schemas.metrics import Mean, Metrics, Single, Sum
 from schemas.plan import StepPlan
 from schemas.rollout import RolloutHandle
@@ -54,6 +55,7 @@ def prepare_updates(
         NonFiniteError: A row's KL isn't finite.
         PlanError: No row has a token to train on, as when all responses are masked as overlong.
         RewardFailureError: Every reward of the step failed, but for those of reused groups.
+        UserError: The estimator needs reward parts that a reused group lacks.
     """
     if config.sft is not None:
         return _plan_given_rows(config, step, rollout)
@@ -67,14 +69,17 @@ def prepare_updates(
     groups = number_groups(as_int64(rollout.group_ids)[live])
     shaped = _shape(config, rollout, live, rewards, row_kl)
     plan = _plan(config, step, as_int64(rollout.prompt_lengths)[live], lengths, shaped.loss_tokens)
-    counts = {
-        "response_lengths": as_int64(rollout.loss_tokens)[live],  # an environment's tokens don't count
-        "loss_tokens": shaped.loss_tokens,
-    }
+    inputs = AdvantageInputs.from_rows(
+        shaped.rewards,
+        groups,
+        response_lengths=as_int64(rollout.loss_tokens)[live],  # an environment's tokens don't count
+        loss_tokens=shaped.loss_tokens,
+        parts=_parts(config, rollout, live, shaped.rewards - rewards),
+    )
     return StepAdvantages(
         rows=live,
-        advantages=compute_advantages(shaped.rewards, groups, config.advantage, **counts),
-        turns=_of_turns(config, rollout, live, AdvantageInputs.from_rows(shaped.rewards, groups, **counts)),
+        advantages=estimate(config.advantage, inputs),
+        turns=_of_turns(config, rollout, live, inputs),
         plan=plan,
         metrics=_metrics(rewards[own], shaped.rewards[own], groups[own], sampled)
         | _shape(config, rollout, live[own], rewards[own], row_kl).metrics
@@ -109,6 +114,23 @@ def _plan(config: RunConfig, step: int, prompts: Ints, responses: Ints, loss_tok
         token_budget=config.packing.token_budget,
         seed=config.seed + step,
     )
+
+
+def _parts(config: RunConfig, rollout: RolloutHandle, live: Ints, shaping: Floats) -> Parts:
+    """Return the parts of a weighted reward, if the estimator takes them; the overlong penalty is one more."""
+    if not isinstance(config.advantage, GdpoAdvantage) or not isinstance(config.reward, WeightedReward):
+        return ()
+    parts = []
+    for name, part in config.reward.parts.items():
+        values = np.asarray(rollout.part(name), dtype=np.float64)[live]
+        if num_lacking := int(np.isnan(values).sum()):
+            raise UserError(
+                f'{num_lacking} of {len(live)} rows of step {rollout.step} have a reward without the part "{name}", '
+                'which advantage.kind = "gdpo" needs of each; a group of data.reuse must come from a run whose reward '
+                "has this part"
+            )
+        parts.append((part.weight, values))
+    return [*parts, (config.overlong.penalty, shaping)]
 
 
 def _of_turns(

@@ -6,13 +6,23 @@ from rl_core.losses.base import LossInputs, Surrogate, aggregate, denominator, l
 from rl_core.losses.correction import correction_weights
 from rl_core.losses.kl import kl_estimate
 from rl_core.losses.report import nan_unless_finite, report
-from rl_core.losses.surrogates import cispo_loss, clipped_loss, cross_entropy_loss, gspo_loss, sapo_loss
+from rl_core.losses.surrogates import (
+    cispo_loss,
+    clipped_loss,
+    cross_entropy_loss,
+    dppo_loss,
+    gmpo_loss,
+    gspo_loss,
+    sapo_loss,
+)
 from rl_core.registry import Registry, entry
 from schemas.config.loss import (
     CispoLoss,
     ClippedLoss,
     CorrectionConfig,
     CrossEntropyLoss,
+    DppoLoss,
+    GmpoLoss,
     GspoLoss,
     KlConfig,
     LossConfig,
@@ -29,6 +39,8 @@ SURROGATES: Registry[[LossInputs], Surrogate] = Registry(
     entry(GspoLoss, gspo_loss),
     entry(CispoLoss, cispo_loss),
     entry(SapoLoss, sapo_loss),
+    entry(GmpoLoss, gmpo_loss),
+    entry(DppoLoss, dppo_loss),
     entry(CrossEntropyLoss, cross_entropy_loss),
 )
 """Policy terms: (config, inputs of the T trained tokens) -> surrogate of T tokens."""
@@ -65,7 +77,7 @@ def policy_loss(
         that is only reported.
 
     Raises:
-        ValueError: The KL term, the entropy bonus or the correction needs a column that the inputs lack.
+        ValueError: The loss, the KL term, the entropy bonus or the correction needs a column that the inputs lack.
 
     Example:
         >>> import torch

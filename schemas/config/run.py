@@ -225,6 +225,22 @@ class RunConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
+    def _reward_has_parts(self) -> "RunConfig":
+        if self.advantage.kind != "gdpo":
+            return self
+        if self.reward.kind != "weighted":
+            raise ValueError(
+                f'advantage.kind = "gdpo" normalizes each part of a weighted reward, but reward.kind is '
+                f'"{self.reward.kind}"; set reward.kind = "weighted" and its parts, or another advantage.kind'
+            )
+        if self.kl.coef and self.kl.in_reward:
+            raise ValueError(
+                'advantage.kind = "gdpo" would normalize the KL in the reward like a part, whatever kl.coef is; set '
+                "kl.in_reward = false, or another advantage.kind"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rows_of_all_environments_resume_alike(self) -> "RunConfig":
         if len({(each.resume_rows, each.lockstep_steps) for each in self.environments}) > 1:
             raise ValueError(

@@ -173,6 +173,9 @@ class TimeoutsConfig(FrozenConfig):
     driver_seconds: Annotated[float, Field(ge=60)] = 3600
     """Seconds, 60 or more, after which a run's workers and store end without a driver; it can be resumed then."""
 
+    notice_seconds: PositiveFloat = 20
+    """Seconds between a SIGTERM to the driver and its end, for a checkpoint; give what your machines give."""
+
 
 class WeightsConfig(FrozenConfig):
     """How new weights reach the rollout workers."""

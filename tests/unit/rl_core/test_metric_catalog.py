@@ -83,7 +83,7 @@ def advantage_metrics() -> Iterator[Metrics]:
 
 def loss_metrics() -> Iterator[Metrics]:
     inputs = row_inputs([2.0, 0.5], [1.0], [2], importance=[2.0, 1.0], reference=[0.0, 1.0], entropy=[1.0, 2.0])
-    for loss, correction in product(LOSSES, CORRECTIONS):
+    for loss, correction in product(LOSSES.values(), CORRECTIONS.values()):
         yield policy_loss(
             inputs, loss, KlConfig(coef=0.1), correction, norm_tokens=1, num_loss_tokens=2, num_live_sequences=1
         )[1]

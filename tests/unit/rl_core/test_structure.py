@@ -104,6 +104,23 @@ def test_a_limit_that_no_row_reaches_does_not_count() -> None:
     assert beyond.padded is not None
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of("Emu3"),
+        config_of("Mllama"),
+        config_of("Whisper"),
+        config_of("PLBart"),
+        config_of("Zamba"),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_tiny_model_has_parts_and_layers_that_share_weights(config: transformers.PretrainedConfig) -> None:
+    structure = check_structure(config, ANY_LENGTH)
+    assert structure is not None
+    assert structure.padded is None
+
+
 def test_a_tiny_model_is_small_and_leaves_the_random_state() -> None:
     before = torch.random.get_rng_state()
     model = build_miniature(config_of("DeepseekV3"), ANY_LENGTH)
