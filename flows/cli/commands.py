@@ -204,6 +204,9 @@ def evaluate(
 
     with console.status("generating"):
         report = evaluate_run(RunDirectory.open(run, runs_dir), data_path, num_prompts, overrides or [])
+    if report.loss is not None:
+        console.print(f"policy version {report.policy_version}: {report}, {report.num_prompts} rows", highlight=False)
+        return
     console.print(
         f"policy version {report.policy_version}: accuracy {report.accuracy:.3f}, mean reward {report.reward:.3f} "
         f"over {report.num_prompts} prompts ({report.num_failed} rewards failed) in {report.seconds:.1f} s"

@@ -219,9 +219,7 @@ class ModelMemory:
 
 
 def _activations(config: RunConfig, model: PreTrainedModel, tokens: int) -> tuple[Activations, tuple[str, ...]]:
-    longest = min(
-        config.data.max_prompt_tokens + config.rollout.max_response_tokens, max_positions(config.model), tokens
-    )
+    longest = min(config.max_row_tokens, max_positions(config.model), tokens)
     kind = config.packing.kind
     key = (model.config.to_json_string(), config.model.lora, model.dtype, tokens, longest, kind)
     if key not in _TRACED:
@@ -241,7 +239,8 @@ def worker_memory(
         workers.append(_reference(config, model, model.reference, placement))
     if model.reward is not None:
         workers.append(_reward(config, model.reward, placement))
-    workers.append(_rollout(config, footprint, model, cluster, placement))
+    if config.sft is None:
+        workers.append(_rollout(config, footprint, model, cluster, placement))
     return tuple(workers)
 
 
@@ -294,7 +293,7 @@ def _policy(config: RunConfig, footprint: Footprint, model: ModelMemory, placeme
     )
     scoring = scoring_bytes(weights, model.activations, _head(config, model, placement, is_update=False))
     sent = weights.largest if weights.is_sharded else 0
-    sent += _buckets_on_device(config, model, placement)
+    sent += 0 if config.sft else _buckets_on_device(config, model, placement)
     layers = model.activations
     saved = len(layers.layers) * layers.layer_input if checkpointing else sum(layers.layers)
     return WorkerMemory(

@@ -61,7 +61,7 @@ class RunReporter:
     async def evaluation(self, report: EvalReport) -> None:
         """Report an evaluation."""
         step = report.policy_version
-        first = f"held-out accuracy after {step} steps: {report.accuracy:.3f} ({report.num_prompts} prompts)"
+        first = f"after {step} steps: held-out {report} ({report.num_prompts} prompts)"
         for line in (first, *eval_lines(report)):
             get_run_logger().info(line)
         await show_evaluation(self._run.run_id, report)

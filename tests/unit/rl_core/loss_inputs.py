@@ -15,6 +15,7 @@ from schemas.config.loss import (
     CispoLoss,
     ClippedLoss,
     CorrectionConfig,
+    CrossEntropyLoss,
     DppoLoss,
     GmpoLoss,
     GspoLoss,
@@ -38,6 +39,7 @@ LOSSES: dict[str, LossConfig] = {
     "gmpo": GmpoLoss(clip_low=0.1, clip_high=0.13),
     "dppo": DppoLoss(clip_low=0.001, clip_high=0.0013),
     "dppo-kl": DppoLoss(divergence="kl", clip_low=0.00027, clip_high=0.0003),
+    "cross_entropy": CrossEntropyLoss(),
 }
 CORRECTIONS: dict[str, CorrectionConfig] = {
     "none": NoCorrection(),
