@@ -408,11 +408,12 @@ def test_a_problem_that_its_reasoning_gym_verifier_does_not_take_is_refused(slui
             changed = number and answer is not None
             rows.append(tiny_row(number, data_source=task, answer=answer if changed else str(entry["answer"])))
             rows[-1] |= {"extra_info": info} | (changes if number else {})
-        return sluice(f"data.train_path={write_rows(folder / 'problems.jsonl', rows)}", 'reward={kind="reasoning_gym"}')
+        path = write_rows(folder / "problems.jsonl", rows)
+        return sluice(f"data.train_path={path}", "data.eval_path=", 'reward={ kind = "reasoning_gym" }')
 
     assert checked("chain_sum").exit_code == 0
     assert checked("rubiks_cube").exit_code == 0  # any sequence of moves that solves it
-    assert_rejected(checked("chain_sum", "seven"), "problems.jsonl, row 2: ", "'seven'", "gets 0 instead of 1")
+    assert_rejected(checked("countdown", "seven"), "problems.jsonl, row 2: ", "'seven'", "instead of 1")
     assert_rejected(checked("chain_sum", extra_info={}), "problems.jsonl, row 2: ", "KeyError: 'metadata'")
     assert_rejected(checked("chain_sum", data_source="no_such_task"), "problems.jsonl, row 2: ", "no_such_task")
 
