@@ -65,9 +65,9 @@ def _compared(reward: RewardConfig) -> Iterator[RewardConfig]:
 def _check(reward: RewardConfig, path: str, prompts: PromptDataset, *, in_order: bool) -> None:
     is_of_row = isinstance(reward, ReasoningGymReward)  # whose verifiers read the row's metadata
     first: dict[str | int, int] = {}  # row of each answer
-    for row in range(len(prompts)):
-        first.setdefault(row if is_of_row else prompts[row].answer, row)
-    rows = [prompts[row] for row in first.values()]
+    for number in range(len(prompts)):
+        first.setdefault(number if is_of_row else prompts[number].answer, number)
+    rows = [prompts[number] for number in first.values()]
     respond = RESPONSES[type(reward)]
     items = [RewardItem(row.prompt_text, respond(row.answer), row.answer, row.info) for row in rows]
     with ThreadPoolExecutor(1) as thread:  # as an event loop runs in this one if the flow is a deployment's
