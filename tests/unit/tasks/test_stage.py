@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prefect.cache_policies import CacheKeyFnPolicy
 
+from flows.lifecycle.cancellation import Notice
 from flows.step import new_step_flow
 from flows.train import train
 from tasks.rollout import generate_rollouts
@@ -28,7 +29,7 @@ for task in (generate_rollouts, generate_rollouts.named("next-rollout")):
     assert type(task) is type(generate_rollouts)
 assert generate_rollouts.named("next-rollout").task_run_name == "next-rollout"
 assert generate_rollouts.task_run_name != "next-rollout"
-for flow in (train, new_step_flow(Path("ledger"))):
+for flow in (train, new_step_flow(Path("ledger"), Notice(1.0))):
     assert (flow.retries, flow.persist_result) == (0, False), flow.name
 """
 PROFILE = {
