@@ -19,7 +19,7 @@ from infra.engines.families import check_family
 from infra.engines.vllm.adapters import check_adapters
 from infra.engines.vllm.installation import find_vllm
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
-from infra.environments.open import check_environments
+from infra.environments.open import check_environments, check_tools
 from infra.history.reuse import check_source
 from infra.models.load import (
     build_meta_model,
@@ -89,6 +89,7 @@ def _check_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, run
         if runs_here:
             check_vllm(config, config.rollout)
     check_reward(config.reward)
+    check_tools(config)
     prompts, held_out = load_run_prompts(config, tokenizer)
     if len(prompts) < config.rollout.num_prompts:
         logger.warning(

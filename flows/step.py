@@ -195,6 +195,7 @@ def new_step_flow(
         name="grpo-step",
         flow_run_name="{run.run_id}/step-{policy.step:04d}",
         persist_result=False,
+        retries=0,  # whatever the user's profile says: its stages are retried
         result_storage=ledger,
         validate_parameters=False,  # they are `train`'s own; Prefect would build a pydantic model for each step
     )(run)
