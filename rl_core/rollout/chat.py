@@ -1,7 +1,7 @@
 """A model's chat template, with a run's variables and tools; and the text of tokens, as they say it."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from itertools import takewhile
 from typing import Any
@@ -17,6 +17,16 @@ from schemas.errors import BrokenChatTemplateError, ChatTemplateError, DataError
 Tokens = list[int] | np.ndarray[Any, Any]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the model's turns in a template
 Shape = Sequence[tuple[str, bool]]  # of a chat: of each message, its role, and whether it has a content
+_DATE_PARTS = "sluice_date_parts"
+# A template's variables can't be functions since transformers 5.22; this one takes the place of transformers' own.
+_CLOCK_MACRO = f"""
+{{%- macro {CLOCK}(format) -%}}
+    {{%- set text = namespace(value=format) -%}}
+    {{%- for directive, part in {_DATE_PARTS}.items() -%}}
+        {{%- set text.value = text.value | replace(directive, part) -%}}
+    {{%- endfor -%}}
+    {{{{- text.value -}}}}
+{{%- endmacro -%}}"""
 
 
 class ChatTemplate:
@@ -59,7 +69,8 @@ class ChatTemplate:
         if tools:
             self._variables["tools"] = list(tools)
         if CLOCK in self._variables:
-            self._variables[CLOCK] = _clock(self._variables[CLOCK])
+            self._variables[_DATE_PARTS] = _date_parts(self._variables.pop(CLOCK))
+            self._variables["chat_template"] = _CLOCK_MACRO + self.template
 
     def render(self, messages: Messages, *, with_prompt: bool = True) -> str:
         """Return a chat as text, ending with the beginning of the model's turn if `with_prompt`.
@@ -230,11 +241,14 @@ def chat_template_text(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mappi
     return str(tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None))
 
 
-def _clock(date: object) -> Callable[[str], str]:
+def _date_parts(date: object) -> dict[str, str]:
+    """Return what each directive of `strftime` says of a date."""
     try:
-        return datetime.fromisoformat(str(date)).strftime
+        day = datetime.fromisoformat(str(date))
     except ValueError:
         raise DataError(f"data.chat_template_kwargs.{CLOCK} is {date!r}; expected a date such as 2026-01-31") from None
+    directives = (f"%{flag}{letter}" for letter in "aAbBcdDeFGhHIjklmMnpPrRsStTuUVwWxXyYzZ" for flag in ("", "-"))
+    return {directive: day.strftime(directive) for directive in directives}
 
 
 def _uses(template: str, name: str) -> bool:
