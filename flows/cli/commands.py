@@ -59,10 +59,11 @@ def demo(
     tiny: Annotated[bool, typer.Option("--tiny", help="A short warm start and 2 steps, which learn nothing.")] = False,
 ) -> None:
     """Generate a data set and a tiny model, warm-start the model, and improve it with GRPO."""
-    from flows.cli.demo import RECIPE, TINY, demo_overrides, prepare_demo
+    from flows.cli.demo import RECIPE, TINY, demo_overrides, prepare_demo, require_reasoning_gym
     from flows.cli.run import run_training
     from flows.lifecycle.session import prefect_session, run_flow
 
+    require_reasoning_gym()
     last = [f"steps={steps}"] if steps else []
     config = _load(config_name, [*demo_overrides(seed, tiny), *(overrides or []), *last])
     if config.rollout.kind == "vllm":
