@@ -51,6 +51,8 @@ AGGREGATIONS = get_args(Aggregation)
 NO_KL, NO_CORRECTION = KlConfig(), NoCorrection()
 
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+_OF_SAMPLES = {name: loss for name, loss in LOSSES.items() if loss.kind != "cross_entropy"}
+every_loss_of_samples = pytest.mark.parametrize("loss", _OF_SAMPLES.values(), ids=_OF_SAMPLES)
 every_correction = pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
 
 
