@@ -104,8 +104,7 @@ def example_lines(example: Example | SftExample) -> Iterator[str]:
     if isinstance(example, SftExample):
         yield from _sft_lines(example)
         return
-    dropped = f" ({example.num_dropped:,} more are too long, and dropped)" if example.num_dropped else ""
-    yield f"data: {example.num_rows:,} training prompts{dropped}"
+    yield f"data: {example.num_rows:,} training prompts{_dropped(example.num_dropped)}"
     yield f"the first one, of {example.data_source!r}, as the model sees it: {_cut(repr(example.prompt))}"
     shown = [repr(token) for token in example.tokens]
     if len(shown) > SHOWN_TOKENS:
@@ -118,12 +117,15 @@ def example_lines(example: Example | SftExample) -> Iterator[str]:
 
 
 def _sft_lines(example: SftExample) -> Iterator[str]:
-    dropped = f" ({example.num_dropped:,} more are too long, and dropped)" if example.num_dropped else ""
     yield (
-        f"data: {example.num_rows:,} training rows{dropped}, {example.num_tokens:,} tokens, "
+        f"data: {example.num_rows:,} training rows{_dropped(example.num_dropped)}, {example.num_tokens:,} tokens, "
         f"{example.num_loss_tokens:,} of them with loss; an epoch is {example.steps_per_epoch:,.4g} steps"
     )
     yield f"the first one, with its tokens with loss in {OPEN} {CLOSE}: {_cut(repr(example.text))}"
+
+
+def _dropped(count: int) -> str:
+    return f" ({count:,} more are too long, and dropped)" if count else ""
 
 
 def _parts(reward: RewardConfig) -> list[object]:
