@@ -10,6 +10,7 @@ SFT_COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("te
 
 Of a file with several of these kinds, the first is read."""
 OTHER_COLUMNS = ("extra_info",)
+TOOLS_COLUMN = "tools"  # of a chat with a given answer: JSON schemas
 
 ColumnChoice = Callable[[str, Iterable[str]], list[str]]  # of a file's columns, those to read; by its path
 
@@ -21,7 +22,7 @@ CONVERSION = (
 _TEXT_ONLY = "prompts are text alone; remove the column, and the rows that need it"
 UNSUPPORTED_COLUMNS = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _TEXT_ONLY),
-    "tools": "tools are the run's, not a row's; name them in environment.tools, and remove the column",
+    TOOLS_COLUMN: "tools are the run's, not a row's; name them in environment.tools, and remove the column",
     "chat_template_kwargs": "variables of the chat template are the run's, not a row's; set data.chat_template_kwargs, "
     "and remove the column",
 }

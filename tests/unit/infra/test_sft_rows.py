@@ -137,16 +137,33 @@ def test_texts_and_chats_of_sharegpt(folder: Path) -> None:
     assert [marked(folder, row) for row in rows] == ["o[nce<|end|>]", "<|user|>2 + 1 =<|assistant|>[3<|end|>]"]
 
 
+def test_the_template_shows_a_row_s_own_tools(folder: Path) -> None:
+    template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + CHAT_TEMPLATE
+    add, turns = {"name": "add"}, [*chat("2 + 1 =", "add"), {"role": "tool", "content": "3"}, *chat("", "3")[1:]]
+    rows = load(
+        folder,
+        {"messages": turns, "tools": [{**add, "strict": None}]},
+        {"prompt": turns[:3], "completion": "3", "tools": '[{"name": "add"}]'},
+        {"messages": turns[:2], "tools": []},
+        template=template,
+    )
+    shown = '{"name": "add"}<|user|>2 + 1 =<|assistant|>'
+    assert [marked(folder, row) for row in rows] == [
+        shown + "[add<|end|>]<|tool|>3<|assistant|>[3<|end|>]",
+        shown + "add<|end|><|tool|>3<|assistant|>[3<|end|>]",
+        "<|user|>2 + 1 =<|assistant|>[add<|end|>]",
+    ]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"question": "a"}, "row 1: it has the columns question, but supervised fine-tuning needs messages, or"),
         ({"messages": chat("a")}, "row 1: no message of role 'assistant' to train on"),
         ({"text": 3}, "row 1: text is 3; expected a text"),
-        (
-            {"messages": TWO_TURNS, "tools": [{"type": "function"}]},
-            "'tools' can't be part of the row: chats with tools",
-        ),
+        ({"messages": TWO_TURNS, "tools": "add"}, "tools is 'add'; expected a list of JSON schemas, or its JSON text"),
+        ({"messages": TWO_TURNS, "tools": [{"name": "add"}]}, "the model's chat template has no variable `tools`"),
+        ({"text": "once", "tools": [{"name": "add"}]}, "row 1: a text has no place for its tools"),
         ({"messages": TWO_TURNS, "images": ["x"]}, "'images' can't be part of the row"),
         ({"messages": [{"role": "user"}]}, r"row 1: messages\[0\] is .*; expected strings for role and content"),
         ({"text": "x" * 300}, "row 1: it has 301 tokens, more than sft.max_tokens = 200"),
