@@ -1,4 +1,4 @@
-"""Rows with given answers, for supervised fine-tuning: chats, prompts with completions, and texts, as tokens.
+"""Rows with given answers, for supervised fine-tuning: chats, prompts with completions, texts, and tokens.
 
 A row's prompt is what comes before its first token with loss, its response what follows up to the last one.
 """
@@ -13,11 +13,18 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from infra.datasets.columns import SFT_COLUMNS, TOOLS_COLUMN, UNSUPPORTED_COLUMNS, sft_columns
+from infra.datasets.columns import (
+    MASK_COLUMN,
+    SFT_COLUMNS,
+    TOKENS,
+    TOOLS_COLUMN,
+    UNSUPPORTED_COLUMNS,
+    sft_columns,
+)
 from infra.datasets.files import read_rows
 from infra.datasets.prompts import PromptDataset, PromptRow
 from infra.datasets.rows import parse_messages
-from infra.models.load import stop_token_ids
+from infra.models.load import num_embeddings, stop_token_ids
 from rl_core.rollout.chat import ChatTemplate, shape_of
 from rl_core.rollout.control_tokens import Messages
 from schemas.config.run import RunConfig
@@ -135,7 +142,7 @@ class _Encoder:
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         assert config.sft is not None
         self._config, self._tokenizer, self._loss_on = config, tokenizer, config.sft.loss_on
-        self._ends = stop_token_ids(config.model, tokenizer)
+        self._ends, self._num_ids = stop_token_ids(config.model, tokenizer), num_embeddings(config.model)
         self._chats: dict[str, ChatTemplate] = {}  # by the JSON of their tools
         self._shapes: set[object] = set()  # of chats that the template writes whole
 
@@ -148,7 +155,9 @@ class _Encoder:
         if not kind:
             sft_columns(place, [name for name, value in row.items() if value is not None])  # raises
         values, tools = [row[name] for name in kind], _parse_tools(place, row.get(TOOLS_COLUMN))
-        if kind == ("text",) or (len(kind) > 1 and all(isinstance(value, str) for value in values)):
+        if kind == TOKENS:
+            ids, spans = self._join_tokens(place, values[0], values[1], row.get(MASK_COLUMN))
+        elif kind == ("text",) or (len(kind) > 1 and all(isinstance(value, str) for value in values)):
             if tools:
                 raise DataError(f"{place}: a text has no place for its tools; write them into it, or give a chat")
             ids, spans = self._encode_texts(place, kind, *values)
@@ -156,10 +165,11 @@ class _Encoder:
             chats = [_parse_chat(place, name, value) for name, value in zip(kind, values, strict=True)]
             num_given = len(chats[0]) if len(chats) > 1 else 0
             ids, spans = self._encode_chat(place, list(chain(*chats)), num_given, tools)
+        spans = spans[-1:] if self._loss_on == "last_turn" else spans
         mask = np.zeros(len(ids), dtype=bool)
         for span in [range(len(ids))] if self._loss_on == "all" else spans:
             mask[span.start : span.stop] = True
-        mask[0] = False  # nothing predicts it
+        mask[:1] = False  # nothing predicts it
         if not mask.any():
             raise DataError(f"{place}: none of its tokens has a loss; give it an answer, or remove it")
         first, last = (int(at) for at in np.flatnonzero(mask)[[0, -1]])
@@ -173,6 +183,23 @@ class _Encoder:
             response_ids=tokens[first : last + 1],
             loss_mask=mask[first : last + 1],
         )
+
+    def _join_tokens(self, place: str, prompt: Any, response: Any, mask: Any) -> tuple[list[int], list[range]]:
+        """Return the tokens of prompt and response as they are, and where those with loss are."""
+        for name, ids in zip(TOKENS, (prompt, response), strict=True):
+            if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < self._num_ids for each in ids):
+                raise DataError(
+                    f"{place}: {name} is {ids!r:.80}; expected a list of token ids of {self._config.model.path}, below "
+                    f"{self._num_ids}"
+                )
+        mask = [True] * len(response) if mask is None else mask
+        if not isinstance(mask, list) or len(mask) != len(response) or not {*map(type, mask)} <= {bool}:
+            raise DataError(
+                f"{place}: {MASK_COLUMN} is {mask!r:.80}; expected true or false for each of the {len(response)} "
+                f"tokens of {TOKENS[1]}"
+            )
+        edges = len(prompt) + np.flatnonzero(np.diff([False, *mask, False]))
+        return [*prompt, *response], [range(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
     def _encode_texts(self, place: str, kind: Collection[str], *texts: Any) -> tuple[list[int], list[range]]:
         """Encode a text, or a prompt and its completion, as texts without a chat template, and end them."""
@@ -218,8 +245,7 @@ class _Encoder:
             raise DataError(
                 f"{place}: {error}; change the row, or give the model's chat_template.jinja {{% generation %}} marks"
             ) from error
-        spans = spans[sum(is_answer[:num_given]) :]
-        return ids, spans[-1:] if self._loss_on == "last_turn" else spans
+        return ids, spans[sum(is_answer[:num_given]) :]
 
 
 def _parse_chat(place: str, name: str, value: Any) -> Messages:
