@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a small warm-started model and additions, on a CPU")
     parser.add_argument("--tiny", action="store_true", help="the small run without a warm start, for two steps")
     parser.add_argument("--curve", default=".sluice/curve.svg", help="the drawing; relative to this folder")
+    parser.add_argument("--python", help="an interpreter that has vLLM; default: the config's")
     arguments = parser.parse_args()
 
     commands.enter(__file__)
@@ -43,7 +44,7 @@ def main() -> None:
         commands.call(sys.executable, "small.py", str(warm_start_steps))
         settings = (*SMALL, f"model.path=.sluice/small/model-{warm_start_steps}", *(TINY if arguments.tiny else ()))
         title = "additions worded as in GSM8K, 0.5 M parameters, LoRA, vLLM on a CPU"
-    commands.train(run, *settings)
+    commands.train(run, *settings, *([f"rollout.python={arguments.python}"] if arguments.python else []))
     commands.report(run, arguments.curve, title)
 
 
