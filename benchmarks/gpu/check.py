@@ -10,6 +10,7 @@ from benchmarks.gpu.results import CheckResult, Settings
 
 MODELS, TWIN_MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"), ("tiny",)
 TWIN_LIMIT_SECONDS = 900
+DEMO = "benchmarks.gpu.demo"
 
 
 class Check(NamedTuple):
@@ -21,6 +22,11 @@ class Check(NamedTuple):
     module: str
     limit_seconds: float
     options: Mapping[str, str] = {}
+
+    @property
+    def needs_vllm(self) -> bool:
+        """Whether it needs vLLM on a GPU."""
+        return self.module == DEMO
 
     def run(self, settings: Settings, folder: Path) -> CheckResult:
         """Run the check in this process."""
@@ -35,8 +41,8 @@ def all_checks(settings: Settings) -> dict[str, Check]:
         "kernels": Check("benchmarks.gpu.kernels", 90),
         **{f"speed {name}": Check("benchmarks.gpu.speed", 150, {"model": name}) for name in models},
         "memory": Check("benchmarks.gpu.memory", 150),
-        "demo colocated": Check("benchmarks.gpu.demo", 285, {"placement": "colocated"}),
-        "demo separate": Check("benchmarks.gpu.demo", 285, {"placement": "separate"}),
+        "demo colocated": Check(DEMO, 285, {"placement": "colocated"}),
+        "demo separate": Check(DEMO, 285, {"placement": "separate"}),
     }
     if settings.is_twin:  # its machine may have other work
         return {name: check._replace(limit_seconds=TWIN_LIMIT_SECONDS) for name, check in checks.items()}

@@ -36,7 +36,7 @@ def check(settings: Settings, folder: Path, *, placement: Placement) -> CheckRes
     runs = folder / f"runs-{placement}"
     _run_demo(
         folder,
-        *(TWIN_ARGUMENTS if settings.is_twin else GPU_ARGUMENTS),
+        *(TWIN_ARGUMENTS if settings.is_twin else (*GPU_ARGUMENTS, f"rollout.python={settings.rollout_python}")),
         *(f"runtime.device={settings.device}", f"runtime.placement={placement}", f"runtime.runs_dir={runs}"),
         *(f"weights.transport={TRANSPORTS[placement]}", "correction.kind=truncated", "kl.coef=0"),
     )

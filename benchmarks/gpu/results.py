@@ -18,6 +18,7 @@ class Settings(Frozen):
 
     device: Literal["cuda", "cpu"]
     peak_tflops: PositiveFloat  # of the device, dense bfloat16
+    rollout_python: str | None = None  # the interpreter with vLLM for CUDA, an absolute path
 
     @property
     def is_twin(self) -> bool:

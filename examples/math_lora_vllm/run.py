@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a small model and additions, on a CPU")
     parser.add_argument("--tiny", action="store_true", help="the small run of an untrained model, for two steps")
     parser.add_argument("--curve", default=".sluice/curve.svg", help="the drawing; relative to this folder")
+    parser.add_argument("--python", help="an interpreter that has vLLM; default: the config's")
     arguments = parser.parse_args()
 
     commands.enter(__file__)
@@ -45,7 +46,7 @@ def main() -> None:
         commands.fine_tune(".sluice/random", ".sluice/small/solutions.jsonl", model, *sft)
         settings = (*SMALL, f"model.path={model}", *(TINY if arguments.tiny else ()))
         title = "additions worded as in GSM8K, 0.5 M parameters, LoRA, vLLM on a CPU"
-    commands.train(run, *settings)
+    commands.train(run, *settings, *([f"rollout.python={arguments.python}"] if arguments.python else []))
     commands.report(run, arguments.curve, title)
 
 

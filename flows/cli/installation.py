@@ -1,13 +1,8 @@
-"""vLLM's installation: `sluice engine install`, and packages that came with vLLM but don't match the installed torch.
-
-`python -m flows.cli.installation` prints the names of the latter, for `pip uninstall`.
-"""
+"""vLLM's installation: `sluice engine install`."""
 
 import subprocess
 import sys
 import venv
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,31 +60,3 @@ def install_vllm(console: Console, folder: Path, device: "Device", version: str 
     found = find_vllm(str(python))
     console.print(f"vLLM {found.version} for {found.device} is in {folder}; use it with", highlight=False)
     console.print(f'  rollout.kind = "vllm"\n  rollout.python = "{python}"', markup=False, highlight=False)
-
-
-def broken_companions() -> list[str]:
-    """Return the installed packages of `COMPANIONS` that fail to import; transformers' models then fail, too."""
-    return [name for name in COMPANIONS if find_spec(name) is not None and not _can_import(name)]
-
-
-def explain_import_error(error: ImportError) -> ConfigError | None:
-    """Return an error that says how to fix a failed import; None if these packages did not cause it."""
-    broken = broken_companions()
-    if not broken:
-        return None
-    return ConfigError(
-        f"{str(error).split('. ')[0]}: {', '.join(broken)} can't be loaded with the installed torch; Sluice and "
-        f"vLLM's text models don't need them: pip uninstall {' '.join(broken)}"
-    )
-
-
-def _can_import(name: str) -> bool:
-    try:
-        import_module(name)
-    except (ImportError, OSError, RuntimeError):  # a shared library or an operator of torch is missing
-        return False
-    return True
-
-
-if __name__ == "__main__":
-    print(*broken_companions())

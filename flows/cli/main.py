@@ -6,7 +6,6 @@ from rich.console import Console
 
 from flows.cli import history_commands, replay_commands, service_commands  # noqa: F401  they add their commands
 from flows.cli.commands import app
-from flows.cli.installation import explain_import_error
 from flows.lifecycle.exit import exit_process
 from infra.processes.collection import infrequent_gc
 from infra.ray.module_path import append_working_directory
@@ -34,10 +33,6 @@ def _run_command() -> int:
         return int(ended.code or 0)
     except UserError as error:
         return _report("error", str(error), error, USER_ERROR)
-    except ImportError as error:
-        if (reason := explain_import_error(error)) is None:
-            raise
-        return _report("error", str(reason), error, USER_ERROR)
     except PipelineError as error:
         return _report("stopped", f"{type(error).__name__}: {error}", error, PIPELINE_ERROR)
     except Exception as error:

@@ -114,7 +114,7 @@ class VllmRollout(EngineRollout):
     """Selects vLLM."""
 
     python: str | None = None
-    """Interpreter with vLLM, such as `vllm-venv/bin/python`; None: the run's own (extra `cpu` or `cuda`)."""
+    """Interpreter with vLLM, made by `sluice engine install`: `vllm-venv/bin/python`; None: the run's own."""
 
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine, all on one node, over which it shards each layer; on a CPU, its processes."""

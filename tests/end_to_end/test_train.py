@@ -306,7 +306,7 @@ def test_log_lines_of_workers_are_at_the_task_that_called_them(workplace: Workpl
 
 
 def test_a_scheduled_deployment_gets_its_runs(workplace: Workplace, printed: str) -> None:
-    """Guards the pins: with SQLAlchemy 2.1 the server never creates a scheduled run."""
+    """Guards the pins: with SQLAlchemy 2.1, the server of Prefect 3.8 never creates a scheduled run."""
 
     async def deploy(client: PrefectClient):  # type: ignore[no-untyped-def]
         flow_id = await client.create_flow_from_name("scheduled")

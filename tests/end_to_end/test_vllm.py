@@ -1,29 +1,17 @@
 """A whole run whose rollout worker generates with vLLM, in an interpreter of its own, on two tensor-parallel ranks."""
 
-import importlib.util
 import subprocess
-import sysconfig
-import venv
 from pathlib import Path
 
 import psutil
 import pytest
 
 from infra.engines.vllm.installation import variables_of
+from tests.support.engine_checks import ENGINE_PYTHON, NEEDS_VLLM
 from tests.support.tiny import make_tiny_model
 from tests.support.workplace import Workplace
 
-pytestmark = [
-    pytest.mark.extended,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM (extra `cpu`) is not installed"),
-]
-
-
-def make_engine_venv(folder: Path) -> None:
-    """Make a virtual environment that finds the packages of this one, but not Sluice, which is not among them."""
-    venv.create(folder, symlinks=True)
-    own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (own / "packages.pth").write_text(sysconfig.get_path("purelib"))
+pytestmark = [pytest.mark.extended, NEEDS_VLLM]
 
 
 def programs_of(workplace: Workplace) -> list[psutil.Process]:
@@ -35,7 +23,7 @@ def programs_of(workplace: Workplace) -> list[psutil.Process]:
 def test_a_run_whose_engine_loses_a_rank_and_then_its_program(workplace: Workplace) -> None:
     run = workplace.run("vllm")
     make_tiny_model(workplace.folder / "vllm-model", head_dim=32)  # the smallest of vLLM's kernels on a CPU
-    make_engine_venv(workplace.folder / "vllm-venv")
+    (workplace.folder / "vllm-venv").symlink_to(Path(ENGINE_PYTHON).parents[1])
     python = workplace.folder / "vllm-venv" / "bin" / "python"
     bare = {"cwd": "/", "env": variables_of(str(python)), "capture_output": True, "check": False}
     assert subprocess.run([python, "-c", "import vllm"], **bare).returncode == 0
@@ -49,7 +37,6 @@ def test_a_run_whose_engine_loses_a_rank_and_then_its_program(workplace: Workpla
     driver.wait_standing(lambda: (done := run.num_done) > 0 and run.committed(done, "rollout"))
     killed_at = run.num_done
     (program,) = programs_of(workplace)
-    assert program.exe() == psutil.Process().exe()  # by a link; `vllm-venv` finds its own packages
     assert "vllm-venv/bin/python" in program.cmdline()[0]
     ranks = [child for child in program.children(recursive=True) if "Worker_TP" in child.name()]
     assert len(ranks) == 2

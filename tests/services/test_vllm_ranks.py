@@ -47,7 +47,7 @@ from infra.engines.vllm.start import open_vllm
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
 if __name__ == "__main__":
-    rollout = VllmRollout(python=sys.argv[2] or None, cache_bytes=2**22, tensor_parallel=2)
+    rollout = VllmRollout(python=sys.argv[2], cache_bytes=2**22, tensor_parallel=2)
     engine = open_vllm(ModelConfig(path=sys.argv[1]), rollout, 64)
     print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
     sys.stdin.read()
@@ -176,7 +176,7 @@ def test_a_call_that_was_abandoned_can_be_repeated(engine: VllmEngine) -> None:
 
 def test_ranks_end_with_a_killed_host(folder: Path) -> None:
     host = subprocess.Popen(
-        [sys.executable, "-c", HOST, str(folder), ENGINE_PYTHON or ""],
+        [sys.executable, "-c", HOST, str(folder), ENGINE_PYTHON],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -14,8 +14,9 @@ from benchmarks.gpu import demo, kernels
 from benchmarks.gpu.check import MODELS, Check, all_checks
 from benchmarks.gpu.passes import Batch, packed_pass, padded_pass
 from benchmarks.gpu.results import CheckResult, Settings
-from benchmarks.gpu.run import BENCHMARK, is_passed, markdown, render, run_checks
+from benchmarks.gpu.run import BENCHMARK, Plan, is_passed, markdown, measure, render, run_checks
 from benchmarks.models import make_model
+from schemas.errors import ConfigError
 
 TWIN, REAL = Settings(device="cpu", peak_tflops=1.0), Settings(device="cuda", peak_tflops=989.0)
 
@@ -42,6 +43,12 @@ def test_without_a_gpu_it_refuses_in_one_line(
         assert error.startswith("error: ")
         assert error.count("\n") == 1
         assert message in error
+
+
+def test_demos_without_vllm_are_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"rollout\.python '.*/nosuch/python' can't be run: No such file"):
+        measure(Plan(rollout_python="nosuch/python"))
 
 
 def test_a_check_that_fails_or_takes_too_long_does_not_end_the_others(tmp_path: Path) -> None:

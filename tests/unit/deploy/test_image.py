@@ -51,7 +51,6 @@ def test_the_python_is_one_that_the_project_supports() -> None:
 def test_extras_exist() -> None:
     (extras,) = re.findall(r'"\.\[([\w,]+)\]"', DOCKERFILE)
     assert {*extras.split(",")} <= PROJECT["optional-dependencies"].keys()
-    assert not {"cpu", "cuda"} & set(extras.split(","))  # vLLM is in an interpreter of its own
 
 
 def test_what_is_copied_exists_and_is_in_the_build_s_context() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.cli.installation import broken_companions, explain_import_error
 from flows.preflight import check_stop_tokens, check_urls, check_vllm
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, max_model_len
 from schemas.config.rollout import VllmRollout
@@ -81,21 +80,3 @@ def test_a_too_small_cache_and_another_device_are_rejected(folder: Path) -> None
         check(49151)
     with pytest.raises(ConfigError, match=r"runtime\.device = 'cuda', but the installed vLLM is built for CPUs"):
         check(49152, "cuda")
-
-
-def test_a_package_that_does_not_match_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = broken_companions()
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('no operator torchvision::nms')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    assert set(broken_companions()) == {"torchvision", *names}
-    reason = explain_import_error(ModuleNotFoundError("Could not import module 'PreTrainedModel'"))
-    assert reason is not None
-    assert "Could not import module 'PreTrainedModel': torchvision" in str(reason)
-    assert "don't need them: pip uninstall torchvision" in str(reason)
-
-
-def test_other_failed_imports_are_not_explained() -> None:
-    if not broken_companions():
-        assert explain_import_error(ModuleNotFoundError("No module named 'nosuch'")) is None
