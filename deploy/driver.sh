@@ -6,13 +6,13 @@ set -m # otherwise bash has them ignore SIGINT, by which Prefect's worker ends i
 
 "$@" &
 prefect worker start --type process --pool "${SLUICE_WORK_POOL:-sluice}" &
-# The Prefect worker ends its flow runs, which free their workers and can be resumed. Should it, or Ray, not end in time,
-# the machine must end all the same.
+# The Prefect worker ends its flow runs, which save a checkpoint, free their workers and can be resumed. Should it, or
+# Ray, not end in time, the machine must end all the same.
 end() {
   local leaders
   leaders=$(jobs -p)
   kill $leaders 2>/dev/null || true
-  { sleep "${SLUICE_STOP_SECONDS:-50}"; for leader in $leaders; do kill -KILL -- "-$leader"; done; } 2>/dev/null &
+  { sleep "${SLUICE_STOP_SECONDS:-110}"; for leader in $leaders; do kill -KILL -- "-$leader"; done; } 2>/dev/null &
   local killer=$!
   wait $leaders 2>/dev/null || true
   kill -KILL -- "-$killer" 2>/dev/null || true

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from flows.lifecycle.outages import call_through_outages
+from flows.lifecycle.secrets import take_secrets
 from flows.lifecycle.session import prefect_session
 from flows.preflight import check_run
 from flows.summary import finished_summary
@@ -75,6 +76,7 @@ async def train_run_async(
     parsed = parse_config(values, (), "config" if isinstance(config, Mapping) else str(config))
     run_id = run_id or new_run_id(parsed.name)
     with _only_run(run_id):
+        take_secrets(parsed.services, starts=True)
         if (finished := finished_summary(parsed, run_id)) is not None:
             return finished
         checked = _check(parsed, run_id)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from flows.lifecycle.secrets import take_secrets
 from infra.checkpoints.manifest import best_version
 from infra.checkpoints.model import write_model_folder
 from infra.checkpoints.store import CheckpointStore, open_checkpoints
@@ -40,7 +41,9 @@ def export_run(
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not an empty folder; give one that is empty or doesn't exist")
-    store = open_checkpoints(directory, directory.config().checkpoint)
+    config = directory.config()
+    take_secrets(config.services)
+    store = open_checkpoints(directory, config.checkpoint)
     chosen = _choose(directory, store, version, best)
     write_model_folder(store, chosen, out, DTYPES[dtype] if dtype else None)
     return chosen

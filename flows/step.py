@@ -38,6 +38,7 @@ from prefect import Flow, flow, get_run_logger
 from prefect.filesystems import RemoteFileSystem
 from prefect.runtime import flow_run
 
+from flows.lifecycle.cancellation import Notice, sigterm_only_told
 from flows.ui.artifacts import show_samples
 from infra.ray.tracing import traced_step
 from infra.storage.driver_lock import holds_lock
@@ -172,7 +173,9 @@ async def in_background(work: Coroutine[Any, Any, Result]) -> AsyncIterator[asyn
         await asyncio.gather(task, return_exceptions=True)  # cancels it if this is cancelled
 
 
-def new_step_flow(ledger: Path | RemoteFileSystem) -> Flow[[RunHandle, PolicyHandle], Coroutine[Any, Any, StepReport]]:
+def new_step_flow(
+    ledger: Path | RemoteFileSystem, notice: Notice
+) -> Flow[[RunHandle, PolicyHandle], Coroutine[Any, Any, StepReport]]:
     """Return the flow of a step, for the current attempt of the calling flow run.
 
     Prefect knows a subflow by its function's name and the number of calls before. So each attempt has a function of its
@@ -180,29 +183,32 @@ def new_step_flow(ledger: Path | RemoteFileSystem) -> Flow[[RunHandle, PolicyHan
 
     Args:
         ledger: Where the stages' results are committed. The step's own result is not persisted.
+        notice: Waits for the end of a step that has its rows; before that, a SIGTERM ends it.
     """
 
     async def run(run: RunHandle, policy: PolicyHandle) -> StepReport:
-        return await run_step(run, policy)
+        with sigterm_only_told():
+            return await run_step(run, policy, notice)
 
     run.__qualname__ = f"run_step_{flow_run.run_count}"
     return flow(
         name="grpo-step",
         flow_run_name="{run.run_id}/step-{policy.step:04d}",
         persist_result=False,
+        retries=0,  # whatever the user's profile says: its stages are retried
         result_storage=ledger,
         validate_parameters=False,  # they are `train`'s own; Prefect would build a pydantic model for each step
     )(run)
 
 
-async def run_step(run: RunHandle, policy: PolicyHandle) -> StepReport:
+async def run_step(run: RunHandle, policy: PolicyHandle, notice: Notice) -> StepReport:
     """Sample from the policy, score the samples, update the policy by one version, and publish that version."""
     phase = PhaseTimer()
     try:
         with phase("open"):
             open_step(run, policy)
         with traced_step(policy.step):
-            report = await _run_stages(run, policy, phase)
+            report = await _run_stages(run, policy, phase, notice)
     except BaseException:
         if holds_lock(RunDirectory.of(run)):  # else another driver works on the step
             clear_step(run, policy.step)
@@ -213,7 +219,7 @@ async def run_step(run: RunHandle, policy: PolicyHandle) -> StepReport:
     return report
 
 
-async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -> StepReport:
+async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer, notice: Notice) -> StepReport:
     traffic = {}
     gpus = SharedGpus(run, policy, phase)
     await gpus.rollout()
@@ -223,12 +229,13 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -
         stored = await put_columns(run, policy, rollout)
         drop_journals(run, policy.step)  # the rows are durable
         traffic["put"] = stored.traffic
+    notice.hold()  # the rows are stored, and ranks that are interrupted in what follows have to be killed
     await gpus.scoring()
     published = gpus.published
     if run.config.overlaps_next_rollout(policy.step):
         with phase("publish"):
             published = (await publish_weights(run, policy)).transfer
-    async with next_rollout(run, policy, rollout, phase):
+    async with next_rollout(run, policy, rollout, phase, notice):
         scores = await score_batch(run, policy, stored.batch, phase)
         traffic |= {stage: score.traffic for stage, score in scores.items()}
         batch = with_groups(stored.batch, [score.group for score in scores.values()])
@@ -240,12 +247,13 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -
         with phase("update"):
             update = await update_policy(run, policy, advantage)
             traffic["update"] = update.traffic
-    if not run.config.runtime.max_staleness and not run.config.time_shares_gpus:
+    if not (run.config.runtime.max_staleness or run.config.time_shares_gpus or run.config.sft):
         with phase("publish"):
             published = (await publish_weights(run, update.policy)).transfer
     if policy.step % SAMPLES_EVERY_STEPS == 0 or policy.step == run.config.steps - 1:
         await show_samples(run, rollout)
-    metrics = merge_metrics([rollout.metrics, advantage.metrics, update.metrics])
+    of_rollout = rollout.generated if run.config.sft else rollout.metrics
+    metrics = merge_metrics([of_rollout, advantage.metrics, update.metrics])
     measured = [rollout.telemetry, *(score.telemetry for score in scores.values()), update.telemetry]
     return StepReport(
         step=policy.step,
@@ -269,7 +277,7 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer) -
 
 @asynccontextmanager
 async def next_rollout(
-    run: RunHandle, policy: PolicyHandle, current: RolloutHandle, phase: PhaseTimer
+    run: RunHandle, policy: PolicyHandle, current: RolloutHandle, phase: PhaseTimer, notice: Notice
 ) -> AsyncIterator[None]:
     """Generate the next step's rollouts, with the published policy, during the block if the run is off-policy.
 
@@ -289,7 +297,7 @@ async def next_rollout(
         raise
     finally:
         with phase("next-rollout"):
-            await asyncio.wait([rollout])
+            await notice.wait_unless_given(rollout)
     if not rollout.cancelled() and (error := rollout.exception()) is not None:
         get_run_logger().warning("the rollout of step %d failed and will be retried: %s", next_policy.step, error)
 

@@ -9,10 +9,11 @@ from typing import cast
 
 from prefect import flow, get_run_logger
 from prefect.context import SyncClientContext
+from prefect.exceptions import TerminationSignal
 from prefect.filesystems import RemoteFileSystem
 from prefect.runtime import flow_run
 
-from flows.lifecycle.cancellation import cancellable, run_until
+from flows.lifecycle.cancellation import Notice, cancellable, run_until, sigterm_only_told, terminable
 from flows.lifecycle.outages import call_through_outages
 from flows.lifecycle.ray_connection import SETTLE_SECONDS, connect, while_ray_lives
 from flows.recovery import (
@@ -29,7 +30,7 @@ from flows.ui.approval import ask_for_approval, find_failed_queries
 from flows.ui.artifacts import ProgressArtifact, report_run, show_placement
 from flows.ui.events import RunEvents
 from flows.ui.progress import place_table, sharing_line
-from flows.ui.reporter import RunReporter, logs_in_prefect
+from flows.ui.reporter import RunReporter, logs_in_prefect, newest_steps_kept
 from infra.monitors import Monitors, open_monitors
 from infra.processes.collection import infrequent_gc
 from infra.ray.tracing import traced_run
@@ -54,6 +55,7 @@ from schemas.errors import (
     WorkerLostError,
 )
 from schemas.step import EvalReport, PolicyHandle, RunHandle, RunSummary, StepReport
+from tasks.assets import evaluated, evaluation_of
 from tasks.operations import evaluate_policy, save_checkpoint, save_on_failure, start_all_workers
 
 _DIGEST_CHARACTERS = 16
@@ -91,7 +93,7 @@ def _flow_run_name() -> str:
     return flow_run.parameters.get("run_id") or own_run_id(flow_run.parameters["config"].name)
 
 
-@flow(name="train", flow_run_name=_flow_run_name, persist_result=False)
+@flow(name="train", flow_run_name=_flow_run_name, persist_result=False, retries=0)  # whatever the user's profile says
 async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
     """Run GRPO: start the run, or resume it if its directory exists.
 
@@ -134,6 +136,8 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         identity = claim_identity(directory, config)
         stack.enter_context(monitored_workers(identity, config))
         config = change_config(directory, config)
+        if config.services.secrets:  # those that an earlier driver started may have older values
+            kill_workers(identity, config)
         renew_inputs(directory, config)
         check_nodes(directory, config)
         drop_outdated_ledger(directory, config)
@@ -142,8 +146,10 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         run = open_run(directory, config.replace(runtime=config.runtime.replace(device=device)))  # nodes may be lost
         events = RunEvents(run_id, directory.runs_dir, directory.metrics.num_steps())
         try:
-            work = while_ray_lives(_training_loop(run, directory, monitors, events))
-            run = await run_until(watch_lock(directory), work)
+            notice = Notice(config.timeouts.notice_seconds)
+            work = while_ray_lives(_training_loop(run, directory, monitors, events, notice))
+            async with newest_steps_kept(run_id, config.services):
+                run = await run_until(watch_lock(directory), terminable(work, notice))
             summary = summarize(directory, open_store(run).usage().num_bytes)
             directory.write_summary(summary)
             await report_run(run, directory, summary)
@@ -157,7 +163,9 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
                     close_store(directory, config)
 
 
-async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Monitors, events: RunEvents) -> RunHandle:
+async def _training_loop(
+    run: RunHandle, directory: RunDirectory, monitors: Monitors, events: RunEvents, notice: Notice
+) -> RunHandle:
     """Run all remaining steps; return the run's handle, since its column store may have been replaced."""
     logger, restarts = get_run_logger(), 0
     await _start_workers(run)
@@ -170,26 +178,31 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
         await ask_for_approval(run, report, await find_failed_queries(run, report.step) if asks else ())
     evals = directory.metrics.evals()  # read once, as a checkpoint may be written after each step
     progress = await ProgressArtifact.create(run, policy, directory.metrics)
-    step_flow = new_step_flow(await ledger_storage(directory))
+    step_flow = new_step_flow(await ledger_storage(directory), notice)
     with ExitStack() as stack:
         stack.enter_context(SyncClientContext.get_or_create())  # else each step makes two, with their TLS certificates
+        stack.enter_context(sigterm_only_told())
         reporter = RunReporter(run, progress, monitors, events, directory.metrics)
         try:
             while True:
                 try:
                     await _evaluate(run, policy, evals, directory.metrics, reporter)
                     if policy.step == run.config.steps:
-                        reporter.checkpoint(await save_checkpoint(run, policy, evals, wait=True))
+                        await reporter.checkpoint(await save_checkpoint(run, policy, evals, wait=True), evals)
                         return run
-                    report = await call_through_outages(
-                        partial(step_flow, run, policy),
-                        run.config.services.prefect_patience_seconds,
-                        partial(directory.metrics.step, policy.step),
-                    )
-                    policy = policy.replace(version=report.policy_version)
+                    with notice.released():  # until `policy` is the version that the ranks hold
+                        report = await call_through_outages(
+                            partial(step_flow, run, policy),
+                            run.config.services.prefect_patience_seconds,
+                            partial(directory.metrics.step, policy.step),
+                        )
+                        policy = policy.replace(version=report.policy_version)
                     await reporter.step(report)
                     if policy.step % run.config.checkpoint.every_steps == 0:
-                        reporter.checkpoint(await save_checkpoint(run, policy, evals))
+                        with notice.released():
+                            notice.hold()
+                            complete = await save_checkpoint(run, policy, evals)
+                        await reporter.checkpoint(complete, evals)
                     await _review(run, report, reporter)
                 except RECOVERABLE as error:
                     restarts += 1
@@ -203,11 +216,28 @@ async def _training_loop(run: RunHandle, directory: RunDirectory, monitors: Moni
                     record_event(directory, policy, reason=str(error))
                     monitors.log_recorded(directory.metrics)
         except BaseException as error:
-            # The run has failed already; this only saves what can be saved. Who cancels a run waits for its end.
-            limit = CANCEL_SAVE_SECONDS if isinstance(error, asyncio.CancelledError) else None
-            with suppress(PipelineError, TimeoutError):
-                await asyncio.wait_for(save_on_failure(run, policy, evals), limit)
+            await _save_what_can_be(run, policy, evals, error, notice)
             raise
+
+
+async def _save_what_can_be(
+    run: RunHandle, policy: PolicyHandle, evals: list[EvalReport], error: BaseException, notice: Notice
+) -> None:
+    """Save the policy's version after the run has failed or was ended, as far as its workers and the time allow."""
+    limit, complete = None, None  # who ends a run waits for it
+    if isinstance(error, asyncio.CancelledError | TerminationSignal):
+        limit = notice.seconds_left if notice.is_given else CANCEL_SAVE_SECONDS
+    with suppress(PipelineError, TimeoutError):
+        complete = await asyncio.wait_for(save_on_failure(run, policy, evals), limit)
+    if not notice.is_given:
+        return
+    if complete == policy.version:
+        found = f"the checkpoint after step {complete} is complete"
+    else:
+        found = (
+            f"no checkpoint of version {policy.version}: what the newest one lacks is computed again from its columns"
+        )
+    get_run_logger().info("SIGTERM, %.1f s ago: %s; the run can be resumed", notice.seconds_passed, found)
 
 
 async def _review(run: RunHandle, report: StepReport, reporter: RunReporter) -> None:
@@ -236,7 +266,9 @@ async def _evaluate(
         return
     if any(report.policy_version == policy.version for report in evals):
         return
-    report = await evaluate_policy(run, policy)
+    directory = RunDirectory.of(run)
+    inputs = evaluated(directory, run.config, policy.version, run.config.data.eval_path)
+    report = await evaluate_policy.materializing(evaluation_of(directory), inputs)(run, policy)
     metrics.append_eval(report)
     evals.append(report)
     await reporter.evaluation(report)

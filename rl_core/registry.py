@@ -44,11 +44,10 @@ class Registry(Generic[Parameters, Result]):
         LookupError: A kind of the union has no entry, an entry is not of the union, or a kind has two.
 
     Example:
-        >>> from schemas.config.loss import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
+        >>> from schemas.config.loss import MaskedCorrection, TruncatedCorrection
         >>> upper_bound = Registry(
         ...     "example.upper_bound",
-        ...     CorrectionConfig,
-        ...     entry(NoCorrection, lambda config: None),
+        ...     TruncatedCorrection | MaskedCorrection,
         ...     entry(TruncatedCorrection, lambda config: config.cap),
         ...     entry(MaskedCorrection, lambda config: config.high),
         ... )

@@ -218,6 +218,13 @@ class RolloutHandle(Frozen):
         """The names of all reward parts, sorted; a row may lack some of them."""
         return tuple(sorted({part for shard in self.shards for part in shard.parts}))
 
+    def part(self, name: str) -> PackedFloats:
+        """Return one part of the rewards of all rows; None: the row lacks it."""
+        lacking = ((None,) * shard.num_rows for shard in self.shards)
+        return PackedFloats.concat(
+            shard.parts.get(name, PackedFloats(nothing)) for shard, nothing in zip(self.shards, lacking, strict=True)
+        )
+
     @property
     def rewards(self) -> PackedFloats:
         return PackedFloats.concat(shard.rewards for shard in self.shards)

@@ -1,5 +1,6 @@
 """The operations of a run, repeated by a resumed one: workers, weights, shared memory, evaluation, checkpoints."""
 
+import logging
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -12,10 +13,15 @@ from infra.stores.step_columns import sweep_steps
 from infra.workers import colocation
 from infra.workers.generate import evaluate_shard, sync_workers
 from infra.workers.launch import find_group, get_group, get_worker, rollout_pool, start_workers
-from rl_core.rollout.evaluation import split_prompts, summarize
+from rl_core.planning import plan_forward
+from rl_core.rollout.evaluation import split_prompts, summarize, summarize_held_out
+from schemas.errors import CheckpointError
 from schemas.placement import PhaseMemory, WorkerPlace
 from schemas.step import EvalReport, PolicyHandle, RunHandle
+from tasks.assets import checkpoints_of, describe, describe_evaluation
 from tasks.stage import operation
+
+logger = logging.getLogger(__name__)
 
 
 @operation("checkpoint")
@@ -38,14 +44,36 @@ async def save_checkpoint(
     return await _save(run, await get_group(run, "policy"), policy, evals, wait)
 
 
-async def save_on_failure(run: RunHandle, policy: PolicyHandle, evals: Sequence[EvalReport]) -> None:
+@operation("checkpoint-complete")
+async def describe_checkpoint(run: RunHandle, version: int, evals: Sequence[EvalReport]) -> None:
+    """Give the materialized asset of the run's checkpoints the newest one's step, files and accuracy."""
+    from infra.checkpoints.store import open_checkpoints  # not at the top: torch is imported with it
+
+    directory = RunDirectory.of(run)
+    found: dict[str, object] = {"run_id": run.run_id, "step": version}
+    for report in evals:
+        if report.policy_version == version:
+            found["accuracy"] = report.accuracy
+    try:
+        manifest = open_checkpoints(directory, run.config.checkpoint).read_manifest(version)
+        found |= {"bytes": sum(file.num_bytes for file in manifest.files.values()), "digest": manifest.digest}
+    except (CheckpointError, OSError) as error:  # it is only shown
+        logger.warning("the asset of checkpoint %d lacks its size and digest: %s", version, error)
+    describe(checkpoints_of(directory, run.config.checkpoint), found)
+
+
+async def save_on_failure(run: RunHandle, policy: PolicyHandle, evals: Sequence[EvalReport]) -> int | None:
     """Save the policy's version if its workers still exist and hold it, and wait until the checkpoint is complete.
 
     It is no task: Prefect starts none in a flow run that is ending.
+
+    Returns:
+        The newest complete version; None if nothing could be saved.
     """
     group = find_group(run, "policy")
-    if group is not None and holds_lock(RunDirectory.of(run)):
-        await _save(run, group, policy, evals, wait=True)
+    if group is None or not holds_lock(RunDirectory.of(run)):
+        return None
+    return await _save(run, group, policy, evals, wait=True)
 
 
 async def _save(
@@ -88,16 +116,31 @@ async def enter_update(run: RunHandle) -> PhaseMemory:
 async def evaluate_policy(run: RunHandle, policy: PolicyHandle) -> EvalReport:
     """Evaluate the policy on the held-out prompts, whose batches are dispatched to all rollout workers.
 
-    The report is the same for any number of workers, whether or not one dies.
+    The report is the same for any number of workers, whether or not one dies. In supervised fine-tuning, the policy's
+    ranks score the held-out rows.
 
     Raises:
         RewardFailureError: More rewards failed than the config allows.
     """
+    report = await (_sample_held_out if run.config.sft is None else _score_held_out)(run, policy)
+    describe_evaluation(RunDirectory.of(run), report)
+    return report
+
+
+async def _sample_held_out(run: RunHandle, policy: PolicyHandle) -> EvalReport:
     await sync_workers(run, policy.version)
     pool, started = rollout_pool(run), time.perf_counter()
     batches = split_prompts(run.config.eval, await call(await get_worker(run, "rollout"), "num_held_out"))
     jobs = {batch: partial(evaluate_shard, run, policy, rows) for batch, rows in batches.items()}
     return summarize(run.config, policy.version, await pool.dispatch(jobs), time.perf_counter() - started)
+
+
+async def _score_held_out(run: RunHandle, policy: PolicyHandle) -> EvalReport:
+    group, started = await get_group(run, "policy"), time.perf_counter()
+    lengths = await call(group.ranks[0], "held_out_lengths")
+    plan = plan_forward(*lengths, num_ranks=len(group.ranks), token_budget=run.config.packing.token_budget)
+    parts = await group.call("score_held_out", plan, policy.version)
+    return summarize_held_out(policy.version, len(lengths[0]), parts, time.perf_counter() - started)
 
 
 @operation("publish")

@@ -4,17 +4,18 @@ Both are retried only if a worker died. A stage's ledger key is explicit: Prefec
 id, so a resumed run would repeat every stage.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from typing import Any, ParamSpec, TypeVar
 
+from prefect.assets import Asset
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.serializers import JSONSerializer
 from prefect.settings import PREFECT_TASKS_DISABLE_CACHING, temporary_settings
-from prefect.tasks import Task
+from prefect.tasks import MaterializingTask, Task
 from prefect.utilities.annotations import opaque
 from pydantic import Field
 
@@ -62,22 +63,28 @@ async def worker_was_lost(task: Task[..., Any], task_run: TaskRun, state: State[
     return False
 
 
-class OpaqueTask(Task[P, R]):
+class OpaqueTask(MaterializingTask[P, R]):
     """A task in whose arguments Prefect does not search for futures: there are none, but a batch has many values.
 
     Its results are cached as it says, whatever the user's Prefect profile does with those of other tasks: they are the
-    run's ledger.
+    run's ledger. It materializes no asset, unless `materializing` says which.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         is_disabled = PREFECT_TASKS_DISABLE_CACHING.value()  # read when a task is made; to change it takes 0.1 s
         with temporary_settings({PREFECT_TASKS_DISABLE_CACHING: False}) if is_disabled else nullcontext():
-            super().__init__(*args, **kwargs)
+            super().__init__(*args, assets=(), **kwargs)
 
     def named(self, task_run_name: str) -> "OpaqueTask[P, R]":
         """Return the same task with another name of its runs; Prefect's `with_options` makes one of its own class."""
         same = copy(self)
         same.task_run_name = task_run_name
+        return same
+
+    def materializing(self, asset: Asset, upstream: Sequence[Asset]) -> "OpaqueTask[P, R]":
+        """Return the same task, which materializes an asset that is made of others."""
+        same = copy(self)
+        same.assets, same.asset_deps = [asset], list(upstream)
         return same
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

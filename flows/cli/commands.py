@@ -59,10 +59,11 @@ def demo(
     tiny: Annotated[bool, typer.Option("--tiny", help="A short warm start and 2 steps, which learn nothing.")] = False,
 ) -> None:
     """Generate a data set and a tiny model, warm-start the model, and improve it with GRPO."""
-    from flows.cli.demo import RECIPE, TINY, demo_overrides, prepare_demo
+    from flows.cli.demo import RECIPE, TINY, demo_overrides, prepare_demo, require_reasoning_gym
     from flows.cli.run import run_training
     from flows.lifecycle.session import prefect_session, run_flow
 
+    require_reasoning_gym()
     last = [f"steps={steps}"] if steps else []
     config = _load(config_name, [*demo_overrides(seed, tiny), *(overrides or []), *last])
     if config.rollout.kind == "vllm":
@@ -82,12 +83,14 @@ def train(
 ) -> None:
     """Train with a config; everything is checked before anything is started."""
     from flows.cli.run import run_training
+    from flows.lifecycle.secrets import take_secrets
     from flows.lifecycle.session import prefect_session
     from flows.preflight import check_run
     from infra.models.load import check_weight_files
     from infra.storage.runs import RunDirectory
 
     config = _load(config_path, overrides or [])
+    take_secrets(config.services, starts=True)
     if run_id:
         RunDirectory.require_absent(config, run_id)
     with console.status("checking model, data and reward"):
@@ -138,6 +141,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
     Settings that don't affect what is trained may change, e.g. runtime.num_policy_ranks=2 or steps=100.
     """
     from flows.cli.run import run_training
+    from flows.lifecycle.secrets import take_secrets
     from flows.lifecycle.session import prefect_session
     from flows.preflight import check_run
     from infra.storage.runs import RunDirectory, resumed_config
@@ -145,6 +149,7 @@ def resume(run: RunArgument, overrides: OverridesArgument = None, runs_dir: Runs
 
     directory = RunDirectory.open(run, runs_dir)
     config = override_config(directory.config(), overrides or [], directory.run_id)
+    take_secrets(config.services, starts=True)
     # A run that was given by its path may have been moved.
     if RunDirectory.at(config, directory.run_id).url != directory.url:
         config = config.replace(runtime=config.runtime.replace(runs_dir=directory.runs_dir))
@@ -200,6 +205,9 @@ def evaluate(
 
     with console.status("generating"):
         report = evaluate_run(RunDirectory.open(run, runs_dir), data_path, num_prompts, overrides or [])
+    if report.loss is not None:
+        console.print(f"policy version {report.policy_version}: {report}, {report.num_prompts} rows", highlight=False)
+        return
     console.print(
         f"policy version {report.policy_version}: accuracy {report.accuracy:.3f}, mean reward {report.reward:.3f} "
         f"over {report.num_prompts} prompts ({report.num_failed} rewards failed) in {report.seconds:.1f} s"

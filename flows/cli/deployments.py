@@ -17,6 +17,7 @@ from rich.console import Console
 
 from flows.deployments.automations import Automations, find_block
 from flows.deployments.register import OTHER_OFFERS, Offer, load_configs, parse_schedule, train_offers
+from flows.lifecycle.secrets import take_secrets
 from flows.lifecycle.session import prefect_session
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ServiceError
@@ -183,6 +184,7 @@ def _check(console: Console, request: Request) -> tuple[Schedule | None, dict[st
     from flows.preflight import check  # not at the top: torch is imported with it
 
     for name, config in configs.items():
+        take_secrets(config.services, starts=True)
         with console.status(f"checking {name}: model, data and reward"):
             check(config)
     return schedule, configs

@@ -15,15 +15,21 @@ from prefect.states import Completed, Failed
 from flows.configs import find_config
 from flows.deployments.pool import hold_pool
 from flows.lifecycle.cancellation import cancellable, rename_flow_run
+from flows.lifecycle.secrets import take_secrets
 from flows.summary import finished_summary
 from flows.train import own_run_id, train_policy
 from flows.ui.artifacts import show_evaluation
 from infra.ray.module_path import append_working_directory
 from infra.storage.runs import RunDirectory
+from infra.workers.inputs import data_digest
 from schemas.config.folders import DEFAULT_RUNS_DIR
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
-from schemas.errors import PipelineError, describe
+from schemas.errors import PipelineError
+from schemas.errors import describe as describe_error
+from schemas.step import EvalReport
+from tasks.assets import asset_at, checkpoints_of, describe, describe_evaluation, evaluated, evaluation_of, upstream
+from tasks.stage import operation
 
 P = ParamSpec("P")
 
@@ -37,7 +43,7 @@ def _one_line_failure(function: Callable[P, Awaitable[State]]) -> Callable[P, Aw
         try:
             return await function(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  any error is the state's message, in one line
-            message = "; ".join((describe(error), *getattr(error, "__notes__", ())))
+            message = "; ".join((describe_error(error), *getattr(error, "__notes__", ())))
             get_run_logger().error(message, exc_info=not isinstance(error, PipelineError))
             return Failed(message=message)
 
@@ -87,9 +93,18 @@ async def evaluate(
     from flows.evaluate import evaluate_run  # not at the top: torch is imported with it
 
     directory = RunDirectory.open(run, runs_dir)
-    report = evaluate_run(directory, data_path, num_prompts, overrides)
+    config = directory.config()
+
+    @operation("evaluate")
+    def evaluate_checkpoint() -> EvalReport:
+        report = evaluate_run(directory, data_path, num_prompts, overrides)
+        describe_evaluation(directory, report)
+        return report
+
+    inputs = evaluated(directory, config, 1, data_path or config.data.eval_path)  # of any version, the checkpoint
+    report = evaluate_checkpoint.materializing(evaluation_of(directory), inputs)()
     await show_evaluation(directory.run_id, report)
-    return Completed(message=f"policy version {report.policy_version}: accuracy {report.accuracy:.3f}")
+    return Completed(message=f"policy version {report.policy_version}: {report}")
 
 
 @flow(name="export", flow_run_name="export-{run}", persist_result=False)
@@ -115,7 +130,17 @@ async def export(
     from flows.export import export_run  # not at the top: torch is imported with it
 
     directory = RunDirectory.open(run, runs_dir)
-    version = export_run(directory, Path(out), version=step, best=best, dtype=dtype)
+    asset = asset_at(out)
+
+    @operation("export")
+    def export_checkpoint() -> int:
+        version = export_run(directory, Path(out), version=step, best=best, dtype=dtype)
+        num_bytes = sum(file.stat().st_size for file in Path(out).rglob("*") if file.is_file())
+        describe(asset, {"run_id": directory.run_id, "step": version, "bytes": num_bytes})
+        return version
+
+    checkpoints = checkpoints_of(directory, directory.config().checkpoint)
+    version = export_checkpoint.materializing(asset, [checkpoints])()
     return Completed(message=f"wrote policy version {version} to {out}")
 
 
@@ -141,14 +166,23 @@ async def prepare_data(
     """
     from infra.datasets.reasoning_gym import parse_settings, write_problems  # not at the top: needs the extra `demo`
 
-    num_rows = write_problems(
-        Path(out),
-        task,
-        size=size,
-        seed=seed,
-        settings=parse_settings(settings),
-        exclude=Path(exclude) if exclude else None,
-    )
+    asset = asset_at(out)
+
+    @operation("prepare-data")
+    def write() -> int:
+        num_rows = write_problems(
+            Path(out),
+            task,
+            size=size,
+            seed=seed,
+            settings=parse_settings(settings),
+            exclude=Path(exclude) if exclude else None,
+        )
+        found = {"task": task, "rows": num_rows, "bytes": Path(out).stat().st_size, "digest": data_digest(out)}
+        describe(asset, found)
+        return num_rows
+
+    num_rows = write.materializing(asset, upstream([exclude] if exclude else []))()
     return Completed(message=f"wrote {num_rows} rows of {task} to {out}")
 
 
@@ -156,7 +190,9 @@ async def _train_in_turn(config: RunConfig, run_id: str) -> State:
     """Train once the pool has a free slot."""
     async with hold_pool(config.runtime.pool):
         summary = await train_policy(config, run_id)
-    return Completed(message=f"{summary.steps} steps, reward {summary.reward_first:.3f} to {summary.reward_last:.3f}")
+    name = "loss" if summary.reward_first is None else "reward"
+    first, last = getattr(summary, f"{name}_first"), getattr(summary, f"{name}_last")
+    return Completed(message=f"{summary.steps} steps, {name} {first:.3f} to {last:.3f}")
 
 
 def _run_config(config: str, overrides: Sequence[str], run_id: str | None, note: str) -> RunConfig:
@@ -166,6 +202,9 @@ def _run_config(config: str, overrides: Sequence[str], run_id: str | None, note:
         ConfigError: The config is refused.
     """
     loaded = load_config(find_config(config), overrides)
+    take_secrets(loaded.services)  # at each attempt, and before the run's directory, which may need them, is opened
     if run_id is None and (own := RunDirectory.at(loaded, own_run_id(loaded.name))).exists:
-        return own.config()
+        stored = own.config()
+        take_secrets(stored.services)
+        return stored
     return loaded.replace(note=note) if note else loaded

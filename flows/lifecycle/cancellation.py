@@ -7,14 +7,16 @@ which a busy machine may lose; then the run would go on for hours. So every run 
 
 A SIGTERM is turned into an exception by Prefect, which is raised wherever the main thread is. In a callback of the
 event loop, or in code that catches everything, that is where it ends, and the run would go on. So every run has the
-event loop tell it of the signal, too.
+event loop tell it of the signal, too. While it trains, only that: the exception would also cancel the calls of ranks
+that are about to end, after which they must be killed, and nothing is left to save.
 """
 
 import asyncio
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar
 from uuid import UUID
@@ -30,6 +32,67 @@ Result = TypeVar("Result")
 Event = TypeVar("Event")
 POLL_SECONDS = 2.0
 _told: ContextVar[Callable[[], object] | None] = ContextVar("told", default=None)  # of a SIGTERM
+
+
+class Notice:
+    """A SIGTERM to a run's process, and the time until the process may be killed.
+
+    Args:
+        seconds: From the signal on: half of them for what the run has in hand, the rest to save a checkpoint.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._given_at: float | None = None
+        self._given = asyncio.Event()
+        self._free = asyncio.Event()
+        self._free.set()
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the signal has arrived."""
+        return self._given_at is not None
+
+    @property
+    def seconds_passed(self) -> float:
+        """Seconds since the signal."""
+        return 0.0 if self._given_at is None else time.monotonic() - self._given_at
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the process may be killed."""
+        return max(0.0, self._seconds - self.seconds_passed)
+
+    def hold(self) -> None:
+        """Have a signal wait for the end of the surrounding `released`: what is in hand is better finished."""
+        if not self.is_given:
+            self._free.clear()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """End, with the block, what `hold` has begun in it."""
+        try:
+            yield
+        finally:
+            self._free.set()
+
+    async def wait_unless_given(self, task: asyncio.Task[Any]) -> None:
+        """Wait until a task that may also be done later has ended; the signal cancels it."""
+        given = asyncio.ensure_future(self._given.wait())
+        try:
+            await asyncio.wait({task, given}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        finally:
+            given.cancel()
+
+    async def give(self) -> None:
+        """Begin to count the seconds; return when the run has nothing in hand, or half of them have passed."""
+        self._given_at = time.monotonic()
+        self._given.set()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._free.wait(), self._seconds / 2)
 
 
 async def rename_flow_run(name: str) -> None:
@@ -66,8 +129,12 @@ async def cancellable(work: Coroutine[Any, Any, Result]) -> Result | State:
     return await run_until(_end_requested(), terminable(work))
 
 
-async def terminable(work: Coroutine[Any, Any, Result]) -> Result:
+async def terminable(work: Coroutine[Any, Any, Result], notice: Notice | None = None) -> Result:
     """Await `work`; if the process is terminated, cancel it, and await its clean-up, wherever the exception of it ends.
+
+    Args:
+        work: What is awaited.
+        notice: Is given the signal first, and decides when `work` is cancelled; None: at once.
 
     Raises:
         TerminationSignal: The process was terminated.
@@ -81,6 +148,8 @@ async def terminable(work: Coroutine[Any, Any, Result]) -> Result:
 
     async def terminated() -> Result:
         await requested.wait()
+        if notice is not None:
+            await notice.give()
         raise TerminationSignal(signal.SIGTERM)
 
     loop.set_exception_handler(handle)
@@ -113,6 +182,22 @@ def _told_of_sigterm(loop: asyncio.AbstractEventLoop, tell: Callable[[], object]
                 loop.remove_signal_handler(signal.SIGTERM)
             else:
                 loop.add_signal_handler(signal.SIGTERM, outer)
+
+
+@contextmanager
+def sigterm_only_told() -> Iterator[None]:
+    """Have a SIGTERM raise nothing during the block, which is within `terminable`: its event loop is told.
+
+    Prefect installs its handler again for each subflow, so each needs a block of its own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

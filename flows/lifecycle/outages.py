@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import httpx
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, PREFECT_CLOUD_API_URL
 
 from infra.services.prefect_api import prefect_responds
 from schemas.errors import PipelineError, ServerLostError
@@ -74,6 +74,12 @@ def shown_in_ui(
     return guarded
 
 
+def cloud_key(api_url: str) -> str | None:
+    """Return the API key if `api_url` is Prefect Cloud's; other servers have a login instead."""
+    is_cloud = api_url.startswith(str(PREFECT_CLOUD_API_URL.value()))
+    return str(PREFECT_API_KEY.value() or "") if is_cloud else None
+
+
 async def _wait_for_server(patience_seconds: float, error: Exception) -> None:
     url, started = _api_url(), time.monotonic()
     logger.warning(
@@ -82,7 +88,7 @@ async def _wait_for_server(patience_seconds: float, error: Exception) -> None:
         _first_line(error),
         patience_seconds,
     )
-    while not await asyncio.to_thread(prefect_responds, url):
+    while not await asyncio.to_thread(prefect_responds, url, cloud_key(url)):
         if time.monotonic() - started > patience_seconds:
             raise ServerLostError(
                 f"the Prefect server at {url} has not responded for {patience_seconds:g} s "

@@ -20,12 +20,12 @@ Result = TypeVar("Result")
 def connect(config: ServicesConfig) -> None:
     """Connect to the configured Ray cluster, or to a local one, which is started if necessary."""
     if config.ray_address:
-        cluster.connect(config.ray_address, py_modules=config.py_modules)
+        cluster.connect(config.ray_address, py_modules=config.py_modules, secrets=config.secrets)
         return
     services = LocalServices(Path(config.dir))
     services.start(prefect=False, ray=True)
     assert services.ray_address is not None
-    cluster.connect(services.ray_address, py_modules=config.py_modules)
+    cluster.connect(services.ray_address, py_modules=config.py_modules, secrets=config.secrets)
     services.announce_metrics(cluster.metrics_addresses())
 
 

@@ -12,7 +12,7 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from rich.console import Console
 
 from flows.lifecycle.exit import deliver_events
-from flows.lifecycle.outages import call_through_outages
+from flows.lifecycle.outages import call_through_outages, cloud_key
 from infra.services.local import LocalServices, prefect_kept_running
 from infra.services.prefect_api import check_prefect_api
 from schemas.config.runtime import ServicesConfig
@@ -34,17 +34,24 @@ DELIVERY_LOGGERS = ("prefect.events", "prefect._internal", "EventsWorker", "APIL
 @contextmanager
 def prefect_session(config: ServicesConfig, console: Console) -> Iterator[None]:
     """Use the configured Prefect API, or a local server, which starts in parallel with the local Ray."""
-    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+    from prefect.settings import (
+        PREFECT_API_AUTH_STRING,
+        PREFECT_API_URL,
+        PREFECT_RESULTS_DEFAULT_STORAGE_BLOCK,
+        temporary_settings,
+    )
 
     api_url = config.prefect_api_url or PREFECT_API_URL.value()
     if api_url is not None:
-        check_prefect_api(api_url, PREFECT_API_AUTH_STRING.value())
+        check_prefect_api(api_url, PREFECT_API_AUTH_STRING.value(), cloud_key(api_url))
     services = LocalServices(Path(config.dir))
     with console.status("starting the local services"):
         services.start(prefect=api_url is None, ray=config.ray_address is None)
     api_url = api_url or services.prefect_api_url
     assert api_url is not None
-    with temporary_settings({PREFECT_API_URL: api_url}), ExitStack() as stack:
+    # A profile's storage of other flows' results is not needed here; a flow fails if its server lacks that block.
+    others = {PREFECT_RESULTS_DEFAULT_STORAGE_BLOCK}
+    with temporary_settings({PREFECT_API_URL: api_url}, restore_defaults=others), ExitStack() as stack:
         console.print(f"Prefect UI: [bold]{api_url.removesuffix('/api')}[/bold]")
         stack.enter_context(_logged_to(console))
         if api_url == services.prefect_api_url:

@@ -20,6 +20,7 @@ from rl_core.planning.memory import (
     FLOAT_BYTES,
     FORWARD_BUFFERS,
     HALF_BYTES,
+    PHASES,
     SAMPLING_BYTES,
     HeadSizes,
     PhaseBytes,
@@ -37,6 +38,8 @@ from schemas.errors import ConfigError, ModelError
 from schemas.placement import Device
 
 KV_CACHE = "KV cache"  # of vLLM on a GPU, with its working memory
+CUDA_CONTEXT = "CUDA context"  # of the process of an engine, next to that of a worker that trains
+CONTEXT_BYTES = 512 * 2**20  # of a process on a GPU: PyTorch's users report 300 to 800 MB; not measured here
 _TRACED: dict[Any, tuple[Activations, tuple[str, ...]]] = {}  # most changes that are tried for advice change no forward
 
 
@@ -216,9 +219,7 @@ class ModelMemory:
 
 
 def _activations(config: RunConfig, model: PreTrainedModel, tokens: int) -> tuple[Activations, tuple[str, ...]]:
-    longest = min(
-        config.data.max_prompt_tokens + config.rollout.max_response_tokens, max_positions(config.model), tokens
-    )
+    longest = min(config.max_row_tokens, max_positions(config.model), tokens)
     kind = config.packing.kind
     key = (model.config.to_json_string(), config.model.lora, model.dtype, tokens, longest, kind)
     if key not in _TRACED:
@@ -238,7 +239,8 @@ def worker_memory(
         workers.append(_reference(config, model, model.reference, placement))
     if model.reward is not None:
         workers.append(_reward(config, model.reward, placement))
-    workers.append(_rollout(config, footprint, model, cluster, placement))
+    if config.sft is None:
+        workers.append(_rollout(config, footprint, model, cluster, placement))
     return tuple(workers)
 
 
@@ -291,7 +293,7 @@ def _policy(config: RunConfig, footprint: Footprint, model: ModelMemory, placeme
     )
     scoring = scoring_bytes(weights, model.activations, _head(config, model, placement, is_update=False))
     sent = weights.largest if weights.is_sharded else 0
-    sent += _buckets_on_device(config, model, placement)
+    sent += 0 if config.sft else _buckets_on_device(config, model, placement)
     layers = model.activations
     saved = len(layers.layers) * layers.layer_input if checkpointing else sum(layers.layers)
     return WorkerMemory(
@@ -352,6 +354,9 @@ def _rollout(
     phases = PhaseBytes(
         load=total if is_vllm else weights, rollout=total, scoring=idle, update=idle, publish=busy + received
     )
+    if is_vllm and placement.is_colocated:  # the engine's process stays, though its memory is given up
+        parts = {**parts, CUDA_CONTEXT: CONTEXT_BYTES}
+        phases += PhaseBytes(**dict.fromkeys(PHASES, CONTEXT_BYTES))
     gpus = config.rollout.gpus_per_worker if placement.on_gpus else 1
     return WorkerMemory(role="rollout", count=config.rollout.num_workers, gpus=gpus, parts=parts, phases=phases)
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from flows.lifecycle.ray_connection import connect, while_ray_lives
+from flows.lifecycle.secrets import take_secrets
 from infra.checkpoints import CheckpointStore, open_checkpoints
 from infra.history.past_weights import History, Start
 from infra.history.stored_step import StoredStep
@@ -178,6 +179,7 @@ def replay_session(source: RunDirectory, config: RunConfig, run_id: str) -> Iter
         ServiceError: No Ray responds.
         ConfigError: The Ray cluster has too few cores or GPUs.
     """
+    take_secrets(config.services)
     connect(config.services)
     config = _scratch_config(config)
     config = config.replace(runtime=config.runtime.replace(device=check_resources(config)))

@@ -133,7 +133,8 @@ class RunEvents:
         self._lead(StepCompleted(**self._run, step=step, seconds=report.seconds, metrics=report.metrics))
         if (fraction := report.metrics.get("reward/failed_fraction")) and step > self._num_reported:
             self._emit(RewardFailing(**self._run, step=step, failed_fraction=fraction))
-        self._watch_reward(step, report.metrics["reward"])
+        if (reward := report.metrics.get("reward")) is not None:
+            self._watch_reward(step, reward)
 
     def fail_query(self, step: int, failed: FailedQuery) -> None:
         """Report what a saved query says about the newest of `step` finished steps."""
@@ -148,11 +149,13 @@ class RunEvents:
         step, accuracy = report.policy_version, report.accuracy
         self._emit(EvaluationCompleted(**self._run, step=step, accuracy=accuracy, accuracies=accuracies))
 
-    def save_checkpoint(self, version: int | None) -> None:
-        """Report the newest complete checkpoint, once."""
-        if version is not None and version > self._checkpoint:
-            self._checkpoint = version
-            self._emit(CheckpointSaved(**self._run, step=version))
+    def save_checkpoint(self, version: int | None) -> bool:
+        """Report the newest complete checkpoint, once; return whether it had not been reported."""
+        if version is None or version <= self._checkpoint:
+            return False
+        self._checkpoint = version
+        self._emit(CheckpointSaved(**self._run, step=version))
+        return True
 
     def end(self, step: int, is_complete: bool) -> None:
         """Report the end of the run, after `step` finished steps."""

@@ -83,7 +83,7 @@ def check_family(config: RunConfig) -> None:
     """
     model, longest = load_config(config.model.path), max_model_len(config)
     limit = position_limit(model)
-    if limit is not None and longest > limit:
+    if limit is not None and longest > limit and config.sft is None:  # scoring has the positions of each row's length
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_response_tokens allow rows of {longest} tokens, but a "
             f"{model.model_type} model has other positions in rows of more than {limit} (LongRoPE), and no engine "
@@ -96,7 +96,8 @@ def check_family(config: RunConfig) -> None:
         other = structure.padded is None and kind == "packed"
         advice = 'set packing.kind = "padded", which computes the same' if other else "use a model of another family"
         raise ModelError(f"{of_family} can't be scored in {kind} rows: {fault}; {advice}")
-    if isinstance(config.rollout, TransformersRollout) and (fault := _engine_fault(family)):
+    samples_here = config.sft is None and isinstance(config.rollout, TransformersRollout)
+    if samples_here and (fault := _engine_fault(family)):
         raise ModelError(
             f"{of_family} can't be sampled from by the embedded engine: {fault}; "
             'set rollout.kind = "vllm", or use a model of another family'

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def _inject(model: PreTrainedModel, config: LoraConfig, names: Sequence[str], *,
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"model.lora: peft can't adapt a layer of {type(model).__name__}: {describe(error)}; name others in "
-            f"model.lora.target_modules, of {', '.join(_last_parts(names))}"
+            f"model.lora.target_modules, of {', '.join(part for part in _last_parts(names) if part not in str(error))}"
         ) from error
     if set(adapted_layers(model)) != set(names):
         raise ConfigError(
@@ -210,7 +211,7 @@ def _target_layers(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]
     """
     head = model.get_output_embeddings()
     text = set(model.get_decoder().modules())
-    linear = {name: module for name, module in model.named_modules() if type(module) in (nn.Linear, Conv1D)}
+    linear = {name: module for name, module in model.named_modules() if _is_linear(module.__class__)}
     body = [name for name, module in linear.items() if module is not head and module in text]
     for target in wanted:
         if not any(_is_named(name, target) for name in body):
@@ -222,7 +223,43 @@ def _target_layers(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]
             )
     if not body:
         raise ConfigError(f"model.lora: {type(model).__name__} has no linear layers to adapt; leave model.lora out")
-    return [name for name in body if not wanted or any(_is_named(name, target) for target in wanted)]
+    chosen = [name for name in body if not wanted or any(_is_named(name, target) for target in wanted)]
+    _check_shared(model, [linear[name] for name in chosen], chosen, _last_parts(body))
+    return chosen
+
+
+def _check_shared(model: PreTrainedModel, layers: Sequence[nn.Module], names: Sequence[str], body: list[str]) -> None:
+    """Check that no two layers have the same weight (Zamba's): whose adapters would be added up.
+
+    Raises:
+        ConfigError: Two layers do.
+    """
+    weights = [id(layer.weight) for layer in layers]
+    if shared := set(
+        _last_parts(name for name, weight in zip(names, weights, strict=True) if weights.count(weight) > 1)
+    ):
+        others = [part for part in body if part not in shared]
+        advice = f"name others in model.lora.target_modules, of {', '.join(others)}" if others else "leave it out"
+        raise ConfigError(
+            f"model.lora: layers of {type(model).__name__} share the weights of {', '.join(sorted(shared))}, so merged "
+            f"adapters would be added up; {advice}"
+        )
+
+
+@cache
+def _is_linear(kind: type[nn.Module]) -> bool:
+    """Return whether layers of a class compute what a linear layer does, as a small one of a subclass shows."""
+    if kind in (nn.Linear, Conv1D):
+        return True
+    if not issubclass(kind, nn.Linear):
+        return False
+    with torch.random.fork_rng(devices=()), torch.device("cpu"), torch.no_grad():
+        values = torch.arange(6, dtype=torch.float32).view(2, 3)
+        try:
+            layer = kind(3, 2)
+            return torch.allclose(layer(values), nn.functional.linear(values, layer.weight, layer.bias))
+        except Exception:  # noqa: BLE001 - of any type: it is built or called in another way than a linear layer
+            return False
 
 
 def _last_parts(names: Iterable[str]) -> list[str]:

@@ -3,7 +3,7 @@
 import re
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
 def constants_to_buffers(model: PreTrainedModel) -> None:
@@ -20,11 +20,16 @@ def constants_to_buffers(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def cast_model(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast a model's weights in place, as transformers does when it loads them in that dtype: some stay in float32."""
+    """Cast a model's weights in place, as transformers does when it loads them in that dtype: some stay in float32.
+
+    These are those that its class declares, and those that its code makes in float32 in a model of any dtype.
+    """
     kept = _float32_names(model, dtype)
+    with torch.device("meta"):
+        loaded = AutoModelForCausalLM.from_config(model.config, dtype=dtype).state_dict()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and not (kept and kept.search(name)):
-            tensor.data = tensor.data.to(dtype)
+            tensor.data = tensor.data.to(loaded[name].dtype)
 
 
 def _float32_names(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:

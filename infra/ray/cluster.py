@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from infra.ray.actors import NAMESPACE
@@ -15,12 +15,13 @@ from schemas.errors import ServiceError
 CONNECT_TIMEOUT_SECONDS = 10
 
 
-def connect(address: str, *, py_modules: Sequence[str] = ()) -> None:
+def connect(address: str, *, py_modules: Sequence[str] = (), secrets: Collection[str] = ()) -> None:
     """Connect this process to Ray, once. Workers find modules in its working directory, after all others.
 
     Args:
         address: `host:port` of the Ray head, or `auto`: that of the cluster that this machine belongs to.
         py_modules: `services.py_modules`.
+        secrets: Variables that Ray, which writes a job's environment to its logs, does not get.
 
     Raises:
         ServiceError: Nothing responds at `address`, it is one of Ray Client's, or Ray or Python differ there.
@@ -44,7 +45,7 @@ def connect(address: str, *, py_modules: Sequence[str] = ()) -> None:
         ray.init(
             address=address,
             namespace=NAMESPACE,
-            runtime_env=_runtime_env(py_modules),
+            runtime_env=_runtime_env(py_modules, secrets),
             logging_level=logging.WARNING,
             log_to_driver=False,
         )
@@ -61,11 +62,12 @@ def metrics_addresses() -> list[str]:
     return [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes() if node["Alive"]]
 
 
-def _runtime_env(py_modules: Sequence[str]) -> dict[str, Any]:
+def _runtime_env(py_modules: Sequence[str], secrets: Collection[str]) -> dict[str, Any]:
     """Return the environment of the run's workers."""
     # The head may have been started with others.
     variables = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")} | chosen_variables()
     variables["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
+    variables = {name: value for name, value in variables.items() if name not in secrets}
     modules = {"py_modules": list(py_modules)} if py_modules else {}
     return {"env_vars": variables, "worker_process_setup_hook": worker_setup_hook(), **modules}
 

@@ -15,10 +15,10 @@ TIMEOUT_SECONDS = 5
 FIX = "check services.prefect_api_url and PREFECT_API_URL, or unset both to start a local server"
 
 
-def prefect_responds(api_url: str) -> bool:
-    """Return whether a healthy Prefect server responds at `api_url`."""
+def prefect_responds(api_url: str, key: str | None = None) -> bool:
+    """Return whether a healthy Prefect server responds at `api_url`; `key` is that of Prefect Cloud."""
     try:
-        return bool(_get(f"{api_url}/health"))
+        return bool(_get(f"{api_url}/health", _bearer(key)))
     except OSError:
         return False
 
@@ -32,12 +32,13 @@ def prefect_is_gone(api_url: str) -> bool:
     return False
 
 
-def check_prefect_api(api_url: str, login: str | None = None) -> None:
+def check_prefect_api(api_url: str, login: str | None = None, key: str | None = None) -> None:
     """Check that a healthy Prefect server of the installed minor version responds.
 
     Args:
         api_url: The API's URL, which ends with `/api`.
         login: `user:password`, Prefect's setting `PREFECT_API_AUTH_STRING`; None: without.
+        key: The API key of Prefect Cloud, Prefect's setting `PREFECT_API_KEY`, whose version is not checked.
 
     Raises:
         ServiceError: Nothing responds, something else than Prefect, another version of it, or one that refuses `login`.
@@ -45,7 +46,11 @@ def check_prefect_api(api_url: str, login: str | None = None) -> None:
     if not _is_url(api_url):
         raise ServiceError(f"{api_url!r} is not the URL of a Prefect API, such as http://127.0.0.1:4200/api; {FIX}")
     try:
-        is_healthy, found = _get(f"{api_url}/health"), _get(f"{api_url}/admin/version", login)
+        if key is not None:
+            if _get(f"{api_url}/health", _bearer(key)) is None:
+                raise ServiceError(f"{api_url} refuses PREFECT_API_KEY; log in again: prefect cloud login")
+            return
+        is_healthy, found = _get(f"{api_url}/health"), _get(f"{api_url}/admin/version", _basic(login))
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise ServiceError(f"no Prefect API responds at {api_url} ({reason}); {FIX}") from None
@@ -73,11 +78,19 @@ def _is_url(text: str) -> bool:
     return is_complete and text.startswith(("http://", "https://")) and not any(map(str.isspace, text))
 
 
-def _get(url: str, login: str | None = None) -> Any:
+def _basic(login: str | None) -> str | None:
+    return None if login is None else f"Basic {base64.b64encode(login.encode()).decode()}"
+
+
+def _bearer(key: str | None) -> str | None:
+    return None if key is None else f"Bearer {key}"
+
+
+def _get(url: str, authorization: str | None = None) -> Any:
     try:
         request = urllib.request.Request(url)
-        if login is not None:
-            request.add_header("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
+        if authorization is not None:
+            request.add_header("Authorization", authorization)
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             return json.load(response)
     except (urllib.error.HTTPError, ValueError):  # something responds, but not as expected

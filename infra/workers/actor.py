@@ -1,6 +1,7 @@
 """The Ray actors that host the workers, without importing them."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -36,9 +37,17 @@ class WorkerActor:
 
 
 class PlacedActor(Pingable, WorkerActor):
-    """A run's worker: it computes in its slot only, and ends if its run has no driver for too long."""
+    """A run's worker: it computes in its slot only, and ends if its run has no driver for too long.
 
-    def __init__(self, slot: Slot, run: RunHandle, number: int) -> None:
+    Args:
+        slot: The slot.
+        run: The run.
+        number: The worker's number in its role.
+        secrets: Environment variables, set before anything is imported; Ray keeps them in memory alone.
+    """
+
+    def __init__(self, slot: Slot, run: RunHandle, number: int, secrets: Mapping[str, str]) -> None:
+        os.environ.update(secrets)
         occupy(slot)
         super().__init__(run, number)
         self.end_without_driver(slot.owner, run.config.timeouts.driver_seconds, partial(release, run.identity))

@@ -1,5 +1,6 @@
 """The inputs of advantage estimators. N rows, G groups; a group is the rows of one prompt."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Parts = Sequence[tuple[float, Floats]]
 
 _NOISE = 1e-12  # absolute, of parts that cancel: 0.1 + 0.2 - 0.3 is 5.6e-17
 _ROUNDING = 8 * float(np.finfo(np.float32).eps)  # relative
@@ -20,10 +22,11 @@ class AdvantageInputs:
     group: Ints  # [N], 0 .. G - 1
     response_lengths: Ints  # [N], tokens
     loss_tokens: Ints  # [N], response tokens that are trained
+    parts: Parts = ()  # what the rewards consist of, if estimated one by one
 
     @classmethod
     def from_rows(
-        cls, rewards: Floats, group_ids: Ints, *, response_lengths: Ints, loss_tokens: Ints
+        cls, rewards: Floats, group_ids: Ints, *, response_lengths: Ints, loss_tokens: Ints, parts: Parts = ()
     ) -> "AdvantageInputs":
         """Validate the rows and number their groups.
 
@@ -32,6 +35,7 @@ class AdvantageInputs:
             group_ids: [N] any integers.
             response_lengths: [N] tokens.
             loss_tokens: [N] trained response tokens.
+            parts: The weight and the values, [N] finite, of each part of the rewards; none: they are the only part.
 
         Raises:
             ValueError: The arrays differ in length, a reward isn't finite, or counts are impossible.
@@ -54,7 +58,7 @@ class AdvantageInputs:
             raise ValueError(
                 f"row {row} has {trained[row]} loss tokens, expected from 0 to its {lengths[row]} response tokens"
             )
-        return cls(scores, number_groups(ids), lengths, trained)
+        return cls(scores, number_groups(ids), lengths, trained, parts)
 
     @property
     def group_sizes(self) -> Ints:
@@ -69,12 +73,15 @@ class AdvantageInputs:
 
     @property
     def zero_variance(self) -> NDArray[np.bool_]:
-        """[N] whether all rewards of the row's group are equal; true for a group of one row.
+        """[N] whether all rewards of the row's group, or all values of each part, are equal; true for a single row.
 
         It compares the extremes, because the mean of n equal floats isn't always that float, so that their computed
         variance may not be 0.
         """
-        return find_equal(self.rewards, self.group, len(self.group_sizes))[self.group]
+        columns = [values for _, values in self.parts] or [self.rewards]
+        equal = [find_equal(column, self.group, len(self.group_sizes)) for column in columns]
+        is_equal: NDArray[np.bool_] = np.logical_and.reduce(equal)
+        return is_equal[self.group]
 
 
 def number_groups(ids: Ints) -> Ints:

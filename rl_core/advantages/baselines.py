@@ -1,10 +1,13 @@
 """Advantages of a row against a baseline: its group's, that of its other rows, or the step's."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from rl_core.advantages.base import AdvantageInputs, Floats
 from schemas.config.advantage import (
     DrGrpoAdvantage,
+    GdpoAdvantage,
     GrpoAdvantage,
     MaxRlAdvantage,
     OpoAdvantage,
@@ -109,7 +112,7 @@ def rloo_advantages(config: RlooAdvantage, inputs: AdvantageInputs) -> Floats:
 
 
 def max_rl_advantages(config: MaxRlAdvantage, inputs: AdvantageInputs) -> Floats:
-    """Compute (reward - group mean) / group mean.
+    """Compute (reward - group mean) / group mean (Tajwar et al. 2026, arXiv:2602.02710).
 
     Args:
         config: Has no parameters.
@@ -121,4 +124,24 @@ def max_rl_advantages(config: MaxRlAdvantage, inputs: AdvantageInputs) -> Floats
     means = (np.bincount(inputs.group, weights=inputs.rewards) / inputs.group_sizes)[inputs.group]
     positive = means > 0
     advantages: Floats = np.where(positive, inputs.centered / np.where(positive, means, 1.0), 0.0)
+    return advantages
+
+
+def gdpo_advantages(config: GdpoAdvantage, inputs: AdvantageInputs) -> Floats:
+    """Compute GRPO's advantage of each part, sum them by weight, and normalize the sums over the step's rows.
+
+    Liu et al. 2026, arXiv:2601.05242, equations 4 to 7; the standard deviations have ddof = 1.
+
+    Args:
+        config: `epsilon` is added to the standard deviations.
+        inputs: The step's rows; without parts, the rewards are the only one.
+
+    Returns:
+        [N] float64.
+    """
+    grpo, sums = GrpoAdvantage(epsilon=config.epsilon), np.zeros(len(inputs.rewards))
+    for weight, values in inputs.parts or [(1.0, inputs.rewards)]:
+        sums += weight * grpo_advantages(grpo, replace(inputs, rewards=values, parts=()))
+    deviation = sums.std(ddof=1) if len(sums) > 1 else 0.0
+    advantages: Floats = (sums - sums.mean()) / (deviation + config.epsilon)
     return advantages

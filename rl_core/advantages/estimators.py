@@ -3,9 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.advantages.base import AdvantageInputs, Floats, Ints
+from rl_core.advantages.base import AdvantageInputs, Floats, Ints, Parts
 from rl_core.advantages.baselines import (
     dr_grpo_advantages,
+    gdpo_advantages,
     grpo_advantages,
     max_rl_advantages,
     opo_advantages,
@@ -17,6 +18,7 @@ from rl_core.registry import Registry, entry
 from schemas.config.advantage import (
     AdvantageConfig,
     DrGrpoAdvantage,
+    GdpoAdvantage,
     GrpoAdvantage,
     MaxRlAdvantage,
     OpoAdvantage,
@@ -37,16 +39,23 @@ ESTIMATORS: Registry[[AdvantageInputs], Floats] = Registry(
     entry(OpoAdvantage, opo_advantages),
     entry(TurnLevelAdvantage, turn_level_advantages),
     entry(MaxRlAdvantage, max_rl_advantages),
+    entry(GdpoAdvantage, gdpo_advantages),
 )
 """Advantage estimators: (config, inputs of N rows) -> [N] float64.
 
-An estimator need not handle zero-variance groups: `compute_advantages` sets their advantages to 0 afterwards. It must
+An estimator need not handle zero-variance groups: `estimate` sets their advantages to 0 afterwards. It must
 only return some number for them without an error.
 """
 
 
 def compute_advantages(
-    rewards: Floats, group_ids: Ints, config: AdvantageConfig, *, response_lengths: Ints, loss_tokens: Ints
+    rewards: Floats,
+    group_ids: Ints,
+    config: AdvantageConfig,
+    *,
+    response_lengths: Ints,
+    loss_tokens: Ints,
+    parts: Parts = (),
 ) -> NDArray[np.float32]:
     """Compute the advantage of each of N rows with the estimator of the config's `kind`.
 
@@ -59,6 +68,8 @@ def compute_advantages(
         config: The estimator and its parameters.
         response_lengths: [N] tokens.
         loss_tokens: [N] trained response tokens.
+        parts: The weight and the values, [N] finite, of each part of the rewards, for an estimator that looks at
+            them one by one; a zero-variance group is then one in which each part is equal.
 
     Returns:
         [N] float32.
@@ -71,7 +82,14 @@ def compute_advantages(
         >>> compute_advantages(rewards, groups, DrGrpoAdvantage(), response_lengths=tokens, loss_tokens=tokens).tolist()
         [0.5, -0.5, 0.0, 0.0]
     """
-    inputs = AdvantageInputs.from_rows(rewards, group_ids, response_lengths=response_lengths, loss_tokens=loss_tokens)
+    inputs = AdvantageInputs.from_rows(
+        rewards, group_ids, response_lengths=response_lengths, loss_tokens=loss_tokens, parts=parts
+    )
+    return estimate(config, inputs)
+
+
+def estimate(config: AdvantageConfig, inputs: AdvantageInputs) -> NDArray[np.float32]:
+    """Compute the advantages of validated rows, [N]; see `compute_advantages`."""
     if not len(inputs.rewards):
         return np.empty(0, dtype=np.float32)
     advantages = ESTIMATORS(config, inputs)

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.advantages.base import AdvantageInputs, Floats, Ints, find_equal, number_groups
-from rl_core.advantages.estimators import compute_advantages
+from rl_core.advantages.base import AdvantageInputs, Floats, Ints, Parts, find_equal, number_groups
+from rl_core.advantages.estimators import estimate
 from rl_core.advantages.shaping import ShapedRows, shape_rows
 from rl_core.advantages.turn_level import Turns, advantages_of_turns
 from rl_core.planning.plan import plan_step
 from rl_core.views.integers import as_int64
-from schemas.config.advantage import TurnLevelAdvantage
+from schemas.config.advantage import GdpoAdvantage, TurnLevelAdvantage
+from schemas.config.reward import WeightedReward
 from schemas.config.run import RunConfig
-from schemas.errors import RewardFailureError
+from schemas.errors import RewardFailureError, UserError
 from schemas.metrics import Mean, Metrics, Single, Sum
 from schemas.plan import StepPlan
 from schemas.rollout import RolloutHandle
@@ -28,7 +29,7 @@ class StepAdvantages:
     """The result of the advantage stage."""
 
     rows: Ints  # [n], the rollout's rows whose reward did not fail, ascending
-    advantages: NDArray[np.float32]  # [n]
+    advantages: NDArray[np.float32] | None  # [n]; None: the rows are given answers, all of which are trained on
     turns: tuple[Ints, NDArray[np.float32]] | None  # [n] counts and [M] advantages of their turns, if those differ
     plan: StepPlan  # over the n rows
     metrics: Metrics
@@ -54,7 +55,10 @@ def prepare_updates(
         NonFiniteError: A row's KL isn't finite.
         PlanError: No row has a token to train on, as when all responses are masked as overlong.
         RewardFailureError: Every reward of the step failed, but for those of reused groups.
+        UserError: The estimator needs reward parts that a reused group lacks.
     """
+    if config.sft is not None:
+        return _plan_given_rows(config, step, rollout)
     scored = np.asarray(rollout.rewards, dtype=np.float64)
     live = np.flatnonzero(~np.isnan(scored))
     own = live < (sampled := rollout.sampled).num_rows  # reused rows are the last ones
@@ -64,28 +68,69 @@ def prepare_updates(
     rewards, lengths = scored[live], as_int64(rollout.response_lengths)[live]
     groups = number_groups(as_int64(rollout.group_ids)[live])
     shaped = _shape(config, rollout, live, rewards, row_kl)
-    plan = plan_step(
-        as_int64(rollout.prompt_lengths)[live],
-        lengths,
-        shaped.loss_tokens,
-        num_updates=config.optim.updates_per_step,
-        num_ranks=config.runtime.num_policy_ranks,
-        token_budget=config.packing.token_budget,
-        seed=config.seed + step,
+    plan = _plan(config, step, as_int64(rollout.prompt_lengths)[live], lengths, shaped.loss_tokens)
+    inputs = AdvantageInputs.from_rows(
+        shaped.rewards,
+        groups,
+        response_lengths=as_int64(rollout.loss_tokens)[live],  # an environment's tokens don't count
+        loss_tokens=shaped.loss_tokens,
+        parts=_parts(config, rollout, live, shaped.rewards - rewards),
     )
-    counts = {
-        "response_lengths": as_int64(rollout.loss_tokens)[live],  # an environment's tokens don't count
-        "loss_tokens": shaped.loss_tokens,
-    }
     return StepAdvantages(
         rows=live,
-        advantages=compute_advantages(shaped.rewards, groups, config.advantage, **counts),
-        turns=_of_turns(config, rollout, live, AdvantageInputs.from_rows(shaped.rewards, groups, **counts)),
+        advantages=estimate(config.advantage, inputs),
+        turns=_of_turns(config, rollout, live, inputs),
         plan=plan,
         metrics=_metrics(rewards[own], shaped.rewards[own], groups[own], sampled)
         | _shape(config, rollout, live[own], rewards[own], row_kl).metrics
         | {"tokens": Sum(value=_num_tokens(rollout)), "rows/skipped": Sum(value=plan.num_skipped_rows)},
     )
+
+
+def _plan_given_rows(config: RunConfig, step: int, rollout: RolloutHandle) -> StepAdvantages:
+    """Plan the updates of supervised fine-tuning, whose rows have neither rewards nor advantages."""
+    loss_tokens = as_int64(rollout.loss_tokens)
+    plan = _plan(config, step, as_int64(rollout.prompt_lengths), as_int64(rollout.response_lengths), loss_tokens)
+    return StepAdvantages(
+        rows=np.arange(rollout.num_rows),
+        advantages=None,
+        turns=None,
+        plan=plan,
+        metrics={
+            "response/tokens": Mean(total=int(loss_tokens.sum()), weight=len(loss_tokens)),
+            "tokens": Sum(value=_num_tokens(rollout)),
+            "rows/skipped": Sum(value=plan.num_skipped_rows),
+        },
+    )
+
+
+def _plan(config: RunConfig, step: int, prompts: Ints, responses: Ints, loss_tokens: Ints) -> StepPlan:
+    return plan_step(
+        prompts,
+        responses,
+        loss_tokens,
+        num_updates=config.optim.updates_per_step,
+        num_ranks=config.runtime.num_policy_ranks,
+        token_budget=config.packing.token_budget,
+        seed=config.seed + step,
+    )
+
+
+def _parts(config: RunConfig, rollout: RolloutHandle, live: Ints, shaping: Floats) -> Parts:
+    """Return the parts of a weighted reward, if the estimator takes them; the overlong penalty is one more."""
+    if not isinstance(config.advantage, GdpoAdvantage) or not isinstance(config.reward, WeightedReward):
+        return ()
+    parts = []
+    for name, part in config.reward.parts.items():
+        values = np.asarray(rollout.part(name), dtype=np.float64)[live]
+        if num_lacking := int(np.isnan(values).sum()):
+            raise UserError(
+                f'{num_lacking} of {len(live)} rows of step {rollout.step} have a reward without the part "{name}", '
+                'which advantage.kind = "gdpo" needs of each; a group of data.reuse must come from a run whose reward '
+                "has this part"
+            )
+        parts.append((part.weight, values))
+    return [*parts, (config.overlong.penalty, shaping)]
 
 
 def _of_turns(

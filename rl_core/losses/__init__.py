@@ -6,9 +6,28 @@ from rl_core.losses.base import LossInputs, Surrogate, aggregate, denominator, l
 from rl_core.losses.correction import correction_weights
 from rl_core.losses.kl import kl_estimate
 from rl_core.losses.report import nan_unless_finite, report
-from rl_core.losses.surrogates import cispo_loss, clipped_loss, gspo_loss, sapo_loss
+from rl_core.losses.surrogates import (
+    cispo_loss,
+    clipped_loss,
+    cross_entropy_loss,
+    dppo_loss,
+    gmpo_loss,
+    gspo_loss,
+    sapo_loss,
+)
 from rl_core.registry import Registry, entry
-from schemas.config.loss import CispoLoss, ClippedLoss, CorrectionConfig, GspoLoss, KlConfig, LossConfig, SapoLoss
+from schemas.config.loss import (
+    CispoLoss,
+    ClippedLoss,
+    CorrectionConfig,
+    CrossEntropyLoss,
+    DppoLoss,
+    GmpoLoss,
+    GspoLoss,
+    KlConfig,
+    LossConfig,
+    SapoLoss,
+)
 from schemas.metrics import Metrics
 
 __all__ = ["SURROGATES", "LossInputs", "policy_loss"]
@@ -20,6 +39,9 @@ SURROGATES: Registry[[LossInputs], Surrogate] = Registry(
     entry(GspoLoss, gspo_loss),
     entry(CispoLoss, cispo_loss),
     entry(SapoLoss, sapo_loss),
+    entry(GmpoLoss, gmpo_loss),
+    entry(DppoLoss, dppo_loss),
+    entry(CrossEntropyLoss, cross_entropy_loss),
 )
 """Policy terms: (config, inputs of the T trained tokens) -> surrogate of T tokens."""
 
@@ -55,7 +77,7 @@ def policy_loss(
         that is only reported.
 
     Raises:
-        ValueError: The KL term, the entropy bonus or the correction needs a column that the inputs lack.
+        ValueError: The loss, the KL term, the entropy bonus or the correction needs a column that the inputs lack.
 
     Example:
         >>> import torch
@@ -77,7 +99,11 @@ def policy_loss(
     weights, token_metrics = correction_weights(trained, correction)
     token_losses = surrogate.losses if weights is None else surrogate.losses * weights
     penalties, penalty_metrics = _penalties(trained, loss, kl)
-    token_metrics |= {"approx_kl": kl_estimate("k3", log_ratio(trained)), **penalty_metrics}
+    token_metrics |= penalty_metrics
+    if surrogate.ratio is None:
+        token_metrics["cross_entropy"] = -trained.policy_logprobs
+    else:
+        token_metrics["approx_kl"] = kl_estimate("k3", log_ratio(trained))
     loss_sum = aggregate(token_losses + penalties, trained, loss.aggregation) + nan_unless_finite(trained)
     update_denominator = denominator(loss.aggregation, norm_tokens, num_loss_tokens, num_live_sequences)
     num_sequences = int((trained.loss_tokens_per_sequence > 0).sum())

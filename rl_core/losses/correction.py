@@ -11,7 +11,13 @@ from torch import Tensor
 
 from rl_core.losses.base import MAX_LOG_RATIO, LossInputs
 from rl_core.registry import Registry, entry
-from schemas.config.loss import CorrectionConfig, MaskedCorrection, NoCorrection, TruncatedCorrection
+from schemas.config.loss import (
+    CorrectionConfig,
+    MaskedCorrection,
+    NoCorrection,
+    RejectedCorrection,
+    TruncatedCorrection,
+)
 
 Correction = tuple[Tensor | None, dict[str, Tensor]]
 """[T] weights, or None for no correction, and [T] values of metrics by name."""
@@ -27,7 +33,7 @@ def correction_weights(trained: LossInputs, config: CorrectionConfig) -> Correct
     Returns:
         [T] weights without gradient, or None for no correction; and [T] per-token metrics by name: `mismatch/weight`
         (w of the token or the sequence, by the config's level), and with a correction `correction/weight` (the weight
-        used) and `correction/truncated` or `correction/masked` (the affected tokens).
+        used) and, as far as they apply, `correction/truncated` and `correction/masked` (the affected tokens).
 
     Raises:
         ValueError: The correction needs sampler log-probs that the inputs lack.
@@ -57,10 +63,22 @@ def _truncated(config: TruncatedCorrection, trained: LossInputs) -> Correction:
 
 def _masked(config: MaskedCorrection, trained: LossInputs) -> Correction:
     importance = _importance(trained, config.level)
-    # Testing for outside instead of inside keeps NaN, which is neither, from being masked.
-    outside = (importance < config.low) | (importance > config.high)
+    outside = _outside(importance, config.low, config.high)
     weights = torch.where(outside, 0.0, importance)
     return weights, {"mismatch/weight": importance, "correction/weight": weights, "correction/masked": outside}
+
+
+def _rejected(config: RejectedCorrection, trained: LossInputs) -> Correction:
+    importance = _importance(trained, config.level)
+    outside = _outside(importance, config.low, config.high)
+    if config.cap is None:
+        accepted, metrics = torch.ones_like(importance), {}
+    else:
+        own = _importance(trained, "token")
+        accepted, metrics = own.clamp(max=config.cap), {"correction/truncated": ~outside & (own > config.cap)}
+    weights = torch.where(outside, 0.0, accepted)
+    metrics |= {"mismatch/weight": importance, "correction/weight": weights, "correction/masked": outside}
+    return weights, metrics
 
 
 CORRECTIONS: Registry[[LossInputs], Correction] = Registry(
@@ -69,15 +87,26 @@ CORRECTIONS: Registry[[LossInputs], Correction] = Registry(
     entry(NoCorrection, _none),
     entry(TruncatedCorrection, _truncated),
     entry(MaskedCorrection, _masked),
+    entry(RejectedCorrection, _rejected),
 )
 """Corrections: (config, inputs of the T trained tokens with sampler log-probs) -> weights and metrics."""
 
 
+def _outside(importance: Tensor, low: float, high: float) -> Tensor:
+    """Mark weights beyond the bounds, [T]; NaN, which is neither inside nor outside, isn't masked."""
+    return (importance < low) | (importance > high)
+
+
 @torch.no_grad()
-def _importance(trained: LossInputs, level: Literal["token", "sequence"]) -> Tensor:
-    """Return w of each token, or the product over its sequence, [T], clamped below overflow; NaN stays NaN."""
+def _importance(trained: LossInputs, level: Literal["token", "sequence", "geometric"]) -> Tensor:
+    """Return w of each token, or the product or geometric mean over its sequence's trained tokens, [T].
+
+    It is clamped below overflow; NaN stays NaN.
+    """
     assert trained.sampler_logprobs is not None
     log_weights = trained.behavior_logprobs - trained.sampler_logprobs
-    if level == "sequence":
+    if level != "token":
         log_weights = trained.sum_by_sequence(log_weights)[trained.sequence_index]
+    if level == "geometric":
+        log_weights = log_weights / trained.loss_tokens_per_sequence[trained.sequence_index]
     return log_weights.clamp(max=MAX_LOG_RATIO).exp()

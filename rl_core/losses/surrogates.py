@@ -1,9 +1,10 @@
 """The policy losses: a surrogate per token, and which tokens it clips."""
 
 import torch
+from torch import Tensor
 
 from rl_core.losses.base import MAX_LOG_RATIO, LossInputs, Surrogate, clipped_surrogate, log_ratio
-from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, SapoLoss
+from schemas.config.loss import CispoLoss, ClippedLoss, CrossEntropyLoss, DppoLoss, GmpoLoss, GspoLoss, SapoLoss
 
 
 def clipped_loss(config: ClippedLoss, trained: LossInputs) -> Surrogate:
@@ -61,12 +62,66 @@ def gspo_loss(config: GspoLoss, trained: LossInputs) -> Surrogate:
     Returns:
         The surrogate; its `ratio` is s.
     """
-    difference = trained.policy_logprobs - trained.behavior_logprobs
-    counts = trained.loss_tokens_per_sequence.clamp(min=1)
-    mean = (trained.sum_by_sequence(difference.detach()) / counts).clamp(max=MAX_LOG_RATIO)
-    own = difference - difference.detach()  # value 0, gradient of the log-prob
-    ratio = (mean[trained.sequence_index] + own).exp()
+    ratio = _geometric_mean(trained, trained.policy_logprobs - trained.behavior_logprobs)
     return clipped_surrogate(ratio, trained.advantages, config.clip_low, config.clip_high)
+
+
+def gmpo_loss(config: GmpoLoss, trained: LossInputs) -> Surrogate:
+    """Compute -A s per sequence, for each of its trained tokens, with s the geometric mean of their clipped ratios.
+
+    Zhao et al. 2025, arXiv:2507.20673, equation 4: log r of a token is at most `clip_high` if A > 0, and at least
+    -`clip_low` if A < 0. A clipped token counts in s, without a gradient. As in GSPO-token, each token has the value s
+    and the gradient of its own log-prob, so that the mean over a sequence's tokens has the gradient of GMPO.
+
+    Args:
+        config: Clip range of log r, in nats.
+        trained: The trained tokens; a sequence is never split between micro-batches.
+
+    Returns:
+        The surrogate; its `ratio` is s.
+    """
+    advantages, difference = trained.advantages, log_ratio(trained)
+    bounded = torch.where(
+        advantages > 0, difference.clamp(max=config.clip_high), difference.clamp(min=-config.clip_low)
+    )
+    ratio = _geometric_mean(trained, bounded)
+    clipped = {
+        "low": (advantages < 0) & (difference < -config.clip_low),
+        "high": (advantages > 0) & (difference > config.clip_high),
+    }
+    return Surrogate(losses=-advantages * ratio, ratio=ratio, clipped=clipped)
+
+
+def dppo_loss(config: DppoLoss, trained: LossInputs) -> Surrogate:
+    """Compute -A r per token, and 0 where the token's probability has already moved too far in the direction of A.
+
+    Qi et al. 2026, arXiv:2602.04879, section 4, with the binary divergences of the policy's probability p from the
+    sampler's q: |p - q|, or q log(q / p) + (1 - q) log((1 - q) / (1 - p)). The trust region is around the sampler, as
+    in the paper, so that it also holds in the only update of a step. r is policy over behavior probability, as in the
+    other losses; what is left of p / q is the correction's weight.
+
+    Args:
+        config: The divergence and its bounds.
+        trained: The trained tokens, with sampler log-probs.
+
+    Returns:
+        The surrogate; `clipped` marks the masked tokens.
+
+    Raises:
+        ValueError: The inputs lack sampler log-probs.
+    """
+    if trained.sampler_logprobs is None:
+        raise ValueError('loss.kind is "dppo", but the inputs lack sampler_logprobs; add them or choose another loss')
+    advantages, ratio = trained.advantages, log_ratio(trained).exp()
+    policy, sampler = trained.policy_logprobs.detach(), trained.sampler_logprobs
+    moved = policy.exp() - sampler.exp()
+    divergence = moved.abs() if config.divergence == "tv" else _binary_kl(sampler, policy)
+    clipped = {
+        "low": (advantages < 0) & (moved < 0) & (divergence > config.clip_low),
+        "high": (advantages > 0) & (moved > 0) & (divergence > config.clip_high),
+    }
+    losses = torch.where(clipped["low"] | clipped["high"], 0.0, -advantages * ratio)
+    return Surrogate(losses=losses, ratio=ratio, clipped=clipped)
 
 
 def sapo_loss(config: SapoLoss, trained: LossInputs) -> Surrogate:
@@ -86,3 +141,22 @@ def sapo_loss(config: SapoLoss, trained: LossInputs) -> Surrogate:
     negative = torch.full_like(ratio, config.tau_negative)
     tau = torch.where(advantages > 0, config.tau_positive, negative)
     return Surrogate(losses=-advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), ratio=ratio, clipped={})
+
+
+def cross_entropy_loss(_: CrossEntropyLoss, trained: LossInputs) -> Surrogate:
+    """Compute -logp per token: advantages and behavior log-probs play no part, and there is no ratio."""
+    return Surrogate(losses=-trained.policy_logprobs, ratio=None, clipped={})
+
+
+def _geometric_mean(trained: LossInputs, log_ratios: Tensor) -> Tensor:
+    """Return the geometric mean of the ratios of each sequence, [T], with the gradient of the token's own log-ratio."""
+    counts = trained.loss_tokens_per_sequence.clamp(min=1)
+    mean = (trained.sum_by_sequence(log_ratios.detach()) / counts).clamp(max=MAX_LOG_RATIO)
+    own = log_ratios - log_ratios.detach()  # value 0
+    return (mean[trained.sequence_index] + own).exp()
+
+
+def _binary_kl(logprobs: Tensor, others: Tensor) -> Tensor:
+    """Return the KL divergence, nats, of a token or none with these log-probs from one with the others, [T]."""
+    rest, other_rest = ((-torch.expm1(column)).clamp(min=0) for column in (logprobs, others))
+    return logprobs.exp() * (logprobs - others) + torch.xlogy(rest, rest) - torch.xlogy(rest, other_rest)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from schemas.errors import ScoringError
 
@@ -27,16 +27,18 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("mamba_d_ssm", "attention_hidden_size"), 2 * _HIDDEN),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), _HEADS),
     **dict.fromkeys(("swa_num_attention_heads", "num_query_groups", "linear_num_value_heads"), _HEADS),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), _HEADS),  # of an encoder and a decoder
     **dict.fromkeys(("linear_num_heads", "linear_num_key_heads"), _HEADS),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 2 * _HEADS),
     **dict.fromkeys(("head_dim", "global_head_dim", "swa_head_dim", "kv_channels", "d_head", "d_rel"), _HEAD_DIM),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim", "v_head_dim", "qk_nope_head_dim"), _HEAD_DIM),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim", "index_head_dim"), _HEAD_DIM),
+    **dict.fromkeys(("indexer_head_dim",), _HEAD_DIM),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), _HEAD_DIM),
     **dict.fromkeys(("attention_head_dim",), 2 * _HEAD_DIM),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "laurel_rank", "adapter_rank", "gated_norm_rank"), 8),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "hc_lowrank"), 8),
-    **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "index_n_heads"), 4),
+    **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "index_n_heads", "indexer_n_heads"), 4),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("qk_head_dim",), 8 + _HEAD_DIM),
 }
@@ -44,6 +46,7 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 # The most of a count.
 _MOST: dict[str, int] = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "zero_expert_num"), 2),
+    **dict.fromkeys(("moe_top_k", "kv_n_heads", "num_layers_per_stack"), 2),
     **dict.fromkeys(("n_group", "n_groups", "mamba_n_groups", "mamba_ngroups", "heads_per_ngram", "o_groups"), 2),
     **dict.fromkeys(("topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
@@ -53,8 +56,9 @@ _LIMITS: dict[str, int] = {
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), 6),
     **dict.fromkeys(("attention_chunk_size", "index_topk", "keep_window_size", "local_attention", "rel_extent"), 6),
     **dict.fromkeys(("original_max_position_embeddings", "floor_scale"), LIMIT_TOKENS),
+    "indexer_budget": 8,  # of blocks of `indexer_compress_ratio`
 }
-_BLOCKS = {"index_block_size": 4, "index_topk_blocks": 2}  # together a limit
+_BLOCKS = {"index_block_size": 4, "index_topk_blocks": 2, "indexer_compress_ratio": 4}  # the first two are a limit
 _CHUNKS = dict.fromkeys(("chunk_size", "mamba_chunk_size", "block_size"), 4)  # of a computation, which changes nothing
 _WIDTHS = ("intermediate", "ffn", "dim_ff", "d_inner", "n_inner")  # in names of the widths of MLPs
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
@@ -72,16 +76,20 @@ def shrink_config(config: PretrainedConfig, longest: int) -> PretrainedConfig:
         Exception: Of transformers' own checks, if the sizes of this family are not of the usual names.
     """
     text = config.get_text_config(decoder=True)
-    values: dict[str, Any] = text.to_dict()
+    values = _plain_values(text)
     total = next((values[name] for name in _LAYERS if isinstance(values.get(name), int)), 2)
     num_layers = _num_layers(values, total)
     values = {name: _smaller(name, value, total, num_layers, longest) for name, value in values.items()}
     if isinstance(overrides := values.get("per_layer_config"), dict):
         values["per_layer_config"] = {at: value for at, value in overrides.items() if int(at) < num_layers}
+    if isinstance(layers := values.get("ple_layer_ids"), list):  # counted from 1
+        values["ple_layer_ids"] = [at for at in layers if at <= num_layers]
     heads = next((text.to_dict()[name] for name in ("num_attention_heads", "n_head", "n_heads") if name in values), 0)
     for name in _KEY_HEADS:
         if isinstance(count := values.get(name), int):
             values[name] = 1 if count == 1 else _HEADS if count >= heads else _HEADS // 2
+    if hasattr(text, "decoder_attention_heads"):  # of a decoder's config, transformers renames it
+        values["decoder_attention_heads"] = _HEADS
     if "qk_rope_head_dim" in values and "head_dim" in values:
         values["head_dim"] = values["qk_rope_head_dim"]
     if "state_size" in values and "num_heads" in values:  # of a Mamba 2
@@ -109,6 +117,8 @@ def build_miniature(config: PretrainedConfig, longest: int, seed: int = 0) -> Pr
         with torch.random.fork_rng(devices=()), torch.device("cpu"):
             torch.manual_seed(seed)
             small = shrink_config(config, longest)
+            if type(small) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # its class is found by the config that it is a part of
+                small = type(config)(text_config=small)  # type: ignore[call-arg]
             model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=torch.float32)  # type: ignore[no-untyped-call]
             for module in model.modules():
                 if isinstance(module, nn.Linear | nn.Embedding):
@@ -130,6 +140,14 @@ def single_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
+def _plain_values(text: PretrainedConfig) -> dict[str, Any]:
+    """Return a config's fields; of its parts, only fields of their own, as some classes of parts refuse the others."""
+    values: dict[str, Any] = text.to_dict()
+    common = PretrainedConfig().to_dict().keys() - {"model_type"}
+    parts = {name: part for name in text.sub_configs if isinstance(part := values.get(name), dict)}
+    return values | {name: {key: part[key] for key in part.keys() - common} for name, part in parts.items()}
+
+
 def _num_layers(values: dict[str, Any], total: int) -> int:
     """Return how many of the first layers have each kind of layer among them, at least two."""
     of_layers = [value for value in values.values() if isinstance(value, list) and len(value) == total]
@@ -140,6 +158,9 @@ def _num_layers(values: dict[str, Any], total: int) -> int:
         num_layers = max(num_layers, 1 + min(map(int, overrides)))
     for name in ("attn_layer_period", "sliding_window_pattern", "no_rope_layer_interval"):
         num_layers = max(num_layers, values.get(name) or 0)
+    sharing = [at for at, kind in enumerate(values.get("layers_block_type") or ()) if kind == "hybrid"]
+    if len(sharing) > 1:  # of the same weights
+        num_layers = max(num_layers, 1 + sharing[1])
     if values.get("num_kv_shared_layers"):
         num_layers *= 2
     return min(total, max(2, num_layers), _MAX_LAYERS)

@@ -63,10 +63,23 @@ class TurnLevelAdvantage(FrozenConfig):
 
 
 class MaxRlAdvantage(FrozenConfig):
-    """(reward - group mean) / group mean; 0 where that mean is not positive (MaxRL)."""
+    """(reward - group mean) / group mean; 0 where that is not positive (Tajwar et al. 2026, arXiv:2602.02710)."""
 
     kind: Literal["max_rl"] = "max_rl"
     """Selects MaxRL."""
+
+
+class GdpoAdvantage(FrozenConfig):
+    """Each part of a weighted reward as in GRPO; their sum is normalized over the step (arXiv:2601.05242).
+
+    GDPO, Liu et al. 2026: rewards of different scales or variances count as their weights say.
+    """
+
+    kind: Literal["gdpo"] = "gdpo"
+    """Selects GDPO, for `reward.kind = "weighted"`."""
+
+    epsilon: PositiveFloat = 1e-6
+    """Added to the standard deviations: of each part over its group, in its units, and of the sum over the step."""
 
 
 AdvantageConfig = Annotated[
@@ -77,7 +90,8 @@ AdvantageConfig = Annotated[
         | ReinforcePlusPlusAdvantage
         | OpoAdvantage
         | TurnLevelAdvantage
-        | MaxRlAdvantage,
+        | MaxRlAdvantage
+        | GdpoAdvantage,
         Field(discriminator="kind"),
     ],
     default_kind("grpo"),

@@ -95,8 +95,51 @@ class SapoLoss(_Loss):
     """Temperature of the gate for negative advantages."""
 
 
+class GmpoLoss(_Loss):
+    """Geometric means of clipped ratios over sequences (Zhao et al. 2025, arXiv:2507.20673)."""
+
+    kind: Literal["gmpo"] = "gmpo"
+    """Selects GMPO."""
+
+    aggregation: Aggregation = "seq_mean_token_mean"
+    """Mean over trained tokens, or over sequences of their token mean, token sum, or token sum / `norm_tokens`."""
+
+    clip_low: PositiveFloat = 0.4
+    """Log-ratios of tokens are clipped to at least -`clip_low`, in nats."""
+
+    clip_high: PositiveFloat = 0.4
+    """Log-ratios of tokens are clipped to at most `clip_high`, in nats."""
+
+
+class DppoLoss(_Loss):
+    """Ratios, masked where the probability moved too far from the sampler's (Qi et al. 2026, arXiv:2602.04879)."""
+
+    kind: Literal["dppo"] = "dppo"
+    """Selects DPPO with its binary divergences."""
+
+    divergence: Literal["tv", "kl"] = "tv"
+    """Difference of the token's probability and the sampler's (`tv`), or their binary KL in nats (`kl`)."""
+
+    clip_low: PositiveFloat = 0.15
+    """Masks tokens of negative advantage whose probability fell by a larger divergence; for `kl`, 0.05 is usual."""
+
+    clip_high: PositiveFloat = 0.15
+    """Masks tokens of positive advantage whose probability rose by a larger divergence; for `kl`, 0.05 is usual."""
+
+
+class CrossEntropyLoss(_Loss):
+    """The cross-entropy of given tokens, for supervised fine-tuning."""
+
+    kind: Literal["cross_entropy"] = "cross_entropy"
+    """Selects the cross-entropy; the default with a section `[sft]`, which it needs."""
+
+
 LossConfig = Annotated[
-    Annotated[ClippedLoss | GspoLoss | CispoLoss | SapoLoss, Field(discriminator="kind")], default_kind("clipped")
+    Annotated[
+        ClippedLoss | GspoLoss | CispoLoss | SapoLoss | GmpoLoss | DppoLoss | CrossEntropyLoss,
+        Field(discriminator="kind"),
+    ],
+    default_kind("clipped"),
 ]
 
 
@@ -156,12 +199,44 @@ class MaskedCorrection(FrozenConfig):
 
     @model_validator(mode="after")
     def _ordered(self) -> "MaskedCorrection":
-        if self.low >= self.high:
-            raise ValueError(f"low = {self.low} must be below high = {self.high}")
+        _check_bounds(self.low, self.high)
         return self
 
 
+class RejectedCorrection(FrozenConfig):
+    """Rejection sampling: mask tokens or whole responses with out-of-bounds weights, and train the others unweighted.
+
+    By the geometric mean, a bound is the same for responses of any length (Liu et al. 2025, "When speed kills
+    stability: demystifying RL collapse from the training-inference mismatch").
+    """
+
+    kind: Literal["rejected"] = "rejected"
+    """Selects rejection sampling."""
+
+    level: Literal["token", "sequence", "geometric"] = "geometric"
+    """What must be within: each token's weight, their product over its sequence, or their geometric mean over it."""
+
+    low: PositiveFloat = 0.999
+    """Tokens or responses below are masked: their policy term is 0. The default is for `geometric`."""
+
+    high: PositiveFloat = 1.001
+    """Tokens or responses above are masked: their policy term is 0. The default is for `geometric`."""
+
+    cap: PositiveFloat | None = None
+    """Weight the tokens that are left by min(exp(behavior - sampler log-prob), cap); None: by 1."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "RejectedCorrection":
+        _check_bounds(self.low, self.high)
+        return self
+
+
+def _check_bounds(low: float, high: float) -> None:
+    if low >= high:
+        raise ValueError(f"low = {low} must be below high = {high}")
+
+
 CorrectionConfig = Annotated[
-    Annotated[NoCorrection | TruncatedCorrection | MaskedCorrection, Field(discriminator="kind")],
+    Annotated[NoCorrection | TruncatedCorrection | MaskedCorrection | RejectedCorrection, Field(discriminator="kind")],
     default_kind("truncated"),
 ]

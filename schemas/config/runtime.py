@@ -19,6 +19,8 @@ from schemas.config.folders import DEFAULT_RUNS_DIR
 from schemas.errors import MetricError
 from schemas.metric_catalog import metric_spec
 
+EnvironmentVariable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+BlockReference = Annotated[str, Field(pattern=r"^\{\{ *prefect\.blocks\.[a-z0-9-]+\.[\w.\[\]-]+ *\}\}$")]
 _LIMIT = re.compile(r"\s*(\S+)\s*([<>])\s*(\S+)\s*")
 
 
@@ -142,6 +144,9 @@ class ServicesConfig(FrozenConfig):
     prefect_patience_seconds: NonNegativeFloat = 600
     """Seconds that a run waits for a Prefect server that doesn't respond any more; a local one is started again."""
 
+    secrets: dict[EnvironmentVariable, BlockReference] = Field(default_factory=dict)
+    """Environment variables from blocks of the Prefect server, e.g. `KEY = "{{ prefect.blocks.secret.judge }}"`."""
+
     tls_certificate: str | None = None
     """PEM file, on every node, of a certificate for its address; the column store's connections are then encrypted."""
 
@@ -172,6 +177,9 @@ class TimeoutsConfig(FrozenConfig):
 
     driver_seconds: Annotated[float, Field(ge=60)] = 3600
     """Seconds, 60 or more, after which a run's workers and store end without a driver; it can be resumed then."""
+
+    notice_seconds: PositiveFloat = 20
+    """Seconds between a SIGTERM to the driver and its end, for a checkpoint; give what your machines give."""
 
 
 class WeightsConfig(FrozenConfig):

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID
@@ -18,6 +20,7 @@ from prefect.states import Cancelling, Scheduled, Suspended
 from flows.lifecycle.cancellation import cancellable
 from flows.ui.events import WINDOW_STEPS
 from tests.support.commands import sluice_in_turn
+from tests.support.deploy_files import ROOT
 from tests.support.deployed import Deployed, receiving_notifications
 from tests.support.run_results import Run
 from tests.support.workplace import Workplace
@@ -238,20 +241,53 @@ def test_a_run_ends_if_the_event_of_its_suspension_is_lost(deployed: Deployed) -
     assert cleaned == ["work"]
 
 
+def commit_all(folder: Path, url: str) -> str:
+    """Make a folder a Git repository with one commit of all its files and a remote; return the commit."""
+    git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com"]
+    for words in (
+        ["init", "--quiet"],
+        ["remote", "add", "origin", url],
+        ["add", "--all"],
+        ["commit", "-qm", "configs"],
+    ):
+        subprocess.run([*git, *words], cwd=folder, check=True)
+    return subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
 def test_the_deployments_of_prefect_yaml(workplace: Workplace, deployed: Deployed) -> None:
     folder = workplace.folder / "cloned"
     folder.mkdir()
-    (folder / "prefect.yaml").write_text((Path(__file__).parents[2] / "deploy" / "prefect.yaml").read_text())
+    (folder / "prefect.yaml").write_text((ROOT / "prefect.yaml").read_text())
+    commit = commit_all(folder, "https://example.com/you/sluice.git")
+    (programs := folder / "programs").mkdir()
+    (programs / "docker").write_text(f'#!/bin/sh\necho "$@" >> {folder}/docker.log\n')  # keeps what it is asked for
+    (programs / "docker").chmod(0o755)
     kinds = ("process", "docker", "kubernetes")
     for kind in kinds:
         workplace.ask(lambda client, kind=kind: client.create_work_pool(WorkPoolCreate(name=kind, type=kind)))
-    environment = {"SLUICE_IMAGE": "sluice:test", "SLUICE_FOLDER": "/data"}
+    environment = {
+        "SLUICE_IMAGE": "here/sluice",
+        "SLUICE_FOLDER": "/data",
+        "SLUICE_REPOSITORY": "https://example.com/x",
+    }
+    environment["PATH"] = f"{programs}:{os.environ['PATH']}"
     workplace.prefect("--no-prompt", "deploy", "--all", cwd=folder, environment=environment).finish()
     made = {
         kind: workplace.ask(lambda client, kind=kind: client.read_deployment_by_name(f"train/{kind}")) for kind in kinds
     }
     assert {kind: found.work_pool_name for kind, found in made.items()} == dict(zip(kinds, kinds, strict=True))
     assert all(found.job_variables["env"]["PYTHONSAFEPATH"] == "1" for found in made.values())
-    assert made["docker"].job_variables["image"] == "sluice:test"
-    assert made["docker"].job_variables["volumes"] == ["/data:/opt/sluice"]
+    image = f"here/sluice:{commit}"
+    for kind in kinds[1:]:
+        assert made[kind].job_variables["image"] == image
+        (clone,) = made[kind].pull_steps
+        assert clone == {
+            "prefect.deployments.steps.git_clone": {"repository": "https://example.com/x", "commit_sha": commit}
+        }
+    built = ["build", "--file", "deploy/Dockerfile", "--target", "engine", "--tag", image, "."]
+    calls = [line.split() for line in (folder / "docker.log").read_text().splitlines()]
+    assert calls == 2 * [built, ["push", image]]
+    assert {found.version for found in made.values()} == {commit[:8]}
     assert not made["kubernetes"].schedules[0].active

@@ -3,6 +3,7 @@
 Two runs that are killed, and an undisturbed one of the same config.
 """
 
+import re
 import signal
 from collections import defaultdict
 from collections.abc import Callable
@@ -31,6 +32,7 @@ LAST = STEPS - 1
 # Of the second, the driver is terminated in one step, and in a later one killed with Ray.
 STOPPED = "stopped"
 TERMINATED, LOST = 1, 5
+NOTICED = "noticed"  # of a third, its end is announced, and it has no other checkpoint
 SAVED, DAMAGED = 3, 4  # of the steps before that: the first after the last checkpoint; and one with a damaged column
 LIMITS = (  # none of which changes a bit of the result
     *("store.capacity_bytes=5000000", "reward.timeout_seconds=20"),
@@ -227,8 +229,22 @@ def test_a_terminated_driver_leaves_nothing_behind(workplace: Workplace, termina
 
 @pytest.mark.extended
 def test_a_terminated_step_is_run_again(lost_ray: str) -> None:
-    assert f"{TERMINATED} of {STEPS} steps are done" in lost_ray
-    assert lost_ray.count(f"step {TERMINATED + 1:3}/{STEPS}") == 1
+    finished = f"{TERMINATED + 1} of {STEPS} steps are done" in lost_ray  # if its scoring had begun
+    assert finished or f"{TERMINATED} of {STEPS} steps are done" in lost_ray
+    assert lost_ray.count(f"step {TERMINATED + 1:3}/{STEPS}") == (not finished)
+
+
+@pytest.mark.extended
+def test_a_terminated_driver_finishes_its_step_and_saves_it(workplace: Workplace, expected: Run) -> None:
+    driver, run = workplace.start(*CONFIG, "checkpoint.every_steps=100", "--run-id", NOTICED), workplace.run(NOTICED)
+    driver.wait_standing(lambda: run.passed(1, "logprob"))
+    driver.terminate()
+    driver.resume()
+    printed = driver.finish(128 + signal.SIGTERM)
+    (step,) = re.findall(r"SIGTERM, [\d.]+ s ago: the checkpoint after step (\d+) is complete; the run can", printed)
+    assert int(step) == run.num_done >= 2
+    assert f"{step} of {STEPS} steps are done" in workplace.sluice("resume", NOTICED)
+    assert run.weights(STEPS) == expected.weights(STEPS)
 
 
 @pytest.mark.extended

@@ -51,7 +51,7 @@ def start(run_id: str, of: RunConfig) -> RunHandle:
 async def probe(run: RunHandle, role: Role, number: int) -> Any:
     slot, options = await place(run, role, number)
     options = {**health.ACTOR_OPTIONS, **options}
-    return create_actor(f"{run.run_id}/{role}-{number}", PROBE, slot, run, number, options=options)
+    return create_actor(f"{run.run_id}/{role}-{number}", PROBE, slot, run, number, {}, options=options)
 
 
 def probes(run: RunHandle) -> dict[tuple[Role, int], tuple[str, str, list[str]]]:

@@ -24,25 +24,26 @@ OTHERS = {
 }
 
 
-def parse(command: Sequence[str]) -> None:
-    """Parse a command line of `ray`, `prefect`, `sluice` or `driver`.
+def parse(command: Sequence[str]) -> dict[str, object]:
+    """Parse a command line of `ray`, `prefect`, `sluice` or `driver`; return its values, but of `prefect`.
 
     Raises:
         Exception: The command's parser rejects it.
     """
     program, *arguments = command
     if program == "driver":
-        parse(arguments)
-    elif program == "prefect":
+        return parse(arguments)
+    if program == "prefect":
         _check_options(arguments)
-    elif program == "ray":
-        _parse_click(ray_app, arguments)
-    elif program == "sluice":
+        return {}
+    if program == "ray":
+        return _parse_click(ray_app, arguments)
+    if program == "sluice":
         found = _parse_click(typer.main.get_command(sluice_app), arguments)
         settings = [*(found.get("overrides") or [])]
         assert settings_are_accepted(settings).runtime
-    else:
-        raise AssertionError(f"no parser for {shlex.join(command)}")
+        return found
+    raise AssertionError(f"no parser for {shlex.join(command)}")
 
 
 def settings_are_accepted(settings: Sequence[str]) -> RunConfig:
@@ -71,5 +72,7 @@ def _check_options(arguments: list[str]) -> None:
 def _parse_click(app: object, arguments: list[str]) -> dict[str, object]:
     name, *rest = arguments
     command = app.commands[name]  # type: ignore[attr-defined]
+    if hasattr(command, "commands"):
+        return _parse_click(command, rest)
     context: click.Context = command.make_context(name, rest)
     return context.params

@@ -8,8 +8,10 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import pytest
 from packaging.specifiers import SpecifierSet
 
+from tests.support.deploy_commands import parse
 from tests.support.deploy_files import DEPLOY, ROOT
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
@@ -23,8 +25,22 @@ def test_instructions() -> None:
         r"\\\n", "", "".join(f"{line}\n" for line in DOCKERFILE.splitlines() if line[:1] != "#")
     ).splitlines()
     assert {line.split()[0] for line in lines if line} == INSTRUCTIONS
-    assert lines[-2:] == ["WORKDIR /data", 'CMD ["sluice", "--help"]']
-    assert "USER sluice" in lines  # not root
+    stages = [line.split()[1:] for line in lines if line.startswith("FROM ")]
+    assert [stage[-1] for stage in stages] == ["base", "trainer", "engine"]
+    assert [stage[0] for stage in stages[1:]] == ["base", "trainer"]
+    trainer = lines[: lines.index("FROM trainer AS engine")]
+    assert [line for line in trainer if line][-3:] == ["USER sluice", "WORKDIR /data", 'CMD ["sluice", "--help"]']
+    assert lines[-1] == "USER sluice"  # not root
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_engine_is_installed_by_sluice_s_own_command(device: str) -> None:
+    (command,) = re.findall(r"^RUN PIP_NO_CACHE_DIR=1 (sluice .+)$", DOCKERFILE, re.MULTILINE)
+    found = parse(command.replace("${VLLM}", device).split())
+    assert (found["name"], found[device], str(found["folder"])) == ("vllm", True, "/opt/engine")
+    assert "vllm" not in DOCKERFILE[: DOCKERFILE.index("FROM trainer AS engine")].split("\nFROM ", 1)[1].lower()
+    texts = [path.read_text() for path in (DEPLOY / "kubernetes").glob("ray*.yaml")]
+    assert all("rollout.python=/opt/engine/bin/python" in text for text in texts)
 
 
 def test_the_python_is_one_that_the_project_supports() -> None:
@@ -33,9 +49,9 @@ def test_the_python_is_one_that_the_project_supports() -> None:
 
 
 def test_extras_exist() -> None:
-    (extras,) = re.findall(r'"\.\[\$\{VLLM:\+\$VLLM,\}([\w,]+)\]"', DOCKERFILE)
-    assert {*extras.split(","), "cpu", "cuda"} <= PROJECT["optional-dependencies"].keys()
-    assert not {"cpu", "cuda"} & set(extras.split(","))  # they can't be combined
+    (extras,) = re.findall(r'"\.\[([\w,]+)\]"', DOCKERFILE)
+    assert {*extras.split(",")} <= PROJECT["optional-dependencies"].keys()
+    assert not {"cpu", "cuda"} & set(extras.split(","))  # vLLM is in an interpreter of its own
 
 
 def test_what_is_copied_exists_and_is_in_the_build_s_context() -> None:

@@ -123,8 +123,8 @@ def test_versions_are_those_of_the_lock_file() -> None:
     assert {cluster["rayVersion"] for cluster in RAY} == {pinned("ray")}
     images = {each["image"] for pod in PODS for each in pod["spec"]["containers"]}
     variables = dict.fromkeys(("POSTGRES_PASSWORD", "PREFECT_PASSWORD", "RAY_AUTH_TOKEN", "MINIO_PASSWORD"), "x")
-    services = compose(variables | {"SLUICE_VARIANT": "cuda"})["services"]
-    assert images <= {service["image"] for service in services.values()}
+    services = compose(variables | {"SLUICE_STAGE": "engine"})["services"]
+    assert images <= {service["image"] for service in services.values()} | {"sluice:trainer"}
     assert services["prefect"]["image"].startswith(f"prefecthq/prefect:{pinned('prefect')}-")
 
 

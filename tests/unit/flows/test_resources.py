@@ -15,6 +15,7 @@ from transformers import BloomConfig, BloomForCausalLM, Qwen3Config
 from flows.configs import CONFIGS
 from flows.plan.footprint import measure_step
 from flows.plan.resources import Resources, plan_resources, this_machine
+from flows.plan.workers import CONTEXT_BYTES, CUDA_CONTEXT
 from flows.preflight import check
 from infra.models.load import build_meta_model, load_model
 from infra.models.tiny import make_tokenizer
@@ -122,6 +123,19 @@ def test_colocated_workers_share_a_gpu(plan: Callable[..., Resources]) -> None:
     both = [worker.phases for worker in colocated.workers]
     assert shared.used == (both[0] + both[1]).peak
     assert shared.where.startswith("colocated")
+
+
+def test_an_engines_own_process_has_a_context_on_a_shared_gpu(plan: Callable[..., Resources]) -> None:
+    settings = ("runtime.placement=colocated", "kl.coef=0", "rollout.kind=vllm")
+    colocated = plan(*settings, cluster="1xH100")
+    policy, engine = colocated.workers
+    assert engine.parts[CUDA_CONTEXT] == CONTEXT_BYTES
+    assert engine.phases.scoring == engine.phases.update == CONTEXT_BYTES  # it sleeps, and its process stays
+    assert colocated.shared is not None
+    assert colocated.shared.update == policy.phases.update + CONTEXT_BYTES
+    assert engine.phases.rollout == sum(engine.parts.values())
+    separate = plan("kl.coef=0", "rollout.kind=vllm", cluster="2xH100")
+    assert CUDA_CONTEXT not in separate.workers[-1].parts  # a part of what a GPU is to be left
 
 
 def test_large_models_weights_are_those_of_their_shapes(plan: Callable[..., Resources]) -> None:

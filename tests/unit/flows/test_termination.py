@@ -1,6 +1,7 @@
 """A SIGTERM ends a run's work, also if the event loop swallows its exception."""
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 from prefect.exceptions import TerminationSignal
 from prefect.utilities.engine import capture_sigterm
 
-from flows.lifecycle.cancellation import terminable
+from flows.lifecycle.cancellation import Notice, sigterm_only_told, terminable
 
 
 @pytest.fixture
@@ -100,3 +101,46 @@ def test_other_exceptions_that_the_event_loop_swallows_are_reported_as_before() 
 
     assert asyncio.run(run()) == 7
     assert [message[-7:] for message in reported] == ["'seven'", "'eight'"]
+
+
+@pytest.mark.parametrize(("seconds", "done"), [(math.inf, ["in hand", "cancelled"]), (0.01, ["cancelled"])])
+def test_what_is_in_hand_is_finished_within_half_of_the_notice(
+    received: list[int], seconds: float, done: list[str]
+) -> None:
+    events, left = list[str](), list[float]()
+
+    async def training(notice: Notice) -> None:
+        try:
+            with sigterm_only_told():
+                with notice.released():
+                    notice.hold()
+                    terminate()
+                    await asyncio.sleep(0.1 if math.isinf(seconds) else 1000)
+                    events.append("in hand")
+                await asyncio.Event().wait()
+        finally:
+            events.append("cancelled")
+            left.append(notice.seconds_left)
+
+    async def run() -> None:
+        notice = Notice(seconds)
+        with capture_sigterm():
+            await terminable(terminable(training(notice), notice))
+
+    with pytest.raises(TerminationSignal):
+        asyncio.run(run())
+    assert events == done
+    assert 0 <= left[0] <= seconds
+    assert received == [signal.SIGTERM]
+
+
+def test_work_that_can_be_done_later_is_cancelled_by_a_notice() -> None:
+    async def run() -> tuple[bool, int]:
+        notice = Notice(1000)
+        later, soon = asyncio.create_task(asyncio.sleep(1000)), asyncio.create_task(asyncio.sleep(0, 7))
+        await notice.wait_unless_given(soon)
+        asyncio.get_running_loop().call_soon(asyncio.ensure_future, notice.give())
+        await notice.wait_unless_given(later)
+        return later.cancelled(), soon.result()
+
+    assert asyncio.run(run()) == (True, 7)

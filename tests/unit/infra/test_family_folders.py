@@ -10,16 +10,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, FalconConfig, PreTrainedModel, ZambaConfig, ZayaConfig
 
 from infra.checkpoints.model import write_model_folder
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore
 from infra.models.assets import save_assets
 from infra.models.load import describe_adapter
-from infra.models.lora import adapted_layers
+from infra.models.lora import adapted_layers, add_adapter
+from infra.models.precision import cast_model
 from infra.models.scoring import load_scoring_module
 from rl_core.scoring import pack_row
+from rl_core.scoring.miniature import build_miniature
 from schemas.config.model import LoraConfig, ModelConfig
 from schemas.errors import ConfigError
 from tests.support.configs import run_config
@@ -93,7 +95,7 @@ def test_adapters_are_on_linear_layers_and_merge_into_them(name: str, tmp_path: 
     base = make_family(tmp_path / "base", name, dtype="float32")
     config = ModelConfig(path=str(base), lora=LoraConfig(rank=2))
     if name == "nemotron_h":
-        with pytest.raises(ConfigError, match=r"peft can't adapt a layer of NemotronH.*'out_proj'.*; name others in"):
+        with pytest.raises(ConfigError, match=r"peft can't adapt .*'out_proj'.*; name others in .*, of in_proj, k_p"):
             load_policy(config)
         config = config.replace(lora=LoraConfig(rank=2, target_modules=("in_proj", "q_proj")))
     store, model = CheckpointStore(str(tmp_path / "policy")), load_policy(config)
@@ -112,6 +114,31 @@ def test_adapters_are_on_linear_layers_and_merge_into_them(name: str, tmp_path: 
         key for key, value in weights_in(tmp_path / "out").items() if not torch.equal(value, weights_in(base)[key])
     }
     assert changed
+
+
+def test_layers_that_share_a_weight_are_not_adapted(tmp_path: Path) -> None:
+    """Merged, the adapters of both would be added to the one weight."""
+    build_miniature(ZambaConfig(), 10**9).save_pretrained(tmp_path / "zamba")
+    config = ModelConfig(path=str(tmp_path / "zamba"), lora=LoraConfig(rank=2))
+    with pytest.raises(ConfigError, match=r"share the weights of .*; name others in .*, of in_proj, linear, out_proj"):
+        load_policy(config)
+    chosen = LoraConfig(rank=2, target_modules=("in_proj", "linear", "out_proj"))
+    assert adapted_layers(load_policy(config.replace(lora=chosen)))
+
+
+def test_a_class_of_its_own_that_computes_a_linear_layer_is_adapted() -> None:
+    model = build_miniature(FalconConfig(), 10**9)
+    add_adapter(model, LoraConfig(rank=2))
+    assert {name.rpartition(".")[2] for name in adapted_layers(model)} >= {"query_key_value", "dense", "dense_4h_to_h"}
+
+
+def test_what_a_models_code_makes_in_float32_is_exported_in_float32() -> None:
+    model = build_miniature(ZayaConfig(), 10**9)
+    cast_model(model, torch.bfloat16)
+    dtypes = {name: value.dtype for name, value in model.state_dict().items()}
+    biases = {name for name in dtypes if name.endswith("balancing_biases")}
+    assert {dtypes[name] for name in biases} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if name not in biases} == {torch.bfloat16}
 
 
 @pytest.fixture

@@ -11,12 +11,15 @@ from importlib.metadata import version
 from threading import Thread
 
 import pytest
+from prefect.settings import PREFECT_API_KEY, PREFECT_CLOUD_API_URL, temporary_settings
 
+from flows.lifecycle.outages import cloud_key
 from infra.services import prefect_api
 from infra.services.local import free_port
 from infra.services.prefect_api import check_prefect_api, prefect_is_gone, prefect_responds
 from schemas.errors import ServiceError
 
+KEY = "pnu_secret"
 LOGIN = "sluice:correct horse"
 
 
@@ -26,6 +29,8 @@ class _Locked(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         wanted = f"Basic {base64.b64encode(LOGIN.encode()).decode()}"
         is_allowed = self.path == "/api/health" or self.headers["Authorization"] == wanted
+        if self.path.startswith("/cloud"):
+            is_allowed = self.headers["Authorization"] == f"Bearer {KEY}"
         self.send_response(200 if is_allowed else 401)
         self.end_headers()
         self.wfile.write(json.dumps(True if self.path == "/api/health" else version("prefect")).encode())
@@ -45,6 +50,17 @@ def api_url() -> Iterator[str]:
 
 def test_the_right_login_is_accepted(api_url: str) -> None:
     check_prefect_api(api_url, LOGIN)
+
+
+def test_prefect_cloud_is_asked_with_its_key(api_url: str) -> None:
+    workspace = f"{api_url.removesuffix('/api')}/cloud/accounts/a/workspaces/w"
+    with temporary_settings({PREFECT_CLOUD_API_URL: api_url.replace("/api", "/cloud"), PREFECT_API_KEY: KEY}):
+        check_prefect_api(workspace, key=cloud_key(workspace))
+        assert prefect_responds(workspace, cloud_key(workspace))
+        assert cloud_key(api_url) is None  # a key is not sent to another server
+    with pytest.raises(ServiceError, match="refuses PREFECT_API_KEY; log in again: prefect cloud login") as refused:
+        check_prefect_api(workspace, key="pnu_wrong")
+    assert "pnu_wrong" not in str(refused.value)
 
 
 @pytest.mark.parametrize("login", [None, "sluice:wrong"])

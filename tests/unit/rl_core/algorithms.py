@@ -3,27 +3,31 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle
 from typing import get_args
 
 import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from schemas.config.kinds import configs_of, kinds_of
 from schemas.config.loss import (
-    Aggregation,
     CispoLoss,
     ClippedLoss,
     CorrectionConfig,
+    CrossEntropyLoss,
+    DppoLoss,
+    GmpoLoss,
     GspoLoss,
     KlConfig,
+    KlEstimator,
     LossConfig,
     MaskedCorrection,
-    NoCorrection,
+    RejectedCorrection,
     SapoLoss,
     TruncatedCorrection,
 )
 from tests.support.packed import VOCAB_SIZE, plain_logprobs, tiny_qwen3
+from tests.unit.rl_core.loss_inputs import AGGREGATIONS, CORRECTIONS, LOSSES
 
 TEMPERATURE = 0.8
 NORM_TOKENS = 12.0
@@ -40,35 +44,14 @@ class Algorithm:
     correction: CorrectionConfig
 
 
-# All clip ranges are narrow enough that some tokens are clipped, on both sides.
-KINDS: dict[str, Algorithm] = {
-    "clipped": Algorithm(
-        ClippedLoss(clip_low=0.2, clip_high=0.28, dual_clip=1.5, entropy_coef=0.01),
-        KlConfig(coef=0.1, estimator="k3"),
-        TruncatedCorrection(cap=1.1),
-    ),
-    "gspo": Algorithm(
-        GspoLoss(clip_low=0.05, clip_high=0.02),
-        KlConfig(coef=0.1, estimator="k2"),
-        MaskedCorrection(level="sequence", low=0.6, high=1.7),
-    ),
-    "cispo": Algorithm(
-        CispoLoss(clip_low=0.3, clip_high=0.2, entropy_coef=0.01), KlConfig(coef=0.1, estimator="k1"), NoCorrection()
-    ),
-    "sapo": Algorithm(SapoLoss(), KlConfig(coef=0.1, estimator="k3"), TruncatedCorrection(cap=1.1)),
-}
-AGGREGATIONS = get_args(Aggregation)
+KL_TERMS = [KlConfig(coef=0.1, estimator=estimator) for estimator in get_args(KlEstimator)]
+# Every loss and aggregation, with some KL term and some correction: each of these is among them.
 ALGORITHMS = {
-    f"{kind}-{aggregation}": Algorithm(
-        algorithm.loss.replace(aggregation=aggregation), algorithm.kl, algorithm.correction
-    )
-    for kind, algorithm in KINDS.items()
+    f"{name}-{aggregation}": Algorithm(loss.replace(aggregation=aggregation, entropy_coef=0.01), kl, correction)
+    for (name, loss), kl, correction in zip(LOSSES.items(), cycle(KL_TERMS), cycle(CORRECTIONS.values()), strict=False)
     for aggregation in AGGREGATIONS
 }
-DEFAULT_AGGREGATION = {
-    kind: config.model_fields["aggregation"].default
-    for kind, config in zip(kinds_of(LossConfig), configs_of(LossConfig), strict=True)
-}
+DEFAULTS = {name: f"{name}-{type(loss).model_fields['aggregation'].default}" for name, loss in LOSSES.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,9 +110,10 @@ def clipped_term(row: Row, logprobs: Tensor, config: ClippedLoss) -> Tensor:
 
 
 def gspo_term(row: Row, logprobs: Tensor, config: GspoLoss) -> Tensor:
-    ratio = torch.exp((logprobs - row.behavior[row.mask]).mean())
+    probs = torch.exp(logprobs)
+    ratio = torch.exp((logprobs - row.behavior[row.mask]).mean()).detach() * probs / probs.detach()
     clipped = torch.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
-    return -torch.minimum(ratio * row.advantage, clipped * row.advantage).expand(len(logprobs))
+    return -torch.minimum(ratio * row.advantage, clipped * row.advantage)
 
 
 def cispo_term(row: Row, logprobs: Tensor, config: CispoLoss) -> Tensor:
@@ -143,22 +127,59 @@ def sapo_term(row: Row, logprobs: Tensor, config: SapoLoss) -> Tensor:
     return -row.advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
 
 
+def cross_entropy_term(row: Row, logprobs: Tensor, config: CrossEntropyLoss) -> Tensor:
+    return -logprobs
+
+
+def gmpo_term(row: Row, logprobs: Tensor, config: GmpoLoss) -> Tensor:
+    sign = torch.sign(row.advantage)
+    logs = logprobs - row.behavior[row.mask]
+    bounded = sign * torch.minimum(sign * logs, sign * torch.clip(logs, -config.clip_low, config.clip_high))
+    products = torch.exp(bounded)
+    return -row.advantage * products.detach().prod() ** (1 / len(products)) * products / products.detach()
+
+
+def dppo_term(row: Row, logprobs: Tensor, config: DppoLoss) -> Tensor:
+    p, q = torch.exp(logprobs.detach()), torch.exp(row.sampler[row.mask])
+    kl = q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p))
+    divergence = kl if config.divergence == "kl" else torch.abs(p - q)
+    away, bound = (p > q, config.clip_high) if row.advantage > 0 else (p < q, config.clip_low)
+    is_kept = ~(away & (divergence > bound))
+    return -row.advantage * torch.exp(logprobs - row.behavior[row.mask]) * is_kept
+
+
 POLICY_TERMS: dict[str, Callable[..., Tensor]] = {
     "clipped": clipped_term,
     "gspo": gspo_term,
     "cispo": cispo_term,
     "sapo": sapo_term,
+    "gmpo": gmpo_term,
+    "dppo": dppo_term,
+    "cross_entropy": cross_entropy_term,
 }
 
 
-def reference_weights(row: Row, correction: CorrectionConfig) -> Tensor:
-    importance = torch.exp(row.behavior - row.sampler)[row.mask]
-    if correction.kind == "truncated":
-        return torch.clip(importance, max=correction.cap)
-    if correction.kind == "masked":
-        product = importance.prod()
-        return (product if correction.low <= product <= correction.high else 0.0) * torch.ones_like(importance)
-    return torch.ones_like(importance)
+def truncated_weights(importance: Tensor, config: TruncatedCorrection) -> Tensor:
+    return torch.clip(importance, max=config.cap)
+
+
+def masked_weights(importance: Tensor, config: MaskedCorrection) -> Tensor:
+    product = importance.prod()
+    return (product if config.low <= product <= config.high else 0.0) * torch.ones_like(importance)
+
+
+def rejected_weights(importance: Tensor, config: RejectedCorrection) -> Tensor:
+    mean = importance.prod() ** (1 / len(importance))
+    return torch.clip(importance, max=config.cap) * (config.low <= mean <= config.high)
+
+
+# Of the importance weights of a row's trained tokens, by the levels that the corrections under test have.
+WEIGHTS: dict[str, Callable[..., Tensor]] = {
+    "none": lambda importance, _: torch.ones_like(importance),
+    "truncated": truncated_weights,
+    "masked": masked_weights,
+    "rejected": rejected_weights,
+}
 
 
 def reference_kl(x: Tensor, estimator: str) -> Tensor:
@@ -186,7 +207,9 @@ def reference_update(members: Sequence[int], algorithm: Algorithm, dtype: torch.
         if not row.mask.any():
             continue
         logprobs = reference_logprobs(dtype)[member][row.mask]
-        losses = reference_weights(row, algorithm.correction) * POLICY_TERMS[config.kind](row, logprobs, config)
+        importance = torch.exp(row.behavior - row.sampler)[row.mask]
+        weights = WEIGHTS[algorithm.correction.kind](importance, algorithm.correction)
+        losses = weights * POLICY_TERMS[config.kind](row, logprobs, config)
         kl = reference_kl(row.reference[row.mask] - logprobs, algorithm.kl.estimator)
         per_sequence.append(losses + algorithm.kl.coef * kl - config.entropy_coef * entropy_of(logprobs))
     loss = {

@@ -1,10 +1,12 @@
-"""Loss inputs with chosen ratios, and the loss of a few tokens."""
+"""The losses and corrections under test, loss inputs with chosen ratios, and the loss of a few tokens."""
 
 from collections.abc import Sequence
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.losses import LossInputs, policy_loss
@@ -13,20 +15,45 @@ from schemas.config.loss import (
     CispoLoss,
     ClippedLoss,
     CorrectionConfig,
+    CrossEntropyLoss,
+    DppoLoss,
+    GmpoLoss,
     GspoLoss,
     KlConfig,
     LossConfig,
     MaskedCorrection,
     NoCorrection,
+    RejectedCorrection,
     SapoLoss,
     TruncatedCorrection,
 )
 from schemas.metrics import Mean, Metrics
 
-LOSSES = [ClippedLoss(), ClippedLoss(dual_clip=3), GspoLoss(clip_low=0.1, clip_high=0.1), CispoLoss(), SapoLoss()]
+# Every test of all losses or all corrections takes them from here. The ranges are so narrow that some tokens are beyond
+# each bound, and the numbers are none that float32 holds exactly, so that a constant of lower precision shows.
+LOSSES: dict[str, LossConfig] = {
+    "clipped": ClippedLoss(clip_low=0.2, clip_high=0.28, dual_clip=1.3),
+    "gspo": GspoLoss(clip_low=0.05, clip_high=0.02),
+    "cispo": CispoLoss(clip_low=0.3, clip_high=0.2),
+    "sapo": SapoLoss(tau_positive=1.3, tau_negative=2.7),
+    "gmpo": GmpoLoss(clip_low=0.1, clip_high=0.13),
+    "dppo": DppoLoss(clip_low=0.001, clip_high=0.0013),
+    "dppo-kl": DppoLoss(divergence="kl", clip_low=0.00027, clip_high=0.0003),
+    "cross_entropy": CrossEntropyLoss(),
+}
+CORRECTIONS: dict[str, CorrectionConfig] = {
+    "none": NoCorrection(),
+    "truncated": TruncatedCorrection(cap=1.1),
+    "masked": MaskedCorrection(level="sequence", low=0.6, high=1.7),
+    "rejected": RejectedCorrection(low=0.93, high=1.07, cap=1.3),
+}
 AGGREGATIONS = get_args(Aggregation)
 NO_KL, NO_CORRECTION = KlConfig(), NoCorrection()
-CORRECTIONS = [NO_CORRECTION, TruncatedCorrection(cap=1.2), MaskedCorrection(level="sequence", high=2)]
+
+every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+_OF_SAMPLES = {name: loss for name, loss in LOSSES.items() if loss.kind != "cross_entropy"}
+every_loss_of_samples = pytest.mark.parametrize("loss", _OF_SAMPLES.values(), ids=_OF_SAMPLES)
+every_correction = pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
 
 
 def row_inputs(
@@ -53,8 +80,8 @@ def row_inputs(
     )
 
 
-def floats(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
+def floats(numbers: Sequence[float] | NDArray[np.float64]) -> Tensor:
+    return torch.as_tensor(numbers, dtype=torch.float64)
 
 
 def loss_of(

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.advantages import compute_advantages
-from rl_core.advantages.base import AdvantageInputs, number_groups
+from rl_core.advantages.base import AdvantageInputs, Parts, number_groups
 from rl_core.advantages.turn_level import Turns, advantages_of_turns
 from schemas.config.advantage import (
     AdvantageConfig,
     DrGrpoAdvantage,
+    GdpoAdvantage,
     GrpoAdvantage,
     MaxRlAdvantage,
     OpoAdvantage,
@@ -37,6 +38,7 @@ def advantages_of(
     groups: list[int],
     lengths: list[int] | None = None,
     loss_tokens: list[int] | None = None,
+    parts: Parts = (),
 ) -> np.ndarray:
     response_lengths = np.array([1] * len(rewards) if lengths is None else lengths)
     return compute_advantages(
@@ -45,6 +47,7 @@ def advantages_of(
         config,
         response_lengths=response_lengths,
         loss_tokens=response_lengths if loss_tokens is None else np.array(loss_tokens),
+        parts=parts,
     )
 
 
@@ -106,6 +109,40 @@ def test_max_rl_divides_by_the_mean_reward() -> None:
 
 def test_max_rl_is_zero_where_the_mean_reward_is_not_positive() -> None:
     assert advantages_of(MaxRlAdvantage(), [1.0, -1.0, 0.0, -2.0], [0, 0, 1, 1]).tolist() == [0.0] * 4
+
+
+def test_gdpo_in_numpy() -> None:
+    # Two groups; a reward of 0 or 1, one of thousands, and a third that is equal in the first group.
+    right, length, form = (
+        [1.0, 0.0, 1.0, 0.0, 0.0, 1.0],
+        [900.0, 1300.0, 2700.0, 100.0, 100.0, 400.0],
+        [1.0] * 4 + [0, 1.0],
+    )
+    groups, weights, eps = [0, 0, 0, 1, 1, 1], [1.3, -0.3, 0.7], 1e-6
+    sums = np.zeros(6)
+    for weight, part in zip(weights, (right, length, form), strict=True):
+        for rows in (slice(0, 3), slice(3, 6)):
+            own = np.array(part[rows])
+            sums[rows] += weight * (own - own.mean()) / (own.std(ddof=1) + eps)
+    expected = (sums - sums.mean()) / (sums.std(ddof=1) + eps)
+    parts = [(weight, np.array(part)) for weight, part in zip(weights, (right, length, form), strict=True)]
+    total = sum(weight * part for weight, part in parts)
+    found = advantages_of(GdpoAdvantage(epsilon=eps), list(total), groups, parts=parts)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    scaled = [parts[0], (-0.3, 1000 * parts[1][1]), parts[2]]  # the scale of a part doesn't count
+    np.testing.assert_allclose(advantages_of(GdpoAdvantage(), [0.0] * 6, groups, parts=scaled), expected, rtol=1e-5)
+
+
+def test_gdpo_learns_from_a_group_of_equal_sums() -> None:
+    columns = [0.0, 1.0, 0.0, 2.0, 2.0], [0.0, 0.0, 2.0, 3.0, 3.0], [2.0, 1.0, 0.0, 0.0, 0.0]
+    parts = [(1.0, np.array(column)) for column in columns]
+    found = advantages_of(GdpoAdvantage(), [2.0, 2.0, 2.0, 5.0, 5.0], [0, 0, 0, 1, 1], parts=parts)
+    assert (found[:3] != 0).all()
+    assert found[3:].tolist() == [0.0, 0.0]  # each part is equal
+    # Without parts, the rewards are the only one: GRPO's advantages, normalized.
+    grpo = advantages_of(GrpoAdvantage(), REWARDS, GROUPS).astype(np.float64)
+    whitened = (grpo - grpo.mean()) / grpo.std(ddof=1)
+    np.testing.assert_allclose(advantages_of(GdpoAdvantage(), REWARDS, GROUPS), whitened, rtol=1e-5)
 
 
 def test_rloo_has_a_leave_one_out_baseline() -> None:

@@ -7,18 +7,19 @@ import torch
 from rl_core.columns.jagged import jagged, row_lengths
 from rl_core.planning import plan_forward, plan_step
 from rl_core.training import RankRows, ScoringModule, Trainer, score_rows, training_columns
-from schemas.config.loss import CispoLoss, ClippedLoss, GspoLoss, LossConfig, TruncatedCorrection
+from schemas.config.loss import LossConfig, TruncatedCorrection
 from schemas.config.optim import OptimConfig
 from schemas.config.run import RunConfig
 from schemas.metrics import values
 from tests.support.configs import run_config
 from tests.support.measured_memory import packed_rows
 from tests.support.packed import tiny_qwen3
+from tests.unit.rl_core.loss_inputs import every_loss_of_samples
 
 PROMPTS, RESPONSES = [3, 5, 2, 4], [6, 1, 7, 4]
 
 
-@pytest.mark.parametrize("loss", [ClippedLoss(dual_clip=3.0), GspoLoss(), CispoLoss()], ids=lambda loss: loss.kind)
+@every_loss_of_samples
 def test_the_update_is_the_same_without_a_pass_before_it(loss: LossConfig) -> None:
     own, own_metrics = _gradient(loss, token_budget=64)
     again, metrics = _gradient(loss.replace(behavior="recompute"), token_budget=64)

@@ -24,6 +24,9 @@ from tests.unit.rl_core.loss_inputs import (
     AGGREGATIONS,
     CORRECTIONS,
     LOSSES,
+    every_correction,
+    every_loss,
+    every_loss_of_samples,
     gradient_of,
     loss_of,
     row_inputs,
@@ -44,9 +47,9 @@ def random_inputs(lengths: list[int], seed: int) -> dict[str, Tensor]:
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=8),
     seed=st.integers(0, 2**31),
-    loss=st.sampled_from(LOSSES),
+    loss=st.sampled_from(list(LOSSES.values())),
     aggregation=st.sampled_from(AGGREGATIONS),
-    correction=st.sampled_from(CORRECTIONS),
+    correction=st.sampled_from(list(CORRECTIONS.values())),
 )
 def test_sum_over_any_split_equals_the_whole(
     lengths: list[int], seed: int, loss: LossConfig, aggregation: Aggregation, correction: CorrectionConfig
@@ -95,10 +98,7 @@ def _run_lengths(cuts: list[bool]) -> list[int]:
     return sizes
 
 
-every_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.kind}-{loss.aggregation}")
-
-
-@every_loss
+@every_loss_of_samples
 def test_without_trained_tokens_the_loss_is_zero_with_a_graph(loss: LossConfig) -> None:
     inputs = row_inputs([3.0, 1.0], [1.0], [2], [False, False], importance=[1.0, 2.0], entropy=[1.0, 1.0])
     loss_value, metrics = loss_of(inputs, 10, 5, loss)
@@ -111,34 +111,37 @@ def test_without_trained_tokens_the_loss_is_zero_with_a_graph(loss: LossConfig) 
 
 @every_loss
 def test_a_micro_batch_without_sequences(loss: LossConfig) -> None:
-    inputs = row_inputs([], [], [])
+    inputs = row_inputs([], [], [], importance=[])
     assert loss_of(inputs, 10, 5, loss)[0].item() == 0.0
 
 
 @every_loss
-@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda correction: correction.kind)
+@every_correction
 def test_untrained_tokens_cannot_poison_the_gradient(loss: LossConfig, correction: CorrectionConfig) -> None:
-    mask, nan = [True, False, False], math.nan
-    inputs = row_inputs(
-        [1.0, nan, 0.0],
-        [1.0],
-        [3],
-        mask,
-        importance=[1.0, nan, nan],
-        reference=[0.0, nan, nan],
-        entropy=[1.0, nan, nan],
-    )
-    loss_value, metrics = loss_of(inputs, 1, 1, loss.replace(entropy_coef=0.5), KlConfig(coef=0.1), correction)
-    grad = gradient_of(inputs, loss_value)
-    assert loss_value.item() == {"cispo": -0.5, "sapo": -2.5}.get(loss.kind, -1.5)
-    assert grad == [-1.0, 0.0, 0.0]
+    def loss_and_metrics(ratios: list[float], others: list[float]) -> tuple[LossInputs, Tensor, Metrics]:
+        """Compute the loss of these tokens, of which only the first is trained."""
+        inputs = row_inputs(
+            ratios,
+            [1.0],
+            [len(ratios)],
+            [True] + [False] * len(others),
+            importance=[1.0, *others],
+            reference=[0.0, *others],
+            entropy=[1.0, *others],
+        )
+        return inputs, *loss_of(inputs, 1, 1, loss.replace(entropy_coef=0.5), KlConfig(coef=0.1), correction)
+
+    inputs, loss_value, metrics = loss_and_metrics([1.0, math.nan, 0.0], [math.nan, math.nan])
+    _, alone, _ = loss_and_metrics([1.0], [])
+    assert loss_value.item() == alone.item()
+    assert gradient_of(inputs, loss_value) == [-1.0, 0.0, 0.0]
     assert all(math.isfinite(value) for value in values(metrics).values())
 
 
 @every_loss
 @pytest.mark.parametrize("column", ["policy", "behavior", "sampler", "reference", "advantages"])
 def test_a_non_finite_value_makes_the_loss_nan(loss: LossConfig, column: str) -> None:
-    for value, correction in product((math.nan, math.inf, -math.inf), CORRECTIONS):
+    for value, correction in product((math.nan, math.inf, -math.inf), CORRECTIONS.values()):
         columns = {name: torch.zeros(2) for name in ("policy", "behavior", "sampler", "reference", "advantages")}
         columns[column][1] = value
         inputs = LossInputs.from_rows(

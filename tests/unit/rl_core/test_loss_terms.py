@@ -15,6 +15,7 @@ from schemas.config.loss import (
     KlEstimator,
     MaskedCorrection,
     NoCorrection,
+    RejectedCorrection,
     TruncatedCorrection,
 )
 from schemas.metrics import Mean, Metrics
@@ -150,6 +151,20 @@ def test_masked_weights_outside_the_bounds_are_zero() -> None:
     weights, metrics = corrected(MaskedCorrection(level="sequence", low=0.4, high=3.0))
     assert weights == pytest.approx([2.0, 2.0, 0.0, 0.0])
     assert metrics["correction/masked"] == Mean(total=2.0, weight=4)
+
+
+def test_rejected_tokens_and_responses() -> None:
+    # Geometric means sqrt(4 * 0.5) and sqrt(0.25 * 1).
+    weights, metrics = corrected(RejectedCorrection(low=0.9, high=1.5))
+    assert weights == [1.0, 1.0, 0.0, 0.0]
+    assert_mean(metrics["mismatch/weight"], 2 * np.sqrt(2) + 2 * 0.5, 4)
+    assert metrics["correction/weight"] == metrics["correction/masked"] == Mean(total=2.0, weight=4)
+    assert "correction/truncated" not in metrics
+    weights, metrics = corrected(RejectedCorrection(low=0.9, high=1.5, cap=2.5))
+    assert weights == pytest.approx([2.5, 0.5, 0.0, 0.0])
+    assert metrics["correction/truncated"] == Mean(total=1.0, weight=4)
+    assert corrected(RejectedCorrection(level="token", low=0.4, high=3.0))[0] == [0.0, 1.0, 0.0, 1.0]
+    assert corrected(RejectedCorrection(level="sequence", low=0.4, high=3.0))[0] == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_the_correction_weights_the_policy_term_only() -> None:

@@ -2,13 +2,16 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from schemas.config.loss import Aggregation, CispoLoss, GspoLoss, SapoLoss
+from rl_core.losses import LossInputs
+from schemas.config.loss import Aggregation, CispoLoss, CrossEntropyLoss, DppoLoss, GmpoLoss, GspoLoss, SapoLoss
 from schemas.metrics import Max, Mean
 from tests.unit.rl_core.loss_inputs import (
     assert_mean,
+    floats,
     gradient_of,
     loss_of,
     row_inputs,
@@ -102,6 +105,73 @@ def test_sapo_by_hand() -> None:
     assert gradient_of(inputs, loss) == pytest.approx(expected)
     assert slopes[3] == 1.0  # on-policy, REINFORCE's
     assert "clip_fraction" not in metrics
+
+
+def test_cross_entropy_by_hand() -> None:
+    # Log-probs of 2 and 1/2; advantages and a token without a loss play no part.
+    inputs = row_inputs([2.0, 0.5, 7.0], [5.0, -3.0], [2, 1], [True, True, False])
+    loss, metrics = loss_of(inputs, 4, 2, CrossEntropyLoss())
+    assert loss.item() == pytest.approx(0.0)  # -(log 2 + log 1/2) / 4 tokens of the update
+    assert gradient_of(inputs, loss) == [-0.25, -0.25, 0.0]
+    assert_mean(metrics["cross_entropy"], 0.0, 2)
+    assert not {"ratio", "ratio_max", "approx_kl", "clip_fraction"} & metrics.keys()
+
+
+def test_gmpo_in_numpy() -> None:
+    # A = 1: log 2 is clipped to 0.4, log 0.5 is not. A = -2: log 0.5 is clipped to -0.3, log 3 is not.
+    inputs = row_inputs([2.0, 0.5, 0.5, 3.0, 9.0], [1.0, -2.0], [2, 3], [True] * 4 + [False])
+    loss, metrics = loss_of(inputs, 4, 2, GmpoLoss(clip_low=0.3, clip_high=0.4))
+    means = np.exp([(0.4 + np.log(0.5)) / 2, (-0.3 + np.log(3.0)) / 2])
+    assert loss.item() == pytest.approx((-means[0] + 2 * means[1]) / 2)
+    # d s/d logp_t = s / |y| of a token that isn't clipped; over 2 sequences.
+    assert gradient_of(inputs, loss) == pytest.approx([0.0, -means[0] / 4, 0.0, 2 * means[1] / 4, 0.0])
+    assert_mean(metrics["ratio"], 2 * means.sum(), 4)
+    assert metrics["clip_fraction/low"] == metrics["clip_fraction/high"] == Mean(total=1.0, weight=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "masked"),
+    [
+        (DppoLoss(), [True, False, False, True, False, False]),
+        (DppoLoss(divergence="kl", clip_low=0.05, clip_high=0.05), [True, False, True, True, False, False]),
+        (DppoLoss(clip_low=0.25, clip_high=0.15), [True, False, False, False, False, False]),
+    ],
+)
+def test_dppo_in_numpy(config: DppoLoss, masked: list[bool]) -> None:
+    # Differences 0.2, 0.1, 0.09; -0.2, 0.2, -0.019. Binary KL 0.082, 0.020, 0.144; 0.087, 0.082, 0.043: a rare token
+    # may become 20 times rarer. The fifth token moves against its advantage.
+    policy, sampler = np.array([0.5, 0.5, 0.99, 0.3, 0.5, 0.001]), np.array([0.3, 0.4, 0.9, 0.5, 0.3, 0.02])
+    behavior, advantages = 0.8 * sampler, np.repeat([1.5, -1.0], 3)
+    inputs = LossInputs.from_rows(
+        policy_logprobs=floats(np.log(policy)).requires_grad_(),
+        behavior_logprobs=floats(np.log(behavior)),
+        sampler_logprobs=floats(np.log(sampler)),
+        advantages=floats(advantages),
+        loss_mask=torch.ones(6, dtype=torch.bool),
+        response_lengths=torch.tensor([3, 3]),
+    )
+    loss, metrics = loss_of(inputs, 6, 2, config)
+    terms = np.where(masked, 0.0, -advantages * policy / behavior)
+    assert loss.item() == pytest.approx(terms.mean())
+    assert gradient_of(inputs, loss) == pytest.approx(terms / 6)
+    assert metrics["clip_fraction/high"] == Mean(total=sum(masked[:3]), weight=6)
+    assert metrics["clip_fraction/low"] == Mean(total=sum(masked[3:]), weight=6)
+
+
+def test_dppo_of_a_sure_token_and_without_a_sampler() -> None:
+    # Probabilities of 1 have a divergence of 0 from each other, and any other has an infinite KL from 1.
+    for policy, sampler, expected in ((0.0, 0.0, -1.0), (-1e-9, 0.0, -1.0), (0.0, -0.01, 0.0)):
+        inputs = LossInputs.from_rows(
+            policy_logprobs=torch.tensor([policy], requires_grad=True),
+            behavior_logprobs=torch.tensor([policy]),
+            sampler_logprobs=torch.tensor([sampler]),
+            advantages=torch.tensor([1.0]),
+            loss_mask=torch.tensor([True]),
+            response_lengths=torch.tensor([1]),
+        )
+        assert loss_of(inputs, 1, 1, DppoLoss(divergence="kl"))[0].item() == expected
+    with pytest.raises(ValueError, match=r'loss\.kind is "dppo", but the inputs lack sampler_logprobs'):
+        loss_of(row_inputs([1.0], [1.0], [1]), 1, 1, DppoLoss())
 
 
 # With r = 1, a token's loss is -A.

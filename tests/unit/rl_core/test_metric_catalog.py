@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from infra.datasets import PromptRow
+from infra.datasets.sft import SftDataset
 from infra.engines.base import Generation
 from infra.environments.slot import Reply
 from infra.environments.trajectory import TrajectoryBuilder, describe
@@ -59,6 +61,7 @@ def rollout_metrics() -> Iterator[Metrics]:
     generated = count_generated(rounds, config)
     yield generated
     yield RolloutHandle(step=3, policy_version=2, shards=keep_rows(config, rounds), generated=generated).metrics
+    yield SftDataset([PromptRow(np.array([1]), "", "", {}, "")]).epoch_metrics(3, 8)
     reuse = run_config(data={"reuse": {"num_groups": 2, "max_age": 1}}, correction=TruncatedCorrection(), store=KEPT)
     reused = tuple(ReusedGroup(step=2, group=group) for group in (0, 1))
     yield reuse_metrics(reuse, 3, [shard(0, (1.0, 0.0, 1.0, 0.0)).replace(reused=reused)])
@@ -80,7 +83,7 @@ def advantage_metrics() -> Iterator[Metrics]:
 
 def loss_metrics() -> Iterator[Metrics]:
     inputs = row_inputs([2.0, 0.5], [1.0], [2], importance=[2.0, 1.0], reference=[0.0, 1.0], entropy=[1.0, 2.0])
-    for loss, correction in product(LOSSES, CORRECTIONS):
+    for loss, correction in product(LOSSES.values(), CORRECTIONS.values()):
         yield policy_loss(
             inputs, loss, KlConfig(coef=0.1), correction, norm_tokens=1, num_loss_tokens=2, num_live_sequences=1
         )[1]

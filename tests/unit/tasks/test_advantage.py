@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from infra.storage.runs import RunDirectory
 from rl_core.advantages import prepare_updates
 from rl_core.columns.jagged import flat_values
-from schemas.errors import PlanError, RewardFailureError
+from schemas.errors import PlanError, RewardFailureError, UserError
 from schemas.metrics import values
 from schemas.rollout import RolloutHandle, RolloutShard
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle
@@ -98,6 +99,47 @@ def test_turns_have_advantages_of_their_own(tmp_path: Path) -> None:
     # Returns 2, 2; 0; 1, 0.5 and 1; 3. The rewards of the groups have the standard deviations 1 and sqrt(2).
     half = 1 / 2**0.5
     assert found == pytest.approx([1.0, 0.75, -1.0, 0.0, -0.75, -half, half], abs=1e-5)
+
+
+def test_the_parts_of_a_reward_are_normalized_one_by_one() -> None:
+    # Lengths 4, 3, -, 5, 4, 12: only the last, at the limit, has a penalty, which is a part with its weight.
+    rewards = [2.0, 0.5, None, 1.0, 3.0, 0.0]
+    parts = {"right": (1.0, 0.0, 1.0, 0.0, 1.0, 0.0), "style": (4.0, 2.0, 9.0, 4.0, 8.0, 0.0), "noted": (5.0,) * 6}
+    weights = {"right": 1.0, "style": 0.25, "noted": 0.0}
+    reward = {"kind": "weighted", "parts": {n: {"weight": w, "reward": {"kind": "exact"}} for n, w in weights.items()}}
+    config = run_config(
+        rollout={"max_response_tokens": MAX_RESPONSE_TOKENS},
+        advantage={"kind": "gdpo"},
+        overlong={"buffer_tokens": 6, "penalty": 0.5},
+        reward=reward,
+    )
+    plain = rollout_of(rewards)
+    shards = [
+        shard.replace(parts={name: values[3 * number : 3 * number + 3] for name, values in parts.items()})
+        for number, shard in enumerate(plain.shards)
+    ]
+    found = prepare_updates(config, STEP, plain.replace(shards=tuple(shards))).advantages
+    half = 0.5**0.5
+    pair = (1.0 + 0.25) * half  # of two rows, each part is normalized to +-half
+    thirds = [np.array(column) for column in ([0.0, 1.0, 0.0], [4.0, 8.0, 0.0], [0.0, 0.0, -0.5])]
+    of_parts = [(column - column.mean()) / column.std(ddof=1) for column in thirds]
+    sums = np.array([pair, -pair, *(of_parts[0] + 0.25 * of_parts[1] + 0.5 * of_parts[2])])
+    assert found == pytest.approx((sums - sums.mean()) / sums.std(ddof=1), abs=1e-5)
+    lacking = plain.replace(shards=(shards[0], plain.shards[1]))
+    with pytest.raises(UserError, match=r'3 of 5 rows of step 0 have a reward without the part "right"'):
+        prepare_updates(config, STEP, lacking)
+
+
+def test_gdpo_needs_a_weighted_reward_and_no_kl_in_it() -> None:
+    with pytest.raises(ValueError, match=r'normalizes each part of a weighted reward, but reward\.kind is "exact"'):
+        run_config(advantage={"kind": "gdpo"}, reward={"kind": "exact"})
+    parts = {"right": {"reward": {"kind": "exact"}}}
+    with pytest.raises(ValueError, match=r"set kl\.in_reward = false, or another advantage\.kind"):
+        run_config(
+            advantage={"kind": "gdpo"},
+            reward={"kind": "weighted", "parts": parts},
+            kl={"coef": 0.1, "in_reward": True},
+        )
 
 
 def test_a_shard_without_turns_of_each_row_is_refused() -> None:
