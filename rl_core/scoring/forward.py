@@ -5,6 +5,7 @@ are chosen for a token, in all layers together.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,8 @@ def pack_row(
         response_ids: [R] integer, the concatenated responses.
         response_lengths: [S] tokens; 0 is allowed, and so is S = 0 (a dummy micro-batch).
         experts: [sum(n_p), C] and [R, C] integer, the experts of prompts and responses to replay, if any.
-        share_prompts: Whether a prompt is in the row once for all consecutive sequences that have it (with the same
-            experts), so that T is less than sum(n_p + n_r).
+        share_prompts: Whether a prompt is in the row once for all sequences that have it (with the same experts), so
+            that T is less than sum(n_p + n_r).
 
     Returns:
         The row, on the device of `prompt_ids`.
@@ -122,14 +123,16 @@ def pack_row(
 
 
 def _first_with_prompt(prompt_ids: Tensor, prompts: Tensor, experts: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return for each sequence the first one of those before it, and itself, that have the same prompt: int64 [S]."""
-    lengths = prompts.tolist()
-    known = [torch.split(values, lengths) for values in (prompt_ids, *(experts or ())[:1])]
-    first = list(range(len(lengths)))
-    for at in range(1, len(lengths)):
-        if all(torch.equal(parts[at], parts[at - 1]) for parts in known):
-            first[at] = first[at - 1]
-    return torch.tensor(first)
+    """Return for each sequence the first one that has the same prompt: int64 [S]."""
+    stops = prompts.cumsum(0).tolist()
+    values = [part.cpu().numpy() for part in (prompt_ids, *(experts or ())[:1])]
+    firsts: dict[tuple[bytes, ...], int] = {}
+    return torch.tensor(
+        [
+            firsts.setdefault(tuple(part[start:stop].tobytes() for part in values), at)
+            for at, (start, stop) in enumerate(pairwise([0, *stops]))
+        ]
+    )
 
 
 def _shared_keys(

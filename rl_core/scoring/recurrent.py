@@ -40,9 +40,7 @@ def map_runs(function: Callable[..., Tensor], *packed: tuple[Tensor, Tensor]) ->
     tensors, boundaries = zip(*packed, strict=True)
     runs = equal_runs(*boundaries)
     # `split` instead of slices, because the gradient of each slice would be as long as the row.
-    parts = (
-        torch.split(states, [lengths[at] * count for lengths, count in runs]) for at, states in enumerate(tensors)
-    )
+    parts = (torch.split(states, [lengths[at] * count for lengths, count in runs]) for at, states in enumerate(tensors))
     outputs = []
     for (lengths, count), *states in zip(runs, *parts, strict=True):
         batches = (part.view(count, length, *part.shape[1:]) for part, length in zip(states, lengths, strict=True))

@@ -98,8 +98,10 @@ def test_a_full_step_in_numbers(sluice: Command) -> None:
     assert [[[len(micro.rows) for micro in rank] for rank in update.ranks] for update in plan.updates] == [
         [[2, 2], [2, 2]]
     ] * 2
+    # Two samples of a prompt of 9 tokens go into one, so that it is computed for half of them only.
+    assert [update.num_tokens for update in plan.updates] == [8 * 12 + 4 * 9] * 2
     forward = ForwardPlan.model_validate(value["forward"])
-    assert (len(forward.ranks), forward.num_micros, forward.num_tokens) == (2, 4, 336)
+    assert (len(forward.ranks), forward.num_micros, forward.num_tokens) == (2, 4, 264)
     # ids: uint16 and 17 offsets of 8 bytes; the mask: a bit each; log-probs: float32.
     num_bytes = {column["name"]: column["num_bytes"] for column in value["columns"]}
     assert num_bytes["prompt_ids"] == 2 * 144 + 17 * 8
