@@ -149,7 +149,7 @@ def _group_numbers(groups: IntsLike | None, num_rows: int) -> Counts | None:
 
 
 def _shuffled(rows: Rows, groups: Counts | None, seed: int) -> Rows:
-    """Return the rows in random order, those of a group in theirs: whole groups share prompts, and sum to advantage 0."""
+    """Return the rows, groups in random order and each group's rows together."""
     random = np.random.Generator(np.random.PCG64(seed))
     if groups is None:
         return random.permutation(rows)

@@ -162,7 +162,7 @@ def _split(sizes: RowSizes, items: Items, chosen: Rows, num_parts: int) -> Items
 
 
 def _longest_first(sizes: RowSizes, items: Items, chosen: NDArray[np.bool_]) -> tuple[Rows, Counts]:
-    """Return where in `items.rows` the chosen items' rows are, item by item and longest first, and how many each has."""
+    """Return where in `items.rows` those of the chosen items are, item by item and longest first, and their counts."""
     own = np.flatnonzero(chosen[items.of_rows])
     responses = sizes.responses[items.rows[own]]
     longest = int(responses.max())

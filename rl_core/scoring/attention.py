@@ -51,19 +51,24 @@ class PackedMask:
 
 @dataclass(frozen=True, eq=False)
 class SharedKeys:
-    """The keys of each sequence of a row in which some share a prompt.
+    """The keys of consecutive sequences of a row in which some share a prompt, put together at once.
 
     Attributes:
+        num_queries: The sequences' own tokens in the row, t.
+        cu_queries: [s + 1] int32 boundaries of these, from 0 to t.
         index: [L] int64, the row's tokens that are keys, sequence by sequence: the prompt's, then the response's.
-        cu_seqlens: [S + 1] int32 boundaries of the sequences in `index`, from 0 to L.
+        cu_keys: [s + 1] int32 boundaries of the sequences in `index`, from 0 to L.
     """
 
+    num_queries: int
+    cu_queries: Tensor
     index: Tensor
-    cu_seqlens: Tensor
+    cu_keys: Tensor
 
     def to(self, device: torch.device | str) -> "SharedKeys":
         """Return the keys with the tensors on `device`."""
-        return SharedKeys(self.index.to(device), self.cu_seqlens.to(device))
+        tensors = (each.to(device) for each in (self.cu_queries, self.index, self.cu_keys))
+        return SharedKeys(self.num_queries, *tensors)
 
 
 def describe_mask(
@@ -168,7 +173,7 @@ def packed_attention(
     *,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int = 0,
-    shared_keys: SharedKeys | None = None,
+    shared_keys: tuple[SharedKeys, ...] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -189,7 +194,7 @@ def packed_attention(
         attention_mask: What the model's mask allows; None: the model has made none.
         cu_seqlens: [S + 1] int32 boundaries, from 0 to T; passed by the caller of the model.
         max_seqlen: Tokens of the longest sequence, its prompt included.
-        shared_keys: The keys of each sequence, if some share a prompt; None: those within its boundaries.
+        shared_keys: The keys of all sequences, if some share a prompt; None: those within their boundaries.
         scaling: Factor of the attention scores; None: D ** -0.5.
         dropout: Must be 0: a log-prob must be a function of weights and tokens.
         sliding_window: A token attends to itself and the window - 1 tokens before it; None: to all tokens before it.
@@ -219,14 +224,19 @@ def packed_attention(
         return attend(query, key, value, cu_seqlens, cu_seqlens), None
     # The keys of each sequence are put together again in the backward, or a shared prompt's would be kept repeatedly.
     attend_shared = partial(_attend_shared, attend)
-    return checkpoint(attend_shared, query, key, value, cu_seqlens, shared_keys, use_reentrant=False), None
+    parts = torch.split(query, [keys.num_queries for keys in shared_keys], dim=2)
+    outputs = [
+        checkpoint(attend_shared, part, key, value, keys, use_reentrant=False)
+        for part, keys in zip(parts, shared_keys, strict=True)
+    ]
+    return torch.cat(outputs, dim=1), None
 
 
 def _attend_shared(
-    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, keys: SharedKeys
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, keys: SharedKeys
 ) -> Tensor:
     own_key, own_value = (states.index_select(2, keys.index) for states in (key, value))
-    return attend(query, own_key, own_value, cu_seqlens, keys.cu_seqlens)
+    return attend(query, own_key, own_value, keys.cu_queries, keys.cu_keys)
 
 
 def _varlen_flash(

@@ -20,6 +20,8 @@ from rl_core.scoring.recurrent import has_recurrent_layers
 from rl_core.scoring.routing import ROUTED_EXPERTS
 from schemas.errors import ScoringError
 
+KEYS_PER_TOKEN = 8  # that are put together at once where sequences share prompts: less than a layer's own memory
+
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
@@ -38,13 +40,15 @@ class PackedRow:
     response_lengths: Tensor  # [S] int64
     max_seqlen: int  # tokens of the longest sequence, its prompt included
     experts: Tensor | None = None  # [T, C] integer, the experts to replay; None: the model chooses
-    shared_keys: SharedKeys | None = None  # if sequences share prompts
+    shared_keys: tuple[SharedKeys, ...] | None = None  # if sequences share prompts
 
     def to(self, device: torch.device | str) -> "PackedRow":
         """Return the row with its tensors on `device`."""
         moved: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor | SharedKeys)
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
+        if self.shared_keys is not None:
+            moved["shared_keys"] = tuple(keys.to(device) for keys in self.shared_keys)
         return replace(self, **moved)
 
 
@@ -86,7 +90,7 @@ def pack_row(
         >>> row = pack_row(same, torch.tensor([2, 2]), three, torch.tensor([1, 2]), share_prompts=True)
         >>> row.input_ids.tolist(), row.position_ids.tolist(), row.cu_seqlens.tolist()
         ([10, 11, 12, 21, 22], [0, 1, 2, 2, 3], [0, 3, 5])
-        >>> row.predict_index.tolist(), row.shared_keys.index.tolist(), row.shared_keys.cu_seqlens.tolist()
+        >>> row.predict_index.tolist(), row.shared_keys[0].index.tolist(), row.shared_keys[0].cu_keys.tolist()
         ([1, 1, 3], [0, 1, 2, 0, 1, 3, 4], [0, 3, 7])
     """
     device = prompt_ids.device
@@ -137,12 +141,35 @@ def _first_with_prompt(prompt_ids: Tensor, prompts: Tensor, experts: tuple[Tenso
 
 def _shared_keys(
     prompt_starts: Tensor, prompts: Tensor, response_starts: Tensor, responses: Tensor, own: Tensor
-) -> SharedKeys:
+) -> tuple[SharedKeys, ...]:
     """Return the keys of all sequences that have tokens of their own, from where their parts begin in the row."""
     present = own > 0
-    starts = torch.stack([prompt_starts, response_starts], dim=1)[present].flatten()
-    lengths = torch.stack([prompts, responses], dim=1)[present].flatten()
-    return SharedKeys(_concatenate_ranges(starts, lengths), _boundaries((prompts + responses)[present]))
+    starts, lengths = (
+        torch.stack(parts, dim=1)[present] for parts in ((prompt_starts, response_starts), (prompts, responses))
+    )
+    own = own[present]
+    at_once = _cut(lengths.sum(1), KEYS_PER_TOKEN * int(own.sum()))
+    return tuple(
+        SharedKeys(
+            int(queries.sum()),
+            _boundaries(queries),
+            _concatenate_ranges(begins.flatten(), parts.flatten()),
+            _boundaries(parts.sum(1)),
+        )
+        for queries, begins, parts in zip(*(torch.split(each, at_once) for each in (own, starts, lengths)), strict=True)
+    )
+
+
+def _cut(lengths: Tensor, most: int) -> list[int]:
+    """Return how many consecutive sequences have at most so many tokens together, or are one; for all of them."""
+    counts, total = [0], 0
+    for length in lengths.tolist():
+        if counts[-1] and total + length > most:
+            counts.append(0)
+            total = 0
+        counts[-1] += 1
+        total += length
+    return counts
 
 
 def decoder(model: PreTrainedModel) -> nn.Module:
@@ -258,7 +285,8 @@ def _padded_experts(experts: Tensor, index: Tensor, num_positions: int) -> Tenso
 def _check_positions(model: PreTrainedModel, row: PackedRow) -> None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and row.max_seqlen > limit:
-        lengths = (row.cu_seqlens if row.shared_keys is None else row.shared_keys.cu_seqlens).diff()
+        every = [row.cu_seqlens] if row.shared_keys is None else [keys.cu_keys for keys in row.shared_keys]
+        lengths = torch.cat([boundaries.diff() for boundaries in every])
         raise ScoringError(
             f"sequence {int(lengths.argmax())} of the packed row has {row.max_seqlen} tokens, but"
             f" {type(model).__name__} has only {limit} positions (max_position_embeddings); limit prompts and responses"

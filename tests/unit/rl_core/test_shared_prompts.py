@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from infra.models.load import enable_gradient_checkpointing
 from infra.models.lora import add_adapter
 from rl_core.columns.jagged import jagged, row_lengths
 from rl_core.planning import plan_forward, plan_step
@@ -145,6 +146,12 @@ def adapted() -> PreTrainedModel:
     return model
 
 
+def checkpointed() -> PreTrainedModel:
+    model = tiny_qwen3()
+    enable_gradient_checkpointing(model)
+    return model
+
+
 def of_family(name: str) -> PreTrainedModel:
     return build_miniature(getattr(transformers, f"{name}Config")(), longest=10**9).requires_grad_(True)
 
@@ -153,6 +160,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "plain": tiny_qwen3,
     "window": windowed,
     "lora": adapted,
+    "checkpointed": checkpointed,
     "softcap": lambda: of_family("Gemma2"),
     "sinks, experts": lambda: of_family("GptOss"),
 }
@@ -228,6 +236,21 @@ def test_sequences_share_a_prompt_wherever_they_are_in_a_row() -> None:
     tokens, logprobs = shuffled_row(share=True)
     assert tokens == [1, 2, 4, 5, 3, 6, 7]
     assert logprobs == pytest.approx(list(shuffled_row(share=False))[1], rel=TOLERANCE)
+
+
+def test_keys_of_many_sequences_are_put_together_in_parts() -> None:
+    """Sixty-four sequences of a prompt of 90 tokens have 38 keys for each token of the row."""
+    model = model_of("plain")
+    columns = columns_of([(90, [1] * 64), (3, [2])], 0, model.config.vocab_size)
+    row = packed_row(columns, 90 + 64 + 5)
+    assert row.shared_keys is not None
+    assert len(row.shared_keys) == 5
+    assert max(len(keys.index) for keys in row.shared_keys) <= 8 * len(row.input_ids)
+    shared, apart = (
+        packed_scores(model, packed, temperature=1.0, chunk_tokens=64).logprobs for packed in (row, packed_row(columns))
+    )
+    torch.testing.assert_close(shared, apart, rtol=TOLERANCE, atol=2 * TOLERANCE)
+    assert relative_error(*(gradients(model, logprobs.sum()) for logprobs in (shared, apart))) <= TOLERANCE
 
 
 def test_prompts_that_differ_within_a_group_are_an_error() -> None:
