@@ -132,6 +132,19 @@ def test_people_see_plans_columns_bytes_and_warnings(sluice: Command) -> None:
     assert "warning" not in sluice("optim.updates_per_step=16")[1]
 
 
+def test_a_prompt_that_samples_share_counts_once(sluice: Command) -> None:
+    # Of four samples of each of four prompts of 9 tokens, three share it: 16 rows of 21 tokens.
+    assert "prompts shared: 108 of 336 tokens are not computed again" in sluice("--fill", "1")[1]
+    apart = sluice("packing.share_prompts=false")[1]
+    assert "each sample's prompt is computed for itself: packing.share_prompts is false" in apart
+    code, _, err = sluice("packing.share_prompts=true", "packing.kind=padded")
+    assert code == 2
+    assert 'packing.share_prompts = true, but samples can\'t share a prompt: packing.kind is "padded"' in err
+    code, _, err = sluice("packing.share_prompts=true", "rollout.samples_per_prompt=1")
+    assert code == 2
+    assert "rollout.samples_per_prompt is 1; leave it out" in err
+
+
 def test_a_plan_is_one_screen(sluice: Command) -> None:
     lines = sluice("runtime.num_policy_ranks=2", "--cluster", "4xH100")[1].splitlines()
     assert len(lines) <= 40
