@@ -124,10 +124,9 @@ def with_sharing(config: RunConfig) -> tuple[RunConfig, str]:
 
 
 def _sharing_fault(config: RunConfig) -> str | None:
-    """Return why samples can't share prompts, or have none to share; None: they can."""
+    """Return why samples can't share prompts; None: they can."""
     faults = {
         "rows of supervised fine-tuning have a prompt of their own": config.sft is not None,
-        "rollout.samples_per_prompt is 1": config.rollout.samples_per_prompt == 1,
         'packing.kind is "padded"': config.packing.kind == "padded",
         "rollout.router_replay replays the experts of each sample's prompt": config.rollout.router_replay,
         "an environment of a class may add to each sample's prompt": any(

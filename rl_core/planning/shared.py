@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.planning.balance import Costs, balance, imbalance, rank_costs, row_costs
-from rl_core.planning.greedy import fill_emptiest_each, fill_fullest_each, sort_by
+from rl_core.planning.greedy import fill_fullest_each, sort_by
 from rl_core.planning.pack import Counts, Lengths, Rows
 
 SPLIT_IMBALANCE = 0.01  # of the ranks; above it, groups are split for balance, though each part computes the prompt
-MAX_PARTS = 8  # of a group that is split for balance
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +107,8 @@ class Items:
 def balance_items(sizes: RowSizes, rows: Rows, num_ranks: int, token_budget: int) -> tuple[Items, list[Rows]]:
     """Make items of rows, and assign them to ranks at balanced cost.
 
-    A group is one item, or as few as the budget allows. If that leaves ranks unbalanced, those that were assigned last
-    and don't fill all ranks evenly are split further: into that many parts with which the costliest rank costs least.
+    A group is one item, or as few as the budget allows. If that leaves ranks unbalanced, groups are dealt to one rank
+    after another, so that each has as much as the next and at most one group goes on from one to the next.
 
     Args:
         sizes: Of all rows of the batch.
@@ -126,16 +125,15 @@ def balance_items(sizes: RowSizes, rows: Rows, num_ranks: int, token_budget: int
         # Longer rows cost more, and integers are sorted in half the time.
         return items, balance(items.costs, num_ranks, sort_by(lengths.max() - lengths, items.of_rows))
     whole = _cut(sizes, rows, token_budget)
-    best, ranks = whole, balance(whole.costs, num_ranks)
-    costs = rank_costs(best.costs, ranks)
-    last = np.argsort(-whole.costs, kind="stable")[-(len(whole.costs) % num_ranks or num_ranks) :]
-    most = min(MAX_PARTS, int(np.bincount(whole.of_rows)[last].max()))
-    for num_parts in range(2, most + 1) if imbalance(costs) > SPLIT_IMBALANCE else ():
-        items = _split(sizes, whole, last, num_parts)
-        assigned = balance(items.costs, num_ranks)
-        if (found := rank_costs(items.costs, assigned)).max() < costs.max():
-            best, ranks, costs = items, assigned, found
-    return best, ranks
+    ranks = balance(whole.costs, num_ranks)
+    costs = rank_costs(whole.costs, ranks)
+    dealt = _deal_evenly(sizes, whole, num_ranks, costs) if imbalance(costs) > SPLIT_IMBALANCE else None
+    if dealt is None:
+        return whole, ranks
+    items = Items.of(sizes, rows, whole.of_rows * num_ranks + dealt)
+    rank_of = np.empty(len(items.lengths), dtype=np.int64)
+    rank_of[items.of_rows] = dealt
+    return items, [np.flatnonzero(rank_of == rank) for rank in range(num_ranks)]
 
 
 def _cut(sizes: RowSizes, rows: Rows, token_budget: int) -> Items:
@@ -151,14 +149,46 @@ def _cut(sizes: RowSizes, rows: Rows, token_budget: int) -> Items:
     return Items.of(sizes, rows, items.of_rows * (int(bins.max()) + 1) + bins)
 
 
-def _split(sizes: RowSizes, items: Items, chosen: Rows, num_parts: int) -> Items:
-    """Split the chosen items evenly into so many parts, or into as many as they have rows."""
-    is_chosen = np.zeros(len(items.lengths), dtype=np.bool_)
-    is_chosen[chosen] = True
-    own, num_rows = _longest_first(sizes, items, is_chosen)
-    parts = np.zeros(len(items.rows), dtype=np.int64)
-    parts[own] = fill_emptiest_each(sizes.responses[items.rows[own]], num_rows, num_parts)
-    return Items.of(sizes, items.rows, items.of_rows * num_parts + parts)
+def _deal_evenly(sizes: RowSizes, items: Items, num_ranks: int, costs: Costs) -> Rows | None:
+    """Deal rows to ranks, item by item, up to the lowest limit with which they suffice: [n], the rank of each.
+
+    None if that limit isn't below the costliest of the ranks' `costs`, [R], with whole items.
+    """
+    best, least, most = None, float(costs.mean()), float(costs.max())
+    while most - least > SPLIT_IMBALANCE * least:
+        limit = (least + most) / 2
+        if (dealt := _deal(sizes, items, num_ranks, limit)) is None:
+            least = limit
+        else:
+            best, most = dealt, limit
+    return best
+
+
+def _deal(sizes: RowSizes, items: Items, num_ranks: int, limit: float) -> Rows | None:
+    """Deal rows to ranks, item by item and each rank up to a limit of cost: [n], the rank of each; None: too few."""
+    own, num_rows = _longest_first(sizes, items, np.ones(len(items.lengths), dtype=np.bool_))
+    alone = sizes.costs[items.rows]
+    prompts = row_costs(sizes.prompts[items.rows])
+    dealt, rank, room = np.empty(len(own), dtype=np.int64), 0, limit
+    for left in (part.tolist() for part in np.split(own, np.cumsum(num_rows)[:-1])):
+        prompt = float(prompts[left[0]])
+        while left:
+            free, later = room - prompt, []
+            for place in left:
+                if (added := float(alone[place]) - prompt) <= free:
+                    dealt[place], free = rank, free - added
+                else:
+                    later.append(place)
+            if len(later) < len(left):
+                room = free
+            elif room == limit:
+                return None  # a row alone costs more
+            if later:
+                rank, room = rank + 1, limit
+            if rank == num_ranks:
+                return None
+            left = later
+    return dealt
 
 
 def _longest_first(sizes: RowSizes, items: Items, chosen: NDArray[np.bool_]) -> tuple[Rows, Counts]:

@@ -62,7 +62,7 @@ class PackingConfig(FrozenConfig):
     """Hard limit of the prompt + response tokens in a micro-batch; a shared prompt counts once."""
 
     share_prompts: bool | None = None
-    """Compute a prompt once for its samples in a micro-batch; unset: if the model can, and prompts have several."""
+    """Compute a prompt once for its samples in a micro-batch; unset: if the family and the other settings can."""
 
     logits_chunk_tokens: PositiveInt = 1024
     """Number of tokens whose logits exist at once."""

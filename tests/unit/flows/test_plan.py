@@ -140,9 +140,6 @@ def test_a_prompt_that_samples_share_counts_once(sluice: Command) -> None:
     code, _, err = sluice("packing.share_prompts=true", "packing.kind=padded")
     assert code == 2
     assert 'packing.share_prompts = true, but samples can\'t share a prompt: packing.kind is "padded"' in err
-    code, _, err = sluice("packing.share_prompts=true", "rollout.samples_per_prompt=1")
-    assert code == 2
-    assert "rollout.samples_per_prompt is 1; leave it out" in err
 
 
 def test_a_plan_is_one_screen(sluice: Command) -> None:

@@ -109,10 +109,13 @@ def test_a_group_stays_whole_unless_budget_or_balance_ask_for_more() -> None:
     assert planned(1, 4, num_ranks=1, budget=512 + 4 * 128) == [[(0, 1, 2, 3)]]
     assert sorted(map(len, planned(1, 4, num_ranks=1, budget=512 + 4 * 128 - 1)[0])) == [1, 3]
     # Halves cost 768 tokens, and a whole group 1024, which the other rank would wait for.
-    assert planned(1, 4, num_ranks=2) == [[(0, 2)], [(1, 3)]]
-    # Of nine groups on eight ranks, eight are whole, and each rank has a sample of the ninth.
+    assert planned(1, 4, num_ranks=2) == [[(0, 1)], [(2, 3)]]
+    # Nine groups on eight ranks: each has nine samples, at most of two groups.
     ranks = planned(9, 8, num_ranks=8)
-    assert all(sorted(np.bincount(np.array(rank[0]) // 8, minlength=9))[-2:] == [1, 8] for rank in ranks)
+    assert [len(rows) for (rows,) in ranks] == [9] * 8
+    assert all(len({row // 8 for row in rows}) == 2 for (rows,) in ranks)
+    # With as many ranks as samples, each has one, and computes its prompt.
+    assert [len(rank) for rank in planned(3, 2, num_ranks=6)] == [1] * 6
 
 
 def test_updates_have_whole_groups() -> None:
