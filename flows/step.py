@@ -52,6 +52,7 @@ from rl_core.views import with_groups
 from schemas.batch import BatchHandle
 from schemas.config.changes import scoring_digest
 from schemas.metrics import merge_metrics, values
+from schemas.packed import PackedInts
 from schemas.placement import GpuPhase, PhaseMemory
 from schemas.rollout import RolloutHandle
 from schemas.step import PolicyHandle, RunHandle, ScoredColumn, Span, StepReport
@@ -129,31 +130,31 @@ class SharedGpus:
 
 
 async def score_batch(
-    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, phase: PhaseTimer
+    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: PackedInts, phase: PhaseTimer
 ) -> dict[str, ScoredColumn]:
     """Put the rows' `behavior_logprobs`, unless the update computes them, and, with a KL term, `reference_logprobs`.
 
-    Both are computed at the same time where that is faster.
+    Both are computed at the same time where that is faster; `groups` has the group of each row.
 
     Returns:
         The columns, to be added to the batch in this order, by stage. They don't depend on what ran together.
     """
     if run.config.scores_behavior and score_together(run.config):
         # A phase is what the step waits for: `reference` only lasts for as long as the reference takes longer.
-        async with in_background(score_reference(run, policy, batch)) as scoring:
+        async with in_background(score_reference(run, policy, batch, groups)) as scoring:
             scoring.add_done_callback(phase.background("reference scoring"))
             with phase("logprob"):
-                behavior = await score_behavior(run, policy, batch)
+                behavior = await score_behavior(run, policy, batch, groups)
             with phase("reference"):
                 return {"logprob": behavior, "reference": await scoring}
     scores: dict[str, ScoredColumn] = {}
     if run.config.scores_behavior:
         with phase("logprob"):
-            scores["logprob"] = await score_behavior(run, policy, batch)
+            scores["logprob"] = await score_behavior(run, policy, batch, groups)
     if run.config.kl.coef:
         with phase("reference"):
             scored = with_groups(batch, [score.group for score in scores.values()])
-            scores["reference"] = await score_reference(run, policy, scored)
+            scores["reference"] = await score_reference(run, policy, scored, groups)
     return scores
 
 
@@ -236,7 +237,7 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer, n
         with phase("publish"):
             published = (await publish_weights(run, policy)).transfer
     async with next_rollout(run, policy, rollout, phase, notice):
-        scores = await score_batch(run, policy, stored.batch, phase)
+        scores = await score_batch(run, policy, stored.batch, rollout.group_ids, phase)
         traffic |= {stage: score.traffic for stage, score in scores.items()}
         batch = with_groups(stored.batch, [score.group for score in scores.values()])
         row_kl = scores["reference"].row_kl if "reference" in scores else None

@@ -143,7 +143,8 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         drop_outdated_ledger(directory, config)
         stack.enter_context(traced_run(run_id, config))
         monitors = stack.enter_context(open_monitors(directory, config, get_run_logger()))
-        run = open_run(directory, config.replace(runtime=config.runtime.replace(device=device)))  # nodes may be lost
+        decided = config.replace(runtime=config.runtime.replace(device=device))  # nodes may be lost
+        run = open_run(directory, _with_sharing(decided))
         events = RunEvents(run_id, directory.runs_dir, directory.metrics.num_steps())
         try:
             notice = Notice(config.timeouts.notice_seconds)
@@ -161,6 +162,15 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
                 with suppress(RayLostError):  # they are gone with it
                     kill_workers(run.identity, config)
                     close_store(directory, config)
+
+
+def _with_sharing(config: RunConfig) -> RunConfig:
+    """Decide whether samples share prompts, and say so."""
+    from infra.engines.families import with_sharing  # not at the top: torch is imported with it
+
+    config, line = with_sharing(config)
+    get_run_logger().info(line)
+    return config
 
 
 async def _training_loop(

@@ -16,7 +16,7 @@ class MicroBatch:
     """Rows that one rank packs into one forward and backward pass; without rows, a zero-weight dummy."""
 
     rows: PackedInts  # indices into the batch handle
-    num_tokens: int  # prompt + response tokens of the rows
+    num_tokens: int  # prompt + response tokens of the rows; less if a prompt counts once for all rows that share it
 
 
 _RANKS = TypeAdapter(tuple[tuple[MicroBatch, ...], ...])
@@ -31,7 +31,7 @@ class RankPlan(Frozen):
 
     rows: PackedInts  # n indices into the batch handle, rank by rank and micro-batch by micro-batch
     micro_rows: PackedInts  # R * B numbers of rows
-    micro_tokens: PackedInts  # R * B, prompt + response tokens
+    micro_tokens: PackedInts  # R * B, prompt + response tokens that are computed, a shared prompt's once
     rank_costs: tuple[NonNegativeFloat, ...]  # R, in units of one token's linear work
 
     @model_validator(mode="after")
@@ -70,7 +70,7 @@ class RankPlan(Frozen):
 
     @property
     def num_tokens(self) -> int:
-        """Prompt + response tokens of all rows."""
+        """Prompt + response tokens that are computed."""
         return sum(self.micro_tokens)
 
     @property

@@ -11,6 +11,7 @@ from infra.workers.launch import get_group
 from rl_core.planning import plan_forward
 from rl_core.planning.plan import rows_by_rank
 from rl_core.views import decode_ints, with_column
+from rl_core.views.integers import IntsLike
 from schemas.batch import BatchHandle
 from schemas.metrics import merge_metrics
 from schemas.plan import ForwardPlan
@@ -19,27 +20,45 @@ from tasks.stage import stage
 
 
 @stage("logprob")
-async def score_behavior(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> ScoredColumn:
-    """Add `behavior_logprobs`: the trainer's log-probs under the weights that sampled."""
+async def score_behavior(
+    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: IntsLike | None = None
+) -> ScoredColumn:
+    """Add `behavior_logprobs`: the trainer's log-probs under the weights that sampled; see `plan_scoring`."""
     group = await get_group(run, "policy")
-    plan = plan_scoring(run, batch, group)
+    plan = plan_scoring(run, batch, group, groups)
     return _with_results(run, batch, plan, await group.call("score", batch, plan, policy.version))
 
 
 @stage("reference")
-async def score_reference(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> ScoredColumn:
-    """Add `reference_logprobs`: the log-probs under the frozen starting weights."""
+async def score_reference(
+    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: IntsLike | None = None
+) -> ScoredColumn:
+    """Add `reference_logprobs`: the log-probs under the frozen starting weights; see `plan_scoring`."""
     needs_worker = run.config.needs_reference_worker
     group = await get_group(run, "reference" if needs_worker else "policy")
-    plan = plan_scoring(run, batch, group)
+    plan = plan_scoring(run, batch, group, groups)
     results = await group.call("score" if needs_worker else "score_reference", batch, plan)
     return _with_results(run, batch, plan, results)
 
 
-def plan_scoring(run: RunHandle, batch: BatchHandle, group: WorkerGroup) -> ForwardPlan:
-    """Deal a batch's rows to the ranks that score them."""
-    lengths = decode_ints(batch.prompt_lengths), decode_ints(batch.response_lengths)
-    return plan_forward(*lengths, num_ranks=len(group.ranks), token_budget=run.config.packing.token_budget)
+def plan_scoring(run: RunHandle, batch: BatchHandle, group: WorkerGroup, groups: IntsLike | None = None) -> ForwardPlan:
+    """Deal a batch's rows to the ranks that score them.
+
+    Args:
+        run: The run.
+        batch: The rows.
+        group: The ranks.
+        groups: The group of each row, whose prompt is computed once if the config shares prompts; None: of no other.
+    """
+    packing = run.config.packing
+    return plan_forward(
+        decode_ints(batch.prompt_lengths),
+        decode_ints(batch.response_lengths),
+        num_ranks=len(group.ranks),
+        token_budget=packing.token_budget,
+        groups=groups,
+        share_prompts=bool(packing.share_prompts),
+    )
 
 
 def _with_results(

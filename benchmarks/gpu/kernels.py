@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.results import CheckResult, Figure, Settings
 from benchmarks.models import make_model
-from rl_core.scoring import leak_probe, use_packed_attention
+from rl_core.scoring import leak_probe, pack_row, use_packed_attention
 from rl_core.scoring.attention import packed_attention
 from rl_core.scoring.head import HeadOptions, score_targets
 
-BOUNDARIES = (0, 7, 8, 40, 64)  # of the sequences of one packed row
+BOUNDARIES = (0, 7, 8, 40, 64)  # of the responses of one packed row
+PROMPT_TOKENS = 9  # before each of them
 HEADS, HEAD_SIZE = 4, 32
 WINDOW = 5  # tokens
 
@@ -32,20 +33,31 @@ def check(settings: Settings, folder: Path) -> CheckResult:
         for window in (None, WINDOW):
             name = f"attention, {kv_heads} key heads, {'no window' if window is None else f'window {window}'}"
             figures[name] = round(attention_difference(device, kv_heads, window), 3)
+            figures[f"{name}, a shared prompt"] = round(attention_difference(device, kv_heads, window, share=True), 3)
     figures["scoring head"] = round(head_difference(device), 3)
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model("tiny", device, dtype)
         use_packed_attention(model)
-        leak_probe(model)
+        leak_probe(model, share_prompts=True)
     missed = [f"{name}: {value} times the allowed difference" for name, value in figures.items() if not value <= 1]
     return CheckResult.of("kernels", figures, missed)
 
 
-def attention_difference(device: torch.device, kv_heads: int, window: int | None) -> float:
-    """Compare packed attention in bfloat16 on a device with float32 on the CPU: output and gradients."""
+def attention_difference(device: torch.device, kv_heads: int, window: int | None, *, share: bool = False) -> float:
+    """Compare packed attention in bfloat16 on a device with float32 on the CPU: output and gradients.
+
+    Args:
+        device: The device.
+        kv_heads: The number of key and value heads.
+        window: The sliding window in tokens; None: none.
+        share: Whether all sequences of a row share a prompt.
+    """
     generator = torch.Generator().manual_seed(0)
-    boundaries = torch.tensor(BOUNDARIES, dtype=torch.int32)
-    num_tokens, longest = BOUNDARIES[-1], int(boundaries.diff().max())
+    responses = torch.tensor(BOUNDARIES).diff()
+    prompts = torch.full_like(responses, PROMPT_TOKENS)
+    ids = [torch.zeros(int(lengths.sum()), dtype=torch.int64) for lengths in (prompts, responses)]
+    row = pack_row(ids[0], prompts, ids[1], responses, share_prompts=share)
+    num_tokens = len(row.input_ids)
     states = [
         torch.randn(1, heads, num_tokens, HEAD_SIZE, generator=generator).bfloat16()
         for heads in (HEADS, kv_heads, kv_heads)
@@ -54,12 +66,14 @@ def attention_difference(device: torch.device, kv_heads: int, window: int | None
     results = []
     for place, dtype in ((torch.device("cpu"), torch.float32), (device, torch.bfloat16)):
         leaves = [state.to(place, dtype, copy=True).requires_grad_() for state in states]
+        own = row.to(place)
         output, _ = packed_attention(
             nn.Module(),
             *leaves,
             None,
-            cu_seqlens=boundaries.to(place),
-            max_seqlen=longest,
+            cu_seqlens=own.cu_seqlens,
+            max_seqlen=own.max_seqlen,
+            shared_keys=own.shared_keys,
             scaling=0.2,
             sliding_window=window,
         )

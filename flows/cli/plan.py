@@ -83,6 +83,8 @@ def _parts(config: RunConfig, plan: Plan, fill: float) -> Iterator[str | Table]:
         f"padding: 0 tokens; a padded batch would be {footprint.padded_tokens:,} tokens, "
         f"{footprint.pad_waste:.1%} of them padding"
     )
+    if config.sft is None:
+        yield _sharing(footprint)
     yield f"updates: {footprint.plan}" + ("" if config.sft else f"\nscoring: {footprint.forward}")
     yield (
         f"columns: {len(footprint.columns)}, of {format_bytes(footprint.store_bytes)} a step, or "
@@ -96,6 +98,13 @@ def _parts(config: RunConfig, plan: Plan, fill: float) -> Iterator[str | Table]:
         limits.add_row(limit.name, limit.where, used, available, f"{limit.fraction:.1%}", style=style)
     yield limits
     yield ""
+
+
+def _sharing(footprint: Footprint) -> str:
+    if not footprint.shares_prompts:
+        return footprint.sharing
+    num_tokens = footprint.prompt_tokens + footprint.response_tokens
+    return f"prompts shared: {footprint.shared_tokens:,} of {num_tokens:,} tokens are not computed again"
 
 
 def _memory(resources: Resources) -> Iterator[str | Table]:

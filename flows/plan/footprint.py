@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from infra.datasets import PromptDataset, PromptRow, load_train_prompts
 from infra.datasets.sft import SftDataset, load_train_rows
+from infra.engines.families import with_sharing
 from infra.models.load import experts_dtype, load_tokenizer, num_embeddings
 from infra.workers.layout import decide_device
 from rl_core.columns.codec import arrow_type, encoded_bytes, value_bits
@@ -81,12 +83,19 @@ class Footprint(Frozen):
     num_micros: PositiveInt  # of a rank in an update, with the longest responses
     plan: StepPlan
     forward: ForwardPlan  # of a scoring pass
+    shares_prompts: bool  # whether a prompt is computed once for its samples in a micro-batch
+    sharing: str  # the same in words, and why
     warnings: tuple[str, ...]
 
     @property
     def pad_waste(self) -> float:
         """The fraction of a padded batch that is padding."""
         return 1 - (self.prompt_tokens + self.response_tokens) / self.padded_tokens
+
+    @property
+    def shared_tokens(self) -> int:
+        """The tokens that the updates don't compute, as a prompt is computed once for samples of a micro-batch."""
+        return self.prompt_tokens + self.response_tokens - sum(update.num_tokens for update in self.plan.updates)
 
     def check_capacity(self) -> None:
         """Check that the store can hold the step.
@@ -117,7 +126,13 @@ def measure_step(config: RunConfig, fill: float = 0.5, data: PromptDataset | Non
     """
     step = simulate_step(config, fill, data)
     prompts, responses = step.prompt_lengths, step.response_lengths
-    packing = {"num_ranks": config.runtime.num_policy_ranks, "token_budget": config.packing.token_budget}
+    config, sharing = with_sharing(config)
+    packing: dict[str, Any] = {
+        "num_ranks": config.runtime.num_policy_ranks,
+        "token_budget": config.packing.token_budget,
+        "groups": np.arange(len(prompts)) // step.samples_per_prompt,
+        "share_prompts": config.packing.share_prompts,
+    }
     plan = plan_step(
         prompts, responses, step.loss_tokens, num_updates=config.optim.updates_per_step, seed=config.seed, **packing
     )
@@ -139,9 +154,11 @@ def measure_step(config: RunConfig, fill: float = 0.5, data: PromptDataset | Non
         most_store_bytes=most_store_bytes,
         capacity_bytes=config.store.capacity_bytes,
         micro_tokens=_micro_tokens(config, plan.updates, step),
-        num_micros=_num_micros(plan, step),
+        num_micros=_num_micros(config, plan, step),
         plan=plan,
         forward=plan_forward(prompts, responses, **packing),
+        shares_prompts=bool(config.packing.share_prompts),
+        sharing=sharing,
         warnings=_warnings(config, plan, most_store_bytes),
     )
 
@@ -151,13 +168,17 @@ def _micro_tokens(config: RunConfig, updates: Sequence[UpdatePlan], step: Simula
     if config.packing.kind == "padded":
         micros = [micro.rows for update in updates for rank in update.ranks for micro in rank if micro.rows]
         return max(len(rows) * int(lengths[list(rows)].max()) for rows in micros)
-    longest = step.at_longest()
-    return min(config.packing.token_budget, int((longest.prompt_lengths + longest.response_lengths).sum()))
+    return min(config.packing.token_budget, _longest_tokens(config, step))
 
 
-def _num_micros(plan: StepPlan, step: SimulatedStep) -> int:
-    longest = step.at_longest()
-    num_tokens = int((longest.prompt_lengths + longest.response_lengths).sum())
+def _longest_tokens(config: RunConfig, step: SimulatedStep) -> int:
+    """Return the tokens that are computed, at least, if every response is at its longest."""
+    samples = step.samples_per_prompt if config.packing.share_prompts else 1
+    return int(step.prompt_lengths[::samples].sum() + step.at_longest().response_lengths.sum())
+
+
+def _num_micros(config: RunConfig, plan: StepPlan, step: SimulatedStep) -> int:
+    num_tokens = _longest_tokens(config, step)
     drawn = max(sum(bool(micro.rows) for micro in rank) for update in plan.updates for rank in update.ranks)
     return max(drawn, -(-num_tokens // (len(plan.updates) * plan.num_ranks * plan.token_budget)))
 

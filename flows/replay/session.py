@@ -17,6 +17,7 @@ import pyarrow as pa
 from flows.lifecycle.ray_connection import connect, while_ray_lives
 from flows.lifecycle.secrets import take_secrets
 from infra.checkpoints import CheckpointStore, open_checkpoints
+from infra.engines.families import with_sharing
 from infra.history.past_weights import History, Start
 from infra.history.stored_step import StoredStep
 from infra.ray.ranks import WorkerGroup
@@ -112,9 +113,9 @@ class ReplaySession:
         batch, groups = stored.rows.replace(run_id=self.run.run_id), list[ColumnGroup]()
         row_kl = None
         if config.scores_behavior:
-            groups.append((await score_behavior.fn(self.run, policy, batch)).group)
+            groups.append((await score_behavior.fn(self.run, policy, batch, rollout.group_ids)).group)
         if config.kl.coef:
-            scored = await score_reference.fn(self.run, policy, with_groups(batch, groups))
+            scored = await score_reference.fn(self.run, policy, with_groups(batch, groups), rollout.group_ids)
             groups.append(scored.group)
             row_kl = scored.row_kl
             if config.time_shares_gpus and config.needs_reference_worker:
@@ -134,7 +135,7 @@ class ReplaySession:
         """
         group, batch = await self._policy(), stored.rows.replace(run_id=self.run.run_id)
         self.store.open(stored.step)
-        plan = plan_scoring(self.run, batch, group)
+        plan = plan_scoring(self.run, batch, group, stored.rollout.group_ids)
         results = await group.call("score", batch, plan, version, stage)
         puts = [result.put for result in results if result.put is not None]
         scored = with_column(batch, puts[0].dtypes, [put.chunk for put in puts], rows_by_rank(plan))
@@ -182,7 +183,7 @@ def replay_session(source: RunDirectory, config: RunConfig, run_id: str) -> Iter
     take_secrets(config.services)
     connect(config.services)
     config = _scratch_config(config)
-    config = config.replace(runtime=config.runtime.replace(device=check_resources(config)))
+    config, _ = with_sharing(config.replace(runtime=config.runtime.replace(device=check_resources(config))))
     directory = RunDirectory(places.join(places.join(source.runs_dir, SCRATCH), run_id))
     run = RunHandle(
         run_id=run_id,

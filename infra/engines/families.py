@@ -78,10 +78,12 @@ def check_family(config: RunConfig) -> None:
     """Check that scoring and the engine compute what the model's own forward computes, on a tiny model of its family.
 
     Raises:
-        ConfigError: Rows may be longer than the positions that the model's rotary embeddings are first made for.
+        ConfigError: Rows may be longer than the positions that the model's rotary embeddings are first made for, or
+            samples are to share prompts and can't.
         ModelError: Scoring or the engine computes something else.
     """
-    model, longest = load_config(config.model.path), max_model_len(config)
+    family, kind = _family_of(config), config.packing.kind
+    model, longest = family.config, family.longest
     limit = position_limit(model)
     if limit is not None and longest > limit and config.sft is None:  # scoring has the positions of each row's length
         raise ConfigError(
@@ -90,7 +92,6 @@ def check_family(config: RunConfig) -> None:
             f"changes them while it samples; limit both to {limit} tokens together"
         )
     of_family = f"model.path {config.model.path}: a {model.model_type} model"
-    family, kind = _Family(model.to_json_string(use_diff=False), longest, model), config.packing.kind
     structure = _structure(family)
     if structure is not None and (fault := getattr(structure, kind)) is not None:
         other = structure.padded is None and kind == "packed"
@@ -102,6 +103,48 @@ def check_family(config: RunConfig) -> None:
             f"{of_family} can't be sampled from by the embedded engine: {fault}; "
             'set rollout.kind = "vllm", or use a model of another family'
         )
+    with_sharing(config)
+
+
+def with_sharing(config: RunConfig) -> tuple[RunConfig, str]:
+    """Return the config with `packing.share_prompts` decided, and a line that says what it is and why.
+
+    Raises:
+        ConfigError: It is true, but samples can't share prompts.
+        ModelError: The model's config can't be read.
+    """
+    wanted = config.packing.share_prompts
+    fault = "packing.share_prompts is false" if wanted is False else _sharing_fault(config)
+    if wanted and fault is not None:
+        raise ConfigError(f"packing.share_prompts = true, but samples can't share a prompt: {fault}; leave it out")
+    line = f"each sample's prompt is computed for itself: {fault}"
+    if fault is None:
+        line = "a prompt is computed once for its samples in a micro-batch (packing.share_prompts)"
+    return config.replace(packing=config.packing.replace(share_prompts=fault is None)), line
+
+
+def _sharing_fault(config: RunConfig) -> str | None:
+    """Return why samples can't share prompts; None: they can."""
+    faults = {
+        "rows of supervised fine-tuning have a prompt of their own": config.sft is not None,
+        'packing.kind is "padded"': config.packing.kind == "padded",
+        "rollout.router_replay replays the experts of each sample's prompt": config.rollout.router_replay,
+        "an environment of a class may add to each sample's prompt": any(
+            environment.kind == "class" for environment in config.environments
+        ),
+    }
+    if (fault := next((fault for fault, is_so in faults.items() if is_so), None)) is not None:
+        return fault
+    family = _family_of(config)
+    structure = _structure(family)
+    if structure is None:
+        return f"no tiny model of {family.config.model_type} runs that would show whether its sequences can share one"
+    return None if structure.shared is None else f"a {family.config.model_type} model: {structure.shared}"
+
+
+def _family_of(config: RunConfig) -> "_Family":
+    model = load_config(config.model.path)
+    return _Family(model.to_json_string(use_diff=False), max_model_len(config), model)
 
 
 @dataclass(frozen=True)

@@ -261,12 +261,18 @@ class PolicyWorker(ScoringWorker):
             seconds = self._trainer.stopwatch.take()  # waits for the device
             elapsed = time.perf_counter() - started
         prompts, responses = (row_lengths(rows.columns[name]) for name in TOKEN_COLUMNS)
+        num_tokens = int((prompts + responses).sum())
+        computed = sum(micro.num_tokens for update in plan.updates for micro in update.rank(self._rank))
         speed = self._telemetry.throughput(
             "update",
-            int((prompts + responses).sum()),
+            num_tokens,
             elapsed,
             lambda work: work.update(
-                prompts, responses, checkpointing=False, is_frozen=self._config.model.lora is not None
+                prompts,
+                responses,
+                checkpointing=False,
+                is_frozen=self._config.model.lora is not None,
+                num_shared=num_tokens - computed,
             ),
         )
         num_micros = sum(update.num_micros for update in plan.updates)

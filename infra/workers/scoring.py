@@ -139,8 +139,10 @@ class ScoringWorker:
             values = score_rows(self._module, RankRows(rows, columns), micros)
         seconds = time.perf_counter() - started
         prompts, responses = (row_lengths(columns[name]) for name in TOKEN_COLUMNS)
+        num_tokens = int((prompts + responses).sum())
+        num_shared = num_tokens - sum(micro.num_tokens for micro in micros)
         telemetry = self._telemetry.throughput(
-            phase, int((prompts + responses).sum()), seconds, lambda work: work.forward(prompts, responses)
+            phase, num_tokens, seconds, lambda work: work.forward(prompts, responses, num_shared=num_shared)
         )
         telemetry |= self._telemetry.memory()
         if not len(rows):

@@ -68,7 +68,7 @@ def prepare_updates(
     rewards, lengths = scored[live], as_int64(rollout.response_lengths)[live]
     groups = number_groups(as_int64(rollout.group_ids)[live])
     shaped = _shape(config, rollout, live, rewards, row_kl)
-    plan = _plan(config, step, as_int64(rollout.prompt_lengths)[live], lengths, shaped.loss_tokens)
+    plan = _plan(config, step, as_int64(rollout.prompt_lengths)[live], lengths, shaped.loss_tokens, groups)
     inputs = AdvantageInputs.from_rows(
         shaped.rewards,
         groups,
@@ -104,7 +104,9 @@ def _plan_given_rows(config: RunConfig, step: int, rollout: RolloutHandle) -> St
     )
 
 
-def _plan(config: RunConfig, step: int, prompts: Ints, responses: Ints, loss_tokens: Ints) -> StepPlan:
+def _plan(
+    config: RunConfig, step: int, prompts: Ints, responses: Ints, loss_tokens: Ints, groups: Ints | None = None
+) -> StepPlan:
     return plan_step(
         prompts,
         responses,
@@ -113,6 +115,8 @@ def _plan(config: RunConfig, step: int, prompts: Ints, responses: Ints, loss_tok
         num_ranks=config.runtime.num_policy_ranks,
         token_budget=config.packing.token_budget,
         seed=config.seed + step,
+        groups=groups,
+        share_prompts=bool(config.packing.share_prompts),
     )
 
 

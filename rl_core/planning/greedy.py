@@ -82,24 +82,26 @@ def fill_emptiest_each(sizes: Ints, num_items: Ints, num_bins: int) -> Ints:
     return bins
 
 
-def fill_fullest_each(sizes: Ints, num_items: Ints, capacity: int) -> Ints:
+def fill_fullest_each(sizes: Ints, num_items: Ints, capacity: int | Ints) -> Ints:
     """Put each item of each problem, in order, into the fullest bin that it fits in, else into a new one (best fit).
 
     Among bins of equal totals it is the first one.
 
     Args:
-        sizes: [n] the items' sizes, problem by problem; from 0 to `capacity`.
+        sizes: [n] the items' sizes, problem by problem; from 0 to the capacity.
         num_items: [P] how many of the items each problem has.
-        capacity: Of every bin.
+        capacity: Of every bin, or [P] of each problem's.
 
     Returns:
         The bin of each item, [n], from 0 in every problem.
     """
+    capacities = np.broadcast_to(np.asarray(capacity, dtype=np.int64), len(num_items))
     if not _are_many(num_items):
-        return _one_by_one(sizes, num_items, lambda items: _fill_fullest(items, capacity))
+        rooms = iter(capacities.tolist())
+        return _one_by_one(sizes, num_items, lambda items: _fill_fullest(items, next(rooms)))
     bins, num_bits = np.empty(len(sizes), dtype=np.int64), int(num_items.max()).bit_length()
     wanted = sizes.astype(np.uint64) << num_bits
-    new = np.full(len(num_items), capacity << num_bits, dtype=np.uint64)
+    new = capacities[_most_first(num_items)].astype(np.uint64) << num_bits
     free = np.array([new])  # the bin is in the lowest bits; the last bin is always an empty one
     left = np.empty_like(free)
     for item in _item_of_each(num_items):
@@ -171,7 +173,12 @@ def _item_of_each(num_items: Ints) -> Iterator[Ints]:
 
     Problems come by descending number of items, so that those with an item left are always the first ones.
     """
-    order = np.argsort(-num_items, kind="stable")
+    order = _most_first(num_items)
     firsts, descending = (np.cumsum(num_items) - num_items)[order], -num_items[order]
     for at, num_left in enumerate(np.searchsorted(descending, -np.arange(num_items.max(initial=0))).tolist()):
         yield firsts[:num_left] + at
+
+
+def _most_first(num_items: Ints) -> Ints:
+    """Return the problems by descending number of items."""
+    return np.argsort(-num_items, kind="stable")

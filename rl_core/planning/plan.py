@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.planning.balance import Costs, balance, rank_costs, row_costs
 from rl_core.planning.greedy import sort_by
 from rl_core.planning.pack import Rows, check_budget, pack_ranks
+from rl_core.planning.shared import RowSizes, balance_items
 from rl_core.views.integers import IntsLike, as_int64, pack_ints
 from schemas.errors import PlanError
 from schemas.plan import ForwardPlan, RankPlan, StepPlan, UpdatePlan
@@ -28,13 +28,15 @@ def plan_step(
     num_ranks: int,
     token_budget: int,
     seed: int,
+    groups: IntsLike | None = None,
+    share_prompts: bool = False,
 ) -> StepPlan:
     """Plan all updates of one step.
 
-    Rows without a loss token are skipped and counted. The others are shuffled by the seed and split evenly among the
-    updates, independently of the ranks and the budget; with fewer rows than updates, the plan has fewer updates. The
-    micro-batches of a rank are balanced and sorted by descending cost: the i-th ones cost about the same on all ranks,
-    and peak memory is reached first.
+    Rows without a loss token are skipped and counted. The others are shuffled by the seed, group by group, and split
+    evenly among the updates, independently of the ranks, the budget and `share_prompts`; with fewer rows than updates,
+    the plan has fewer updates. The micro-batches of a rank are balanced and sorted by descending cost: the i-th ones
+    cost about the same on all ranks, and peak memory is reached first.
 
     Args:
         prompt_lengths: [N] tokens.
@@ -44,6 +46,8 @@ def plan_step(
         num_ranks: Policy ranks.
         token_budget: The maximum number of prompt + response tokens in a micro-batch.
         seed: Seed of the shuffle.
+        groups: [N] non-negative numbers; rows of the same group have the same prompt. None: each row is a group.
+        share_prompts: Whether the prompt of a group is computed, and counts, once in a micro-batch.
 
     Returns:
         The plan; in each update all ranks have the same number of micro-batches, empty ones (dummies) last.
@@ -65,13 +69,13 @@ def plan_step(
     lengths = prompts + responses
     live = _live_rows(trained)
     check_budget(live, lengths, token_budget)
-    costs = row_costs(lengths)
-    shuffled = np.random.Generator(np.random.PCG64(seed)).permutation(live)
+    numbers = _group_numbers(groups, len(lengths))
+    sizes = RowSizes.of(prompts, responses, numbers if share_prompts else None)
     updates = []
-    for rows in np.array_split(shuffled, min(num_updates, len(live))):
+    for rows in np.array_split(_shuffled(live, numbers, seed), min(num_updates, len(live))):
         chosen = np.zeros(len(lengths), dtype=bool)
         chosen[rows] = True
-        ranks = _plan_ranks(np.flatnonzero(chosen), lengths, costs, num_ranks, token_budget)
+        ranks = _plan_ranks(np.flatnonzero(chosen), sizes, num_ranks, token_budget)
         num_loss_tokens = int(trained[rows].sum())
         updates.append(UpdatePlan(**dict(ranks), num_loss_tokens=num_loss_tokens, num_live_sequences=len(rows)))
     return StepPlan(
@@ -84,7 +88,13 @@ def plan_step(
 
 
 def plan_forward(
-    prompt_lengths: IntsLike, response_lengths: IntsLike, *, num_ranks: int, token_budget: int
+    prompt_lengths: IntsLike,
+    response_lengths: IntsLike,
+    *,
+    num_ranks: int,
+    token_budget: int,
+    groups: IntsLike | None = None,
+    share_prompts: bool = False,
 ) -> ForwardPlan:
     """Plan one forward pass over all rows, such as for log-probs: without a shuffle or denominators.
 
@@ -93,6 +103,8 @@ def plan_forward(
         response_lengths: [N] tokens; rows with 0 are included.
         num_ranks: Ranks, which run the same number of forwards: sharded weights are gathered by collectives.
         token_budget: The maximum number of prompt + response tokens in a micro-batch.
+        groups: [N] see `plan_step`.
+        share_prompts: See `plan_step`.
 
     Returns:
         The plan; all ranks have the same number of micro-batches, empty ones (dummies) last.
@@ -110,7 +122,8 @@ def plan_forward(
     lengths = prompts + responses
     rows = np.arange(len(lengths), dtype=np.int64)
     check_budget(rows, lengths, token_budget)
-    ranks = _plan_ranks(rows, lengths, row_costs(lengths), num_ranks, token_budget)
+    numbers = _group_numbers(groups, len(lengths)) if share_prompts else None
+    ranks = _plan_ranks(rows, RowSizes.of(prompts, responses, numbers), num_ranks, token_budget)
     return ForwardPlan(**dict(ranks), token_budget=token_budget)
 
 
@@ -125,46 +138,65 @@ def _live_rows(trained: Counts) -> Rows:
     return live
 
 
-def _plan_ranks(rows: Rows, lengths: Counts, costs: Costs, num_ranks: int, token_budget: int) -> RankPlan:
+def _group_numbers(groups: IntsLike | None, num_rows: int) -> Counts | None:
+    """Return the group of each row, if any are given: [N]."""
+    if groups is None:
+        return None
+    numbers = as_int64(groups)
+    if len(numbers) != num_rows:
+        raise PlanError(f"there are {len(numbers)} group numbers for {num_rows} rows; expected one of each per row")
+    return numbers
+
+
+def _shuffled(rows: Rows, groups: Counts | None, seed: int) -> Rows:
+    """Return the rows, groups in random order and each group's rows together."""
+    random = np.random.Generator(np.random.PCG64(seed))
+    if groups is None:
+        return random.permutation(rows)
+    _, first, group = np.unique(groups[rows], return_index=True, return_inverse=True)
+    place = np.empty(len(rows), dtype=np.int64)
+    place[random.permutation(np.sort(first))] = np.arange(len(first))
+    return sort_by(place[first][group], rows)
+
+
+def _plan_ranks(rows: Rows, sizes: RowSizes, num_ranks: int, token_budget: int) -> RankPlan:
     """Balance rows over the ranks, and pack every rank's rows into the same number of micro-batches."""
-    sizes = lengths[rows]
-    # Longer rows cost more, and integers are sorted in half the time.
-    order = sort_by(sizes.max() - sizes, np.arange(len(rows)))
-    ranks = [rows[members] for members in balance(costs[rows], num_ranks, order)]
-    packed, micro_rows, micro_tokens = _sort_bins(*pack_ranks(ranks, lengths, token_budget), lengths, costs)
-    return RankPlan(
-        rows=pack_ints(packed),
-        micro_rows=pack_ints(micro_rows),
-        micro_tokens=pack_ints(micro_tokens),
-        rank_costs=tuple(rank_costs(costs, ranks).tolist()),
-    )
+    items, ranks = balance_items(sizes, rows, num_ranks, token_budget)
+    packed, num_items = pack_ranks(ranks, items.lengths, token_budget)
+    packed, num_rows = items.expand(packed, num_items.ravel())
+    return _sort_bins(packed, num_rows.reshape(num_items.shape), sizes)
 
 
-def _sort_bins(rows: Rows, sizes: Counts, lengths: Counts, costs: Costs) -> tuple[Rows, Counts, Counts]:
+def _sort_bins(rows: Rows, num_rows: Counts, sizes: RowSizes) -> RankPlan:
     """Sort each rank's bins by cost, not by length: ranks wait for each other's i-th one, attention included.
 
     Bins of equal cost are sorted by their first row, empty ones are last.
 
     Args:
-        rows: [n] rows, rank by rank and bin by bin.
-        sizes: [R, B] number of rows of each bin.
-        lengths: [N] tokens of every row of the batch.
-        costs: [N] cost of every row of the batch.
+        rows: [n] rows, rank by rank and bin by bin, ascending in each bin.
+        num_rows: [R, B] number of rows of each bin.
+        sizes: Of all rows of the batch.
 
     Returns:
-        The rows, [n], and of each bin the number of rows and of tokens, [R * B].
+        The plan of these bins.
     """
-    num_ranks, num_bins = sizes.shape
-    sizes = sizes.ravel()
-    stops = np.cumsum(sizes)
-    starts, bin_of_row = stops - sizes, np.repeat(np.arange(len(sizes)), sizes)
-    cost = np.bincount(bin_of_row, weights=costs[rows], minlength=len(sizes))
-    num_tokens = np.bincount(bin_of_row, weights=lengths[rows], minlength=len(sizes)).astype(np.int64)
+    num_ranks, num_bins = num_rows.shape
+    counts = num_rows.ravel()
+    stops = np.cumsum(counts)
+    starts, bin_of_row = stops - counts, np.repeat(np.arange(len(counts)), counts)
+    tokens, costs = (
+        np.bincount(bin_of_row, weights=added, minlength=len(counts)) for added in sizes.in_bins(rows, bin_of_row)
+    )
     rank_of_bin = np.repeat(np.arange(num_ranks), num_bins)
-    order = np.lexsort((rows[np.minimum(starts, len(rows) - 1)], -cost, sizes == 0, rank_of_bin))
-    sizes = sizes[order]
-    moved = np.repeat(starts[order] - (np.cumsum(sizes) - sizes), sizes)
-    return rows[np.arange(len(rows)) + moved], sizes, num_tokens[order]
+    order = np.lexsort((rows[np.minimum(starts, len(rows) - 1)], -costs, counts == 0, rank_of_bin))
+    counts = counts[order]
+    moved = np.repeat(starts[order] - (np.cumsum(counts) - counts), counts)
+    return RankPlan(
+        rows=pack_ints(rows[np.arange(len(rows)) + moved]),
+        micro_rows=pack_ints(counts),
+        micro_tokens=pack_ints(tokens.astype(np.int64)[order]),
+        rank_costs=tuple(costs.reshape(num_ranks, num_bins).sum(axis=1).tolist()),
+    )
 
 
 def _check_numbers(**numbers: int) -> None:

@@ -45,17 +45,25 @@ class ModelWork:
             attention_width=round(sum(map(_attention_width, config.per_layer_config))),
         )
 
-    def forward(self, prompts: NDArray[np.int64], responses: NDArray[np.int64]) -> float:
+    def forward(self, prompts: NDArray[np.int64], responses: NDArray[np.int64], *, num_shared: int = 0) -> float:
         """Return the operations of scoring sequences.
 
         Args:
             prompts: [N] tokens.
             responses: [N] tokens.
+            num_shared: Of the prompts' tokens, those that are not computed, as another sequence shares them.
         """
-        return self._linear(prompts + responses, responses) + self._attention(prompts + responses)
+        every = self._linear(prompts + responses, responses) + self._attention(prompts + responses)
+        return every - self._shared(prompts, num_shared)
 
     def update(
-        self, prompts: NDArray[np.int64], responses: NDArray[np.int64], *, checkpointing: bool, is_frozen: bool = False
+        self,
+        prompts: NDArray[np.int64],
+        responses: NDArray[np.int64],
+        *,
+        checkpointing: bool,
+        is_frozen: bool = False,
+        num_shared: int = 0,
     ) -> float:
         """Return the operations of forward and backward over sequences; see `forward`.
 
@@ -64,10 +72,13 @@ class ModelWork:
             responses: [N] tokens.
             checkpointing: Whether the backward computes the decoder's forward again.
             is_frozen: Whether only adapters are trained: the weights then get no gradient, which is half of a backward.
+            num_shared: See `forward`.
         """
-        again = self._decoder(prompts + responses) if checkpointing else 0.0
-        all_trained = 3 * self.forward(prompts, responses) + again
-        return all_trained - self._linear(prompts + responses, responses) if is_frozen else all_trained
+        again = self._decoder(prompts + responses) - self._shared(prompts, num_shared) if checkpointing else 0.0
+        all_trained = 3 * self.forward(prompts, responses, num_shared=num_shared) + again
+        if not is_frozen:
+            return all_trained
+        return all_trained - self._linear(prompts + responses, responses) + 2.0 * self.decoder_weights * num_shared
 
     def generate(self, prompts: NDArray[np.int64], responses: NDArray[np.int64], samples: int) -> float:
         """Return the operations of generating responses with a KV cache: a prompt is computed once for all its samples.
@@ -78,6 +89,10 @@ class ModelWork:
             samples: Responses per prompt.
         """
         return self.forward(prompts, responses) - self._decoder(prompts) * (1 - 1 / samples)
+
+    def _shared(self, prompts: NDArray[np.int64], num_shared: int) -> float:
+        """Return the decoder's operations of so many of the prompts' tokens, each prompt's alike."""
+        return self._decoder(prompts) * num_shared / int(prompts.sum()) if num_shared else 0.0
 
     def _decoder(self, lengths: NDArray[np.int64]) -> float:
         return 2.0 * self.decoder_weights * int(lengths.sum()) + self._attention(lengths)

@@ -1,7 +1,8 @@
 """Causal attention within explicit sequence boundaries, as an attention function for transformers.
 
 H query heads, K key and value heads, T tokens of one packed row, D head size, S sequences. Work is sum(len^2) over the
-sequences; no mask over the whole row is built.
+sequences; no mask over the whole row is built. Where sequences share a prompt, its tokens are in the row once, with the
+first of them: the queries of the others are their responses' tokens, and their keys those of the prompt as well.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from rl_core.scoring.explicit import explicit_attention, visible_keys
@@ -45,6 +47,28 @@ class PackedMask:
         raise ScoringError(
             "its attention hides keys of its own choice in the mask, which packed attention doesn't build"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class SharedKeys:
+    """The keys of consecutive sequences of a row in which some share a prompt, put together at once.
+
+    Attributes:
+        num_queries: The sequences' own tokens in the row, t.
+        cu_queries: [s + 1] int32 boundaries of these, from 0 to t.
+        index: [L] int64, the row's tokens that are keys, sequence by sequence: the prompt's, then the response's.
+        cu_keys: [s + 1] int32 boundaries of the sequences in `index`, from 0 to L.
+    """
+
+    num_queries: int
+    cu_queries: Tensor
+    index: Tensor
+    cu_keys: Tensor
+
+    def to(self, device: torch.device | str) -> "SharedKeys":
+        """Return the keys with the tensors on `device`."""
+        tensors = (each.to(device) for each in (self.cu_queries, self.index, self.cu_keys))
+        return SharedKeys(self.num_queries, *tensors)
 
 
 def describe_mask(
@@ -149,6 +173,7 @@ def packed_attention(
     *,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int = 0,
+    shared_keys: tuple[SharedKeys, ...] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -168,7 +193,8 @@ def packed_attention(
         value: [1, K, T, D].
         attention_mask: What the model's mask allows; None: the model has made none.
         cu_seqlens: [S + 1] int32 boundaries, from 0 to T; passed by the caller of the model.
-        max_seqlen: Tokens of the longest sequence.
+        max_seqlen: Tokens of the longest sequence, its prompt included.
+        shared_keys: The keys of all sequences, if some share a prompt; None: those within their boundaries.
         scaling: Factor of the attention scores; None: D ** -0.5.
         dropout: Must be 0: a log-prob must be a function of weights and tokens.
         sliding_window: A token attends to itself and the window - 1 tokens before it; None: to all tokens before it.
@@ -187,16 +213,30 @@ def packed_attention(
     assert cu_seqlens is not None
     if attention_mask is not None:
         sliding_window = attention_mask.sliding_window
+    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window}
     if softcap is not None or s_aux is not None:
-        explicit = partial(
-            explicit_attention, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
-        )
-        output = _by_runs(explicit, query, key, value, cu_seqlens)
+        attend = partial(_by_runs, partial(explicit_attention, softcap=softcap, sinks=s_aux, **options))
     elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in _FLASH_HEAD_SIZES:
-        output = _varlen_flash(query, key, value, cu_seqlens, max_seqlen, scaling, sliding_window)
+        attend = partial(_varlen_flash, max_seqlen=max_seqlen, **options)
     else:
-        output = _sequence_sdpa(query, key, value, cu_seqlens, scaling, sliding_window)
-    return output, None
+        attend = partial(_sequence_sdpa, **options)
+    if shared_keys is None:
+        return attend(query, key, value, cu_seqlens, cu_seqlens), None
+    # The keys of each sequence are put together again in the backward, or a shared prompt's would be kept repeatedly.
+    attend_shared = partial(_attend_shared, attend)
+    parts = torch.split(query, [keys.num_queries for keys in shared_keys], dim=2)
+    outputs = [
+        checkpoint(attend_shared, part, key, value, keys, use_reentrant=False)
+        for part, keys in zip(parts, shared_keys, strict=True)
+    ]
+    return torch.cat(outputs, dim=1), None
+
+
+def _attend_shared(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, keys: SharedKeys
+) -> Tensor:
+    own_key, own_value = (states.index_select(2, keys.index) for states in (key, value))
+    return attend(query, own_key, own_value, keys.cu_queries, keys.cu_keys)
 
 
 def _varlen_flash(
@@ -204,18 +244,21 @@ def _varlen_flash(
     key: Tensor,
     value: Tensor,
     cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    *,
     max_seqlen: int,
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
     """Run one kernel over all sequences: [1, H, T, D] in, [1, T, H, D] out."""
-    # The kernel takes [T, H, D]. Its window counts only the tokens before the token itself; -1: all of them.
+    # The kernel takes [T, H, D]. Its window counts only the tokens before the token itself; -1: all of them. With fewer
+    # queries than keys, the last ones are each other's.
     output = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         cu_seqlens,
-        cu_seqlens,
+        cu_keys,
         max_seqlen,
         max_seqlen,
         scale=scaling,
@@ -231,6 +274,8 @@ def _sequence_sdpa(
     key: Tensor,
     value: Tensor,
     cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    *,
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
@@ -240,25 +285,29 @@ def _sequence_sdpa(
         num_repeats = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(num_repeats, dim=1) for states in (key, value))
     attend = partial(_causal_sdpa, scaling=scaling, sliding_window=sliding_window)
-    return _by_runs(attend, query, key, value, cu_seqlens)
+    return _by_runs(attend, query, key, value, cu_seqlens, cu_keys)
 
 
-def _by_runs(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Attend once per run of consecutive sequences of equal length: [1, H, T, D] in, [1, T, H, D] out."""
+def _by_runs(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, cu_keys: Tensor
+) -> Tensor:
+    """Attend once per run of consecutive sequences of equal lengths: [1, H, T, D] in, [1, T, H, D] out."""
 
     def run(*states: Tensor) -> Tensor:
         return attend(*(part.transpose(1, 2) for part in states)).transpose(1, 2)
 
-    return map_runs(run, cu_seqlens, *(states[0].transpose(0, 1) for states in (query, key, value))).unsqueeze(0)
+    boundaries = (cu_seqlens, cu_keys, cu_keys)
+    packed = (states[0].transpose(0, 1) for states in (query, key, value))
+    return map_runs(run, *zip(packed, boundaries, strict=True)).unsqueeze(0)
 
 
 def _causal_sdpa(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    num_tokens = query.shape[2]
-    if sliding_window is None or num_tokens <= sliding_window:
+    num_tokens, num_keys = query.shape[2], key.shape[2]
+    if num_tokens == num_keys and (sliding_window is None or num_tokens <= sliding_window):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    visible = visible_keys(0, num_tokens, 0, sliding_window, query.device)
+    visible = visible_keys(num_keys - num_tokens, num_keys, 0, sliding_window, query.device)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
 
 

@@ -30,8 +30,16 @@ def random_sequences(model: PreTrainedModel, lengths: Sequence[tuple[int, int]])
     return list(zip(ids[::2], ids[1::2], strict=True))
 
 
-def score_rows(model: PreTrainedModel, sequences: Sequences, kind: Kind) -> list[Tensor]:
+def score_rows(
+    model: PreTrainedModel, sequences: Sequences, kind: Kind, *, share_prompts: bool = False
+) -> list[Tensor]:
     """Compute the log-probs of each sequence's response, all in one row; switch the model to the kind's attention.
+
+    Args:
+        model: The model.
+        sequences: Prompts and responses.
+        kind: How the row is computed.
+        share_prompts: Whether equal prompts are in a packed row once.
 
     Raises:
         ScoringError: Scoring doesn't support the model, or the model's own code fails in such rows.
@@ -39,7 +47,8 @@ def score_rows(model: PreTrainedModel, sequences: Sequences, kind: Kind) -> list
     use, score = _SCORES[kind]
     prompts, responses = zip(*sequences, strict=True)
     prompt_lengths, response_lengths = (torch.tensor([len(ids) for ids in parts]) for parts in (prompts, responses))
-    row = pack_row(torch.cat(prompts), prompt_lengths, torch.cat(responses), response_lengths)
+    ids = torch.cat(prompts), prompt_lengths, torch.cat(responses), response_lengths
+    row = pack_row(*ids, share_prompts=share_prompts)
     with one_line_errors(model, f"{kind} rows"):
         use(model)
         logprobs = score(model, row, temperature=1.0, chunk_tokens=_CHUNK_TOKENS).logprobs

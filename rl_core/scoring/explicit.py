@@ -23,9 +23,9 @@ def explicit_attention(
     """Attend causally, with scores in float32 that are computed for `QUERY_TOKENS` queries at a time.
 
     Args:
-        query: [N, H, L, D].
-        key: [N, K, L, D]; H is a multiple of K.
-        value: [N, K, L, D].
+        query: [N, H, L, D], of the last L of M tokens.
+        key: [N, K, M, D]; H is a multiple of K.
+        value: [N, K, M, D].
         scaling: Factor of the scores; None: D ** -0.5.
         sliding_window: A token attends to itself and the window - 1 tokens before it; None: to all tokens before it.
         softcap: Scores become softcap * tanh(score / softcap) (Gemma 2, arXiv:2408.00118); None: they stay.
@@ -37,11 +37,12 @@ def explicit_attention(
     num_repeats, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = (states.repeat_interleave(num_repeats, dim=1) for states in (key, value))
     query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    before = key.shape[2] - length
     blocks = []
-    for start in range(0, length, QUERY_TOKENS):
-        stop = min(start + QUERY_TOKENS, length)
+    for start in range(before, before + length, QUERY_TOKENS):
+        stop = min(start + QUERY_TOKENS, before + length)
         first = 0 if sliding_window is None else max(0, start - sliding_window + 1)
-        parts = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        parts = query[:, :, start - before : stop - before], key[:, :, first:stop], value[:, :, first:stop]
         visible = visible_keys(start, stop, first, sliding_window, query.device)
         options = visible, softcap, sinks
         # A single block is kept for the backward; of several, each is computed again there.

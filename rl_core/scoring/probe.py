@@ -13,6 +13,7 @@ from schemas.errors import ScoringError
 
 _LENGTHS = ((3, 5), (1, 6), (4, 2))  # prompt and response tokens of the probe's sequences
 _PADDED = 'set packing.kind = "padded" to train it with padding, which agrees'
+_APART = "set packing.share_prompts = false to compute each sequence's prompt for itself"
 _OTHER = "use another model"
 _HALF = (torch.bfloat16, torch.float16)
 # Limits in nats. A changed row has the same shape as the original, so that kernels round in the same way and log-probs
@@ -23,7 +24,7 @@ _MAX_MOVEMENT_HALF, _MAX_DIFFERENCE_HALF = 0.05, 0.5
 
 
 @torch.no_grad()
-def leak_probe(model: PreTrainedModel) -> None:
+def leak_probe(model: PreTrainedModel, *, share_prompts: bool = False) -> None:
     """Check that packed scoring is exact for a model.
 
     It packs three short random sequences. Changing one must not move the log-probs of the others, and the log-probs of
@@ -33,6 +34,7 @@ def leak_probe(model: PreTrainedModel) -> None:
 
     Args:
         model: A causal language model that uses packed attention.
+        share_prompts: Whether to check sequences that share a prompt, too.
 
     Raises:
         ScoringError: Log-probs moved with another sequence or with later tokens, or differ from those of the sequence
@@ -53,6 +55,8 @@ def leak_probe(model: PreTrainedModel) -> None:
         raise ScoringError(f"{error}; {_PADDED}") from error
     finally:
         use_packed_attention(model)
+    if share_prompts:
+        _check_shared(model, sequences)
 
 
 @torch.no_grad()
@@ -74,6 +78,22 @@ def padded_probe(model: PreTrainedModel) -> None:
         raise ScoringError(f"{error}; {_OTHER}") from error
 
 
+def _check_shared(model: PreTrainedModel, sequences: Sequences) -> None:
+    """Give all sequences the first one's prompt, once in a row, and check that they score as alone, and isolated."""
+    prompt = sequences[0][0]
+    same = [(prompt, response) for _, response in sequences]
+    try:
+        alone = score_alone(model, same)
+        shared = score_rows(model, same, "packed", share_prompts=True)
+        _check_agreement(model, shared, alone, "packed")
+        other = prompt, _other_tokens(model, same[1][1])
+        _check_movement(model, 1, shared, score_rows(model, [same[0], other, *same[2:]], "packed", share_prompts=True))
+    except ScoringError as error:
+        raise ScoringError(f"with a shared prompt, {error}; {_APART}") from error
+    finally:
+        use_packed_attention(model)
+
+
 def _check_causality(model: PreTrainedModel, sequences: Sequences, alone: Sequence[Tensor]) -> None:
     """Change the second half of each response, and check that the log-probs of the first stay."""
     before, after = score_beginnings(model, sequences, alone)
@@ -87,18 +107,27 @@ def _check_causality(model: PreTrainedModel, sequences: Sequences, alone: Sequen
 
 def _check_isolation(model: PreTrainedModel, sequences: Sequences, packed: Sequence[Tensor]) -> None:
     """Change each sequence in turn, and check that the log-probs of the others stay."""
-    vocab_size = model.config.get_text_config().vocab_size
-    limit = _MAX_MOVEMENT_HALF if _is_half(model) else _MAX_MOVEMENT
     for changed, (prompt, response) in enumerate(sequences):
-        other = ((prompt + 1) % vocab_size, (response + 1) % vocab_size)
+        other = _other_tokens(model, prompt), _other_tokens(model, response)
         moved = score_rows(model, [*sequences[:changed], other, *sequences[changed + 1 :]], "packed")
-        kept = [index for index in range(len(sequences)) if index != changed]
-        movement = _distance(model, [packed[index] for index in kept], [moved[index] for index in kept])
-        if not movement <= limit:
-            raise ScoringError(
-                f"packed sequences attend to each other: changing sequence {changed} moved log-probs of the others by"
-                f" {movement:.3g} nats (limit {limit:g})"
-            )
+        _check_movement(model, changed, packed, moved)
+
+
+def _check_movement(model: PreTrainedModel, changed: int, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    """Check that log-probs of sequences stay while one of them is changed."""
+    kept = [index for index in range(len(before)) if index != changed]
+    limit = _MAX_MOVEMENT_HALF if _is_half(model) else _MAX_MOVEMENT
+    movement = _distance(model, [before[index] for index in kept], [after[index] for index in kept])
+    if not movement <= limit:
+        raise ScoringError(
+            f"packed sequences attend to each other: changing sequence {changed} moved log-probs of the others by"
+            f" {movement:.3g} nats (limit {limit:g})"
+        )
+
+
+def _other_tokens(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    vocab_size: int = model.config.get_text_config().vocab_size
+    return (ids + 1) % vocab_size
 
 
 def _check_agreement(model: PreTrainedModel, scored: Sequence[Tensor], alone: Sequence[Tensor], kind: Kind) -> None:

@@ -6,42 +6,51 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+
+from schemas.errors import ScoringError
 
 # What decoder layers call their recurrent token mixer (qwen3_next, qwen3_5 and its mixture of experts).
 _MIXERS = ("linear_attn",)
+_LAYER_TYPE = "linear_attention"  # of these, in configs
 
 
-def equal_runs(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    """Return the length in tokens and the number of sequences of each run, from [S + 1] boundaries.
+def equal_runs(*boundaries: Tensor) -> list[tuple[tuple[int, ...], int]]:
+    """Return the lengths in tokens and the number of sequences of each run, from [S + 1] boundaries of each tensor.
 
     Example:
-        >>> equal_runs(torch.tensor([0, 3, 6, 8]))
-        [(3, 2), (2, 1)]
+        >>> equal_runs(torch.tensor([0, 3, 6, 8]), torch.tensor([0, 5, 10, 12]))
+        [((3, 5), 2), ((2, 2), 1)]
     """
-    return [(length, len(list(run))) for length, run in groupby(b - a for a, b in pairwise(cu_seqlens.tolist()))]
+    lengths = (tuple(b - a for a, b in pairwise(cu_seqlens.tolist())) for cu_seqlens in boundaries)
+    return [(length, len(list(run))) for length, run in groupby(zip(*lengths, strict=True))]
 
 
-def map_runs(function: Callable[..., Tensor], cu_seqlens: Tensor, *packed: Tensor) -> Tensor:
+def map_runs(function: Callable[..., Tensor], *packed: tuple[Tensor, Tensor]) -> Tensor:
     """Call a function of independent sequences once per run, and concatenate its results.
 
     Args:
-        function: Takes a batch [N, L, ...] of each packed tensor, N sequences of L tokens, and returns [N, L, ...].
-        cu_seqlens: [S + 1] boundaries, from 0 to T.
-        *packed: [T, ...] each.
+        function: Takes a batch [N, L, ...] of each packed tensor, N sequences of its own L tokens, and returns that of
+            the first one's shape.
+        *packed: [T, ...] and its [S + 1] boundaries, from 0 to T, each.
 
     Returns:
-        [T, ...].
+        [T, ...], with T and L of the first packed tensor.
     """
-    runs = equal_runs(cu_seqlens)
+    tensors, boundaries = zip(*packed, strict=True)
+    runs = equal_runs(*boundaries)
     # `split` instead of slices, because the gradient of each slice would be as long as the row.
-    tokens = [length * count for length, count in runs]
-    parts = (torch.split(states, tokens) for states in packed)
+    parts = (torch.split(states, [lengths[at] * count for lengths, count in runs]) for at, states in enumerate(tensors))
     outputs = []
-    for (length, count), *states in zip(runs, *parts, strict=True):
-        batches = (part.view(count, length, *part.shape[1:]) for part in states)
+    for (lengths, count), *states in zip(runs, *parts, strict=True):
+        batches = (part.view(count, length, *part.shape[1:]) for part, length in zip(states, lengths, strict=True))
         outputs.append(function(*batches).flatten(0, 1))
     return torch.cat(outputs)
+
+
+def has_recurrent_layers(config: PretrainedConfig) -> bool:
+    """Return whether a model that can be packed has layers with a recurrent state."""
+    return _LAYER_TYPE in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def isolate_recurrent_layers(model: PreTrainedModel) -> None:
@@ -69,9 +78,12 @@ class _PerSequence:
         *arguments: Any,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int = 0,
+        shared_keys: object = None,
         **options: Any,
     ) -> Tensor:
         if cu_seqlens is None:
             return self._forward(hidden_states, *arguments, **options)
-        mixed = map_runs(lambda part: self._forward(part, *arguments, **options), cu_seqlens, hidden_states[0])
+        if shared_keys is not None:
+            raise ScoringError("its recurrent layers have no state at the end of a prompt that several responses share")
+        mixed = map_runs(lambda part: self._forward(part, *arguments, **options), (hidden_states[0], cu_seqlens))
         return mixed.unsqueeze(0)

@@ -33,10 +33,12 @@ class Structure:
     Attributes:
         packed: Packed rows.
         padded: Right-padded batches.
+        shared: Packed rows in which sequences share a prompt.
     """
 
     packed: str | None
     padded: str | None
+    shared: str | None
 
 
 @single_thread()
@@ -58,10 +60,11 @@ def check_structure(config: PretrainedConfig, longest: int) -> Structure | None:
     except ScoringError:
         return None
     if not relative_difference(after, before) <= MAX_DIFFERENCE:
-        return Structure(_NOT_CAUSAL, _NOT_CAUSAL)
+        return Structure(_NOT_CAUSAL, _NOT_CAUSAL, _NOT_CAUSAL)
     if (fault := _head_fault(model, sequences)) is not None:
-        return Structure(fault, fault)
-    return Structure(*(_fault(model, sequences, alone, kind) for kind in ("packed", "padded")))
+        return Structure(fault, fault, fault)
+    packed, padded = (_fault(model, sequences, alone, kind) for kind in ("packed", "padded"))
+    return Structure(packed, padded, packed or _shared_fault(model, sequences))
 
 
 def _head_fault(model: PreTrainedModel, sequences: Sequences) -> str | None:
@@ -82,6 +85,18 @@ def _fault(model: PreTrainedModel, sequences: Sequences, alone: list[torch.Tenso
     if relative_difference(torch.cat(scored), torch.cat(alone)) <= MAX_DIFFERENCE:
         return None
     return "log-probs of a tiny model of this family differ from those of its own forward"
+
+
+def _shared_fault(model: PreTrainedModel, sequences: Sequences) -> str | None:
+    """Return why sequences can't share prompts: two of them have each prompt, and score as if they didn't share it."""
+    twice = [(prompt, response) for prompt, _ in sequences for _, response in sequences[:2]]
+    try:
+        shared, apart = (score_rows(model, twice, "packed", share_prompts=share) for share in (True, False))
+    except ScoringError as error:
+        return str(error)
+    if relative_difference(torch.cat(shared), torch.cat(apart)) <= MAX_DIFFERENCE:
+        return None
+    return "log-probs of a tiny model of this family depend on it"
 
 
 def relative_difference(ours: torch.Tensor, own: torch.Tensor) -> float:

@@ -13,6 +13,7 @@ from rl_core.columns.jagged import TURN_COLUMNS, advantages_of_turns, as_tensor,
 from rl_core.scoring import PackedRow, pack_row
 from rl_core.training.scoring_module import ScoringModule
 from rl_core.training.sharding import release_gathered
+from schemas.errors import ScoringError
 from schemas.plan import MicroBatch
 
 TOKEN_COLUMNS = ("prompt_ids", "response_ids")
@@ -36,18 +37,37 @@ class RankRows:
         return self.columns.take(pa.array(np.searchsorted(self.rows, np.asarray(rows, dtype=np.int64))))
 
 
-def packed_row(columns: pa.RecordBatch) -> PackedRow:
-    """Pack the tokens of all rows of `columns`: `TOKEN_COLUMNS`, and `EXPERT_COLUMNS` if experts are replayed."""
+def packed_row(columns: pa.RecordBatch, num_tokens: int | None = None) -> PackedRow:
+    """Pack the tokens of all rows of `columns`: `TOKEN_COLUMNS`, and `EXPERT_COLUMNS` if experts are replayed.
+
+    Args:
+        columns: The rows.
+        num_tokens: What the plan counts for them: less than they have if equal prompts are to be computed once. None:
+            all that they have.
+
+    Raises:
+        ScoringError: They have more tokens than planned, as their prompts differ.
+    """
     prompts, responses = (columns[name] for name in TOKEN_COLUMNS)
+    prompt_lengths, response_lengths = row_lengths(prompts), row_lengths(responses)
     replayed = EXPERT_COLUMNS[0] in columns.schema.names
     experts = [as_tensor(columns[name]) for name in EXPERT_COLUMNS] if replayed else None
-    return pack_row(
+    every = int(prompt_lengths.sum() + response_lengths.sum())
+    planned = every if num_tokens is None else num_tokens
+    row = pack_row(
         as_tensor(prompts),
-        row_lengths(prompts),
+        prompt_lengths,
         as_tensor(responses),
-        row_lengths(responses),
+        response_lengths,
         (experts[0], experts[1]) if experts else None,
+        share_prompts=planned < every,
     )
+    if planned < every and len(row.input_ids) > planned:
+        raise ScoringError(
+            f"a micro-batch of {len(prompt_lengths)} rows has {len(row.input_ids)} tokens, but is planned for "
+            f"{planned}: prompts of a group differ, which the plan takes for equal; set packing.share_prompts = false"
+        )
+    return row
 
 
 def token_advantages(columns: pa.RecordBatch) -> torch.Tensor:
@@ -80,7 +100,7 @@ def score_rows(module: ScoringModule, rows: RankRows, micros: Sequence[MicroBatc
     values = np.empty(int(starts[-1]), dtype=np.float32)
     for micro in micros:
         with record_function("forward"):
-            logprobs = module(packed_row(rows.take(micro.rows)).to(device)).logprobs.cpu().numpy()
+            logprobs = module(packed_row(rows.take(micro.rows), micro.num_tokens).to(device)).logprobs.cpu().numpy()
         at = np.searchsorted(rows.rows, np.asarray(micro.rows, dtype=np.int64))
         for row, part in zip(at, np.split(logprobs, np.cumsum(lengths[at])[:-1]), strict=bool(len(at))):
             values[starts[row] : starts[row + 1]] = part

@@ -44,6 +44,7 @@ class ScoringModule(nn.Module):
         self._replay = RouterReplay(model) if router_replay else None
         self.model = model
         self._chunk_tokens, self._temperature = packing.logits_chunk_tokens, temperature
+        self._shares_prompts = bool(packing.share_prompts)
         if packing.kind == "packed":
             use_packed_attention(model)
             self._scores = packed_scores
@@ -92,7 +93,7 @@ class ScoringModule(nn.Module):
 
     def _check(self) -> None:
         if self._scores is packed_scores:
-            leak_probe(self.model)
+            leak_probe(self.model, share_prompts=self._shares_prompts)
         else:
             padded_probe(self.model)
         if self._replay is not None:

@@ -134,7 +134,7 @@ class Trainer:
 
     def _inputs(self, rows: RankRows, micro: MicroBatch) -> LossInputs:
         columns = rows.take(micro.rows)
-        row = packed_row(columns).to(self._device)
+        row = packed_row(columns, micro.num_tokens).to(self._device)
         logprobs, entropy, *_ = self.module(row, entropy="grad" if self._config.loss.entropy_coef else "no_grad")
         given = {name: as_tensor(columns[name]).to(self._device) for name in _loss_columns(self._config)}
         own = logprobs.detach()

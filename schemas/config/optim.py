@@ -59,7 +59,10 @@ class PackingConfig(FrozenConfig):
     """`packed`: rows without padding; `padded`: the same result from padded batches, slower, as oracle and fallback."""
 
     token_budget: PositiveInt = 8192
-    """Hard limit of the prompt + response tokens in a micro-batch."""
+    """Hard limit of the prompt + response tokens in a micro-batch; a shared prompt counts once."""
+
+    share_prompts: bool | None = None
+    """Compute a prompt once for its samples in a micro-batch; unset: if the family and the other settings can."""
 
     logits_chunk_tokens: PositiveInt = 1024
     """Number of tokens whose logits exist at once."""

@@ -44,7 +44,8 @@ def expected(workplace: Workplace) -> Run:
     """An undisturbed run."""
     (workplace.folder / "equal_rewards.py").write_text(REWARDS)
     make_tiny_model(workplace.folder / "adapted", head_dim=32)
-    workplace.sluice(*CONFIG, "--run-id", "off-policy")
+    printed = workplace.sluice(*CONFIG, "--run-id", "off-policy")
+    assert "a prompt is computed once for its samples in a micro-batch" in printed
     return workplace.run("off-policy")
 
 

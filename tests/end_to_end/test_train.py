@@ -178,7 +178,10 @@ def test_the_summary_and_the_metrics(directory: RunDirectory) -> None:
     steps = directory.metrics.steps()
     assert [report.step for report in steps] == list(range(STEPS))
     config = directory.config()
-    chosen = config.replace(runtime=config.runtime.replace(device="cpu"))  # "auto" in the run's
+    # In the run's, the device is "auto", and whether prompts are shared isn't set.
+    chosen = config.replace(
+        runtime=config.runtime.replace(device="cpu"), packing=config.packing.replace(share_prompts=True)
+    )
     assert {report.config for report in steps} == {scoring_digest(chosen)}
     assert summary["reward_first"] == steps[0].metrics["reward"]  # of 3 steps
     assert summary["reward_last"] == steps[-1].metrics["reward"]

@@ -98,8 +98,10 @@ def test_a_full_step_in_numbers(sluice: Command) -> None:
     assert [[[len(micro.rows) for micro in rank] for rank in update.ranks] for update in plan.updates] == [
         [[2, 2], [2, 2]]
     ] * 2
+    # Two samples of a prompt of 9 tokens go into one, so that it is computed for half of them only.
+    assert [update.num_tokens for update in plan.updates] == [8 * 12 + 4 * 9] * 2
     forward = ForwardPlan.model_validate(value["forward"])
-    assert (len(forward.ranks), forward.num_micros, forward.num_tokens) == (2, 4, 336)
+    assert (len(forward.ranks), forward.num_micros, forward.num_tokens) == (2, 4, 264)
     # ids: uint16 and 17 offsets of 8 bytes; the mask: a bit each; log-probs: float32.
     num_bytes = {column["name"]: column["num_bytes"] for column in value["columns"]}
     assert num_bytes["prompt_ids"] == 2 * 144 + 17 * 8
@@ -128,6 +130,16 @@ def test_people_see_plans_columns_bytes_and_warnings(sluice: Command) -> None:
     many = sluice("optim.updates_per_step=20")[1]
     assert "optim.updates_per_step = 20, but there are only enough rows for 16; lower it to that" in many
     assert "warning" not in sluice("optim.updates_per_step=16")[1]
+
+
+def test_a_prompt_that_samples_share_counts_once(sluice: Command) -> None:
+    # Of four samples of each of four prompts of 9 tokens, three share it: 16 rows of 21 tokens.
+    assert "prompts shared: 108 of 336 tokens are not computed again" in sluice("--fill", "1")[1]
+    apart = sluice("packing.share_prompts=false")[1]
+    assert "each sample's prompt is computed for itself: packing.share_prompts is false" in apart
+    code, _, err = sluice("packing.share_prompts=true", "packing.kind=padded")
+    assert code == 2
+    assert 'packing.share_prompts = true, but samples can\'t share a prompt: packing.kind is "padded"' in err
 
 
 def test_a_plan_is_one_screen(sluice: Command) -> None:

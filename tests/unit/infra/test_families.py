@@ -1,5 +1,6 @@
 """Families that plan refuses, or that the embedded engine runs, beyond their limits and with unequal rows."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 import transformers
 
 from infra.engines.embedded.cache import cache_bytes_per_token
-from infra.engines.families import check_family, engine_fault
+from infra.engines.families import check_family, engine_fault, with_sharing
 from rl_core.planning.throughput import ModelWork
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
@@ -103,6 +104,37 @@ def test_rows_with_other_positions_than_their_first_tokens_had_are_refused(tmp_p
         ConfigError, match=r"rows of 129 tokens, but a phi3 model .* more than 128 .* limit both to 128"
     ):
         check_family(run_config(tmp_path, data={"max_prompt_tokens": 100}, rollout={"max_response_tokens": 29}))
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        ("Qwen3", {}, None),
+        ("Gemma2", {"packing": {"share_prompts": True}}, None),
+        ("Qwen3", {"environment": {"kind": "tools", "tools": ["json:loads"]}}, None),
+        ("Qwen3", {"packing": {"share_prompts": False}}, "packing.share_prompts is false"),
+        ("Qwen3", {"packing": {"kind": "padded"}}, 'packing.kind is "padded"'),
+        ("Qwen3Moe", {"rollout": {"router_replay": True}}, "rollout.router_replay replays"),
+        ("Qwen3", {"environment": {"kind": "class", "path": "json:loads"}}, "an environment of a class"),
+        ("Qwen3_5Text", {}, "a qwen3_5_text model: .* recurrent layers"),
+        ("Mamba2", {}, "a mamba2 model: "),
+    ],
+)
+def test_samples_share_prompts_where_family_and_settings_can(
+    family: str, overrides: dict[str, Any], reason: str | None, tmp_path: Path
+) -> None:
+    config = run_of(tmp_path, config_of(family), **overrides)
+    decided, line = with_sharing(config)
+    assert decided.packing.share_prompts is (reason is None)
+    assert decided == config.replace(packing=config.packing.replace(share_prompts=reason is None))
+    if reason is None:
+        assert line == "a prompt is computed once for its samples in a micro-batch (packing.share_prompts)"
+        return
+    assert re.fullmatch(f"each sample's prompt is computed for itself: {reason}.*", line)
+    if config.packing.share_prompts is None:
+        asked = config.replace(packing=config.packing.replace(share_prompts=True))
+        with pytest.raises(ConfigError, match=f"samples can't share a prompt: {reason}.*; leave it out"):
+            with_sharing(asked)
 
 
 def test_sizes_of_layers_that_differ() -> None:

@@ -16,6 +16,7 @@ from infra.workers.rollout import RolloutWorker
 from infra.workers.scoring import ReferenceWorker
 from rl_core.columns.jagged import flat_values
 from rl_core.planning import plan_forward, plan_step
+from rl_core.planning.plan import rank_rows
 from rl_core.views import decode_ints, new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.config.loss import TruncatedCorrection
@@ -117,6 +118,32 @@ def test_an_update_is_applied_once_and_reported_again(run: RunHandle, store: Mem
     assert worker.update(batch, plan, 0) == report
     again = parameters(worker, 1)
     assert all(torch.equal(after[name], again[name]) for name in after)
+
+
+def test_samples_that_share_their_prompt_are_scored_and_trained_on_as_those_that_do_not(
+    run: RunHandle, store: MemoryStore
+) -> None:
+    worker = started(run, store)
+    batch, _ = make_step(run, store, worker)
+    prompts, responses = decode_ints(batch.prompt_lengths), decode_ints(batch.response_lengths)
+    options = {"num_ranks": 1, "token_budget": 64, "groups": np.arange(8) // 2, "share_prompts": True}
+    forward = plan_forward(prompts, responses, **options)
+    assert forward.num_tokens == prompts[::2].sum() + responses.sum()
+    put = worker.score(batch, forward, 0, "shared").put
+    rows = batch.replace(groups=batch.groups[:1])  # as they were sampled
+    scored = with_column(rows, put.dtypes, [put.chunk], rank_rows([forward], 0))
+    shared, apart = (store.read(each, ["behavior_logprobs"])["behavior_logprobs"] for each in (scored, batch))
+    assert np.abs(flat_values(shared) - flat_values(apart)).max() < 1e-6
+    weights, reports = [], []
+    for share in (True, False):
+        fresh = started(run, store)
+        plan = plan_step(prompts, responses, responses, num_updates=2, seed=0, **(options | {"share_prompts": share}))
+        reports.append(values(fresh.update(batch, plan, 0).metrics))
+        weights.append(parameters(fresh, 1))
+    assert reports[0] == pytest.approx(reports[1], rel=1e-4, abs=1e-6)
+    # AdamW moves a weight of a tiny gradient by its sign, so that rounding may show in single ones.
+    distances = torch.cat([(weights[0][name] - weights[1][name]).abs().flatten() for name in weights[0]])
+    assert float(distances.mean()) < 1e-6
 
 
 def test_another_version_is_rejected(run: RunHandle, store: MemoryStore) -> None:

@@ -44,6 +44,11 @@ def test_operations_of_a_dense_model() -> None:
     # Under adapters, the weights get no gradients; the attention has none.
     frozen = work.update(PROMPTS, RESPONSES, checkpointing=False, is_frozen=True)
     assert frozen == 2 * forward + attention
+    # Of two samples of a prompt of 3 tokens, one shares it: 3 tokens less, and their attention to each other.
+    same, ones, less = np.array([3, 3]), np.array([1, 1]), 2 * linear * 3 + 2 * 2 * 64 * 3**2
+    assert work.forward(same, ones) - work.forward(same, ones, num_shared=3) == less
+    trained = [work.update(same, ones, checkpointing=True, num_shared=shared) for shared in (0, 3)]
+    assert trained[0] - trained[1] == 4 * less
 
 
 def test_operations_of_experts_are_those_of_the_active_ones() -> None:

@@ -107,6 +107,7 @@ OTHER = {
     "model.gradient_checkpointing": "true",
     "optim.offload": "true",
     "packing.kind": "padded",
+    "packing.share_prompts": "false",
     "packing.token_budget": "9999",
     "reward.api_key_variable": "JUDGE_KEY",
     "reward.concurrency": "7",
