@@ -1,20 +1,24 @@
-"""The scoring stages: log-probs of the stored responses under the policy (behavior) and the reference."""
+"""The scoring stages: log-probs of the stored responses under the policy (behavior), the reference and the teachers."""
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
 
+from infra.ray.actors import call
 from infra.ray.ranks import WorkerGroup
 from infra.stores.open import open_store
 from infra.stores.step_columns import publish_handle
 from infra.workers.launch import get_group
+from infra.workers.layout import teacher_workers
+from infra.workers.placement import score_together
 from rl_core.planning import plan_forward
 from rl_core.planning.plan import rows_by_rank
-from rl_core.views import decode_ints, with_column
+from rl_core.views import decode_ints, select, with_column
 from schemas.batch import BatchHandle
 from schemas.metrics import merge_metrics
 from schemas.plan import ForwardPlan
-from schemas.step import PolicyHandle, RunHandle, ScoredColumn, ScoreResult
+from schemas.step import PolicyHandle, RunHandle, ScoredColumn, ScoreResult, TeacherRows
 from tasks.stage import stage
 
 
@@ -23,7 +27,8 @@ async def score_behavior(run: RunHandle, policy: PolicyHandle, batch: BatchHandl
     """Add `behavior_logprobs`: the trainer's log-probs under the weights that sampled."""
     group = await get_group(run, "policy")
     plan = plan_scoring(run, batch, group)
-    return _with_results(run, batch, plan, await group.call("score", batch, plan, policy.version))
+    results = await group.call("score", batch, plan, policy.version)
+    return _with_results(run, batch, rows_by_rank(plan), results)
 
 
 @stage("reference")
@@ -33,20 +38,46 @@ async def score_reference(run: RunHandle, policy: PolicyHandle, batch: BatchHand
     group = await get_group(run, "reference" if needs_worker else "policy")
     plan = plan_scoring(run, batch, group)
     results = await group.call("score" if needs_worker else "score_reference", batch, plan)
-    return _with_results(run, batch, plan, results)
+    return _with_results(run, batch, rows_by_rank(plan), results)
 
 
-def plan_scoring(run: RunHandle, batch: BatchHandle, group: WorkerGroup) -> ForwardPlan:
-    """Deal a batch's rows to the ranks that score them."""
-    lengths = decode_ints(batch.prompt_lengths), decode_ints(batch.response_lengths)
+@stage("teacher")
+async def score_teachers(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> ScoredColumn:
+    """Add `teacher_logprobs`: each row's log-probs under its teacher, given the prompt that this one reads."""
+    assert run.config.distillation is not None, "a run without teachers has no such stage"
+    scoring = [_score_teacher(run, policy, batch, name) for name in run.config.distillation.teachers]
+    parts = await asyncio.gather(*scoring) if score_together(run.config) else [await each for each in scoring]
+    rows = np.concatenate([rows for rows, _ in parts])
+    return _with_results(run, batch, rows, [result for _, results in parts for result in results])
+
+
+async def _score_teacher(
+    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, name: str
+) -> tuple[np.ndarray, list[ScoreResult]]:
+    """Have a teacher score its rows; return these, rank by rank, and the ranks' results."""
+    numbers = teacher_workers(run.config).get(name)
+    group = await (get_group(run, "teacher", numbers) if numbers else get_group(run, "policy"))
+    own: TeacherRows = await call(group.ranks[0], "teacher_rows", batch, name)
+    rows = decode_ints(own.rows)
+    if not len(rows):
+        return rows, []
+    mine = select(batch, rows)
+    plan = plan_scoring(run, mine, group, own)
+    how = ("score", mine, plan) if numbers else ("score_teacher", mine, plan, name, policy.version)
+    return rows[rows_by_rank(plan)], await group.call(*how)
+
+
+def plan_scoring(
+    run: RunHandle, batch: BatchHandle, group: WorkerGroup, teacher: TeacherRows | None = None
+) -> ForwardPlan:
+    """Deal a batch's rows to the ranks that score them, a teacher's with the prompts that it reads."""
+    prompts = teacher.prompt_lengths if teacher is not None else None
+    lengths = decode_ints(batch.prompt_lengths if prompts is None else prompts), decode_ints(batch.response_lengths)
     return plan_forward(*lengths, num_ranks=len(group.ranks), token_budget=run.config.packing.token_budget)
 
 
-def _with_results(
-    run: RunHandle, batch: BatchHandle, plan: ForwardPlan, results: Sequence[ScoreResult]
-) -> ScoredColumn:
+def _with_results(run: RunHandle, batch: BatchHandle, rows: np.ndarray, results: Sequence[ScoreResult]) -> ScoredColumn:
     puts = [result.put for result in results if result.put is not None]
-    rows = rows_by_rank(plan)
     scored = with_column(batch, puts[0].dtypes, [put.chunk for put in puts], rows)
     stored = publish_handle(open_store(run), scored, [put.traffic for put in puts])
     return ScoredColumn(

@@ -4,10 +4,12 @@ from torch import Tensor
 
 from rl_core.losses.base import LossInputs, Surrogate, aggregate, denominator, log_ratio
 from rl_core.losses.correction import correction_weights
+from rl_core.losses.distillation import distill
 from rl_core.losses.kl import kl_estimate
 from rl_core.losses.report import nan_unless_finite, report
 from rl_core.losses.surrogates import cispo_loss, clipped_loss, dppo_loss, gmpo_loss, gspo_loss, sapo_loss
 from rl_core.registry import Registry, entry
+from schemas.config.distillation import DistillationConfig
 from schemas.config.loss import (
     CispoLoss,
     ClippedLoss,
@@ -45,6 +47,7 @@ def policy_loss(
     norm_tokens: float,
     num_loss_tokens: int,
     num_live_sequences: int,
+    distillation: DistillationConfig | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Compute a micro-batch's part of the update's loss, and its metrics.
 
@@ -60,6 +63,7 @@ def policy_loss(
             response length, in tokens.
         num_loss_tokens: Loss tokens of the whole update, over all ranks; from the plan.
         num_live_sequences: Sequences of the whole update with a loss token, over all ranks; from the plan.
+        distillation: How the teacher's log-probs change the advantages; None: there is no teacher.
 
     Returns:
         A scalar with gradient, and metrics that merge exactly; the losses of all micro-batches on all ranks add up to
@@ -67,7 +71,8 @@ def policy_loss(
         that is only reported.
 
     Raises:
-        ValueError: The loss, the KL term, the entropy bonus or the correction needs a column that the inputs lack.
+        ValueError: The loss, the KL term, the entropy bonus, the correction or the distillation needs a column that the
+            inputs lack.
 
     Example:
         >>> import torch
@@ -84,12 +89,12 @@ def policy_loss(
         >>> loss.item(), metrics["ratio"].value
         (-0.5, 1.0)
     """
-    trained = inputs.select_trained()
+    trained, distilled = distill(inputs.select_trained(), distillation)
     surrogate = SURROGATES(loss, trained)
     weights, token_metrics = correction_weights(trained, correction)
     token_losses = surrogate.losses if weights is None else surrogate.losses * weights
     penalties, penalty_metrics = _penalties(trained, loss, kl)
-    token_metrics |= {"approx_kl": kl_estimate("k3", log_ratio(trained)), **penalty_metrics}
+    token_metrics |= {"approx_kl": kl_estimate("k3", log_ratio(trained)), **penalty_metrics, **distilled}
     loss_sum = aggregate(token_losses + penalties, trained, loss.aggregation) + nan_unless_finite(trained)
     update_denominator = denominator(loss.aggregation, norm_tokens, num_loss_tokens, num_live_sequences)
     num_sequences = int((trained.loss_tokens_per_sequence > 0).sum())

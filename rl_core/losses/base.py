@@ -29,6 +29,7 @@ class LossInputs:
     loss_tokens_per_sequence: Tensor  # [S] int64, true values of loss_mask
     sampler_logprobs: Tensor | None = None  # [T] float32
     reference_logprobs: Tensor | None = None  # [T] float32
+    teacher_logprobs: Tensor | None = None  # [T] float32
     entropy: Tensor | None = None  # [T] float32, with gradient for an entropy bonus
 
     @classmethod
@@ -42,6 +43,7 @@ class LossInputs:
         response_lengths: Tensor,
         sampler_logprobs: Tensor | None = None,
         reference_logprobs: Tensor | None = None,
+        teacher_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
     ) -> "LossInputs":
         """Create inputs for S sequences.
@@ -54,6 +56,7 @@ class LossInputs:
             response_lengths: [S] integer, tokens, with sum T.
             sampler_logprobs: [T] float32; None: the mismatch is neither reported nor corrected.
             reference_logprobs: [T] float32; None: no KL term.
+            teacher_logprobs: [T] float32; None: no distillation.
             entropy: [T] float32, of the distributions that predict the tokens; None: no entropy bonus.
 
         Raises:
@@ -67,6 +70,7 @@ class LossInputs:
             "loss_mask": loss_mask,
             "sampler_logprobs": sampler_logprobs,
             "reference_logprobs": reference_logprobs,
+            "teacher_logprobs": teacher_logprobs,
             "entropy": entropy,
         }
         num_tokens = int(lengths.sum())
@@ -83,6 +87,7 @@ class LossInputs:
             loss_tokens_per_sequence=torch.bincount(sequence_index[loss_mask], minlength=len(lengths)),
             sampler_logprobs=sampler_logprobs,
             reference_logprobs=reference_logprobs,
+            teacher_logprobs=teacher_logprobs,
             entropy=entropy,
         )
 

@@ -60,6 +60,7 @@ def nan_unless_finite(trained: LossInputs) -> Tensor:
         trained.behavior_logprobs,
         trained.sampler_logprobs,
         trained.reference_logprobs,
+        trained.teacher_logprobs,
         trained.advantages,
     )
     zeros = [(column * 0).sum() for column in columns if column is not None]

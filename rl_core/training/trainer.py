@@ -40,6 +40,7 @@ def _loss_columns(config: RunConfig) -> tuple[str, ...]:
     scored = {
         "behavior_logprobs": config.scores_behavior,
         "reference_logprobs": config.kl.coef > 0 and not config.kl.in_reward,
+        "teacher_logprobs": config.distillation is not None,
     }
     turns = TURN_COLUMNS if config.advantage.kind == "turn_level" else ()
     return (*_LOSS_COLUMNS, *turns, *(name for name, is_read in scored.items() if is_read))
@@ -141,6 +142,7 @@ class Trainer:
             behavior_logprobs=given.get("behavior_logprobs", logprobs.detach()),
             sampler_logprobs=given["sampler_logprobs"],
             reference_logprobs=given.get("reference_logprobs"),
+            teacher_logprobs=given.get("teacher_logprobs"),
             advantages=token_advantages(columns).to(self._device),
             loss_mask=given["loss_mask"],
             response_lengths=row.response_lengths,
@@ -155,6 +157,7 @@ class Trainer:
             norm_tokens=self._config.loss.norm_tokens or self._config.rollout.max_response_tokens,
             num_loss_tokens=update.num_loss_tokens,
             num_live_sequences=update.num_live_sequences,
+            distillation=self._config.distillation,
         )
 
     def _without_finite_gradient(self, rows: RankRows, update: UpdatePlan, rank: int) -> dict[int, tuple[str, ...]]:
@@ -191,7 +194,10 @@ def _non_finite(inputs: LossInputs, micro: MicroBatch) -> dict[int, tuple[str, .
     """Return the rows that have a non-finite input on a trained token, and the inputs' names; all rows if none has."""
     trained = inputs.select_trained()
     found: dict[int, tuple[str, ...]] = {}
-    for name in ("policy_logprobs", "behavior_logprobs", "sampler_logprobs", "reference_logprobs", "advantages"):
+    for name in (
+        *(f"{model}_logprobs" for model in ("policy", "behavior", "sampler", "reference", "teacher")),
+        "advantages",
+    ):
         values: Tensor | None = getattr(trained, name)
         if values is not None:
             for at in set(trained.sequence_index[~torch.isfinite(values)].tolist()):
