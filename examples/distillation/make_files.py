@@ -20,7 +20,7 @@ from schemas.config.warmstart import WarmstartConfig
 NUM_TERMS = 4
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128}
 MODELS = {"teacher": {"hidden_size": 128, "head_dim": 32}, "student": {"hidden_size": 64, "head_dim": 16}}
-STEPS = {"teacher": 400, "student": 120}
+STEPS = {"teacher": 400, "student": 300}
 
 
 def main(folder: Path, seed: int, steps: dict[str, int]) -> None:
