@@ -12,7 +12,7 @@ INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
 # rewrites the assertions of every test.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: venv demo test test-extended test-all verifiers chaos gpu lint format docs down
+.PHONY: venv demo test test-extended test-all verifiers chaos versions gpu lint format docs down
 
 venv: $(VENV)/installed
 
@@ -68,6 +68,9 @@ verifiers: venv  ## the tests of verifiers' environments, with the library in an
 KILLS ?= 10
 chaos: venv  ## disturb real runs at random moments and resume them; KILLS=n sets the number of faults
 	$(BIN)/sluice bench chaos --kills $(KILLS)
+
+versions: venv  ## the tests with the oldest and the newest packages, into docs/installation.md; up to 20 GB in build/
+	$(BIN)/sluice bench versions --page docs/installation.md
 
 gpu: EXTRAS = cuda,demo,dev
 gpu: venv  ## the checklist of a GPU machine, about 25 minutes with the installation; writes gpu.json and gpu.md

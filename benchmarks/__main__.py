@@ -13,6 +13,7 @@ COMMANDS = {  # a module with a `BENCHMARK`, and what is measured
     "gpu": ("benchmarks.gpu.run", "the checklist of a GPU machine, with a twin for a CPU"),
     "rollout": ("benchmarks.rollout.run", "the embedded engine, transformers' generate and vLLM"),
     "step": ("benchmarks.step.run", "whole GRPO steps of real runs, in turn, overlapped, and in TRL"),
+    "versions": ("benchmarks.versions", "the tests with the oldest and the newest packages"),
 }
 
 

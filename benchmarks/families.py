@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 ANY_LENGTH = 10**9
 _MERGED_TOLERANCE = 1e-3  # of logits: W + s B A rounds otherwise than W x + s B (A x)
 WITHOUT_DEFAULTS = {"musicgen", "musicgen_melody"}  # their configs are of several models
-# What the defaults of a config's class leave out, but released models have.
 _INDEXER = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -51,6 +50,7 @@ _INDEXER = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}  # sections of a tiny head
+# What the defaults of a config's class leave out, but released models have.
 OPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "bert-generation": {"is_decoder": True},
@@ -72,9 +72,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "phimoe": {"sliding_window": 2047},
+    "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 1},
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
-    "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 1},
     "xlm": {"causal": True},
 }
 

@@ -9,11 +9,24 @@ from infra.rewards.open import open_reward_scorer
 from rl_core.rewards import RewardItem, RewardOutcome
 from rl_core.rewards.math import mark_answer
 from schemas.config.data import LevelCurriculum
-from schemas.config.reward import ExactReward, MathReward, NumericReward, RewardConfig, WeightedReward
+from schemas.config.reward import (
+    ExactReward,
+    MathReward,
+    NumericReward,
+    ReasoningGymReward,
+    RewardConfig,
+    WeightedReward,
+)
 from schemas.config.run import RunConfig
 from schemas.errors import DataError
 
-RESPONSES: dict[type, Callable[[str], str]] = {ExactReward: str, NumericReward: str, MathReward: mark_answer}
+NO_ANSWER = "None"  # of a row of reasoning-gym's tasks that have many right answers, such as a sequence of moves
+RESPONSES: dict[type, Callable[[str], str]] = {
+    ExactReward: str,
+    NumericReward: str,
+    MathReward: mark_answer,
+    ReasoningGymReward: str,
+}
 """The rewards that compare with the answer, and the response that gives it."""
 
 
@@ -50,17 +63,20 @@ def _compared(reward: RewardConfig) -> Iterator[RewardConfig]:
 
 
 def _check(reward: RewardConfig, path: str, prompts: PromptDataset, *, in_order: bool) -> None:
-    first: dict[str, int] = {}  # row of each answer
-    for row in range(len(prompts)):
-        first.setdefault(prompts[row].answer, row)
+    is_of_row = isinstance(reward, ReasoningGymReward)  # whose verifiers read the row's metadata
+    first: dict[str | int, int] = {}  # row of each answer
+    for number in range(len(prompts)):
+        first.setdefault(number if is_of_row else prompts[number].answer, number)
+    rows = [prompts[number] for number in first.values()]
     respond = RESPONSES[type(reward)]
-    items = [RewardItem("", respond(answer), answer, {}) for answer in first]
+    items = [RewardItem(row.prompt_text, respond(row.answer), row.answer, row.info) for row in rows]
     with ThreadPoolExecutor(1) as thread:  # as an event loop runs in this one if the flow is a deployment's
         outcomes = thread.submit(_score, reward, items).result()
-    for (answer, row), outcome in zip(first.items(), outcomes, strict=True):
-        if outcome.reward != 1.0:
-            place = f"{path}, row {row + 1}" if in_order and not prompts.num_dropped else path
-            raise DataError(_message(place, prompts[row].prompt_text, answer, reward.kind, outcome))
+    for number, row, outcome in zip(first.values(), rows, outcomes, strict=True):
+        is_open = is_of_row and row.answer == NO_ANSWER and outcome.failure is None
+        if outcome.reward != 1.0 and not is_open:
+            place = f"{path}, row {number + 1}" if in_order and not prompts.num_dropped else path
+            raise DataError(_message(place, row.prompt_text, row.answer, reward.kind, outcome))
 
 
 def _score(reward: RewardConfig, items: Sequence[RewardItem]) -> list[RewardOutcome]:
@@ -69,7 +85,7 @@ def _score(reward: RewardConfig, items: Sequence[RewardItem]) -> list[RewardOutc
 
 
 def _message(place: str, prompt: str, answer: str, kind: str, outcome: RewardOutcome) -> str:
-    reason = outcome.failure or "even the answer itself, as a response, is wrong"
+    reason = outcome.failure or f"even the answer itself, as a response, gets {outcome.reward:g} instead of 1"
     return (
         f"{place}: by reward.kind {kind!r} no response to {prompt!r:.60} can be right, as its answer {answer!r:.60} "
         f"doesn't match itself: {reason}; correct the answer, remove the row, or choose another reward"

@@ -15,8 +15,11 @@ from infra.storage.identity import new_identity
 from infra.storage.runs import RunDirectory
 from infra.stores.chunk_index import MemoryStore
 from infra.workers.rollout import RolloutWorker
-from rl_core.rollout.evaluation import split_prompts, summarize
+from infra.workers.sft import SftWorker
+from rl_core.planning import plan_forward
+from rl_core.rollout.evaluation import split_prompts, summarize, summarize_held_out
 from schemas.config.load import override_config
+from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, RunError
 from schemas.step import EvalReport, RunHandle
 
@@ -45,23 +48,16 @@ def evaluate_run(
     if data_path is None and config.data.eval_path is None:
         raise ConfigError(f"run {directory.run_id} has no data.eval_path; pass a prompt file with --data FILE")
     version = found[0]
+    if config.sft is not None:
+        return _score_held_out(directory, _of_held_out(config, data_path, num_prompts))
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         model = Path(folder, "model")
         write_model_folder(store, version, model, torch.float32)  # the dtype that every engine can load
-        config = config.replace(
-            model=config.model.replace(path=str(model), lora=None),
-            data=config.data.replace(eval_path=data_path or config.data.eval_path),
-            eval=config.eval.replace(num_prompts=num_prompts or config.eval.num_prompts),
-        )
+        config = _of_held_out(config, data_path, num_prompts)
+        config = config.replace(model=config.model.replace(path=str(model), lora=None))
         check(config)
-        run = RunHandle(
-            run_id=directory.run_id,
-            identity=new_identity(directory.run_id),  # in this process alone
-            directory=directory.url,
-            config=config,
-            store_incarnation="",
-        )
-        worker = RolloutWorker(run, store=MemoryStore(run.run_id, capacity_bytes=1))  # an evaluation stores nothing
+        run, columns = _here(directory, config)
+        worker = RolloutWorker(run, store=columns)
         worker.start()
         try:
             started = time.perf_counter()
@@ -70,3 +66,34 @@ def evaluate_run(
             return summarize(config, version, shards, time.perf_counter() - started)
         finally:
             worker.close()
+
+
+def _score_held_out(directory: RunDirectory, config: RunConfig) -> EvalReport:
+    """Score the held-out rows of supervised fine-tuning by the run's policy, as one rank."""
+    check(config)
+    run, store = _here(directory, config)
+    worker = SftWorker(run, store=store)
+    version = worker.start().version
+    started, lengths = time.perf_counter(), worker.held_out_lengths()
+    plan = plan_forward(*lengths, num_ranks=1, token_budget=config.packing.token_budget)
+    parts = [worker.score_held_out(plan, version)]
+    return summarize_held_out(version, len(lengths[0]), parts, time.perf_counter() - started)
+
+
+def _of_held_out(config: RunConfig, data_path: str | None, num_prompts: int | None) -> RunConfig:
+    return config.replace(
+        data=config.data.replace(eval_path=data_path or config.data.eval_path),
+        eval=config.eval.replace(num_prompts=num_prompts or config.eval.num_prompts),
+    )
+
+
+def _here(directory: RunDirectory, config: RunConfig) -> tuple[RunHandle, MemoryStore]:
+    """Return a run's handle in this process alone, and a store for its workers: an evaluation stores nothing."""
+    run = RunHandle(
+        run_id=directory.run_id,
+        identity=new_identity(directory.run_id),
+        directory=directory.url,
+        config=config,
+        store_incarnation="",
+    )
+    return run, MemoryStore(run.run_id, capacity_bytes=1)

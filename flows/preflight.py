@@ -14,12 +14,13 @@ from infra.checkpoints.store import open_checkpoints
 from infra.datasets import PromptDataset, PromptRow, load_run_prompts
 from infra.datasets.environments import schemas_of_tools
 from infra.datasets.prompts import check_prompts
+from infra.datasets.sft import SftDataset, check_rows, load_rows, load_train_rows
 from infra.datasets.teacher_prompts import TeacherPrompts
 from infra.engines.families import check_family, check_scoring
 from infra.engines.vllm.adapters import check_adapters
 from infra.engines.vllm.installation import find_vllm
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
-from infra.environments.open import check_environments
+from infra.environments.open import check_environments, check_tools
 from infra.history.reuse import check_source
 from infra.models.load import (
     build_meta_model,
@@ -64,6 +65,24 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
 
         load_queries(config.approval.queries)
     tokenizer = load_tokenizer(config.model)
+    prompts = _check_sft(config, tokenizer) if config.sft else _check_rollout(config, tokenizer, runs_here=runs_here)
+    if config.model.lora is not None:
+        require_peft()
+    require_monitors(config)
+    require_tracing(config)
+    return prompts
+
+
+def _check_sft(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftDataset:
+    """Check what only supervised fine-tuning has, and return the training rows."""
+    rows, path = load_train_rows(config, tokenizer), config.data.eval_path
+    check_family(config)
+    check_rows(config, rows, load_rows(path, config, tokenizer) if path else None, max_positions(config.model))
+    return rows
+
+
+def _check_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, runs_here: bool) -> PromptDataset:
+    """Check what only a run with a rollout has, and return the training prompts."""
     check_stop_tokens(config)
     stop_token_ids(config.model, tokenizer)
     if isinstance(config.rollout, VllmRollout):
@@ -72,6 +91,7 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
         if runs_here:
             check_vllm(config, config.rollout)
     check_reward(config.reward)
+    check_tools(config)
     prompts, held_out = load_run_prompts(config, tokenizer)
     if len(prompts) < config.rollout.num_prompts:
         logger.warning(
@@ -87,12 +107,8 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
     check_answers(config, prompts, held_out)
     check_reuse(config, tokenizer)
     check_teachers(config, tokenizer, prompts)
-    if config.model.lora is not None:
-        require_peft()
     if config.rollout.router_replay:
         experts_dtype(config.model)
-    require_monitors(config)
-    require_tracing(config)
     return prompts
 
 

@@ -206,6 +206,7 @@ def new_step_flow(
         name="grpo-step",
         flow_run_name="{run.run_id}/step-{policy.step:04d}",
         persist_result=False,
+        retries=0,  # whatever the user's profile says: its stages are retried
         result_storage=ledger,
         validate_parameters=False,  # they are `train`'s own; Prefect would build a pydantic model for each step
     )(run)
@@ -257,12 +258,13 @@ async def _run_stages(run: RunHandle, policy: PolicyHandle, phase: PhaseTimer, n
         with phase("update"):
             update = await update_policy(run, policy, advantage)
             traffic["update"] = update.traffic
-    if not run.config.runtime.max_staleness and not run.config.time_shares_gpus:
+    if not (run.config.runtime.max_staleness or run.config.time_shares_gpus or run.config.sft):
         with phase("publish"):
             published = (await publish_weights(run, update.policy)).transfer
     if policy.step % SAMPLES_EVERY_STEPS == 0 or policy.step == run.config.steps - 1:
         await show_samples(run, rollout)
-    metrics = merge_metrics([rollout.metrics, advantage.metrics, update.metrics])
+    of_rollout = rollout.generated if run.config.sft else rollout.metrics
+    metrics = merge_metrics([of_rollout, advantage.metrics, update.metrics])
     measured = [rollout.telemetry, *(score.telemetry for score in scores.values()), update.telemetry]
     return StepReport(
         step=policy.step,

@@ -1,13 +1,11 @@
 """The summary of a finished run."""
 
-from statistics import fmean
-
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
 from infra.storage.runs import RunDirectory, resumed_config
 from schemas.config.run import RunConfig
-from schemas.step import RunSummary, averaged_steps
+from schemas.step import RunSummary, averaged_steps, mean_of
 
 
 def summarize(directory: RunDirectory, store_bytes: int) -> RunSummary:
@@ -18,18 +16,23 @@ def summarize(directory: RunDirectory, store_bytes: int) -> RunSummary:
         store_bytes: The bytes that its column store holds at the end.
     """
     steps, evals = directory.metrics.steps(), directory.metrics.evals()
-    rewards = [report.metrics["reward"] for report in steps]
-    accuracies = {report.policy_version: report.accuracy for report in evals}
+    before, after = (
+        next((each for each in reversed(evals) if each.policy_version == version), None) for version in (0, len(steps))
+    )
     seconds = sum(report.seconds for report in steps)
     window = averaged_steps(len(steps))
     phases = {name for report in steps for name in report.seconds_by_phase}
     return RunSummary(
         run_id=directory.run_id,
         steps=len(steps),
-        reward_first=fmean(rewards[:window]),
-        reward_last=fmean(rewards[-window:]),
-        accuracy_before=accuracies.get(0),
-        accuracy_after=accuracies.get(len(steps)),
+        reward_first=mean_of(steps[:window], "reward"),
+        reward_last=mean_of(steps[-window:], "reward"),
+        loss_first=mean_of(steps[:window], "cross_entropy"),
+        loss_last=mean_of(steps[-window:], "cross_entropy"),
+        held_out_loss_before=before.loss if before else None,
+        held_out_loss_after=after.loss if after else None,
+        accuracy_before=before.accuracy if before else None,
+        accuracy_after=after.accuracy if after else None,
         seconds=seconds + sum(report.seconds for report in evals),
         tokens_per_second=sum(report.metrics["tokens"] for report in steps) / seconds,
         seconds_by_phase={

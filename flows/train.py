@@ -30,7 +30,7 @@ from flows.ui.approval import ask_for_approval, find_failed_queries
 from flows.ui.artifacts import ProgressArtifact, report_run, show_placement
 from flows.ui.events import RunEvents
 from flows.ui.progress import place_table, sharing_line
-from flows.ui.reporter import RunReporter, logs_in_prefect
+from flows.ui.reporter import RunReporter, logs_in_prefect, newest_steps_kept
 from infra.monitors import Monitors, open_monitors
 from infra.processes.collection import infrequent_gc
 from infra.ray.tracing import traced_run
@@ -93,7 +93,7 @@ def _flow_run_name() -> str:
     return flow_run.parameters.get("run_id") or own_run_id(flow_run.parameters["config"].name)
 
 
-@flow(name="train", flow_run_name=_flow_run_name, persist_result=False)
+@flow(name="train", flow_run_name=_flow_run_name, persist_result=False, retries=0)  # whatever the user's profile says
 async def train(config: RunConfig, run_id: str | None = None) -> RunSummary:
     """Run GRPO: start the run, or resume it if its directory exists.
 
@@ -148,7 +148,8 @@ async def train_policy(config: RunConfig, run_id: str) -> RunSummary:
         try:
             notice = Notice(config.timeouts.notice_seconds)
             work = while_ray_lives(_training_loop(run, directory, monitors, events, notice))
-            run = await run_until(watch_lock(directory), terminable(work, notice))
+            async with newest_steps_kept(run_id, config.services):
+                run = await run_until(watch_lock(directory), terminable(work, notice))
             summary = summarize(directory, open_store(run).usage().num_bytes)
             directory.write_summary(summary)
             await report_run(run, directory, summary)

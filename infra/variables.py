@@ -37,6 +37,9 @@ LOCAL_RAY_VARIABLES = {
 }
 
 
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost")
+
+
 def set_variables(variables: Mapping[str, str]) -> None:
     """Set those of the variables that aren't set in this process; no spin count if the user has another wait policy."""
     policy = TORCH_VARIABLES["OMP_WAIT_POLICY"]
@@ -44,6 +47,13 @@ def set_variables(variables: Mapping[str, str]) -> None:
     for name, value in variables.items():
         if not (name == "GOMP_SPINCOUNT" and has_own_policy):
             os.environ.setdefault(name, value)
+
+
+def reach_loopback_directly() -> None:
+    """Have no proxy of the user's between processes of this machine: local services would be asked for through it."""
+    own = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = [*filter(None, own.split(",")), *(host for host in LOOPBACK_HOSTS if host not in own.split(","))]
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)  # libraries read the one or the other
 
 
 def chosen_variables() -> dict[str, str]:

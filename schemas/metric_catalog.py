@@ -114,6 +114,8 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("rollout/failed", "rollout", "sum", "row", "Failed rewards of all generated rows, dropped groups included.", ()),
     ("rollout/tokens", "rollout", "sum", "token", "Response tokens generated, dropped groups included.", ()),
     "Data",
+    ("epoch", "rollout", "single", "epoch", "Epochs of the data up to the step's end, in supervised fine-tuning.",
+     _EVERYWHERE, ".2f"),
     # Groups of stored steps that are trained on again; metrics of rewards and responses are without them.
     ("reuse/groups", "rollout", "sum", "group", "Stored groups that the step trains on again.", _REPORT),
     ("reuse/rows", "rollout", "sum", "row", "Their rows.", ()),
@@ -136,6 +138,8 @@ METRICS: dict[str, MetricSpec] = _catalog(
     "Stability",
     # Loss, and distance from the reference and the behavior policy.
     ("loss", "update", "mean", "", "Loss, aggregated as configured.", _REPORT),
+    ("cross_entropy", "update", "mean", "nat", "Cross-entropy of supervised fine-tuning, over tokens.", _EVERYWHERE,
+     ".4f"),
     ("kl", "update", "mean", "nat", "KL estimate from the reference, over tokens.", _EVERYWHERE, ".4f"),
     ("reward/kl", "advantage", "mean", "nat",
      "KL from the reference per row, summed over its trained tokens, if it is part of the reward.", _EVERYWHERE, ".4f"),
@@ -229,7 +233,11 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("memory/<turn>_move_seconds", "step", "single", "second", "Time of these moves.", ()),
     "Evaluation",
     ("eval/step", "evaluation", "single", "step", "Steps before the evaluation, which is the policy's version.", ()),
-    ("eval/accuracy", "evaluation", "mean", "", "Fraction of correct samples of the held-out prompts.", _REPORT),
+    ("eval/loss", "evaluation", "mean", "nat",
+     "Cross-entropy of the held-out tokens with loss, in supervised fine-tuning.", _REPORT),
+    ("eval/accuracy", "evaluation", "mean", "",
+     "Fraction of correct samples of the held-out prompts; in supervised fine-tuning, of held-out tokens with loss "
+     "that the model finds most likely.", _REPORT),
     ("eval/reward", "evaluation", "mean", "reward", "Reward of the held-out prompts, without failed ones.", _REPORT),
     ("eval/failed", "evaluation", "sum", "row", "Failed rewards of the evaluation.", ()),
     ("eval/seconds", "evaluation", "single", "second", "Time of the evaluation.", ()),

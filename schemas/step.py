@@ -1,5 +1,7 @@
 """The handles that the stages of a step pass on, and the reports of a step, its saved queries and a run."""
 
+from collections.abc import Sequence
+from statistics import fmean
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -164,16 +166,27 @@ class EvalShard(Frozen):
 
 
 class EvalReport(Frozen):
-    """Held-out accuracy of one policy version."""
+    """Held-out accuracy of one policy version; in supervised fine-tuning, that of tokens, and their loss."""
 
     policy_version: NonNegativeInt
     num_prompts: NonNegativeInt
     samples_per_prompt: PositiveInt = 1  # n; reports of earlier versions of Sluice lack it, and `sources`
     accuracy: float  # mean@n over all prompts; correct: the reward reaches the configured threshold
-    reward: float  # mean, without failed rewards
+    reward: float | None  # mean, without failed rewards; None: supervised fine-tuning
     num_failed: NonNegativeInt  # rewards
     seconds: float
+    loss: float | None = None  # nats per token with loss, of supervised fine-tuning
     sources: tuple[SourceReport, ...] = ()  # in order of appearance in the file
+
+    @property
+    def score(self) -> float:
+        """What the best version has most of: accuracy, or in supervised fine-tuning the negative loss."""
+        return self.accuracy if self.loss is None else -self.loss
+
+    def __str__(self) -> str:
+        """Return its figures as text."""
+        loss = "" if self.loss is None else f"loss {self.loss:.4f} nats per token, "
+        return f"{loss}accuracy {self.accuracy:.3f}"
 
 
 class RunEvent(Frozen):
@@ -187,6 +200,12 @@ class RunEvent(Frozen):
     time: float  # Unix time
     reason: str = ""  # of a restart; of a fork, its parent
     versions: dict[str, str] = Field(default_factory=dict)  # of Sluice and its main dependencies, by distribution
+
+
+def mean_of(reports: Sequence[StepReport], metric: str) -> float | None:
+    """Return the mean of a metric over the steps that have it; None if none does."""
+    values = [report.metrics[metric] for report in reports if metric in report.metrics]
+    return fmean(values) if values else None
 
 
 def averaged_steps(num_steps: int) -> int:
@@ -204,8 +223,12 @@ class RunSummary(Frozen):
 
     run_id: SafeName
     steps: NonNegativeInt
-    reward_first: float  # mean of the first `averaged_steps(steps)` steps
-    reward_last: float  # mean of as many last ones
+    reward_first: float | None  # mean of the first `averaged_steps(steps)` steps; None: supervised fine-tuning
+    reward_last: float | None  # mean of as many last ones
+    loss_first: float | None = None  # the same of the cross-entropy of supervised fine-tuning, in nats per token
+    loss_last: float | None = None
+    held_out_loss_before: float | None = None
+    held_out_loss_after: float | None = None
     accuracy_before: float | None
     accuracy_after: float | None
     seconds: float

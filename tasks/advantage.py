@@ -11,7 +11,8 @@ from rl_core.columns.jagged import jagged
 from rl_core.views import select, with_column
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.rollout import RolloutHandle
-from schemas.step import AdvantageHandle, PolicyHandle, RunHandle
+from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, StoredBatch
+from schemas.store import StoreTraffic
 from tasks.stage import stage
 
 
@@ -24,6 +25,8 @@ async def compute_step_advantages(
     row_kl: tuple[float, ...] | None = None,
 ) -> AdvantageHandle:
     """Select the rows whose reward did not fail, add their `advantages` and plan the updates.
+
+    In supervised fine-tuning, only plan.
 
     Args:
         run: The run.
@@ -38,17 +41,24 @@ async def compute_step_advantages(
         RewardFailureError: Every reward of the step failed.
     """
     result = prepare_updates(run.config, policy.step, rollout, row_kl)
-    store, rows = open_store(run), select(batch, result.rows)
-    key = ChunkKey(run_id=run.run_id, step=policy.step, stage="advantage")
-    columns: dict[str, pa.Array] = {"advantages": pa.array(result.advantages)}
-    if result.turns is not None:
-        counts, advantages = result.turns
-        columns["turn_advantages"] = jagged(advantages, counts)
-    chunk = store.put(key, pa.record_batch(columns), rows)
-    store.flush()
-    trained = with_column(rows, dict.fromkeys(columns, "float"), [chunk], np.arange(rows.num_rows))
-    stored = publish_handle(store, trained, [store.take_traffic("advantage")])
+    stored = StoredBatch(batch=batch, traffic=StoreTraffic())
+    if result.advantages is not None:
+        stored = _put(run, select(batch, result.rows), result.advantages, result.turns)
     directory = RunDirectory.of(run)
     plan = result.plan.replace(lr_scale=directory.decisions.lr_scale(policy.step))
     directory.plans.save(policy.step, plan)
-    return AdvantageHandle(batch=trained, plan=plan, metrics=result.metrics, traffic=stored.traffic)
+    return AdvantageHandle(batch=stored.batch, plan=plan, metrics=result.metrics, traffic=stored.traffic)
+
+
+def _put(
+    run: RunHandle, rows: BatchHandle, advantages: np.ndarray, turns: tuple[np.ndarray, np.ndarray] | None
+) -> StoredBatch:
+    store, key = open_store(run), ChunkKey(run_id=run.run_id, step=rows.step, stage="advantage")
+    columns: dict[str, pa.Array] = {"advantages": pa.array(advantages)}
+    if turns is not None:
+        counts, of_turns = turns
+        columns["turn_advantages"] = jagged(of_turns, counts)
+    chunk = store.put(key, pa.record_batch(columns), rows)
+    store.flush()
+    trained = with_column(rows, dict.fromkeys(columns, "float"), [chunk], np.arange(rows.num_rows))
+    return publish_handle(store, trained, [store.take_traffic("advantage")])

@@ -84,6 +84,7 @@ def describe(asset: Asset, metadata: Mapping[str, object]) -> None:
 
 
 def describe_evaluation(directory: RunDirectory, report: EvalReport) -> None:
-    """Add an evaluation's step and accuracy to its asset."""
+    """Add an evaluation's step and accuracy, and the loss of supervised fine-tuning, to its asset."""
     found = {"step": report.policy_version, "accuracy": report.accuracy, "num_prompts": report.num_prompts}
-    describe(evaluation_of(directory), {"run_id": directory.run_id, **found})
+    loss = {} if report.loss is None else {"loss": report.loss}
+    describe(evaluation_of(directory), {"run_id": directory.run_id, **found, **loss})

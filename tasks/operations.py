@@ -13,7 +13,8 @@ from infra.stores.step_columns import sweep_steps
 from infra.workers import colocation
 from infra.workers.generate import evaluate_shard, sync_workers
 from infra.workers.launch import find_group, get_group, get_worker, rollout_pool, start_workers
-from rl_core.rollout.evaluation import split_prompts, summarize
+from rl_core.planning import plan_forward
+from rl_core.rollout.evaluation import split_prompts, summarize, summarize_held_out
 from schemas.errors import CheckpointError
 from schemas.placement import PhaseMemory, WorkerPlace
 from schemas.step import EvalReport, PolicyHandle, RunHandle
@@ -115,18 +116,31 @@ async def enter_update(run: RunHandle) -> PhaseMemory:
 async def evaluate_policy(run: RunHandle, policy: PolicyHandle) -> EvalReport:
     """Evaluate the policy on the held-out prompts, whose batches are dispatched to all rollout workers.
 
-    The report is the same for any number of workers, whether or not one dies.
+    The report is the same for any number of workers, whether or not one dies. In supervised fine-tuning, the policy's
+    ranks score the held-out rows.
 
     Raises:
         RewardFailureError: More rewards failed than the config allows.
     """
+    report = await (_sample_held_out if run.config.sft is None else _score_held_out)(run, policy)
+    describe_evaluation(RunDirectory.of(run), report)
+    return report
+
+
+async def _sample_held_out(run: RunHandle, policy: PolicyHandle) -> EvalReport:
     await sync_workers(run, policy.version)
     pool, started = rollout_pool(run), time.perf_counter()
     batches = split_prompts(run.config.eval, await call(await get_worker(run, "rollout"), "num_held_out"))
     jobs = {batch: partial(evaluate_shard, run, policy, rows) for batch, rows in batches.items()}
-    report = summarize(run.config, policy.version, await pool.dispatch(jobs), time.perf_counter() - started)
-    describe_evaluation(RunDirectory.of(run), report)
-    return report
+    return summarize(run.config, policy.version, await pool.dispatch(jobs), time.perf_counter() - started)
+
+
+async def _score_held_out(run: RunHandle, policy: PolicyHandle) -> EvalReport:
+    group, started = await get_group(run, "policy"), time.perf_counter()
+    lengths = await call(group.ranks[0], "held_out_lengths")
+    plan = plan_forward(*lengths, num_ranks=len(group.ranks), token_budget=run.config.packing.token_budget)
+    parts = await group.call("score_held_out", plan, policy.version)
+    return summarize_held_out(policy.version, len(lengths[0]), parts, time.perf_counter() - started)
 
 
 @operation("publish")

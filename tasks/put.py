@@ -8,7 +8,7 @@ from infra.storage.curriculum import find_schedules
 from infra.stores.open import open_store
 from infra.stores.step_columns import publish_handle
 from infra.workers.generate import generate_shard
-from infra.workers.launch import rollout_pool
+from infra.workers.launch import get_group, rollout_pool
 from rl_core.views import new_batch
 from schemas.errors import ChunkNotFoundError
 from schemas.rollout import PER_ROW, PutResult, RolloutHandle, RolloutShard
@@ -18,12 +18,18 @@ from tasks.stage import stage
 
 @stage("put")
 async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHandle) -> StoredBatch:
-    """Have every rollout worker put the rows that it holds; regenerate rows that were lost with a worker."""
+    """Have every rollout worker put the rows that it holds; regenerate rows that were lost with a worker.
+
+    In supervised fine-tuning, the policy's rank 0 puts them.
+    """
     shards, parts = [shard for shard in rollout.shards if shard.num_rows], rollout.reward_parts
-    results = await rollout_pool(run).dispatch(
-        {shard.shard: partial(_put, run, policy, rollout, parts, shard) for shard in shards},
-        owners={shard.shard: shard.worker for shard in shards if _is_held(run, shard)},
-    )
+    if run.config.sft is not None:
+        results = [await call((await get_group(run, "policy")).ranks[0], "put_rows", policy.step)]
+    else:
+        results = await rollout_pool(run).dispatch(
+            {shard.shard: partial(_put, run, policy, rollout, parts, shard) for shard in shards},
+            owners={shard.shard: shard.worker for shard in shards if _is_held(run, shard)},
+        )
     batch = new_batch(
         run_id=run.run_id,
         step=policy.step,

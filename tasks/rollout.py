@@ -13,7 +13,7 @@ from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
 from infra.stores.step_columns import drop_journals
 from infra.workers.generate import generate_shard
-from infra.workers.launch import rollout_pool
+from infra.workers.launch import get_group, rollout_pool
 from rl_core.rollout.curriculum import count_results, source_metrics
 from rl_core.rollout.dynamic_sampling import (
     count_generated,
@@ -45,7 +45,7 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: Rollou
     """Generate and score this step's samples, in as many rounds as needed; the rows stay on their workers.
 
     They are sampled from the policy's own version, or from older ones if `runtime.max_staleness` allows it. With
-    `data.reuse`, groups of stored steps follow them.
+    `data.reuse`, groups of stored steps follow them. In supervised fine-tuning, they are rows of the data set.
 
     Args:
         run: The run.
@@ -56,6 +56,8 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: Rollou
         RewardFailureError: More of the step's rewards failed than the config allows.
         RunError: A stored step whose groups may be trained on again is not kept.
     """
+    if run.config.sft is not None:
+        return await _describe_rows(run, policy)
     config, rounds, schedules = run.config.rollout, list[list[RolloutShard]](), find_schedules(run, policy.step)
     failures: str | None = None
     begun = _find_begun(run, before) if before else {}
@@ -85,6 +87,13 @@ async def generate_rollouts(run: RunHandle, policy: PolicyHandle, before: Rollou
         generated=generated | (source_metrics(run.config.data.source_names, sources) if sources else {}),
         sources=sources,
     )
+
+
+async def _describe_rows(run: RunHandle, policy: PolicyHandle) -> RolloutHandle:
+    """Return the scalars of the rows that the data set has for the step."""
+    group = await get_group(run, "policy")
+    shard, metrics = await call(group.ranks[0], "describe_rows", policy.step)
+    return RolloutHandle(step=policy.step, policy_version=policy.version, shards=(shard,), generated=metrics)
 
 
 async def _generate_round(

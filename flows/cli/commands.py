@@ -59,10 +59,11 @@ def demo(
     tiny: Annotated[bool, typer.Option("--tiny", help="A short warm start and 2 steps, which learn nothing.")] = False,
 ) -> None:
     """Generate a data set and a tiny model, warm-start the model, and improve it with GRPO."""
-    from flows.cli.demo import RECIPE, TINY, demo_overrides, prepare_demo
+    from flows.cli.demo import RECIPE, TINY, demo_overrides, prepare_demo, require_reasoning_gym
     from flows.cli.run import run_training
     from flows.lifecycle.session import prefect_session, run_flow
 
+    require_reasoning_gym()
     last = [f"steps={steps}"] if steps else []
     config = _load(config_name, [*demo_overrides(seed, tiny), *(overrides or []), *last])
     if config.rollout.kind == "vllm":
@@ -204,6 +205,9 @@ def evaluate(
 
     with console.status("generating"):
         report = evaluate_run(RunDirectory.open(run, runs_dir), data_path, num_prompts, overrides or [])
+    if report.loss is not None:
+        console.print(f"policy version {report.policy_version}: {report}, {report.num_prompts} rows", highlight=False)
+        return
     console.print(
         f"policy version {report.policy_version}: accuracy {report.accuracy:.3f}, mean reward {report.reward:.3f} "
         f"over {report.num_prompts} prompts ({report.num_failed} rewards failed) in {report.seconds:.1f} s"

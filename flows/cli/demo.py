@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from schemas.base import Frozen
 from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig
 from schemas.config.warmstart import WarmstartConfig
+from schemas.errors import ConfigError
 from tasks.stage import operation
 
 Row = dict[str, Any]
@@ -80,6 +82,16 @@ def demo_overrides(seed: int, tiny: bool = False) -> list[str]:
         f"data.train_path={folder}/train.parquet",
         f"data.eval_path={folder}/heldout.parquet",
     ]
+
+
+def require_reasoning_gym() -> None:
+    """Check that the package that makes the demo's problems is installed, without importing it.
+
+    Raises:
+        ConfigError: It isn't.
+    """
+    if find_spec("reasoning_gym") is None:
+        raise ConfigError("the demo's problems need reasoning-gym: pip install 'sluice-rl[demo]'")
 
 
 @flow(name="prepare-demo", flow_run_name="prepare-demo-{config.seed}", persist_result=False)

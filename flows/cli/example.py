@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 from pydantic import Field
+from transformers import PreTrainedTokenizerBase
 
 from flows.answers import response_of
 from infra.datasets import PromptDataset
 from infra.datasets.prompts import PromptRow
+from infra.datasets.sft import SftDataset
 from infra.models.load import load_tokenizer
 from infra.rewards.open import open_reward_scorer
 from rl_core.rewards import RewardItem, RewardOutcome
@@ -18,7 +21,19 @@ from schemas.config.reward_base import IsolatedReward
 from schemas.config.run import RunConfig
 
 SHOWN_CHARACTERS, SHOWN_TOKENS = 600, 24
+OPEN, CLOSE = "⟦", "⟧"  # around tokens with loss
 TIMEOUT_SECONDS = 30.0  # of a reward without a limit
+
+
+class SftExample(Frozen):
+    """The rows of supervised fine-tuning, and the first one."""
+
+    num_rows: int  # of all training data, without those that are too long
+    num_dropped: int  # those that are
+    num_tokens: int
+    num_loss_tokens: int
+    steps_per_epoch: float
+    text: str  # of the first row, with its tokens with loss in brackets
 
 
 class Example(Frozen):
@@ -36,15 +51,18 @@ class Example(Frozen):
     without_reward: str = ""  # why there is none
 
 
-def show_example(config: RunConfig, prompts: PromptDataset) -> Example:
+def show_example(config: RunConfig, prompts: PromptDataset) -> Example | SftExample:
     """Return the first training prompt, and the reward of its own answer, which is computed in another process.
 
-    The rewards of models, judges and environments are not computed, as they take more than this process.
+    Of supervised fine-tuning, it is the first row. The rewards of models, judges and environments are not computed, as
+    they take more than this process.
 
     Raises:
         UserError: The reward can't be loaded there.
     """
     row, tokenizer = prompts[0], load_tokenizer(config.model)
+    if isinstance(prompts, SftDataset):
+        return _sft_example(config, prompts, tokenizer)
     ids = row.prompt_ids.tolist()
     example = Example(
         num_rows=len(prompts),
@@ -65,10 +83,28 @@ def show_example(config: RunConfig, prompts: PromptDataset) -> Example:
     return example.replace(reward=outcome.reward, parts=outcome.parts)
 
 
-def example_lines(example: Example) -> Iterator[str]:
+def _sft_example(config: RunConfig, rows: SftDataset, tokenizer: PreTrainedTokenizerBase) -> SftExample:
+    assert config.sft is not None
+    row = rows[0]
+    edges = np.flatnonzero(np.diff(row.loss_mask)) + 1
+    parts = np.split(row.response_ids, edges)  # with loss, without, with, ...
+    texts = decode_texts(tokenizer, [row.prompt_ids.tolist(), *(part.tolist() for part in parts)])
+    return SftExample(
+        num_rows=len(rows),
+        num_dropped=rows.num_dropped,
+        num_tokens=sum(each.num_tokens for each in rows),
+        num_loss_tokens=sum(int(each.loss_mask.sum()) for each in rows),
+        steps_per_epoch=len(rows) / config.sft.num_rows,
+        text="".join(f"{OPEN}{text}{CLOSE}" if at % 2 else text for at, text in enumerate(texts)),
+    )
+
+
+def example_lines(example: Example | SftExample) -> Iterator[str]:
     """Yield the example as text."""
-    dropped = f" ({example.num_dropped:,} more are too long, and dropped)" if example.num_dropped else ""
-    yield f"data: {example.num_rows:,} training prompts{dropped}"
+    if isinstance(example, SftExample):
+        yield from _sft_lines(example)
+        return
+    yield f"data: {example.num_rows:,} training prompts{_dropped(example.num_dropped)}"
     yield f"the first one, of {example.data_source!r}, as the model sees it: {_cut(repr(example.prompt))}"
     shown = [repr(token) for token in example.tokens]
     if len(shown) > SHOWN_TOKENS:
@@ -78,6 +114,18 @@ def example_lines(example: Example) -> Iterator[str]:
     reward = example.without_reward if example.reward is None else f"{example.reward:g}{parts}"
     response = "" if example.response == example.answer else f", {_cut(repr(example.response))}"
     yield f"reward of its answer, {_cut(repr(example.answer))}, as the whole response{response}: {reward}"
+
+
+def _sft_lines(example: SftExample) -> Iterator[str]:
+    yield (
+        f"data: {example.num_rows:,} training rows{_dropped(example.num_dropped)}, {example.num_tokens:,} tokens, "
+        f"{example.num_loss_tokens:,} of them with loss; an epoch is {example.steps_per_epoch:,.4g} steps"
+    )
+    yield f"the first one, with its tokens with loss in {OPEN} {CLOSE}: {_cut(repr(example.text))}"
+
+
+def _dropped(count: int) -> str:
+    return f" ({count:,} more are too long, and dropped)" if count else ""
 
 
 def _parts(reward: RewardConfig) -> list[object]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from flows.cli.example import Example, example_lines, show_example
+from flows.cli.example import Example, SftExample, example_lines, show_example
 from flows.cli.tables import plain_table, with_width
 from flows.plan.footprint import Footprint, measure_step
 from flows.plan.resources import Resources, plan_resources, this_machine
@@ -20,7 +20,7 @@ from schemas.config.run import RunConfig
 class Plan(Frozen):
     """A step's footprint, what the run takes of its machines, and one of its prompts."""
 
-    example: Example
+    example: Example | SftExample
     footprint: Footprint
     resources: Resources
 
@@ -67,22 +67,24 @@ def plan_config(
 def _parts(config: RunConfig, plan: Plan, fill: float) -> Iterator[str | Table]:
     """Yield the method, a prompt, the rows and their micro-batches, and what they take."""
     footprint, resources = plan.footprint, plan.resources
-    yield (
-        f"run {config.name}: {config.steps:,} steps; advantage {config.advantage.kind}, loss {config.loss.kind}, "
-        f"correction {config.correction.kind}"
-    )
+    method = f"advantage {config.advantage.kind}, loss {config.loss.kind}, correction {config.correction.kind}"
+    if config.sft is not None:
+        method = f"SFT, loss {config.loss.kind} on {config.sft.loss_on} tokens"
+    yield f"run {config.name}: {config.steps:,} steps; {method}"
     yield from _distillation(config)
     yield from example_lines(plan.example)
     yield from map(_environment, config.environments)
     reused = f" ({footprint.num_reused:,} of stored groups)" if footprint.num_reused else ""
+    responses = f"if {fill:.0%} of the limit of {config.rollout.max_response_tokens:,} a row on average"
+    if config.sft is not None:
+        responses = f"{footprint.loss_tokens:,} of them with loss"
     yield (
         f"\none step: {footprint.num_rows:,} rows{reused}, {footprint.prompt_tokens:,} prompt tokens (at most "
-        f"{footprint.longest_prompt:,} a row), {footprint.response_tokens:,} response tokens (if {fill:.0%} of the "
-        f"limit of {config.rollout.max_response_tokens:,} a row on average)\n"
+        f"{footprint.longest_prompt:,} a row), {footprint.response_tokens:,} response tokens ({responses})\n"
         f"padding: 0 tokens; a padded batch would be {footprint.padded_tokens:,} tokens, "
         f"{footprint.pad_waste:.1%} of them padding"
     )
-    yield f"updates: {footprint.plan}\nscoring: {footprint.forward}"
+    yield f"updates: {footprint.plan}" + ("" if config.sft else f"\nscoring: {footprint.forward}")
     yield (
         f"columns: {len(footprint.columns)}, of {format_bytes(footprint.store_bytes)} a step, or "
         f"{format_bytes(footprint.most_store_bytes)} with the longest responses\n"

@@ -67,7 +67,7 @@ def render_table(directory: RunDirectory, every: int = 10) -> Table:
             table.add_row(str(report.step + 1), *cells, f"{report.seconds:.2f}")
     for evaluation in directory.metrics.evals():
         table.add_section()
-        table.add_row(f"held-out, version {evaluation.policy_version}", f"accuracy {evaluation.accuracy:.3f}")
+        table.add_row(f"held-out, version {evaluation.policy_version}", str(evaluation))
         for name, value in source_rows(evaluation):
             table.add_row(escape(f"  {name}"), value)
     return table
@@ -77,7 +77,8 @@ def render_runs(runs: Sequence[RunStatus], now: float) -> Table:
     """Return a table of runs; `now` is the Unix time to which ages refer."""
     table = plain_table(left=0)
     table.add_column("run", overflow="fold", min_width=max(len(run.run_id) for run in runs))
-    for name in ("state", "step", "reward", "accuracy", "age", "updated"):
+    figures = ["reward", *(["loss"] if any(run.loss is not None for run in runs) else []), "accuracy"]
+    for name in ("state", "step", *figures, "age", "updated"):
         table.add_column(name, no_wrap=True)
     has_forks = any(run.forked_from for run in runs)
     if has_forks:
@@ -87,7 +88,7 @@ def render_runs(runs: Sequence[RunStatus], now: float) -> Table:
             Text(run.run_id),
             Text(run.state, style={"running": "green", "unreadable": "red"}.get(run.state, "")),
             "-" if run.step is None else f"{run.step}/{run.steps}",
-            *("-" if value is None else f"{value:.3f}" for value in (run.reward, run.accuracy)),
+            *("-" if (value := getattr(run, name)) is None else f"{value:.3f}" for name in figures),
             *("-" if moment is None else _age(now - moment) for moment in (run.started_at, run.updated_at)),
             *([run.forked_from or ""] if has_forks else []),
         )

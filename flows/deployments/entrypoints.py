@@ -104,7 +104,7 @@ async def evaluate(
     inputs = evaluated(directory, config, 1, data_path or config.data.eval_path)  # of any version, the checkpoint
     report = evaluate_checkpoint.materializing(evaluation_of(directory), inputs)()
     await show_evaluation(directory.run_id, report)
-    return Completed(message=f"policy version {report.policy_version}: accuracy {report.accuracy:.3f}")
+    return Completed(message=f"policy version {report.policy_version}: {report}")
 
 
 @flow(name="export", flow_run_name="export-{run}", persist_result=False)
@@ -190,7 +190,9 @@ async def _train_in_turn(config: RunConfig, run_id: str) -> State:
     """Train once the pool has a free slot."""
     async with hold_pool(config.runtime.pool):
         summary = await train_policy(config, run_id)
-    return Completed(message=f"{summary.steps} steps, reward {summary.reward_first:.3f} to {summary.reward_last:.3f}")
+    name = "loss" if summary.reward_first is None else "reward"
+    first, last = getattr(summary, f"{name}_first"), getattr(summary, f"{name}_last")
+    return Completed(message=f"{summary.steps} steps, {name} {first:.3f} to {last:.3f}")
 
 
 def _run_config(config: str, overrides: Sequence[str], run_id: str | None, note: str) -> RunConfig:

@@ -34,7 +34,12 @@ DELIVERY_LOGGERS = ("prefect.events", "prefect._internal", "EventsWorker", "APIL
 @contextmanager
 def prefect_session(config: ServicesConfig, console: Console) -> Iterator[None]:
     """Use the configured Prefect API, or a local server, which starts in parallel with the local Ray."""
-    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+    from prefect.settings import (
+        PREFECT_API_AUTH_STRING,
+        PREFECT_API_URL,
+        PREFECT_RESULTS_DEFAULT_STORAGE_BLOCK,
+        temporary_settings,
+    )
 
     api_url = config.prefect_api_url or PREFECT_API_URL.value()
     if api_url is not None:
@@ -44,7 +49,9 @@ def prefect_session(config: ServicesConfig, console: Console) -> Iterator[None]:
         services.start(prefect=api_url is None, ray=config.ray_address is None)
     api_url = api_url or services.prefect_api_url
     assert api_url is not None
-    with temporary_settings({PREFECT_API_URL: api_url}), ExitStack() as stack:
+    # A profile's storage of other flows' results is not needed here; a flow fails if its server lacks that block.
+    others = {PREFECT_RESULTS_DEFAULT_STORAGE_BLOCK}
+    with temporary_settings({PREFECT_API_URL: api_url}, restore_defaults=others), ExitStack() as stack:
         console.print(f"Prefect UI: [bold]{api_url.removesuffix('/api')}[/bold]")
         stack.enter_context(_logged_to(console))
         if api_url == services.prefect_api_url:

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from pydantic import NonNegativeInt, PositiveInt
 
 from infra.datasets import PromptDataset, PromptRow, load_train_prompts
+from infra.datasets.sft import SftDataset, load_train_rows
 from infra.models.load import experts_dtype, load_tokenizer, num_embeddings
 from infra.workers.layout import decide_device
 from rl_core.columns.codec import arrow_type, encoded_bytes, value_bits
 from rl_core.columns.jagged import token_dtype
 from rl_core.planning import plan_forward, plan_step
+from rl_core.rollout.chat import decode_texts
 from rl_core.rollout.curriculum import plan_sources
 from schemas.base import Frozen
 from schemas.catalog import CATALOG, EXPERT_DTYPES, TOKEN_DTYPES, Axis, column_spec
@@ -31,10 +33,11 @@ from schemas.plan import ForwardPlan, StepPlan, UpdatePlan
 
 @dataclass(frozen=True, eq=False)
 class SimulatedStep:
-    """The rows of a step that has not been run."""
+    """The rows of a step that has not been run: of supervised fine-tuning, those that it will have."""
 
     prompts: Sequence[PromptRow]  # N
     response_lengths: NDArray[np.int64]  # [N], tokens, at least 1
+    loss_tokens: NDArray[np.int64]  # [N]
     samples_per_prompt: int
     max_response_tokens: int
     max_turns: int = 1
@@ -67,6 +70,7 @@ class Footprint(Frozen):
     num_reused: NonNegativeInt  # of these rows: those of stored groups
     prompt_tokens: PositiveInt
     response_tokens: PositiveInt
+    loss_tokens: PositiveInt
     longest_prompt: PositiveInt  # tokens
     padded_tokens: PositiveInt  # of the same rows, padded to the longest prompt and the longest response
     columns: tuple[ColumnBytes, ...]  # without reward parts, whose names only the reward function defines
@@ -95,13 +99,13 @@ class Footprint(Frozen):
             raise ConfigError(
                 f"the columns of one step take {self.store_bytes} bytes, more than store.capacity_bytes = "
                 f"{self.capacity_bytes}; set it to at least {self.most_store_bytes}, which holds the longest responses "
-                "too, or lower rollout.num_prompts, rollout.samples_per_prompt, rollout.max_response_tokens or "
-                "data.reuse.num_groups"
+                "too, or lower rollout.num_prompts, rollout.samples_per_prompt, rollout.max_response_tokens, "
+                "data.reuse.num_groups or sft.num_rows"
             )
 
 
 def measure_step(config: RunConfig, fill: float = 0.5, data: PromptDataset | None = None) -> Footprint:
-    """Simulate a step and return its footprint. Every response token counts as trained.
+    """Simulate a step and return its footprint. Every sampled token counts as trained.
 
     Args:
         config: The run, checked by `flows.preflight.check`.
@@ -116,7 +120,7 @@ def measure_step(config: RunConfig, fill: float = 0.5, data: PromptDataset | Non
     prompts, responses = step.prompt_lengths, step.response_lengths
     packing = {"num_ranks": config.runtime.num_policy_ranks, "token_budget": config.packing.token_budget}
     plan = plan_step(
-        prompts, responses, responses, num_updates=config.optim.updates_per_step, seed=config.seed, **packing
+        prompts, responses, step.loss_tokens, num_updates=config.optim.updates_per_step, seed=config.seed, **packing
     )
     dtypes = column_dtypes(config, num_embeddings(config.model))
     columns, chunk_bytes = column_bytes(step, dtypes), _chunk_bytes(config, dtypes)
@@ -124,9 +128,10 @@ def measure_step(config: RunConfig, fill: float = 0.5, data: PromptDataset | Non
     most_store_bytes = _total(column_bytes(step.at_longest(), dtypes)) + chunk_bytes
     return Footprint(
         num_rows=len(prompts),
-        num_reused=len(prompts) - config.rollout.num_prompts * config.rollout.samples_per_prompt,
+        num_reused=0 if config.sft else len(prompts) - config.rollout.num_prompts * config.rollout.samples_per_prompt,
         prompt_tokens=int(prompts.sum()),
         response_tokens=int(responses.sum()),
+        loss_tokens=int(step.loss_tokens.sum()),
         longest_prompt=int(prompts.max()),
         padded_tokens=len(prompts) * int(prompts.max() + responses.max()),
         columns=columns,
@@ -164,7 +169,7 @@ def _chunk_bytes(config: RunConfig, dtypes: Mapping[str, str]) -> int:
     teachers = config.distillation.teachers.values() if config.distillation else ()
     groups = config.rollout.num_prompts, config.data.reuse.num_groups if config.data.reuse else 0
     num_chunks = {
-        "rollout": sum(-(-count // config.rollout.prompts_per_batch) for count in groups),
+        "rollout": 1 if config.sft else sum(-(-count // config.rollout.prompts_per_batch) for count in groups),
         "logprob": ranks,
         "reference": config.runtime.num_reference_ranks if config.needs_reference_worker else ranks,
         "teacher": sum(each.num_workers or ranks for each in teachers),
@@ -226,9 +231,12 @@ def check_capacity(config: RunConfig, prompts: PromptDataset) -> None:
 def simulate_step(config: RunConfig, fill: float, data: PromptDataset | None = None) -> SimulatedStep:
     """Return the prompts of step 0, repeated for their samples, and response lengths drawn with the config's seed.
 
-    Stored groups that are trained on again have the prompts that would follow. See `measure_step`.
+    Stored groups that are trained on again have the prompts that would follow. Those of supervised fine-tuning are the
+    rows themselves. See `measure_step`.
     """
     rollout = config.rollout
+    if config.sft is not None:
+        return _first_step(config, data or load_train_rows(config, load_tokenizer(config.model)))
     data = load_train_prompts(config.data, load_tokenizer(config.model)) if data is None else data
     first = plan_sources(config, range(1), {})[0] if config.data.curriculum else None
     groups = range(rollout.num_prompts + (config.data.reuse.num_groups if config.data.reuse else 0))
@@ -238,8 +246,32 @@ def simulate_step(config: RunConfig, fill: float, data: PromptDataset | None = N
     lengths = draw_lengths(random, fill, rollout.max_response_tokens, len(prompts))
     turns = max((environment.max_turns for environment in config.environments), default=1)
     teachers = config.distillation.teachers.values() if config.distillation else ()
-    longest = max((teacher.max_prompt_tokens for teacher in teachers if teacher.prompt is not None), default=0)
-    return SimulatedStep(prompts, lengths, rollout.samples_per_prompt, rollout.max_response_tokens, turns, longest)
+    longest = max((each.max_prompt_tokens for each in teachers if each.prompt is not None), default=0)
+    return SimulatedStep(
+        prompts=prompts,
+        response_lengths=lengths,
+        loss_tokens=lengths,
+        samples_per_prompt=rollout.samples_per_prompt,
+        max_response_tokens=rollout.max_response_tokens,
+        max_turns=turns,
+        max_teacher_prompt_tokens=longest,
+    )
+
+
+def _first_step(config: RunConfig, data: PromptDataset) -> SimulatedStep:
+    """Return the rows of the first step of supervised fine-tuning."""
+    assert config.sft is not None
+    assert isinstance(data, SftDataset)
+    numbers = data.rows_for_step(0, config.sft.num_rows, config.seed, config.data.shuffle)
+    tokenizer, rows = load_tokenizer(config.model), [data[number] for number in numbers]
+    texts = decode_texts(tokenizer, [row.prompt_ids.tolist() for row in rows])
+    return SimulatedStep(
+        prompts=[replace(row, prompt_text=text) for row, text in zip(rows, texts, strict=True)],
+        response_lengths=np.array([len(row.response_ids) for row in rows], dtype=np.int64),
+        loss_tokens=np.array([row.loss_mask.sum() for row in rows], dtype=np.int64),
+        samples_per_prompt=1,
+        max_response_tokens=max(len(row.response_ids) for row in data),
+    )
 
 
 def draw_lengths(random: np.random.Generator, fill: float, longest: int, count: int) -> NDArray[np.int64]:
@@ -270,6 +302,7 @@ def column_dtypes(config: RunConfig, vocab_size: int) -> dict[str, str]:
         "logprob": not config.scores_behavior,
         "reference": not config.kl.coef,
         "teacher": config.distillation is None,
+        "advantage": config.sft is not None,
     }
     dtypes = {
         name: chosen.get(spec.dtypes, spec.dtypes[0])
@@ -285,6 +318,8 @@ def _absent_columns(config: RunConfig) -> set[str]:
     turns = {name for name, spec in CATALOG.items() if spec.axis == "turn" or name == "episode_end"}
     teachers = config.distillation is not None and config.distillation.has_prompts
     absent = versions if teachers else versions | {"teacher_prompt_ids"}
+    if config.sft is not None:
+        absent.add("sampler_logprobs")
     return absent if config.environments else absent | turns
 
 

@@ -87,7 +87,7 @@ def _columns(config: RunConfig, footprint: Footprint, placement: Placement, coun
     """Return the columns that the node's workers put, of all steps that are stored at the same time."""
     if config.store.kind == "fsspec":
         return 0
-    putters: dict[str, Role] = {"rollout": "rollout"}
+    putters: dict[str, Role] = {} if config.sft else {"rollout": "rollout"}
     if config.needs_reference_worker:
         putters["reference"] = "reference"
     if placement.nodes["teacher"]:
@@ -135,6 +135,8 @@ def _published(
     config: RunConfig, model: ModelMemory, counts: Mapping[Role, int], placement: Placement, node: int
 ) -> int:
     """Return the buckets of weights: two files; or the two of each side of gloo, which are tensors without GPUs."""
+    if config.sft is not None:
+        return 0
     carrier, bucket = weight_carrier(config, placement), bucket_bytes(config, model)
     sides = int(node == placement.nodes["policy"][0])
     if carrier == "gloo":

@@ -217,7 +217,7 @@ def _candidates(config: RunConfig, planned: Resources) -> Iterator[Changes]:
     spare = max(0, cluster.num_gpus - gpus_wanted(config))
     if more := spare // runtime.num_policy_replicas * runtime.num_policy_replicas:
         yield {"runtime.num_policy_ranks": str(runtime.num_policy_ranks + more)}
-    longest = min(config.data.max_prompt_tokens + config.rollout.max_response_tokens, max_positions(config.model))
+    longest = min(config.max_row_tokens, max_positions(config.model))
     if longest < config.packing.token_budget:
         yield {"packing.token_budget": str(longest)}
     if config.rollout.kind == "transformers":

@@ -199,8 +199,7 @@ class ModelMemory:
         tokens = footprint.micro_tokens
         if half:
             base.bfloat16()
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        longest = min(longest, max_positions(config.model), tokens)
+        longest = min(config.max_row_tokens, max_positions(config.model), tokens)
         activations, warnings = _activations(config, base, tokens, longest)
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(base)  # raises if the model's layers can't be checkpointed
@@ -277,7 +276,8 @@ def worker_memory(
         workers.append(_frozen("teacher", config, model.teacher, model.teacher.policy, placement))
     if model.reward is not None:
         workers.append(_reward(config, model.reward, placement))
-    workers.append(_rollout(config, footprint, model, cluster, placement))
+    if config.sft is None:
+        workers.append(_rollout(config, footprint, model, cluster, placement))
     return tuple(workers)
 
 
@@ -330,7 +330,7 @@ def _policy(config: RunConfig, footprint: Footprint, model: ModelMemory, placeme
     )
     scoring = scoring_bytes(weights, model.activations, _head(config, model, placement, is_update=False))
     sent = weights.largest if weights.is_sharded else 0
-    sent += _buckets_on_device(config, model, placement)
+    sent += 0 if config.sft else _buckets_on_device(config, model, placement)
     layers = model.activations
     saved = len(layers.layers) * layers.layer_input if checkpointing else sum(layers.layers)
     return WorkerMemory(

@@ -145,9 +145,12 @@ def _evaluation(run: RunRecord) -> Panel:
         [_source_cells(source) for source in run.evals[-1].sources],
         f"last evaluation, policy version {versions[-1]}",
     )
-    return Panel(
-        "Evaluation", "", [line_chart(f"held-out accuracy, mean@{n}", lines, run.events)], [table] if table.rows else []
-    )
+    losses = [(report.policy_version, report.loss) for report in run.evals if report.loss is not None]
+    charts = [line_chart("held-out accuracy" if losses else f"held-out accuracy, mean@{n}", lines, run.events)]
+    if losses:
+        steps, values = zip(*losses, strict=True)
+        charts.insert(0, line_chart("held-out loss (nat)", [Line("all", steps, values, has_markers=True)], run.events))
+    return Panel("Evaluation", "", charts, [table] if table.rows else [])
 
 
 def _source_line(run: RunRecord, name: str) -> Line:

@@ -4,13 +4,12 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Self
 
 from infra.storage.run_list import RunState, run_state
 from infra.storage.runs import RunDirectory
 from schemas.config.run import RunConfig
-from schemas.step import EvalReport, RunEvent, RunSummary, StepReport
+from schemas.step import EvalReport, RunEvent, RunSummary, StepReport, mean_of
 
 WINDOW_STEPS = 10  # the first and the last steps that are compared
 
@@ -59,8 +58,7 @@ class RunRecord:
     def window(self, name: str, last: bool) -> float | None:
         """Return the mean of a metric over the first or the last `WINDOW_STEPS` steps; None if they lack it."""
         steps = self.steps[-WINDOW_STEPS:] if last else self.steps[:WINDOW_STEPS]
-        values = [report.metrics[name] for report in steps if name in report.metrics]
-        return fmean(values) if values else None
+        return mean_of(steps, name)
 
     @property
     def metrics_digest(self) -> str:

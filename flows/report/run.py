@@ -36,15 +36,18 @@ def write_report(directory: RunDirectory, path: Path | None = None) -> str:
 
 
 def verdict(run: RunRecord) -> str:
-    """Return one line: the run's state, its reward and its held-out accuracy."""
+    """Return one line: the run's state, its reward or loss, and its held-out accuracy or loss."""
     parts = [f"{run.state}, {len(run.steps)} of {run.config.steps} steps"]
-    first, last = run.window("reward", last=False), run.window("reward", last=True)
-    if first is not None and last is not None:
-        parts.append(f"reward {first:.3f} → {last:.3f} (mean of the first and last {WINDOW_STEPS} steps)")
-    if len(run.evals) > 1:
-        parts.append(f"held-out accuracy {run.evals[0].accuracy:.3f} → {run.evals[-1].accuracy:.3f}")
-    elif run.evals:
-        parts.append(f"held-out accuracy {run.evals[0].accuracy:.3f}")
+    for name in ("reward", "cross_entropy"):
+        first, last = run.window(name, last=False), run.window(name, last=True)
+        if first is not None and last is not None:
+            parts.append(f"{name} {first:.3f} → {last:.3f} (mean of the first and last {WINDOW_STEPS} steps)")
+    for name in ("loss", "accuracy"):
+        found = [getattr(report, name) for report in run.evals if getattr(report, name) is not None]
+        if found:
+            parts.append(
+                f"held-out {name} " + " → ".join(f"{value:.3f}" for value in dict.fromkeys(found[:1] + found[-1:]))
+            )
     return "; ".join(parts)
 
 

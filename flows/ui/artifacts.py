@@ -39,7 +39,7 @@ CHART_COLUMNS = 2
 MAX_CHART_POINTS = 120
 MAX_TEXT = 300
 MAX_SAMPLES = 16
-CURVES = ("reward", "held-out accuracy", "response/tokens", "entropy")
+CURVES = ("reward", "cross_entropy", "held-out loss", "held-out accuracy", "response/tokens", "entropy")
 PACE_STEPS = 10  # the last steps, by which the time left is estimated
 
 
@@ -135,6 +135,8 @@ class ProgressArtifact:
 
     def _add_evaluation(self, report: EvalReport) -> None:
         self._add("held-out accuracy", report.policy_version, report.accuracy)
+        if report.loss is not None:
+            self._add("held-out loss", report.policy_version, report.loss)
 
     def _add_step(self, report: StepReport) -> None:
         for name in CURVES:
@@ -201,7 +203,7 @@ async def show_evaluation(run_id: str, report: EvalReport) -> None:
         }
         for source in report.sources
     ]
-    description = f"held-out accuracy {report.accuracy:.3f} of policy version {report.policy_version}"
+    description = f"held-out {report} of policy version {report.policy_version}"
     await acreate_table_artifact(rows, key=_key(run_id, "eval"), description=description)
 
 

@@ -133,7 +133,8 @@ class RunEvents:
         self._lead(StepCompleted(**self._run, step=step, seconds=report.seconds, metrics=report.metrics))
         if (fraction := report.metrics.get("reward/failed_fraction")) and step > self._num_reported:
             self._emit(RewardFailing(**self._run, step=step, failed_fraction=fraction))
-        self._watch_reward(step, report.metrics["reward"])
+        if (reward := report.metrics.get("reward")) is not None:
+            self._watch_reward(step, reward)
 
     def fail_query(self, step: int, failed: FailedQuery) -> None:
         """Report what a saved query says about the newest of `step` finished steps."""

@@ -76,18 +76,20 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """Return the figures of a finished run, each with its name."""
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.seconds_by_phase.items())
     averaged = averaged_steps(summary.steps)
-    rows = [
-        ("steps", str(summary.steps)),
-        (
-            f"reward, mean of first {averaged} → last {averaged} steps",
-            f"{summary.reward_first:.3f} → {summary.reward_last:.3f}",
-        ),
-    ]
-    if summary.accuracy_before is not None and summary.accuracy_after is not None:
-        accuracies = f"{summary.accuracy_before:.3f} → {summary.accuracy_after:.3f}"
-        rows.append(("held-out accuracy, before → after", accuracies))
+    span = f"mean of first {averaged} → last {averaged} steps"
+    changes = {
+        f"reward, {span}": (summary.reward_first, summary.reward_last),
+        f"cross-entropy, {span}": (summary.loss_first, summary.loss_last),
+        "held-out loss, before → after": (summary.held_out_loss_before, summary.held_out_loss_after),
+        "held-out accuracy, before → after": (summary.accuracy_before, summary.accuracy_after),
+    }
     return [
-        *rows,
+        ("steps", str(summary.steps)),
+        *(
+            (name, f"{first:.3f} → {last:.3f}")
+            for name, (first, last) in changes.items()
+            if first is not None and last is not None
+        ),
         ("seconds", f"{summary.seconds:.1f}"),
         ("tokens per second", f"{summary.tokens_per_second:,.0f}"),
         ("seconds by phase", phases),

@@ -34,7 +34,7 @@ class Manifest(Frozen):
 
 
 def best_version(evals: Sequence[EvalReport], versions: Sequence[int]) -> int | None:
-    """Return the evaluated version with the highest held-out accuracy, the newest on a tie; None if none was."""
+    """Return the evaluated version with the best score, the newest on a tie; None if none was evaluated."""
     measured = [report for report in evals if report.policy_version in versions]
-    best = max(measured, key=lambda report: (report.accuracy, report.policy_version), default=None)
+    best = max(measured, key=lambda report: (report.score, report.policy_version), default=None)
     return None if best is None else best.policy_version

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.datasets.columns import UNSUPPORTED_COLUMNS, known_columns
+from infra.datasets.columns import UNSUPPORTED_COLUMNS, ColumnChoice
 from schemas.errors import DataError
 
 Decoder = Callable[[Any], Any]
@@ -75,7 +75,7 @@ def _unchanged(value: Any) -> Any:
     return value
 
 
-def read_parquet(file: Path) -> Iterator[dict[str, Any]]:
+def read_parquet(file: Path, choose: ColumnChoice) -> Iterator[dict[str, Any]]:
     """Yield the rows of a Parquet file as JSON values, one batch at a time.
 
     Raises:
@@ -83,13 +83,13 @@ def read_parquet(file: Path) -> Iterator[dict[str, Any]]:
     """
     try:
         with pq.ParquetFile(file, arrow_extensions_enabled=True) as source:
-            columns = known_columns(str(file), source.schema_arrow.names)
+            columns = choose(str(file), source.schema_arrow.names)
             yield from _rows(file, source.iter_batches(columns=columns))
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file} can't be read as Parquet: {_first_line(error)}") from error
 
 
-def read_stream(file: Path) -> Iterator[dict[str, Any]]:
+def read_stream(file: Path, choose: ColumnChoice) -> Iterator[dict[str, Any]]:
     """Yield the rows of an Arrow IPC stream as JSON values, one batch at a time, from a memory map.
 
     Raises:
@@ -97,7 +97,7 @@ def read_stream(file: Path) -> Iterator[dict[str, Any]]:
     """
     try:
         with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
-            columns = known_columns(str(file), stream.schema.names)
+            columns = choose(str(file), stream.schema.names)
             yield from _rows(file, (batch.select(columns) for batch in stream))
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file} can't be read as an Arrow stream: {_first_line(error)}") from error

@@ -1,11 +1,17 @@
-"""The columns of prompt data, those of verl."""
+"""The columns of prompt data, those of verl, and of rows with given answers, as other trainers name them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from schemas.errors import DataError
 
 REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
+SFT_COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("text",))
+"""The columns that a row with a given answer may have: a chat, under either name, a prompt and its completion, a text.
+
+Of a file with several of these kinds, the first is read."""
 OTHER_COLUMNS = ("extra_info",)
+
+ColumnChoice = Callable[[str, Iterable[str]], list[str]]  # of a file's columns, those to read; by its path
 
 CONVERSION = (
     "e.g. by Hugging Face datasets: dataset.map(lambda row: {'data_source': 'mine', 'prompt': row['question'], "
@@ -41,3 +47,16 @@ def known_columns(path: str, names: Iterable[str]) -> list[str]:
             f"{path}: {known.count(repeated[0])} columns are named {repeated[0]!r}; rename or remove all but one"
         )
     return known
+
+
+def sft_columns(path: str, names: Iterable[str]) -> list[str]:
+    """Return the columns of rows with given answers, of those that a file has, that are read or refused.
+
+    Raises:
+        DataError: It has none of `SFT_COLUMNS`.
+    """
+    names = list(names)
+    if (found := next((kind for kind in SFT_COLUMNS if {*kind} <= {*names}), None)) is None:
+        kinds = ", or ".join(" and ".join(kind) for kind in SFT_COLUMNS)
+        raise DataError(f"{path}: it has the columns {', '.join(names)}, but supervised fine-tuning needs {kinds}")
+    return [name for name in names if name in (*found, *UNSUPPORTED_COLUMNS)]

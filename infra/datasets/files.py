@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from infra.datasets.arrow_files import read_parquet, read_stream, saved_shards
-from infra.datasets.columns import CONVERSION
+from infra.datasets.columns import CONVERSION, ColumnChoice, known_columns
 from infra.datasets.text_files import read_csv, read_json, read_jsonl
 from schemas.errors import DataError
 
 Row = dict[str, Any]
 
-READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path, ColumnChoice], Iterator[Row]]] = {
     ".parquet": read_parquet,
     ".arrow": read_stream,
     ".jsonl": read_jsonl,
@@ -35,13 +35,17 @@ _PANDAS = {  # what reads other kinds
 _HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 
 
-def read_rows(path: str) -> Iterator[Row]:
+def read_rows(path: str, choose: ColumnChoice = known_columns) -> Iterator[Row]:
     """Yield the rows at `path` as JSON values; those of several files one after another, see `data_files`.
+
+    Args:
+        path: The path.
+        choose: Chooses the columns of a file that are read, if it names its columns first.
 
     Raises:
         DataError: The path doesn't exist, can't be read, or lacks a column.
     """
-    return chain.from_iterable(READERS[_ending(file)](file) for file in data_files(path))
+    return chain.from_iterable(READERS[_ending(file)](file, choose) for file in data_files(path))
 
 
 def data_files(path: str) -> list[Path]:

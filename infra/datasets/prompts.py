@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,7 @@ class PromptDataset:
         self.num_dropped = num_dropped
 
     @classmethod
-    def mix(cls, parts: Sequence["PromptDataset"], weights: Sequence[float]) -> "PromptDataset":
+    def mix(cls, parts: Sequence["PromptDataset"], weights: Sequence[float]) -> Self:
         """Mix several files, from which steps take rows in proportion to the weights.
 
         See `infra.datasets.order.RowOrder` for how.

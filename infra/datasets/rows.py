@@ -67,28 +67,29 @@ def parse_row(place: str, row: dict[str, Any]) -> ParsedRow:
     return parsed
 
 
-def parse_messages(place: str, prompt: Any) -> Messages:
+def parse_messages(place: str, prompt: Any, column: str = "prompt") -> Messages:
     """Return a chat's messages, each with the texts of its `role` and `content` alone.
 
     Args:
         place: Names the row in errors.
         prompt: A chat list of `role` and `content`, which may be a list of text parts, or of `from` and `value`; one
             such message; the JSON text of these; or the text of a single message of the user.
+        column: Its name.
 
     Raises:
         DataError: It is none of these, is empty, or has what the prompt can't have.
     """
-    chat = _chat_of_text(place, prompt) if isinstance(prompt, str) else prompt
+    chat = _chat_of_text(place, prompt, column) if isinstance(prompt, str) else prompt
     chat = [chat] if isinstance(chat, dict) else chat
     if not isinstance(chat, list):
-        raise DataError(f"{place}: prompt is {type(chat).__name__}; expected a chat list, e.g. {_CHAT}")
-    messages = [_parse_message(f"{place}: prompt[{index}]", message) for index, message in enumerate(chat)]
+        raise DataError(f"{place}: {column} is {type(chat).__name__}; expected a chat list, e.g. {_CHAT}")
+    messages = [_parse_message(f"{place}: {column}[{index}]", message) for index, message in enumerate(chat)]
     if not any(message["content"].strip() for message in messages):
-        raise DataError(f"{place}: the prompt is empty; give at least one message with content, or remove the row")
+        raise DataError(f"{place}: the {column} is empty; give at least one message with content, or remove the row")
     return messages
 
 
-def _chat_of_text(place: str, text: str) -> Any:
+def _chat_of_text(place: str, text: str, column: str) -> Any:
     """Return the chat, or the message, that a text is the JSON of; else one message of the user.
 
     Raises:
@@ -99,9 +100,9 @@ def _chat_of_text(place: str, text: str) -> Any:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
             if mark := _CHAT_TEXT.fullmatch(text):
-                advice = _of_python("prompt") if mark[1] == "'" else f"{error}; correct it"
+                advice = _of_python(column) if mark[1] == "'" else f"{error}; correct it"
                 raise DataError(
-                    f"{place}: prompt is the text of a chat, {text!r:.80}, but not JSON: {advice}"
+                    f"{place}: {column} is the text of a chat, {text!r:.80}, but not JSON: {advice}"
                 ) from None
         else:
             chat = found if isinstance(found, list) else [found]

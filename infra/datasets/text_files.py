@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from infra.datasets.columns import known_columns
+from infra.datasets.columns import ColumnChoice
 from schemas.errors import DataError
 
 
-def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
+def read_jsonl(file: Path, choose: ColumnChoice) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file with one JSON object per line.
 
     Raises:
@@ -28,7 +28,7 @@ def read_jsonl(file: Path) -> Iterator[dict[str, Any]]:
             yield _require_object(file, number, _parse(f"{file}, row {number}", line, "write one JSON object per line"))
 
 
-def read_json(file: Path) -> Iterator[dict[str, Any]]:
+def read_json(file: Path, choose: ColumnChoice) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSON array of objects, or of a file with one object per line.
 
     Raises:
@@ -37,7 +37,7 @@ def read_json(file: Path) -> Iterator[dict[str, Any]]:
     with _open(file) as lines:
         is_array = next((line for line in lines if line.strip()), "").lstrip().startswith("[")
     if not is_array:
-        yield from read_jsonl(file)
+        yield from read_jsonl(file, choose)
         return
     with _open(file) as text:
         rows = _parse(str(file), text.read(), "write one array of objects, or one object per line")
@@ -45,7 +45,7 @@ def read_json(file: Path) -> Iterator[dict[str, Any]]:
         yield _require_object(file, number, row)
 
 
-def read_csv(file: Path) -> Iterator[dict[str, Any]]:
+def read_csv(file: Path, choose: ColumnChoice) -> Iterator[dict[str, Any]]:
     """Yield the rows of a CSV file whose first line names the columns; cells are text, and None if they are empty.
 
     Raises:
@@ -55,7 +55,7 @@ def read_csv(file: Path) -> Iterator[dict[str, Any]]:
     with _open(file, newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         try:
-            known_columns(str(file), reader.fieldnames or ())
+            choose(str(file), reader.fieldnames or ())
             for number, row in enumerate(reader, start=1):
                 if None in row or None in row.values():
                     raise DataError(

@@ -84,7 +84,7 @@ def check_family(config: RunConfig) -> None:
     """
     model, longest = load_config(config.model.path), max_model_len(config)
     limit = position_limit(model)
-    if limit is not None and longest > limit:
+    if limit is not None and longest > limit and config.sft is None:  # scoring has the positions of each row's length
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_response_tokens allow rows of {longest} tokens, but a "
             f"{model.model_type} model has other positions in rows of more than {limit} (LongRoPE), and no engine "
@@ -92,7 +92,8 @@ def check_family(config: RunConfig) -> None:
         )
     check_scoring(config, config.model, longest)
     family = _Family(model.to_json_string(use_diff=False), longest, model)
-    if isinstance(config.rollout, TransformersRollout) and (fault := _engine_fault(family)):
+    samples_here = config.sft is None and isinstance(config.rollout, TransformersRollout)
+    if samples_here and (fault := _engine_fault(family)):
         raise ModelError(
             f"model.path {config.model.path}: a {model.model_type} model can't be sampled from by the embedded engine: "
             f'{fault}; set rollout.kind = "vllm", or use a model of another family'

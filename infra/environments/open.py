@@ -1,5 +1,7 @@
 """Open the environments of a config: their processes, their tools, and the episodes played with them."""
 
+from contextlib import closing
+
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptDataset, PromptRow
@@ -8,11 +10,12 @@ from infra.engines.base import RolloutEngine
 from infra.environments.bridge import Dialogue, TurnBridge
 from infra.environments.episodes import Episodes
 from infra.environments.pool import EnvironmentClass, EnvironmentPool
+from infra.environments.slot import Reply
 from rl_core.environments.base import Task
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import EnvironmentConfig, ToolsEnvironment
 from schemas.config.run import RunConfig
-from schemas.errors import DataError
+from schemas.errors import DataError, EnvironmentImportError
 
 _TOOLS = "rl_core.environments.tools:ToolEnvironment"
 
@@ -47,6 +50,23 @@ def check_environments(config: RunConfig, tokenizer: PreTrainedTokenizerBase, pr
         _check_environment(config, environment, tokenizer, next(row for row in rows if row.environment == number))
 
 
+def check_tools(config: RunConfig) -> None:
+    """Load the tools of a run in processes first, as importing their modules may end this one.
+
+    Raises:
+        EnvironmentImportError: A process ended, or took too long, while it loaded them. What else is wrong with a tool
+            is found when it is loaded here.
+    """
+    for environment in config.environments:
+        if isinstance(environment, ToolsEnvironment):
+            failure = _first_reply(environment, Task(prompt=[], answer="", info={}), config.seed).failure
+            if failure is not None and failure.kind in ("died", "timeout"):
+                raise EnvironmentImportError(
+                    f"environment.tools {', '.join(map(repr, environment.tools))}: loading them failed in a process: "
+                    f"{failure.message}; what their modules do when they are imported ends it, or takes too long"
+                )
+
+
 def environment_class(config: EnvironmentConfig) -> EnvironmentClass:
     """Return what a pool needs of an environment."""
     if isinstance(config, ToolsEnvironment):
@@ -58,14 +78,8 @@ def environment_class(config: EnvironmentConfig) -> EnvironmentClass:
 def _check_environment(
     config: RunConfig, environment: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, first: PromptRow
 ) -> None:
-    pool = EnvironmentPool(environment_class(environment.replace(num_processes=1)))
-    pool.start()
-    try:
-        pool.wait_until_ready()
-        pool.open(0, Task(prompt=first.messages, answer=first.answer, info=first.info), config.seed)
-        reply = pool.wait()[0]
-    finally:
-        pool.close()
+    task = Task(prompt=first.messages, answer=first.answer, info=first.info)
+    reply = _first_reply(environment, task, config.seed)
     chat = _chat(config, environment, tokenizer)
     dialogue = Dialogue(environment, chat, config.data.max_prompt_tokens)
     if reply.failure is None:
@@ -74,6 +88,15 @@ def _check_environment(
     if failure is not None:
         name = ", ".join(environment.tools) if isinstance(environment, ToolsEnvironment) else environment.path
         raise DataError(f"environment {name} can't begin with its first training prompt: {failure}")
+
+
+def _first_reply(environment: EnvironmentConfig, task: Task, seed: int) -> Reply:
+    """Return how an environment answers its reset, in a process of its own."""
+    with closing(EnvironmentPool(environment_class(environment.replace(num_processes=1)))) as pool:
+        pool.start()
+        pool.wait_until_ready()
+        pool.open(0, task, seed)
+        return pool.wait()[0]
 
 
 def _chat(config: RunConfig, environment: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:

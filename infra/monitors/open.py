@@ -119,9 +119,8 @@ def require_monitors(config: RunConfig) -> None:
                 f"monitors.{number} writes local files, but the run directory is in {config.runtime.runs_dir}; set "
                 f"monitors.{number}.folder to a local one"
             )
-        if (
-            isinstance(monitor, WandbMonitor) and "WANDB_API_KEY" not in config.services.secrets
-        ):  # else set at the start
+        is_set_later = "WANDB_API_KEY" in config.services.secrets
+        if isinstance(monitor, WandbMonitor) and not is_set_later:
             require_login(monitor)
 
 

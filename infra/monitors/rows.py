@@ -66,7 +66,7 @@ def evaluation_row(report: EvalReport) -> Row:
     """Return an evaluation's metrics, overall and by data source."""
     values = {
         "eval/accuracy": report.accuracy,
-        "eval/reward": report.reward,
+        **{f"eval/{name}": value for name in ("loss", "reward") if (value := getattr(report, name)) is not None},
         "eval/failed": report.num_failed,
         "eval/seconds": report.seconds,
         **{name: value for source in report.sources for name, value in _source_values(source)},

@@ -73,6 +73,12 @@ def server_environment() -> dict[str, str]:
     return {**PREFECT_RETENTION, **os.environ, **PREFECT_ENVIRONMENT}
 
 
+def deletes_flow_runs() -> bool:
+    """Return whether old flow runs leave the database of a local server, unless the user has chosen that they stay."""
+    kinds = server_environment()["PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED"].lower().split(",")
+    return not {"flow_runs", "true", "1"}.isdisjoint(kind.strip() for kind in kinds)
+
+
 def is_free(port: int) -> bool:
     """Return whether nothing listens at a port."""
     with socket.socket() as probe:

@@ -1,7 +1,6 @@
 """All runs of a folder: which of them are running, and how far each has come."""
 
 from concurrent.futures import ThreadPoolExecutor
-from statistics import fmean
 from typing import Literal
 
 from infra.storage.driver_lock import is_driven
@@ -10,6 +9,7 @@ from infra.storage.runs import RunDirectory
 from schemas.base import Frozen
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
+from schemas.step import mean_of
 
 REWARD_STEPS = 10
 _READERS = 8  # runs that are read at the same time
@@ -24,7 +24,8 @@ class RunStatus(Frozen):
     state: RunState  # stopped: it has no driver, and steps are left; unreadable: another version of Sluice wrote it
     step: int | None = None  # finished steps
     steps: int | None = None  # of its config
-    reward: float | None = None  # mean of its last 10 steps
+    reward: float | None = None  # mean of its last 10 steps; supervised fine-tuning has none
+    loss: float | None = None  # the same of its cross-entropy, in supervised fine-tuning
     accuracy: float | None = None  # held out, of its last evaluation
     started_at: float | None = None  # Unix time
     updated_at: float | None = None  # Unix time of its last finished step, evaluation or event
@@ -55,7 +56,8 @@ def run_status(directory: RunDirectory) -> RunStatus:
         state=run_state(directory, config),
         step=len(steps),
         steps=config.steps,
-        reward=fmean(report.metrics["reward"] for report in steps[-REWARD_STEPS:]) if steps else None,
+        reward=mean_of(steps[-REWARD_STEPS:], "reward"),
+        loss=mean_of(steps[-REWARD_STEPS:], "cross_entropy"),
         accuracy=evals[-1].accuracy if evals else None,
         started_at=events[0].time if events else None,
         updated_at=directory.metrics.modified(),

@@ -15,7 +15,12 @@ from schemas.weights import WeightsTransfer
 
 
 async def sync_workers(run: RunHandle, version: int) -> Synced:
-    """Load a policy version into every rollout worker, in place; it is then their turn if workers take turns."""
+    """Load a policy version into every rollout worker, in place; it is then their turn if workers take turns.
+
+    Supervised fine-tuning has none.
+    """
+    if run.config.sft is not None:
+        return Synced(None)
     return await _sync(run, version, rollout_pool(run).get_all)
 
 

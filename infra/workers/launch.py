@@ -26,22 +26,13 @@ _TURNS = ("sleep", "wake")
 _RANK = ("incarnation", "open_rendezvous", "start", "score", *_TURNS)  # the methods of every rank
 _WEIGHTS = ("weight_group_member", "init_weight_group")
 
+_POLICY = ("handle", "score_reference", "update", "save", "finish_saving", "retain")
+
 _worker = partial(actor_class, base=PlacedActor)
 _CLASSES: dict[Role, type] = {
     "policy": _worker(
         "infra.workers.policy:PolicyWorker",
-        *(
-            *_RANK,
-            *_WEIGHTS,
-            "handle",
-            "score_reference",
-            "score_teacher",
-            "teacher_rows",
-            "update",
-            "save",
-            "finish_saving",
-            "retain",
-        ),
+        *(*_RANK, *_WEIGHTS, *_POLICY, "score_teacher", "teacher_rows"),
         *("open_weight_rendezvous", "send_weights"),
     ),
     "reference": _worker("infra.workers.scoring:ReferenceWorker", *_RANK),
@@ -53,6 +44,10 @@ _CLASSES: dict[Role, type] = {
     ),
     "reward": _worker("infra.workers.reward:RewardWorker", *_TURNS, "start", "score"),
 }
+_SFT_POLICY = _worker(
+    "infra.workers.sft:SftWorker",
+    *(*_RANK, *_POLICY, "describe_rows", "put_rows", "held_out_lengths", "score_held_out"),
+)
 
 
 async def start_workers(run: RunHandle) -> list[WorkerPlace]:
@@ -193,5 +188,6 @@ async def _create_worker(run: RunHandle, role: Role, number: int) -> Any:
     """Create a worker and return its handle; it may not have started yet."""
     slot, options = await place(run, role, number)
     name, options = worker_name(run.identity, role, number), {**health.ACTOR_OPTIONS, **options}
+    kind = _SFT_POLICY if role == "policy" and run.config.sft is not None else _CLASSES[role]
     secrets = {variable: os.environ[variable] for variable in run.config.services.secrets}  # set by the driver's start
-    return create_actor(name, _CLASSES[role], slot, run, number, secrets, options=options)
+    return create_actor(name, kind, slot, run, number, secrets, options=options)

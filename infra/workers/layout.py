@@ -26,7 +26,7 @@ def num_workers(config: RunConfig) -> dict[Role, int]:
         "policy": config.runtime.num_policy_ranks,
         "reference": config.runtime.num_reference_ranks if config.needs_reference_worker else 0,
         "teacher": sum(len(numbers) for numbers in teacher_workers(config).values()),
-        "rollout": config.rollout.num_workers,
+        "rollout": 0 if config.sft is not None else config.rollout.num_workers,
         "reward": sum(model.num_workers for model in reward_models(config.reward)),
     }
 

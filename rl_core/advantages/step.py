@@ -29,7 +29,7 @@ class StepAdvantages:
     """The result of the advantage stage."""
 
     rows: Ints  # [n], the rollout's rows whose reward did not fail, ascending
-    advantages: NDArray[np.float32]  # [n]
+    advantages: NDArray[np.float32] | None  # [n]; None: the rows are given answers, all of which are trained on
     turns: tuple[Ints, NDArray[np.float32]] | None  # [n] counts and [M] advantages of their turns, if those differ
     plan: StepPlan  # over the n rows
     metrics: Metrics
@@ -57,6 +57,8 @@ def prepare_updates(
         RewardFailureError: Every reward of the step failed, but for those of reused groups.
         UserError: The estimator needs reward parts that a reused group lacks.
     """
+    if config.sft is not None:
+        return _plan_given_rows(config, step, rollout)
     scored = np.asarray(rollout.rewards, dtype=np.float64)
     live = np.flatnonzero(~np.isnan(scored))
     own = live < (sampled := rollout.sampled).num_rows  # reused rows are the last ones
@@ -66,15 +68,7 @@ def prepare_updates(
     rewards, lengths = scored[live], as_int64(rollout.response_lengths)[live]
     groups = number_groups(as_int64(rollout.group_ids)[live])
     shaped = _shape(config, rollout, live, rewards, row_kl)
-    plan = plan_step(
-        as_int64(rollout.prompt_lengths)[live],
-        lengths,
-        shaped.loss_tokens,
-        num_updates=config.optim.updates_per_step,
-        num_ranks=config.runtime.num_policy_ranks,
-        token_budget=config.packing.token_budget,
-        seed=config.seed + step,
-    )
+    plan = _plan(config, step, as_int64(rollout.prompt_lengths)[live], lengths, shaped.loss_tokens)
     inputs = AdvantageInputs.from_rows(
         shaped.rewards,
         groups,
@@ -90,6 +84,35 @@ def prepare_updates(
         metrics=_metrics(rewards[own], shaped.rewards[own], groups[own], sampled)
         | _shape(config, rollout, live[own], rewards[own], row_kl).metrics
         | {"tokens": Sum(value=_num_tokens(rollout)), "rows/skipped": Sum(value=plan.num_skipped_rows)},
+    )
+
+
+def _plan_given_rows(config: RunConfig, step: int, rollout: RolloutHandle) -> StepAdvantages:
+    """Plan the updates of supervised fine-tuning, whose rows have neither rewards nor advantages."""
+    loss_tokens = as_int64(rollout.loss_tokens)
+    plan = _plan(config, step, as_int64(rollout.prompt_lengths), as_int64(rollout.response_lengths), loss_tokens)
+    return StepAdvantages(
+        rows=np.arange(rollout.num_rows),
+        advantages=None,
+        turns=None,
+        plan=plan,
+        metrics={
+            "response/tokens": Mean(total=int(loss_tokens.sum()), weight=len(loss_tokens)),
+            "tokens": Sum(value=_num_tokens(rollout)),
+            "rows/skipped": Sum(value=plan.num_skipped_rows),
+        },
+    )
+
+
+def _plan(config: RunConfig, step: int, prompts: Ints, responses: Ints, loss_tokens: Ints) -> StepPlan:
+    return plan_step(
+        prompts,
+        responses,
+        loss_tokens,
+        num_updates=config.optim.updates_per_step,
+        num_ranks=config.runtime.num_policy_ranks,
+        token_budget=config.packing.token_budget,
+        seed=config.seed + step,
     )
 
 

@@ -7,13 +7,22 @@ from rl_core.losses.correction import correction_weights
 from rl_core.losses.distillation import distill
 from rl_core.losses.kl import kl_estimate
 from rl_core.losses.report import nan_unless_finite, report
-from rl_core.losses.surrogates import cispo_loss, clipped_loss, dppo_loss, gmpo_loss, gspo_loss, sapo_loss
+from rl_core.losses.surrogates import (
+    cispo_loss,
+    clipped_loss,
+    cross_entropy_loss,
+    dppo_loss,
+    gmpo_loss,
+    gspo_loss,
+    sapo_loss,
+)
 from rl_core.registry import Registry, entry
 from schemas.config.distillation import DistillationConfig
 from schemas.config.loss import (
     CispoLoss,
     ClippedLoss,
     CorrectionConfig,
+    CrossEntropyLoss,
     DppoLoss,
     GmpoLoss,
     GspoLoss,
@@ -34,6 +43,7 @@ SURROGATES: Registry[[LossInputs], Surrogate] = Registry(
     entry(SapoLoss, sapo_loss),
     entry(GmpoLoss, gmpo_loss),
     entry(DppoLoss, dppo_loss),
+    entry(CrossEntropyLoss, cross_entropy_loss),
 )
 """Policy terms: (config, inputs of the T trained tokens) -> surrogate of T tokens."""
 
@@ -94,7 +104,11 @@ def policy_loss(
     weights, token_metrics = correction_weights(trained, correction)
     token_losses = surrogate.losses if weights is None else surrogate.losses * weights
     penalties, penalty_metrics = _penalties(trained, loss, kl)
-    token_metrics |= {"approx_kl": kl_estimate("k3", log_ratio(trained)), **penalty_metrics, **distilled}
+    token_metrics |= penalty_metrics | distilled
+    if surrogate.ratio is None:
+        token_metrics["cross_entropy"] = -trained.policy_logprobs
+    else:
+        token_metrics["approx_kl"] = kl_estimate("k3", log_ratio(trained))
     loss_sum = aggregate(token_losses + penalties, trained, loss.aggregation) + nan_unless_finite(trained)
     update_denominator = denominator(loss.aggregation, norm_tokens, num_loss_tokens, num_live_sequences)
     num_sequences = int((trained.loss_tokens_per_sequence > 0).sum())

@@ -114,7 +114,7 @@ class Surrogate:
     """The policy term of T trained tokens, minimized as a surrogate for the negative expected reward."""
 
     losses: Tensor  # [T], with gradient
-    ratio: Tensor  # [T], policy over behavior probability, as clipped by this loss
+    ratio: Tensor | None  # [T], policy over behavior probability, as clipped by this loss; None: the loss has none
     clipped: dict[str, Tensor]  # [T] bool by side, "low", "high" or "dual": the tokens that it clips; {}: no clipping
 
 

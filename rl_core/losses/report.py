@@ -21,13 +21,14 @@ def report(
         loss_weight: The denominator of the loss if this micro-batch were the whole update.
 
     Returns:
-        `loss`; means over the trained tokens of `ratio`, `clip_fraction` and its sides that the loss has (`/low`,
-        `/high`, `/dual`), the absolute difference of behavior and sampler log-prob (`mismatch/mean`), and
-        `token_metrics`; the effective sample size of the importance weights, if `token_metrics` has them
+        `loss`; means over the trained tokens of `ratio`, if the loss has one, `clip_fraction` and its sides that the
+        loss has (`/low`, `/high`, `/dual`), the absolute difference of behavior and sampler log-prob (`mismatch/mean`),
+        and `token_metrics`; the effective sample size of the importance weights, if `token_metrics` has them
         (`mismatch/ess`); and, if there is a trained token, `ratio_max` and `mismatch/max`.
     """
-    values = {"ratio": surrogate.ratio, **_clip_fractions(surrogate), **token_metrics}
-    largest = {"ratio_max": surrogate.ratio}
+    largest = {} if surrogate.ratio is None else {"ratio_max": surrogate.ratio}
+    ratio = {} if surrogate.ratio is None else {"ratio": surrogate.ratio}
+    values = {**ratio, **_clip_fractions(surrogate), **token_metrics}
     if trained.sampler_logprobs is not None:
         distance = (trained.behavior_logprobs - trained.sampler_logprobs).abs()
         values["mismatch/mean"] = largest["mismatch/max"] = distance

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rl_core.losses.base import MAX_LOG_RATIO, LossInputs, Surrogate, clipped_surrogate, log_ratio
-from schemas.config.loss import CispoLoss, ClippedLoss, DppoLoss, GmpoLoss, GspoLoss, SapoLoss
+from schemas.config.loss import CispoLoss, ClippedLoss, CrossEntropyLoss, DppoLoss, GmpoLoss, GspoLoss, SapoLoss
 
 
 def clipped_loss(config: ClippedLoss, trained: LossInputs) -> Surrogate:
@@ -141,6 +141,11 @@ def sapo_loss(config: SapoLoss, trained: LossInputs) -> Surrogate:
     negative = torch.full_like(ratio, config.tau_negative)
     tau = torch.where(advantages > 0, config.tau_positive, negative)
     return Surrogate(losses=-advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), ratio=ratio, clipped={})
+
+
+def cross_entropy_loss(_: CrossEntropyLoss, trained: LossInputs) -> Surrogate:
+    """Compute -logp per token: advantages and behavior log-probs play no part, and there is no ratio."""
+    return Surrogate(losses=-trained.policy_logprobs, ratio=None, clipped={})
 
 
 def _geometric_mean(trained: LossInputs, log_ratios: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A model's chat template, with a run's variables and tools; and the text of tokens, as they say it."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from itertools import takewhile
 from typing import Any
@@ -15,7 +15,18 @@ from schemas.config.kinds import CLOCK
 from schemas.errors import BrokenChatTemplateError, ChatTemplateError, DataError
 
 Tokens = list[int] | np.ndarray[Any, Any]
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the model's turns in a template
 Shape = Sequence[tuple[str, bool]]  # of a chat: of each message, its role, and whether it has a content
+_DATE_PARTS = "sluice_date_parts"
+# A template's variables can't be functions since transformers 5.22; this one takes the place of transformers' own.
+_CLOCK_MACRO = f"""
+{{%- macro {CLOCK}(format) -%}}
+    {{%- set text = namespace(value=format) -%}}
+    {{%- for directive, part in {_DATE_PARTS}.items() -%}}
+        {{%- set text.value = text.value | replace(directive, part) -%}}
+    {{%- endfor -%}}
+    {{{{- text.value -}}}}
+{{%- endmacro -%}}"""
 
 
 class ChatTemplate:
@@ -58,7 +69,8 @@ class ChatTemplate:
         if tools:
             self._variables["tools"] = list(tools)
         if CLOCK in self._variables:
-            self._variables[CLOCK] = _clock(self._variables[CLOCK])
+            self._variables[_DATE_PARTS] = _date_parts(self._variables.pop(CLOCK))
+            self._variables["chat_template"] = _CLOCK_MACRO + self.template
 
     def render(self, messages: Messages, *, with_prompt: bool = True) -> str:
         """Return a chat as text, ending with the beginning of the model's turn if `with_prompt`.
@@ -129,10 +141,78 @@ class ChatTemplate:
             return self._control.encode(messages, lambda chat: self.render(chat, with_prompt=with_prompt))
         return self.encode_text(self.render(messages, with_prompt=with_prompt) if rendered is None else rendered)
 
+    def encode_turns(self, messages: Messages, ends: Collection[int]) -> tuple[list[int], list[range]]:
+        """Return a chat's token ids, and where the model's turns are among them, one after another.
+
+        A template's own `{% generation %}` marks say it. Without them, a turn begins where the prompt of the messages
+        before it ends, and ends with the token that ends a response, or where the template has written it.
+
+        Args:
+            messages: The chat.
+            ends: The token ids that end a response.
+
+        Raises:
+            ChatTemplateError: The template rejects the chat; or a turn can't be told from what is around it.
+            ValueError: A content has a control token's name, and can't be encoded as text.
+        """
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if _GENERATION.search(self.template):
+            return self._encode_marked(messages, len(turns))
+        ids = self.encode(messages, with_prompt=False)
+        spans: list[range] = []
+        for number in reversed(turns):
+            stop = spans[-1].start if spans else len(ids)
+            spans.append(self._find_turn(messages, number, ids[:stop], ends))
+        return ids, spans[::-1]
+
+    def _find_turn(self, messages: Messages, number: int, ids: list[int], ends: Collection[int]) -> range:
+        """Return where the turn `messages[number]` is in `ids`, which end where the next one begins, or with the chat.
+
+        A template may write a turn in another way if it is not the last one, such as without its reasoning, or without
+        the beginning of reasoning that a prompt ends with: the turn then begins where it departs from the prompt.
+        """
+        before, through = self.encode(messages[:number]), self.encode(messages[: number + 1], with_prompt=False)
+        start = _num_common(ids, before)
+        is_prompted, is_whole = start == len(before), ids[: len(through)] == through
+        last = len(through) if is_whole else len(ids)
+        # Of some templates, a turn's end is the beginning of the next message.
+        end = next((at + 1 for at in range(start, min(last + 1, len(ids))) if ids[at] in ends), last * is_whole)
+        text = decode_text(self.tokenizer, ids[start : end - (ids[end - 1] in ends)]).strip()
+        content = messages[number]["content"].strip()
+        has_all = content in text if is_whole else text.endswith(content)
+        has_part = is_prompted and (text in content if is_whole else content.endswith(text))
+        has_others = not is_prompted and start < len(self.encode(messages[:number], with_prompt=False))
+        if end > start and (has_all or has_part) and not has_others:
+            return range(start, end)
+        raise ChatTemplateError(
+            f"{self.name} writes message {number}, of role 'assistant', so that its tokens can't be told from those "
+            "around it"
+        )
+
+    def _encode_marked(self, messages: Messages, num_turns: int) -> tuple[list[int], list[range]]:
+        if name := self._control.find(messages):
+            raise ValueError(f"{self.name} marks turns of texts without control tokens only, not with {name!r}")
+        encoded: Any = self.tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, **self._variables
+        )
+        edges = np.flatnonzero(np.diff([0, *encoded["assistant_masks"], 0]))
+        spans = [range(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
+        if len(spans) != num_turns:
+            raise ChatTemplateError(
+                f"{self.name} marks {len(spans)} turns by {{% generation %}} in a chat with {num_turns} of role "
+                "'assistant'"
+            )
+        return list(encoded["input_ids"]), spans
+
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a rendered chat, or of the beginning of one."""
         token_ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return token_ids
+
+
+def _num_common(ids: list[int], others: list[int]) -> int:
+    """Return how many tokens two lists have in common at their beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False)))
 
 
 def shape_of(messages: Messages) -> tuple[tuple[str, bool], ...]:
@@ -161,11 +241,14 @@ def chat_template_text(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mappi
     return str(tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None))
 
 
-def _clock(date: object) -> Callable[[str], str]:
+def _date_parts(date: object) -> dict[str, str]:
+    """Return what each directive of `strftime` says of a date."""
     try:
-        return datetime.fromisoformat(str(date)).strftime
+        day = datetime.fromisoformat(str(date))
     except ValueError:
         raise DataError(f"data.chat_template_kwargs.{CLOCK} is {date!r}; expected a date such as 2026-01-31") from None
+    directives = (f"%{flag}{letter}" for letter in "aAbBcdDeFGhHIjklmMnpPrRsStTuUVwWxXyYzZ" for flag in ("", "-"))
+    return {directive: day.strftime(directive) for directive in directives}
 
 
 def _uses(template: str, name: str) -> bool:

@@ -13,6 +13,7 @@ from statistics import fmean
 from rl_core.boxed import last_boxed
 from schemas.config.rollout import EvalConfig
 from schemas.config.run import RunConfig
+from schemas.metrics import Metrics, merge_metrics, values
 from schemas.rollout import check_failures
 from schemas.step import EvalReport, EvalShard, SourceReport
 
@@ -108,6 +109,20 @@ def summarize_source(
         num_failed=sum(sample.reward is None for sample in flat),
         response_tokens=fmean(sample.num_tokens for sample in flat),
         truncated=fmean(sample.truncated for sample in flat),
+    )
+
+
+def summarize_held_out(policy_version: int, num_rows: int, parts: Sequence[Metrics], seconds: float) -> EvalReport:
+    """Return the report of supervised fine-tuning, from each rank's part of `loss` and `accuracy`."""
+    found = values(merge_metrics(parts))
+    return EvalReport(
+        policy_version=policy_version,
+        num_prompts=num_rows,
+        accuracy=found["accuracy"],
+        reward=None,
+        num_failed=0,
+        seconds=seconds,
+        loss=found["loss"],
     )
 
 

@@ -46,7 +46,7 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 # The most of a count.
 _MOST: dict[str, int] = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "zero_expert_num"), 2),
-    **dict.fromkeys(("moe_top_k", "kv_n_heads"), 2),
+    **dict.fromkeys(("moe_top_k", "kv_n_heads", "num_layers_per_stack"), 2),
     **dict.fromkeys(("n_group", "n_groups", "mamba_n_groups", "mamba_ngroups", "heads_per_ngram", "o_groups"), 2),
     **dict.fromkeys(("topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),

@@ -88,10 +88,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
 def learning_rate(config: OptimConfig, num_updates: int, step: int, part: int, num_steps: int) -> float:
     """Return the learning rate of update `part` (from 0) of step `step` (from 0) of a run of `num_steps` steps.
 
-    It warms up linearly over the first `warmup_updates`, then is constant, or decays by a half cosine to 0 at the end
-    of the run. The decay follows the steps, not the updates: a fork may have other `updates_per_step` than the steps
-    that it took over, and a step with few rows has fewer updates than that. If the warm-up is as long as the run in the
-    updates of such a fork, past it the rate is that of a decay over all steps.
+    It warms up linearly over the first `warmup_updates`, then is constant, or decays by a line or a half cosine to 0
+    at the end of the run. The decay follows the steps, not the updates: a fork may have other `updates_per_step` than
+    the steps that it took over, and a step with few rows has fewer updates than that. If the warm-up is as long as the
+    run in the updates of such a fork, past it the rate is that of a decay over all steps.
 
     Args:
         config: The optimizer's config.
@@ -106,5 +106,5 @@ def learning_rate(config: OptimConfig, num_updates: int, step: int, part: int, n
         return config.lr
     total, done = num_steps * config.updates_per_step, step * config.updates_per_step + part
     start = config.warmup_updates if config.warmup_updates < total else 0
-    progress = (done - start) / (total - start)
-    return config.lr * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+    progress = min(max((done - start) / (total - start), 0.0), 1.0)
+    return config.lr * (1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress)))

@@ -51,23 +51,31 @@ class ScoringModule(nn.Module):
             use_padded_attention(model)
             self._scores = padded_scores
 
-    def forward(self, row: PackedRow | None, entropy: Literal[False, "no_grad", "grad"] = False) -> TokenScores | None:
+    def forward(
+        self, row: PackedRow | None, entropy: Literal[False, "no_grad", "grad"] = False, top_k: int = 0
+    ) -> TokenScores | None:
         """Score one packed row.
 
         Args:
             row: On the model's device; R response tokens. None: run the start-up checks, for which the weights outside
                 of the layers must be gathered too if the model is sharded.
             entropy: Whether to compute entropies, and whether they have a gradient.
+            top_k: How many of the most likely tokens to return.
 
         Returns:
-            [R] float32 log-probs, and entropies if requested, in nats; None for the checks.
+            [R] float32 log-probs, and what was requested, in nats; None for the checks.
         """
         if row is None:
             self._check()
             return None
         assert row.experts is None or self._replay is not None, "experts are given to a model that doesn't replay them"
         return self._scores(
-            self.model, row, temperature=self._temperature, chunk_tokens=self._chunk_tokens, entropy=entropy
+            self.model,
+            row,
+            temperature=self._temperature,
+            chunk_tokens=self._chunk_tokens,
+            entropy=entropy,
+            top_k=top_k,
         )
 
     def probe(self) -> None:

@@ -37,6 +37,8 @@ def training_columns(config: RunConfig) -> tuple[str, ...]:
 
 
 def _loss_columns(config: RunConfig) -> tuple[str, ...]:
+    if config.sft is not None:
+        return ("loss_mask",)
     scored = {
         "behavior_logprobs": config.scores_behavior,
         "reference_logprobs": config.kl.coef > 0 and not config.kl.in_reward,
@@ -136,14 +138,15 @@ class Trainer:
         row = packed_row(columns).to(self._device)
         logprobs, entropy, *_ = self.module(row, entropy="grad" if self._config.loss.entropy_coef else "no_grad")
         given = {name: as_tensor(columns[name]).to(self._device) for name in _loss_columns(self._config)}
+        own = logprobs.detach()
         return LossInputs.from_rows(
             policy_logprobs=logprobs,
             entropy=entropy,
-            behavior_logprobs=given.get("behavior_logprobs", logprobs.detach()),
-            sampler_logprobs=given["sampler_logprobs"],
+            behavior_logprobs=given.get("behavior_logprobs", own),
+            sampler_logprobs=given.get("sampler_logprobs"),
             reference_logprobs=given.get("reference_logprobs"),
             teacher_logprobs=given.get("teacher_logprobs"),
-            advantages=token_advantages(columns).to(self._device),
+            advantages=token_advantages(columns).to(self._device) if "advantages" in given else torch.ones_like(own),
             loss_mask=given["loss_mask"],
             response_lengths=row.response_lengths,
         )

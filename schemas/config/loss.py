@@ -127,9 +127,16 @@ class DppoLoss(_Loss):
     """Masks tokens of positive advantage whose probability rose by a larger divergence; for `kl`, 0.05 is usual."""
 
 
+class CrossEntropyLoss(_Loss):
+    """The cross-entropy of given tokens, for supervised fine-tuning."""
+
+    kind: Literal["cross_entropy"] = "cross_entropy"
+    """Selects the cross-entropy; the default with a section `[sft]`, which it needs."""
+
+
 LossConfig = Annotated[
     Annotated[
-        ClippedLoss | GspoLoss | CispoLoss | SapoLoss | GmpoLoss | DppoLoss,
+        ClippedLoss | GspoLoss | CispoLoss | SapoLoss | GmpoLoss | DppoLoss | CrossEntropyLoss,
         Field(discriminator="kind"),
     ],
     default_kind("clipped"),

@@ -45,8 +45,8 @@ class OptimConfig(FrozenConfig):
     warmup_updates: NonNegativeInt = 0
     """Updates of linear warm-up; 0: none."""
 
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or a half cosine to 0 at the run's end; a resume may move the end."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or a line or half cosine to 0 at the run's end, which may move."""
 
     updates_per_step: PositiveInt = 1
     """Optimizer updates per step, each on an equal part of its rows."""

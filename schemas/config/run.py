@@ -18,11 +18,12 @@ from schemas.config.renamed import require_current_keys
 from schemas.config.reward import RewardConfig
 from schemas.config.rollout import EvalConfig, RolloutConfig, TransformersRollout
 from schemas.config.runtime import ApprovalConfig, RuntimeConfig, ServicesConfig, TimeoutsConfig, WeightsConfig
+from schemas.config.sft import SftConfig, check_sft, with_sft_defaults
 from schemas.config.store import CheckpointConfig, StoreConfig, TieredStore
 
 
 class RunConfig(FrozenConfig):
-    """A GRPO run."""
+    """A GRPO run; with a section `sft`, one of supervised fine-tuning."""
 
     name: SafeName = "grpo"
     """Prefix of the run id, which is also the name of the run directory."""
@@ -34,16 +35,19 @@ class RunConfig(FrozenConfig):
     """Seed of data order, sampling and plans."""
 
     steps: PositiveInt
-    """Number of GRPO steps; a run can be extended later."""
+    """Number of steps; a run can be extended later."""
 
     model: ModelConfig
     """The model to train."""
 
     data: DataConfig
-    """The training and held-out prompts."""
+    """The training and held-out prompts, or rows."""
+
+    sft: SftConfig | None = None
+    """Supervised fine-tuning on the rows of `data`; None: GRPO."""
 
     reward: RewardConfig
-    """The reward function; its `kind` must be given."""
+    """The reward function; its `kind` must be given, unless there is a section `sft`."""
 
     environment: EnvironmentConfig | None = None
     """What answers the model's turns, unless a source has its own; None: a response is one turn."""
@@ -105,7 +109,12 @@ class RunConfig(FrozenConfig):
     @model_validator(mode="before")
     @classmethod
     def _has_current_keys(cls, given: Any) -> Any:
-        return require_current_keys(given)
+        return with_sft_defaults(require_current_keys(given))
+
+    @model_validator(mode="after")
+    def _sft_has_its_keys(self) -> "RunConfig":
+        check_sft(self)
+        return self
 
     @model_validator(mode="after")
     def _overlong_fits(self) -> "RunConfig":
@@ -293,6 +302,11 @@ class RunConfig(FrozenConfig):
         return -(-self.rollout.max_response_tokens * (parts - steps_ahead) // parts)
 
     @property
+    def max_row_tokens(self) -> int:
+        """The most tokens that prompt and response of a trained row may have together."""
+        return self.sft.max_tokens if self.sft else self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
     def steps_kept_for_reuse(self) -> int:
         """How many steps before a checkpoint must stay stored, so that a resume from any kept one can reuse them."""
         if self.data.reuse is None or self.data.reuse.max_age is None:
@@ -335,6 +349,8 @@ class RunConfig(FrozenConfig):
 
         If the step's only update computes them anyway, and nothing reads them before, they don't.
         """
+        if self.sft is not None:
+            return False
         return self.loss.behavior == "recompute" or self.optim.updates_per_step > 1 or self.kl.in_reward
 
     @property

@@ -21,6 +21,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, WeightsError
 from tests.support.configs import run_config
 from tests.support.engine_checks import (
+    ENGINE_PYTHON,
     HEAD_DIM,
     NEEDS_VLLM,
     PROMPTS,
@@ -33,10 +34,11 @@ from tests.support.policies import load_policy
 from tests.support.tiny import make_tiny_model, make_tiny_moe
 
 LORA = {"rank": 4, "alpha": 12, "publish": "adapters", "target_modules": ["q_proj", "v_proj", "down_proj"]}
+VLLM = {"kind": "vllm", "python": ENGINE_PYTHON, "cache_bytes": 2**22}
 ENGINES = {
     "transformers": {"kind": "transformers"},
-    "vllm": {"kind": "vllm", "cache_bytes": 2**22},
-    "vllm, two ranks": {"kind": "vllm", "cache_bytes": 2**22, "tensor_parallel": 2},
+    "vllm": VLLM,
+    "vllm, two ranks": VLLM | {"tensor_parallel": 2},
 }
 SAMPLING = Sampling(24, 0.7)
 

@@ -1,5 +1,6 @@
 """The local Prefect server and Ray head: addresses, and how they are found again."""
 
+import asyncio
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -8,12 +9,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import httpx
 import psutil
 import pytest
+from prefect import flow, get_run_logger, task
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterParentFlowRunId,
+    TaskRunFilter,
+    TaskRunFilterFlowRunId,
+)
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from flows.ui.reporter import delete_old_steps
 from infra.services import local
 from infra.services.local import LocalServices, prefect_responds
 from infra.services.processes import process_tree
@@ -157,3 +169,45 @@ def test_old_events_and_flow_runs_leave_the_database(tmp_path: Path, monkeypatch
             wait_until(lambda: found() == ({"recent"}, {"test.recent"}))
     finally:
         services.stop()
+
+
+def test_the_newest_steps_of_a_run_stay_on_the_server(services: LocalServices) -> None:
+    name, num_steps, num_kept = f"run-{uuid4().hex}", 12, 3
+
+    @task
+    def stage() -> None:
+        get_run_logger().info("a log line")
+
+    @flow(flow_run_name="step-{number}")
+    def step(number: int) -> None:
+        stage()
+
+    @flow(name="train", flow_run_name=name)
+    def train() -> str:
+        for number in range(num_steps):
+            step(number)
+            stage()  # as a checkpoint
+        return str(flow_run.id)
+
+    async def left(client: PrefectClient, attempt: UUID) -> tuple[set[str], list[str]]:
+        """Return the names of the run's steps, and of all task runs of it and of them."""
+        steps = await client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[attempt]))
+        )
+        of = TaskRunFilter(flow_run_id=TaskRunFilterFlowRunId(any_=[attempt, *(each.id for each in steps)]))
+        return {each.name for each in steps}, [each.name for each in await client.read_task_runs(task_run_filter=of)]
+
+    async def delete(attempt: UUID) -> None:
+        async with PrefectClient(str(services.prefect_api_url)) as client:
+            while len((await left(client, attempt))[1]) < 3 * num_steps:  # the server records them with a delay
+                await asyncio.sleep(0.1)
+            await delete_old_steps(client, [attempt], num_kept)
+            steps, tasks = await left(client, attempt)
+            assert steps == {f"step-{number}" for number in range(num_steps - num_kept, num_steps)}
+            assert num_kept * 3 <= len(tasks) <= num_kept * 3 + 2  # with what ran since the last deleted step
+            await delete_old_steps(client, [attempt], num_steps)  # fewer than are to stay
+            assert await left(client, attempt) == (steps, tasks)
+
+    with temporary_settings({PREFECT_API_URL: services.prefect_api_url}):
+        attempt = UUID(train())
+        asyncio.run(delete(attempt))

@@ -24,6 +24,7 @@ from schemas.errors import ConfigError, EngineLostError, NonFiniteError, StaleWe
 from schemas.weights import ProbeRow, WeightsHandle
 from tests.support.configs import run_config
 from tests.support.engine_checks import (
+    ENGINE_PYTHON,
     HEAD_DIM,
     MAX_MODEL_LEN,
     NEEDS_VLLM,
@@ -45,7 +46,7 @@ from tests.support.weight_tensors import load_state
 pytestmark = NEEDS_VLLM
 
 BLOCK_TOKENS = 32  # of vLLM's KV cache on a CPU
-ROLLOUT = VllmRollout(cache_bytes=2**22, max_response_tokens=50, stop=("never in any text",))
+ROLLOUT = VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**22, max_response_tokens=50, stop=("never in any text",))
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +81,14 @@ def model(folder: Path) -> PreTrainedModel:
 @pytest.mark.extended
 def test_a_model_or_size_that_vllm_cannot_run_is_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"can't run the model .* in float32 with sequences of 128 tokens: .*cache"):
-        open_vllm(ModelConfig(path=str(folder)), VllmRollout(cache_bytes=2**10), MAX_MODEL_LEN)
+        open_vllm(ModelConfig(path=str(folder)), VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**10), MAX_MODEL_LEN)
     odd = make_tiny_model(tmp_path, head_dim=8)
     with pytest.raises(ConfigError, match=r"Unsupported CPU attention configuration: head_dim=8"):
         open_vllm(ModelConfig(path=str(odd)), ROLLOUT, MAX_MODEL_LEN)
 
 
 def test_a_closed_engine_leaves_no_process(folder: Path, model: PreTrainedModel) -> None:
-    rollout = VllmRollout(cache_bytes=2**22, dtype="bfloat16")
+    rollout = ROLLOUT.replace(dtype="bfloat16")
     other = open_vllm(ModelConfig(path=str(folder)), rollout, MAX_MODEL_LEN)
     load_state(other, dict(model.named_parameters()), version=1)  # from float32
     (generation,) = generate_all(other, [request(PROMPTS[0], 1)], Sampling(30))

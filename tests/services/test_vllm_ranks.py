@@ -22,6 +22,7 @@ from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
 from schemas.errors import ConfigError, EngineLostError, WorkerLostError
 from tests.support.engine_checks import (
+    ENGINE_PYTHON,
     HEAD_DIM,
     MAX_MODEL_LEN,
     NEEDS_VLLM,
@@ -46,7 +47,8 @@ from infra.engines.vllm.start import open_vllm
 from schemas.config.model import ModelConfig
 from schemas.config.rollout import VllmRollout
 if __name__ == "__main__":
-    engine = open_vllm(ModelConfig(path=sys.argv[1]), VllmRollout(cache_bytes=2**22, tensor_parallel=2), 64)
+    rollout = VllmRollout(python=sys.argv[2] or None, cache_bytes=2**22, tensor_parallel=2)
+    engine = open_vllm(ModelConfig(path=sys.argv[1]), rollout, 64)
     print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
     sys.stdin.read()
 """
@@ -65,7 +67,7 @@ def model(folder: Path) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[VllmEngine]:
     """One engine for all tests of this module, of which the last one ends it."""
-    rollout = VllmRollout(cache_bytes=2**22, tensor_parallel=NUM_RANKS, prefix_cache="version")
+    rollout = VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**22, tensor_parallel=NUM_RANKS, prefix_cache="version")
     started = open_vllm(ModelConfig(path=str(folder)), rollout, MAX_MODEL_LEN)
     yield started
     started.close()
@@ -91,7 +93,9 @@ def assert_engine_is(model: PreTrainedModel, engine: VllmEngine) -> None:
 def test_numbers_of_ranks_that_do_not_divide_the_heads_are_refused(folder: Path) -> None:
     for ranks in (3, 8):
         with pytest.raises(ConfigError, match=r"4 attention heads, 2 key-value heads .* of 32; set it to 1, 2 or 4"):
-            open_vllm(ModelConfig(path=str(folder)), VllmRollout(tensor_parallel=ranks), MAX_MODEL_LEN)
+            open_vllm(
+                ModelConfig(path=str(folder)), VllmRollout(python=ENGINE_PYTHON, tensor_parallel=ranks), MAX_MODEL_LEN
+            )
 
 
 def test_ranks_generate_what_the_model_does(engine: VllmEngine, model: PreTrainedModel) -> None:
@@ -172,7 +176,10 @@ def test_a_call_that_was_abandoned_can_be_repeated(engine: VllmEngine) -> None:
 
 def test_ranks_end_with_a_killed_host(folder: Path) -> None:
     host = subprocess.Popen(
-        [sys.executable, "-c", HOST, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOST, str(folder), ENGINE_PYTHON or ""],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert host.stdout is not None
     pids = [int(pid) for pid in host.stdout.readline().split()]

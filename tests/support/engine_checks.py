@@ -1,6 +1,7 @@
 """Shared by the tests of both rollout engines: requests, reference computations and comparisons."""
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -11,8 +12,11 @@ from transformers import PreTrainedModel
 
 from infra.engines.base import Generation, GenerationRequest, RolloutEngine, Sampling, generate_all
 
+# The `rollout.python` of tests with vLLM, whose packages may be other versions than this process's; None: this one's.
+ENGINE_PYTHON = os.environ.get("ENGINE_PYTHON")
 NEEDS_VLLM = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'sluice-rl[cpu]'"
+    ENGINE_PYTHON is None and importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: pip install 'sluice-rl[cpu]', or set ENGINE_PYTHON to an interpreter that has it",
 )
 PROMPTS = [[5, 6, 7], [200, 3, 100, 42, 17, 9, 30] * 10, [11]]  # the second one fills two blocks of vLLM's KV cache
 MAX_MODEL_LEN = 128

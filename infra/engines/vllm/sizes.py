@@ -15,8 +15,8 @@ BLOCK_TOKENS = 32  # per block of the KV cache; a prompt's samples share its who
 
 def max_model_len(config: RunConfig) -> int:
     """Return the most tokens of a prompt plus its response that a run can request and its model accepts."""
-    response = max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
-    return min(config.data.max_prompt_tokens + response, max_positions(config.model))
+    of_eval = config.data.max_prompt_tokens + config.eval.max_response_tokens if config.eval.max_response_tokens else 0
+    return min(max(config.max_row_tokens, of_eval), max_positions(config.model))
 
 
 def cache_bytes_per_sequence(config: RunConfig, dtype: torch.dtype) -> int:

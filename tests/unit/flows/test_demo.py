@@ -8,10 +8,12 @@ import pyarrow.parquet as pq
 import pytest
 from prefect.logging import disable_run_logger
 
+from flows.cli.commands import demo
 from flows.cli.demo import TINY, demo_overrides, work_out, write_files
 from flows.configs import CONFIGS
 from rl_core.rewards import RewardItem, load_reward, score_all
 from schemas.config.load import load_config
+from schemas.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic"
 
@@ -47,3 +49,10 @@ def test_demonstrations_are_right_and_only_some_are_worked_out(tmp_path: Path, m
 
 def test_the_example_has_the_demo_s_config() -> None:
     assert (EXAMPLE / "config.toml").read_text() == (CONFIGS / "demo.toml").read_text()
+
+
+def test_a_demo_without_its_package_ends_before_services_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.cli.demo.find_spec", lambda _: None)
+    monkeypatch.setattr("flows.lifecycle.session.prefect_session", lambda *_: pytest.fail("services were started"))
+    with pytest.raises(ConfigError, match=r"pip install 'sluice-rl\[demo\]'"):
+        demo()

@@ -398,6 +398,32 @@ def test_an_answer_that_does_not_match_itself_is_refused(
     assert sluice(f"data.train_path={path}", reward).exit_code == 0
 
 
+def test_a_problem_that_its_reasoning_gym_verifier_does_not_take_is_refused(sluice: Command, folder: Path) -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+
+    def checked(task: str, answer: str | None = None, **changes: Any) -> Result:
+        rows = []
+        for number, entry in enumerate(reasoning_gym.create_dataset(task, size=2, seed=1)):
+            info = {"metadata": json.dumps(entry["metadata"])}
+            changed = number and answer is not None
+            rows.append(tiny_row(number, data_source=task, answer=answer if changed else str(entry["answer"])))
+            rows[-1] |= {"extra_info": info} | (changes if number else {})
+        path = write_rows(folder / "problems.jsonl", rows)
+        return sluice(f"data.train_path={path}", "data.eval_path=", 'reward={ kind = "reasoning_gym" }')
+
+    assert checked("chain_sum").exit_code == 0
+    assert checked("rubiks_cube").exit_code == 0  # any sequence of moves that solves it
+    assert_rejected(checked("countdown", "seven"), "problems.jsonl, row 2: ", "'seven'", "instead of 1")
+    assert_rejected(checked("chain_sum", extra_info={}), "problems.jsonl, row 2: ", "KeyError: 'metadata'")
+    assert_rejected(checked("chain_sum", data_source="no_such_task"), "problems.jsonl, row 2: ", "no_such_task")
+
+
+def test_tools_whose_module_ends_the_process_are_refused(sluice: Command, folder: Path) -> None:
+    (folder / "deadly_tools.py").write_text("import os\nos._exit(3)\n")
+    result = sluice('environment={ kind = "tools", tools = ["deadly_tools:add"] }')
+    assert_rejected(result, "environment.tools 'deadly_tools:add'", "ended with exit code 3", "when they are imported")
+
+
 @pytest.mark.usefixtures("sluice")
 def test_answers_are_checked_within_a_deployment_whose_event_loop_runs() -> None:
     async def check_within_loop() -> int:

@@ -14,7 +14,7 @@ from schemas.config.run import RunConfig
 from schemas.config.store import FsspecStore, SharedStore, TieredStore
 from schemas.errors import ConfigError
 from tests.support.configs import run_config
-from tests.support.engine_checks import NEEDS_VLLM
+from tests.support.engine_checks import ENGINE_PYTHON, NEEDS_VLLM
 from tests.support.tiny import make_tiny_model
 
 
@@ -70,7 +70,7 @@ def test_an_interpreter_without_vllm_is_rejected(folder: Path, tmp_path: Path) -
 @NEEDS_VLLM
 def test_a_too_small_cache_and_another_device_are_rejected(folder: Path) -> None:
     def check(num_bytes: int, device: str = "auto") -> None:
-        rollout = VllmRollout(max_response_tokens=60, cache_bytes=num_bytes)
+        rollout = VllmRollout(python=ENGINE_PYTHON, max_response_tokens=60, cache_bytes=num_bytes)
         check_vllm(config_of(folder, rollout=rollout, runtime={"device": device}), rollout)
 
     check(49152)

@@ -37,6 +37,16 @@ def test_a_users_own_retention_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server_environment().items() >= (bounds | {"PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "P7D"}).items()
 
 
+@pytest.mark.parametrize(
+    ("kinds", "deletes"),
+    [(None, True), ("flow_runs", True), ("events, flow_runs", True), ("True", True), ("events", False), ("", False)],
+)
+def test_a_user_may_keep_all_flow_runs(monkeypatch: pytest.MonkeyPatch, kinds: str | None, deletes: bool) -> None:
+    name = "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED"
+    monkeypatch.delenv(name, raising=False) if kinds is None else monkeypatch.setenv(name, kinds)
+    assert local.deletes_flow_runs() is deletes
+
+
 def record(services: LocalServices, name: str, state: ServiceState) -> None:
     services.directory.mkdir(exist_ok=True)
     (services.directory / f"{name}.json").write_text(state.model_dump_json())

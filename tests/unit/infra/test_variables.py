@@ -78,3 +78,26 @@ def test_a_clusters_workers_get_only_what_the_user_has_set_otherwise(monkeypatch
     assert chosen_variables() == {"OMP_WAIT_POLICY": "active"}
     monkeypatch.delenv("OMP_WAIT_POLICY")
     assert chosen_variables() == {}
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, "127.0.0.1,localhost"),
+        ({"NO_PROXY": "example.org"}, "example.org,127.0.0.1,localhost"),
+        ({"no_proxy": "localhost", "NO_PROXY": "example.org"}, "localhost,127.0.0.1"),
+    ],
+)
+def test_a_proxy_is_not_asked_for_this_machine(own: dict[str, str], expected: str) -> None:
+    script = """
+import os, urllib.request
+import infra
+assert urllib.request.proxy_bypass("127.0.0.1"), os.environ
+assert not urllib.request.proxy_bypass("example.com")
+print(os.environ["no_proxy"], os.environ["NO_PROXY"])
+"""
+    kept = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    environment = kept | {"HTTP_PROXY": "http://127.0.0.1:9"} | own
+    command = [sys.executable, "-c", script]
+    printed = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+    assert printed.split() == [expected, expected]

@@ -14,6 +14,7 @@ from schemas.config.loss import (
     CispoLoss,
     ClippedLoss,
     CorrectionConfig,
+    CrossEntropyLoss,
     DppoLoss,
     GmpoLoss,
     GspoLoss,
@@ -126,6 +127,10 @@ def sapo_term(row: Row, logprobs: Tensor, config: SapoLoss) -> Tensor:
     return -row.advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
 
 
+def cross_entropy_term(row: Row, logprobs: Tensor, config: CrossEntropyLoss) -> Tensor:
+    return -logprobs
+
+
 def gmpo_term(row: Row, logprobs: Tensor, config: GmpoLoss) -> Tensor:
     sign = torch.sign(row.advantage)
     logs = logprobs - row.behavior[row.mask]
@@ -150,6 +155,7 @@ POLICY_TERMS: dict[str, Callable[..., Tensor]] = {
     "sapo": sapo_term,
     "gmpo": gmpo_term,
     "dppo": dppo_term,
+    "cross_entropy": cross_entropy_term,
 }
 
 

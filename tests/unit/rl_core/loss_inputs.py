@@ -15,6 +15,7 @@ from schemas.config.loss import (
     CispoLoss,
     ClippedLoss,
     CorrectionConfig,
+    CrossEntropyLoss,
     DppoLoss,
     GmpoLoss,
     GspoLoss,
@@ -38,6 +39,7 @@ LOSSES: dict[str, LossConfig] = {
     "gmpo": GmpoLoss(clip_low=0.1, clip_high=0.13),
     "dppo": DppoLoss(clip_low=0.001, clip_high=0.0013),
     "dppo-kl": DppoLoss(divergence="kl", clip_low=0.00027, clip_high=0.0003),
+    "cross_entropy": CrossEntropyLoss(),
 }
 CORRECTIONS: dict[str, CorrectionConfig] = {
     "none": NoCorrection(),
@@ -49,6 +51,8 @@ AGGREGATIONS = get_args(Aggregation)
 NO_KL, NO_CORRECTION = KlConfig(), NoCorrection()
 
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+_OF_SAMPLES = {name: loss for name, loss in LOSSES.items() if loss.kind != "cross_entropy"}
+every_loss_of_samples = pytest.mark.parametrize("loss", _OF_SAMPLES.values(), ids=_OF_SAMPLES)
 every_correction = pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
 
 

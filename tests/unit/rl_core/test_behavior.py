@@ -14,12 +14,12 @@ from schemas.metrics import values
 from tests.support.configs import run_config
 from tests.support.measured_memory import packed_rows
 from tests.support.packed import tiny_qwen3
-from tests.unit.rl_core.loss_inputs import every_loss
+from tests.unit.rl_core.loss_inputs import every_loss_of_samples
 
 PROMPTS, RESPONSES = [3, 5, 2, 4], [6, 1, 7, 4]
 
 
-@every_loss
+@every_loss_of_samples
 def test_the_update_is_the_same_without_a_pass_before_it(loss: LossConfig) -> None:
     own, own_metrics = _gradient(loss, token_budget=64)
     again, metrics = _gradient(loss.replace(behavior="recompute"), token_budget=64)

@@ -26,6 +26,7 @@ from tests.unit.rl_core.loss_inputs import (
     LOSSES,
     every_correction,
     every_loss,
+    every_loss_of_samples,
     gradient_of,
     loss_of,
     row_inputs,
@@ -97,7 +98,7 @@ def _run_lengths(cuts: list[bool]) -> list[int]:
     return sizes
 
 
-@every_loss
+@every_loss_of_samples
 def test_without_trained_tokens_the_loss_is_zero_with_a_graph(loss: LossConfig) -> None:
     inputs = row_inputs([3.0, 1.0], [1.0], [2], [False, False], importance=[1.0, 2.0], entropy=[1.0, 1.0])
     loss_value, metrics = loss_of(inputs, 10, 5, loss)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_core.losses import LossInputs
-from schemas.config.loss import Aggregation, CispoLoss, DppoLoss, GmpoLoss, GspoLoss, SapoLoss
+from schemas.config.loss import Aggregation, CispoLoss, CrossEntropyLoss, DppoLoss, GmpoLoss, GspoLoss, SapoLoss
 from schemas.metrics import Max, Mean
 from tests.unit.rl_core.loss_inputs import (
     assert_mean,
@@ -105,6 +105,16 @@ def test_sapo_by_hand() -> None:
     assert gradient_of(inputs, loss) == pytest.approx(expected)
     assert slopes[3] == 1.0  # on-policy, REINFORCE's
     assert "clip_fraction" not in metrics
+
+
+def test_cross_entropy_by_hand() -> None:
+    # Log-probs of 2 and 1/2; advantages and a token without a loss play no part.
+    inputs = row_inputs([2.0, 0.5, 7.0], [5.0, -3.0], [2, 1], [True, True, False])
+    loss, metrics = loss_of(inputs, 4, 2, CrossEntropyLoss())
+    assert loss.item() == pytest.approx(0.0)  # -(log 2 + log 1/2) / 4 tokens of the update
+    assert gradient_of(inputs, loss) == [-0.25, -0.25, 0.0]
+    assert_mean(metrics["cross_entropy"], 0.0, 2)
+    assert not {"ratio", "ratio_max", "approx_kl", "clip_fraction"} & metrics.keys()
 
 
 def test_gmpo_in_numpy() -> None:

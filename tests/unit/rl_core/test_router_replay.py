@@ -31,7 +31,6 @@ OTHERS = {
     "deepseek_v3": ("DeepseekV3", {**GROUPED, "first_k_dense_replace": 1}),
     "deepseek_v2": ("DeepseekV2", {**GROUPED, "first_k_dense_replace": 0, "topk_method": "group_limited_greedy"}),
     "phimoe": ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "jamba": ("Jamba", {"num_experts": 4}),
 }
 REPLAYED = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "mixtral", "granitemoe", "deepseek_v3")
 PROMPTS, RESPONSES = [3, 1, 5], [4, 7, 2]
@@ -122,10 +121,18 @@ def test_start_up_checks_what_routers_do_with_experts(kind: str) -> None:
     ("name", "reason"),
     [
         ("phimoe", r"has routers that can't be given experts \(a router of phimoe chose experts by 0 calls"),
-        ("jamba", "has no router next to the experts of its JambaSparseMoeBlock"),
         ("qwen2", "has no experts in the layers of its decoder"),
     ],
 )
 def test_other_families_are_refused_by_name(name: str, reason: str) -> None:
     with pytest.raises(ModelError, match=rf"a model of the family {name} {reason}.*; set it to false"):
         RouterReplay(make_moe(name))
+
+
+def test_a_router_of_an_unknown_name_is_refused() -> None:
+    model = make_moe("qwen3_moe")
+    block = model.get_decoder().layers[0].mlp
+    block.chooser = block.gate
+    del block.gate
+    with pytest.raises(ModelError, match="has no router next to the experts of its Qwen3MoeSparseMoeBlock"):
+        RouterReplay(model)

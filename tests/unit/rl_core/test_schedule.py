@@ -30,6 +30,11 @@ def test_a_cosine_falls_from_the_warm_up_to_the_end() -> None:
     assert found[2:] == sorted(found[2:], reverse=True)
 
 
+def test_a_line_falls_from_the_warm_up_to_the_end() -> None:
+    found = rates(COSINE.replace(schedule="linear"), range(5), 5)
+    assert found == pytest.approx([1 / 3, 2 / 3, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+
+
 @pytest.mark.parametrize("updates_per_step", [1, 4])
 def test_a_fork_with_other_updates_per_step_decays_to_its_end(updates_per_step: int) -> None:
     """Three steps with two updates each were taken over, of six."""

@@ -31,7 +31,7 @@ SECTIONS = [name for name in RunConfig.model_fields if _fields_at([name])]
 KEY = re.compile(rf"\b(?:{'|'.join(SECTIONS)})\.[a-z][a-z_]*(?:\.[a-z_]+)*")
 
 # Sections, and keys of other sections, that decide what is trained.
-TRAINED_SECTIONS = {"environment", "overlong", "advantage", "loss", "kl", "distillation", "correction", "optim"}
+TRAINED_SECTIONS = {"environment", "overlong", "advantage", "loss", "kl", "distillation", "correction", "optim", "sft"}
 WHERE_ONLY = {  # in such a section, but the same bit for bit
     *("optim.offload", "environment.num_processes", "environment.python", "environment.journal"),
     *(f"environment.{name}_timeout_seconds" for name in ("reset", "step", "trajectory")),
@@ -77,6 +77,7 @@ FOR_A_NEW_RUN = {
         "optim.updates_per_step",
     ),
     *("optim.implementation", "rollout.router_replay"),
+    *("sft.num_rows", "sft.max_tokens", "loss.kind", "loss.aggregation", "loss.norm_tokens"),
     *(f"environment.{name}" for name in ("kind", "tools", "path", "arguments", "parser", "drops_reasoning")),
     *("environment.max_turn_tokens", "environment.resume_rows", "environment.lockstep_steps"),
     *(f"reward.{name}" for name in ("model", "pattern", "scale", "max_tokens")),  # of a judge

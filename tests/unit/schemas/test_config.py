@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from copy import copy
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, cast, get_args
 
 import pytest
@@ -51,7 +51,7 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
         ("optim.lrr=1", "unknown key optim.lrr; did you mean 'lr'? allowed here: betas, epsilon, implementation, lr,"),
         ("optm.lr=1", "unknown key optm; did you mean 'optim'?"),
         ("optim.lr=-1", "optim.lr = -1: Input should be greater than 0"),
-        ("optim.schedule=linear", "optim.schedule = 'linear': Input should be 'constant' or 'cosine'"),
+        ("optim.schedule=step", "optim.schedule = 'step': Input should be 'constant', 'linear' or 'cosine'"),
         ("reward.kind=function", "missing key reward.path"),
         ("reward.path=a:b", "unknown key reward.path; allowed here: kind, max_failure_fraction"),
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt = 1: Input should be greater than or equal to 2"),
@@ -294,8 +294,11 @@ def test_a_file_may_begin_with_a_byte_order_mark(path: Path) -> None:
 
 def test_every_section_names_its_kinds_if_another_one_is_given(path: Path) -> None:
     annotations = {name: field.annotation for name, field in RunConfig.model_fields.items()}
-    unions = {name: each for name, each in annotations.items() if isinstance(each, UnionType)}
-    unions = {name: each for name, each in unions.items() if type(None) not in get_args(each)}
+    unions = {
+        name: annotation
+        for name, annotation in annotations.items()
+        if isinstance(annotation, UnionType) and NoneType not in get_args(annotation)
+    }
     assert unions.keys() == {"reward", "rollout", "advantage", "loss", "correction", "store"}
     for section, union in unions.items():
         kinds = ", ".join(map(repr, kinds_of(union)))

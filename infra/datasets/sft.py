@@ -1,0 +1,221 @@
+"""Rows with given answers, for supervised fine-tuning: chats, prompts with completions, and texts, as tokens.
+
+A row's prompt is what comes before its first token with loss, its response what follows up to the last one.
+"""
+
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from infra.datasets.columns import SFT_COLUMNS, UNSUPPORTED_COLUMNS, sft_columns
+from infra.datasets.files import read_rows
+from infra.datasets.prompts import PromptDataset, PromptRow
+from infra.datasets.rows import parse_messages
+from infra.models.load import stop_token_ids
+from rl_core.rollout.chat import ChatTemplate, shape_of
+from rl_core.rollout.control_tokens import Messages
+from schemas.config.run import RunConfig
+from schemas.errors import ChatTemplateError, ConfigError, DataError
+from schemas.metrics import Metrics, Single
+
+logger = logging.getLogger(__name__)
+_TOOLS = "chats with tools can't be trained on yet; remove the column, and the rows that need it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftRow(PromptRow):
+    """One row: its prompt, its response, and which tokens of the response have a loss, at least the first and last."""
+
+    response_ids: np.ndarray  # int32 [R], R >= 1
+    loss_mask: np.ndarray  # bool [R]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+class SftDataset(PromptDataset):
+    """The usable rows of one or several files."""
+
+    def __getitem__(self, index: int) -> SftRow:
+        row = super().__getitem__(index)
+        assert isinstance(row, SftRow), "a data set for supervised fine-tuning has rows with answers"
+        return row
+
+    def __iter__(self) -> Iterator[SftRow]:
+        return (self[index] for index in range(len(self)))
+
+    def epoch_metrics(self, step: int, num_rows: int) -> Metrics:
+        """Return the number of epochs up to the end of a step, of `num_rows` rows each."""
+        return {"epoch": Single(value=(step + 1) * num_rows / len(self))}
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(row.num_tokens for row in self)
+
+
+def load_train_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftDataset:
+    """Read the rows of a run's training data, of one source or several.
+
+    Raises:
+        DataError: See `load_rows`.
+    """
+    sources = config.data.train_sources
+    parts = [load_rows(source.path, config, tokenizer) for source in sources]
+    return SftDataset.mix(parts, [source.weight for source in sources])
+
+
+def load_rows(path: str, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SftDataset:
+    """Read and encode the rows at a path.
+
+    Args:
+        path: A file, a folder or a pattern, see `infra.datasets.files.data_files`.
+        config: The run, with a section `sft`.
+        tokenizer: The tokenizer, with the chat template if the rows are chats.
+
+    Raises:
+        DataError: The file can't be read, or a row is unusable; the message names file, row (from 1) and column.
+    """
+    assert config.sft is not None, "only supervised fine-tuning has rows with answers"
+    encoder, limit = _Encoder(config, tokenizer), config.sft.max_tokens
+    rows, too_long = list[PromptRow](), 0
+    for number, given in enumerate(read_rows(path, sft_columns), start=1):
+        row = encoder.encode(f"{path}, row {number}", given)
+        if row.num_tokens <= limit:
+            rows.append(row)
+        elif config.data.overlong == "drop":
+            too_long += 1
+        else:
+            raise DataError(
+                f"{path}, row {number}: it has {row.num_tokens} tokens, more than sft.max_tokens = {limit}; raise "
+                'that, or set data.overlong = "drop" to drop such rows'
+            )
+    if not rows:
+        raise DataError(f"{path} has no rows" + (f" of at most sft.max_tokens = {limit}; raise that" * bool(too_long)))
+    if too_long:
+        logger.warning("%s: dropped %d of %d rows, longer than %d tokens", path, too_long, too_long + len(rows), limit)
+    return SftDataset(rows, num_dropped=too_long)
+
+
+def check_rows(config: RunConfig, rows: SftDataset, held_out: SftDataset | None, num_positions: int) -> None:
+    """Check that the longest row fits the model and a micro-batch.
+
+    Raises:
+        ConfigError: It doesn't.
+    """
+    longest = max(rows.longest, held_out.longest if held_out else 0)
+    advice = 'lower sft.max_tokens with data.overlong = "drop"'
+    if longest > num_positions:
+        raise ConfigError(
+            f"the longest row has {longest} tokens, more than the {num_positions} positions of the model "
+            f"{config.model.path}; {advice}"
+        )
+    if longest > config.packing.token_budget:
+        raise ConfigError(
+            f"the longest row has {longest} tokens, more than packing.token_budget = {config.packing.token_budget}; "
+            f"raise it to at least {longest}, or {advice}"
+        )
+
+
+class _Encoder:
+    """Encodes rows.
+
+    Args:
+        config: The run.
+        tokenizer: The tokenizer.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        assert config.sft is not None
+        self._config, self._tokenizer, self._loss_on = config, tokenizer, config.sft.loss_on
+        self._ends = stop_token_ids(config.model, tokenizer)
+        self._chat: ChatTemplate | None = None
+        self._shapes: set[object] = set()  # of chats that the template writes whole
+
+    def encode(self, place: str, row: dict[str, Any]) -> SftRow:
+        """Return a row as tokens; `place` names it in errors."""
+        for name, advice in (UNSUPPORTED_COLUMNS | {"tools": _TOOLS}).items():
+            if row.get(name) not in (None, "", [], {}):
+                raise DataError(f"{place}: the column {name!r} can't be part of the row: {advice}")
+        kind = next((kind for kind in SFT_COLUMNS if all(row.get(name) is not None for name in kind)), ())
+        if not kind:
+            sft_columns(place, [name for name, value in row.items() if value is not None])  # raises
+        values = [row[name] for name in kind]
+        if kind == ("text",) or (len(kind) > 1 and all(isinstance(value, str) for value in values)):
+            ids, spans = self._encode_texts(place, kind, *values)
+        else:
+            chats = [_parse_chat(place, name, value) for name, value in zip(kind, values, strict=True)]
+            num_given = len(chats[0]) if len(chats) > 1 else 0
+            ids, spans = self._encode_chat(place, list(chain(*chats)), num_given)
+        mask = np.zeros(len(ids), dtype=bool)
+        for span in [range(len(ids))] if self._loss_on == "all" else spans:
+            mask[span.start : span.stop] = True
+        mask[0] = False  # nothing predicts it
+        if not mask.any():
+            raise DataError(f"{place}: none of its tokens has a loss; give it an answer, or remove it")
+        first, last = (int(at) for at in np.flatnonzero(mask)[[0, -1]])
+        tokens = np.array(ids, dtype=np.int32)
+        return SftRow(
+            prompt_ids=tokens[:first],
+            prompt_text="",
+            answer="",
+            info={},
+            data_source="",
+            response_ids=tokens[first : last + 1],
+            loss_mask=mask[first : last + 1],
+        )
+
+    def _encode_texts(self, place: str, kind: Collection[str], *texts: Any) -> tuple[list[int], list[range]]:
+        """Encode a text, or a prompt and its completion, as texts without a chat template, and end them."""
+        for name, text in zip(kind, texts, strict=True):
+            if not isinstance(text, str):
+                raise DataError(f"{place}: {name} is {text!r:.80}; expected a text")
+        prompt, completion = texts if len(texts) > 1 else ("", *texts)
+        before, ids = self._encode_text(prompt) if prompt else [], self._encode_text(prompt + completion)
+        if ids[: len(before)] != before:  # the model continues the prompt's own tokens
+            ids = before + self._tokenizer(completion, add_special_tokens=False)["input_ids"]
+        end = self._tokenizer.eos_token_id
+        ids = ids if ids[-1:] == [end] else [*ids, end]
+        return ids, [range(len(before), len(ids))]
+
+    def _encode_text(self, text: str) -> list[int]:
+        """Encode a text with what the tokenizer begins texts with, but without an end."""
+        ids: list[int] = self._tokenizer(text)["input_ids"]
+        eos = self._tokenizer.eos_token
+        return ids[:-1] if ids[-1:] == [self._tokenizer.eos_token_id] and not text.endswith(eos) else ids
+
+    def _encode_chat(self, place: str, messages: Messages, num_given: int) -> tuple[list[int], list[range]]:
+        """Encode a chat, of whose turns those in the first `num_given` messages are a prompt's."""
+        is_answer = [message["role"] == "assistant" for message in messages]
+        if not any(is_answer[num_given:]):
+            raise DataError(f"{place}: no message of role 'assistant' to train on; add one, or remove the row")
+        try:
+            chat = self._chat = self._chat or ChatTemplate(self._tokenizer, self._config.data.chat_template_kwargs)
+            shape = shape_of(messages)
+            if shape not in self._shapes and (left_out := chat.find_left_out(shape, with_prompt=False)) is not None:
+                raise ChatTemplateError(
+                    f"{chat.name} leaves out the content of message {left_out}, of role {shape[left_out][0]!r}"
+                )
+            self._shapes.add(shape)
+            if self._loss_on == "all":
+                return chat.encode(messages, with_prompt=False), []
+            ids, spans = chat.encode_turns(messages, self._ends)
+        except (ChatTemplateError, ValueError) as error:
+            raise DataError(
+                f"{place}: {error}; change the row, or give the model's chat_template.jinja {{% generation %}} marks"
+            ) from error
+        spans = spans[sum(is_answer[:num_given]) :]
+        return ids, spans[-1:] if self._loss_on == "last_turn" else spans
+
+
+def _parse_chat(place: str, name: str, value: Any) -> Messages:
+    if name == "completion" and isinstance(value, str):
+        value = [{"role": "assistant", "content": value}]
+    return parse_messages(place, value, name)

@@ -1,0 +1,142 @@
+"""The policy worker of supervised fine-tuning, which also puts the rows of each step, and scores the held-out ones."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from infra.datasets.sft import SftDataset, SftRow, load_rows, load_train_rows
+from infra.models.load import load_tokenizer, num_embeddings
+from infra.workers.inputs import check_inputs
+from infra.workers.policy import PolicyWorker
+from rl_core.columns.codec import value_dtypes
+from rl_core.columns.jagged import as_tensor, jagged, token_dtype
+from rl_core.rollout.chat import decode_texts
+from rl_core.training.rows import packed_row
+from rl_core.training.sharding import release_gathered
+from schemas.batch import ChunkKey
+from schemas.metrics import Mean, Metrics
+from schemas.plan import ForwardPlan
+from schemas.rollout import PutResult, RolloutShard, SampleText, make_sample_id
+
+SAMPLES = 4  # texts of a step's rows, for users to read
+
+
+class SftWorker(PolicyWorker):
+    """One rank of the policy. Rank 0 puts the rows; every rank scores its part of the held-out ones."""
+
+    def describe_rows(self, step: int) -> tuple[RolloutShard, Metrics]:
+        """Return the scalars of the rows that a step takes, which `put_rows` puts, and the epochs up to its end."""
+        rows = self._rows_of(step)
+        numbers = tuple(range(len(rows)))
+        shard = RolloutShard(
+            shard=0,
+            worker=0,
+            groups=numbers,
+            rewards=(None,) * len(rows),
+            group_ids=numbers,
+            prompt_lengths=tuple(len(row.prompt_ids) for row in rows),
+            response_lengths=tuple(len(row.response_ids) for row in rows),
+            loss_tokens=tuple(int(row.loss_mask.sum()) for row in rows),
+            truncated=(0,) * len(rows),
+            samples=tuple(
+                SampleText(prompt=prompt, response=response, answer="", reward=None)
+                for prompt, response in zip(*self._texts(rows[:SAMPLES]), strict=True)
+            ),
+        )
+        return shard, self._train_rows.epoch_metrics(step, len(rows))
+
+    def put_rows(self, step: int) -> PutResult:
+        """Put the rows of a step as one chunk."""
+        rows = self._rows_of(step)
+        prompts, responses = self._texts(rows)
+        texts = {"prompt_text": prompts, "response_text": responses, "answer": [""] * len(rows)}
+        texts |= {"info": ["{}"] * len(rows), "finish_reason": ["stop"] * len(rows)}
+        texts["sample_id"] = [make_sample_id(step, number, 0) for number in range(len(rows))]
+        numbers = {"group_id": range(len(rows)), "policy_version": [step] * len(rows)}
+        columns = pa.record_batch(
+            {
+                **self._token_columns(rows),
+                "reward": pa.nulls(len(rows), pa.float32()),
+                **{name: pa.array(values, pa.string()) for name, values in texts.items()},
+                **{name: pa.array(values, pa.int32()) for name, values in numbers.items()},
+            }
+        )
+        chunk = self._store.put(ChunkKey(run_id=self._run.run_id, step=step, stage="rollout"), columns)
+        self._store.flush()
+        return PutResult(chunk=chunk, dtypes=value_dtypes(columns), traffic=self._store.take_traffic("put"))
+
+    def held_out_lengths(self) -> tuple[list[int], list[int]]:
+        """Return the prompt and response lengths of the held-out rows to score, in tokens."""
+        rows = self._held_out_rows
+        return [len(row.prompt_ids) for row in rows], [len(row.response_ids) for row in rows]
+
+    def score_held_out(self, plan: ForwardPlan, version: int) -> Metrics:
+        """Return loss and accuracy of this rank's held-out tokens, which merge exactly.
+
+        Args:
+            plan: The assignment of held-out rows to ranks.
+            version: The version that it holds.
+
+        Raises:
+            VersionError: The worker holds another version.
+        """
+        self._check_version(version)
+        self.wake(["weights"])
+        loss, num_correct, num_tokens = 0.0, 0, 0
+        with self._collective(), torch.no_grad():
+            for micro in plan.rank(self._rank):
+                columns = pa.record_batch(self._token_columns([self._held_out_rows[row] for row in micro.rows]))
+                row, mask = packed_row(columns).to(self._module.model.device), as_tensor(columns["loss_mask"])
+                scores = self._module(row, top_k=1)
+                loss -= float(scores.logprobs.cpu()[mask].double().sum())
+                num_correct += int((scores.top_ids[:, 0] == row.targets).cpu()[mask].sum())
+                num_tokens += int(mask.sum())
+        release_gathered(self._module)
+        return {"loss": Mean(total=loss, weight=num_tokens), "accuracy": Mean(total=num_correct, weight=num_tokens)}
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self._config.model)
+
+    @cached_property
+    def _train_rows(self) -> SftDataset:
+        """The training rows: rank 0 reads them when the first step wants some, and a replay never."""
+        check_inputs(self._directory, self._config)
+        return load_train_rows(self._config, self._tokenizer)
+
+    @cached_property
+    def _held_out_rows(self) -> list[SftRow]:
+        path = self._config.data.eval_path
+        assert path is not None, "there are no held-out rows"
+        check_inputs(self._directory, self._config)
+        return list(load_rows(path, self._config, self._tokenizer))[: self._config.eval.num_prompts]
+
+    def _rows_of(self, step: int) -> list[SftRow]:
+        config = self._config
+        assert config.sft is not None
+        numbers = self._train_rows.rows_for_step(step, config.sft.num_rows, config.seed, config.data.shuffle)
+        return [self._train_rows[number] for number in numbers]
+
+    def _texts(self, rows: Sequence[SftRow]) -> tuple[list[str], list[str]]:
+        """Return the texts of prompts and responses, with control tokens."""
+        prompts, responses = [row.prompt_ids.tolist() for row in rows], [row.response_ids.tolist() for row in rows]
+        return decode_texts(self._tokenizer, prompts), decode_texts(self._tokenizer, responses)
+
+    def _token_columns(self, rows: Sequence[SftRow]) -> dict[str, pa.Array]:
+        """Return the columns of the axes `prompt` and `response`; there may be no rows."""
+        dtype = token_dtype(num_embeddings(self._config.model))
+        columns = {
+            "prompt_ids": ([row.prompt_ids for row in rows], dtype),
+            "response_ids": ([row.response_ids for row in rows], dtype),
+            "loss_mask": ([row.loss_mask for row in rows], np.dtype(bool)),
+        }
+        return {
+            name: jagged(
+                np.concatenate([np.empty(0, dtype), *values]).astype(dtype), np.array(list(map(len, values)), np.int64)
+            )
+            for name, (values, dtype) in columns.items()
+        }

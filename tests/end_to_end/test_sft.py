@@ -1,0 +1,142 @@
+"""Whole runs of supervised fine-tuning through the command.
+
+An undisturbed run; one that is killed; and one with two ranks, which packs other micro-batches.
+"""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.progress import wait_until
+from tests.support.run_results import Run
+from tests.support.sft import MARKED, sft_toml, write_sums
+from tests.support.workplace import Workplace
+
+STEPS = 6
+# TRL's trainer, whose steps take the same rows: those of the file, in its order.
+PEER = """
+import json, sys
+from datasets import load_dataset
+from transformers import AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+tokenizer = AutoTokenizer.from_pretrained("model")
+tokenizer.chat_template = sys.argv[2]
+options = SFTConfig(
+    output_dir="trl", per_device_train_batch_size=8, max_steps=6, learning_rate=1e-2, lr_scheduler_type="constant",
+    logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False,
+    assistant_only_loss=sys.argv[1] == "assistant", train_sampling_strategy="sequential", max_length=None,
+    model_init_kwargs={"dtype": "float32"}, disable_tqdm=True,
+)
+rows = load_dataset("json", data_files="rows.jsonl", split="train")
+trainer = SFTTrainer(model="model", args=options, train_dataset=rows, processing_class=tokenizer)
+trainer.train()
+print(json.dumps([step["loss"] for step in trainer.state.log_history if "loss" in step]))
+"""
+
+
+@pytest.fixture(scope="module")
+def place(workplace: Workplace) -> Workplace:
+    write_sums(workplace.folder)
+    (workplace.folder / "sft.toml").write_text(sft_toml())
+    return workplace
+
+
+@pytest.fixture(scope="module")
+def printed(place: Workplace) -> str:
+    return place.sluice("train", "sft.toml", "--run-id", "sft-whole", "store.keep_steps=all")
+
+
+@pytest.fixture(scope="module")
+def whole(place: Workplace, printed: str) -> Run:
+    return place.run("sft-whole")
+
+
+def test_the_loss_falls(whole: Run, printed: str) -> None:
+    losses = [metrics["cross_entropy"] for metrics in whole.step_metrics()]
+    assert len(losses) == STEPS
+    assert losses[-1] < losses[0] - 1
+    assert "reward" not in whole.step_metrics()[0]
+    evaluations = whole.evaluations()
+    assert [report.policy_version for report in evaluations] == [0, 2, 4, 6]
+    held_out = [report.loss for report in evaluations]
+    assert held_out == sorted(held_out, reverse=True)  # type: ignore[type-var]
+    assert [report.num_prompts for report in evaluations] == [5] * 4
+    summary = whole.summary()
+    assert summary is not None
+    assert (summary.held_out_loss_before, summary.held_out_loss_after) == (held_out[0], held_out[-1])
+    assert summary.reward_last is None
+    for line in ("held-out loss, before → after", "cross-entropy, mean of first 3 → last 3 steps", "epoch 2.00"):
+        assert line in " ".join(printed.replace("│", " ").split()), line
+
+
+def test_each_epoch_takes_every_row_once(place: Workplace, whole: Run) -> None:
+    query = "select min(n), max(n), count(*) from (select count(*) as n from rows group by prompt_text)"
+    assert place.sluice("sql", whole.run_id, query).split()[-3:] == ["2", "2", "24"]
+
+
+def test_a_killed_run_ends_in_the_same_weights(place: Workplace, whole: Run) -> None:
+    driver = place.start("train", "sft.toml", "--run-id", "sft-killed", "runtime.max_restarts=9")
+    killed = place.run("sft-killed")
+    driver.wait_standing(lambda: killed.passed(1, "put"))
+    wait_until((killed.path / "policy/step-000001/manifest.json").exists)
+    assert place.kill_worker("SftWorker") == 1
+    driver.resume()
+    driver.wait_standing(lambda: killed.passed(3, "update"))
+    driver.kill()
+    place.sluice("resume", "sft-killed")
+    assert killed.weights(STEPS) == whole.weights(STEPS)
+    assert killed.step_metrics() == whole.step_metrics()
+    assert killed.evaluations() == whole.evaluations()
+
+
+def test_ranks_and_packing_change_nothing_but_rounding(place: Workplace, whole: Run) -> None:
+    place.sluice(
+        *("train", "sft.toml", "--run-id", "sft-ranks", "runtime.num_policy_ranks=2", "packing.token_budget=64"),
+    )
+    for one, two in zip(whole.step_metrics(), place.run("sft-ranks").step_metrics(), strict=True):
+        assert two == pytest.approx(one, rel=1e-5)
+    held_out = [[report.loss for report in run.evaluations()] for run in (whole, place.run("sft-ranks"))]
+    assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
+
+
+def test_history_and_export(place: Workplace, whole: Run) -> None:
+    assert "same bits" in place.sluice("replay", whole.run_id, "--steps", "2")
+    assert "and 2 =" in place.sluice("inspect", whole.run_id, "2", "--rows", "8")
+    place.sluice("export", whole.run_id, "exported", "--best")
+    place.sluice("report", whole.run_id)
+    model = AutoModelForCausalLM.from_pretrained(place.folder / "exported")
+    base = AutoModelForCausalLM.from_pretrained(place.folder / "model")
+    weights, before = model.get_input_embeddings().weight, base.get_input_embeddings().weight
+    assert not torch.equal(weights, before)
+
+
+def test_eval_repeats_the_last_evaluation(place: Workplace, whole: Run) -> None:
+    last = whole.evaluations()[-1]
+    assert f"policy version 6: {last}, 5 rows" in place.sluice("eval", whole.run_id)
+    assert ", 2 rows" in place.sluice("eval", whole.run_id, "--num-prompts", "2")
+
+
+def test_the_plan_says_what_runs(place: Workplace) -> None:
+    printed = place.sluice("plan", "sft.toml")
+    for line in (
+        "run sft: 6 steps; SFT, loss cross_entropy on assistant tokens",
+        "data: 24 training rows, ",
+        "an epoch is 3 steps",
+        "<|user|>0 + 1 =<|assistant|>⟦1<|end|>⟧<|user|>and 2 =<|assistant|>⟦3<|end|>⟧",
+        "one step: 8 rows",
+    ):
+        assert line in printed
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_losses_are_those_of_trl(place: Workplace, loss_on: str) -> None:
+    pytest.importorskip("trl")
+    peer = place.python("-P", "-c", PEER, loss_on, MARKED)
+    run_id = f"sft-{loss_on}"
+    place.sluice("train", "sft.toml", "--run-id", run_id, f"sft.loss_on={loss_on}", "data.shuffle=false")
+    expected = next(line for line in peer.splitlines() if line.startswith("["))
+    losses = [metrics["loss"] for metrics in place.run(run_id).step_metrics()]
+    assert losses == pytest.approx(json.loads(expected), abs=1e-4)
