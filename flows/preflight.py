@@ -198,6 +198,12 @@ def check_teachers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompt
             check_scoring(config, model, longest.get(name, 0) + response)
         except ModelError as error:
             raise ModelError(str(error).replace("model.path", f"{place}.path")) from None
+        num_tokens = min(num_embeddings(model), num_embeddings(config.model))
+        if config.distillation.reads_top and config.distillation.top_k > num_tokens:
+            raise ConfigError(
+                f"distillation.top_k is {config.distillation.top_k}, more than the {num_tokens} tokens of the policy "
+                f"and {place}; lower it"
+            )
         if name not in longest:
             logger.warning("%s teaches no row: no prompt is of a data source that it names", place)
         limits = {"packing.token_budget": config.packing.token_budget, f"{place}'s positions": max_positions(model)}

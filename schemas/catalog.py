@@ -36,6 +36,12 @@ def _experts(axis: Axis) -> ColumnSpec:
     )
 
 
+def _teacher_top(what: str, dtypes: tuple[str, ...], unit: str) -> ColumnSpec:
+    return ColumnSpec(
+        name=f"teacher_top_{what}", axis="response", dtypes=dtypes, producer="teacher", unit=unit, is_vector=True
+    )
+
+
 def _by_name(*specs: ColumnSpec) -> dict[str, ColumnSpec]:
     return {spec.name: spec for spec in specs}
 
@@ -54,6 +60,8 @@ CATALOG: dict[str, ColumnSpec] = _by_name(
         name="teacher_prompt_ids", axis="teacher_prompt", dtypes=TOKEN_DTYPES, producer="rollout", unit="token id"
     ),
     ColumnSpec(name="teacher_logprobs", axis="response", dtypes=("float",), producer="teacher", unit="nat"),
+    _teacher_top("logprobs", ("float",), "nat"),
+    _teacher_top("ids", TOKEN_DTYPES, "token id"),
     ColumnSpec(name="advantages", axis="row", dtypes=("float",), producer="advantage", unit="reward"),
     ColumnSpec(name="reward", axis="row", dtypes=("float",), producer="rollout", nullable=True),
     ColumnSpec(name="prompt_text", axis="row", dtypes=("string",), producer="rollout"),

@@ -146,6 +146,8 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("teacher/kl", "update", "mean", "nat",
      "Log-prob of the policy before the update minus the teacher's, over tokens: estimates the reverse KL.",
      _EVERYWHERE, ".4f"),
+    ("teacher/divergence", "update", "mean", "nat",
+     "Divergence of the policy from the teacher over its most likely tokens, over tokens.", _EVERYWHERE, ".4f"),
     ("entropy", "update", "mean", "nat", "Entropy of the policy's next-token distribution, over tokens.", _PAGES),
     ("approx_kl", "update", "mean", "nat",
      "k3 estimate of the KL from the behavior policy, over tokens; about 0 in an on-policy first update.", _REPORT),

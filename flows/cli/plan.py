@@ -121,15 +121,16 @@ def _listed(parts: dict[str, int]) -> str:
 
 
 def _distillation(config: RunConfig) -> Iterator[str]:
-    """Yield what the advantages of tokens are, and who teaches which rows."""
+    """Yield what is learned from teachers, and who teaches which rows."""
     if (distillation := config.distillation) is None:
         return
     factor = distillation.reward_weight
     reward = f" + {factor:g} x that of the reward" if factor else "; the reward is only reported"
-    yield (
-        "distillation: on-policy, reverse KL of the sampled tokens; advantage of a token: "
-        f"{distillation.weight:g} x (teacher's - policy's log-prob){reward}"
-    )
+    term = "reverse KL of the sampled tokens; advantage of a token: {:g} x (teacher's - policy's log-prob)"
+    if distillation.reads_top:
+        what = f"{distillation.divergence} over a teacher's {distillation.top_k} most likely tokens"
+        term = f"{what}; loss of a token: {{:g}} x that"
+    yield f"distillation: on-policy, {term.format(distillation.weight)}{reward}"
     for name, teacher in distillation.teachers.items():
         model = "the policy itself" if teacher.path is None else teacher.path
         rows = f"of data source {', '.join(teacher.data_sources)}" if teacher.data_sources else "of all other sources"

@@ -24,6 +24,7 @@ from rl_core.columns.jagged import token_dtype
 from rl_core.planning import plan_forward, plan_step
 from rl_core.rollout.chat import decode_texts
 from rl_core.rollout.curriculum import plan_sources
+from rl_core.training.rows import TOP_COLUMNS
 from schemas.base import Frozen
 from schemas.catalog import CATALOG, EXPERT_DTYPES, TOKEN_DTYPES, Axis, column_spec
 from schemas.config.run import RunConfig
@@ -309,15 +310,20 @@ def column_dtypes(config: RunConfig, vocab_size: int) -> dict[str, str]:
         for name, spec in CATALOG.items()
         if not absent.get(spec.producer) and name not in _absent_columns(config)
     }
+    if config.distillation is not None:
+        dtypes |= {name: f"{dtypes[name]}[{config.distillation.top_k}]" for name in TOP_COLUMNS if name in dtypes}
     return {name: dtype for name, dtype in dtypes.items() if dtype}
 
 
 def _absent_columns(config: RunConfig) -> set[str]:
-    """Return the rollout's columns that a run lacks by its settings."""
+    """Return the columns of rollout and teachers that a run lacks by its settings."""
     versions = set() if config.runtime.max_staleness > 1 else {"sampler_versions"}
     turns = {name for name, spec in CATALOG.items() if spec.axis == "turn" or name == "episode_end"}
-    teachers = config.distillation is not None and config.distillation.has_prompts
-    absent = versions if teachers else versions | {"teacher_prompt_ids"}
+    absent = set(versions)
+    if config.distillation is None or not config.distillation.has_prompts:
+        absent.add("teacher_prompt_ids")
+    if config.distillation is None or not config.distillation.reads_top:
+        absent.update(TOP_COLUMNS)
     if config.sft is not None:
         absent.add("sampler_logprobs")
     return absent if config.environments else absent | turns

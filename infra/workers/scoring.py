@@ -15,6 +15,7 @@ import ray
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from infra.models.load import num_embeddings
 from infra.models.scoring import load_scoring_module
 from infra.ray.device import choose_device, set_threads
 from infra.ray.rendezvous import Rendezvous, is_peer_failure, join
@@ -26,11 +27,11 @@ from infra.workers.layout import teacher_workers
 from infra.workers.offload import Offload, Tensors
 from infra.workers.telemetry import WorkerTelemetry, profiled
 from rl_core.columns.codec import value_dtypes
-from rl_core.columns.jagged import flat_values, jagged, row_lengths
+from rl_core.columns.jagged import flat_values, jagged, row_lengths, token_dtype
 from rl_core.losses.kl import row_kl
 from rl_core.planning.plan import rank_rows
-from rl_core.training import RankRows, score_rows
-from rl_core.training.rows import TOKEN_COLUMNS
+from rl_core.training import RankRows, score_top
+from rl_core.training.rows import TOKEN_COLUMNS, TOP_COLUMNS
 from rl_core.training.sharding import make_mesh, release_gathered
 from rl_core.views import encode_ints, select
 from schemas.batch import BatchHandle, ChunkKey
@@ -122,6 +123,7 @@ class ScoringWorker:
         inputs: tuple[str, ...] = TOKEN_COLUMNS,
         kl: bool = False,
         shard: int | None = None,
+        top_k: int = 0,
     ) -> ScoreResult:
         """Put `column` (float32 nats, response axis): the log-probs of this rank's rows.
 
@@ -134,6 +136,7 @@ class ScoringWorker:
             inputs: The columns that it is computed from; the first are `TOKEN_COLUMNS`, or stand for them.
             kl: Whether to report each row's KL from its behavior log-probs to these, by the config's estimator.
             shard: The number in the chunk's key; None: the rank.
+            top_k: How many of the most likely tokens of each position to put as well, as `TOP_COLUMNS`.
         """
         micros, rows = plan.rank(self._rank), rank_rows([plan], self._rank)
         if not len(rows) and self._mesh is None:
@@ -144,7 +147,7 @@ class ScoringWorker:
         self.wake(["weights"])
         started = time.perf_counter()
         with self._collective(), profiled(self._run, batch.step, self._telemetry.worker, phase):
-            values = score_rows(self._module, RankRows(rows, columns), micros)
+            values, top, top_ids = score_top(self._module, RankRows(rows, columns), micros, top_k)
         seconds = time.perf_counter() - started
         prompts, responses = (row_lengths(columns[name]) for name in TOKEN_COLUMNS)
         telemetry = self._telemetry.throughput(
@@ -153,7 +156,12 @@ class ScoringWorker:
         telemetry |= self._telemetry.memory()
         if not len(rows):
             return ScoreResult(put=None, telemetry=telemetry)
-        stored = pa.record_batch({column: jagged(values, row_lengths(columns["response_ids"]))})
+        found = {column: values}
+        if top_k:
+            found |= zip(
+                TOP_COLUMNS, (top, top_ids.astype(token_dtype(num_embeddings(self._config.model)))), strict=True
+            )
+        stored = pa.record_batch({name: jagged(each, responses) for name, each in found.items()})
         key = ChunkKey(run_id=batch.run_id, step=batch.step, stage=stage, shard=self._rank if shard is None else shard)
         chunk = self._store.put(key, stored, mine)
         self._store.flush()
@@ -185,12 +193,15 @@ class ScoringWorker:
         return TeacherRows(rows=encode_ints(rows), prompt_lengths=encode_ints(row_lengths(prompts)))
 
     def _score_teacher(self, batch: BatchHandle, plan: ForwardPlan, teacher: str) -> ScoreResult:
-        """Put `teacher_logprobs` of this rank's rows, which are all of one teacher."""
-        assert self._config.distillation is not None, "a run without teachers has nothing to score for them"
-        teachers = self._config.distillation.teachers
+        """Put `teacher_logprobs`, and `TOP_COLUMNS`, of this rank's rows, which are all of one teacher."""
+        distillation = self._config.distillation
+        assert distillation is not None, "a run without teachers has nothing to score for them"
+        teachers, top_k = distillation.teachers, distillation.top_k if distillation.reads_top else 0
         inputs = TOKEN_COLUMNS if teachers[teacher].prompt is None else ("teacher_prompt_ids", "response_ids")
         shard = list(teachers).index(teacher) + len(teachers) * self._rank
-        return self._score(batch, plan, "teacher_logprobs", "teacher", "teacher", inputs=inputs, shard=shard)
+        return self._score(
+            batch, plan, "teacher_logprobs", "teacher", "teacher", inputs=inputs, shard=shard, top_k=top_k
+        )
 
     def _row_kl(self, columns: pa.RecordBatch, reference: np.ndarray) -> tuple[float, ...]:
         return tuple(

@@ -73,7 +73,7 @@ def policy_loss(
             response length, in tokens.
         num_loss_tokens: Loss tokens of the whole update, over all ranks; from the plan.
         num_live_sequences: Sequences of the whole update with a loss token, over all ranks; from the plan.
-        distillation: How the teacher's log-probs change the advantages; None: there is no teacher.
+        distillation: How the teacher's log-probs change advantages or loss; None: there is no teacher.
 
     Returns:
         A scalar with gradient, and metrics that merge exactly; the losses of all micro-batches on all ranks add up to
@@ -99,7 +99,7 @@ def policy_loss(
         >>> loss.item(), metrics["ratio"].value
         (-0.5, 1.0)
     """
-    trained, distilled = distill(inputs.select_trained(), distillation)
+    trained, divergences, distilled = distill(inputs.select_trained(), distillation)
     surrogate = SURROGATES(loss, trained)
     weights, token_metrics = correction_weights(trained, correction)
     token_losses = surrogate.losses if weights is None else surrogate.losses * weights
@@ -109,7 +109,7 @@ def policy_loss(
         token_metrics["cross_entropy"] = -trained.policy_logprobs
     else:
         token_metrics["approx_kl"] = kl_estimate("k3", log_ratio(trained))
-    loss_sum = aggregate(token_losses + penalties, trained, loss.aggregation) + nan_unless_finite(trained)
+    loss_sum = aggregate(token_losses + penalties + divergences, trained, loss.aggregation) + nan_unless_finite(trained)
     update_denominator = denominator(loss.aggregation, norm_tokens, num_loss_tokens, num_live_sequences)
     num_sequences = int((trained.loss_tokens_per_sequence > 0).sum())
     own_denominator = denominator(loss.aggregation, norm_tokens, len(token_losses), num_sequences)

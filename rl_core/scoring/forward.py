@@ -34,6 +34,7 @@ class PackedRow:
     response_lengths: Tensor  # [S] int64
     max_seqlen: int  # tokens of the longest sequence
     experts: Tensor | None = None  # [T, C] integer, the experts to replay; None: the model chooses
+    top_ids: Tensor | None = None  # [R, K] int64, further tokens to score at each target's position
 
     def to(self, device: torch.device | str) -> "PackedRow":
         """Return the row with its tensors on `device`."""

@@ -80,19 +80,30 @@ class TeacherConfig(FrozenConfig):
 
 
 class DistillationConfig(FrozenConfig):
-    """Reverse KL to teachers on the policy's own samples: A of a token -= `weight` (log-prob - teacher's log-prob).
+    """A divergence from teachers on the policy's own samples.
 
-    Lu et al. 2025, "On-Policy Distillation" (Thinking Machines).
+    Lu et al. 2025, "On-Policy Distillation" (Thinking Machines); Agarwal et al. 2023, arXiv:2306.13649.
     """
 
     weight: PositiveFloat = 1.0
-    """Factor on the log-prob that the policy gave a token minus the teacher's, in nats, in the token's advantage."""
+    """Factor on the divergence of a token, in nats: `sampled` is a part of its advantage, the others of its loss."""
+
+    divergence: Literal["sampled", "reverse_kl", "forward_kl", "js"] = "sampled"
+    """Reverse KL by the sampled tokens alone; or over the teacher's `top_k` tokens that, the forward KL or JS."""
+
+    top_k: PositiveInt = 32
+    """How many of a teacher's most likely tokens `divergence` compares at each position; all others count as one."""
 
     reward_weight: NonNegativeFloat = 0.0
     """Factor on the reward's advantage; 0: the teachers alone train, and the reward is only reported."""
 
     teachers: Annotated[dict[Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")], TeacherConfig], Field(min_length=1)]
     """The teachers by name: one, or several that teach the rows of different data sources."""
+
+    @property
+    def reads_top(self) -> bool:
+        """Whether the loss is of a teacher's most likely tokens."""
+        return self.divergence != "sampled"
 
     @property
     def has_prompts(self) -> bool:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from flows.plan.footprint import column_dtypes
 from flows.preflight import check_teachers
 from infra.datasets import load_train_prompts
 from infra.datasets.teacher_prompts import TeacherPrompts
@@ -19,6 +21,7 @@ from infra.workers.policy import PolicyWorker
 from infra.workers.rollout import RolloutWorker
 from infra.workers.scoring import ScoringWorker, TeacherWorker
 from rl_core.planning.plan import plan_forward, rows_by_rank
+from rl_core.training.rows import TOP_COLUMNS
 from rl_core.views import decode_ints, new_batch, select, with_column
 from schemas.batch import BatchHandle
 from schemas.config.run import RunConfig
@@ -42,11 +45,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_of(folder: Path, teachers: Mapping[str, Any], **fields: Any) -> RunConfig:
+def config_of(
+    folder: Path, teachers: Mapping[str, Any], divergence: str = "sampled", top_k: int = 5, **fields: Any
+) -> RunConfig:
     return run_config(
         folder,
         rollout={"num_prompts": 6, "samples_per_prompt": 2, "max_response_tokens": 6},
-        distillation={"teachers": teachers},
+        distillation={"teachers": teachers, "divergence": divergence, "top_k": top_k},
         **fields,
     )
 
@@ -122,6 +127,35 @@ def test_each_teacher_scores_the_rows_of_its_data_sources_with_the_prompt_that_i
     assert sorted(found) == list(range(batch.num_rows))
 
 
+def test_a_teacher_puts_its_most_likely_tokens_of_those_that_the_policy_has(folder: Path) -> None:
+    make_tiny_model(folder / "padded", seed=9, vocab_size=264, initializer_range=0.3)
+    config = config_of(folder, {"big": {"path": str(folder / "padded")}}, "js")
+    store = MemoryStore("run-1", capacity_bytes=2**20)
+    run, batch = sampled(config, store)
+    worker = TeacherWorker(run, 0, store)
+    worker.start()
+    lengths = decode_ints(batch.prompt_lengths), decode_ints(batch.response_lengths)
+    plan = plan_forward(*lengths, num_ranks=1, token_budget=80)
+    result = worker.score(batch, plan)
+    assert result.put is not None
+    batch = with_column(batch, result.put.dtypes, [result.put.chunk], rows_by_rank(plan))
+    columns = store.read(batch, ("prompt_ids", "response_ids", "teacher_logprobs", *TOP_COLUMNS)).to_pylist()
+    model, beyond = load_model(config.model.replace(path=str(folder / "padded"))), 0
+    for row in columns:
+        ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
+        with torch.no_grad():
+            every = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].log_softmax(-1)
+        beyond += int((every.topk(5).indices >= 260).sum())
+        top = every[:, :260].topk(5)
+        assert row["teacher_top_ids"] == top.indices.tolist()
+        np.testing.assert_allclose(row["teacher_top_logprobs"], top.values.numpy(), rtol=0, atol=1e-5)
+        chosen = every.gather(-1, torch.tensor(row["response_ids"])[:, None])[:, 0]
+        np.testing.assert_allclose(row["teacher_logprobs"], chosen.numpy(), rtol=0, atol=1e-5)
+    assert beyond
+    dtypes = column_dtypes(config, 260)
+    assert {name: dtypes[name] for name in result.put.dtypes} == result.put.dtypes
+
+
 def test_ranks_of_teachers_are_workers_and_the_policy_itself_needs_none(folder: Path) -> None:
     teachers = {
         "big": {"path": "big", "num_ranks": 2, "data_sources": ["a"]},
@@ -174,6 +208,8 @@ def test_rows_without_a_teacher_or_a_field_or_too_long_are_refused(folder: Path)
     error = refusal(folder, {"big": {**big, "prompt": HINT}}, packing={"token_budget": 40})
     assert isinstance(error, ConfigError)
     assert "more than packing.token_budget, 40" in str(error)
+    few = refusal(folder, {"big": big}, divergence="js", top_k=261)
+    assert "distillation.top_k is 261, more than the 260 tokens of the policy and distillation.teachers.big" in str(few)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ FOR_A_NEW_RUN = {
         "data.train_path",
         "distillation.reward_weight",
         "distillation.teachers",
+        "distillation.top_k",
         "kl.coef",
     ),
     *(f"data.curriculum.{name}" for name in ("kind", "field", "starts")),
