@@ -16,6 +16,7 @@ SETTINGS = (  # runs are in the example's folder; the local Prefect and Ray are 
     f"services.dir={EXAMPLES.parent / '.sluice'}",
 )
 TINY = ("steps=2", "rollout.num_prompts=4", "rollout.samples_per_prompt=4", "eval.num_prompts=4")  # of an agent
+TINY_SFT = ("steps=5", "optim.warmup_updates=1")
 
 
 def new_run_id(name: str) -> str:
@@ -35,6 +36,16 @@ def make_model(folder: str) -> None:
     call(sys.executable, "../make_model.py", folder)
 
 
+def fine_tune(model: str, rows: str, out: str, *settings: str) -> None:
+    """Fine-tune a model on rows as `sft.toml` and these settings say, and write it to `out`, unless that exists."""
+    if Path(out).exists():
+        return
+    run = new_run_id("sft")
+    files = (f"model.path={model}", f"data.train_path={rows}")
+    call(SLUICE, "train", EXAMPLES / "sft.toml", "--run-id", run, *SETTINGS, *files, *settings)
+    call(SLUICE, "export", run, out, "--runs-dir", RUNS)
+
+
 def train(run: str, *settings: str) -> None:
     """Train as `config.toml` and these settings say."""
     call(SLUICE, "train", "config.toml", "--run-id", run, *SETTINGS, *settings)
@@ -46,31 +57,35 @@ def report(run: str, curve: str, title: str) -> None:
     call(sys.executable, "../draw_curve.py", f"{RUNS}/{run}", curve, title)
 
 
-def run_agent(script: str, description: str | None, name: str, title: str) -> None:
-    """Make an agent example's files, train, report, and draw the curve, as the command line says.
+def run_agent(script: str, description: str | None, name: str, title: str, *sft: str) -> None:
+    """Make an agent example's files and model, train, report, and draw the curve, as the command line says.
 
     Args:
         script: The example's `run.py`, which has a `make_files.py` next to it.
         description: What its `--help` says.
         name: What its run ids begin with.
         title: The curve's.
+        sft: What supervised fine-tuning has of other settings than `sft.toml`.
     """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--tiny", action="store_true", help="a short warm start and two small steps only")
-    parser.add_argument("--seed", type=int, default=0, help="of the model, its warm start and the run")
+    parser.add_argument("--tiny", action="store_true", help="two small steps, of an untrained model")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and its two runs")
     parser.add_argument("--curve", default=".sluice/curve.svg", help="the drawing; relative to this folder")
     arguments = parser.parse_args()
 
     enter(script)
     folder = f".sluice/{'tiny-' if arguments.tiny else ''}seed-{arguments.seed}"
-    call(sys.executable, "make_files.py", folder, str(arguments.seed), *(["5"] if arguments.tiny else []))
+    seed = f"seed={arguments.seed}"
+    call(sys.executable, "make_files.py", folder, str(arguments.seed))
+    tiny_sft = TINY_SFT if arguments.tiny else ()
+    fine_tune(f"{folder}/random", f"{folder}/turns.jsonl", f"{folder}/model", seed, *sft, *tiny_sft)
     run = new_run_id(name)
     files = (
         f"model.path={folder}/model",
         f"data.train_path={folder}/train.jsonl",
         f"data.eval_path={folder}/heldout.jsonl",
     )
-    train(run, f"seed={arguments.seed}", *files, *(TINY if arguments.tiny else ()))
+    train(run, seed, *files, *(TINY if arguments.tiny else ()))
     report(run, arguments.curve, title)
 
 

@@ -61,7 +61,7 @@ def check(config: RunConfig, *, runs_here: bool = True) -> PromptDataset:
     """
     check_urls(config)
     if config.approval.queries is not None:
-        from infra.history.checks import load_queries  # here, since few runs need DuckDB
+        from infra.history.sql import load_queries  # here, since few runs need DuckDB
 
         load_queries(config.approval.queries)
     tokenizer = load_tokenizer(config.model)

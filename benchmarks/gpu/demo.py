@@ -23,7 +23,7 @@ TWIN_ARGUMENTS = ("--config", "demo", "--tiny", "runtime.num_threads=1")
 
 
 def check(settings: Settings, folder: Path, *, placement: Placement) -> CheckResult:
-    """Run the demo in the checklist's folder, whose services and warm-started model its two placements share.
+    """Run the demo in the checklist's folder, whose services and fine-tuned model its two placements share.
 
     Raises:
         RunError: The command failed.
@@ -62,7 +62,8 @@ def _run_demo(folder: Path, *arguments: str) -> None:
 
 
 def _result(name: str, runs: Path, transport: str) -> CheckResult:
-    (path,) = [path for path in runs.iterdir() if (path / "config.json").exists()]
+    found = [path for path in runs.iterdir() if (path / "config.json").exists()]
+    (path,) = [path for path in found if not path.name.startswith("demo-sft-")]  # which made the model
     steps = RunDirectory.open(path.name, runs).metrics.steps()
     published = [step.publish for step in steps if step.publish is not None]
     mismatch = fmean(step.metrics["mismatch/mean"] for step in steps)

@@ -1,7 +1,7 @@
-"""Make the questions, and a tiny model that knows how tools are called but not when: `make_files.py FOLDER SEED`.
+"""Make the questions, a tiny model, and chats from which it learns how tools are called: `make_files.py FOLDER SEED`.
 
-Its warm start is supervised, on the turns of three kinds of students: they call the right tool and repeat its result,
-or misread a number and call a tool at random, or guess.
+The chats are of three kinds of students: they call the right tool and repeat its result, or misread a number and call a
+tool at random, or guess.
 """
 
 import json
@@ -18,15 +18,12 @@ import calculator
 from make_model import SIZES
 
 from infra.models.tiny import make_model, make_tokenizer
-from infra.workers.warmstart import WarmstartWorker
-from schemas.config.data import DataConfig
-from schemas.config.model import ModelConfig
-from schemas.config.warmstart import WarmstartConfig
+from rl_core.environments.tools import tool_schemas
 
 TOOLS = {"+": calculator.add, "*": calculator.multiply}
 RIGHT, MISREAD = 0.4, 0.3  # of the students; the others guess
 TRAIN, HELDOUT = 2000, 256
-STUDENTS, STEPS, LEARNING_RATE = 8000, 400, 3e-3
+STUDENTS = 8000
 
 # The template shows a tool as `add(a, b)`. What is around a call's numbers has tokens of its own: a call is 9 of them.
 TEMPLATE = (
@@ -54,36 +51,22 @@ class Question(NamedTuple):
         return [{"role": "user", "content": f"{self.a} {self.sign} {self.b} ="}]
 
 
-def main(folder: Path, seed: int, num_steps: int) -> None:
-    """Write what `config.toml` names."""
-    if (folder / "model" / "config.json").exists():
-        print(f"{folder / 'model'} exists")
+def main(folder: Path, seed: int) -> None:
+    """Write what `config.toml` names, but for the trained model."""
+    if (folder / "random" / "config.json").exists():
+        print(f"{folder / 'random'} exists")
         return
     folder.mkdir(parents=True, exist_ok=True)
     questions = [Question(a, sign, b) for a in range(10, 100) for sign in TOOLS for b in range(10, 100)]
     dice = random.Random(seed)
     dice.shuffle(questions)
     heldout, others = questions[:HELDOUT], questions[HELDOUT:]
-    write_rows(folder / "heldout.jsonl", [row(each.chat, each.answer) for each in heldout])
-    write_rows(folder / "train.jsonl", [row(each.chat, each.answer) for each in others[:TRAIN]])
-    write_rows(folder / "turns.jsonl", [turn for each in others[:STUDENTS] for turn in respond(each, dice)])
-    random_model = make_model(folder / "random", tokenizer=make_tools_tokenizer(), seed=seed, **SIZES)
-    worker = WarmstartWorker(
-        WarmstartConfig(
-            model=ModelConfig(path=str(random_model)),
-            data=DataConfig(train_path=str(folder / "turns.jsonl")),
-            tools=[f"calculator:{tool.__name__}" for tool in TOOLS.values()],
-            out_path=str(folder / "model"),
-            steps=num_steps,
-            lr=LEARNING_RATE,
-            seed=seed,
-            num_threads=1,
-        )
-    )
-    worker.start()
-    for _ in range(num_steps):
-        loss = worker.advance(1)
-    print(f"wrote a model to {worker.save()}; its loss is {loss:.3f} nats per token")
+    write_rows(folder / "heldout.jsonl", [row(each) for each in heldout])
+    write_rows(folder / "train.jsonl", [row(each) for each in others[:TRAIN]])
+    tools = tool_schemas([f"calculator:{tool.__name__}" for tool in TOOLS.values()])
+    chats = [{"messages": respond(each, dice), "tools": tools} for each in others[:STUDENTS]]
+    write_rows(folder / "turns.jsonl", chats)
+    make_model(folder / "random", tokenizer=make_tools_tokenizer(), seed=seed, **SIZES)
 
 
 def make_tools_tokenizer() -> PreTrainedTokenizerFast:
@@ -95,15 +78,23 @@ def make_tools_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def respond(question: Question, dice: random.Random) -> list[dict[str, Any]]:
-    """Return a student's turns, each a chat with the next turn as its answer."""
+def respond(question: Question, dice: random.Random) -> list[dict[str, str]]:
+    """Return a chat with a student."""
     student = dice.random()
     if student >= RIGHT + MISREAD:
-        return [row(question.chat, dice.randint(10, 9999))]
+        return [*question.chat, said(dice.randint(10, 9999))]
     called = question if student < RIGHT else misread(question, dice)
-    call = write_call(called)
-    result = [{"role": "assistant", "content": call}, {"role": "tool", "content": str(called.answer)}]
-    return [row(question.chat, call), row([*question.chat, *result], called.answer)]
+    return [
+        *question.chat,
+        said(write_call(called)),
+        {"role": "tool", "content": str(called.answer)},
+        said(called.answer),
+    ]
+
+
+def said(answer: int | str) -> dict[str, str]:
+    """Return a student's turn."""
+    return {"role": "assistant", "content": str(answer)}
 
 
 def misread(question: Question, dice: random.Random) -> Question:
@@ -119,9 +110,13 @@ def write_call(question: Question) -> str:
     return f"<tool_call>{call}</tool_call>"
 
 
-def row(chat: list[dict[str, str]], answer: int | str) -> dict[str, Any]:
+def row(question: Question) -> dict[str, Any]:
     """Return a data row."""
-    return {"data_source": "calculator", "prompt": chat, "reward_model": {"ground_truth": str(answer)}}
+    return {
+        "data_source": "calculator",
+        "prompt": question.chat,
+        "reward_model": {"ground_truth": str(question.answer)},
+    }
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -130,4 +125,4 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else STEPS)
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -7,4 +7,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import commands
 
 if __name__ == "__main__":
-    commands.run_agent(__file__, __doc__, "calculator", "questions answered by calling a tool")
+    commands.run_agent(
+        __file__, __doc__, "calculator", "questions answered by calling a tool", "steps=400", "optim.lr=3e-3"
+    )

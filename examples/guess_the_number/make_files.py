@@ -1,7 +1,6 @@
-"""Make the prompts, and a tiny model that knows the rules of the game but plays it badly: `make_files.py FOLDER SEED`.
+"""Make the prompts, a tiny model, and games from which it learns the rules: `make_files.py FOLDER SEED`.
 
-Its warm start is supervised, on games of a player who guesses any number, which in one of five guesses contradicts what
-it was told before.
+In these, a player guesses any number, which in one of five guesses contradicts what it was told before.
 """
 
 import json
@@ -12,56 +11,39 @@ from typing import Any
 
 from flows.cli.demo import RECIPE
 from infra.models.tiny import make_model
-from infra.workers.warmstart import WarmstartWorker
-from schemas.config.data import DataConfig
-from schemas.config.model import ModelConfig
-from schemas.config.warmstart import WarmstartConfig
 
 TOP, TURNS = 7, 3
 QUESTION = f"Guess my number from 1 to {TOP}."
 FOLLOWS_HINTS = 0.8
-GAMES, STEPS = 4000, 300
+GAMES = 4000
 
 
-def main(folder: Path, seed: int, num_steps: int) -> None:
-    """Write what `config.toml` names."""
-    if (folder / "model" / "config.json").exists():
-        print(f"{folder / 'model'} exists")
+def main(folder: Path, seed: int) -> None:
+    """Write what `config.toml` names, but for the trained model."""
+    if (folder / "random" / "config.json").exists():
+        print(f"{folder / 'random'} exists")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    write_rows(folder / "train.jsonl", [row([ask()], "") for _ in range(1000)])
-    write_rows(folder / "heldout.jsonl", [row([ask()], "") for _ in range(70)])
+    write_rows(folder / "train.jsonl", [row([ask()]) for _ in range(1000)])
+    write_rows(folder / "heldout.jsonl", [row([ask()]) for _ in range(70)])
     player = random.Random(seed)
-    write_rows(folder / "games.jsonl", [each for _ in range(GAMES) for each in play(player)])
-    worker = WarmstartWorker(
-        WarmstartConfig(
-            model=ModelConfig(path=str(make_model(folder / "random", seed=seed, **RECIPE.model))),
-            data=DataConfig(train_path=str(folder / "games.jsonl")),
-            out_path=str(folder / "model"),
-            steps=num_steps,
-            seed=seed,
-        )
-    )
-    worker.start()
-    for _ in range(num_steps):
-        loss = worker.advance(1)
-    print(f"wrote a model to {worker.save()}; its loss is {loss:.3f} nats per token")
+    write_rows(folder / "turns.jsonl", [{"messages": play(player)} for _ in range(GAMES)])
+    make_model(folder / "random", seed=seed, **RECIPE.model)
 
 
-def play(player: random.Random) -> list[dict[str, Any]]:
-    """Return the turns of a game, each a chat with the next guess as its answer."""
-    number, chat, rows = player.randint(1, TOP), [ask()], []
+def play(player: random.Random) -> list[dict[str, str]]:
+    """Return a game as a chat, which ends with the last guess."""
+    number, chat = player.randint(1, TOP), [ask()]
     low, high = 1, TOP
-    for _ in range(TURNS):
+    for turn in range(1, TURNS + 1):
         follows = player.random() < FOLLOWS_HINTS
         guess = player.randint(low, high) if follows else player.randint(1, TOP)
-        rows.append(row(chat, str(guess)))
-        if guess == number:
+        chat.append({"role": "assistant", "content": str(guess)})
+        if guess == number or turn == TURNS:
             break
         low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
-        hint = "higher" if guess < number else "lower"
-        chat = [*chat, {"role": "assistant", "content": str(guess)}, {"role": "user", "content": hint}]
-    return rows
+        chat.append({"role": "user", "content": "higher" if guess < number else "lower"})
+    return chat
 
 
 def ask() -> dict[str, str]:
@@ -69,9 +51,9 @@ def ask() -> dict[str, str]:
     return {"role": "user", "content": QUESTION}
 
 
-def row(chat: list[dict[str, str]], answer: str) -> dict[str, Any]:
-    """Return a data row."""
-    return {"data_source": "guess", "prompt": chat, "reward_model": {"ground_truth": answer}}
+def row(chat: list[dict[str, str]]) -> dict[str, Any]:
+    """Return a data row; the environment knows the answer."""
+    return {"data_source": "guess", "prompt": chat, "reward_model": {"ground_truth": ""}}
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -80,4 +62,4 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else STEPS)
+    main(Path(sys.argv[1]), int(sys.argv[2]))

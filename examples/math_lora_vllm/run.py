@@ -30,18 +30,20 @@ TINY = ("steps=2", "rollout.num_prompts=4", "rollout.samples_per_prompt=4", "eva
 def main() -> None:
     """Run one command after another; what they write is in `.sluice/` in this folder."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="a small warm-started model and additions, on a CPU")
-    parser.add_argument("--tiny", action="store_true", help="the small run without a warm start, for two steps")
+    parser.add_argument("--small", action="store_true", help="a small model and additions, on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="the small run of an untrained model, for two steps")
     parser.add_argument("--curve", default=".sluice/curve.svg", help="the drawing; relative to this folder")
     arguments = parser.parse_args()
 
     commands.enter(__file__)
     run, settings, title = commands.new_run_id("gsm8k"), (), "GSM8K"
     if arguments.small or arguments.tiny:
-        warm_start_steps = 1 if arguments.tiny else 150
+        model = f".sluice/small/model{'-tiny' if arguments.tiny else ''}"
         commands.make_model(".sluice/random")
-        commands.call(sys.executable, "small.py", str(warm_start_steps))
-        settings = (*SMALL, f"model.path=.sluice/small/model-{warm_start_steps}", *(TINY if arguments.tiny else ()))
+        commands.call(sys.executable, "small.py")
+        sft = commands.TINY_SFT if arguments.tiny else ("steps=300",)
+        commands.fine_tune(".sluice/random", ".sluice/small/solutions.jsonl", model, *sft)
+        settings = (*SMALL, f"model.path={model}", *(TINY if arguments.tiny else ()))
         title = "additions worded as in GSM8K, 0.5 M parameters, LoRA, vLLM on a CPU"
     commands.train(run, *settings)
     commands.report(run, arguments.curve, title)

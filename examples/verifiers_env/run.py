@@ -12,14 +12,13 @@ from infra import integrations
 ROWS = Path(integrations.__path__[0]) / "verifiers_rows.py"
 VENV = ".sluice/venv"
 VERIFIERS = "verifiers==0.4.0"
-TINY = ("steps=2", "rollout.num_prompts=4", "rollout.samples_per_prompt=4", "eval.num_prompts=4")
 
 
 def main() -> None:
     """Run one command after another; what they write is in `.sluice/` in this folder."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="a short warm start and two small steps only")
-    parser.add_argument("--seed", type=int, default=0, help="of the model, its warm start and the run")
+    parser.add_argument("--tiny", action="store_true", help="two small steps, of an untrained model")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and its two runs")
     parser.add_argument("--python", help="an interpreter that has verifiers; without it, one is made")
     parser.add_argument("--curve", default=".sluice/curve.svg", help="the drawing; relative to this folder")
     arguments = parser.parse_args()
@@ -27,8 +26,9 @@ def main() -> None:
     commands.enter(__file__)
     python = arguments.python or make_interpreter()
     folder = f".sluice/{'tiny-' if arguments.tiny else ''}seed-{arguments.seed}"
-    make_files = "../guess_the_number/make_files.py"
-    commands.call(sys.executable, make_files, folder, str(arguments.seed), *(["5"] if arguments.tiny else []))
+    seed, tiny_sft = f"seed={arguments.seed}", commands.TINY_SFT if arguments.tiny else ()
+    commands.call(sys.executable, "../guess_the_number/make_files.py", folder, str(arguments.seed))
+    commands.fine_tune(f"{folder}/random", f"{folder}/turns.jsonl", f"{folder}/model", seed, *tiny_sft)
     commands.call(python, ROWS, "config.toml", f"{folder}/tasks.jsonl", "--take", "1000")
     commands.call(python, ROWS, "config.toml", f"{folder}/heldout-tasks.jsonl", "--take", "70")
     run = commands.new_run_id("verifiers")
@@ -38,7 +38,7 @@ def main() -> None:
         f"data.eval_path={folder}/heldout-tasks.jsonl",
         f"environment.python={python}",
     )
-    commands.train(run, f"seed={arguments.seed}", *files, *(TINY if arguments.tiny else ()))
+    commands.train(run, seed, *files, *(commands.TINY if arguments.tiny else ()))
     commands.report(run, arguments.curve, "numbers guessed in three turns")
 
 

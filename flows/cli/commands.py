@@ -56,12 +56,12 @@ def demo(
     ] = "demo",
     steps: Annotated[int | None, typer.Option(help="GRPO steps; default: the config's.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Seed for data, model and training.", min=0)] = 0,
-    tiny: Annotated[bool, typer.Option("--tiny", help="A short warm start and 2 steps, which learn nothing.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="20 steps of SFT and 2 of GRPO, which learn nothing.")] = False,
 ) -> None:
-    """Generate a data set and a tiny model, warm-start the model, and improve it with GRPO."""
-    from flows.cli.demo import RECIPE, TINY, demo_overrides, prepare_demo, require_reasoning_gym
+    """Generate a data set and a tiny model, fine-tune the model on demonstrations, and improve it with GRPO."""
+    from flows.cli.demo import RECIPE, TINY, demo_overrides, prepare, require_reasoning_gym, sft_overrides
     from flows.cli.run import run_training
-    from flows.lifecycle.session import prefect_session, run_flow
+    from flows.lifecycle.session import prefect_session
 
     require_reasoning_gym()
     last = [f"steps={steps}"] if steps else []
@@ -69,9 +69,9 @@ def demo(
     if config.rollout.kind == "vllm":
         from infra.engines.vllm.installation import find_vllm
 
-        find_vllm(config.rollout.python)  # fail now, not after the warm start
+        find_vllm(config.rollout.python)  # fail now, not after supervised fine-tuning
     with prefect_session(config.services, console):
-        run_flow(lambda: prepare_demo(config, TINY if tiny else RECIPE), config.services)
+        prepare(console, config, _load("demo_sft", sft_overrides(seed, tiny)), TINY if tiny else RECIPE)
         run_training(console, config)
 
 

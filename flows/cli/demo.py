@@ -1,4 +1,4 @@
-"""The demo's preparation: problems, a tiny model, and its warm start. Made once per recipe and seed."""
+"""The demo's preparation: problems, a tiny model, and its supervised fine-tuning. Made once per recipe and seed."""
 
 import json
 import random
@@ -9,15 +9,14 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, get_run_logger
+from rich.console import Console
 
-from flows.warmstart import warm_start
+from flows.cli.run import run_training
+from flows.export import export_run
+from infra.storage.runs import RunDirectory, new_run_id
 from schemas.base import Frozen
-from schemas.config.model import ModelConfig
 from schemas.config.run import RunConfig
-from schemas.config.warmstart import WarmstartConfig
 from schemas.errors import ConfigError
-from tasks.stage import operation
 
 Row = dict[str, Any]
 
@@ -25,18 +24,15 @@ SEED_STRIDE = 1_000_000  # reasoning-gym seeds row i with seed + i
 
 
 class DemoRecipe(Frozen):
-    """The demo's task, model and warm start, chosen by measuring."""
+    """The demo's task and model, chosen by measuring."""
 
     task: str
     settings: dict[str, Any]
-    worked_fraction: float  # of the warm start's demonstrations: these write out every step, the others only the sum
-    num_warmstart_rows: int
+    worked_fraction: float  # of the demonstrations: these write out every step, the others only the sum
+    num_demonstrations: int
     num_train_rows: int
     num_eval_rows: int
     model: dict[str, Any]  # fields of Qwen3Config
-    warmstart_rows: int  # per step
-    warmstart_steps: int
-    warmstart_lr: float
 
 
 RECIPE = DemoRecipe(
@@ -51,7 +47,7 @@ RECIPE = DemoRecipe(
         "allow_negation": False,
     },
     worked_fraction=0.4,
-    num_warmstart_rows=20000,
+    num_demonstrations=16000,
     num_train_rows=4000,
     num_eval_rows=256,
     model={
@@ -65,22 +61,35 @@ RECIPE = DemoRecipe(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         "initializer_range": 0.07,
     },
-    warmstart_rows=32,
-    warmstart_steps=550,
-    warmstart_lr=2e-3,
 )
-TINY = RECIPE.replace(num_warmstart_rows=1000, num_train_rows=200, num_eval_rows=32, warmstart_steps=20)
+TINY = RECIPE.replace(num_demonstrations=1000, num_train_rows=200, num_eval_rows=32)
+
+
+def demo_folder(seed: int, tiny: bool = False) -> Path:
+    """Return the folder of the files that are made for a seed."""
+    return Path(f".sluice/demo/{'tiny-' if tiny else ''}seed-{seed}")
 
 
 def demo_overrides(seed: int, tiny: bool = False) -> list[str]:
     """Return the overrides of the demo's config for a seed: the seed, and the files made from it."""
-    folder = f".sluice/demo/{'tiny-' if tiny else ''}seed-{seed}"
+    folder = demo_folder(seed, tiny)
     return [
         *(["steps=2"] if tiny else []),
         f"seed={seed}",
         f"model.path={folder}/model",
         f"data.train_path={folder}/train.parquet",
         f"data.eval_path={folder}/heldout.parquet",
+    ]
+
+
+def sft_overrides(seed: int, tiny: bool = False) -> list[str]:
+    """Return the same of the config of supervised fine-tuning, which trains the model that the demo begins with."""
+    folder = demo_folder(seed, tiny)
+    return [
+        *(["steps=20", "optim.warmup_updates=5"] if tiny else []),
+        f"seed={seed}",
+        f"model.path={folder}/random",
+        f"data.train_path={folder}/demonstrations.parquet",
     ]
 
 
@@ -94,41 +103,51 @@ def require_reasoning_gym() -> None:
         raise ConfigError("the demo's problems need reasoning-gym: pip install 'sluice-rl[demo]'")
 
 
-@flow(name="prepare-demo", flow_run_name="prepare-demo-{config.seed}", persist_result=False)
-async def prepare_demo(config: RunConfig, recipe: DemoRecipe) -> None:
-    """Make what the demo's config names: prompt files and a warm-started model folder."""
+def prepare(console: Console, config: RunConfig, sft: RunConfig, recipe: DemoRecipe) -> None:
+    """Make what the demo's config names, unless it has been made: prompt files, and a fine-tuned model.
+
+    Args:
+        console: Where the summary of supervised fine-tuning goes.
+        config: The demo's config.
+        sft: The config of supervised fine-tuning, which runs where the demo does.
+        recipe: The problems and the model.
+    """
     folder = Path(config.model.path).parent
-    marker = folder / f"made-from-{recipe.digest}"
+    marker = folder / f"made-from-{recipe.digest}-{sft.digest}"
     if marker.exists():
-        get_run_logger().info("problems and warm-started model: %s", folder)
         return
     shutil.rmtree(folder, ignore_errors=True)
-    from infra.models.tiny import make_model  # not at the top: torch is imported with it
-
-    write_files(config, recipe)
-    make_model(folder / "random", seed=config.seed, **recipe.model)
-    await warm_start(_warmstart_config(config, recipe, folder), config.services)
+    make_files(folder, config.seed, recipe)
+    runtime = sft.runtime.replace(runs_dir=config.runtime.runs_dir, device=config.runtime.device)
+    sft = sft.replace(services=config.services, runtime=runtime)
+    run_id = new_run_id(sft.name)
+    run_training(console, sft, run_id)
+    export_run(RunDirectory.at(sft, run_id), Path(config.model.path))
     marker.touch()
 
 
-@operation("problems")
-def write_files(config: RunConfig, recipe: DemoRecipe) -> None:
-    """Write the held-out problems, and the training's and the warm start's without those."""
-    from infra.datasets.reasoning_gym import write_problems  # not at the top: transformers is imported with it
+def make_files(folder: Path, seed: int, recipe: DemoRecipe) -> None:
+    """Write the held-out problems, the training's and the demonstrations without those, and a model without training.
 
-    assert config.data.train_path is not None
-    assert config.data.eval_path is not None
-    heldout = Path(config.data.eval_path)
-    demonstrate = _demonstrate(random.Random(config.seed), recipe.worked_fraction)
+    Args:
+        folder: An empty folder, or one that doesn't exist.
+        seed: Seed of problems and weights.
+        recipe: What to make.
+    """
+    from infra.datasets.reasoning_gym import write_problems  # not at the top: these import transformers
+    from infra.models.tiny import make_model
+
+    demonstrate = _demonstrate(random.Random(seed), recipe.worked_fraction)
+    heldout = folder / "heldout.parquet"
     files: tuple[tuple[Path, int, dict[str, Any]], ...] = (
         (heldout, recipe.num_eval_rows, {}),
-        (Path(config.data.train_path), recipe.num_train_rows, {"exclude": heldout}),
-        (_warmstart_path(config), recipe.num_warmstart_rows, {"exclude": heldout, "edit": demonstrate}),
+        (folder / "train.parquet", recipe.num_train_rows, {"exclude": heldout}),
+        (folder / "demonstrations.parquet", recipe.num_demonstrations, {"exclude": heldout, "edit": demonstrate}),
     )
     for index, (path, size, options) in enumerate(files):
-        seed = (len(files) * config.seed + index) * SEED_STRIDE
-        num_rows = write_problems(path, recipe.task, size=size, seed=seed, settings=recipe.settings, **options)
-        get_run_logger().info("wrote %d %s problems to %s", num_rows, recipe.task, path)
+        start = (len(files) * seed + index) * SEED_STRIDE
+        write_problems(path, recipe.task, size=size, seed=start, settings=recipe.settings, **options)
+    make_model(folder / "random", seed=seed, **recipe.model)
 
 
 def _demonstrate(rng: random.Random, worked_fraction: float) -> Callable[[Row], Row]:
@@ -138,8 +157,8 @@ def _demonstrate(rng: random.Random, worked_fraction: float) -> Callable[[Row], 
         expression = json.loads(row["extra_info"]["metadata"])["expression"]
         total = row["reward_model"]["ground_truth"]
         is_worked = rng.random() < worked_fraction
-        row["reward_model"]["ground_truth"] = work_out(expression) if is_worked else f"={total}"
-        return row
+        answer = work_out(expression) if is_worked else f"={total}"
+        return {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": answer}]}
 
     return edit
 
@@ -150,22 +169,4 @@ def work_out(expression: str) -> str:
     totals = pairwise(accumulate(terms))
     return ", ".join(
         f"{total}+{term}={next_total}" for term, (total, next_total) in zip(terms[1:], totals, strict=True)
-    )
-
-
-def _warmstart_path(config: RunConfig) -> Path:
-    assert config.data.train_path is not None
-    return Path(config.data.train_path).with_name("warmstart.parquet")
-
-
-def _warmstart_config(config: RunConfig, recipe: DemoRecipe, folder: Path) -> WarmstartConfig:
-    return WarmstartConfig(
-        model=ModelConfig(path=str(folder / "random")),
-        data=config.data.replace(train_path=str(_warmstart_path(config))),
-        out_path=config.model.path,
-        steps=recipe.warmstart_steps,
-        num_rows=recipe.warmstart_rows,
-        lr=recipe.warmstart_lr,
-        seed=config.seed,
-        num_threads=config.runtime.num_threads,
     )

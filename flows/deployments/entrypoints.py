@@ -3,18 +3,23 @@
 Each fails with one line if its input is refused; the Prefect UI shows that line as the state's message.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import wraps
 from pathlib import Path
 from typing import ParamSpec
 
 from prefect import flow, get_run_logger
-from prefect.client.schemas.objects import State
-from prefect.states import Completed, Failed
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+from prefect.client.schemas.objects import ConcurrencyLeaseHolder, State
+from prefect.concurrency.asyncio import concurrency
+from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run
+from prefect.states import Completed, Failed, Running
 
 from flows.configs import find_config
-from flows.deployments.pool import hold_pool
-from flows.lifecycle.cancellation import cancellable, rename_flow_run
+from flows.lifecycle.cancellation import cancellable, rename_flow_run, set_state
 from flows.lifecycle.secrets import take_secrets
 from flows.summary import finished_summary
 from flows.train import own_run_id, train_policy
@@ -32,6 +37,8 @@ from tasks.assets import asset_at, checkpoints_of, describe, describe_evaluation
 from tasks.stage import operation
 
 P = ParamSpec("P")
+SLOTS = 1  # of a new pool; a pool of several clusters' worth of GPUs may be given more in the Prefect UI
+LEASE_SECONDS = 60  # after which the slot of a killed run is free again; the shortest that Prefect allows
 
 
 def _one_line_failure(function: Callable[P, Awaitable[State]]) -> Callable[P, Awaitable[State]]:
@@ -208,3 +215,40 @@ def _run_config(config: str, overrides: Sequence[str], run_id: str | None, note:
         take_secrets(stored.services)
         return stored
     return loaded.replace(note=note) if note else loaded
+
+
+def limit_name(pool: str) -> str:
+    """Return the name of a pool's concurrency limit."""
+    return f"sluice-{pool}"
+
+
+@asynccontextmanager
+async def hold_pool(pool: str) -> AsyncIterator[None]:
+    """Hold a slot of the pool during the block; the flow run's state is `Queued` until one is free.
+
+    A lost lease, e.g. while the Prefect server is gone, does not stop the block.
+    """
+    name = limit_name(pool)
+    async with get_client() as client:
+        is_full = await _is_full(client, name)
+    if is_full:
+        message = f"waiting for a slot of the pool {pool!r}, which another run holds"
+        get_run_logger().info(message)
+        await set_state(Running(name="Queued", message=message))
+    holder = ConcurrencyLeaseHolder(type="flow_run", id=flow_run.id)
+    async with concurrency(
+        name, strict=True, lease_duration=LEASE_SECONDS, holder=holder, raise_on_lease_renewal_failure=False
+    ):
+        if is_full:
+            await set_state(Running())
+        yield
+
+
+async def _is_full(client: PrefectClient, name: str) -> bool:
+    """Return whether all slots are taken; create the limit if it doesn't exist."""
+    try:
+        limit = await client.read_global_concurrency_limit_by_name(name)
+    except ObjectNotFound:
+        await client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=SLOTS))
+        return False
+    return limit.active_slots >= limit.limit

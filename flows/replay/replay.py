@@ -20,10 +20,9 @@ from infra.history.diff import (
     worst,
 )
 from infra.history.kept_run import TokenTexts
-from infra.history.logprob_shift import LogprobShift, largest_shifts
 from infra.history.past_weights import History, Start
 from infra.history.stored_step import StoredStep, with_rewards
-from infra.history.weights import UpdateChange, compare_checkpoints, compare_updates
+from infra.history.weights import LogprobShift, UpdateChange, compare_checkpoints, compare_updates, largest_shifts
 from infra.rewards.base import RewardScorer
 from infra.rewards.open import open_reward_scorer
 from infra.storage.runs import RunDirectory

@@ -98,8 +98,7 @@ async def find_failed_queries(run: RunHandle, step: int) -> tuple[FailedQuery, .
     folder = run.config.approval.queries
     if folder is None:
         return ()
-    from infra.history.checks import check_step, load_queries  # here, as runs without queries need no DuckDB
-    from infra.history.sql import RunQueries
+    from infra.history.sql import RunQueries, check_step, load_queries  # here, as runs without queries need no DuckDB
     from infra.history.views import SANDBOX
 
     try:

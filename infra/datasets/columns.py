@@ -5,11 +5,14 @@ from collections.abc import Callable, Iterable
 from schemas.errors import DataError
 
 REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
-SFT_COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"), ("text",))
-"""The columns that a row with a given answer may have: a chat, under either name, a prompt and its completion, a text.
+TOKENS, MASK_COLUMN = ("prompt_ids", "response_ids"), "loss_mask"
+SFT_COLUMNS = (TOKENS, ("messages",), ("conversations",), ("prompt", "completion"), ("text",))
+"""The columns that a row with a given answer may have: tokens of a stored step, perhaps with a mask; a chat, under
+either name; a prompt and its completion; a text.
 
 Of a file with several of these kinds, the first is read."""
 OTHER_COLUMNS = ("extra_info",)
+TOOLS_COLUMN = "tools"  # of a chat with a given answer: JSON schemas
 
 ColumnChoice = Callable[[str, Iterable[str]], list[str]]  # of a file's columns, those to read; by its path
 
@@ -21,7 +24,7 @@ CONVERSION = (
 _TEXT_ONLY = "prompts are text alone; remove the column, and the rows that need it"
 UNSUPPORTED_COLUMNS = {
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _TEXT_ONLY),
-    "tools": "tools are the run's, not a row's; name them in environment.tools, and remove the column",
+    TOOLS_COLUMN: "tools are the run's, not a row's; name them in environment.tools, and remove the column",
     "chat_template_kwargs": "variables of the chat template are the run's, not a row's; set data.chat_template_kwargs, "
     "and remove the column",
 }
@@ -59,4 +62,5 @@ def sft_columns(path: str, names: Iterable[str]) -> list[str]:
     if (found := next((kind for kind in SFT_COLUMNS if {*kind} <= {*names}), None)) is None:
         kinds = ", or ".join(" and ".join(kind) for kind in SFT_COLUMNS)
         raise DataError(f"{path}: it has the columns {', '.join(names)}, but supervised fine-tuning needs {kinds}")
-    return [name for name in names if name in (*found, *UNSUPPORTED_COLUMNS)]
+    optional = (MASK_COLUMN,) if found == TOKENS else ()
+    return [name for name in names if name in (*found, *optional, *UNSUPPORTED_COLUMNS)]

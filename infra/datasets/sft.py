@@ -1,8 +1,9 @@
-"""Rows with given answers, for supervised fine-tuning: chats, prompts with completions, and texts, as tokens.
+"""Rows with given answers, for supervised fine-tuning: chats, prompts with completions, texts, and tokens.
 
 A row's prompt is what comes before its first token with loss, its response what follows up to the last one.
 """
 
+import json
 import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -12,11 +13,18 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from infra.datasets.columns import SFT_COLUMNS, UNSUPPORTED_COLUMNS, sft_columns
+from infra.datasets.columns import (
+    MASK_COLUMN,
+    SFT_COLUMNS,
+    TOKENS,
+    TOOLS_COLUMN,
+    UNSUPPORTED_COLUMNS,
+    sft_columns,
+)
 from infra.datasets.files import read_rows
 from infra.datasets.prompts import PromptDataset, PromptRow
 from infra.datasets.rows import parse_messages
-from infra.models.load import stop_token_ids
+from infra.models.load import num_embeddings, stop_token_ids
 from rl_core.rollout.chat import ChatTemplate, shape_of
 from rl_core.rollout.control_tokens import Messages
 from schemas.config.run import RunConfig
@@ -24,7 +32,6 @@ from schemas.errors import ChatTemplateError, ConfigError, DataError
 from schemas.metrics import Metrics, Single
 
 logger = logging.getLogger(__name__)
-_TOOLS = "chats with tools can't be trained on yet; remove the column, and the rows that need it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,29 +142,34 @@ class _Encoder:
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         assert config.sft is not None
         self._config, self._tokenizer, self._loss_on = config, tokenizer, config.sft.loss_on
-        self._ends = stop_token_ids(config.model, tokenizer)
-        self._chat: ChatTemplate | None = None
+        self._ends, self._num_ids = stop_token_ids(config.model, tokenizer), num_embeddings(config.model)
+        self._chats: dict[str, ChatTemplate] = {}  # by the JSON of their tools
         self._shapes: set[object] = set()  # of chats that the template writes whole
 
     def encode(self, place: str, row: dict[str, Any]) -> SftRow:
         """Return a row as tokens; `place` names it in errors."""
-        for name, advice in (UNSUPPORTED_COLUMNS | {"tools": _TOOLS}).items():
-            if row.get(name) not in (None, "", [], {}):
+        for name, advice in UNSUPPORTED_COLUMNS.items():
+            if name != TOOLS_COLUMN and row.get(name) not in (None, "", [], {}):
                 raise DataError(f"{place}: the column {name!r} can't be part of the row: {advice}")
         kind = next((kind for kind in SFT_COLUMNS if all(row.get(name) is not None for name in kind)), ())
         if not kind:
             sft_columns(place, [name for name, value in row.items() if value is not None])  # raises
-        values = [row[name] for name in kind]
-        if kind == ("text",) or (len(kind) > 1 and all(isinstance(value, str) for value in values)):
+        values, tools = [row[name] for name in kind], _parse_tools(place, row.get(TOOLS_COLUMN))
+        if kind == TOKENS:
+            ids, spans = self._join_tokens(place, values[0], values[1], row.get(MASK_COLUMN))
+        elif kind == ("text",) or (len(kind) > 1 and all(isinstance(value, str) for value in values)):
+            if tools:
+                raise DataError(f"{place}: a text has no place for its tools; write them into it, or give a chat")
             ids, spans = self._encode_texts(place, kind, *values)
         else:
             chats = [_parse_chat(place, name, value) for name, value in zip(kind, values, strict=True)]
             num_given = len(chats[0]) if len(chats) > 1 else 0
-            ids, spans = self._encode_chat(place, list(chain(*chats)), num_given)
+            ids, spans = self._encode_chat(place, list(chain(*chats)), num_given, tools)
+        spans = spans[-1:] if self._loss_on == "last_turn" else spans
         mask = np.zeros(len(ids), dtype=bool)
         for span in [range(len(ids))] if self._loss_on == "all" else spans:
             mask[span.start : span.stop] = True
-        mask[0] = False  # nothing predicts it
+        mask[:1] = False  # nothing predicts it
         if not mask.any():
             raise DataError(f"{place}: none of its tokens has a loss; give it an answer, or remove it")
         first, last = (int(at) for at in np.flatnonzero(mask)[[0, -1]])
@@ -171,6 +183,23 @@ class _Encoder:
             response_ids=tokens[first : last + 1],
             loss_mask=mask[first : last + 1],
         )
+
+    def _join_tokens(self, place: str, prompt: Any, response: Any, mask: Any) -> tuple[list[int], list[range]]:
+        """Return the tokens of prompt and response as they are, and where those with loss are."""
+        for name, ids in zip(TOKENS, (prompt, response), strict=True):
+            if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < self._num_ids for each in ids):
+                raise DataError(
+                    f"{place}: {name} is {ids!r:.80}; expected a list of token ids of {self._config.model.path}, below "
+                    f"{self._num_ids}"
+                )
+        mask = [True] * len(response) if mask is None else mask
+        if not isinstance(mask, list) or len(mask) != len(response) or not {*map(type, mask)} <= {bool}:
+            raise DataError(
+                f"{place}: {MASK_COLUMN} is {mask!r:.80}; expected true or false for each of the {len(response)} "
+                f"tokens of {TOKENS[1]}"
+            )
+        edges = len(prompt) + np.flatnonzero(np.diff([False, *mask, False]))
+        return [*prompt, *response], [range(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
     def _encode_texts(self, place: str, kind: Collection[str], *texts: Any) -> tuple[list[int], list[range]]:
         """Encode a text, or a prompt and its completion, as texts without a chat template, and end them."""
@@ -191,19 +220,24 @@ class _Encoder:
         eos = self._tokenizer.eos_token
         return ids[:-1] if ids[-1:] == [self._tokenizer.eos_token_id] and not text.endswith(eos) else ids
 
-    def _encode_chat(self, place: str, messages: Messages, num_given: int) -> tuple[list[int], list[range]]:
+    def _encode_chat(
+        self, place: str, messages: Messages, num_given: int, tools: list[dict[str, Any]]
+    ) -> tuple[list[int], list[range]]:
         """Encode a chat, of whose turns those in the first `num_given` messages are a prompt's."""
         is_answer = [message["role"] == "assistant" for message in messages]
         if not any(is_answer[num_given:]):
             raise DataError(f"{place}: no message of role 'assistant' to train on; add one, or remove the row")
         try:
-            chat = self._chat = self._chat or ChatTemplate(self._tokenizer, self._config.data.chat_template_kwargs)
-            shape = shape_of(messages)
-            if shape not in self._shapes and (left_out := chat.find_left_out(shape, with_prompt=False)) is not None:
-                raise ChatTemplateError(
-                    f"{chat.name} leaves out the content of message {left_out}, of role {shape[left_out][0]!r}"
-                )
-            self._shapes.add(shape)
+            key, shape = json.dumps(tools), shape_of(messages)
+            if (chat := self._chats.get(key)) is None:
+                chat = ChatTemplate(self._tokenizer, self._config.data.chat_template_kwargs, tools)
+                self._chats[key] = chat
+            if (key, shape) not in self._shapes:
+                if (left_out := chat.find_left_out(shape, with_prompt=False)) is not None:
+                    raise ChatTemplateError(
+                        f"{chat.name} leaves out the content of message {left_out}, of role {shape[left_out][0]!r}"
+                    )
+                self._shapes.add((key, shape))
             if self._loss_on == "all":
                 return chat.encode(messages, with_prompt=False), []
             ids, spans = chat.encode_turns(messages, self._ends)
@@ -211,11 +245,30 @@ class _Encoder:
             raise DataError(
                 f"{place}: {error}; change the row, or give the model's chat_template.jinja {{% generation %}} marks"
             ) from error
-        spans = spans[sum(is_answer[:num_given]) :]
-        return ids, spans[-1:] if self._loss_on == "last_turn" else spans
+        return ids, spans[sum(is_answer[:num_given]) :]
 
 
 def _parse_chat(place: str, name: str, value: Any) -> Messages:
     if name == "completion" and isinstance(value, str):
         value = [{"role": "assistant", "content": value}]
     return parse_messages(place, value, name)
+
+
+def _parse_tools(place: str, value: Any) -> list[dict[str, Any]]:
+    """Return the JSON schemas of a chat's tools: a list, or the JSON text of one.
+
+    Parquet gives all structs of a column the same fields, so that a null is a field which the schema doesn't have.
+    """
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value else value or []
+    except (ValueError, RecursionError):
+        tools = value
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{place}: {TOOLS_COLUMN} is {value!r:.80}; expected a list of JSON schemas, or its JSON text")
+    return [_without_nulls(tool) for tool in tools]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

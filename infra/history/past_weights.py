@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from infra.checkpoints import CheckpointStore, open_checkpoints
-from infra.history.ranges import ranges
+from infra.history.kept_run import ranges
 from infra.history.stored_step import StoredStep
 from infra.storage.lineage import load_fork
 from infra.storage.runs import RunDirectory

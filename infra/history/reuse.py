@@ -11,7 +11,7 @@ from itertools import groupby
 import numpy as np
 import pyarrow as pa
 
-from infra.history.ranges import ranges
+from infra.history.kept_run import ranges
 from infra.storage.lineage import owner_of
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore

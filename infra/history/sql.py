@@ -14,6 +14,7 @@ Views:
 """
 
 import json
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,16 +22,19 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from infra.history.kept_run import KeptRun
-from infra.history.ranges import ranges
+from infra.history.kept_run import KeptRun, ranges
 from infra.history.views import NO_NETWORK, Options, StepQueries, named_columns, one_line
 from infra.storage.lineage import load_fork
 from infra.storage.run_list import run_state
 from infra.storage.runs import RunDirectory
 from schemas.config.folders import DEFAULT_RUNS_DIR
-from schemas.errors import QueryError, RunError
+from schemas.errors import ConfigError, PipelineError, QueryError, RunError
+from schemas.step import FailedQuery
 
 MetricRow = tuple[str, int, str, float]
+STEP = "step"  # the parameter of a saved query, `$step`: the finished step
+CHECK_SECONDS = 300.0  # for all saved queries of a step
+SHOWN_ROWS = 3  # of what a saved query returns
 
 
 def open_runs(*runs: str, runs_dir: str = DEFAULT_RUNS_DIR) -> "RunQueries":
@@ -207,3 +211,37 @@ def _evals_table(directories: Sequence[RunDirectory]) -> pa.Table:
         for report in directory.metrics.evals()
     ]
     return pa.Table.from_pylist(rows, pa.schema([("run_id", pa.string()), *names.items()]))
+
+
+def load_queries(folder: str) -> dict[str, str]:
+    """Return the saved queries of a folder by name: its files that end in `.sql`.
+
+    Raises:
+        ConfigError: There are none, or one is not a query.
+    """
+    queries = {path.stem: path.read_text() for path in sorted(Path(folder).glob("*.sql"))}
+    if not queries:
+        raise ConfigError(f"approval.queries = {folder!r} has no file that ends in .sql; add one, or leave it out")
+    for name, sql in queries.items():
+        try:
+            check_query(sql)
+        except QueryError as error:
+            raise ConfigError(f"approval.queries: {folder}/{name}.sql: {error}") from None
+    return queries
+
+
+def check_step(runs: RunQueries, step: int, queries: dict[str, str]) -> list[FailedQuery]:
+    """Ask all queries about a finished step; return those that have an answer, or none can be found for."""
+    failed, end = [], time.monotonic() + CHECK_SECONDS
+    for name, sql in queries.items():
+        try:
+            if (left := end - time.monotonic()) <= 0:
+                raise QueryError(f"not asked: the queries before it took {CHECK_SECONDS:g} s")
+            table = runs.query(sql, {STEP: step} if f"${STEP}" in sql else None, left)
+        except PipelineError as error:
+            failed.append(FailedQuery(name=name, error=str(error)))
+            continue
+        if table.num_rows:
+            rows = tuple(json.dumps(row, default=str) for row in table.slice(0, SHOWN_ROWS).to_pylist())
+            failed.append(FailedQuery(name=name, num_rows=table.num_rows, rows=rows))
+    return failed

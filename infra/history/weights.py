@@ -1,7 +1,9 @@
-"""Comparison of checkpoints: whether two hold the same bits, and how alike the changes are that two updates made."""
+"""Comparison of checkpoints: whether two hold the same bits, and what two updates changed: weights and log-probs."""
 
 import math
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -10,6 +12,8 @@ from infra.checkpoints import CheckpointStore
 from infra.checkpoints.shards import SUFFIX
 from infra.checkpoints.state import MODEL
 from infra.history.diff import Difference, compare_columns
+from infra.history.stored_step import StoredStep
+from rl_core.columns.jagged import flat_values, row_lengths
 from schemas.base import Frozen
 
 
@@ -20,6 +24,16 @@ class UpdateChange(Frozen):
     norm_ratio: float | None  # |B| / |A|
     norm_a: float
     norm_b: float
+
+
+class LogprobShift(Frozen):
+    """A token, and the change of its log-prob by the same step's update in runs A and B."""
+
+    row: int  # of the rollout's N rows
+    token: int  # its position in the response
+    text: str
+    a: float  # nats
+    b: float
 
 
 def compare_checkpoints(a: CheckpointStore, b: CheckpointStore, version: int) -> tuple[Difference, ...]:
@@ -79,3 +93,33 @@ def _compare(
 
 def _array(tensor: Tensor) -> pa.Array:
     return pa.array((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).flatten().numpy())
+
+
+def largest_shifts(
+    stored: StoredStep,
+    a: Sequence[pa.Array],
+    b: Sequence[pa.Array],
+    texts: Callable[[pa.Array], pa.Array],
+    count: int,
+) -> tuple[LogprobShift, ...]:
+    """Return the trained tokens that either update shifts most, the largest first. N rows, T response tokens.
+
+    Args:
+        stored: The step.
+        a: The log-probs of its tokens before and after A's update, of the axis `response`.
+        b: The same of B's.
+        texts: Returns tokens' texts.
+        count: How many tokens.
+    """
+    shifts = np.stack([flat_values(after) - flat_values(before) for before, after in (a, b)])
+    size = np.where(flat_values(stored.columns["loss_mask"]), np.abs(shifts).max(axis=0), -1.0)
+    order = np.argsort(-size, kind="stable")[:count]
+    order = order[size[order] >= 0]
+    ends = np.cumsum(row_lengths(stored.columns["response_ids"]))
+    rows = np.searchsorted(ends, order, side="right")
+    starts = np.concatenate([[0], ends])[rows]
+    pieces = texts(stored.columns["response_ids"].flatten().take(pa.array(order))).to_pylist()
+    return tuple(
+        LogprobShift(row=int(row), token=int(at - start), text=text, a=float(shifts[0, at]), b=float(shifts[1, at]))
+        for row, at, start, text in zip(rows, order, starts, pieces, strict=True)
+    )

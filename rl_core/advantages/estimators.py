@@ -1,4 +1,4 @@
-"""The registry of advantage estimators: a new one is a config class, a module and a line in `ESTIMATORS`."""
+"""The registry of advantage estimators: a new one is a config class, a function and a line in `ESTIMATORS`."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""Policy losses: `policy_loss` of `LossInputs`; a new one is a config class, a module and a line in `SURROGATES`."""
+"""Policy losses: `policy_loss` of `LossInputs`; a new one is a config class, a function and a line in `SURROGATES`."""
 
 from torch import Tensor
 

@@ -11,8 +11,7 @@ import pyarrow as pa
 import torch
 
 from rl_core.columns.jagged import Array
-from rl_core.padded.geometry import Geometry
-from rl_core.padded.layouts import PaddedLayout, channel_column
+from rl_core.padded.layouts import Geometry, PaddedLayout, channel_column
 from schemas.catalog import column_spec
 from schemas.errors import ColumnError
 

@@ -18,8 +18,7 @@ import torch
 from rl_core.columns.codec import validate
 from rl_core.columns.jagged import Array, token_dtype
 from rl_core.padded.coverage import CoverageReport, are_strings, as_list, dtype_name, reject_dense
-from rl_core.padded.geometry import Geometry
-from rl_core.padded.layouts import PaddedField, PaddedLayout, channel_column, derive
+from rl_core.padded.layouts import Geometry, PaddedField, PaddedLayout, channel_column, derive
 from rl_core.padded.nesting import RunLengths, as_mask, cast_exactly, from_padded, host_array
 from schemas.catalog import Axis, column_spec
 from schemas.errors import ColumnError

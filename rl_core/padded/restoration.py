@@ -14,8 +14,7 @@ import torch
 
 from rl_core.columns.codec import validate
 from rl_core.columns.jagged import as_tensor
-from rl_core.padded.geometry import Geometry
-from rl_core.padded.layouts import PaddedField, PaddedLayout, channel_column, derive, require_names
+from rl_core.padded.layouts import Geometry, PaddedField, PaddedLayout, channel_column, derive, require_names
 from rl_core.padded.nesting import to_padded_at
 from schemas.catalog import column_spec
 

@@ -46,7 +46,8 @@ def test_the_tiny_run(folder: Path, example: Path, workplace: Workplace) -> None
     before = _files(example.parent)
     interpreter = ("--python", str(INTERPRETERS[folder.name])) if folder.name in INTERPRETERS else ()
     printed = workplace.python(str(example.relative_to(workplace.folder) / "run.py"), "--tiny", *interpreter)
-    (metrics,) = example.glob(".sluice/runs/*/metrics.jsonl")
+    runs = example.glob(".sluice/runs/*/metrics.jsonl")
+    (metrics,) = [path for path in runs if "sft-" not in path.parent.name]  # nor the run of supervised fine-tuning
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     rewards = [row["metrics"]["reward"] for row in rows if row["kind"] == "step"]
     assert len(rewards) == 2

@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from infra.datasets.sft import load_rows, load_train_rows
+from infra.models.load import load_tokenizer
 from tests.support.progress import wait_until
 from tests.support.run_results import Run
-from tests.support.sft import MARKED, sft_toml, write_sums
+from tests.support.sft import MARKED, sft_config, sft_toml, write_sums
 from tests.support.workplace import Workplace
 
 STEPS = 6
@@ -111,6 +113,18 @@ def test_history_and_export(place: Workplace, whole: Run) -> None:
     base = AutoModelForCausalLM.from_pretrained(place.folder / "model")
     weights, before = model.get_input_embeddings().weight, base.get_input_embeddings().weight
     assert not torch.equal(weights, before)
+
+
+def test_rows_of_kept_steps_are_rows_to_train_on(place: Workplace, whole: Run) -> None:
+    query = "select prompt_ids, response_ids, loss_mask from rows where step = 1"
+    place.sluice("sql", whole.run_id, query, "--out", "kept.parquet")
+    config, kept = sft_config(place.folder), str(place.folder / "kept.parquet")
+    tokenizer = load_tokenizer(config.model)
+    again = {(*row.prompt_ids, *row.response_ids[row.loss_mask]) for row in load_rows(kept, config, tokenizer)}
+    rows = load_train_rows(config, tokenizer)
+    first = {(*row.prompt_ids, *row.response_ids[row.loss_mask]) for row in rows}
+    assert len(again) == 8
+    assert again < first
 
 
 def test_eval_repeats_the_last_evaluation(place: Workplace, whole: Run) -> None:

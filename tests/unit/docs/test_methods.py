@@ -35,6 +35,15 @@ def test_the_table_of_losses_has_every_kind() -> None:
     assert [codes(kind)[0] for kind, *_ in table("kind")] == list(SURROGATES.kinds)
 
 
+def test_the_how_to_and_the_sentences_name_every_kind() -> None:
+    page = (ROOT / "docs" / "how-to" / "algorithm.md").read_text()
+    for begin, kinds in (("Estimators that are there: ", ESTIMATORS.kinds), ("Losses: ", SURROGATES.kinds)):
+        (line,) = (line for line in page.splitlines() if line.startswith(begin))
+        assert codes(line) == list(kinds)
+    advantages = ALGORITHMS.partition("<!-- kinds: advantage -->")[2].partition("\n## ")[0]
+    assert set(ESTIMATORS.kinds) <= set(codes(advantages))
+
+
 @pytest.mark.parametrize(("key", "values"), [("loss.aggregation", Aggregation), ("kl.estimator", KlEstimator)])
 def test_the_tables_of_values_have_every_value(key: str, values: object) -> None:
     assert [codes(value)[0] for value, *_ in table(f"`{key}`")] == list(get_args(values))

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.history import checks
-from infra.history.checks import check_step, load_queries
-from infra.history.sql import RunQueries
+from infra.history import sql
+from infra.history.sql import RunQueries, check_step, load_queries
 from infra.history.views import SANDBOX
 from infra.storage.runs import RunDirectory
 from schemas.errors import ConfigError, QueryError
@@ -61,7 +60,7 @@ def test_queries_that_take_too_long_or_want_more_have_failed(
 ) -> None:
     (files,) = check_step(opened(run), 3, {"files": "from glob('/etc/*')"})
     assert "disabled by configuration" in str(files.error)
-    monkeypatch.setattr(checks, "LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(sql, "CHECK_SECONDS", 0.1)
     endless, after = check_step(opened(run), 3, {"long": ENDLESS, "next": "select 1"})
     assert endless.error == "the query was stopped after 0.1 s"
     assert after.error == "not asked: the queries before it took 0.1 s"

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from infra.checkpoints.store import CheckpointStore, open_checkpoints
-from infra.history.logprob_shift import largest_shifts
 from infra.history.past_weights import History
 from infra.history.stored_step import StoredStep, with_rewards
-from infra.history.weights import compare_checkpoints, compare_updates
+from infra.history.weights import compare_checkpoints, compare_updates, largest_shifts
 from infra.storage.lineage import Fork, load_fork, save_fork
 from infra.storage.runs import RunDirectory
 from infra.stores.files import ReplayColumnStore

@@ -137,16 +137,53 @@ def test_texts_and_chats_of_sharegpt(folder: Path) -> None:
     assert [marked(folder, row) for row in rows] == ["o[nce<|end|>]", "<|user|>2 + 1 =<|assistant|>[3<|end|>]"]
 
 
+def test_the_template_shows_a_row_s_own_tools(folder: Path) -> None:
+    template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + CHAT_TEMPLATE
+    add, turns = {"name": "add"}, [*chat("2 + 1 =", "add"), {"role": "tool", "content": "3"}, *chat("", "3")[1:]]
+    rows = load(
+        folder,
+        {"messages": turns, "tools": [{**add, "strict": None}]},
+        {"prompt": turns[:3], "completion": "3", "tools": '[{"name": "add"}]'},
+        {"messages": turns[:2], "tools": []},
+        template=template,
+    )
+    shown = '{"name": "add"}<|user|>2 + 1 =<|assistant|>'
+    assert [marked(folder, row) for row in rows] == [
+        shown + "[add<|end|>]<|tool|>3<|assistant|>[3<|end|>]",
+        shown + "add<|end|><|tool|>3<|assistant|>[3<|end|>]",
+        "<|user|>2 + 1 =<|assistant|>[add<|end|>]",
+    ]
+
+
+def test_tokens_of_stored_steps(folder: Path) -> None:
+    (chosen,) = load(folder, {"messages": TWO_TURNS})
+    prompt, response = chosen.prompt_ids.tolist(), chosen.response_ids.tolist()
+    masked = {"prompt_ids": prompt, "response_ids": response, "loss_mask": chosen.loss_mask.tolist()}
+    whole, last = load(folder, masked)[0], load(folder, masked, loss_on="last_turn")[0]
+    assert marked(folder, whole) == marked(folder, chosen)
+    assert marked(folder, last) == marked(folder, load(folder, {"messages": TWO_TURNS}, loss_on="last_turn")[0])
+    (unmasked,) = load(folder, {"prompt_ids": prompt, "response_ids": response})
+    assert unmasked.response_ids.tolist() == response
+    assert unmasked.loss_mask.all()
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "a"}, "row 1: it has the columns question, but supervised fine-tuning needs messages, or"),
+        ({"prompt_ids": [1], "response_ids": [10**6]}, r"row 1: response_ids is \[1000000\]; expected a list of token"),
+        ({"prompt_ids": [1], "response_ids": [2.0]}, r"row 1: response_ids is \[2.0\]; expected a list of token ids"),
+        ({"prompt_ids": [1], "response_ids": [2], "loss_mask": [1]}, "row 1: loss_mask is .* each of the 1 tokens"),
+        ({"prompt_ids": [1], "response_ids": []}, "row 1: none of its tokens has a loss"),
+        ({"prompt_ids": [], "response_ids": []}, "row 1: none of its tokens has a loss"),
+        (
+            {"question": "a"},
+            "row 1: it has the columns question, but supervised fine-tuning needs prompt_ids and response_ids, or",
+        ),
         ({"messages": chat("a")}, "row 1: no message of role 'assistant' to train on"),
         ({"text": 3}, "row 1: text is 3; expected a text"),
-        (
-            {"messages": TWO_TURNS, "tools": [{"type": "function"}]},
-            "'tools' can't be part of the row: chats with tools",
-        ),
+        ({"messages": TWO_TURNS, "tools": "add"}, "tools is 'add'; expected a list of JSON schemas, or its JSON text"),
+        ({"messages": TWO_TURNS, "tools": [{"name": "add"}]}, "the model's chat template has no variable `tools`"),
+        ({"text": "once", "tools": [{"name": "add"}]}, "row 1: a text has no place for its tools"),
         ({"messages": TWO_TURNS, "images": ["x"]}, "'images' can't be part of the row"),
         ({"messages": [{"role": "user"}]}, r"row 1: messages\[0\] is .*; expected strings for role and content"),
         ({"text": "x" * 300}, "row 1: it has 301 tokens, more than sft.max_tokens = 200"),

@@ -15,7 +15,7 @@ from infra.variables import LOCAL_RAY_VARIABLES, RAY_VARIABLES, TORCH_VARIABLES,
 ROOT = Path(__file__).parents[3]
 PROCESSES = (  # what the processes of a command, of a deployment and of a run import first
     *("flows.cli.main", "flows.deployments.execute", "flows.train", "tasks.update", "infra.workers.policy"),
-    *("infra.workers.rollout", "infra.workers.reward", "infra.workers.warmstart", "infra.engines.vllm.start"),
+    *("infra.workers.rollout", "infra.workers.reward", "infra.engines.vllm.start"),
 )
 BENCHMARKS = tuple(module for module, _ in COMMANDS.values())
 # Imports each module in a child, which tells of the variables at its first import of torch or of Ray, and ends there.
