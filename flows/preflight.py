@@ -15,7 +15,8 @@ from infra.datasets import PromptDataset, PromptRow, load_run_prompts
 from infra.datasets.environments import schemas_of_tools
 from infra.datasets.prompts import check_prompts
 from infra.datasets.sft import SftDataset, check_rows, load_rows, load_train_rows
-from infra.engines.families import check_family
+from infra.datasets.teacher_prompts import TeacherPrompts
+from infra.engines.families import check_family, check_scoring
 from infra.engines.vllm.adapters import check_adapters
 from infra.engines.vllm.installation import find_vllm
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
@@ -23,6 +24,7 @@ from infra.environments.open import check_environments, check_tools
 from infra.history.reuse import check_source
 from infra.models.load import (
     build_meta_model,
+    check_same_tokens,
     experts_dtype,
     load_tokenizer,
     max_positions,
@@ -104,6 +106,7 @@ def _check_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, run
     check_prompts(config, prompts, held_out, max_positions(config.model))
     check_answers(config, prompts, held_out)
     check_reuse(config, tokenizer)
+    check_teachers(config, tokenizer, prompts)
     if config.rollout.router_replay:
         experts_dtype(config.model)
     return prompts
@@ -175,6 +178,41 @@ def check_reuse(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
             f"data.reuse.run: run {source.run_id} has the tokens of {path}, which are not those of model.path "
             f"{config.model.path}; choose a run with the same tokenizer and vocabulary size"
         )
+
+
+def check_teachers(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset) -> None:
+    """Check that each row has a teacher, which has the policy's tokens, and that the longest row fits it.
+
+    Raises:
+        ModelError: A teacher can't be read or scored with, or has another tokenizer; the message names it.
+        DataError: A row has no teacher, or its teacher's prompt can't be made.
+        ConfigError: The longest row doesn't fit a teacher, or a micro-batch.
+    """
+    if config.distillation is None:
+        return
+    longest, response = TeacherPrompts(config, tokenizer).longest(prompts), config.rollout.max_response_tokens
+    for name, teacher in config.distillation.teachers.items():
+        model, place = teacher.model or config.model, f"distillation.teachers.{name}"
+        try:
+            check_same_tokens(model, tokenizer)
+            check_scoring(config, model, longest.get(name, 0) + response)
+        except ModelError as error:
+            raise ModelError(str(error).replace("model.path", f"{place}.path")) from None
+        num_tokens = min(num_embeddings(model), num_embeddings(config.model))
+        if config.distillation.reads_top and config.distillation.top_k > num_tokens:
+            raise ConfigError(
+                f"distillation.top_k is {config.distillation.top_k}, more than the {num_tokens} tokens of the policy "
+                f"and {place}; lower it"
+            )
+        if name not in longest:
+            logger.warning("%s teaches no row: no prompt is of a data source that it names", place)
+        limits = {"packing.token_budget": config.packing.token_budget, f"{place}'s positions": max_positions(model)}
+        limit = min(limits, key=lambda each: limits[each])
+        if (tokens := longest.get(name, 0) + response) > limits[limit]:
+            raise ConfigError(
+                f"{place}: its longest prompt and rollout.max_response_tokens are {tokens} tokens, more than {limit}, "
+                f"{limits[limit]}; raise it, or lower rollout.max_response_tokens or {place}.max_prompt_tokens"
+            )
 
 
 def check_urls(config: RunConfig) -> None:

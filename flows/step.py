@@ -9,8 +9,9 @@
                                                                         rewards, texts
     publish (*)         ->      policy rank 0 sends the weights
     next rollout (*)    ->      rollout workers, during all below                             its handle
-    logprob, reference  ->      policy and reference ranks read,        behavior_logprobs,    handles of columns
-                                packed, and append their columns     -> reference_logprobs
+    logprob, reference, ->      ranks of the policy, the reference      behavior_logprobs,    handles of columns
+    teacher                     and the teachers read, packed, and      reference_logprobs,
+                                append their columns                 -> teacher_logprobs
     advantage                   (the driver: rewards and lengths     -> advantages            plan of the update
                                  only, and no token)
     update              ->      policy ranks read their rows, by                              version k + 1,
@@ -20,8 +21,8 @@
 
 Each arrow is waited for, from top to bottom, but for what is marked (*): of an off-policy run (`max_staleness`), the
 weights of version k are published before the scoring, and the next step's rollout overlaps the rest of this step.
-`reference` runs next to `logprob` if it has workers of its own. If workers share GPUs (`SharedGpus`), they are given to
-the engines, to what scores, and to the update in turn, and the rollout begins with the publish.
+`reference` and `teacher` run next to `logprob` if all have devices of their own. If workers share GPUs (`SharedGpus`),
+they are given to the engines, to what scores, and to the update in turn, and the rollout begins with the publish.
 
 A stage's result, a small handle, is committed to the ledger before the next one begins: a restarted driver goes on
 after the last that is there. Tokens and weights pass from worker to worker.
@@ -30,7 +31,7 @@ after the last that is there. Tokens and weights pass from worker to worker.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,7 +59,7 @@ from schemas.rollout import RolloutHandle
 from schemas.step import PolicyHandle, RunHandle, ScoredColumn, Span, StepReport
 from schemas.weights import WeightsTransfer
 from tasks.advantage import compute_step_advantages
-from tasks.logprob import score_behavior, score_reference
+from tasks.logprob import score_behavior, score_reference, score_teachers
 from tasks.operations import enter_scoring, enter_update, publish_weights
 from tasks.put import put_columns
 from tasks.rollout import generate_rollouts
@@ -132,29 +133,39 @@ class SharedGpus:
 async def score_batch(
     run: RunHandle, policy: PolicyHandle, batch: BatchHandle, groups: PackedInts, phase: PhaseTimer
 ) -> dict[str, ScoredColumn]:
-    """Put the rows' `behavior_logprobs`, unless the update computes them, and, with a KL term, `reference_logprobs`.
+    """Put the rows' log-probs under the policy, unless the update computes them, and any reference and teachers.
 
-    Both are computed at the same time where that is faster; `groups` has the group of each row.
+    All are computed at the same time where that is faster; `groups` has the group of each row.
 
     Returns:
         The columns, to be added to the batch in this order, by stage. They don't depend on what ran together.
     """
-    if run.config.scores_behavior and score_together(run.config):
-        # A phase is what the step waits for: `reference` only lasts for as long as the reference takes longer.
-        async with in_background(score_reference(run, policy, batch, groups)) as scoring:
-            scoring.add_done_callback(phase.background("reference scoring"))
-            with phase("logprob"):
-                behavior = await score_behavior(run, policy, batch, groups)
-            with phase("reference"):
-                return {"logprob": behavior, "reference": await scoring}
+    config = run.config
+    passes: dict[str, Callable[[BatchHandle], Coroutine[Any, Any, ScoredColumn]]] = {}
+    if config.scores_behavior:
+        passes["logprob"] = lambda rows: score_behavior(run, policy, rows, groups)
+    if config.kl.coef:
+        passes["reference"] = lambda rows: score_reference(run, policy, rows, groups)
+    if config.distillation:
+        passes["teacher"] = lambda rows: score_teachers(run, policy, rows)
     scores: dict[str, ScoredColumn] = {}
-    if run.config.scores_behavior:
-        with phase("logprob"):
-            scores["logprob"] = await score_behavior(run, policy, batch, groups)
-    if run.config.kl.coef:
-        with phase("reference"):
-            scored = with_groups(batch, [score.group for score in scores.values()])
-            scores["reference"] = await score_reference(run, policy, scored, groups)
+    if len(passes) > 1 and score_together(config):
+        # A phase is what the step waits for: `reference` only lasts for as long as the reference takes longer.
+        first, *others = passes
+        async with AsyncExitStack() as stack:
+            tasks = {}
+            for stage in others:
+                tasks[stage] = await stack.enter_async_context(in_background(passes[stage](batch)))
+                tasks[stage].add_done_callback(phase.background(f"{stage} scoring"))
+            with phase(first):
+                scores[first] = await passes[first](batch)
+            for stage, task in tasks.items():
+                with phase(stage):
+                    scores[stage] = await task
+        return scores
+    for stage, score in passes.items():
+        with phase(stage):
+            scores[stage] = await score(with_groups(batch, [each.group for each in scores.values()]))
     return scores
 
 

@@ -1,7 +1,8 @@
 """The column catalog: all columns with their axis, dtype, unit and producer.
 
 Axes: `row` has one value per sample; `prompt` and `response` are jagged, with one list per sample, whose offsets say
-which tokens exist; `turn` is jagged, too, with a value for each of the model's turns. A column's name is also the name
+which tokens exist; `turn` is jagged, too, with a value for each of the model's turns, and `teacher_prompt` with the
+tokens that a teacher reads in place of the prompt. A column's name is also the name
 of the variable that holds it, everywhere in the code.
 """
 
@@ -11,7 +12,7 @@ from typing import Literal, cast
 from schemas.base import Frozen
 from schemas.errors import ColumnError
 
-Axis = Literal["row", "prompt", "response", "turn"]
+Axis = Literal["row", "prompt", "response", "turn", "teacher_prompt"]
 
 TOKEN_DTYPES = ("uint16", "int32")
 EXPERT_DTYPES = ("uint8", "uint16")
@@ -23,7 +24,7 @@ class ColumnSpec(Frozen):
     name: str
     axis: Axis
     dtypes: tuple[str, ...]  # accepted Arrow value types, as str(pyarrow.DataType)
-    producer: Literal["rollout", "logprob", "reference", "advantage", "other trainers"]
+    producer: Literal["rollout", "logprob", "reference", "teacher", "advantage", "other trainers"]
     unit: str = ""
     nullable: bool = False
     is_vector: bool = False  # each token has as many values, whose number is in the dtype: `uint8[16]`
@@ -32,6 +33,12 @@ class ColumnSpec(Frozen):
 def _experts(axis: Axis) -> ColumnSpec:
     return ColumnSpec(
         name=f"{axis}_experts", axis=axis, dtypes=EXPERT_DTYPES, producer="rollout", unit="expert", is_vector=True
+    )
+
+
+def _teacher_top(what: str, dtypes: tuple[str, ...], unit: str) -> ColumnSpec:
+    return ColumnSpec(
+        name=f"teacher_top_{what}", axis="response", dtypes=dtypes, producer="teacher", unit=unit, is_vector=True
     )
 
 
@@ -49,6 +56,12 @@ CATALOG: dict[str, ColumnSpec] = _by_name(
     ColumnSpec(name="sampler_versions", axis="response", dtypes=("int32",), producer="rollout"),
     ColumnSpec(name="behavior_logprobs", axis="response", dtypes=("float",), producer="logprob", unit="nat"),
     ColumnSpec(name="reference_logprobs", axis="response", dtypes=("float",), producer="reference", unit="nat"),
+    ColumnSpec(
+        name="teacher_prompt_ids", axis="teacher_prompt", dtypes=TOKEN_DTYPES, producer="rollout", unit="token id"
+    ),
+    ColumnSpec(name="teacher_logprobs", axis="response", dtypes=("float",), producer="teacher", unit="nat"),
+    _teacher_top("logprobs", ("float",), "nat"),
+    _teacher_top("ids", TOKEN_DTYPES, "token id"),
     ColumnSpec(name="advantages", axis="row", dtypes=("float",), producer="advantage", unit="reward"),
     ColumnSpec(name="reward", axis="row", dtypes=("float",), producer="rollout", nullable=True),
     ColumnSpec(name="prompt_text", axis="row", dtypes=("string",), producer="rollout"),

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from schemas.base import Frozen
-from schemas.batch import BatchHandle, ColumnGroup, SafeName
+from schemas.batch import BatchHandle, ColumnGroup, EncodedInts, SafeName
 from schemas.config.run import RunConfig
 from schemas.metrics import Metrics
 from schemas.placement import GpuPhase, PhaseMemory
@@ -82,6 +82,13 @@ class ScoreResult(Frozen):
     put: PutResult | None  # None: the rank had no rows
     row_kl: tuple[float, ...] = ()  # n, if the KL term is part of the reward
     telemetry: Metrics = Field(default_factory=dict)  # of this rank
+
+
+class TeacherRows(Frozen):
+    """The rows of a batch that a teacher scores: n, ascending."""
+
+    rows: EncodedInts  # n
+    prompt_lengths: EncodedInts | None = None  # n, tokens; None: it reads the batch's own prompts
 
 
 class UpdateReport(Frozen):

@@ -1,21 +1,25 @@
-"""The scoring stages: log-probs of the stored responses under the policy (behavior) and the reference."""
+"""The scoring stages: log-probs of the stored responses under the policy (behavior), the reference and the teachers."""
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
 
+from infra.ray.actors import call
 from infra.ray.ranks import WorkerGroup
 from infra.stores.open import open_store
 from infra.stores.step_columns import publish_handle
 from infra.workers.launch import get_group
+from infra.workers.layout import teacher_workers
+from infra.workers.placement import score_together
 from rl_core.planning import plan_forward
 from rl_core.planning.plan import rows_by_rank
-from rl_core.views import decode_ints, with_column
+from rl_core.views import decode_ints, select, with_column
 from rl_core.views.integers import IntsLike
 from schemas.batch import BatchHandle
 from schemas.metrics import merge_metrics
 from schemas.plan import ForwardPlan
-from schemas.step import PolicyHandle, RunHandle, ScoredColumn, ScoreResult
+from schemas.step import PolicyHandle, RunHandle, ScoredColumn, ScoreResult, TeacherRows
 from tasks.stage import stage
 
 
@@ -26,7 +30,8 @@ async def score_behavior(
     """Add `behavior_logprobs`: the trainer's log-probs under the weights that sampled; see `plan_scoring`."""
     group = await get_group(run, "policy")
     plan = plan_scoring(run, batch, group, groups)
-    return _with_results(run, batch, plan, await group.call("score", batch, plan, policy.version))
+    results = await group.call("score", batch, plan, policy.version)
+    return _with_results(run, batch, rows_by_rank(plan), results)
 
 
 @stage("reference")
@@ -38,10 +43,43 @@ async def score_reference(
     group = await get_group(run, "reference" if needs_worker else "policy")
     plan = plan_scoring(run, batch, group, groups)
     results = await group.call("score" if needs_worker else "score_reference", batch, plan)
-    return _with_results(run, batch, plan, results)
+    return _with_results(run, batch, rows_by_rank(plan), results)
 
 
-def plan_scoring(run: RunHandle, batch: BatchHandle, group: WorkerGroup, groups: IntsLike | None = None) -> ForwardPlan:
+@stage("teacher")
+async def score_teachers(run: RunHandle, policy: PolicyHandle, batch: BatchHandle) -> ScoredColumn:
+    """Add `teacher_logprobs`: each row's log-probs under its teacher, given the prompt that this one reads."""
+    assert run.config.distillation is not None, "a run without teachers has no such stage"
+    scoring = [_score_teacher(run, policy, batch, name) for name in run.config.distillation.teachers]
+    parts = await asyncio.gather(*scoring) if score_together(run.config) else [await each for each in scoring]
+    rows = np.concatenate([rows for rows, _ in parts])
+    return _with_results(run, batch, rows, [result for _, results in parts for result in results])
+
+
+async def _score_teacher(
+    run: RunHandle, policy: PolicyHandle, batch: BatchHandle, name: str
+) -> tuple[np.ndarray, list[ScoreResult]]:
+    """Have a teacher score its rows; return these, rank by rank, and the ranks' results."""
+    numbers = teacher_workers(run.config).get(name)
+    group = await (get_group(run, "teacher", numbers) if numbers else get_group(run, "policy"))
+    own: TeacherRows = await call(group.ranks[0], "teacher_rows", batch, name)
+    rows = decode_ints(own.rows)
+    if not len(rows):
+        return rows, []
+    mine = select(batch, rows)
+    lengths = mine.prompt_lengths if own.prompt_lengths is None else own.prompt_lengths
+    plan = plan_scoring(run, mine, group, prompt_lengths=decode_ints(lengths))
+    how = ("score", mine, plan) if numbers else ("score_teacher", mine, plan, name, policy.version)
+    return rows[rows_by_rank(plan)], await group.call(*how)
+
+
+def plan_scoring(
+    run: RunHandle,
+    batch: BatchHandle,
+    group: WorkerGroup,
+    groups: IntsLike | None = None,
+    prompt_lengths: IntsLike | None = None,
+) -> ForwardPlan:
     """Deal a batch's rows to the ranks that score them.
 
     Args:
@@ -49,23 +87,21 @@ def plan_scoring(run: RunHandle, batch: BatchHandle, group: WorkerGroup, groups:
         batch: The rows.
         group: The ranks.
         groups: The group of each row, whose prompt is computed once if the config shares prompts; None: of no other.
+        prompt_lengths: Of the prompts that a teacher reads; None: of the batch's own.
     """
     packing = run.config.packing
     return plan_forward(
-        decode_ints(batch.prompt_lengths),
+        decode_ints(batch.prompt_lengths) if prompt_lengths is None else prompt_lengths,
         decode_ints(batch.response_lengths),
         num_ranks=len(group.ranks),
         token_budget=packing.token_budget,
         groups=groups,
-        share_prompts=bool(packing.share_prompts),
+        share_prompts=bool(packing.share_prompts) and groups is not None,
     )
 
 
-def _with_results(
-    run: RunHandle, batch: BatchHandle, plan: ForwardPlan, results: Sequence[ScoreResult]
-) -> ScoredColumn:
+def _with_results(run: RunHandle, batch: BatchHandle, rows: np.ndarray, results: Sequence[ScoreResult]) -> ScoredColumn:
     puts = [result.put for result in results if result.put is not None]
-    rows = rows_by_rank(plan)
     scored = with_column(batch, puts[0].dtypes, [put.chunk for put in puts], rows)
     stored = publish_handle(open_store(run), scored, [put.traffic for put in puts])
     return ScoredColumn(

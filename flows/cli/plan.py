@@ -71,6 +71,7 @@ def _parts(config: RunConfig, plan: Plan, fill: float) -> Iterator[str | Table]:
     if config.sft is not None:
         method = f"SFT, loss {config.loss.kind} on {config.sft.loss_on} tokens"
     yield f"run {config.name}: {config.steps:,} steps; {method}"
+    yield from _distillation(config)
     yield from example_lines(plan.example)
     yield from map(_environment, config.environments)
     reused = f" ({footprint.num_reused:,} of stored groups)" if footprint.num_reused else ""
@@ -126,6 +127,25 @@ def _memory(resources: Resources) -> Iterator[str | Table]:
 
 def _listed(parts: dict[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts.items())
+
+
+def _distillation(config: RunConfig) -> Iterator[str]:
+    """Yield what is learned from teachers, and who teaches which rows."""
+    if (distillation := config.distillation) is None:
+        return
+    factor = distillation.reward_weight
+    reward = f" + {factor:g} x that of the reward" if factor else "; the reward is only reported"
+    term = "reverse KL of the sampled tokens; advantage of a token: {:g} x (teacher's - policy's log-prob)"
+    if distillation.reads_top:
+        what = f"{distillation.divergence} over a teacher's {distillation.top_k} most likely tokens"
+        term = f"{what}; loss of a token: {{:g}} x that"
+    yield f"distillation: on-policy, {term.format(distillation.weight)}{reward}"
+    for name, teacher in distillation.teachers.items():
+        model = "the policy itself" if teacher.path is None else teacher.path
+        rows = f"of data source {', '.join(teacher.data_sources)}" if teacher.data_sources else "of all other sources"
+        rows = "of all rows" if len(distillation.teachers) == 1 and not teacher.data_sources else rows
+        prompt = f"; reads {teacher.prompt!r:.80}" if teacher.prompt else ""
+        yield f"teacher {name} {rows}: {model}{prompt}"
 
 
 def _environment(environment: EnvironmentConfig) -> str:

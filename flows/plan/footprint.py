@@ -26,6 +26,7 @@ from rl_core.columns.jagged import token_dtype
 from rl_core.planning import plan_forward, plan_step
 from rl_core.rollout.chat import decode_texts
 from rl_core.rollout.curriculum import plan_sources
+from rl_core.training.rows import TOP_COLUMNS
 from schemas.base import Frozen
 from schemas.catalog import CATALOG, EXPERT_DTYPES, TOKEN_DTYPES, Axis, column_spec
 from schemas.config.run import RunConfig
@@ -43,6 +44,7 @@ class SimulatedStep:
     samples_per_prompt: int
     max_response_tokens: int
     max_turns: int = 1
+    max_teacher_prompt_tokens: int = 0  # of a teacher that doesn't read the policy's prompts
 
     @property
     def prompt_lengths(self) -> NDArray[np.int64]:
@@ -186,11 +188,13 @@ def _num_micros(config: RunConfig, plan: StepPlan, step: SimulatedStep) -> int:
 def _chunk_bytes(config: RunConfig, dtypes: Mapping[str, str]) -> int:
     """Return the size of a step's Arrow files without rows: one file per worker of each producer."""
     ranks = config.runtime.num_policy_ranks
+    teachers = config.distillation.teachers.values() if config.distillation else ()
     groups = config.rollout.num_prompts, config.data.reuse.num_groups if config.data.reuse else 0
     num_chunks = {
         "rollout": 1 if config.sft else sum(-(-count // config.rollout.prompts_per_batch) for count in groups),
         "logprob": ranks,
         "reference": config.runtime.num_reference_ranks if config.needs_reference_worker else ranks,
+        "teacher": sum(each.num_workers or ranks for each in teachers),
         "advantage": 1,
     }
     total = 0
@@ -263,7 +267,17 @@ def simulate_step(config: RunConfig, fill: float, data: PromptDataset | None = N
     random = np.random.Generator(np.random.PCG64(config.seed))
     lengths = draw_lengths(random, fill, rollout.max_response_tokens, len(prompts))
     turns = max((environment.max_turns for environment in config.environments), default=1)
-    return SimulatedStep(prompts, lengths, lengths, rollout.samples_per_prompt, rollout.max_response_tokens, turns)
+    teachers = config.distillation.teachers.values() if config.distillation else ()
+    longest = max((each.max_prompt_tokens for each in teachers if each.prompt is not None), default=0)
+    return SimulatedStep(
+        prompts=prompts,
+        response_lengths=lengths,
+        loss_tokens=lengths,
+        samples_per_prompt=rollout.samples_per_prompt,
+        max_response_tokens=rollout.max_response_tokens,
+        max_turns=turns,
+        max_teacher_prompt_tokens=longest,
+    )
 
 
 def _first_step(config: RunConfig, data: PromptDataset) -> SimulatedStep:
@@ -305,32 +319,49 @@ def column_dtypes(config: RunConfig, vocab_size: int) -> dict[str, str]:
     token = "uint16" if token_dtype(vocab_size) == np.uint16 else "int32"
     expert = experts_dtype(config.model) if config.rollout.router_replay else ""
     chosen: dict[tuple[str, ...], str] = {TOKEN_DTYPES: token, EXPERT_DTYPES: expert}
-    absent = {"other trainers": True, "logprob": not config.scores_behavior, "reference": not config.kl.coef}
-    absent["advantage"] = config.sft is not None
+    absent = {
+        "other trainers": True,
+        "logprob": not config.scores_behavior,
+        "reference": not config.kl.coef,
+        "teacher": config.distillation is None,
+        "advantage": config.sft is not None,
+    }
     dtypes = {
         name: chosen.get(spec.dtypes, spec.dtypes[0])
         for name, spec in CATALOG.items()
         if not absent.get(spec.producer) and name not in _absent_columns(config)
     }
+    if config.distillation is not None:
+        dtypes |= {name: f"{dtypes[name]}[{config.distillation.top_k}]" for name in TOP_COLUMNS if name in dtypes}
     return {name: dtype for name, dtype in dtypes.items() if dtype}
 
 
 def _absent_columns(config: RunConfig) -> set[str]:
-    """Return the rollout's columns that a run lacks by its settings."""
+    """Return the columns of rollout and teachers that a run lacks by its settings."""
     versions = set() if config.runtime.max_staleness > 1 else {"sampler_versions"}
     turns = {name for name, spec in CATALOG.items() if spec.axis == "turn" or name == "episode_end"}
-    sampled = {"sampler_logprobs"} if config.sft else set()
-    return versions | sampled if config.environments else versions | sampled | turns
+    absent = set(versions)
+    if config.distillation is None or not config.distillation.has_prompts:
+        absent.add("teacher_prompt_ids")
+    if config.distillation is None or not config.distillation.reads_top:
+        absent.update(TOP_COLUMNS)
+    if config.sft is not None:
+        absent.add("sampler_logprobs")
+    return absent if config.environments else absent | turns
 
 
 def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[ColumnBytes, ...]:
-    """Return the size of each column, assuming that a response token has as many bytes of text as a prompt token."""
+    """Return the size of each column, assuming that a response token has as many bytes of text as a prompt token.
+
+    Prompts of teachers are counted at their longest.
+    """
     num_rows, text_bytes = len(step.prompts), _text_bytes(step)
     counts = {
         "row": num_rows,
         "prompt": int(step.prompt_lengths.sum()),
         "response": int(step.response_lengths.sum()),
         "turn": num_rows * step.max_turns,
+        "teacher_prompt": num_rows * step.max_teacher_prompt_tokens,
     }
     columns = []
     for name, dtype in dtypes.items():

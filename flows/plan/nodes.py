@@ -90,6 +90,8 @@ def _columns(config: RunConfig, footprint: Footprint, placement: Placement, coun
     putters: dict[str, Role] = {} if config.sft else {"rollout": "rollout"}
     if config.needs_reference_worker:
         putters["reference"] = "reference"
+    if placement.nodes["teacher"]:
+        putters["teacher"] = "teacher"
     total = 0.0
     for column in footprint.columns:
         role = putters.get(column_spec(column.name).producer, "policy")  # the driver's count as the policy's
@@ -102,11 +104,12 @@ def _columns(config: RunConfig, footprint: Footprint, placement: Placement, coun
 def _loading(model: ModelMemory, workers: tuple[WorkerMemory, ...], counts: Mapping[Role, int]) -> int:
     """Return what loads pass through host memory: an engine's weights, but of a sharded model a tensor's slice."""
     total = 0
+    frozen = {"reference": model.reference, "teacher": model.teacher.policy if model.teacher is not None else None}
     for worker in workers:
         if worker.role in ("rollout", "reward"):
             total += counts[worker.role] * worker.phases.load
             continue
-        weights = model.reference if worker.role == "reference" else model.policy
+        weights = frozen.get(worker.role, model.policy)
         assert weights is not None
         total += counts[worker.role] * (weights.largest // weights.num_ranks)
     return total
@@ -114,9 +117,10 @@ def _loading(model: ModelMemory, workers: tuple[WorkerMemory, ...], counts: Mapp
 
 def _moved_out(config: RunConfig, model: ModelMemory, counts: Mapping[Role, int]) -> dict[Phase, int]:
     """Return what workers keep in host memory while others compute on their GPUs."""
-    weights, reference = model.policy, model.reference
+    weights, reference, teacher = model.policy, model.reference, model.teacher
     optimizer = 0 if config.optim.offload else weights.optimizer * counts["policy"]
     frozen = reference.computed(reference.held) * counts["reference"] if reference else 0
+    frozen += teacher.policy.computed(teacher.policy.held) * counts["teacher"] if teacher else 0
     scored = model.reward.weights * counts["reward"] if model.reward else 0
     engines = engine_weight_bytes(model) * counts["rollout"] if config.model.publishes_adapters else 0
     return {

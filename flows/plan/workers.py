@@ -1,6 +1,7 @@
 """Where each worker of a planned run is, and its device memory by phase; on a CPU, its part of the node's."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -144,6 +145,7 @@ class ModelMemory:
     Attributes:
         policy: The weights of a policy rank, adapters included.
         reference: Those of a reference rank; None without reference workers.
+        teacher: The same of the teacher that takes most, whose weights stand for a policy rank's; None without one.
         reward: Those of a reward worker; None without one.
         whole: All weights of an engine, in float32: with adapters merged, or with room for them as such.
         activations: Of a micro-batch with the most tokens.
@@ -164,6 +166,7 @@ class ModelMemory:
     engine_itemsize: int
     vocab_size: int
     warnings: tuple[str, ...]
+    teacher: "ModelMemory | None" = None
 
     @classmethod
     def of(
@@ -196,11 +199,12 @@ class ModelMemory:
         tokens = footprint.micro_tokens
         if half:
             base.bfloat16()
-        activations, warnings = _activations(config, base, tokens)
+        longest = min(config.max_row_tokens, max_positions(config.model), tokens)
+        activations, warnings = _activations(config, base, tokens, longest)
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(base)  # raises if the model's layers can't be checkpointed
         reward = reward or RewardBytes.of(config, on_gpus=on_gpus)
-        return cls(
+        policy = cls(
             policy=WeightBytes.of(
                 base,
                 runtime.num_policy_ranks // runtime.num_policy_replicas,
@@ -216,10 +220,41 @@ class ModelMemory:
             vocab_size=base.config.get_text_config().vocab_size,
             warnings=(*warnings, *(reward.warnings if reward else ())),
         )
+        teachers = list(_teachers(config, footprint, policy, device))
+        largest = max(teachers, key=lambda each: each.policy.held + each.activations.widest, default=None)
+        missed = (warning for each in teachers for warning in each.warnings)
+        return replace(policy, teacher=largest, warnings=(*policy.warnings, *missed))
 
 
-def _activations(config: RunConfig, model: PreTrainedModel, tokens: int) -> tuple[Activations, tuple[str, ...]]:
-    longest = min(config.max_row_tokens, max_positions(config.model), tokens)
+def _teachers(config: RunConfig, footprint: Footprint, policy: ModelMemory, device: Device) -> Iterator[ModelMemory]:
+    """Yield what the memory of a rank of each teacher with its own weights is computed from."""
+    response = config.rollout.max_response_tokens
+    for teacher in config.distillation.teachers.values() if config.distillation else ():
+        if teacher.model is None:
+            continue
+        base, half = build_meta_model(teacher.model), teacher.model.dtype_on(device) == "bfloat16"
+        weights = WeightBytes.of(base, teacher.num_ranks, bfloat16=half)
+        if half:
+            base.bfloat16()
+        own = teacher.prompt is not None
+        tokens = config.packing.token_budget if own else footprint.micro_tokens
+        longest = (teacher.max_prompt_tokens if own else config.data.max_prompt_tokens) + response
+        longest = min(longest, max_positions(teacher.model), tokens)
+        activations, warnings = _activations(config, base, tokens, longest)
+        vocab_size = base.config.get_text_config().vocab_size
+        yield replace(
+            policy,
+            policy=weights,
+            activations=activations,
+            micro_tokens=tokens,
+            vocab_size=vocab_size,
+            warnings=tuple(f"of a teacher, {warning}" for warning in warnings),
+        )
+
+
+def _activations(
+    config: RunConfig, model: PreTrainedModel, tokens: int, longest: int
+) -> tuple[Activations, tuple[str, ...]]:
     kind = config.packing.kind
     key = (model.config.to_json_string(), config.model.lora, model.dtype, tokens, longest, kind)
     if key not in _TRACED:
@@ -236,7 +271,9 @@ def worker_memory(
     """Return the memory of one worker of each role that the run has."""
     workers = [_policy(config, footprint, model, placement)]
     if model.reference is not None:
-        workers.append(_reference(config, model, model.reference, placement))
+        workers.append(_frozen("reference", config, model, model.reference, placement))
+    if model.teacher is not None:
+        workers.append(_frozen("teacher", config, model.teacher, model.teacher.policy, placement))
     if model.reward is not None:
         workers.append(_reward(config, model.reward, placement))
     if config.sft is None:
@@ -318,7 +355,9 @@ def _policy(config: RunConfig, footprint: Footprint, model: ModelMemory, placeme
     )
 
 
-def _reference(config: RunConfig, model: ModelMemory, weights: WeightBytes, placement: Placement) -> WorkerMemory:
+def _frozen(
+    role: Role, config: RunConfig, model: ModelMemory, weights: WeightBytes, placement: Placement
+) -> WorkerMemory:
     head = _head(config, model, placement, is_update=False)
     forward = scoring_bytes(weights, model.activations, head)
     held = weights.computed(weights.held)  # frozen weights are kept in the compute dtype
@@ -328,7 +367,7 @@ def _reference(config: RunConfig, model: ModelMemory, weights: WeightBytes, plac
     phases = PhaseBytes(load=held, rollout=held, scoring=held + forward, update=held, publish=held)
     if placement.time_shares_gpus:
         phases = phases.replace(rollout=0, update=0, publish=0)
-    return WorkerMemory(role="reference", count=weights.num_ranks, parts=parts, phases=phases)
+    return WorkerMemory(role=role, count=num_workers(config)[role], parts=parts, phases=phases)
 
 
 def _reward(config: RunConfig, reward: RewardBytes, placement: Placement) -> WorkerMemory:

@@ -52,6 +52,11 @@ def write_bundle(directory: RunDirectory, step: int, out: Path, *, is_redacted: 
     (stored,), start, config = history.steps(step, step + 1), history.start(step), directory.config()
     if not Path(config.model.path).is_dir():
         raise RunError(f"model.path {config.model.path} is not a local folder, so that it can't be put into a bundle")
+    if any(teacher.path for teacher in (config.distillation.teachers.values() if config.distillation else ())):
+        raise RunError(
+            f"run {directory.run_id} has teachers with weights of their own, which a bundle doesn't hold, so that its "
+            "step could not be run again; sluice replay runs it where the teachers are"
+        )
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.resolve().parent) as folder:
         copy = RunDirectory(Path(folder, directory.run_id))
         own = _portable(config, MODEL)

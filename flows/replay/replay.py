@@ -1,6 +1,7 @@
 """`sluice replay`: steps of a run computed again from its stored columns, with its own settings or with others."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ from schemas.rollout import RolloutHandle, check_failures
 
 NUM_SHIFTS = 5  # tokens that are reported of each step
 # Of the stages after the rollout: with other ones, the same rows are trained on.
-REPLAYED_SECTIONS = ("reward", "advantage", "overlong", "kl", "correction", "loss", "optim")
+REPLAYED_SECTIONS = ("reward", "advantage", "overlong", "kl", "distillation", "correction", "loss", "optim")
+# What of a teacher the rollout has written into the rows: the prompts that it reads.
+_OF_ROWS = re.compile(r"distillation\.teachers\.\w+(\.(prompt|max_prompt_tokens|data_sources))?")
 # By whom and where these are computed, which may change results by rounding; only keys that a resume may change, too.
 PLACE_KEYS = ("packing.", "runtime.", "services.", "timeouts.", "model.gradient_checkpointing")
 REWARD_COLUMNS = ("prompt_text", "response_text", "answer", "info")
@@ -252,7 +255,7 @@ def changes_rewards(changed: Sequence[str]) -> bool:
 
 
 def _is_section(key: str) -> bool:
-    return key.split(".")[0] in REPLAYED_SECTIONS
+    return key.split(".")[0] in REPLAYED_SECTIONS and not _OF_ROWS.fullmatch(key)
 
 
 def _is_place(key: str) -> bool:

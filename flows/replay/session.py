@@ -27,6 +27,7 @@ from infra.storage.runs import RunDirectory, open_folder
 from infra.stores.files import FsspecColumnStore
 from infra.stores.open import forget_store, open_store
 from infra.workers.launch import get_group, kill_workers, monitored_workers
+from infra.workers.layout import frozen_groups
 from infra.workers.placement import check_resources
 from rl_core.advantages import prepare_updates
 from rl_core.planning.plan import rows_by_rank
@@ -38,7 +39,7 @@ from schemas.rollout import RolloutHandle
 from schemas.step import AdvantageHandle, PolicyHandle, RunHandle, UpdateReport
 from schemas.store import StoreTraffic
 from tasks.advantage import compute_step_advantages
-from tasks.logprob import plan_scoring, score_behavior, score_reference
+from tasks.logprob import plan_scoring, score_behavior, score_reference, score_teachers
 from tasks.update import update_policy
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,11 @@ class ReplaySession:
             scored = await score_reference.fn(self.run, policy, with_groups(batch, groups), rollout.group_ids)
             groups.append(scored.group)
             row_kl = scored.row_kl
-            if config.time_shares_gpus and config.needs_reference_worker:
-                await (await get_group(self.run, "reference")).call("sleep", ("weights",))
+        if config.distillation:
+            groups.append((await score_teachers.fn(self.run, policy, with_groups(batch, groups))).group)
+        if config.time_shares_gpus:
+            for frozen in frozen_groups(config):
+                await (await get_group(self.run, *frozen)).call("sleep", ("weights",))
         batch = with_groups(batch, groups)
         advantage = await compute_step_advantages.fn(self.run, policy, batch, rollout, row_kl)
         update = await update_policy.fn(self.run, policy, advantage)

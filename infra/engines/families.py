@@ -19,6 +19,7 @@ from rl_core.scoring.comparison import one_line_errors, score_alone
 from rl_core.scoring.miniature import LIMIT_TOKENS, build_miniature, single_thread
 from rl_core.scoring.positions import position_limit
 from rl_core.scoring.structure import MAX_DIFFERENCE, relative_difference
+from schemas.config.model import ModelConfig
 from schemas.config.rollout import TransformersRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError, PipelineError, ScoringError
@@ -82,7 +83,7 @@ def check_family(config: RunConfig) -> None:
             samples are to share prompts and can't.
         ModelError: Scoring or the engine computes something else.
     """
-    family, kind = _family_of(config), config.packing.kind
+    family = _family_of(config)
     model, longest = family.config, family.longest
     limit = position_limit(model)
     if limit is not None and longest > limit and config.sft is None:  # scoring has the positions of each row's length
@@ -91,19 +92,35 @@ def check_family(config: RunConfig) -> None:
             f"{model.model_type} model has other positions in rows of more than {limit} (LongRoPE), and no engine "
             f"changes them while it samples; limit both to {limit} tokens together"
         )
-    of_family = f"model.path {config.model.path}: a {model.model_type} model"
-    structure = _structure(family)
-    if structure is not None and (fault := getattr(structure, kind)) is not None:
-        other = structure.padded is None and kind == "packed"
-        advice = 'set packing.kind = "padded", which computes the same' if other else "use a model of another family"
-        raise ModelError(f"{of_family} can't be scored in {kind} rows: {fault}; {advice}")
+    check_scoring(config, config.model, longest)
     samples_here = config.sft is None and isinstance(config.rollout, TransformersRollout)
     if samples_here and (fault := _engine_fault(family)):
         raise ModelError(
-            f"{of_family} can't be sampled from by the embedded engine: {fault}; "
-            'set rollout.kind = "vllm", or use a model of another family'
+            f"model.path {config.model.path}: a {model.model_type} model can't be sampled from by the embedded engine: "
+            f'{fault}; set rollout.kind = "vllm", or use a model of another family'
         )
     with_sharing(config)
+
+
+def check_scoring(config: RunConfig, model: ModelConfig, longest: int) -> None:
+    """Check that scoring computes what a model's own forward computes, on a tiny model of its family.
+
+    Args:
+        config: The run.
+        model: Its model, or a teacher.
+        longest: Tokens of the longest row: only limits below it count.
+
+    Raises:
+        ModelError: Scoring computes something else.
+    """
+    found, kind = load_config(model.path), config.packing.kind
+    structure = _structure(_Family(found.to_json_string(use_diff=False), longest, found))
+    if structure is not None and (fault := getattr(structure, kind)) is not None:
+        other = structure.padded is None and kind == "packed"
+        advice = 'set packing.kind = "padded", which computes the same' if other else "use a model of another family"
+        raise ModelError(
+            f"model.path {model.path}: a {found.model_type} model can't be scored in {kind} rows: {fault}; {advice}"
+        )
 
 
 def with_sharing(config: RunConfig) -> tuple[RunConfig, str]:

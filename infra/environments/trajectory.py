@@ -52,6 +52,11 @@ class Trajectory(Generation):
         turn = self.turns[-1]
         return self.token_ids[len(self.token_ids) - turn.num_tokens - turn.num_bridge_tokens :][: turn.num_tokens]
 
+    @property
+    def feedback(self) -> str:
+        """What the environment answered to the last turn; empty if nothing."""
+        return "\n\n".join(self.turns[-1].observations)
+
     def reward_info(self) -> dict[str, Any]:
         """Return what a reward function gets in `info`, in addition to the data row's own."""
         turns = [

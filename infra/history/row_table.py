@@ -11,7 +11,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from infra.history.kept_run import KeptRun
-from infra.history.token_values import BEHAVIOR, MASK, REFERENCE, SAMPLER, json_safe, row_statistics, token_values
+from infra.history.token_values import (
+    BEHAVIOR,
+    MASK,
+    REFERENCE,
+    SAMPLER,
+    TEACHER,
+    json_safe,
+    row_statistics,
+    token_values,
+)
 from infra.history.views import SANDBOX, StepQueries, named_columns
 from infra.storage.run_list import run_state
 from infra.storage.runs import RunDirectory
@@ -24,7 +33,7 @@ from schemas.errors import MetricError, QueryError, RunError
 from schemas.metric_catalog import metric_spec
 
 TIMEOUT_SECONDS = 10.0
-SCORES = (SAMPLER, BEHAVIOR, REFERENCE, MASK)
+SCORES = (SAMPLER, BEHAVIOR, REFERENCE, TEACHER, MASK)
 FIRST = ("row", "group_id", "reward", "advantages", "num_response_tokens", "finish_reason")  # columns, in order
 LAST = ("policy_version", "sample_id", "answer", "info", "prompt_text", "response_text")
 MAX_ROWS = 200  # of one page

@@ -18,10 +18,11 @@ from schemas.catalog import column_spec
 Scale = Literal["signed", "magnitude", "category"]  # differences; numbers of one sign; labels
 TokenValues = dict[str, NDArray[Any]]  # by name, in the order of the choice: [T] each
 
-ADVANTAGES, GAP, KL, MASK = "advantages", "gap", "kl", "loss_mask"
+ADVANTAGES, GAP, KL, TEACHER_KL, MASK = "advantages", "gap", "kl", "teacher_kl", "loss_mask"
 SAMPLER, BEHAVIOR, REFERENCE = "sampler_logprobs", "behavior_logprobs", "reference_logprobs"
-SIGNED = (ADVANTAGES, GAP, KL, "token_advantages", "token_scores", "token_rewards", "returns", "values")
-FIRST = (ADVANTAGES, GAP, KL, SAMPLER, MASK, "sampler_versions")  # of the choice
+TEACHER = "teacher_logprobs"
+SIGNED = (ADVANTAGES, GAP, KL, TEACHER_KL, "token_advantages", "token_scores", "token_rewards", "returns", "values")
+FIRST = (ADVANTAGES, GAP, KL, TEACHER_KL, SAMPLER, MASK, "sampler_versions")  # of the choice
 
 
 class ValueSpec(Frozen):
@@ -46,7 +47,8 @@ def token_values(columns: Mapping[str, pa.Array], lengths: NDArray[np.int64]) ->
     """Return all values of the tokens of N rows.
 
     `gap` is the behavior minus the sampler's log-prob. `kl` is the k1 estimate: the behavior's log-prob or, in a step
-    that has none, the sampler's, minus the reference's. A token's advantage is that of its turn, if turns have some.
+    that has none, the sampler's, minus the reference's; `teacher_kl` is the same of the teacher. A
+    token's advantage is that of its turn, if turns have some; the teacher's term is not in it.
 
     Args:
         columns: Those of `value_columns`.
@@ -65,6 +67,8 @@ def token_values(columns: Mapping[str, pa.Array], lengths: NDArray[np.int64]) ->
     scored = found.get(BEHAVIOR, found.get(SAMPLER))
     if scored is not None and REFERENCE in found:
         found[KL] = scored - found[REFERENCE]
+    if scored is not None and TEACHER in found:
+        found[TEACHER_KL] = scored - found[TEACHER]
     order = [name for name in FIRST if name in found]
     return {name: found[name] for name in [*order, *(name for name in found if name not in order)]}
 
@@ -75,6 +79,8 @@ def value_spec(name: str) -> ValueSpec:
         return ValueSpec(name=name, title="log-prob gap: behavior - sampler", unit="nat", scale="signed")
     if name == KL:
         return ValueSpec(name=name, title="KL to the reference (k1)", unit="nat", scale="signed")
+    if name == TEACHER_KL:
+        return ValueSpec(name=name, title="reverse KL to the teacher (k1)", unit="nat", scale="signed")
     spec = column_spec(name)
     is_label = spec.dtypes in (("bool",), ("int32",))
     scale: Scale = "category" if is_label else "signed" if name in SIGNED else "magnitude"
@@ -84,7 +90,8 @@ def value_spec(name: str) -> ValueSpec:
 def row_statistics(values: TokenValues, lengths: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
     """Return statistics of each row's trained tokens: [N] each, NaN for a row without one.
 
-    `gap_mean`, `gap_max` (of the absolute gap), `kl_mean` and `sampler_logprob_mean`, of the values that there are.
+    `gap_mean`, `gap_max` (of the absolute gap), `kl_mean`, `teacher_kl_mean` and `sampler_logprob_mean`, of the values
+    that there are.
     """
     rows = np.repeat(np.arange(len(lengths)), lengths)
     trained = values.get(MASK)
@@ -92,7 +99,12 @@ def row_statistics(values: TokenValues, lengths: NDArray[np.int64]) -> dict[str,
     rows = rows[kept]
     counts = np.bincount(rows, minlength=len(lengths))
     found = {}
-    for column, name in (("gap_mean", GAP), ("kl_mean", KL), ("sampler_logprob_mean", SAMPLER)):
+    for column, name in (
+        ("gap_mean", GAP),
+        ("kl_mean", KL),
+        ("teacher_kl_mean", TEACHER_KL),
+        ("sampler_logprob_mean", SAMPLER),
+    ):
         if name in values:
             sums = np.bincount(rows, weights=values[name][kept], minlength=len(lengths))
             found[column] = np.divide(sums, counts, out=np.full(len(lengths), np.nan), where=counts > 0)
@@ -100,7 +112,7 @@ def row_statistics(values: TokenValues, lengths: NDArray[np.int64]) -> dict[str,
         largest = np.zeros(len(lengths))
         np.maximum.at(largest, rows, np.abs(values[GAP][kept], dtype=np.float64))
         found["gap_max"] = np.where(counts > 0, largest, np.nan)
-    order = ("gap_mean", "gap_max", "kl_mean", "sampler_logprob_mean")
+    order = ("gap_mean", "gap_max", "kl_mean", "teacher_kl_mean", "sampler_logprob_mean")
     return {name: found[name] for name in order if name in found}
 
 

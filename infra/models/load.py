@@ -61,12 +61,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         ModelError: The folder, its config or tokenizer files are missing or unreadable; the tokenizer has no chat
             template or end-of-sequence token, or more tokens than the model has embeddings.
     """
-    check_model_folder("model.path", config.path, TOKENIZER_FILES)
-    num_tokens = num_embeddings(config)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.path)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise ModelError(f"model.path {config.path}: the tokenizer can't be loaded: {_one_line(error)}") from error
+    tokenizer, num_tokens = _read_tokenizer(config), num_embeddings(config)
     if tokenizer.chat_template is None:
         raise ModelError(
             f"model.path {config.path}: the tokenizer has no chat template; use an instruction-tuned model's, "
@@ -83,6 +78,33 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             f"model.path {config.path}: the tokenizer's largest token id is {largest}, but the model has "
             f"embeddings for {num_tokens} tokens (0 to {num_tokens - 1}); use the tokenizer of this model"
         )
+    return tokenizer
+
+
+def check_same_tokens(teacher: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a model can score the tokens of a tokenizer; it may have embeddings for more.
+
+    Raises:
+        ModelError: Its folder or its tokenizer can't be read, or has other tokens.
+    """
+    own, given = _read_tokenizer(teacher).get_vocab(), tokenizer.get_vocab()
+    if own == given and num_embeddings(teacher) > max(given.values()):
+        return
+    differ = sorted(token for token in own.keys() | given.keys() if own.get(token) != given.get(token))
+    example = f", such as {differ[0]!r}" if differ else ""
+    raise ModelError(
+        f"model.path {teacher.path}: its tokenizer is not that of the policy ({len(own)} and {len(given)} tokens, of "
+        f"which {len(differ)} differ{example}), so that it can't score the policy's samples; choose a model with the "
+        "same tokenizer"
+    )
+
+
+def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    check_model_folder("model.path", config.path, TOKENIZER_FILES)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.path)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ModelError(f"model.path {config.path}: the tokenizer can't be loaded: {_one_line(error)}") from error
     return tokenizer
 
 

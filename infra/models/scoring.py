@@ -5,7 +5,7 @@ import logging
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from infra.models.load import empty_model, empty_policy, warn_of_unused
+from infra.models.load import empty_model, empty_policy, num_embeddings, warn_of_unused
 from infra.models.weights import load_weights
 from rl_core.training import ScoringModule, shard
 from rl_core.training.sharding import single_rank_mesh
@@ -39,7 +39,14 @@ def load_scoring_module(
     """
     empty = empty_policy(model) if trains else empty_model(model).requires_grad_(False)
     replays = trains and config.rollout.router_replay
-    module = ScoringModule(empty, config.packing, config.rollout.temperature, router_replay=replays)
+    packing = config.packing if model.path == config.model.path else config.packing.replace(share_prompts=False)
+    module = ScoringModule(
+        empty,
+        packing,  # a teacher's rows have prompts of their own
+        config.rollout.temperature,
+        router_replay=replays,
+        num_tokens=num_embeddings(config.model),  # a teacher may have more
+    )
     compute_dtype = model.dtype_on(device.type)
     if mesh is None and compute_dtype != "float32":
         mesh = single_rank_mesh(device.type)

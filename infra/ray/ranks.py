@@ -12,7 +12,7 @@ GRACE_SECONDS = 5  # for the other ranks to report their own errors once one has
 
 
 class WorkerGroup:
-    """All ranks of the run's policy or reference.
+    """All ranks of the run's policy, reference or a teacher.
 
     Args:
         ranks: The ranks' actors by name, in rank order.

@@ -20,6 +20,7 @@ _CHUNKS = {  # by stage
     "put": "rollout",
     "logprob": "behavior",
     "reference": "reference",
+    "teacher": "teacher",
     "advantage": "advantage",
 }
 

@@ -1,12 +1,12 @@
 """Turns on shared GPUs: before a phase, the workers that don't compute in it give up memory, then others take it.
 
-rollout: optimizer, gradients and the reference's weights move out, engines allocate weights, the policy's are published
-to them and move out as well, engines allocate their caches, and reward models move in. scoring: engines give up all,
-reward models move out, the weights of policy and reference move in. update: the reference's move out, the optimizer
-moves in.
+rollout: optimizer, gradients and the weights of reference and teachers move out, engines allocate weights, the policy's
+are published to them and move out as well, engines allocate their caches, and reward models move in. scoring: engines
+give up all, reward models move out, the weights of policy, reference and teachers move in. update: those of the last
+two move out, the optimizer moves in.
 
 Every turn can be repeated, from any state: a worker that was started again holds all of its parts, one that was moved
-before moves nothing, and a policy or reference that is called moves in what the call needs.
+before moves nothing, and a model that is called moves in what the call needs.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from infra.ray.actors import call
 from infra.workers.launch import find_group, find_workers, rollout_pool
-from infra.workers.layout import Role
+from infra.workers.layout import Role, frozen_groups
 from schemas.errors import WorkerLostError
 from schemas.placement import EngineTag, MemoryChange, Part, PhaseMemory
 from schemas.step import RunHandle
@@ -44,13 +44,20 @@ class Turn:
         self._run, self._seconds = run, 0.0
         self._changes: list[tuple[Role, int, MemoryChange]] = []
 
-    async def move(self, role: Role, method: Method, *parts: Part) -> None:
-        """Have all ranks of the policy or the reference `sleep` or `wake`; do nothing if one is missing."""
-        if (group := find_group(self._run, role)) is not None and group.ranks:
+    async def move(self, role: Role, method: Method, *parts: Part, numbers: range | None = None) -> None:
+        """Have all ranks of a group, see `get_group`, `sleep` or `wake`; do nothing if one is missing."""
+        if (group := find_group(self._run, role, numbers)) is not None and group.ranks:
             started = time.perf_counter()
             changes = await group.call(method, parts)
-            self._changes += ((role, rank, change) for rank, change in enumerate(changes))
+            self._changes += (
+                (role, rank, change) for rank, change in enumerate(changes, numbers.start if numbers else 0)
+            )
             self._seconds += time.perf_counter() - started
+
+    async def move_frozen(self, method: Method) -> None:
+        """Have the reference and the teachers `sleep` or `wake`."""
+        for role, numbers in frozen_groups(self._run.config):
+            await self.move(role, method, "weights", numbers=numbers)
 
     async def move_engines(self, workers: Sequence[Any], method: Method, *tags: EngineTag) -> None:
         """Have rollout workers `sleep` or `wake`.
@@ -102,7 +109,7 @@ async def enter_rollout(run: RunHandle, get_workers: GetWorkers, sync: Sync) -> 
         WorkerLostError: An engine, or the policy, died.
     """
     turn, is_missing = Turn(run), len(rollout_pool(run).find()) < run.config.rollout.num_workers
-    await turn.move("reference", "sleep", "weights")
+    await turn.move_frozen("sleep")
     await turn.move("policy", "sleep", *OF_UPDATES)
     if is_missing:  # an engine that starts needs all of its memory
         await turn.move("policy", "sleep", "weights")
@@ -121,7 +128,7 @@ async def enter_scoring(run: RunHandle) -> PhaseMemory:
     turn = Turn(run)
     await turn.sleep_generating()
     await turn.move("policy", "wake", "weights")
-    await turn.move("reference", "wake", "weights")
+    await turn.move_frozen("wake")
     return turn.memory()
 
 
@@ -129,6 +136,6 @@ async def enter_update(run: RunHandle) -> PhaseMemory:
     """Have engines and reward models sleep, move the reference out and all of the policy in, for updates."""
     turn = Turn(run)
     await turn.sleep_generating()
-    await turn.move("reference", "sleep", "weights")
+    await turn.move_frozen("sleep")
     await turn.move("policy", "wake", "weights", "optimizer")
     return turn.memory()

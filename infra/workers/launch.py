@@ -13,7 +13,7 @@ from infra.ray.actors import call, create_actor, find_actor, find_actors, kill_a
 from infra.ray.pool import WorkerPool
 from infra.ray.ranks import WorkerGroup
 from infra.workers.actor import PlacedActor, actor_class
-from infra.workers.layout import Role, num_workers, worker_name, worker_numbers
+from infra.workers.layout import Role, frozen_groups, num_workers, worker_name, worker_numbers
 from infra.workers.placement import place, release
 from schemas.config.run import RunConfig
 from schemas.errors import EngineLostError, WorkerLostError
@@ -32,10 +32,11 @@ _worker = partial(actor_class, base=PlacedActor)
 _CLASSES: dict[Role, type] = {
     "policy": _worker(
         "infra.workers.policy:PolicyWorker",
-        *(*_RANK, *_WEIGHTS, *_POLICY),
+        *(*_RANK, *_WEIGHTS, *_POLICY, "score_teacher", "teacher_rows"),
         *("open_weight_rendezvous", "send_weights"),
     ),
     "reference": _worker("infra.workers.scoring:ReferenceWorker", *_RANK),
+    "teacher": _worker("infra.workers.scoring:TeacherWorker", *_RANK, "teacher_rows"),
     "rollout": _worker(
         "infra.workers.rollout:RolloutWorker",
         *(*_WEIGHTS, *_TURNS, "start", "load_weights", "generate", "put", "describe_reused", "put_reused"),
@@ -58,13 +59,13 @@ async def start_workers(run: RunHandle) -> list[WorkerPlace]:
     Raises:
         PipelineError: What the first worker to fail raised.
     """
-    groups: list[Role] = ["policy", "reference"] if run.config.needs_reference_worker else ["policy"]
     engines = _start_all(run, "rollout")
     if run.config.time_shares_gpus:  # an engine needs its memory to start; then it waits for its turn
         for worker in await _all(engines):
             await call(worker, "sleep", ("weights", "cache"))
         engines = []
-    await _all([*(get_group(run, role) for role in groups), *engines, *_start_all(run, "reward")])
+    groups = [get_group(run, "policy"), *(get_group(run, *group) for group in frozen_groups(run.config))]
+    await _all([*groups, *engines, *_start_all(run, "reward")])
     workers = find_actors(worker_name(run.identity, *worker) for worker in worker_numbers(run.config))
     return list(await asyncio.gather(*(call(worker, "place") for worker in workers.values())))
 
@@ -115,16 +116,22 @@ def find_workers(run: RunHandle, role: Role) -> dict[int, Any]:
     return {names[name]: worker for name, worker in find_actors(names).items()}
 
 
-async def get_group(run: RunHandle, role: Role) -> WorkerGroup:
-    """Find or create the ranks of the run's policy or reference, and have them join one process group.
+async def get_group(run: RunHandle, role: Role, numbers: range | None = None) -> WorkerGroup:
+    """Find or create the ranks of the run's policy, reference or a teacher, and have them join one process group.
 
     If a rank of an earlier group is missing, the others can't continue without it: they are killed, and all ranks are
     created again. The policy then holds the newest checkpoint's version.
 
+    Args:
+        run: The run.
+        role: The ranks' role.
+        numbers: Their numbers among the workers of it; None: all.
+
     Raises:
         PipelineError: A rank's error in loading its weights.
     """
-    found, numbers = find_workers(run, role), range(num_workers(run.config)[role])
+    numbers = range(num_workers(run.config)[role]) if numbers is None else numbers
+    found = find_workers(run, role)
     missing = [rank for rank in numbers if rank not in found]
     created = await asyncio.gather(*(_create_worker(run, role, rank) for rank in missing))
     found.update(zip(missing, created, strict=True))
@@ -134,16 +141,17 @@ async def get_group(run: RunHandle, role: Role) -> WorkerGroup:
         return group
     if incarnations != {""}:
         group.kill()
-        return await get_group(run, role)
+        return await get_group(run, role, numbers)
     rendezvous = await call(group.ranks[0], "open_rendezvous", len(group.ranks))
     await group.call("start", rendezvous)
     return group
 
 
-def find_group(run: RunHandle, role: Role) -> WorkerGroup | None:
-    """Return the run's policy or reference if all its ranks exist; create nothing."""
-    found, numbers = find_workers(run, role), range(num_workers(run.config)[role])
-    ranks = {worker_name(run.identity, role, rank): worker for rank, worker in found.items()}
+def find_group(run: RunHandle, role: Role, numbers: range | None = None) -> WorkerGroup | None:
+    """Return a group of ranks, see `get_group`, if all of them exist; create nothing."""
+    numbers = range(num_workers(run.config)[role]) if numbers is None else numbers
+    found = find_workers(run, role)
+    ranks = {worker_name(run.identity, role, rank): found[rank] for rank in numbers if rank in found}
     return WorkerGroup(ranks) if len(ranks) == len(numbers) else None
 
 

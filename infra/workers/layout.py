@@ -12,7 +12,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.placement import Device
 
-Role = Literal["policy", "reference", "rollout", "reward"]
+Role = Literal["policy", "reference", "teacher", "rollout", "reward"]
 
 
 def worker_name(identity: str, role: Role, number: int = 0) -> str:
@@ -25,6 +25,7 @@ def num_workers(config: RunConfig) -> dict[Role, int]:
     return {
         "policy": config.runtime.num_policy_ranks,
         "reference": config.runtime.num_reference_ranks if config.needs_reference_worker else 0,
+        "teacher": sum(len(numbers) for numbers in teacher_workers(config).values()),
         "rollout": 0 if config.sft is not None else config.rollout.num_workers,
         "reward": sum(model.num_workers for model in reward_models(config.reward)),
     }
@@ -38,6 +39,21 @@ def gpus_per_worker(config: RunConfig, role: Role) -> int:
 def worker_numbers(config: RunConfig) -> list[tuple[Role, int]]:
     """Return the role and number of each of a run's workers."""
     return [(role, number) for role, count in num_workers(config).items() for number in range(count)]
+
+
+def teacher_workers(config: RunConfig) -> dict[str, range]:
+    """Return the numbers of the workers of each teacher that has its own, by its name."""
+    teachers = config.distillation.teachers if config.distillation else {}
+    ends = accumulate((teacher.num_workers for teacher in teachers.values()), initial=0)
+    numbers = zip(teachers, (range(start, end) for start, end in pairwise(ends)), strict=True)
+    return {name: own for name, own in numbers if own}
+
+
+def frozen_groups(config: RunConfig) -> list[tuple[Role, range]]:
+    """Return the groups of ranks that only score: each one's role, and the numbers of its workers."""
+    reference = range(num_workers(config)["reference"])
+    teachers: list[tuple[Role, range]] = [("teacher", numbers) for numbers in teacher_workers(config).values()]
+    return [("reference", reference), *teachers] if reference else teachers
 
 
 def reward_workers(config: RunConfig) -> list[range]:

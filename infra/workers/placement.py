@@ -23,6 +23,7 @@ from infra.workers.layout import (
     bundle_numbers,
     bundle_sizes,
     decide_device,
+    frozen_groups,
     gpus_per_worker,
     gpus_wanted,
     nearest_configs,
@@ -93,18 +94,19 @@ def release(identity: str) -> None:
 
 
 def score_together(config: RunConfig) -> bool:
-    """Return whether behavior and reference log-probs are computed at the same time.
+    """Return whether log-probs of policy, reference and teachers are computed at the same time.
 
-    They are if the ranks of policy and reference have devices of their own; on the same ones, they would only slow each
-    other down. With the KL in the reward, the reference's pass needs the behavior log-probs.
+    They are if the ranks of each have devices of their own; on the same ones, they would only slow each other down.
+    With the KL in the reward, the reference's pass needs the behavior log-probs.
     """
-    if not config.needs_reference_worker or config.kl.in_reward:
+    if not (frozen := frozen_groups(config)) or config.kl.in_reward:
         return False
     if check_resources(config) == "cuda":
         return config.runtime.placement == "separate"
     nodes = _nodes_on_cpu(config)
-    policy, reference = ({nodes[worker] for worker in nodes if worker[0] == role} for role in ("policy", "reference"))
-    return not policy & reference
+    groups = [("policy", range(config.runtime.num_policy_ranks)), *frozen]
+    used = [node for role, numbers in groups for node in {nodes[role, number] for number in numbers}]
+    return len(used) == len(set(used))
 
 
 def _place_on_cpu(config: RunConfig, role: Role, number: int) -> Place:

@@ -194,6 +194,15 @@ class PolicyWorker(ScoringWorker):
                 batch, plan, "reference_logprobs", "reference", "reference", kl=self._config.kl.in_reward
             )
 
+    def score_teacher(self, batch: BatchHandle, plan: ForwardPlan, teacher: str, version: int) -> ScoreResult:
+        """Put `teacher_logprobs` of a teacher that is the policy itself with another prompt, at `version`.
+
+        Raises:
+            VersionError: The worker no longer holds `version`.
+        """
+        self._check_version(version)
+        return self._score_teacher(batch, plan, teacher)
+
     @traced("rl.train")
     def update(self, batch: BatchHandle, plan: StepPlan, version: int) -> UpdateReport | None:
         """Apply the plan's updates to `version`, exactly once; a repeated call returns the recorded report.

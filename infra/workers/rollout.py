@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from infra.datasets import load_run_prompts
 from infra.datasets.prompts import check_prompts
+from infra.datasets.teacher_prompts import open_teacher_prompts
 from infra.engines.base import EngineUsage, RolloutEngine, Sampling, require_awake
 from infra.engines.open import open_engine
 from infra.environments.open import open_episodes
@@ -89,6 +90,7 @@ class RolloutWorker:
         tokenizer = load_tokenizer(config.model)
         self._prompts, held_out = load_run_prompts(config, tokenizer)
         check_prompts(config, self._prompts, held_out, max_positions(config.model))
+        self._teacher_prompts = open_teacher_prompts(config, tokenizer)
         self._vocab_size = num_embeddings(config.model)
         self._stop_token_ids = stop_token_ids(config.model, tokenizer) + config.rollout.stop_token_ids
         self.engine = open_engine(config, tokenizer)
@@ -223,7 +225,7 @@ class RolloutWorker:
             return None
         pending = self._pending[step, shard]
         samples = [sample for sample in pending.samples if sample.group_id in kept]
-        columns = to_columns(samples, pending.policy_version, self._vocab_size, reward_parts)
+        columns = to_columns(samples, pending.policy_version, self._vocab_size, reward_parts, self._teacher_prompts)
         result = self._store_rows(step, shard, columns)
         del self._pending[step, shard]
         return result

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from infra.datasets import PromptRow
+from infra.datasets.teacher_prompts import TeacherPrompts
 from infra.engines.base import Generation, TokenExperts
 from infra.environments.trajectory import Trajectory
 from infra.workers.sampling import ScoredResponse
@@ -31,13 +32,17 @@ class Sample:
 
 
 def to_columns(
-    samples: Sequence[Sample], policy_version: int, vocab_size: int, reward_parts: Sequence[str]
+    samples: Sequence[Sample],
+    policy_version: int,
+    vocab_size: int,
+    reward_parts: Sequence[str],
+    teacher_prompts: TeacherPrompts | None = None,
 ) -> pa.RecordBatch:
     """Flatten `samples` into one record batch of all rollout columns, N rows in order.
 
     It has a `reward_<part>` column for each of `reward_parts`, null for samples without that part. If several versions
     sampled, it has `sampler_versions`, and `policy_version` is that of a row's last token. Of several turns, it has the
-    columns of the axis `turn`, and `episode_end`.
+    columns of the axis `turn`, and `episode_end`. If teachers read other prompts, it has `teacher_prompt_ids`.
     """
     dtype = token_dtype(vocab_size)
     generations = [sample.response.generation for sample in samples]
@@ -58,6 +63,7 @@ def to_columns(
             "group_id": pa.array([sample.group_id for sample in samples], type=pa.int32()),
             "finish_reason": _texts(generation.finish_reason for generation in generations),
             **_turns(trajectories_of(samples)),
+            **_teacher_prompts(samples, teacher_prompts, dtype),
             **_versions(generations, response_lengths, policy_version),
         }
     )
@@ -136,6 +142,22 @@ def _turns(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
         "turn_rewards": jagged(np.array([turn.reward for turn in turns], dtype=np.float32), lengths),
         "episode_end": _texts(trajectory.end for trajectory in trajectories),
     }
+
+
+def _teacher_prompts(
+    samples: Sequence[Sample], prompts: TeacherPrompts | None, dtype: np.dtype
+) -> dict[str, pa.LargeListArray]:
+    if prompts is None:
+        return {}
+    made: dict[tuple[int, str], np.ndarray] = {}  # usually, the samples of a group have the same
+    rows = []
+    for sample in samples:
+        generation = sample.response.generation
+        feedback = generation.feedback if isinstance(generation, Trajectory) else ""
+        if (key := (sample.group_id, feedback)) not in made:
+            made[key] = prompts.encode(sample.prompt, feedback)
+        rows.append(made[key])
+    return {"teacher_prompt_ids": _tokens(rows, dtype)}
 
 
 def _versions(generations: Sequence[Generation], lengths: np.ndarray, version: int) -> dict[str, pa.Array]:

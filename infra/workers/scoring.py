@@ -1,5 +1,9 @@
-"""The base of policy and reference workers: a sharded model that scores its part of a batch's rows."""
+"""The workers that score: a sharded model that computes log-probs of its part of a batch's rows.
 
+The policy is one of them; the reference and the teachers are frozen.
+"""
+
+import json
 import time
 import uuid
 from collections.abc import Collection, Iterator
@@ -11,6 +15,7 @@ import ray
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from infra.models.load import num_embeddings
 from infra.models.scoring import load_scoring_module
 from infra.ray.device import choose_device, set_threads
 from infra.ray.rendezvous import Rendezvous, is_peer_failure, join
@@ -18,23 +23,24 @@ from infra.ray.tracing import start_tracing
 from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
+from infra.workers.layout import teacher_workers
 from infra.workers.offload import Offload, Tensors
 from infra.workers.telemetry import WorkerTelemetry, profiled
 from rl_core.columns.codec import value_dtypes
-from rl_core.columns.jagged import flat_values, jagged, row_lengths
+from rl_core.columns.jagged import flat_values, jagged, row_lengths, token_dtype
 from rl_core.losses.kl import row_kl
 from rl_core.planning.plan import rank_rows
-from rl_core.training import RankRows, score_rows
-from rl_core.training.rows import TOKEN_COLUMNS
+from rl_core.training import RankRows, score_top
+from rl_core.training.rows import TOKEN_COLUMNS, TOP_COLUMNS
 from rl_core.training.sharding import make_mesh, release_gathered
-from rl_core.views import select
+from rl_core.views import encode_ints, select
 from schemas.batch import BatchHandle, ChunkKey
 from schemas.config.model import ModelConfig
-from schemas.errors import PipelineError, WorkerLostError
+from schemas.errors import ColumnError, PipelineError, WorkerLostError
 from schemas.placement import MemoryChange, Part
 from schemas.plan import ForwardPlan
 from schemas.rollout import PutResult
-from schemas.step import ProcessGroupHandle, RunHandle, ScoreResult
+from schemas.step import ProcessGroupHandle, RunHandle, ScoreResult, TeacherRows
 
 
 class ScoringWorker:
@@ -53,6 +59,7 @@ class ScoringWorker:
 
     def __init__(self, run: RunHandle, rank: int = 0, store: ColumnStore | None = None) -> None:
         self._run, self._config, self._rank, self._given_store = run, run.config, rank, store
+        self._number = rank  # among the workers of its role
         self._directory = RunDirectory.of(run)
         self._incarnation = ""  # set by `_load`
         self._mesh: DeviceMesh | None = None
@@ -96,7 +103,7 @@ class ScoringWorker:
         self._module, self._mesh = load_scoring_module(self._config, model, device, mesh, trains=trains)
         self._offload = Offload(self._parts())
         self._group_id = group.group_id if group else uuid.uuid4().hex
-        self._telemetry = WorkerTelemetry(f"{self.role}-{self._rank}", model, device, model.dtype_on(device.type))
+        self._telemetry = WorkerTelemetry(f"{self.role}-{self._number}", model, device, model.dtype_on(device.type))
 
     def _join(self, group: ProcessGroupHandle | None, device: torch.device, num_replicas: int) -> DeviceMesh | None:
         if group is None or group.num_ranks == 1:
@@ -115,6 +122,8 @@ class ScoringWorker:
         *,
         inputs: tuple[str, ...] = TOKEN_COLUMNS,
         kl: bool = False,
+        shard: int | None = None,
+        top_k: int = 0,
     ) -> ScoreResult:
         """Put `column` (float32 nats, response axis): the log-probs of this rank's rows.
 
@@ -124,19 +133,21 @@ class ScoringWorker:
             column: The column's name.
             stage: The stage's name in the chunk's key.
             phase: The step's phase that it is, in measurements and traces.
-            inputs: The columns that it is computed from.
+            inputs: The columns that it is computed from; the first are `TOKEN_COLUMNS`, or stand for them.
             kl: Whether to report each row's KL from its behavior log-probs to these, by the config's estimator.
+            shard: The number in the chunk's key; None: the rank.
+            top_k: How many of the most likely tokens of each position to put as well, as `TOP_COLUMNS`.
         """
         micros, rows = plan.rank(self._rank), rank_rows([plan], self._rank)
         if not len(rows) and self._mesh is None:
             return ScoreResult(put=None)
         mine = select(batch, rows)
         names = (*inputs, "loss_mask", "behavior_logprobs") if kl else inputs
-        columns = self._store.read(mine, names)
+        columns = self._store.read(mine, names).rename_columns([*TOKEN_COLUMNS, *names[len(TOKEN_COLUMNS) :]])
         self.wake(["weights"])
         started = time.perf_counter()
         with self._collective(), profiled(self._run, batch.step, self._telemetry.worker, phase):
-            values = score_rows(self._module, RankRows(rows, columns), micros)
+            values, top, top_ids = score_top(self._module, RankRows(rows, columns), micros, top_k)
         seconds = time.perf_counter() - started
         prompts, responses = (row_lengths(columns[name]) for name in TOKEN_COLUMNS)
         num_tokens = int((prompts + responses).sum())
@@ -147,13 +158,52 @@ class ScoringWorker:
         telemetry |= self._telemetry.memory()
         if not len(rows):
             return ScoreResult(put=None, telemetry=telemetry)
-        stored = pa.record_batch({column: jagged(values, row_lengths(columns["response_ids"]))})
-        key = ChunkKey(run_id=batch.run_id, step=batch.step, stage=stage, shard=self._rank)
+        found = {column: values}
+        if top_k:
+            found |= zip(
+                TOP_COLUMNS, (top, top_ids.astype(token_dtype(num_embeddings(self._config.model)))), strict=True
+            )
+        stored = pa.record_batch({name: jagged(each, responses) for name, each in found.items()})
+        key = ChunkKey(run_id=batch.run_id, step=batch.step, stage=stage, shard=self._rank if shard is None else shard)
         chunk = self._store.put(key, stored, mine)
         self._store.flush()
         put = PutResult(chunk=chunk, dtypes=value_dtypes(stored), traffic=self._store.take_traffic(stage))
         per_row = self._row_kl(columns, values) if kl else ()
         return ScoreResult(put=put, row_kl=per_row, telemetry=telemetry)
+
+    def teacher_rows(self, batch: BatchHandle, teacher: str) -> TeacherRows:
+        """Return which of a batch's rows a teacher scores, and the lengths of the prompts that it reads.
+
+        Raises:
+            ColumnError: The texts were left out, which tell the rows of several teachers apart.
+        """
+        distillation = self._config.distillation
+        assert distillation is not None, "a run without teachers has no rows of theirs"
+        rows = np.arange(batch.num_rows)
+        if len(distillation.teachers) > 1 or distillation.teachers[teacher].data_sources:
+            infos = self._store.read(batch, ["info"])["info"].to_pylist()
+            if not all(infos):
+                raise ColumnError(
+                    f"step {batch.step} has no texts, so that the data sources of its rows, and with them their "
+                    "teachers, aren't known; use a bundle with texts"
+                )
+            names = [distillation.teacher_of(json.loads(info)["data_source"]) for info in infos]
+            rows = np.flatnonzero([name == teacher for name in names])
+        if distillation.teachers[teacher].prompt is None or not len(rows):
+            return TeacherRows(rows=encode_ints(rows))
+        prompts = self._store.read(select(batch, rows), ["teacher_prompt_ids"])["teacher_prompt_ids"]
+        return TeacherRows(rows=encode_ints(rows), prompt_lengths=encode_ints(row_lengths(prompts)))
+
+    def _score_teacher(self, batch: BatchHandle, plan: ForwardPlan, teacher: str) -> ScoreResult:
+        """Put `teacher_logprobs`, and `TOP_COLUMNS`, of this rank's rows, which are all of one teacher."""
+        distillation = self._config.distillation
+        assert distillation is not None, "a run without teachers has nothing to score for them"
+        teachers, top_k = distillation.teachers, distillation.top_k if distillation.reads_top else 0
+        inputs = TOKEN_COLUMNS if teachers[teacher].prompt is None else ("teacher_prompt_ids", "response_ids")
+        shard = list(teachers).index(teacher) + len(teachers) * self._rank
+        return self._score(
+            batch, plan, "teacher_logprobs", "teacher", "teacher", inputs=inputs, shard=shard, top_k=top_k
+        )
 
     def _row_kl(self, columns: pa.RecordBatch, reference: np.ndarray) -> tuple[float, ...]:
         return tuple(
@@ -183,19 +233,54 @@ class ScoringWorker:
             raise WorkerLostError(f"rank {self._rank} lost the other ranks: {error}") from None
 
 
-class ReferenceWorker(ScoringWorker):
-    """One rank of the reference."""
+class FrozenWorker(ScoringWorker):
+    """One rank of a model that only scores."""
 
-    role = "reference"
+    _model: ModelConfig
 
     def start(self, group: ProcessGroupHandle | None = None) -> None:
-        """Load the starting weights, once; see `PolicyWorker.start` for the arguments and errors."""
+        """Load the model's weights, once; see `PolicyWorker.start` for the arguments and errors."""
         if self._incarnation:
             return
         with self._collective():
-            self._load(self._config.model, group, trains=False)
+            self._load(self._model, group, trains=False)
         self._incarnation = self._group_id
+
+
+class ReferenceWorker(FrozenWorker):
+    """One rank of the reference: the starting weights."""
+
+    role = "reference"
+
+    def __init__(self, run: RunHandle, rank: int = 0, store: ColumnStore | None = None) -> None:
+        super().__init__(run, rank, store)
+        self._model = run.config.model
 
     def score(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
         """Put `reference_logprobs` of this rank's rows."""
         return self._score(batch, plan, "reference_logprobs", "reference", "reference", kl=self._config.kl.in_reward)
+
+
+class TeacherWorker(FrozenWorker):
+    """One rank of a teacher.
+
+    Args:
+        run: The run it belongs to.
+        number: Its number among the workers of all teachers.
+        store: The column store; None connects to the run's.
+    """
+
+    role = "teacher"
+
+    def __init__(self, run: RunHandle, number: int = 0, store: ColumnStore | None = None) -> None:
+        (self._teacher, numbers), *_ = (each for each in teacher_workers(run.config).items() if number in each[1])
+        super().__init__(run, number - numbers.start, store)
+        self._number = number
+        assert run.config.distillation is not None
+        model = run.config.distillation.teachers[self._teacher].model
+        assert model is not None, "a teacher with workers has weights of its own"
+        self._model = model
+
+    def score(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
+        """Put `teacher_logprobs` of this rank's rows."""
+        return self._score_teacher(batch, plan, self._teacher)

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from rl_core.losses.base import LossInputs, Surrogate, aggregate, denominator, log_ratio
 from rl_core.losses.correction import correction_weights
+from rl_core.losses.distillation import distill
 from rl_core.losses.kl import kl_estimate
 from rl_core.losses.report import nan_unless_finite, report
 from rl_core.losses.surrogates import (
@@ -16,6 +17,7 @@ from rl_core.losses.surrogates import (
     sapo_loss,
 )
 from rl_core.registry import Registry, entry
+from schemas.config.distillation import DistillationConfig
 from schemas.config.loss import (
     CispoLoss,
     ClippedLoss,
@@ -55,6 +57,7 @@ def policy_loss(
     norm_tokens: float,
     num_loss_tokens: int,
     num_live_sequences: int,
+    distillation: DistillationConfig | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Compute a micro-batch's part of the update's loss, and its metrics.
 
@@ -70,6 +73,7 @@ def policy_loss(
             response length, in tokens.
         num_loss_tokens: Loss tokens of the whole update, over all ranks; from the plan.
         num_live_sequences: Sequences of the whole update with a loss token, over all ranks; from the plan.
+        distillation: How the teacher's log-probs change advantages or loss; None: there is no teacher.
 
     Returns:
         A scalar with gradient, and metrics that merge exactly; the losses of all micro-batches on all ranks add up to
@@ -77,7 +81,8 @@ def policy_loss(
         that is only reported.
 
     Raises:
-        ValueError: The loss, the KL term, the entropy bonus or the correction needs a column that the inputs lack.
+        ValueError: The loss, the KL term, the entropy bonus, the correction or the distillation needs a column that the
+            inputs lack.
 
     Example:
         >>> import torch
@@ -94,17 +99,17 @@ def policy_loss(
         >>> loss.item(), metrics["ratio"].value
         (-0.5, 1.0)
     """
-    trained = inputs.select_trained()
+    trained, divergences, distilled = distill(inputs.select_trained(), distillation)
     surrogate = SURROGATES(loss, trained)
     weights, token_metrics = correction_weights(trained, correction)
     token_losses = surrogate.losses if weights is None else surrogate.losses * weights
     penalties, penalty_metrics = _penalties(trained, loss, kl)
-    token_metrics |= penalty_metrics
+    token_metrics |= penalty_metrics | distilled
     if surrogate.ratio is None:
         token_metrics["cross_entropy"] = -trained.policy_logprobs
     else:
         token_metrics["approx_kl"] = kl_estimate("k3", log_ratio(trained))
-    loss_sum = aggregate(token_losses + penalties, trained, loss.aggregation) + nan_unless_finite(trained)
+    loss_sum = aggregate(token_losses + penalties + divergences, trained, loss.aggregation) + nan_unless_finite(trained)
     update_denominator = denominator(loss.aggregation, norm_tokens, num_loss_tokens, num_live_sequences)
     num_sequences = int((trained.loss_tokens_per_sequence > 0).sum())
     own_denominator = denominator(loss.aggregation, norm_tokens, len(token_losses), num_sequences)

@@ -29,6 +29,9 @@ class LossInputs:
     loss_tokens_per_sequence: Tensor  # [S] int64, true values of loss_mask
     sampler_logprobs: Tensor | None = None  # [T] float32
     reference_logprobs: Tensor | None = None  # [T] float32
+    teacher_logprobs: Tensor | None = None  # [T] float32
+    policy_top_logprobs: Tensor | None = None  # [T, K] float32, with gradient, of the tokens of teacher_top_logprobs
+    teacher_top_logprobs: Tensor | None = None  # [T, K] float32, of a teacher's most likely tokens
     entropy: Tensor | None = None  # [T] float32, with gradient for an entropy bonus
 
     @classmethod
@@ -42,6 +45,9 @@ class LossInputs:
         response_lengths: Tensor,
         sampler_logprobs: Tensor | None = None,
         reference_logprobs: Tensor | None = None,
+        teacher_logprobs: Tensor | None = None,
+        policy_top_logprobs: Tensor | None = None,
+        teacher_top_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
     ) -> "LossInputs":
         """Create inputs for S sequences.
@@ -54,6 +60,9 @@ class LossInputs:
             response_lengths: [S] integer, tokens, with sum T.
             sampler_logprobs: [T] float32; None: the mismatch is neither reported nor corrected.
             reference_logprobs: [T] float32; None: no KL term.
+            teacher_logprobs: [T] float32; None: no distillation.
+            policy_top_logprobs: [T, K] float32, with gradient, of the same tokens as `teacher_top_logprobs`.
+            teacher_top_logprobs: [T, K] float32, of a teacher's most likely tokens; None: only `teacher_logprobs`.
             entropy: [T] float32, of the distributions that predict the tokens; None: no entropy bonus.
 
         Raises:
@@ -67,11 +76,14 @@ class LossInputs:
             "loss_mask": loss_mask,
             "sampler_logprobs": sampler_logprobs,
             "reference_logprobs": reference_logprobs,
+            "teacher_logprobs": teacher_logprobs,
+            "policy_top_logprobs": policy_top_logprobs,
+            "teacher_top_logprobs": teacher_top_logprobs,
             "entropy": entropy,
         }
         num_tokens = int(lengths.sum())
         for name, column in columns.items():
-            if column is not None and column.shape != (num_tokens,):
+            if column is not None and column.shape[:1] != (num_tokens,):
                 raise ValueError(f"{name} has shape {tuple(column.shape)}, but response_lengths add up to {num_tokens}")
         sequence_index = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         return cls(
@@ -83,6 +95,9 @@ class LossInputs:
             loss_tokens_per_sequence=torch.bincount(sequence_index[loss_mask], minlength=len(lengths)),
             sampler_logprobs=sampler_logprobs,
             reference_logprobs=reference_logprobs,
+            teacher_logprobs=teacher_logprobs,
+            policy_top_logprobs=policy_top_logprobs,
+            teacher_top_logprobs=teacher_top_logprobs,
             entropy=entropy,
         )
 

@@ -61,6 +61,9 @@ def nan_unless_finite(trained: LossInputs) -> Tensor:
         trained.behavior_logprobs,
         trained.sampler_logprobs,
         trained.reference_logprobs,
+        trained.teacher_logprobs,
+        trained.policy_top_logprobs,
+        trained.teacher_top_logprobs,
         trained.advantages,
     )
     zeros = [(column * 0).sum() for column in columns if column is not None]

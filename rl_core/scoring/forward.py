@@ -41,6 +41,7 @@ class PackedRow:
     max_seqlen: int  # tokens of the longest sequence, its prompt included
     experts: Tensor | None = None  # [T, C] integer, the experts to replay; None: the model chooses
     shared_keys: tuple[SharedKeys, ...] | None = None  # if sequences share prompts
+    top_ids: Tensor | None = None  # [R, K] int64, further tokens to score at each target's position
 
     def to(self, device: torch.device | str) -> "PackedRow":
         """Return the row with its tensors on `device`."""

@@ -28,9 +28,10 @@ class HeadOptions:
     scale: float  # of the linear layer's output (Cohere, Granite)
     softcap: float | None  # logits become softcap * tanh(logits / softcap)
     chunk_tokens: int  # C
-    top_k: int  # K; 0 for none
+    top_k: int  # K of the most likely tokens; 0 for none, or for given ones
     has_entropy: bool
     has_entropy_grad: bool
+    num_tokens: int | None = None  # the most likely tokens are sought among the first of these; None: among all
 
 
 def lm_head(model: PreTrainedModel) -> nn.Linear:
@@ -48,7 +49,7 @@ def lm_head(model: PreTrainedModel) -> nn.Linear:
 
 
 def score_targets(
-    states: Tensor, head: nn.Linear, targets: Tensor, options: HeadOptions
+    states: Tensor, head: nn.Linear, targets: Tensor, options: HeadOptions, top_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Score one target per hidden state.
 
@@ -57,14 +58,15 @@ def score_targets(
         head: The LM head.
         targets: [R] int64 token ids.
         options: What to compute.
+        top_ids: [R, K] int64 token ids to score in place of the most likely ones; None: these.
 
     Returns:
         Log-probs [R] and entropy [R] (empty unless requested) in nats, the K largest log-probs [R, K] in descending
-        order, and their token ids [R, K] int64. Floats are float32, or float64 for a float64 model. All floats have
-        gradients, the entropy only with `has_entropy_grad`.
+        order or those of `top_ids`, and their token ids [R, K] int64. Floats are float32, or float64 for a float64
+        model. All floats have gradients, the entropy only with `has_entropy_grad`.
     """
     scores: tuple[Tensor, Tensor, Tensor, Tensor] = _Score.apply(  # type: ignore[no-untyped-call]
-        states, head.weight, head.bias, targets, options
+        states, head.weight, head.bias, targets, options, top_ids
     )
     return scores
 
@@ -80,11 +82,13 @@ class _Score(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         options: HeadOptions,
+        given_ids: Tensor | None,
     ) -> tuple[Tensor, ...]:
+        top_ids = targets.new_empty(len(targets), 0) if given_ids is None else given_ids
         projection = _Projection(weight, bias, options)
         parts = [
-            _score_chunk(options, projection.logits(chunk), chosen)
-            for chunk, chosen in _chunks(options, states, targets)
+            _score_chunk(options, projection.logits(chunk), chosen, further)
+            for chunk, chosen, further in _chunks(options, states, targets, top_ids)
         ]
         logprobs, normalizer, entropy, top_logprobs, top_ids = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(states, weight, bias, targets, normalizer, entropy, top_ids)
@@ -118,6 +122,7 @@ class _Score(torch.autograd.Function):
             torch.cat(grad_states) if needs_states else None,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
             None,
         )
@@ -170,10 +175,12 @@ class _Projection:
         return rounded if rounded.is_cuda else rounded.to(self._dtype)
 
 
-def _score_chunk(options: HeadOptions, logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+def _score_chunk(options: HeadOptions, logits: Tensor, targets: Tensor, top_ids: Tensor) -> tuple[Tensor, ...]:
     """Compute log-probs, normalizers and entropy [C], top log-probs and ids [C, K] of [C, V] logits, in place."""
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
-    top, top_ids = logits.topk(options.top_k)
+    if options.top_k:
+        top_ids = logits[:, : options.num_tokens].topk(options.top_k).indices
+    top = logits.gather(-1, top_ids)
     largest = logits.amax(-1)
     logits.sub_(largest[:, None])
     # One exponential per logit, in place unless the entropy needs the logits too.

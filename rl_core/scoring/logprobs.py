@@ -24,7 +24,7 @@ class TokenScores(NamedTuple):
 
     logprobs: Tensor  # [R], with gradient
     entropy: Tensor | None  # [R], of the predicting distributions; with gradient if requested
-    top_logprobs: Tensor | None  # [R, K], in descending order, with gradient
+    top_logprobs: Tensor | None  # [R, K], in descending order or that of the row's `top_ids`, with gradient
     top_ids: Tensor | None  # [R, K] int64, the tokens of `top_logprobs`
 
 
@@ -36,6 +36,7 @@ def packed_scores(
     chunk_tokens: int,
     entropy: EntropyMode = False,
     top_k: int = 0,
+    num_tokens: int | None = None,
 ) -> TokenScores:
     """Score every response token under the model at a temperature.
 
@@ -49,7 +50,8 @@ def packed_scores(
         chunk_tokens: C, the number of tokens whose logits exist at once.
         entropy: Whether to compute the entropy of each predicting distribution, to report it or to train on it.
             "no_grad" adds one pass over the logits to the forward and nothing to the backward.
-        top_k: K, the number of most likely tokens to return; 0 for none.
+        top_k: K, the number of most likely tokens to return; 0 for none, or for those of the row, `row.top_ids`.
+        num_tokens: The most likely tokens are sought among the first of these; None: among all.
 
     Returns:
         The scores. Those that weren't requested are None.
@@ -58,9 +60,9 @@ def packed_scores(
         ScoringError: The model's attention or LM head isn't supported, or a sequence is longer than its positions.
         ValueError: `temperature`, `chunk_tokens` or `top_k` is out of range.
     """
-    options = _head_options(model, temperature, chunk_tokens, entropy, top_k)
+    options = _head_options(model, temperature, chunk_tokens, entropy, top_k, num_tokens)
     states = packed_hidden_states(model, row).index_select(0, row.predict_index)
-    return score_hidden_states(model, states, row.targets, options)
+    return score_hidden_states(model, states, row.targets, options, row.top_ids)
 
 
 def padded_scores(
@@ -71,6 +73,7 @@ def padded_scores(
     chunk_tokens: int,
     entropy: EntropyMode = False,
     top_k: int = 0,
+    num_tokens: int | None = None,
 ) -> TokenScores:
     """Compute the result of `packed_scores` by a right-padded forward with a mask and the model's own attention.
 
@@ -83,6 +86,7 @@ def padded_scores(
         chunk_tokens: C.
         entropy: Whether to compute the entropy.
         top_k: K.
+        num_tokens: Among how many tokens they are sought.
 
     Returns:
         The scores, in the same order.
@@ -92,9 +96,11 @@ def padded_scores(
             positions.
         ValueError: `temperature`, `chunk_tokens` or `top_k` is out of range.
     """
-    options = _head_options(model, temperature, chunk_tokens, entropy, top_k)
+    options = _head_options(model, temperature, chunk_tokens, entropy, top_k, num_tokens)
     states, index = padded_hidden_states(model, row)
-    return score_hidden_states(model, states.index_select(0, index[row.predict_index]), row.targets, options)
+    return score_hidden_states(
+        model, states.index_select(0, index[row.predict_index]), row.targets, options, row.top_ids
+    )
 
 
 @torch.no_grad()
@@ -120,23 +126,31 @@ def packed_logprobs(model: PreTrainedModel, row: PackedRow, *, temperature: floa
     return packed_scores(model, row, temperature=temperature, chunk_tokens=chunk_tokens).logprobs
 
 
-def score_hidden_states(model: PreTrainedModel, states: Tensor, targets: Tensor, options: HeadOptions) -> TokenScores:
-    """Score targets [R] from the hidden states [R, hidden] that predict them.
+def score_hidden_states(
+    model: PreTrainedModel, states: Tensor, targets: Tensor, options: HeadOptions, top_ids: Tensor | None = None
+) -> TokenScores:
+    """Score targets [R], and `top_ids` [R, K] if given, from the hidden states [R, hidden] that predict them.
 
     Raises:
         ScoringError: The model's LM head isn't supported.
     """
-    logprobs, entropy, top_logprobs, top_ids = score_targets(states, lm_head(model), targets, options)
+    logprobs, entropy, top_logprobs, found_ids = score_targets(states, lm_head(model), targets, options, top_ids)
+    has_top = options.top_k or top_ids is not None
     return TokenScores(
         logprobs=logprobs,
         entropy=entropy if options.has_entropy else None,
-        top_logprobs=top_logprobs if options.top_k else None,
-        top_ids=top_ids if options.top_k else None,
+        top_logprobs=top_logprobs if has_top else None,
+        top_ids=found_ids if has_top else None,
     )
 
 
 def _head_options(
-    model: PreTrainedModel, temperature: float, chunk_tokens: int, entropy: EntropyMode, top_k: int
+    model: PreTrainedModel,
+    temperature: float,
+    chunk_tokens: int,
+    entropy: EntropyMode,
+    top_k: int,
+    num_tokens: int | None = None,
 ) -> HeadOptions:
     config = model.config.get_text_config()
     if not temperature > 0 or chunk_tokens < 1:
@@ -153,6 +167,7 @@ def _head_options(
         top_k=top_k,
         has_entropy=bool(entropy),
         has_entropy_grad=entropy == "grad",
+        num_tokens=num_tokens,
     )
 
 

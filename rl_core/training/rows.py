@@ -1,7 +1,8 @@
 """The rows of a step that one rank reads, and their log-probs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from schemas.plan import MicroBatch
 
 TOKEN_COLUMNS = ("prompt_ids", "response_ids")
 EXPERT_COLUMNS = ("prompt_experts", "response_experts")
+TOP_COLUMNS = ("teacher_top_logprobs", "teacher_top_ids")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,7 @@ class RankRows:
 
 
 def packed_row(columns: pa.RecordBatch, num_tokens: int | None = None) -> PackedRow:
-    """Pack the tokens of all rows of `columns`: `TOKEN_COLUMNS`, and `EXPERT_COLUMNS` if experts are replayed.
+    """Pack the tokens of all rows: `TOKEN_COLUMNS`, and `EXPERT_COLUMNS` and a teacher's top tokens if there are.
 
     Args:
         columns: The rows.
@@ -67,7 +69,9 @@ def packed_row(columns: pa.RecordBatch, num_tokens: int | None = None) -> Packed
             f"a micro-batch of {len(prompt_lengths)} rows has {len(row.input_ids)} tokens, but is planned for "
             f"{planned}: prompts of a group differ, which the plan takes for equal; set packing.share_prompts = false"
         )
-    return row
+    if (top := TOP_COLUMNS[1]) not in columns.schema.names:
+        return row
+    return replace(row, top_ids=as_tensor(columns[top]).to(torch.int64))
 
 
 def token_advantages(columns: pa.RecordBatch) -> torch.Tensor:
@@ -82,27 +86,43 @@ def token_advantages(columns: pa.RecordBatch) -> torch.Tensor:
     return torch.from_numpy(advantages_of_turns(*(columns[name] for name in TURN_COLUMNS)))
 
 
-@torch.no_grad()
 def score_rows(module: ScoringModule, rows: RankRows, micros: Sequence[MicroBatch]) -> NDArray[np.float32]:
-    """Compute the log-probs of the rows' responses.
+    """Return only the log-probs of `score_top`: [R] float32."""
+    return score_top(module, rows, micros, 0)[0]
+
+
+@torch.no_grad()
+def score_top(
+    module: ScoringModule, rows: RankRows, micros: Sequence[MicroBatch], top_k: int
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Compute the log-probs of the rows' responses, and of the K most likely tokens at each position.
 
     Args:
         module: The model.
         rows: The rows, with `TOKEN_COLUMNS`, and `EXPERT_COLUMNS` if experts are replayed.
         micros: The micro-batches; a dummy only takes part in the other ranks' collectives.
+        top_k: K.
 
     Returns:
-        [R] float32, nats, in the order of `rows`.
+        [R] and [R, K] float32, nats, the latter in descending order, and their token ids, [R, K] int64; in the order
+        of `rows`.
     """
     device = next(module.parameters()).device
     lengths = row_lengths(rows.columns["response_ids"])
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    values = np.empty(int(starts[-1]), dtype=np.float32)
+    size = int(starts[-1])
+    values: tuple[NDArray[Any], NDArray[Any], NDArray[Any]] = (
+        np.empty(size, np.float32),
+        np.empty((size, top_k), np.float32),
+        np.empty((size, top_k), np.int64),
+    )
     for micro in micros:
         with record_function("forward"):
-            logprobs = module(packed_row(rows.take(micro.rows), micro.num_tokens).to(device)).logprobs.cpu().numpy()
+            scores = module(packed_row(rows.take(micro.rows), micro.num_tokens).to(device), top_k=top_k)
         at = np.searchsorted(rows.rows, np.asarray(micro.rows, dtype=np.int64))
-        for row, part in zip(at, np.split(logprobs, np.cumsum(lengths[at])[:-1]), strict=bool(len(at))):
-            values[starts[row] : starts[row + 1]] = part
+        found = (scores.logprobs, scores.top_logprobs, scores.top_ids) if top_k else (scores.logprobs,)
+        for all_values, own in zip(values, found, strict=False):
+            for row, part in zip(at, np.split(own.cpu().numpy(), np.cumsum(lengths[at])[:-1]), strict=bool(len(at))):
+                all_values[starts[row] : starts[row + 1]] = part
     release_gathered(module)
     return values

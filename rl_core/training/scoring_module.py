@@ -32,19 +32,27 @@ class ScoringModule(nn.Module):
         packing: Packed or padded, and the number of tokens whose logits exist at once.
         temperature: The sampler's temperature.
         router_replay: Whether the experts of tokens can be given, in rows.
+        num_tokens: The most likely tokens are sought among the first of these; None: among all.
 
     Raises:
         ModelError: They can't be given to models of this family.
     """
 
     def __init__(
-        self, model: PreTrainedModel, packing: PackingConfig, temperature: float, *, router_replay: bool = False
+        self,
+        model: PreTrainedModel,
+        packing: PackingConfig,
+        temperature: float,
+        *,
+        router_replay: bool = False,
+        num_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self._replay = RouterReplay(model) if router_replay else None
         self.model = model
         self._chunk_tokens, self._temperature = packing.logits_chunk_tokens, temperature
         self._shares_prompts = bool(packing.share_prompts)
+        self._num_tokens = num_tokens
         if packing.kind == "packed":
             use_packed_attention(model)
             self._scores = packed_scores
@@ -77,6 +85,7 @@ class ScoringModule(nn.Module):
             chunk_tokens=self._chunk_tokens,
             entropy=entropy,
             top_k=top_k,
+            num_tokens=self._num_tokens,
         )
 
     def probe(self) -> None:

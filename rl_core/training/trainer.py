@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_core.columns.jagged import TURN_COLUMNS, as_tensor
 from rl_core.losses import LossInputs, policy_loss
 from rl_core.training.optimizer import clip_gradients, learning_rate, make_optimizer
-from rl_core.training.rows import EXPERT_COLUMNS, TOKEN_COLUMNS, RankRows, packed_row, token_advantages
+from rl_core.training.rows import EXPERT_COLUMNS, TOKEN_COLUMNS, TOP_COLUMNS, RankRows, packed_row, token_advantages
 from rl_core.training.scoring_module import ScoringModule
 from rl_core.training.sharding import all_gather_object, sync_gradients
 from rl_core.training.stopwatch import Stopwatch, time_collectives
@@ -42,6 +42,8 @@ def _loss_columns(config: RunConfig) -> tuple[str, ...]:
     scored = {
         "behavior_logprobs": config.scores_behavior,
         "reference_logprobs": config.kl.coef > 0 and not config.kl.in_reward,
+        "teacher_logprobs": config.distillation is not None,
+        **dict.fromkeys(TOP_COLUMNS, config.distillation is not None and config.distillation.reads_top),
     }
     turns = TURN_COLUMNS if config.advantage.kind == "turn_level" else ()
     return (*_LOSS_COLUMNS, *turns, *(name for name, is_read in scored.items() if is_read))
@@ -135,7 +137,9 @@ class Trainer:
     def _inputs(self, rows: RankRows, micro: MicroBatch) -> LossInputs:
         columns = rows.take(micro.rows)
         row = packed_row(columns, micro.num_tokens).to(self._device)
-        logprobs, entropy, *_ = self.module(row, entropy="grad" if self._config.loss.entropy_coef else "no_grad")
+        logprobs, entropy, top_logprobs, _ = self.module(
+            row, entropy="grad" if self._config.loss.entropy_coef else "no_grad"
+        )
         given = {name: as_tensor(columns[name]).to(self._device) for name in _loss_columns(self._config)}
         own = logprobs.detach()
         return LossInputs.from_rows(
@@ -144,6 +148,9 @@ class Trainer:
             behavior_logprobs=given.get("behavior_logprobs", own),
             sampler_logprobs=given.get("sampler_logprobs"),
             reference_logprobs=given.get("reference_logprobs"),
+            teacher_logprobs=given.get("teacher_logprobs"),
+            policy_top_logprobs=top_logprobs,
+            teacher_top_logprobs=given.get("teacher_top_logprobs"),
             advantages=token_advantages(columns).to(self._device) if "advantages" in given else torch.ones_like(own),
             loss_mask=given["loss_mask"],
             response_lengths=row.response_lengths,
@@ -158,6 +165,7 @@ class Trainer:
             norm_tokens=self._config.loss.norm_tokens or self._config.rollout.max_response_tokens,
             num_loss_tokens=update.num_loss_tokens,
             num_live_sequences=update.num_live_sequences,
+            distillation=self._config.distillation,
         )
 
     def _without_finite_gradient(self, rows: RankRows, update: UpdatePlan, rank: int) -> dict[int, tuple[str, ...]]:
@@ -194,9 +202,11 @@ def _non_finite(inputs: LossInputs, micro: MicroBatch) -> dict[int, tuple[str, .
     """Return the rows that have a non-finite input on a trained token, and the inputs' names; all rows if none has."""
     trained = inputs.select_trained()
     found: dict[int, tuple[str, ...]] = {}
-    for name in ("policy_logprobs", "behavior_logprobs", "sampler_logprobs", "reference_logprobs", "advantages"):
+    models = ("policy", "behavior", "sampler", "reference", "teacher", "policy_top", "teacher_top")
+    for name in (*(f"{model}_logprobs" for model in models), "advantages"):
         values: Tensor | None = getattr(trained, name)
         if values is not None:
-            for at in set(trained.sequence_index[~torch.isfinite(values)].tolist()):
+            finite = torch.isfinite(values).reshape(len(values), -1).all(-1)
+            for at in set(trained.sequence_index[~finite].tolist()):
                 found[micro.rows[at]] = (*found.get(micro.rows[at], ()), name)
     return found or dict.fromkeys(micro.rows, ())

@@ -51,7 +51,8 @@ CHANGEABLE = (
     "rollout.tensor_parallel",
     "rollout.prefix_cache",
 )
-OF_PARTS = re.compile(r"reward\.parts\.\w+\.reward\.num_workers")  # of a reward model in a sum
+# Of a reward model in a sum, and of a teacher.
+OF_PARTS = re.compile(r"reward\.parts\.\w+\.reward\.num_workers|distillation\.teachers\.\w+\.num_ranks")
 FIXED = ("runtime.max_staleness",)
 # Those of them on which log-probs and plans depend: who computes them, and in which micro-batches.
 SCORING = ("packing", "runtime.device", "runtime.num_policy_ranks")

@@ -8,6 +8,7 @@ from schemas.base import FrozenConfig
 from schemas.batch import SafeName
 from schemas.config.advantage import AdvantageConfig, GrpoAdvantage, OverlongConfig
 from schemas.config.data import DataConfig
+from schemas.config.distillation import DistillationConfig
 from schemas.config.environment import EnvironmentConfig
 from schemas.config.loss import ClippedLoss, CorrectionConfig, KlConfig, LossConfig, NoCorrection
 from schemas.config.model import ModelConfig
@@ -68,6 +69,9 @@ class RunConfig(FrozenConfig):
 
     kl: KlConfig = Field(default_factory=KlConfig)
     """The KL term; off by default."""
+
+    distillation: DistillationConfig | None = None
+    """Teachers whose log-probs are the training signal, alone or with the reward; None: the reward alone."""
 
     correction: CorrectionConfig = Field(default_factory=NoCorrection)
     """Importance correction of the mismatch between engine and trainer; off by default."""
@@ -196,6 +200,22 @@ class RunConfig(FrozenConfig):
             raise ValueError(
                 f"runtime.max_staleness = {n} samples responses in {n} parts, over several steps, but {found}, or set "
                 "runtime.max_staleness = 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _distillation_fits(self) -> "RunConfig":
+        if self.distillation is None:
+            return self
+        if self.rollout.dynamic_sampling and not self.distillation.reward_weight:
+            raise ValueError(
+                "rollout.dynamic_sampling drops groups by their rewards, which distillation.reward_weight = 0 doesn't "
+                "train on; remove it, or raise that weight"
+            )
+        if self.distillation.has_prompts and self.data.reuse is not None and self.data.reuse.run is not None:
+            raise ValueError(
+                "data.reuse.run takes rows of another run, which lack what the prompt of a teacher makes of them; "
+                "leave data.reuse.run out, or the prompt of each of distillation.teachers"
             )
         return self
 

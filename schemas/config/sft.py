@@ -13,7 +13,10 @@ from schemas.config.reward import ExactReward
 if TYPE_CHECKING:
     from schemas.config.run import RunConfig
 
-_SECTIONS = ("reward", "environment", "rollout", "overlong", "advantage", "kl", "correction", "weights")
+_SECTIONS = (
+    *("reward", "environment", "rollout", "overlong", "advantage"),
+    *("kl", "distillation", "correction", "weights"),
+)
 _KEYS = {
     "data": ("max_prompt_tokens", "curriculum", "reuse"),
     "loss": ("behavior",),

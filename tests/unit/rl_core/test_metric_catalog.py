@@ -90,7 +90,8 @@ def loss_metrics() -> Iterator[Metrics]:
 
 
 def update_metrics() -> Iterator[Metrics]:
-    config = run_config(kl=KlConfig(coef=0.1), correction=TruncatedCorrection())
+    distillation = {"teachers": {"big": {"path": "teacher"}}, "divergence": "js", "top_k": 3}
+    config = run_config(kl=KlConfig(coef=0.1), correction=TruncatedCorrection(), distillation=distillation)
     batch, lengths = random_batch([2, 3], [4, 5]), np.array([4, 5])
     logprobs = jagged(np.full(9, -1.0, np.float32), lengths)
     columns = {
@@ -100,6 +101,8 @@ def update_metrics() -> Iterator[Metrics]:
         "advantages": pa.array([0.5, -0.5], pa.float32()),
     }
     columns |= {name: logprobs for name in training_columns(config) if name.endswith("logprobs")}
+    columns["teacher_top_logprobs"] = jagged(np.full((9, 3), -1.5, np.float32), lengths)
+    columns["teacher_top_ids"] = jagged(np.tile(np.arange(3, dtype=np.uint16), (9, 1)), lengths)
     module = ScoringModule(tiny_qwen3(num_hidden_layers=1), config.packing, 1.0)
     rollout = RolloutHandle(step=0, policy_version=0, shards=(shard(0, (1.0, 0.0, 1.0, 0.0)).keep([0]),))
     plan = prepare_updates(config, 0, rollout).plan

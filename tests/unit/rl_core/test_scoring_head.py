@@ -122,6 +122,31 @@ def test_gradients_equal_finite_differences(has_bias: bool, softcap: float | Non
     assert torch.autograd.gradcheck(scores, (states, *head.parameters()))
 
 
+def test_gradients_of_given_tokens_equal_finite_differences() -> None:
+    torch.manual_seed(0)
+    head, states = nn.Linear(3, 7, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    targets, given = torch.tensor([0, 6, 2]), torch.tensor([[5, 0], [6, 1], [3, 4]])
+    options = HeadOptions(0.8, 1.0, 2.0, chunk_tokens=2, top_k=0, has_entropy=False, has_entropy_grad=False)
+
+    def scores(states: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        logprobs, _, top, ids = score_targets(states, head, targets, options, given)
+        assert torch.equal(ids, given)
+        return logprobs, top
+
+    assert torch.autograd.gradcheck(scores, (states, *head.parameters()))
+    logits = 2 * torch.tanh(head(states) / 2) / 0.8
+    torch.testing.assert_close(scores(states)[1], logits.log_softmax(-1).gather(-1, given))
+
+
+def test_the_most_likely_tokens_are_among_the_first_ones() -> None:
+    head = nn.Linear(1, 4, bias=False)
+    head.weight.data = torch.tensor([[1.0], [3.0], [2.0], [4.0]])
+    options = HeadOptions(1.0, 1.0, None, 8, top_k=2, has_entropy=False, has_entropy_grad=False, num_tokens=3)
+    _, _, top, ids = score_targets(torch.ones(1, 1), head, torch.tensor([0]), options)
+    assert ids.tolist() == [[1, 2]]
+    torch.testing.assert_close(top[0], torch.tensor([1.0, 3.0, 2.0, 4.0]).log_softmax(-1)[[1, 2]])
+
+
 def test_a_frozen_head_gets_no_gradient() -> None:
     head, states = nn.Linear(3, 7).requires_grad_(False), torch.randn(2, 3, requires_grad=True)
     options = HeadOptions(1.0, 1.0, None, 8, top_k=0, has_entropy=False, has_entropy_grad=False)

@@ -31,7 +31,7 @@ SECTIONS = [name for name in RunConfig.model_fields if _fields_at([name])]
 KEY = re.compile(rf"\b(?:{'|'.join(SECTIONS)})\.[a-z][a-z_]*(?:\.[a-z_]+)*")
 
 # Sections, and keys of other sections, that decide what is trained.
-TRAINED_SECTIONS = {"environment", "overlong", "advantage", "loss", "kl", "correction", "optim", "sft"}
+TRAINED_SECTIONS = {"environment", "overlong", "advantage", "loss", "kl", "distillation", "correction", "optim", "sft"}
 WHERE_ONLY = {  # in such a section, but the same bit for bit
     *("optim.offload", "environment.num_processes", "environment.python", "environment.journal"),
     *(f"environment.{name}_timeout_seconds" for name in ("reset", "step", "trajectory")),
@@ -61,6 +61,9 @@ FOR_A_NEW_RUN = {
         "data.overlong",
         "data.sources",
         "data.train_path",
+        "distillation.reward_weight",
+        "distillation.teachers",
+        "distillation.top_k",
         "kl.coef",
     ),
     *(f"data.curriculum.{name}" for name in ("kind", "field", "starts")),
@@ -236,6 +239,17 @@ def test_the_workers_of_a_reward_model_in_a_sum_may_change() -> None:
     assert rejected_changes(begun, resumed["num_workers"]) == []
     assert sampling_digest(begun) == sampling_digest(resumed["num_workers"])
     assert rejected_changes(begun, resumed["max_tokens"]) == [changes["max_tokens"]]
+
+
+def test_the_ranks_of_a_teacher_may_change() -> None:
+    begun = run_config(distillation={"teachers": {"big": {"path": "teacher"}}})
+    resumed = {
+        name: override_config(begun, [f"distillation.teachers.big.{name}={value}"], "demo")
+        for name, value in {"num_ranks": 7, "path": "other"}.items()
+    }
+    assert rejected_changes(begun, resumed["num_ranks"]) == []
+    assert sampling_digest(begun) == sampling_digest(resumed["num_ranks"])
+    assert rejected_changes(begun, resumed["path"]) == ["distillation.teachers.big.path"]
 
 
 def test_a_change_of_what_is_trained_changes_all_digests() -> None:

@@ -34,6 +34,7 @@ def test_grpo_still_needs_a_reward() -> None:
         ("rollout.num_prompts=3", "rollout.num_prompts"),
         ("advantage.kind=rloo", "advantage"),
         ("kl.coef=0.1", "kl.coef"),
+        ("distillation.teachers.big.path=m", "distillation"),
         ("correction.kind=truncated", "correction"),
         ("overlong.mask_truncated=true", "overlong.mask_truncated"),
         ("weights.probe=false", "weights.probe"),
