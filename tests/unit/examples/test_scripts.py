@@ -46,14 +46,14 @@ environment = ToolEnvironment(None, 0, tools=["calculator:add", "calculator:mult
 dice, seen = random.Random(0), []
 for number in range(200):
     question = Question(dice.randint(10, 99), dice.choice("+*"), dice.randint(10, 99))
-    first, *second = respond(question, dice)
-    turn = first["reward_model"]["ground_truth"]
+    _, first, *later = respond(question, dice)
+    turn = first["content"]
     step = asyncio.run(environment.step(turn))
-    assert step.done == (not second)
-    if second:
-        _, called, told = second[0]["prompt"]
-        assert (called["content"], [told["content"]]) == (turn, step.observation), (turn, step)
-        assert second[0]["reward_model"]["ground_truth"] == told["content"]
+    assert step.done == (not later)
+    if later:
+        told, answer = later
+        assert ([told["content"]], told["role"]) == (step.observation, "tool"), (turn, step)
+        assert answer == {"role": "assistant", "content": told["content"]}
         assert len(tokenizer.encode(turn)) == 9, turn
     seen.append("guess" if step.done else "right" if told["content"] == str(question.answer) else "wrong")
 print(json.dumps({kind: seen.count(kind) for kind in sorted(set(seen))}))
