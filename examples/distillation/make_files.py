@@ -1,7 +1,6 @@
-"""Make the prompts, a teacher, and a smaller student: `make_files.py FOLDER SEED [TEACHER_STEPS STUDENT_STEPS]`.
+"""Make the prompts, and an untrained teacher and a smaller student, each with its sums: `make_files.py FOLDER SEED`.
 
-The teacher's warm start is on sums that are worked out step by step. Three in ten of the student's are, too; the others
-are guesses.
+The teacher's sums are worked out step by step. Three in ten of the student's are, too; the others are guesses.
 """
 
 import json
@@ -14,46 +13,31 @@ from typing import Any
 
 from flows.cli.demo import RECIPE
 from infra.models.tiny import make_model
-from infra.workers.warmstart import WarmstartWorker
-from schemas.config.data import DataConfig
-from schemas.config.model import ModelConfig
-from schemas.config.warmstart import WarmstartConfig
 
 NUM_TERMS, NUM_SUMS, NUM_HELDOUT, NUM_TRAIN = 4, 6000, 256, 2000
 WORKED_OUT = {"teacher": 1.0, "student": 0.3}
-STEPS = {"teacher": 250, "student": 600}
 MODELS = {
     "teacher": RECIPE.model,
     "student": RECIPE.model | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
 }
 
 
-def main(folder: Path, seed: int, steps: dict[str, int]) -> None:
-    """Write what `config.toml` names."""
-    if (folder / "student" / "config.json").exists():
+def main(folder: Path, seed: int) -> None:
+    """Write what `config.toml` names, but for the trained models."""
+    if (folder / "random-student" / "config.json").exists():
         print(f"{folder} has all files")
         return
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
-    sums = list({tuple(draw.randint(1, 9) for _ in range(NUM_TERMS)): None for _ in range(NUM_SUMS)})
+    sums = list(dict.fromkeys(tuple(draw.randint(1, 9) for _ in range(NUM_TERMS)) for _ in range(NUM_SUMS)))
     heldout, others = sums[:NUM_HELDOUT], sums[NUM_HELDOUT:]
-    write_rows(folder / "heldout.jsonl", [row(terms, str(sum(terms))) for terms in heldout])
-    write_rows(folder / "train.jsonl", [row(terms, str(sum(terms))) for terms in others[:NUM_TRAIN]])
+    write_rows(folder / "heldout.jsonl", map(row, heldout))
+    write_rows(folder / "train.jsonl", map(row, others[:NUM_TRAIN]))
     for number, (name, sizes) in enumerate(MODELS.items()):
         answers = [work_out(terms) if draw.random() < WORKED_OUT[name] else guess(terms, draw) for terms in others]
-        write_rows(folder / f"{name}.jsonl", map(row, others, answers))
-        random_model = make_model(folder / f"random-{name}", seed=2 * seed + number, **sizes)
-        config = WarmstartConfig(
-            model=ModelConfig(path=str(random_model)),
-            data=DataConfig(train_path=str(folder / f"{name}.jsonl")),
-            out_path=str(folder / name),
-            steps=steps[name],
-            seed=seed,
-        )
-        worker = WarmstartWorker(config)
-        worker.start()
-        loss = worker.advance(steps[name])
-        print(f"wrote the {name} to {worker.save()}; its mean loss was {loss:.3f} nats per token")
+        chats = ({"messages": [*ask(terms), say(answer)]} for terms, answer in zip(others, answers, strict=True))
+        write_rows(folder / f"{name}.jsonl", chats)
+        make_model(folder / f"random-{name}", seed=2 * seed + number, **sizes)
 
 
 def work_out(terms: tuple[int, ...]) -> str:
@@ -67,10 +51,19 @@ def guess(terms: tuple[int, ...], draw: random.Random) -> str:
     return f"={sum(terms) + draw.randint(-3, 3)}"
 
 
-def row(terms: tuple[int, ...], answer: str) -> dict[str, Any]:
+def ask(terms: tuple[int, ...]) -> list[dict[str, str]]:
+    """Return a chat with the question alone."""
+    return [{"role": "user", "content": "+".join(map(str, terms))}]
+
+
+def say(answer: str) -> dict[str, str]:
+    """Return the model's turn."""
+    return {"role": "assistant", "content": answer}
+
+
+def row(terms: tuple[int, ...]) -> dict[str, Any]:
     """Return a data row."""
-    prompt = [{"role": "user", "content": "+".join(map(str, terms))}]
-    return {"data_source": "sums", "prompt": prompt, "reward_model": {"ground_truth": answer}}
+    return {"data_source": "sums", "prompt": ask(terms), "reward_model": {"ground_truth": str(sum(terms))}}
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -79,5 +72,4 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    given = dict(zip(STEPS, map(int, sys.argv[3:]), strict=False))
-    main(Path(sys.argv[1]), int(sys.argv[2]), STEPS | given)
+    main(Path(sys.argv[1]), int(sys.argv[2]))

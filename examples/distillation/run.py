@@ -1,6 +1,6 @@
 """Make teacher and student, distill, train the same student by GRPO alone, report, and draw the curve.
 
-`--tiny` makes both models in a few steps, and distills for two small ones.
+`--tiny` distills for two small steps, from and to an untrained model.
 """
 
 import argparse
@@ -10,20 +10,26 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import commands
 
+SFT = {"teacher": (), "student": ("steps=400", "sft.num_rows=64")}  # what each has of other settings than sft.toml
+
 
 def main() -> None:
     """Run one command after another; what they write is in `.sluice/` in this folder."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="models of a few steps, and two small steps only")
+    parser.add_argument("--tiny", action="store_true", help="two small steps, of untrained models")
     parser.add_argument("--seed", type=int, default=0, help="of the models and the runs")
     parser.add_argument("--curve", default=".sluice/curve.svg", help="the drawing; relative to this folder")
     arguments = parser.parse_args()
 
     commands.enter(__file__)
     folder = f".sluice/{'tiny-' if arguments.tiny else ''}seed-{arguments.seed}"
-    commands.call(sys.executable, "make_files.py", folder, str(arguments.seed), *(["5", "5"] if arguments.tiny else []))
+    seed, tiny_sft = f"seed={arguments.seed}", commands.TINY_SFT if arguments.tiny else ()
+    commands.call(sys.executable, "make_files.py", folder, str(arguments.seed))
+    for name, sft in SFT.items():
+        files = (f"{folder}/random-{name}", f"{folder}/{name}.jsonl", f"{folder}/{name}")
+        commands.fine_tune(*files, seed, *sft, *tiny_sft)
     settings = (
-        f"seed={arguments.seed}",
+        seed,
         f"model.path={folder}/student",
         f"data.train_path={folder}/train.jsonl",
         f"data.eval_path={folder}/heldout.jsonl",
