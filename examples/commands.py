@@ -16,7 +16,7 @@ SETTINGS = (  # runs are in the example's folder; the local Prefect and Ray are 
     f"services.dir={EXAMPLES.parent / '.sluice'}",
 )
 TINY = ("steps=2", "rollout.num_prompts=4", "rollout.samples_per_prompt=4", "eval.num_prompts=4")  # of an agent
-TINY_SFT = ("steps=5", "optim.warmup_updates=1")
+TINY_SFT = ("steps=2", "sft.num_rows=32", "optim.updates_per_step=2", "optim.warmup_updates=1")
 
 
 def new_run_id(name: str) -> str:

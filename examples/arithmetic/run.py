@@ -11,7 +11,7 @@ import commands
 def main() -> None:
     """Run one command after another; what they write is in `.sluice/` in this folder."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="20 steps of fine-tuning and two of GRPO")
+    parser.add_argument("--tiny", action="store_true", help="two steps of fine-tuning, and two of GRPO")
     parser.add_argument("--curve", default=".sluice/curve.svg", help="the drawing; relative to this folder")
     arguments = parser.parse_args()
 

@@ -8,5 +8,5 @@ import commands
 
 if __name__ == "__main__":
     commands.run_agent(
-        __file__, __doc__, "calculator", "questions answered by calling a tool", "steps=400", "optim.lr=3e-3"
+        __file__, __doc__, "calculator", "questions answered by calling a tool", "steps=40", "optim.lr=3e-3"
     )

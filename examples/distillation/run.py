@@ -10,7 +10,10 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import commands
 
-SFT = {"teacher": (), "student": ("steps=400", "sft.num_rows=64")}  # what each has of other settings than sft.toml
+SFT = {  # the settings of each that differ from sft.toml's
+    "teacher": ("steps=300", "sft.num_rows=32", "optim.updates_per_step=1"),
+    "student": ("steps=400", "sft.num_rows=64", "optim.updates_per_step=1"),
+}
 
 
 def main() -> None:

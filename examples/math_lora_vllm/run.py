@@ -42,7 +42,7 @@ def main() -> None:
         model = f".sluice/small/model{'-tiny' if arguments.tiny else ''}"
         commands.make_model(".sluice/random")
         commands.call(sys.executable, "small.py")
-        sft = commands.TINY_SFT if arguments.tiny else ("steps=300",)
+        sft = commands.TINY_SFT if arguments.tiny else ()
         commands.fine_tune(".sluice/random", ".sluice/small/solutions.jsonl", model, *sft)
         settings = (*SMALL, f"model.path={model}", *(TINY if arguments.tiny else ()))
         title = "additions worded as in GSM8K, 0.5 M parameters, LoRA, vLLM on a CPU"

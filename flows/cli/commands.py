@@ -56,7 +56,7 @@ def demo(
     ] = "demo",
     steps: Annotated[int | None, typer.Option(help="GRPO steps; default: the config's.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Seed for data, model and training.", min=0)] = 0,
-    tiny: Annotated[bool, typer.Option("--tiny", help="20 steps of SFT and 2 of GRPO, which learn nothing.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="2 steps of SFT and 2 of GRPO, which learn nothing.")] = False,
 ) -> None:
     """Generate a data set and a tiny model, fine-tune the model on demonstrations, and improve it with GRPO."""
     from flows.cli.demo import RECIPE, TINY, demo_overrides, prepare, require_reasoning_gym, sft_overrides

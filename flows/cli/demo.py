@@ -86,7 +86,7 @@ def sft_overrides(seed: int, tiny: bool = False) -> list[str]:
     """Return the same of the config of supervised fine-tuning, which trains the model that the demo begins with."""
     folder = demo_folder(seed, tiny)
     return [
-        *(["steps=20", "optim.warmup_updates=5"] if tiny else []),
+        *(["steps=2", "optim.warmup_updates=5"] if tiny else []),
         f"seed={seed}",
         f"model.path={folder}/random",
         f"data.train_path={folder}/demonstrations.parquet",
