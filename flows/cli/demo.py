@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from flows.cli.run import run_training
-from flows.export import export_run
 from infra.storage.runs import RunDirectory, new_run_id
 from schemas.base import Frozen
 from schemas.config.run import RunConfig
@@ -112,6 +111,8 @@ def prepare(console: Console, config: RunConfig, sft: RunConfig, recipe: DemoRec
         sft: The config of supervised fine-tuning, which runs where the demo does.
         recipe: The problems and the model.
     """
+    from flows.export import export_run  # not at the top: it imports torch
+
     folder = Path(config.model.path).parent
     marker = folder / f"made-from-{recipe.digest}-{sft.digest}"
     if marker.exists():

@@ -61,7 +61,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         ModelError: The folder, its config or tokenizer files are missing or unreadable; the tokenizer has no chat
             template or end-of-sequence token, or more tokens than the model has embeddings.
     """
-    tokenizer, num_tokens = _read_tokenizer(config), num_embeddings(config)
+    num_tokens, tokenizer = num_embeddings(config), _read_tokenizer(config)  # the former reads the config
     if tokenizer.chat_template is None:
         raise ModelError(
             f"model.path {config.path}: the tokenizer has no chat template; use an instruction-tuned model's, "

@@ -193,7 +193,7 @@ def test_every_metric_is_in_the_catalog(workplace: Workplace, directory: RunDire
     for report in directory.metrics.steps():
         for name in report.metrics:
             metric_spec(name)
-    others = {"reward/kl", "cross_entropy", "epoch"}  # of other settings, and of supervised fine-tuning
+    others = {"reward/kl", "cross_entropy", "epoch", "teacher/kl", "teacher/divergence"}  # of other settings
     assert {spec.name for spec in metrics_of("terminal")} - report.metrics.keys() == others
 
 

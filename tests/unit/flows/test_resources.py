@@ -27,7 +27,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import ModelError
 from tests.support.command import Command, assert_rejected, make_command
 from tests.support.policies import load_policy
-from tests.support.tiny import make_tiny_data, make_tiny_model, make_tiny_reward_model
+from tests.support.tiny import make_tiny_data, make_tiny_model, make_tiny_reward_model, write_rows
 from tests.support.workplace import Workplace
 
 # The sizes of Qwen3 8B; its folder has no weights, which a plan doesn't need.
@@ -336,6 +336,11 @@ def test_every_built_in_config_passes_its_own_plan(path: Path, tmp_path: Path) -
     config: RunConfig = load_config(path, overrides)
     if config.data.eval_path:
         config = config.replace(data=config.data.replace(eval_path=data))
+    if config.sft:
+        rows = write_rows(
+            tmp_path / "rows.jsonl", [{"prompt": f"{n} + 1 =", "completion": str(n + 1)} for n in range(8)]
+        )
+        config = config.replace(data=config.data.replace(train_path=str(rows)))
     check(config, runs_here=False)
     footprint = measure_step(config, 1.0)  # every response at its longest
     footprint.check_capacity()

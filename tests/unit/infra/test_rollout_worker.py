@@ -71,7 +71,8 @@ def test_the_stored_columns_agree_with_the_report(folder: Path) -> None:
     rows = read(store, shard, put(worker, shard))
     assert rows.num_rows == NUM_PROMPTS * NUM_SAMPLES
     produced = {name for name, spec in CATALOG.items() if spec.producer == "rollout" and spec.axis != "turn"}
-    assert set(rows.schema.names) == produced - {"sampler_versions", "episode_end"} | {"reward_index"}
+    of_others = {"sampler_versions", "episode_end", "teacher_prompt_ids"}  # staleness, environments, distillation
+    assert set(rows.schema.names) == produced - of_others | {"reward_index"}
     assert rows["prompt_ids"].type.value_type == pa.uint16()
     assert row_lengths(rows["response_ids"]).tolist() == list(shard.response_lengths) == list(shard.loss_tokens)
     assert flat_values(rows["loss_mask"]).all()
