@@ -3,8 +3,8 @@
 from functools import partial
 from typing import Any
 
-from infra.datasets.order import find_schedules
 from infra.ray.actors import call
+from infra.storage.runs import find_schedules
 from infra.stores.open import open_store
 from infra.stores.step_columns import publish_handle
 from infra.workers.generate import generate_shard

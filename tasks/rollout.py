@@ -6,10 +6,9 @@ from typing import Any
 
 from prefect import get_run_logger
 
-from infra.datasets.order import find_schedules
 from infra.history.reuse import choose_groups
 from infra.ray.actors import call
-from infra.storage.runs import RunDirectory
+from infra.storage.runs import RunDirectory, find_schedules
 from infra.stores.open import open_store
 from infra.stores.step_columns import drop_journals
 from infra.workers.generate import generate_shard

@@ -16,6 +16,7 @@ from infra.storage.lease import held_lease
 from infra.storage.ledger import Ledger, step_folder
 from infra.storage.lines import Lines, LocalLines, ObjectLines
 from infra.storage.run_files import DecisionsFile, MetricsFile, StepFiles
+from rl_core.rollout.curriculum import plan_sources, recorded_steps
 from schemas.batch import SafeName
 from schemas.config.changes import keep_batches, keep_date, rejected_changes
 from schemas.config.folders import DEFAULT_RUNS_DIR
@@ -23,6 +24,7 @@ from schemas.config.renamed import translate
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, RunError, describe
 from schemas.plan import StepPlan
+from schemas.rollout import SourceSchedule
 from schemas.step import RunHandle, RunSummary
 
 _RUN_ID: TypeAdapter[str] = TypeAdapter(SafeName)
@@ -340,3 +342,22 @@ def write_trace(directory: RunDirectory, step: int, worker: str, phase: str, con
 def find_traces(directory: RunDirectory) -> list[str]:
     """Return the names of a run's traces within its directory, by step, worker and phase."""
     return sorted(f"{TRACES}/{name}" for name in directory.folder.within(TRACES).sizes() if name.endswith(TRACE_SUFFIX))
+
+
+def find_schedules(run: RunHandle, step: int) -> dict[int, SourceSchedule]:
+    """Return the schedules of the steps of which rows are sampled when those of `step` are; none without a curriculum.
+
+    Raises:
+        RunError: `metrics.jsonl` lacks the results of an earlier step.
+    """
+    if run.config.data.curriculum is None:
+        return {}
+    steps, metrics = run.config.sampled_steps(step), RunDirectory.of(run).metrics
+    needed = recorded_steps(run.config, steps)
+    reports = metrics.last_steps(needed.start) if needed else []
+    recorded = {report.step: report.sources for report in reports if report.sources is not None}
+    if missing := [each for each in needed if each not in recorded]:
+        raise RunError(
+            f"{metrics} has no curriculum results of step {missing[0]}: the file was edited by hand; restore it"
+        )
+    return plan_sources(run.config, steps, recorded)

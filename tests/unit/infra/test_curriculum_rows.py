@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from infra.datasets import PromptDataset, load_train_prompts
-from infra.datasets.order import find_schedules
-from infra.storage.runs import RunDirectory
+from infra.storage.runs import RunDirectory, find_schedules
 from rl_core.rollout.curriculum import WHOLE, draw_sources
 from schemas.config.data import DataConfig
 from schemas.errors import DataError, RunError
