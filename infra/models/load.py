@@ -61,7 +61,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         ModelError: The folder, its config or tokenizer files are missing or unreadable; the tokenizer has no chat
             template or end-of-sequence token, or more tokens than the model has embeddings.
     """
-    num_tokens, tokenizer = num_embeddings(config), _read_tokenizer(config)  # the former reads the config
+    tokenizer, num_tokens = _read_tokenizer(config), num_embeddings(config)
     if tokenizer.chat_template is None:
         raise ModelError(
             f"model.path {config.path}: the tokenizer has no chat template; use an instruction-tuned model's, "
@@ -101,6 +101,7 @@ def check_same_tokens(teacher: ModelConfig, tokenizer: PreTrainedTokenizerBase) 
 
 def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     check_model_folder("model.path", config.path, TOKENIZER_FILES)
+    load_config(config.path)  # says what is wrong with it; what loads a tokenizer reads it too
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.path)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
