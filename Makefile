@@ -36,7 +36,7 @@ $(VENV)/installed: $(VENV)/base
 	@PIP_QUIET=1 $(BIN)/sluice engine install vllm --$* --folder $(@D)
 	@touch $@
 
-demo: $(VENV)/base  ## data, tiny model, warm start, GRPO; STEPS=n sets the number of steps
+demo: $(VENV)/base  ## data, tiny model, supervised fine-tuning, GRPO; STEPS=n sets the number of steps
 	@$(BIN)/sluice demo $(if $(STEPS),--steps $(STEPS))
 
 format: venv  ## format the code and apply automatic lint fixes

@@ -59,7 +59,7 @@ def demo(
     tiny: Annotated[bool, typer.Option("--tiny", help="2 steps of SFT and 2 of GRPO, which learn nothing.")] = False,
 ) -> None:
     """Generate a data set and a tiny model, fine-tune the model on demonstrations, and improve it with GRPO."""
-    from flows.cli.demo import RECIPE, TINY, demo_overrides, prepare, require_reasoning_gym, sft_overrides
+    from flows.cli.demo import RECIPE, TINY, demo_folder, demo_overrides, prepare, require_reasoning_gym, sft_overrides
     from flows.cli.run import run_training
     from flows.lifecycle.session import prefect_session
 
@@ -71,7 +71,8 @@ def demo(
 
         find_vllm(config.rollout.python)  # fail now, not after supervised fine-tuning
     with prefect_session(config.services, console):
-        prepare(console, config, _load("demo_sft", sft_overrides(seed, tiny)), TINY if tiny else RECIPE)
+        sft = _load("demo_sft", sft_overrides(seed, tiny))
+        prepare(console, demo_folder(seed, tiny), config, sft, TINY if tiny else RECIPE)
         run_training(console, config)
 
 

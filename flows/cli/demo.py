@@ -102,28 +102,28 @@ def require_reasoning_gym() -> None:
         raise ConfigError("the demo's problems need reasoning-gym: pip install 'sluice-rl[demo]'")
 
 
-def prepare(console: Console, config: RunConfig, sft: RunConfig, recipe: DemoRecipe) -> None:
+def prepare(console: Console, folder: Path, config: RunConfig, sft: RunConfig, recipe: DemoRecipe) -> None:
     """Make what the demo's config names, unless it has been made: prompt files, and a fine-tuned model.
 
     Args:
         console: Where the summary of supervised fine-tuning goes.
+        folder: See `demo_folder`; what else is in it is removed.
         config: The demo's config.
         sft: The config of supervised fine-tuning, which runs where the demo does.
         recipe: The problems and the model.
     """
     from flows.export import export_run  # not at the top: it imports torch
 
-    folder = Path(config.model.path).parent
     marker = folder / f"made-from-{recipe.digest}-{sft.digest}"
     if marker.exists():
         return
     shutil.rmtree(folder, ignore_errors=True)
-    make_files(folder, config.seed, recipe)
+    make_files(folder, sft.seed, recipe)
     runtime = sft.runtime.replace(runs_dir=config.runtime.runs_dir, device=config.runtime.device)
     sft = sft.replace(services=config.services, runtime=runtime)
     run_id = new_run_id(sft.name)
     run_training(console, sft, run_id)
-    export_run(RunDirectory.at(sft, run_id), Path(config.model.path))
+    export_run(RunDirectory.at(sft, run_id), folder / "model")
     marker.touch()
 
 
