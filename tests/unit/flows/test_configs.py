@@ -103,8 +103,11 @@ def test_one_file_is_one_method(name: str) -> None:
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_longest_sample_fits_a_micro_batch_and_the_overlong_buffer_a_response(path: Path) -> None:
     config = load_config(path)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if config.sft is not None:
+        longest, rows = config.sft.max_tokens, config.sft.num_rows
+    else:
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        rows = config.rollout.num_prompts * config.rollout.samples_per_prompt
     assert longest <= config.packing.token_budget
     assert config.overlong.buffer_tokens <= config.rollout.max_response_tokens
-    samples = config.rollout.num_prompts * config.rollout.samples_per_prompt
-    assert samples % config.optim.updates_per_step == 0
+    assert rows % config.optim.updates_per_step == 0
