@@ -140,6 +140,8 @@ METRICS: dict[str, MetricSpec] = _catalog(
     ("loss", "update", "mean", "", "Loss, aggregated as configured.", _REPORT),
     ("cross_entropy", "update", "mean", "nat", "Cross-entropy of supervised fine-tuning, over tokens.", _EVERYWHERE,
      ".4f"),
+    ("observation_cross_entropy", "update", "mean", "nat",
+     "Cross-entropy of an environment's tokens, if loss.observation_coef trains on them.", _PAGES, ".4f"),
     ("kl", "update", "mean", "nat", "KL estimate from the reference, over tokens.", _EVERYWHERE, ".4f"),
     ("reward/kl", "advantage", "mean", "nat",
      "KL from the reference per row, summed over its trained tokens, if it is part of the reward.", _EVERYWHERE, ".4f"),

@@ -95,6 +95,7 @@ class UpdatePlan(RankPlan):
 
     num_loss_tokens: PositiveInt  # over all ranks
     num_live_sequences: PositiveInt  # sequences with at least one loss token, over all ranks
+    num_observation_tokens: NonNegativeInt = 0  # their response tokens without loss, which are an environment's
 
     @model_validator(mode="before")
     @classmethod

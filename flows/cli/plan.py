@@ -68,6 +68,8 @@ def _parts(config: RunConfig, plan: Plan, fill: float) -> Iterator[str | Table]:
     """Yield the method, a prompt, the rows and their micro-batches, and what they take."""
     footprint, resources = plan.footprint, plan.resources
     method = f"advantage {config.advantage.kind}, loss {config.loss.kind}, correction {config.correction.kind}"
+    if config.loss.observation_coef:
+        method += f", {config.loss.observation_coef:g} x cross-entropy of observations"
     if config.sft is not None:
         method = f"SFT, loss {config.loss.kind} on {config.sft.loss_on} tokens"
     yield f"run {config.name}: {config.steps:,} steps; {method}"

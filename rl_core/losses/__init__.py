@@ -30,7 +30,7 @@ from schemas.config.loss import (
     LossConfig,
     SapoLoss,
 )
-from schemas.metrics import Metrics
+from schemas.metrics import Mean, Metrics
 
 __all__ = ["SURROGATES", "LossInputs", "policy_loss"]
 
@@ -57,12 +57,14 @@ def policy_loss(
     norm_tokens: float,
     num_loss_tokens: int,
     num_live_sequences: int,
+    num_observation_tokens: int = 0,
     distillation: DistillationConfig | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Compute a micro-batch's part of the update's loss, and its metrics.
 
     Per trained token: the policy term of the loss's `kind` times the correction's weight, plus `kl.coef` times the
-    KL estimate (unless it is in the reward), minus `entropy_coef` times the entropy.
+    KL estimate (unless it is in the reward), minus `entropy_coef` times the entropy. The mean cross-entropy of the
+    response tokens that are not trained on, times `observation_coef`, is added to that (ECHO, arXiv:2605.24517).
 
     Args:
         inputs: The micro-batch's tokens; without a trained token, the loss is a zero with a graph.
@@ -73,6 +75,7 @@ def policy_loss(
             response length, in tokens.
         num_loss_tokens: Loss tokens of the whole update, over all ranks; from the plan.
         num_live_sequences: Sequences of the whole update with a loss token, over all ranks; from the plan.
+        num_observation_tokens: Their response tokens without loss, over all ranks; from the plan.
         distillation: How the teacher's log-probs change advantages or loss; None: there is no teacher.
 
     Returns:
@@ -82,7 +85,7 @@ def policy_loss(
 
     Raises:
         ValueError: The loss, the KL term, the entropy bonus, the correction or the distillation needs a column that the
-            inputs lack.
+            inputs lack, or the tokens of the observations are not counted.
 
     Example:
         >>> import torch
@@ -113,7 +116,25 @@ def policy_loss(
     update_denominator = denominator(loss.aggregation, norm_tokens, num_loss_tokens, num_live_sequences)
     num_sequences = int((trained.loss_tokens_per_sequence > 0).sum())
     own_denominator = denominator(loss.aggregation, norm_tokens, len(token_losses), num_sequences)
-    return loss_sum / update_denominator, report(trained, surrogate, token_metrics, loss_sum, own_denominator)
+    metrics = report(trained, surrogate, token_metrics, loss_sum, own_denominator)
+    observed, observed_metrics = _observations(inputs, loss.observation_coef, num_observation_tokens)
+    return loss_sum / update_denominator + observed, metrics | observed_metrics
+
+
+def _observations(inputs: LossInputs, coef: float, num_tokens: int) -> tuple[Tensor | float, Metrics]:
+    """Compute this micro-batch's part of the observations' loss, over `num_tokens` of the whole update."""
+    if not coef:
+        return 0.0, {}
+    is_live = inputs.loss_tokens_per_sequence[inputs.sequence_index] > 0
+    losses = -inputs.policy_logprobs[is_live & ~inputs.loss_mask]
+    if len(losses) > num_tokens:
+        raise ValueError(
+            f"loss.observation_coef is {coef}, and {len(losses)} tokens have no loss, but the plan counts {num_tokens} "
+            "of the update; make the plan with this version of Sluice"
+        )
+    total = losses.sum()
+    metrics: Metrics = {"observation_cross_entropy": Mean(total=total.item(), weight=len(losses))}
+    return coef * total / max(1, num_tokens), metrics
 
 
 def _penalties(trained: LossInputs, loss: LossConfig, kl: KlConfig) -> tuple[Tensor | float, dict[str, Tensor]]:

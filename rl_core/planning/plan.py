@@ -77,7 +77,14 @@ def plan_step(
         chosen[rows] = True
         ranks = _plan_ranks(np.flatnonzero(chosen), sizes, num_ranks, token_budget)
         num_loss_tokens = int(trained[rows].sum())
-        updates.append(UpdatePlan(**dict(ranks), num_loss_tokens=num_loss_tokens, num_live_sequences=len(rows)))
+        updates.append(
+            UpdatePlan(
+                **dict(ranks),
+                num_loss_tokens=num_loss_tokens,
+                num_live_sequences=len(rows),
+                num_observation_tokens=int(responses[rows].sum()) - num_loss_tokens,
+            )
+        )
     return StepPlan(
         updates=tuple(updates),
         token_budget=token_budget,

@@ -165,6 +165,7 @@ class Trainer:
             norm_tokens=self._config.loss.norm_tokens or self._config.rollout.max_response_tokens,
             num_loss_tokens=update.num_loss_tokens,
             num_live_sequences=update.num_live_sequences,
+            num_observation_tokens=update.num_observation_tokens,
             distillation=self._config.distillation,
         )
 

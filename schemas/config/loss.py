@@ -24,6 +24,9 @@ class _Loss(FrozenConfig):
     entropy_coef: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus, which is subtracted from each token's loss; 0: no bonus."""
 
+    observation_coef: NonNegativeFloat = 0.0
+    """Coefficient of the mean cross-entropy of an environment's tokens (ECHO, arXiv:2605.24517); 0: not trained on."""
+
     @model_validator(mode="after")
     def _norm_is_used(self) -> "_Loss":
         if self.norm_tokens is not None and self.aggregation != "seq_mean_token_sum_norm":

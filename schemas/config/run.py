@@ -237,6 +237,11 @@ class RunConfig(FrozenConfig):
                 'advantage.kind = "turn_level" gives each turn the rewards from it on, but the reward has none of '
                 'turns; set reward.kind = "environment", or a weighted sum with it, or another advantage.kind'
             )
+        if self.loss.observation_coef and not self.environments:
+            raise ValueError(
+                f"loss.observation_coef = {self.loss.observation_coef:g} trains on what an environment answers, but "
+                "there is none; set environment.kind and its settings, or loss.observation_coef = 0"
+            )
         if self.environments and self.rollout.router_replay:
             raise ValueError(
                 "rollout.router_replay = true records the experts of one turn's tokens, not those of an environment's; "

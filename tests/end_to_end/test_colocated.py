@@ -102,7 +102,7 @@ CONFIG = (
     'reward={kind="weighted", num_processes=0, timeout_seconds=inf, parts={turns={reward={kind="environment"}}, '
     'short={reward={kind="function", path="colocated_rewards:short"}}}}',
     *("rollout.max_response_tokens=48", f"rollout.stop_token_ids={STOPS}", "runtime.num_policy_ranks=2"),
-    "advantage.kind=turn_level",
+    *("advantage.kind=turn_level", "loss.observation_coef=0.1"),
 )
 
 
@@ -188,6 +188,11 @@ def colocated(workplace: Workplace, in_turns: Run, ledger: dict[str, str]) -> Ru
 def test_trajectories_have_several_turns(separate: Run) -> None:
     assert all(step["turns"] > 1 for step in separate.step_metrics())
     assert all(step["turns/failed"] == 0 for step in separate.step_metrics())
+
+
+def test_what_environments_answer_is_learned(separate: Run) -> None:
+    first, *_, last = (step["observation_cross_entropy"] for step in separate.step_metrics())
+    assert 0 < last < first
 
 
 def test_what_the_ledger_holds_is_small_and_plain(ledger: dict[str, str]) -> None:

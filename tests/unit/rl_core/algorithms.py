@@ -47,7 +47,9 @@ class Algorithm:
 KL_TERMS = [KlConfig(coef=0.1, estimator=estimator) for estimator in get_args(KlEstimator)]
 # Every loss and aggregation, with some KL term and some correction: each of these is among them.
 ALGORITHMS = {
-    f"{name}-{aggregation}": Algorithm(loss.replace(aggregation=aggregation, entropy_coef=0.01), kl, correction)
+    f"{name}-{aggregation}": Algorithm(
+        loss.replace(aggregation=aggregation, entropy_coef=0.01, observation_coef=0.07), kl, correction
+    )
     for (name, loss), kl, correction in zip(LOSSES.items(), cycle(KL_TERMS), cycle(CORRECTIONS.values()), strict=False)
     for aggregation in AGGREGATIONS
 }
@@ -201,11 +203,12 @@ def reference_logprobs(dtype: torch.dtype) -> list[Tensor]:
 
 def reference_update(members: Sequence[int], algorithm: Algorithm, dtype: torch.dtype) -> tuple[Tensor, float]:
     """Compute the gradient and loss of an update of these rows."""
-    config, per_sequence = algorithm.loss, []
+    config, per_sequence, observed = algorithm.loss, [], []
     for member in members:
         row = batch(dtype)[member]
         if not row.mask.any():
             continue
+        observed.append(-reference_logprobs(dtype)[member][~row.mask])
         logprobs = reference_logprobs(dtype)[member][row.mask]
         importance = torch.exp(row.behavior - row.sampler)[row.mask]
         weights = WEIGHTS[algorithm.correction.kind](importance, algorithm.correction)
@@ -218,6 +221,7 @@ def reference_update(members: Sequence[int], algorithm: Algorithm, dtype: torch.
         "seq_mean_token_sum": lambda: torch.stack([losses.sum() for losses in per_sequence]).mean(),
         "seq_mean_token_sum_norm": lambda: torch.stack([losses.sum() / NORM_TOKENS for losses in per_sequence]).mean(),
     }[config.aggregation]()
+    loss = loss + config.observation_coef * torch.cat(observed).mean()
     policy(dtype).zero_grad()
     loss.backward(retain_graph=True)
     return gradient(policy(dtype)), loss.item()

@@ -1,4 +1,4 @@
-"""The KL term, the entropy bonus and the importance correction, computed by hand."""
+"""The KL term, the entropy bonus, observations and the importance correction, computed by hand."""
 
 import math
 
@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from rl_core.losses import policy_loss
 from rl_core.losses.base import Surrogate
 from rl_core.losses.kl import kl_estimate, row_kl
 from rl_core.losses.report import report
 from schemas.config.loss import (
+    ClippedLoss,
     CorrectionConfig,
     KlConfig,
     KlEstimator,
@@ -20,6 +22,8 @@ from schemas.config.loss import (
 )
 from schemas.metrics import Mean, Metrics
 from tests.unit.rl_core.loss_inputs import (
+    NO_CORRECTION,
+    NO_KL,
     assert_mean,
     floats,
     gradient_of,
@@ -165,6 +169,22 @@ def test_rejected_tokens_and_responses() -> None:
     assert metrics["correction/truncated"] == Mean(total=1.0, weight=4)
     assert corrected(RejectedCorrection(level="token", low=0.4, high=3.0))[0] == [0.0, 1.0, 0.0, 1.0]
     assert corrected(RejectedCorrection(level="sequence", low=0.4, high=3.0))[0] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_observations_add_their_mean_cross_entropy() -> None:
+    inputs = row_inputs([1.0, 0.5, 0.25, 0.125], [1.0, 1.0], [3, 1], [True, False, False, False])
+    counts = {"norm_tokens": 10, "num_loss_tokens": 1, "num_live_sequences": 1, "num_observation_tokens": 4}
+    loss, metrics = policy_loss(inputs, ClippedLoss(observation_coef=0.1), NO_KL, NO_CORRECTION, **counts)
+    total = math.log(2) + math.log(4)  # not of the row without a loss token; 2 of the update's 4
+    assert_mean(metrics["observation_cross_entropy"], total, 2)
+    assert loss.item() == pytest.approx(-1 + 0.1 * total / 4)
+    assert gradient_of(inputs, loss) == pytest.approx([-1, -0.025, -0.025, 0])
+
+
+def test_observations_that_the_plan_does_not_count_are_refused() -> None:
+    inputs = row_inputs([1.0, 0.5], [1.0], [2], [True, False])
+    with pytest.raises(ValueError, match="1 tokens have no loss, but the plan counts 0 of the update"):
+        loss_of(inputs, 1, 1, observation_coef=0.1)
 
 
 def test_the_correction_weights_the_policy_term_only() -> None:

@@ -22,7 +22,7 @@ from rl_core.rollout.dynamic_sampling import count_generated, keep_rows
 from rl_core.rollout.reuse import reuse_metrics
 from rl_core.training import RankRows, ScoringModule, Trainer, training_columns
 from schemas.config.advantage import OverlongConfig
-from schemas.config.loss import KlConfig, TruncatedCorrection
+from schemas.config.loss import ClippedLoss, KlConfig, NoCorrection, TruncatedCorrection
 from schemas.config.rollout import DynamicSampling, TransformersRollout
 from schemas.errors import MetricError
 from schemas.metric_catalog import METRICS, PanelName, View, charts_of, find_metric, metric_spec, metrics_of
@@ -87,6 +87,9 @@ def loss_metrics() -> Iterator[Metrics]:
         yield policy_loss(
             inputs, loss, KlConfig(coef=0.1), correction, norm_tokens=1, num_loss_tokens=2, num_live_sequences=1
         )[1]
+    observed = row_inputs([2.0, 0.5], [1.0], [2], [True, False])
+    counts = {"norm_tokens": 1, "num_loss_tokens": 1, "num_live_sequences": 1, "num_observation_tokens": 1}
+    yield policy_loss(observed, ClippedLoss(observation_coef=0.1), KlConfig(), NoCorrection(), **counts)[1]
 
 
 def update_metrics() -> Iterator[Metrics]:

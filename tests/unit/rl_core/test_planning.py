@@ -77,6 +77,7 @@ def test_step_invariants(rows: list[Row], num_updates: int, num_ranks: int, budg
         check_ranks(update, rows, num_ranks, budget)
         assert update.num_loss_tokens == sum(rows[row][2] for row in update.rows)
         assert update.num_live_sequences == len(update.rows)
+        assert update.num_observation_tokens == sum(rows[row][1] - rows[row][2] for row in update.rows)
     assert plan == plan_rows(rows, **options)
 
 

@@ -71,6 +71,7 @@ FOR_A_NEW_RUN = {
     *(
         "kl.in_reward",
         "loss.entropy_coef",
+        "loss.observation_coef",
         "loss.kind",
         "model.lora",
         "model.path",

@@ -64,6 +64,7 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
         ("loss.kl_coef=0.1", "unknown key loss.kl_coef; "),
         ("store.lease_seconds=9", "store.lease_seconds was removed in 0.3: columns stay until their step is cleared"),
         ("advantage={kind='rloo', epsilon=1e-6}", "unknown key advantage.epsilon; allowed here: kind"),
+        ("loss.observation_coef=0.1", "trains on what an environment answers, but there is none; set environment.kind"),
         ("kl.estimator=k4", "kl.estimator = 'k4': Input should be 'k1', 'k2' or 'k3'"),
         ("correction.cap=0", "correction.cap = 0: Input should be greater than 0"),
         ("correction={kind='masked', low=3.0, high=2.0}", "low = 3.0 must be below high = 2.0"),
