@@ -209,6 +209,7 @@ class ModelMemory:
                 base,
                 runtime.num_policy_ranks // runtime.num_policy_replicas,
                 bfloat16=half,
+                muon=config.optim.kind == "muon",
             ),
             reference=reference,
             reward=reward,

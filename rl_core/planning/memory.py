@@ -1,7 +1,7 @@
 """The memory of a worker's device in each phase of a step, computed from sizes alone.
 
-R ranks, V vocabulary entries, H hidden size, C tokens of a logits chunk. Weights, gradients and AdamW's two
-moments are float32, as the trainer keeps them. Figures are of live tensors: allocators, kernels and CUDA itself take
+R ranks, V vocabulary entries, H hidden size, C tokens of a logits chunk. Weights, gradients and the
+optimizer's moments are float32, as the trainer keeps them. Figures are of live tensors: allocators, kernels and CUDA itself take
 more.
 """
 
@@ -13,6 +13,7 @@ from pydantic import NonNegativeInt
 from transformers import PreTrainedModel
 
 from rl_core.planning.activations import Activations
+from rl_core.training.muon import matrices_of
 from rl_core.training.sharding import layer_modules
 from schemas.base import Frozen
 
@@ -21,6 +22,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 FLOAT_BYTES, HALF_BYTES = 4, 2
 ADAM_MOMENTS = 2
+MUON_BUFFERS = 6  # a gathered matrix, what is sent for it, and what its orthogonalization has at once
 BACKWARD_BUFFERS = 3  # a gated MLP's backward holds gradients of its product and of both factors at once
 FORWARD_BUFFERS = 3  # its forward holds the two factors and their product
 GATHERED_LAYERS = 2  # FSDP gathers the next layer while one computes
@@ -72,6 +74,8 @@ class WeightBytes:
         head: The LM head's weight [V, H], not sharded.
         is_head_trained: Whether it has a gradient.
         largest: The largest weight, not sharded.
+        optimizer: The rank's moments: AdamW's two, Muon's one.
+        orthogonalized: The largest matrix that Muon has whole on a rank; 0 without Muon.
         num_ranks: R.
         bfloat16: Whether forward and backward compute in bfloat16, with copies of the weights in it.
     """
@@ -85,16 +89,24 @@ class WeightBytes:
     head: int
     is_head_trained: bool
     largest: int
+    optimizer: int
+    orthogonalized: int
     num_ranks: int
     bfloat16: bool
 
     @classmethod
-    def of(cls, model: PreTrainedModel, num_ranks: int, *, bfloat16: bool = False) -> "WeightBytes":
-        """Return the bytes of a model, which may be on the meta device."""
+    def of(
+        cls, model: PreTrainedModel, num_ranks: int, *, bfloat16: bool = False, muon: bool = False
+    ) -> "WeightBytes":
+        """Return the bytes of a model, which may be on the meta device; with AdamW, or Muon for its matrices."""
         parts = list(model.parameters())
         sizes = [FLOAT_BYTES * part.numel() for part in parts]
         shards = [FLOAT_BYTES * -(-part.shape[0] // num_ranks) * math.prod(part.shape[1:]) for part in parts]
         trained = sum(size for size, part in zip(shards, parts, strict=True) if part.requires_grad)
+        matrices = matrices_of(model) if muon else []
+        of_shards = dict(zip(map(id, parts), shards, strict=True))
+        by_muon = [of_shards[id(matrix)] for matrix in matrices]
+        gathered = [FLOAT_BYTES * matrix.numel() for matrix in matrices if matrix.ndim == 2]
         layers = [FLOAT_BYTES * sum(part.numel() for part in layer.parameters()) for layer in layer_modules(model)]
         head = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
         return cls(
@@ -107,14 +119,11 @@ class WeightBytes:
             head=FLOAT_BYTES * head.numel(),
             is_head_trained=head.requires_grad,
             largest=max(sizes),
+            optimizer=ADAM_MOMENTS * trained - sum(by_muon),
+            orthogonalized=max((*by_muon, *gathered), default=0),
             num_ranks=num_ranks,
             bfloat16=bfloat16,
         )
-
-    @property
-    def optimizer(self) -> int:
-        """The rank's moments."""
-        return ADAM_MOMENTS * self.trained
 
     @property
     def gathered(self) -> int:
@@ -135,7 +144,7 @@ class WeightBytes:
     @property
     def step_buffers(self) -> int:
         """What the optimizer needs for the largest weight while it steps."""
-        return ADAM_MOMENTS * self.largest // self.num_ranks
+        return max(ADAM_MOMENTS * self.largest // self.num_ranks, MUON_BUFFERS * self.orthogonalized)
 
     def computed(self, num_bytes: int) -> int:
         """Return what float32 weights of so many bytes take in the compute dtype."""

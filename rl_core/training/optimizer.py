@@ -1,32 +1,45 @@
-"""AdamW over the trainable parameters, and gradient clipping by the global norm over all ranks.
+"""AdamW and Muon over the trainable parameters, and gradient clipping by the global norm over all ranks.
 
 The learning rate is a pure function of a run's progress, so that resuming needs no scheduler state.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from rl_core.training.muon import MOMENTUM, muon_step
 from rl_core.training.sharding import full_tensor, local_tensor
 from schemas.config.optim import OptimConfig
 
-_MOMENTS = {"exp_avg", "exp_avg_sq"}
+_MOMENTS = {"exp_avg", "exp_avg_sq", MOMENTUM}
 _PART_BYTES = 2**28
 
 
-def make_optimizer(module: nn.Module, config: OptimConfig) -> AdamW:
-    """Create AdamW with the config's constants; on CUDA, by default, the fused kernel."""
+def make_optimizer(module: nn.Module, config: OptimConfig, matrices: Sequence[nn.Parameter] = ()) -> "PolicyOptimizer":
+    """Create the config's optimizer; AdamW's kernel is by default, on CUDA, the fused one.
+
+    Args:
+        module: The module with the parameters.
+        config: The optimizer's constants.
+        matrices: Those that Muon trains.
+    """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    kind = HostAdamW if config.offload else AdamW
-    return kind(
-        parameters,
+    by_muon = set(map(id, matrices))
+    others = [parameter for parameter in parameters if id(parameter) not in by_muon]
+    groups: list[dict[str, Any]] = [{"params": others}]
+    if matrices:
+        groups.append({"params": list(matrices), "momentum": config.momentum})
+    return PolicyOptimizer(
+        groups,
         lr=config.lr,
         betas=config.betas,
         eps=config.epsilon,
         weight_decay=config.weight_decay,
+        offload=config.offload,
         **_kernels(config, on_cuda=all(parameter.is_cuda for parameter in parameters)),
     )
 
@@ -38,25 +51,38 @@ def _kernels(config: OptimConfig, *, on_cuda: bool) -> dict[str, bool]:
     return {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
 
 
-class HostAdamW(AdamW):
-    """AdamW that keeps its moments in host memory; a step moves those of some parameters at a time to their device."""
+class PolicyOptimizer(AdamW):
+    """AdamW, and Muon for a second group of parameters if there is one.
+
+    Args:
+        groups: The parameters of AdamW; and those of Muon, with its `momentum`.
+        offload: Whether moments stay in host memory; a step moves those of some parameters at a time to their device.
+        settings: AdamW's.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, offload: bool = False, **settings: Any) -> None:
+        super().__init__(groups, **settings)
+        self._offload = offload
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        [group] = self.param_groups
-        parameters = group["params"]
+        groups = self.param_groups
         try:
-            for part in _parts(parameters):
-                group["params"] = part
-                self._move(part, None)
-                super().step(closure)
-                self._move(part, torch.device("cpu"))
+            for group in groups:
+                for part in _parts(group["params"]) if self._offload else [group["params"]]:
+                    self._move(part, None)
+                    if "momentum" in group:
+                        muon_step(part, self.state, group)
+                    else:
+                        self.param_groups = [group | {"params": part}]
+                        super().step(closure)
+                    self._move(part, torch.device("cpu"))
         finally:
-            group["params"] = parameters
+            self.param_groups = groups
 
     def _move(self, parameters: Sequence[nn.Parameter], device: torch.device | None) -> None:
-        """Move moments to a device; None: to that of their parameter."""
-        for parameter in parameters:
+        """Move moments to a device, None: to that of their parameter; if they are offloaded."""
+        for parameter in parameters if self._offload else ():
             state = self.state.get(parameter, {})
             for name in _MOMENTS & state.keys():
                 state[name] = state[name].to(device or parameter.device)

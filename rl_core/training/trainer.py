@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl_core.columns.jagged import TURN_COLUMNS, as_tensor
 from rl_core.losses import LossInputs, policy_loss
+from rl_core.training.muon import matrices_of
 from rl_core.training.optimizer import clip_gradients, learning_rate, make_optimizer
 from rl_core.training.rows import EXPERT_COLUMNS, TOKEN_COLUMNS, TOP_COLUMNS, RankRows, packed_row, token_advantages
 from rl_core.training.scoring_module import ScoringModule
@@ -64,7 +65,8 @@ class Trainer:
 
     def __init__(self, module: ScoringModule, config: RunConfig, mesh: DeviceMesh | None = None) -> None:
         self.module, self._config, self._mesh = module, config, mesh
-        self.optimizer = make_optimizer(module, config.optim)
+        matrices = matrices_of(module.model) if config.optim.kind == "muon" else ()
+        self.optimizer = make_optimizer(module, config.optim, matrices)
         self.num_updates = 0
         self._device = next(module.parameters()).device
         self.stopwatch = Stopwatch(self._device)

@@ -17,7 +17,10 @@ def _not_in_eight_bits(implementation: object) -> object:
 
 
 class OptimConfig(FrozenConfig):
-    """AdamW with warm-up."""
+    """The optimizer, with warm-up."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for the matrices of the decoder layers (arXiv:2502.16982), AdamW for all other weights."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate, reached after the warm-up."""
@@ -37,7 +40,10 @@ class OptimConfig(FrozenConfig):
     """AdamW's kernels; auto: fused on CUDA, torch's choice on a CPU."""
 
     offload: bool = False
-    """Keep AdamW's moments in host memory, and move some of them at a time to the GPU for the step."""
+    """Keep the optimizer's moments in host memory, and move some of them at a time to the GPU for the step."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's decay rate of the mean of gradients."""
 
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm, over all ranks."""

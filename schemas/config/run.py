@@ -127,6 +127,15 @@ class RunConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
+    def _muon_has_matrices(self) -> "RunConfig":
+        if self.optim.kind == "muon" and self.model.lora is not None:
+            raise ValueError(
+                'optim.kind = "muon" orthogonalizes updates of whole matrices, which adapters (model.lora) are not; set '
+                'optim.kind = "adamw", or leave model.lora out'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _queries_have_columns(self) -> "RunConfig":
         if self.approval.queries is not None and not self.store.is_durable:
             raise ValueError(

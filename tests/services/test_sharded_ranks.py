@@ -22,11 +22,13 @@ HALF = {"model": {"compute_dtype": "bfloat16"}}
 REPLICAS = {"runtime": {"num_policy_replicas": 2}}
 REPLAY = {"rollout": {"max_response_tokens": 16, "router_replay": True}}
 LORA = {"lora": {"rank": 2}}
+MUON = {"kind": "muon", "weight_decay": 0.1}
 BUFFERS = 8 * 2**20  # of the process itself; all weights would be 78 MiB more than a shard
 CHUNKS = {"packing": {"logits_chunk_tokens": 256}}
 # Ranks, sections and token budget; few CPUs compute bfloat16 themselves, hence the smaller one.
 MEASURED: dict[str, tuple[int, dict[str, Any], int]] = {
     "large": (4, CHUNKS, 512),
+    "large, muon": (2, CHUNKS | {"optim": MUON}, 512),
     "large, half, each": (2, CHUNKS | HALF | {"runtime": {"gradient_sync": "every_micro_batch"}}, 192),
 }
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, token budget, sections
@@ -47,6 +49,12 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, token budget, 
     "two, experts, checkpointing": (2, 24, REPLAY | {"model": {"gradient_checkpointing": True}}),
     "two, fused": (2, 24, {"optim": {"implementation": "fused"}}),
     "two, offload": (2, 24, {"optim": {"offload": True}}),
+    "one, muon": (1, 64, {"optim": MUON}),
+    "two, muon": (2, 24, {"optim": MUON}),
+    "two replicas of two, muon": (4, 24, REPLICAS | {"optim": MUON}),
+    "two, muon, offload": (2, 24, {"optim": MUON | {"offload": True}}),
+    "one, experts, muon": (1, 64, REPLAY | {"optim": MUON}),
+    "two, experts, muon": (2, 24, REPLAY | {"optim": MUON}),
 }
 
 
@@ -119,6 +127,17 @@ def test_fused_and_offloaded_optimizers_step_alike(folder: Path) -> None:
     expected = _part(folder, "two", "new/")
     assert distance(expected, _part(folder, "two, fused", "new/")) < 1e-6
     assert distance(expected, _part(folder, "two, offload", "new/")) == 0
+
+
+@pytest.mark.parametrize("name", ["two, muon", "two replicas of two, muon", "two, experts, muon"])
+def test_muon_steps_alike_for_every_number_of_ranks(folder: Path, name: str) -> None:
+    alone = _part(folder, "one, experts, muon" if "experts" in name else "one, muon", "new/")
+    assert distance(alone, _part(folder, name, "new/")) < 1e-6
+    assert distance(alone, _part(folder, "one, experts" if "experts" in name else "one", "new/")) > 1e-4  # AdamW's
+
+
+def test_muon_steps_alike_if_its_momentum_is_offloaded(folder: Path) -> None:
+    assert distance(_part(folder, "two, muon", "new/"), _part(folder, "two, muon, offload", "new/")) == 0
 
 
 def test_attention_receives_the_compute_dtype(folder: Path) -> None:
