@@ -72,6 +72,8 @@ def _parts(config: RunConfig, plan: Plan, fill: float) -> Iterator[str | Table]:
         method += f", {config.loss.observation_coef:g} x cross-entropy of observations"
     if config.sft is not None:
         method = f"SFT, loss {config.loss.kind} on {config.sft.loss_on} tokens"
+    if config.optim.kind == "muon":
+        method += ", optimizer Muon"
     yield f"run {config.name}: {config.steps:,} steps; {method}"
     yield from _distillation(config)
     yield from example_lines(plan.example)

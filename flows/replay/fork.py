@@ -126,6 +126,11 @@ def _check_changes(parent: RunDirectory, before: RunConfig, config: RunConfig, s
         raise RunError(
             f"a fork of run {name} has its model: {', '.join(changed)} can't change; start a new run with it"
         )
+    if step and config.optim.kind != before.optim.kind:
+        raise RunError(
+            f"run {name} has the moments of optim.kind = {before.optim.kind} after its first step, with which "
+            f'"{config.optim.kind}" can\'t go on; leave it, or fork after step 0'
+        )
     if config.steps <= step:
         raise RunError(
             f"a fork after step {step} with steps = {config.steps} would have nothing left to do; set it higher, e.g. "

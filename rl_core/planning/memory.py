@@ -1,8 +1,7 @@
 """The memory of a worker's device in each phase of a step, computed from sizes alone.
 
-R ranks, V vocabulary entries, H hidden size, C tokens of a logits chunk. Weights, gradients and the
-optimizer's moments are float32, as the trainer keeps them. Figures are of live tensors: allocators, kernels and CUDA itself take
-more.
+R ranks, V vocabulary entries, H hidden size, C tokens of a logits chunk. Weights, gradients and the optimizer's moments
+are float32, as the trainer keeps them. Figures are of live tensors: allocators, kernels and CUDA itself take more.
 """
 
 import math
@@ -95,9 +94,7 @@ class WeightBytes:
     bfloat16: bool
 
     @classmethod
-    def of(
-        cls, model: PreTrainedModel, num_ranks: int, *, bfloat16: bool = False, muon: bool = False
-    ) -> "WeightBytes":
+    def of(cls, model: PreTrainedModel, num_ranks: int, *, bfloat16: bool = False, muon: bool = False) -> "WeightBytes":
         """Return the bytes of a model, which may be on the meta device; with AdamW, or Muon for its matrices."""
         parts = list(model.parameters())
         sizes = [FLOAT_BYTES * part.numel() for part in parts]

@@ -130,8 +130,8 @@ class RunConfig(FrozenConfig):
     def _muon_has_matrices(self) -> "RunConfig":
         if self.optim.kind == "muon" and self.model.lora is not None:
             raise ValueError(
-                'optim.kind = "muon" orthogonalizes updates of whole matrices, which adapters (model.lora) are not; set '
-                'optim.kind = "adamw", or leave model.lora out'
+                'optim.kind = "muon" orthogonalizes updates of whole matrices, which adapters (model.lora) are not; '
+                'set optim.kind = "adamw", or leave model.lora out'
             )
         return self
 

@@ -104,6 +104,20 @@ def test_ranks_and_packing_change_nothing_but_rounding(place: Workplace, whole: 
     assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
 
 
+def test_muon_is_resumed_with_another_number_of_ranks(place: Workplace) -> None:
+    settings = ("steps=4", "optim.kind=muon", "optim.lr=3e-3", "eval.every_steps=0", "runtime.num_policy_ranks=2")
+    place.sluice("train", "sft.toml", "--run-id", "muon", *settings, "runtime.num_policy_ranks=1")
+    driver = place.start("train", "sft.toml", "--run-id", "muon-killed", *settings)
+    killed = place.run("muon-killed")
+    driver.wait_standing(lambda: killed.passed(2, "put"))
+    driver.kill()
+    place.sluice("resume", "muon-killed", "runtime.num_policy_ranks=1")
+    expected = place.run("muon").step_metrics()
+    assert expected[-1]["cross_entropy"] < expected[0]["cross_entropy"] - 1
+    for resumed, one in zip(killed.step_metrics(), expected, strict=True):
+        assert resumed == pytest.approx(one, rel=1e-5)
+
+
 def test_history_and_export(place: Workplace, whole: Run) -> None:
     assert "same bits" in place.sluice("replay", whole.run_id, "--steps", "2")
     assert "and 2 =" in place.sluice("inspect", whole.run_id, "2", "--rows", "8")

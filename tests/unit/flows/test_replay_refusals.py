@@ -49,6 +49,7 @@ def test_forks_that_cannot_be_made(sluice: Command) -> None:
     assert_rejected(sluice(*fork, "2", "--run-id", "demo"), "run 'demo' exists")
     assert_rejected(sluice(*fork, "2", "--run-id", "../demo"), "not a safe name")
     assert_rejected(sluice(*fork, "2", "model.path=other"), "model.path can't change")
+    assert_rejected(sluice(*fork, "2", "optim.kind=muon"), "has the moments of optim.kind = adamw", "fork after step 0")
     assert_rejected(sluice("fork", "demo", "--at", "4"), "steps = 4 would have nothing left to do", "steps=5")
     stale = ("correction.kind=truncated", "runtime.max_staleness=1")
     assert_rejected(sluice(*fork, "2", *stale), "runtime.max_staleness = 0 and keeps no earlier weights")

@@ -277,6 +277,15 @@ def test_weights_are_those_of_the_model(folder: Path) -> None:
     assert halves.root + 2 * halves.layer == whole == halves.gathered  # two layers
 
 
+def test_muon_has_one_moment_of_a_matrix(folder: Path) -> None:
+    model = load_model(ModelConfig(path=str(folder / "model")))
+    matrices = [4 * each.numel() for name, each in model.named_parameters() if name.endswith("proj.weight")]
+    adamw, muon = WeightBytes.of(model, 2), WeightBytes.of(model, 2, muon=True)
+    assert muon.optimizer == adamw.optimizer - sum(matrices) // 2
+    assert (adamw.orthogonalized, muon.orthogonalized) == (0, max(matrices))
+    assert muon.step_buffers == adamw.step_buffers  # the embeddings are larger than 6 matrices
+
+
 def test_only_an_adapter_has_gradients(folder: Path, plan: Callable[..., Resources]) -> None:
     pytest.importorskip("peft")
     adapted = load_policy(ModelConfig(path=str(folder / "model"), lora=LoraConfig(rank=2)))

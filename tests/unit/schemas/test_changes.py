@@ -75,6 +75,7 @@ FOR_A_NEW_RUN = {
         "loss.kind",
         "model.lora",
         "model.path",
+        "optim.kind",
         "optim.lr",
         "optim.updates_per_step",
     ),

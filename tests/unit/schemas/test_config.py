@@ -48,7 +48,10 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optim.lrr=1", "unknown key optim.lrr; did you mean 'lr'? allowed here: betas, epsilon, implementation, lr,"),
+        (
+            "optim.lrr=1",
+            "unknown key optim.lrr; did you mean 'lr'? allowed here: betas, epsilon, implementation, kind, lr,",
+        ),
         ("optm.lr=1", "unknown key optm; did you mean 'optim'?"),
         ("optim.lr=-1", "optim.lr = -1: Input should be greater than 0"),
         ("optim.schedule=step", "optim.schedule = 'step': Input should be 'constant', 'linear' or 'cosine'"),
@@ -151,6 +154,12 @@ def test_what_can_not_be_sampled_in_parts_is_rejected(path: Path, change: str, p
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["runtime.max_staleness=3", "correction.kind=truncated", change])
     assert f"samples responses in 3 parts, over several steps, but {problem}" in str(caught.value)
+
+
+def test_muon_is_not_for_adapters(path: Path) -> None:
+    assert load_config(path, ["optim.kind=muon"]).optim.momentum == 0.95
+    with pytest.raises(ConfigError, match=r'set optim\.kind = "adamw", or leave model\.lora out'):
+        load_config(path, ["optim.kind=muon", "model.lora.rank=2"])
 
 
 REUSE = ("correction.kind=truncated", "data.reuse.num_groups=2")
