@@ -2,7 +2,8 @@
 
 Axes: `row` has one value per sample; `prompt` and `response` are jagged, with one list per sample, whose offsets say
 which tokens exist; `turn` is jagged, too, with a value for each of the model's turns, and `teacher_prompt` with the
-tokens that a teacher reads in place of the prompt. A column's name is also the name
+tokens that a teacher reads in place of the prompt; `sampling_mask` has the tokens that could be sampled, position after
+position. A column's name is also the name
 of the variable that holds it, everywhere in the code.
 """
 
@@ -12,7 +13,7 @@ from typing import Literal, cast
 from schemas.base import Frozen
 from schemas.errors import ColumnError
 
-Axis = Literal["row", "prompt", "response", "turn", "teacher_prompt"]
+Axis = Literal["row", "prompt", "response", "turn", "teacher_prompt", "sampling_mask"]
 
 TOKEN_DTYPES = ("uint16", "int32")
 EXPERT_DTYPES = ("uint8", "uint16")
@@ -53,6 +54,10 @@ CATALOG: dict[str, ColumnSpec] = _by_name(
     _experts("prompt"),
     _experts("response"),
     ColumnSpec(name="sampler_logprobs", axis="response", dtypes=("float",), producer="rollout", unit="nat"),
+    ColumnSpec(name="sampling_mask_counts", axis="response", dtypes=("int32",), producer="rollout", unit="token"),
+    ColumnSpec(
+        name="sampling_mask_ids", axis="sampling_mask", dtypes=TOKEN_DTYPES, producer="rollout", unit="token id"
+    ),
     ColumnSpec(name="sampler_versions", axis="response", dtypes=("int32",), producer="rollout"),
     ColumnSpec(name="behavior_logprobs", axis="response", dtypes=("float",), producer="logprob", unit="nat"),
     ColumnSpec(name="reference_logprobs", axis="response", dtypes=("float",), producer="reference", unit="nat"),

@@ -26,12 +26,14 @@ from rl_core.columns.jagged import token_dtype
 from rl_core.planning import plan_forward, plan_step
 from rl_core.rollout.chat import decode_texts
 from rl_core.rollout.curriculum import plan_sources
-from rl_core.training.rows import TOP_COLUMNS
+from rl_core.training.rows import MASK_COLUMNS, TOP_COLUMNS
 from schemas.base import Frozen
 from schemas.catalog import CATALOG, EXPERT_DTYPES, TOKEN_DTYPES, Axis, column_spec
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.plan import ForwardPlan, StepPlan, UpdatePlan
+
+ASSUMED_MASK_TOKENS = 16  # that top-p or min-p leave at a position
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,7 @@ class SimulatedStep:
     max_response_tokens: int
     max_turns: int = 1
     max_teacher_prompt_tokens: int = 0  # of a teacher that doesn't read the policy's prompts
+    mask_tokens: int = 0  # that truncation leaves at a position; without a top-k, assumed
 
     @property
     def prompt_lengths(self) -> NDArray[np.int64]:
@@ -277,6 +280,7 @@ def simulate_step(config: RunConfig, fill: float, data: PromptDataset | None = N
         max_response_tokens=rollout.max_response_tokens,
         max_turns=turns,
         max_teacher_prompt_tokens=longest,
+        mask_tokens=(config.rollout.top_k or ASSUMED_MASK_TOKENS) if config.rollout.sampling_mask else 0,
     )
 
 
@@ -340,7 +344,7 @@ def _absent_columns(config: RunConfig) -> set[str]:
     """Return the columns of rollout and teachers that a run lacks by its settings."""
     versions = set() if config.runtime.max_staleness > 1 else {"sampler_versions"}
     turns = {name for name, spec in CATALOG.items() if spec.axis == "turn" or name == "episode_end"}
-    absent = set(versions)
+    absent = versions if config.rollout.sampling_mask else {*versions, *MASK_COLUMNS}
     if config.distillation is None or not config.distillation.has_prompts:
         absent.add("teacher_prompt_ids")
     if config.distillation is None or not config.distillation.reads_top:
@@ -362,6 +366,7 @@ def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[Column
         "response": int(step.response_lengths.sum()),
         "turn": num_rows * step.max_turns,
         "teacher_prompt": num_rows * step.max_teacher_prompt_tokens,
+        "sampling_mask": int(step.response_lengths.sum()) * step.mask_tokens,
     }
     columns = []
     for name, dtype in dtypes.items():

@@ -51,8 +51,8 @@ class EngineUsage:
 class Sampling:
     """The settings by which tokens are sampled.
 
-    >>> Sampling(max_response_tokens=256, temperature=0.0)  # greedy
-    Sampling(max_response_tokens=256, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, stop_token_ids=(), stop=())
+    >>> Sampling(max_response_tokens=256, temperature=0.0).top_p  # greedy
+    1.0
 
     Attributes:
         max_response_tokens: The most tokens of one response, including its stop token.
@@ -62,6 +62,7 @@ class Sampling:
         min_p: Sample only from tokens of at least this fraction of the most likely token's probability; 0 allows all.
         stop_token_ids: A response ends with the first of these tokens that is sampled.
         stop: A response ends with the token that completes the first of these strings in it.
+        keeps_mask: Whether generations have the tokens that top-p, top-k and min-p leave, and log-probs over these.
     """
 
     max_response_tokens: int
@@ -71,6 +72,7 @@ class Sampling:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    keeps_mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,12 @@ class Generation:
     """One response of R tokens, at least 1 and at most its limit."""
 
     token_ids: np.ndarray  # int32 [R]; includes the token that stopped it if finish_reason is "stop"
-    logprobs: np.ndarray  # float32 [R], nats: log-softmax(logits / temperature), before top-k, top-p and min-p
+    logprobs: np.ndarray  # float32 [R], nats: log-softmax(logits / temperature), before top-k, top-p and min-p unless
+    # the sampling keeps its mask
     finish_reason: FinishReason
     versions: np.ndarray | None = None  # int32 [R], of the weights that sampled each token; None: one for all
     experts: "TokenExperts | None" = None  # None: the engine doesn't record them
+    sampling_mask: "SamplingMask | None" = None  # None: the sampling doesn't keep it
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,14 @@ class TokenExperts:
 
     prompt: np.ndarray  # [P, C] uint8, or uint16 if there are more than 256 experts
     response: np.ndarray  # [R, C], of the same dtype
+
+
+@dataclass(frozen=True)
+class SamplingMask:
+    """The tokens that could be sampled at each of R positions: M together, always the sampled one among them."""
+
+    counts: np.ndarray  # int32 [R], with sum M
+    token_ids: np.ndarray  # int32 [M], position after position, ascending within each
 
 
 @dataclass(frozen=True)

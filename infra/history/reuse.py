@@ -123,6 +123,7 @@ def _check_kinds(config: RunConfig, source: RunConfig, run_id: str) -> None:
     for key, values in {
         "environment": tuple(bool(each.environments) for each in (config, source)),
         "rollout.router_replay": tuple(each.rollout.router_replay for each in (config, source)),
+        "rollout.sampling_mask": tuple(each.rollout.sampling_mask for each in (config, source)),
         "runtime.max_staleness above 1": tuple(each.runtime.max_staleness > 1 for each in (config, source)),
     }.items():
         if values[0] != values[1]:

@@ -131,7 +131,7 @@ class StepQueries:
         self.connection.unregister("keys")
 
     def _rows(self) -> Iterator[str]:
-        axes: tuple[Axis, ...] = ("row", "prompt", "response", "turn")
+        axes: tuple[Axis, ...] = ("row", "prompt", "response", "turn", "sampling_mask")
         for name, dtype in (each for axis in axes for each in self._dtypes(axis).items()):
             yield self._column("rows", field_of(name, dtype), KeptRun.column)
         yield from ("num_prompt_tokens", "num_response_tokens")

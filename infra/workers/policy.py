@@ -190,9 +190,7 @@ class PolicyWorker(ScoringWorker):
     def score_reference(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
         """Put `reference_logprobs`: the log-probs of the policy without its adapter."""
         with adapter_disabled(self._module.model):
-            return self._score(
-                batch, plan, "reference_logprobs", "reference", "reference", kl=self._config.kl.in_reward
-            )
+            return self._score_reference(batch, plan)
 
     def score_teacher(self, batch: BatchHandle, plan: ForwardPlan, teacher: str, version: int) -> ScoreResult:
         """Put `teacher_logprobs` of a teacher that is the policy itself with another prompt, at `version`.

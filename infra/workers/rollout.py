@@ -301,6 +301,7 @@ class RolloutWorker:
             min_p=config.min_p,
             stop_token_ids=self._stop_token_ids,
             stop=self._config.rollout.stop,
+            keeps_mask=not isinstance(config, EvalConfig) and config.sampling_mask,
         )
 
     def _check_version(self, version: int) -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from infra.datasets import PromptRow
 from infra.datasets.teacher_prompts import TeacherPrompts
-from infra.engines.base import Generation, TokenExperts
+from infra.engines.base import Generation, SamplingMask, TokenExperts
 from infra.environments.trajectory import Trajectory
 from infra.workers.sampling import ScoredResponse
 from rl_core.columns.jagged import jagged, token_dtype
@@ -54,6 +54,7 @@ def to_columns(
             "loss_mask": jagged(np.concatenate([_trained(generation) for generation in generations]), response_lengths),
             "sampler_logprobs": _tokens([generation.logprobs for generation in generations], np.dtype(np.float32)),
             **_experts([generation.experts for generation in generations if generation.experts is not None]),
+            **_sampling_masks([each.sampling_mask for each in generations if each.sampling_mask is not None], dtype),
             **_rewards([sample.response.outcome for sample in samples], reward_parts),
             "prompt_text": _texts(sample.prompt.prompt_text for sample in samples),
             "response_text": _texts(sample.response.text for sample in samples),
@@ -182,6 +183,15 @@ def _experts(rows: Sequence[TokenExperts]) -> dict[str, pa.LargeListArray]:
     sides = {"prompt_experts": [row.prompt for row in rows], "response_experts": [row.response for row in rows]}
     return {
         name: jagged(np.concatenate(parts), np.array([len(part) for part in parts])) for name, parts in sides.items()
+    }
+
+
+def _sampling_masks(rows: Sequence[SamplingMask], dtype: np.dtype) -> dict[str, pa.LargeListArray]:
+    if not rows:
+        return {}
+    return {
+        "sampling_mask_counts": _tokens([row.counts for row in rows], np.dtype(np.int32)),
+        "sampling_mask_ids": _tokens([row.token_ids for row in rows], dtype),
     }
 
 

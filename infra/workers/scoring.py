@@ -30,7 +30,7 @@ from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import flat_values, jagged, row_lengths, token_dtype
 from rl_core.losses.kl import row_kl
 from rl_core.planning.plan import rank_rows
-from rl_core.training import RankRows, score_top
+from rl_core.training import RankRows, mask_columns, score_top
 from rl_core.training.rows import TOKEN_COLUMNS, TOP_COLUMNS
 from rl_core.training.sharding import make_mesh, release_gathered
 from rl_core.views import encode_ints, select
@@ -205,6 +205,11 @@ class ScoringWorker:
             batch, plan, "teacher_logprobs", "teacher", "teacher", inputs=inputs, shard=shard, top_k=top_k
         )
 
+    def _score_reference(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
+        """Put `reference_logprobs` of this rank's rows."""
+        inputs, kl = (*TOKEN_COLUMNS, *mask_columns(self._config)), self._config.kl.in_reward
+        return self._score(batch, plan, "reference_logprobs", "reference", "reference", inputs=inputs, kl=kl)
+
     def _row_kl(self, columns: pa.RecordBatch, reference: np.ndarray) -> tuple[float, ...]:
         return tuple(
             row_kl(
@@ -258,7 +263,7 @@ class ReferenceWorker(FrozenWorker):
 
     def score(self, batch: BatchHandle, plan: ForwardPlan) -> ScoreResult:
         """Put `reference_logprobs` of this rank's rows."""
-        return self._score(batch, plan, "reference_logprobs", "reference", "reference", kl=self._config.kl.in_reward)
+        return self._score_reference(batch, plan)
 
 
 class TeacherWorker(FrozenWorker):

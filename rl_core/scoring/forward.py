@@ -42,6 +42,13 @@ class PackedRow:
     experts: Tensor | None = None  # [T, C] integer, the experts to replay; None: the model chooses
     shared_keys: tuple[SharedKeys, ...] | None = None  # if sequences share prompts
     top_ids: Tensor | None = None  # [R, K] int64, further tokens to score at each target's position
+    mask_counts: Tensor | None = None  # [R] int64, with sum M, the tokens that could be sampled there; 0: all
+    mask_ids: Tensor | None = None  # [M] int64, these tokens
+
+    @property
+    def sampling_mask(self) -> tuple[Tensor, Tensor] | None:
+        """The tokens over which targets are scored, as numbers [R] and ids [M]; None: all tokens."""
+        return None if self.mask_counts is None or self.mask_ids is None else (self.mask_counts, self.mask_ids)
 
     def to(self, device: torch.device | str) -> "PackedRow":
         """Return the row with its tensors on `device`."""

@@ -8,8 +8,9 @@ summed, kept and normalized in float32. Logits rounded to bfloat16 would be off 
 them every ratio of two policies; float32 accumulation costs nothing (cf. arXiv:2506.13585 on heads in float32).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -49,7 +50,12 @@ def lm_head(model: PreTrainedModel) -> nn.Linear:
 
 
 def score_targets(
-    states: Tensor, head: nn.Linear, targets: Tensor, options: HeadOptions, top_ids: Tensor | None = None
+    states: Tensor,
+    head: nn.Linear,
+    targets: Tensor,
+    options: HeadOptions,
+    top_ids: Tensor | None = None,
+    sampling_mask: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Score one target per hidden state.
 
@@ -59,6 +65,8 @@ def score_targets(
         targets: [R] int64 token ids.
         options: What to compute.
         top_ids: [R, K] int64 token ids to score in place of the most likely ones; None: these.
+        sampling_mask: int64 numbers [R], with sum M, and ids [M] of the tokens that have a probability at each
+            position, next to the target; where there is none, all have. None: all, everywhere.
 
     Returns:
         Log-probs [R] and entropy [R] (empty unless requested) in nats, the K largest log-probs [R, K] in descending
@@ -66,7 +74,7 @@ def score_targets(
         model. All floats have gradients, the entropy only with `has_entropy_grad`.
     """
     scores: tuple[Tensor, Tensor, Tensor, Tensor] = _Score.apply(  # type: ignore[no-untyped-call]
-        states, head.weight, head.bias, targets, options, top_ids
+        states, head.weight, head.bias, targets, options, top_ids, *(sampling_mask or (None, None))
     )
     return scores
 
@@ -83,15 +91,18 @@ class _Score(torch.autograd.Function):
         targets: Tensor,
         options: HeadOptions,
         given_ids: Tensor | None,
+        mask_counts: Tensor | None,
+        mask_ids: Tensor | None,
     ) -> tuple[Tensor, ...]:
         top_ids = targets.new_empty(len(targets), 0) if given_ids is None else given_ids
         projection = _Projection(weight, bias, options)
+        chunks = _chunks(options, states, targets, top_ids)
         parts = [
-            _score_chunk(options, projection.logits(chunk), chosen, further)
-            for chunk, chosen, further in _chunks(options, states, targets, top_ids)
+            _score_chunk(options, projection.logits(chunk), chosen, further, mask)
+            for (chunk, chosen, further), mask in zip(chunks, _masks(options, mask_counts, mask_ids), strict=False)
         ]
         logprobs, normalizer, entropy, top_logprobs, top_ids = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(states, weight, bias, targets, normalizer, entropy, top_ids)
+        ctx.save_for_backward(states, weight, bias, targets, normalizer, entropy, top_ids, mask_counts, mask_ids)
         ctx.options = options
         ctx.mark_non_differentiable(top_ids, *([] if options.has_entropy_grad else [entropy]))
         return logprobs, entropy, top_logprobs, top_ids
@@ -99,7 +110,7 @@ class _Score(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_top: Tensor, _: Tensor) -> tuple[Any, ...]:
-        states, weight, bias, targets, normalizer, entropy, top_ids = ctx.saved_tensors
+        states, weight, bias, targets, normalizer, entropy, top_ids, *mask = ctx.saved_tensors
         options: HeadOptions = ctx.options
         needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype) if needs_weight else None
@@ -107,10 +118,10 @@ class _Score(torch.autograd.Function):
         grad_states = []
         per_token = (states, targets, normalizer, entropy, top_ids, grad_logprobs, grad_entropy, grad_top)
         projection = _Projection(weight, bias, options)
-        for chunk, *rest in _chunks(options, *per_token):
+        for (chunk, *rest), excluded in zip(_chunks(options, *per_token), _masks(options, *mask), strict=False):
             logits = projection.logits(chunk)
             slope = projection.slope(logits)
-            grad_logits = _grad_chunk(options, logits, *rest).mul_(slope)
+            grad_logits = _grad_chunk(options, logits, *rest, excluded).mul_(slope)
             if needs_states:
                 grad_states.append(projection.matmul(grad_logits, projection.weight).to(states.dtype))
             if grad_weight is not None:
@@ -122,9 +133,7 @@ class _Score(torch.autograd.Function):
             torch.cat(grad_states) if needs_states else None,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 
@@ -175,8 +184,33 @@ class _Projection:
         return rounded if rounded.is_cuda else rounded.to(self._dtype)
 
 
-def _score_chunk(options: HeadOptions, logits: Tensor, targets: Tensor, top_ids: Tensor) -> tuple[Tensor, ...]:
+_Mask = tuple[Tensor, Tensor] | None
+
+
+def _masks(options: HeadOptions, counts: Tensor | None, ids: Tensor | None) -> Iterator[_Mask]:
+    """Yield the numbers and ids of the tokens that have a probability for each chunk of C; None without end if all."""
+    if counts is None or ids is None:
+        yield from repeat(None)
+        return
+    of_chunks = counts.split(options.chunk_tokens)
+    yield from zip(of_chunks, ids.split(torch.stack([each.sum() for each in of_chunks]).tolist()), strict=True)
+
+
+def _excluded(logits: Tensor, targets: Tensor, mask: tuple[Tensor, Tensor]) -> Tensor:
+    """Return which of the tokens have no probability: bool [C, V]."""
+    counts, ids = mask
+    excluded = (counts > 0)[:, None].repeat(1, logits.shape[-1])
+    excluded[torch.arange(len(counts), device=counts.device).repeat_interleave(counts), ids] = False
+    return excluded.scatter_(-1, targets[:, None], False)
+
+
+def _score_chunk(
+    options: HeadOptions, logits: Tensor, targets: Tensor, top_ids: Tensor, mask: _Mask
+) -> tuple[Tensor, ...]:
     """Compute log-probs, normalizers and entropy [C], top log-probs and ids [C, K] of [C, V] logits, in place."""
+    excluded = None if mask is None else _excluded(logits, targets, mask)
+    if excluded is not None:
+        logits.masked_fill_(excluded, -torch.inf)
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
     if options.top_k:
         top_ids = logits[:, : options.num_tokens].topk(options.top_k).indices
@@ -188,6 +222,8 @@ def _score_chunk(options: HeadOptions, logits: Tensor, targets: Tensor, top_ids:
     total = weights.sum(-1)
     entropy = logits.new_empty(len(logits), 0)
     if options.has_entropy:
+        if excluded is not None:
+            logits.masked_fill_(excluded, 0.0)  # else 0 x -inf
         entropy = total.log() - torch.einsum("cv,cv->c", weights, logits) / total
     normalizer = total.log() + largest
     return chosen - normalizer, normalizer, entropy, top - normalizer[:, None], top_ids
@@ -203,11 +239,13 @@ def _grad_chunk(
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
     grad_top: Tensor,
+    mask: _Mask,
 ) -> Tensor:
     """Compute the gradient with respect to [C, V] logits, in place.
 
     With the distribution p and its entropy H: d log p_i / d z_v = [i = v] - p_v and d H / d z_v = -p_v (log p_v + H).
     """
+    excluded = None if mask is None else _excluded(logits, targets, mask)
     logprobs = logits.sub_(normalizer[:, None])
     total = (grad_logprobs + grad_top.sum(-1))[:, None]
     if options.has_entropy_grad:
@@ -215,6 +253,8 @@ def _grad_chunk(
         grad = logprobs.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(total).mul_(probs).neg_()
     else:
         grad = logprobs.exp_().mul_(-total)
+    if excluded is not None:
+        grad.masked_fill_(excluded, 0.0)
     grad.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
     return grad.scatter_add_(-1, top_ids, grad_top)
 

@@ -62,7 +62,7 @@ def packed_scores(
     """
     options = _head_options(model, temperature, chunk_tokens, entropy, top_k, num_tokens)
     states = packed_hidden_states(model, row).index_select(0, row.predict_index)
-    return score_hidden_states(model, states, row.targets, options, row.top_ids)
+    return score_hidden_states(model, states, row.targets, options, row.top_ids, row.sampling_mask)
 
 
 def padded_scores(
@@ -99,7 +99,7 @@ def padded_scores(
     options = _head_options(model, temperature, chunk_tokens, entropy, top_k, num_tokens)
     states, index = padded_hidden_states(model, row)
     return score_hidden_states(
-        model, states.index_select(0, index[row.predict_index]), row.targets, options, row.top_ids
+        model, states.index_select(0, index[row.predict_index]), row.targets, options, row.top_ids, row.sampling_mask
     )
 
 
@@ -127,14 +127,23 @@ def packed_logprobs(model: PreTrainedModel, row: PackedRow, *, temperature: floa
 
 
 def score_hidden_states(
-    model: PreTrainedModel, states: Tensor, targets: Tensor, options: HeadOptions, top_ids: Tensor | None = None
+    model: PreTrainedModel,
+    states: Tensor,
+    targets: Tensor,
+    options: HeadOptions,
+    top_ids: Tensor | None = None,
+    sampling_mask: tuple[Tensor, Tensor] | None = None,
 ) -> TokenScores:
     """Score targets [R], and `top_ids` [R, K] if given, from the hidden states [R, hidden] that predict them.
+
+    With a `sampling_mask`, numbers [R] and ids [M], scores are over these tokens alone.
 
     Raises:
         ScoringError: The model's LM head isn't supported.
     """
-    logprobs, entropy, top_logprobs, found_ids = score_targets(states, lm_head(model), targets, options, top_ids)
+    logprobs, entropy, top_logprobs, found_ids = score_targets(
+        states, lm_head(model), targets, options, top_ids, sampling_mask
+    )
     has_top = options.top_k or top_ids is not None
     return TokenScores(
         logprobs=logprobs,

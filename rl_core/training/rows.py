@@ -19,6 +19,7 @@ from schemas.plan import MicroBatch
 
 TOKEN_COLUMNS = ("prompt_ids", "response_ids")
 EXPERT_COLUMNS = ("prompt_experts", "response_experts")
+MASK_COLUMNS = ("sampling_mask_counts", "sampling_mask_ids")
 TOP_COLUMNS = ("teacher_top_logprobs", "teacher_top_ids")
 
 
@@ -40,7 +41,7 @@ class RankRows:
 
 
 def packed_row(columns: pa.RecordBatch, num_tokens: int | None = None) -> PackedRow:
-    """Pack the tokens of all rows: `TOKEN_COLUMNS`, and `EXPERT_COLUMNS` and a teacher's top tokens if there are.
+    """Pack all rows' tokens: `TOKEN_COLUMNS`, and `EXPERT_COLUMNS`, `MASK_COLUMNS` and a teacher's if there are.
 
     Args:
         columns: The rows.
@@ -69,9 +70,13 @@ def packed_row(columns: pa.RecordBatch, num_tokens: int | None = None) -> Packed
             f"a micro-batch of {len(prompt_lengths)} rows has {len(row.input_ids)} tokens, but is planned for "
             f"{planned}: prompts of a group differ, which the plan takes for equal; set packing.share_prompts = false"
         )
-    if (top := TOP_COLUMNS[1]) not in columns.schema.names:
-        return row
-    return replace(row, top_ids=as_tensor(columns[top]).to(torch.int64))
+    further = {"mask_counts": MASK_COLUMNS[0], "mask_ids": MASK_COLUMNS[1], "top_ids": TOP_COLUMNS[1]}
+    given = {
+        name: as_tensor(columns[column]).to(torch.int64)
+        for name, column in further.items()
+        if column in columns.schema.names
+    }
+    return replace(row, **given) if given else row
 
 
 def token_advantages(columns: pa.RecordBatch) -> torch.Tensor:

@@ -15,7 +15,15 @@ from rl_core.columns.jagged import TURN_COLUMNS, as_tensor
 from rl_core.losses import LossInputs, policy_loss
 from rl_core.training.muon import matrices_of
 from rl_core.training.optimizer import clip_gradients, learning_rate, make_optimizer
-from rl_core.training.rows import EXPERT_COLUMNS, TOKEN_COLUMNS, TOP_COLUMNS, RankRows, packed_row, token_advantages
+from rl_core.training.rows import (
+    EXPERT_COLUMNS,
+    MASK_COLUMNS,
+    TOKEN_COLUMNS,
+    TOP_COLUMNS,
+    RankRows,
+    packed_row,
+    token_advantages,
+)
 from rl_core.training.scoring_module import ScoringModule
 from rl_core.training.sharding import all_gather_object, sync_gradients
 from rl_core.training.stopwatch import Stopwatch, time_collectives
@@ -29,7 +37,12 @@ _LOSS_COLUMNS = ("loss_mask", "sampler_logprobs", "advantages")
 
 def policy_columns(config: RunConfig) -> tuple[str, ...]:
     """Return the names of the columns that the policy reads to score rows."""
-    return (*TOKEN_COLUMNS, *EXPERT_COLUMNS) if config.rollout.router_replay else TOKEN_COLUMNS
+    return (*TOKEN_COLUMNS, *(EXPERT_COLUMNS if config.rollout.router_replay else ()), *mask_columns(config))
+
+
+def mask_columns(config: RunConfig) -> tuple[str, ...]:
+    """Return the names of the columns by which scores are of the tokens that could be sampled; () if of all."""
+    return MASK_COLUMNS if config.rollout.sampling_mask else ()
 
 
 def training_columns(config: RunConfig) -> tuple[str, ...]:

@@ -79,6 +79,9 @@ class EngineRollout(FrozenConfig):
     router_replay: bool = False
     """Record the experts that the engine routes each token to, and score with them; mixtures of experts only."""
 
+    sampling_mask: bool = False
+    """Record which tokens `top_p`, `top_k` and `min_p` leave at each position, and score over these alone."""
+
     dynamic_sampling: DynamicSampling | None = None
     """Dynamic sampling; None: zero-variance groups are kept, with advantages of 0."""
 
@@ -138,11 +141,17 @@ class VllmRollout(EngineRollout):
     """Lifetime of cached prefixes: one call, whose samples can then be repeated bit for bit; or one policy version."""
 
     @model_validator(mode="after")
-    def _returns_no_experts(self) -> "VllmRollout":
+    def _returns_no_experts_and_masks(self) -> "VllmRollout":
         if self.router_replay:
             raise ValueError(
                 "rollout.router_replay = true needs the experts that the engine chose, which vLLM returns only from a "
                 "model runner that its CPU build lacks and Sluice doesn't use; set rollout.router_replay = false, or "
+                'rollout.kind = "transformers"'
+            )
+        if self.sampling_mask:
+            raise ValueError(
+                "rollout.sampling_mask = true needs the tokens that truncation left, which vLLM returns only from a "
+                "model runner that its CPU build lacks and Sluice doesn't use; set rollout.sampling_mask = false, or "
                 'rollout.kind = "transformers"'
             )
         return self

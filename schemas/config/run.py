@@ -127,6 +127,20 @@ class RunConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
+    def _sampling_mask_fits(self) -> "RunConfig":
+        rollout = self.rollout
+        problems = {
+            "nothing is truncated: set rollout.top_p, rollout.top_k or rollout.min_p": (
+                rollout.top_p == 1 and not rollout.top_k and not rollout.min_p
+            ),
+            "it is recorded of one turn's tokens, not of an environment's: remove environment": self.environments,
+            "teachers score over all tokens: remove distillation": self.distillation,
+        }
+        if rollout.sampling_mask and (found := next((each for each, holds in problems.items() if holds), None)):
+            raise ValueError(f"rollout.sampling_mask = true, but {found}, or set it to false")
+        return self
+
+    @model_validator(mode="after")
     def _muon_has_matrices(self) -> "RunConfig":
         if self.optim.kind == "muon" and self.model.lora is not None:
             raise ValueError(
@@ -203,6 +217,7 @@ class RunConfig(FrozenConfig):
             "environment plays whole trajectories; remove it": self.environments,
             "rollout.stop may be cut between two parts; use rollout.stop_token_ids": self.rollout.stop,
             "rollout.router_replay needs whole responses; set it to false": self.rollout.router_replay,
+            "rollout.sampling_mask needs whole responses; set it to false": self.rollout.sampling_mask,
             f"rollout.max_response_tokens = {limit} can't be split into {n} parts; raise it": limit < n,
         }
         if n > 1 and (found := next((problem for problem, holds in problems.items() if holds), None)):

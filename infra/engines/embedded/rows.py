@@ -96,8 +96,8 @@ class TransformersRows:
         found: list[tuple[int, Generation]] = []
         for batch, logits in decoded:
             noise = torch.from_numpy(self._samples.noise(batch.rows)).to(logits.device)
-            batch.newest, logprobs = sample_tokens(logits, noise, self._sampling)
-            ended = self._samples.record(batch.rows, batch.newest.cpu().numpy(), logprobs.cpu().numpy())
+            batch.newest, logprobs, mask = sample_tokens(logits, noise, self._sampling)
+            ended = self._samples.record(batch.rows, batch.newest.cpu().numpy(), logprobs.cpu().numpy(), mask)
             self._ended_at.update(dict.fromkeys(ended, batch.width))
             found += [(row, self._generation(row, batch)) for row in ended]
         for batch, _ in added:
@@ -205,4 +205,5 @@ class TransformersRows:
 
     def _generation(self, row: int, batch: DecodingBatch) -> Generation:
         token_ids, logprobs, reason = self._samples.of_row(row)
-        return Generation(token_ids, logprobs, reason, experts=batch.experts_of(row, len(token_ids)))
+        experts, mask = batch.experts_of(row, len(token_ids)), self._samples.take_mask(row)
+        return Generation(token_ids, logprobs, reason, experts=experts, sampling_mask=mask)

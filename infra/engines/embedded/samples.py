@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from infra.engines.base import Sampling
+from infra.engines.base import Sampling, SamplingMask
 from rl_core.rollout.chat import decode_texts
 from rl_core.rollout.seeding import uniforms
 from schemas.errors import NonFiniteError
@@ -21,7 +21,7 @@ _MAX_INCOMPLETE = 3  # bytes of an incomplete UTF-8 character; a whole one has a
 
 def sample_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, list[np.ndarray] | None]:
     """Sample one token per row by inverting its cumulative distribution at the row's uniform.
 
     Truncation follows vLLM's order: temperature, min-p (Nguyen et al. 2024, arXiv:2407.01082), top-k, top-p; top-p is
@@ -34,7 +34,8 @@ def sample_tokens(
 
     Returns:
         Token ids int64 [N], and their log-probs float32 [N] in nats: log-softmax(logits / temperature) before
-        min-p, top-k and top-p; greedy log-probs are those of temperature 1.
+        min-p, top-k and top-p, or over the tokens that these keep if `sampling.keeps_mask`; greedy log-probs are those
+        of temperature 1. Then also the ids of these tokens, for each row; else None.
 
     Raises:
         NonFiniteError: A row's logits contain NaN or +inf.
@@ -46,18 +47,24 @@ def sample_tokens(
     if not bool(highest.isfinite().all()):
         raise NonFiniteError("the model's logits are not finite; its weights have diverged")
     ratios = (logits - highest).exp_()  # to the most likely token's probability
+    mask = None
     # Sums are in double precision, so that tokens in the far tail keep their part of the unit interval.
     if sampling.temperature == 0:
         tokens, totals = most_likely, ratios.sum(dim=-1, keepdim=True, dtype=torch.float64)
     elif sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1:
         totals = ratios.sum(dim=-1, keepdim=True, dtype=torch.float64)
-        tokens = _invert_truncated(ratios, uniforms, sampling)
+        kept, order = _truncated(ratios, sampling)
+        cumulative = kept.cumsum(dim=-1, dtype=torch.float64)
+        tokens = _invert(cumulative, uniforms)
+        if sampling.keeps_mask:
+            totals, mask = cumulative[:, -1:], _mask_of(kept, order)
+        tokens = tokens if order is None else order.gather(-1, tokens)
     else:
         cumulative = ratios.cumsum(dim=-1, dtype=torch.float64)
         totals = cumulative[:, -1:]
         tokens = _invert(cumulative, uniforms)
     logprobs = (logits.gather(-1, tokens) - highest).double() - totals.log()
-    return tokens[:, 0], logprobs[:, 0].float()
+    return tokens[:, 0], logprobs[:, 0].float(), mask
 
 
 def _invert(cumulative: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -65,19 +72,31 @@ def _invert(cumulative: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
 
 
-def _invert_truncated(ratios: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return [N, 1], tokens sampled from those that min-p, top-k and top-p keep; the most likely one's ratio is 1."""
+def _truncated(ratios: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the ratios that min-p, top-k and top-p keep, others 0; the most likely token's is 1.
+
+    Returns:
+        [N, V], or [N, K] in descending order with their token ids int64 [N, K].
+    """
     if sampling.min_p > 0:
         ratios = ratios * (ratios >= sampling.min_p)
     if sampling.top_k == 0 and sampling.top_p == 1:
-        return _invert(ratios.cumsum(dim=-1, dtype=torch.float64), uniforms)
+        return ratios, None
     num_kept = min(sampling.top_k or ratios.shape[-1], ratios.shape[-1])
     ratios, order = ratios.topk(num_kept, dim=-1)
-    cumulative = ratios.cumsum(dim=-1, dtype=torch.float64)
     if sampling.top_p < 1:
-        kept = cumulative - ratios < sampling.top_p * cumulative[:, -1:]  # always keeps the first, the most likely
-        cumulative = (ratios * kept).cumsum(dim=-1, dtype=torch.float64)
-    return order.gather(-1, _invert(cumulative, uniforms))
+        cumulative = ratios.cumsum(dim=-1, dtype=torch.float64)
+        # Always keeps the first, the most likely.
+        ratios = ratios * (cumulative - ratios < sampling.top_p * cumulative[:, -1:])
+    return ratios, order
+
+
+def _mask_of(kept: torch.Tensor, order: torch.Tensor | None) -> list[np.ndarray]:
+    """Return the ascending ids of the tokens that each of N rows keeps: int32."""
+    rows, places = kept.nonzero(as_tuple=True)
+    ids = (places if order is None else order[rows, places]).cpu().numpy().astype(np.int32)
+    counts = (kept > 0).sum(-1).cpu().numpy()
+    return [np.sort(each) for each in np.split(ids, np.cumsum(counts)[:-1])]
 
 
 class StopStrings:
@@ -145,6 +164,7 @@ class TurnSamples:
         self._token_ids = np.zeros((0, sampling.max_response_tokens), dtype=np.int32)
         self._logprobs = np.zeros((0, sampling.max_response_tokens), dtype=np.float32)
         self._reasons: list[FinishReason] = []
+        self._masks: dict[int, list[np.ndarray]] = {}  # of rows whose sampling keeps its mask
 
     def add(self, num_rows: int) -> range:
         """Add rows whose turns have not begun; return their numbers."""
@@ -162,6 +182,7 @@ class TurnSamples:
         chosen, longest = np.array(rows), max(limits)
         self._noise[chosen, :longest] = uniforms(np.array(seeds, dtype=np.uint64), longest)
         self.limits[chosen], self.counts[chosen], self.ended[chosen] = limits, 0, False
+        self._masks |= {row: [] for row in rows}
         if self._stop_strings is not None:
             self._stop_strings.restart(rows)
 
@@ -170,15 +191,25 @@ class TurnSamples:
         found: np.ndarray = self._noise[rows, np.minimum(self.counts[rows], self._noise.shape[1] - 1)]
         return found
 
-    def record(self, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray) -> list[int]:
+    def record(
+        self,
+        rows: np.ndarray,
+        token_ids: np.ndarray,
+        logprobs: np.ndarray,
+        mask: Sequence[np.ndarray] | None = None,
+    ) -> list[int]:
         """Add a token to each of these rows whose turn goes on; return the rows whose turn ends with it.
 
         Args:
             rows: int64 [L].
             token_ids: Integers [L].
             logprobs: float32 [L], nats.
+            mask: Of each, int32 ids of the tokens that could be sampled, if they are kept.
         """
         goes_on = ~self.ended[rows]
+        for row, is_live, ids in zip(rows.tolist(), goes_on.tolist(), mask or (), strict=mask is not None):
+            if is_live:
+                self._masks[row].append(ids)
         rows, token_ids, logprobs = rows[goes_on], token_ids[goes_on], logprobs[goes_on]
         positions = self.counts[rows]
         self._token_ids[rows, positions] = token_ids
@@ -198,3 +229,11 @@ class TurnSamples:
         """Return what a row has sampled: int32 [R], float32 [R]; and why its turn has ended."""
         length = self.counts[row]
         return self._token_ids[row, :length].copy(), self._logprobs[row, :length].copy(), self._reasons[row]
+
+    def take_mask(self, row: int) -> SamplingMask | None:
+        """Return which tokens a row could have sampled, and forget it; None if the sampling doesn't keep it."""
+        mask = self._masks.pop(row)
+        if not mask:
+            return None
+        counts = np.array([len(ids) for ids in mask], dtype=np.int32)
+        return SamplingMask(counts, np.concatenate(mask))

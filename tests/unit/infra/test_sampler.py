@@ -13,7 +13,7 @@ PROBS = torch.tensor([0.1, 0.4, 0.3, 0.2])
 def frequencies(sampling: Sampling, num_samples: int = 1000) -> np.ndarray:
     """Return how often each of four tokens is sampled at evenly spaced uniforms, in thousandths."""
     uniforms = (torch.arange(num_samples, dtype=torch.float64) + 0.5) / num_samples
-    tokens, _ = sample_tokens(PROBS.log().expand(num_samples, 4), uniforms, sampling)
+    tokens, _, _ = sample_tokens(PROBS.log().expand(num_samples, 4), uniforms, sampling)
     return np.bincount(tokens.numpy(), minlength=4)
 
 
@@ -46,9 +46,30 @@ def test_sampling_by_hand(sampling: Sampling, expected: list[int]) -> None:
 @pytest.mark.parametrize("truncation", [{"top_k": 2}, {"top_p": 0.65}, {"min_p": 0.6}])
 def test_logprobs_are_those_before_truncation(truncation: dict[str, float]) -> None:
     uniforms = torch.tensor([0.9], dtype=torch.float64)
-    tokens, logprobs = sample_tokens(PROBS.log()[None], uniforms, Sampling(1, **truncation))
+    tokens, logprobs, mask = sample_tokens(PROBS.log()[None], uniforms, Sampling(1, **truncation))
+    assert mask is None
     assert tokens.tolist() == [2]
     torch.testing.assert_close(logprobs, PROBS[2:3].log())
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [
+        ({"top_k": 2}, [1, 2]),
+        ({"top_p": 0.75}, [1, 2, 3]),
+        ({"min_p": 0.6}, [1, 2]),
+        ({"min_p": 0.3, "top_p": 0.75}, [1, 2]),
+        ({"top_k": 9}, [0, 1, 2, 3]),
+    ],
+)
+def test_a_mask_is_of_what_truncation_leaves(truncation: dict[str, float], kept: list[int]) -> None:
+    uniforms = torch.tensor([0.0, 0.9], dtype=torch.float64)
+    logits = torch.stack([PROBS, PROBS.flip(0)]).log()
+    tokens, logprobs, mask = sample_tokens(logits, uniforms, Sampling(1, keeps_mask=True, **truncation))
+    assert mask is not None
+    assert [each.tolist() for each in mask] == [kept, sorted(3 - token for token in kept)]
+    expected = logits.gather(-1, tokens[:, None])[:, 0] - PROBS[kept].sum().log()
+    torch.testing.assert_close(logprobs, expected)
 
 
 def test_impossible_tokens_are_never_sampled() -> None:

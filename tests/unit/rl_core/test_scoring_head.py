@@ -1,6 +1,7 @@
 """The scoring head: entropy, most likely tokens, precision and memory, and its gradients; and all of it under FSDP."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from rl_core.scoring import (
 )
 from rl_core.scoring.head import HeadOptions, score_targets
 from rl_core.scoring.logprobs import EntropyMode
-from tests.support.packed import plain_log_softmax, random_batch, tiny_qwen3
+from tests.support.packed import VOCAB_SIZE, plain_log_softmax, random_batch, tiny_qwen3
 
 BATCH = random_batch([3, 1, 5, 2, 1], [4, 7, 0, 1, 3])
 TEMPERATURE, TOP_K = 0.7, 3
@@ -68,6 +69,41 @@ def test_entropy_and_top_tokens_equal_a_plain_forward() -> None:
     torch.testing.assert_close(scores.top_logprobs, top, rtol=0, atol=1e-5)
     assert torch.equal(scores.top_ids, top_ids)
     assert relative_error(ours, theirs) < 1e-5
+
+
+def random_mask() -> tuple[Tensor, Tensor, Tensor]:
+    """Return numbers and ids of tokens, none at some positions and targets left out at others, and bool [R, V]."""
+    generator = torch.Generator().manual_seed(11)
+    allowed = torch.rand(len(BATCH.response_ids), VOCAB_SIZE, generator=generator) < 0.1
+    allowed[::4] = False
+    rows, ids = allowed.nonzero(as_tuple=True)
+    counts = torch.bincount(rows, minlength=len(allowed))
+    allowed[counts == 0] = True
+    return counts, ids, allowed.scatter(1, BATCH.response_ids[:, None], True)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
+def test_masked_scores_equal_a_plain_forward(chunk_tokens: int) -> None:
+    counts, ids, allowed = random_mask()
+    model = tiny_qwen3()
+    use_packed_attention(model)
+    row = replace(BATCH.row, mask_counts=counts, mask_ids=ids)
+    scores = packed_scores(model, row, temperature=TEMPERATURE, chunk_tokens=chunk_tokens, entropy="grad")
+    assert scores.entropy is not None
+    ours = gradient(model, (scores.entropy.square() + scores.logprobs * 0.3).sum())
+
+    logprobs = plain(model).masked_fill(~allowed, -torch.inf).log_softmax(-1)
+    chosen = logprobs.gather(-1, BATCH.response_ids[:, None]).squeeze(-1)
+    finite = logprobs.masked_fill(~allowed, 0.0)
+    entropy = -(finite.exp() * finite * allowed).sum(-1)
+    theirs = gradient(model, (entropy.square() + chosen * 0.3).sum())
+
+    torch.testing.assert_close(scores.logprobs, chosen, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.entropy, entropy, rtol=0, atol=1e-5)
+    assert relative_error(ours, theirs) < 1e-5
+    use_padded_attention(model)
+    padded = padded_scores(model, row, temperature=TEMPERATURE, chunk_tokens=9)
+    torch.testing.assert_close(padded.logprobs, chosen, rtol=0, atol=1e-5)
 
 
 def test_padded_scores_equal_packed_scores() -> None:

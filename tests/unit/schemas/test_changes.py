@@ -47,7 +47,7 @@ TRAINED = {
     "reward.compute_dtype",
     *(f"rollout.{name}" for name in ("kind", "dtype", "num_prompts", "samples_per_prompt", "max_response_tokens")),
     *(f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")),
-    *("rollout.dynamic_sampling", "rollout.router_replay"),
+    *("rollout.dynamic_sampling", "rollout.router_replay", "rollout.sampling_mask"),
 }
 
 # Of the keys that decide what is trained, those that messages name: they are for `sluice train`, before a run exists,
@@ -79,7 +79,14 @@ FOR_A_NEW_RUN = {
         "optim.lr",
         "optim.updates_per_step",
     ),
-    *("optim.implementation", "rollout.router_replay"),
+    *(
+        "optim.implementation",
+        "rollout.router_replay",
+        "rollout.sampling_mask",
+        "rollout.top_p",
+        "rollout.top_k",
+        "rollout.min_p",
+    ),
     *("sft.num_rows", "sft.max_tokens", "loss.kind", "loss.aggregation", "loss.norm_tokens"),
     *(f"environment.{name}" for name in ("kind", "tools", "path", "arguments", "parser", "drops_reasoning")),
     *("environment.max_turn_tokens", "environment.resume_rows", "environment.lockstep_steps"),

@@ -68,6 +68,11 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
         ("store.lease_seconds=9", "store.lease_seconds was removed in 0.3: columns stay until their step is cleared"),
         ("advantage={kind='rloo', epsilon=1e-6}", "unknown key advantage.epsilon; allowed here: kind"),
         ("loss.observation_coef=0.1", "trains on what an environment answers, but there is none; set environment.kind"),
+        ("rollout.sampling_mask=true", "rollout.sampling_mask = true, but nothing is truncated: set rollout.top_p, "),
+        (
+            "rollout={kind='vllm', sampling_mask=true, top_k=9}",
+            "rollout.sampling_mask = true needs the tokens that trun",
+        ),
         ("kl.estimator=k4", "kl.estimator = 'k4': Input should be 'k1', 'k2' or 'k3'"),
         ("correction.cap=0", "correction.cap = 0: Input should be greater than 0"),
         ("correction={kind='masked', low=3.0, high=2.0}", "low = 3.0 must be below high = 2.0"),
@@ -145,6 +150,7 @@ def test_errors_name_the_key_the_value_and_the_allowed_ones(path: Path, override
         ("store.keep_steps=0", "store.keep_steps = 0; set it to 1 or more"),
         ("rollout.dynamic_sampling.max_rounds=2", "rollout.dynamic_sampling replaces groups of a whole step"),
         ("rollout.stop=['.']", "rollout.stop may be cut between two parts; use rollout.stop_token_ids"),
+        ("rollout={top_k=9, sampling_mask=true}", "rollout.sampling_mask needs whole responses; set it to false"),
         ("rollout.router_replay=true", "rollout.router_replay needs whole responses; set it to false"),
         ("rollout.max_response_tokens=2", "rollout.max_response_tokens = 2 can't be split into 3 parts; raise it"),
     ],
@@ -154,6 +160,17 @@ def test_what_can_not_be_sampled_in_parts_is_rejected(path: Path, change: str, p
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["runtime.max_staleness=3", "correction.kind=truncated", change])
     assert f"samples responses in 3 parts, over several steps, but {problem}" in str(caught.value)
+
+
+def test_a_sampling_mask_is_of_one_turn_and_without_teachers(path: Path) -> None:
+    masked = ["rollout.sampling_mask=true", "rollout.top_p=0.9"]
+    assert load_config(path, masked).rollout.sampling_mask
+    for other, problem in {
+        "environment={kind='tools', tools=['a:b']}": "not of an environment's: remove environment",
+        "distillation.teachers={a={path='b'}}": "teachers score over all tokens: remove distillation",
+    }.items():
+        with pytest.raises(ConfigError, match=problem):
+            load_config(path, [*masked, other])
 
 
 def test_muon_is_not_for_adapters(path: Path) -> None:
