@@ -12,6 +12,7 @@ COMMANDS = {  # a module with a `BENCHMARK`, and what is measured
     "families": ("benchmarks.families", "the table of docs/models.md: what works for each family of models"),
     "gpu": ("benchmarks.gpu.run", "the checklist of a GPU machine, with a twin for a CPU"),
     "rollout": ("benchmarks.rollout.run", "the embedded engine, transformers' generate and vLLM"),
+    "sft": ("benchmarks.sft", "steps of supervised fine-tuning, and in TRL"),
     "step": ("benchmarks.step.run", "whole GRPO steps of real runs, in turn, overlapped, and in TRL"),
     "versions": ("benchmarks.versions", "the tests with the oldest and the newest packages"),
 }

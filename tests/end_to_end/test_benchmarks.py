@@ -98,6 +98,14 @@ def is_raylet(process: psutil.Process) -> bool:
         return False
 
 
+@NEEDS_BENCH
+def test_sft_has_the_losses_of_trl() -> None:
+    pytest.importorskip("trl")
+    report = report_of(bench("sft", "--quick", "--peer", "trl"))
+    assert report["loss_difference"] < 1e-5
+    assert list(report["trainers"]) == ["sluice", *(f"trl, padded, {n} rows a forward" for n in (4, 1)), "trl, packed"]
+
+
 def test_families_of_one_model_type() -> None:
     report = report_of(bench("families", "--quick"))
     assert report == {"llama": dict.fromkeys(COLUMNS)}
