@@ -1,51 +1,18 @@
-"""Policy losses: `policy_loss` of `LossInputs`; a new one is a config class, a function and a line in `SURROGATES`."""
+"""Policy losses: `policy_loss` of `LossInputs`; a new one is a config class, and a function in `surrogates.py`."""
 
 from torch import Tensor
 
-from rl_core.losses.base import LossInputs, Surrogate, aggregate, denominator, log_ratio
+from rl_core.losses.base import LossInputs, aggregate, denominator, log_ratio
 from rl_core.losses.correction import correction_weights
 from rl_core.losses.distillation import distill
 from rl_core.losses.kl import kl_estimate
 from rl_core.losses.report import nan_unless_finite, report
-from rl_core.losses.surrogates import (
-    cispo_loss,
-    clipped_loss,
-    cross_entropy_loss,
-    dppo_loss,
-    gmpo_loss,
-    gspo_loss,
-    sapo_loss,
-)
-from rl_core.registry import Registry, entry
+from rl_core.losses.surrogates import SURROGATES
 from schemas.config.distillation import DistillationConfig
-from schemas.config.loss import (
-    CispoLoss,
-    ClippedLoss,
-    CorrectionConfig,
-    CrossEntropyLoss,
-    DppoLoss,
-    GmpoLoss,
-    GspoLoss,
-    KlConfig,
-    LossConfig,
-    SapoLoss,
-)
+from schemas.config.loss import CorrectionConfig, KlConfig, LossConfig
 from schemas.metrics import Mean, Metrics
 
-__all__ = ["SURROGATES", "LossInputs", "policy_loss"]
-
-SURROGATES: Registry[[LossInputs], Surrogate] = Registry(
-    "rl_core.losses.SURROGATES",
-    LossConfig,
-    entry(ClippedLoss, clipped_loss),
-    entry(GspoLoss, gspo_loss),
-    entry(CispoLoss, cispo_loss),
-    entry(SapoLoss, sapo_loss),
-    entry(GmpoLoss, gmpo_loss),
-    entry(DppoLoss, dppo_loss),
-    entry(CrossEntropyLoss, cross_entropy_loss),
-)
-"""Policy terms: (config, inputs of the T trained tokens) -> surrogate of T tokens."""
+__all__ = ["LossInputs", "policy_loss"]
 
 
 def policy_loss(
@@ -89,7 +56,7 @@ def policy_loss(
 
     Example:
         >>> import torch
-        >>> from schemas.config.loss import NoCorrection
+        >>> from schemas.config.loss import ClippedLoss, NoCorrection
         >>> inputs = LossInputs.from_rows(
         ...     policy_logprobs=torch.tensor([-1.0, -1.0, -2.0], requires_grad=True),
         ...     behavior_logprobs=torch.tensor([-1.0, -1.0, -2.0]),

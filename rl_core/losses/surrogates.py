@@ -4,7 +4,17 @@ import torch
 from torch import Tensor
 
 from rl_core.losses.base import MAX_LOG_RATIO, LossInputs, Surrogate, clipped_surrogate, log_ratio
-from schemas.config.loss import CispoLoss, ClippedLoss, CrossEntropyLoss, DppoLoss, GmpoLoss, GspoLoss, SapoLoss
+from rl_core.registry import Registry, entry
+from schemas.config.loss import (
+    CispoLoss,
+    ClippedLoss,
+    CrossEntropyLoss,
+    DppoLoss,
+    GmpoLoss,
+    GspoLoss,
+    LossConfig,
+    SapoLoss,
+)
 
 
 def clipped_loss(config: ClippedLoss, trained: LossInputs) -> Surrogate:
@@ -146,6 +156,20 @@ def sapo_loss(config: SapoLoss, trained: LossInputs) -> Surrogate:
 def cross_entropy_loss(_: CrossEntropyLoss, trained: LossInputs) -> Surrogate:
     """Compute -logp per token: advantages and behavior log-probs play no part, and there is no ratio."""
     return Surrogate(losses=-trained.policy_logprobs, ratio=None, clipped={})
+
+
+SURROGATES: Registry[[LossInputs], Surrogate] = Registry(
+    "rl_core.losses.surrogates.SURROGATES",
+    LossConfig,
+    entry(ClippedLoss, clipped_loss),
+    entry(GspoLoss, gspo_loss),
+    entry(CispoLoss, cispo_loss),
+    entry(SapoLoss, sapo_loss),
+    entry(GmpoLoss, gmpo_loss),
+    entry(DppoLoss, dppo_loss),
+    entry(CrossEntropyLoss, cross_entropy_loss),
+)
+"""Policy terms: (config, inputs of the T trained tokens) -> surrogate of T tokens."""
 
 
 def _geometric_mean(trained: LossInputs, log_ratios: Tensor) -> Tensor:

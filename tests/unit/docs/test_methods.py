@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from rl_core.advantages.estimators import ESTIMATORS
-from rl_core.losses import SURROGATES
+from rl_core.losses.surrogates import SURROGATES
 from schemas.config.load import load_config
 from schemas.config.loss import Aggregation, KlEstimator
 

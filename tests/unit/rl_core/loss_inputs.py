@@ -1,6 +1,10 @@
-"""The losses and corrections under test, loss inputs with chosen ratios, and the loss of a few tokens."""
+"""The losses and corrections under test, each with its plain formula; loss inputs with chosen ratios.
 
-from collections.abc import Sequence
+A new kind is a config in `LOSSES` or `CORRECTIONS`, and a formula in `POLICY_TERMS` or `WEIGHTS`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
@@ -54,6 +58,106 @@ every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 _OF_SAMPLES = {name: loss for name, loss in LOSSES.items() if loss.kind != "cross_entropy"}
 every_loss_of_samples = pytest.mark.parametrize("loss", _OF_SAMPLES.values(), ids=_OF_SAMPLES)
 every_correction = pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One sample with all inputs of the loss."""
+
+    prompt: Tensor
+    response: Tensor
+    mask: Tensor
+    behavior: Tensor
+    sampler: Tensor
+    reference: Tensor
+    advantage: Tensor
+
+
+# The plain formulas are those of the papers, of one row alone, without packing or shared code.
+
+
+def clipped_term(row: Row, logprobs: Tensor, config: ClippedLoss) -> Tensor:
+    ratio = torch.exp(logprobs - row.behavior[row.mask])
+    surrogate = torch.minimum(
+        ratio * row.advantage, torch.clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * row.advantage
+    )
+    if config.dual_clip is not None and row.advantage < 0:
+        surrogate = torch.maximum(surrogate, config.dual_clip * row.advantage)
+    return -surrogate
+
+
+def gspo_term(row: Row, logprobs: Tensor, config: GspoLoss) -> Tensor:
+    probs = torch.exp(logprobs)
+    ratio = torch.exp((logprobs - row.behavior[row.mask]).mean()).detach() * probs / probs.detach()
+    clipped = torch.clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
+    return -torch.minimum(ratio * row.advantage, clipped * row.advantage)
+
+
+def cispo_term(row: Row, logprobs: Tensor, config: CispoLoss) -> Tensor:
+    ratio = torch.exp(logprobs - row.behavior[row.mask]).detach()
+    return -torch.clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * row.advantage * logprobs
+
+
+def sapo_term(row: Row, logprobs: Tensor, config: SapoLoss) -> Tensor:
+    ratio = torch.exp(logprobs - row.behavior[row.mask])
+    tau = config.tau_positive if row.advantage > 0 else config.tau_negative
+    return -row.advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
+
+
+def cross_entropy_term(row: Row, logprobs: Tensor, config: CrossEntropyLoss) -> Tensor:
+    return -logprobs
+
+
+def gmpo_term(row: Row, logprobs: Tensor, config: GmpoLoss) -> Tensor:
+    sign = torch.sign(row.advantage)
+    logs = logprobs - row.behavior[row.mask]
+    bounded = sign * torch.minimum(sign * logs, sign * torch.clip(logs, -config.clip_low, config.clip_high))
+    products = torch.exp(bounded)
+    return -row.advantage * products.detach().prod() ** (1 / len(products)) * products / products.detach()
+
+
+def dppo_term(row: Row, logprobs: Tensor, config: DppoLoss) -> Tensor:
+    p, q = torch.exp(logprobs.detach()), torch.exp(row.sampler[row.mask])
+    kl = q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p))
+    divergence = kl if config.divergence == "kl" else torch.abs(p - q)
+    away, bound = (p > q, config.clip_high) if row.advantage > 0 else (p < q, config.clip_low)
+    is_kept = ~(away & (divergence > bound))
+    return -row.advantage * torch.exp(logprobs - row.behavior[row.mask]) * is_kept
+
+
+# (row, policy log-probs of its trained tokens, config) -> the policy term of each of these tokens.
+POLICY_TERMS: dict[str, Callable[..., Tensor]] = {
+    "clipped": clipped_term,
+    "gspo": gspo_term,
+    "cispo": cispo_term,
+    "sapo": sapo_term,
+    "gmpo": gmpo_term,
+    "dppo": dppo_term,
+    "cross_entropy": cross_entropy_term,
+}
+
+
+def truncated_weights(importance: Tensor, config: TruncatedCorrection) -> Tensor:
+    return torch.clip(importance, max=config.cap)
+
+
+def masked_weights(importance: Tensor, config: MaskedCorrection) -> Tensor:
+    product = importance.prod()
+    return (product if config.low <= product <= config.high else 0.0) * torch.ones_like(importance)
+
+
+def rejected_weights(importance: Tensor, config: RejectedCorrection) -> Tensor:
+    mean = importance.prod() ** (1 / len(importance))
+    return torch.clip(importance, max=config.cap) * (config.low <= mean <= config.high)
+
+
+# Of the importance weights of a row's trained tokens, by the levels that the corrections under test have.
+WEIGHTS: dict[str, Callable[..., Tensor]] = {
+    "none": lambda importance, _: torch.ones_like(importance),
+    "truncated": truncated_weights,
+    "masked": masked_weights,
+    "rejected": rejected_weights,
+}
 
 
 def row_inputs(

@@ -16,14 +16,14 @@ from rl_core.planning import plan_step
 from rl_core.scoring import pack_row, packed_logprobs, use_packed_attention
 from schemas.metrics import Metrics, merge_metrics, values
 from schemas.plan import UpdatePlan
-from tests.unit.rl_core.algorithms import (
+from tests.unit.rl_core.loss_inputs import Row
+from tests.unit.rl_core.reference_updates import (
     ALGORITHMS,
     DEFAULTS,
     LENGTHS,
     NORM_TOKENS,
     TEMPERATURE,
     Algorithm,
-    Row,
     batch,
     entropy_of,
     gradient,

@@ -8,8 +8,9 @@ import infra.engines.open as engines
 import infra.monitors.open as monitors
 import infra.stores.open as stores
 from rl_core.advantages.estimators import ESTIMATORS
-from rl_core.losses import SURROGATES, kl
+from rl_core.losses import kl
 from rl_core.losses.correction import CORRECTIONS
+from rl_core.losses.surrogates import SURROGATES
 from rl_core.registry import Registry, entry
 from rl_core.rewards import LOADERS
 from schemas.config.advantage import AdvantageConfig, DrGrpoAdvantage, GrpoAdvantage
@@ -29,7 +30,7 @@ from schemas.config.monitor import MonitorConfig
 from schemas.config.reward import PartReward, RewardConfig
 from schemas.config.rollout import RolloutConfig
 from schemas.config.store import StoreConfig
-from tests.unit.rl_core import algorithms, loss_inputs
+from tests.unit.rl_core import loss_inputs, reference_updates
 
 REGISTRIES = {
     "advantages": (ESTIMATORS, AdvantageConfig),
@@ -87,12 +88,12 @@ def test_a_registry_must_have_exactly_one_entry_per_kind() -> None:
 def test_loss_tests_have_all_kinds() -> None:
     assert {loss.kind for loss in loss_inputs.LOSSES.values()} == set(kinds_of(LossConfig))
     assert {correction.kind for correction in loss_inputs.CORRECTIONS.values()} == set(kinds_of(CorrectionConfig))
-    assert set(algorithms.POLICY_TERMS) == set(kinds_of(LossConfig))
-    assert set(algorithms.WEIGHTS) == set(kinds_of(CorrectionConfig))
+    assert set(loss_inputs.POLICY_TERMS) == set(kinds_of(LossConfig))
+    assert set(loss_inputs.WEIGHTS) == set(kinds_of(CorrectionConfig))
 
 
 def test_the_exactness_invariants_have_all_kinds() -> None:
-    chosen = algorithms.ALGORITHMS.values()
+    chosen = reference_updates.ALGORITHMS.values()
     assert {(each.loss.kind, each.loss.aggregation) for each in chosen} == {
         (kind, aggregation) for kind in kinds_of(LossConfig) for aggregation in get_args(Aggregation)
     }
