@@ -14,11 +14,10 @@ from schemas.batch import BatchHandle, ChunkRef
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.errors import RewardFailureError
 from schemas.metrics import Max, Mean, Metrics, merge_metrics
-from schemas.packed import PackedFloats, PackedInts
+from schemas.packed import Packed, PackedFloats, PackedInts
 from schemas.store import StoreTraffic
 
 FinishReason = Literal["stop", "length"]
-PER_ROW = ("rewards", "group_ids", "prompt_lengths", "response_lengths", "loss_tokens", "truncated")
 
 
 class SourceSchedule(Frozen):
@@ -80,6 +79,9 @@ class RolloutShard(Frozen):
     """The rows of the groups that one worker generated in one batch, in order. N rows.
 
     A retry regenerates these groups together: batched with others, the last bits of their log-probs could differ.
+
+    Every packed field has one number per row, and is cut with the rows (`PER_ROW`); the rewards of turns alone have one
+    per turn. A packed field with a default is empty in shards that don't have it.
     """
 
     shard: NonNegativeInt  # number within the step
@@ -107,13 +109,14 @@ class RolloutShard(Frozen):
 
     @model_validator(mode="after")
     def _same_length(self) -> "RolloutShard":
-        counts = {len(getattr(self, name)) for name in PER_ROW} | {len(values) for values in self.parts.values()}
-        if len(counts) != 1:
-            raise ValueError(f"per-row scalars of a shard have lengths {sorted(counts)}; expected one length")
-        if len(self.num_turns) not in (0, self.num_rows) or sum(self.num_turns) != len(self.turn_rewards):
+        columns = {name: getattr(self, name) for name in PER_ROW} | {f"parts.{n}": v for n, v in self.parts.items()}
+        lengths = {name: len(values) for name, values in columns.items() if values or name not in OPTIONAL_PER_ROW}
+        if wrong := {name: length for name, length in lengths.items() if length != self.num_rows}:
+            raise ValueError(f"per-row scalars of a shard of {self.num_rows} rows have other lengths: {wrong}")
+        if sum(self.num_turns) != len(self.turn_rewards):
             raise ValueError(
-                f"{len(self.turn_rewards)} rewards of {sum(self.num_turns)} turns in {len(self.num_turns)} of "
-                f"{self.num_rows} rows; expected one of each turn, of all rows or none"
+                f"{len(self.turn_rewards)} rewards of {sum(self.num_turns)} turns in {self.num_rows} rows; expected "
+                "one of each turn"
             )
         if len(self.reused) not in (0, len(self.groups)):
             raise ValueError(
@@ -140,15 +143,25 @@ class RolloutShard(Frozen):
         if all(group in groups for group in self.groups):
             return self
         rows = [row for row, group in enumerate(self.group_ids) if group in groups]
+        columns = {name: values for name in PER_ROW if (values := getattr(self, name))}  # optional ones may be empty
         parts = {name: tuple(values[row] for row in rows) for name, values in self.parts.items()}
         ends = list(accumulate(self.num_turns))
         turns = [(ends[row] - self.num_turns[row], ends[row]) for row in rows] if ends else []
         return self.replace(
-            **{name: tuple(getattr(self, name)[row] for row in rows) for name in PER_ROW},
-            num_turns=tuple(end - start for start, end in turns),
+            **{name: tuple(values[row] for row in rows) for name, values in columns.items()},
             turn_rewards=tuple(reward for start, end in turns for reward in self.turn_rewards[start:end]),
             parts={name: values for name, values in parts.items() if any(value is not None for value in values)},
         )
+
+
+# Of the fields of a shard: those with one number per row, and those of them that a shard may lack.
+_PACKED = {
+    name: field
+    for name, field in RolloutShard.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Packed)
+}
+PER_ROW = tuple(name for name in _PACKED if name != "turn_rewards")
+OPTIONAL_PER_ROW = tuple(name for name in PER_ROW if not _PACKED[name].is_required())
 
 
 class RolloutHandle(Frozen):

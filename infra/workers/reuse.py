@@ -15,7 +15,7 @@ from schemas.catalog import REWARD_PART_PREFIX
 from schemas.rollout import ReusedGroup, RolloutShard
 from schemas.step import RunHandle
 
-# What scalars are made of; the columns that take most bytes aren't among them.
+# What `shard_of` makes scalars of; the columns that take most bytes aren't among them.
 _SCALARS = {
     *("prompt_ids", "loss_mask", "sample_id", "group_id", "finish_reason", "turn_tokens", "turn_rewards"),
     *("policy_version", "sampler_versions"),
@@ -38,7 +38,7 @@ def describe_groups(
         RunError: A step that they come from is not kept.
         StoreError: Columns are lost or damaged.
     """
-    rows = read_groups(run, reused, groups, _is_scalar)
+    rows = read_groups(run, reused, groups, is_scalar)
     described = shard_of(shard, rows, run.config.first_reused_group)
     reuse = run.config.data.reuse
     if reuse is None or reuse.run is not None:  # the versions of another run are not those of this one
@@ -80,5 +80,6 @@ def _token_lag(step: int, rows: pa.RecordBatch) -> int:
     return int(((step - rows["policy_version"].to_numpy()) * responses).sum())
 
 
-def _is_scalar(name: str) -> bool:
+def is_scalar(name: str) -> bool:
+    """Return whether the rows' scalars are made of this column."""
     return name in _SCALARS or name == "reward" or name.startswith(REWARD_PART_PREFIX)

@@ -8,20 +8,30 @@ import pytest
 import torch
 
 from infra.checkpoints.store import CheckpointStore, open_checkpoints
+from infra.datasets import PromptRow
+from infra.engines.base import Generation
+from infra.environments.slot import Reply
+from infra.environments.trajectory import TrajectoryBuilder
 from infra.history.past_weights import History
-from infra.history.stored_step import StoredStep, with_rewards
+from infra.history.stored_step import StoredStep, shard_of, with_rewards
 from infra.history.weights import compare_checkpoints, compare_updates, largest_shifts
 from infra.storage.lineage import Fork, load_fork, save_fork
 from infra.storage.runs import RunDirectory
 from infra.stores.files import ReplayColumnStore
 from infra.stores.offline import read_step
+from infra.workers.reuse import is_scalar
+from infra.workers.samples import Sample, make_shard, to_columns
+from infra.workers.sampling import ScoredResponse
 from rl_core.columns.jagged import jagged
+from rl_core.rewards import RewardOutcome
 from schemas.batch import ChunkKey
 from schemas.errors import ChunkCorruptedError, InvalidKeyError, RunError
+from schemas.rollout import PER_ROW, make_sample_id
 from schemas.step import StepReport
 from tests.support.checkpoint_tensors import SHARD, save, tensors_of
-from tests.support.small_run import SAMPLES, columns_of, make_small_run
+from tests.support.small_run import END, SAMPLES, columns_of, make_small_run
 
+PROMPT_IDS = np.array([5, 6, 7], dtype=np.int32)
 LENGTHS = [4, 3, 8, 5, 4, 12]  # tokens of the responses of `SAMPLES`
 
 
@@ -51,6 +61,39 @@ def test_a_stored_step_gives_the_rollouts_scalars_back(run: RunDirectory) -> Non
     assert (stored.rows.num_rows, stored.batch.num_rows) == (6, 5)
     assert stored.rows.columns == stored.batch.columns[: len(stored.rows.columns)]
     assert not stored.has_turns
+
+
+def samples_of(has_turns: bool) -> list[Sample]:
+    """`SAMPLES` as a rollout worker has them; an environment that answers makes a second turn of the last token."""
+    samples = []
+    for number, (group, text, reason, reward, letters) in enumerate(SAMPLES):
+        ids = np.array([*text.encode(), *([END] if reason == "stop" else [])], dtype=np.int32)
+        whole, first, last = (
+            Generation(part, np.zeros(len(part), np.float32), reason) for part in (ids, ids[:-1], ids[-1:])
+        )
+        row = TrajectoryBuilder(number, PROMPT_IDS, 0, None)
+        row.add_turn(first, text)
+        row.add_answer(Reply(("no",), reward or 0.0))
+        row.add_bridge(np.array([7, 7]))
+        row.add_turn(last, text)
+        generation = row.finish("done" if reason == "stop" else "length") if has_turns else whole
+        outcome = RewardOutcome(reward, {} if letters is None else {"letters": letters})
+        response = ScoredResponse(generation, text, text, outcome)
+        prompt = PromptRow(PROMPT_IDS, "", "", {}, "")
+        samples.append(Sample(make_sample_id(3, group, number), group, prompt, response))
+    return samples
+
+
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_columns_tell_of_rows_what_their_worker_told(has_turns: bool) -> None:
+    samples = samples_of(has_turns)
+    told = make_shard(3, 0, 0, (0, 1), samples, {})
+    columns = to_columns(samples, 3, END + 1, ["letters"])
+    columns = columns.select([name for name in columns.schema.names if is_scalar(name)])  # what reused groups read
+    stored = shard_of(0, columns, first_reused=1_000)
+    for name in (*PER_ROW, "groups", "turn_rewards", "parts"):
+        assert getattr(stored, name) == getattr(told, name), f"{name}: `shard_of` must give what `make_shard` gave"
+    assert not [name for name in PER_ROW if has_turns and not getattr(told, name)], "`make_shard` doesn't give these"
 
 
 def test_other_rewards_replace_those_of_all_shards(run: RunDirectory) -> None:

@@ -146,8 +146,10 @@ def test_a_shard_without_turns_of_each_row_is_refused() -> None:
     shard = rollout_of([1.0] * 6, [[1.0, 2.0]] * 6).shards[0]
     kept = shard.replace(groups=(0, 1), group_ids=(0, 1, 0)).keep([0])
     assert (kept.num_turns, kept.turn_rewards) == ((2, 2), (1.0, 2.0, 1.0, 2.0))
-    with pytest.raises(ValueError, match=r"6 rewards of 4 turns in 2 of 3 rows"):
+    with pytest.raises(ValueError, match=r"a shard of 3 rows have other lengths: \{'num_turns': 2\}"):
         RolloutShard.model_validate(shard.model_dump() | {"num_turns": (2, 2)})
+    with pytest.raises(ValueError, match=r"6 rewards of 5 turns in 3 rows"):
+        RolloutShard.model_validate(shard.model_dump() | {"num_turns": (2, 2, 1)})
 
 
 def test_all_groups_of_zero_variance(tmp_path: Path) -> None:

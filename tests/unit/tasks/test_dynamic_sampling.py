@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from rl_core.rollout.dynamic_sampling import (
 )
 from schemas.config.rollout import DynamicSampling, TransformersRollout
 from schemas.metrics import values
-from schemas.rollout import RolloutHandle, RolloutShard
+from schemas.rollout import PER_ROW, RolloutHandle, RolloutShard
 
 REWARDS = {
     "wrong": (0.0, 0.0),
@@ -23,6 +24,13 @@ REWARDS = {
     "failed": (None, None),
     "half-failed": (None, 1.0),
     "mixed": (0.0, 1.0),
+}
+
+
+# The fields of a shard that don't have one number per row.
+OTHER_FIELDS = {
+    *("shard", "worker", "groups", "reused", "turn_rewards", "parts", "token_lag", "begun", "unfinished", "samples"),
+    *("failure", "failures", "seconds", "turns", "telemetry"),
 }
 
 
@@ -160,3 +168,21 @@ def test_what_was_generated_is_counted_by_hand() -> None:
         "rollout/tokens": 36,
         "rollout/staleness": 0,
     }
+
+
+def test_rows_are_cut_from_every_field_that_has_one_number_per_row() -> None:
+    assert set(RolloutShard.model_fields) - set(PER_ROW) == OTHER_FIELDS, (
+        "a field with one number per row must be PackedInts or PackedFloats, so that `keep` cuts it; name any other "
+        "one in OTHER_FIELDS"
+    )
+    columns = dict.fromkeys(PER_ROW, (1, 2, 3)) | {"group_ids": (4, 7, 4)}
+    turn_rewards, style = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0), {"style": (0.5, 0.25, None)}
+    whole = RolloutShard(shard=0, worker=0, groups=(4, 7), turn_rewards=turn_rewards, parts=style, **columns)
+    kept = whole.keep({4})
+    assert {name: tuple(getattr(kept, name)) for name in PER_ROW} == {
+        name: (values[0], values[2]) for name, values in columns.items()
+    }
+    assert (kept.turn_rewards, kept.parts) == ((0.0, 3.0, 4.0, 5.0), {"style": (0.5, None)})
+    for name in PER_ROW:
+        with pytest.raises(ValueError, match="have other lengths"):
+            whole.replace(**{name: columns[name][:2]})
