@@ -47,7 +47,7 @@ from infra.storage.runs import RunDirectory
 from infra.stores.open import open_store
 from infra.stores.step_columns import archive_step, clear_step, drop_journals, open_step
 from infra.workers.placement import score_together
-from rl_core.rollout.lengths import count_lengths
+from rl_core.rollout.responses import count_lengths
 from rl_core.telemetry import packing
 from rl_core.views import with_groups
 from schemas.batch import BatchHandle

@@ -6,11 +6,11 @@ from itertools import accumulate
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
-from rl_core.columns.jagged import flat_values, row_lengths
+from rl_core.columns.jagged import flat_values, offsets, row_lengths
+from rl_core.rollout.responses import describe_responses
 from rl_core.views import new_batch
 from schemas.batch import BatchHandle, ChunkRef, ColumnGroup
 from schemas.catalog import REWARD_PART_PREFIX
@@ -19,6 +19,9 @@ from schemas.plan import StepPlan
 from schemas.rollout import ReusedGroup, RolloutHandle, RolloutShard
 
 TURNS = "turn_tokens"  # a column of responses of several turns
+
+# What `shard_of` reads, besides the columns of rewards; those that take most bytes aren't among them.
+_SCALARS = {"prompt_ids", "response_ids", "loss_mask", "finish_reason", "sample_id", "group_id", TURNS, "turn_rewards"}
 
 
 class StoredStep:
@@ -115,16 +118,13 @@ def with_rewards(
 
 
 def shard_of(number: int, columns: pa.RecordBatch, first_reused: int) -> RolloutShard:
-    """Return what the driver knows of a shard's rows, from their columns; those of texts and log-probs aren't needed.
+    """Return what the driver knows of a shard's rows, from those of their columns that `is_scalar` names.
 
     Args:
         number: The shard's number within the step.
         columns: Its rows' columns.
         first_reused: The number from which groups are reused ones.
     """
-    responses = row_lengths(columns["loss_mask"])
-    ends = np.cumsum(responses)
-    trained = np.concatenate([[0], np.cumsum(flat_values(columns["loss_mask"]))])
     ids = columns["group_id"].to_pylist()
     groups = tuple(sorted(set(ids)))
     origins = dict(zip(ids, columns["sample_id"].to_pylist(), strict=True)) if groups[-1] >= first_reused else {}
@@ -138,10 +138,19 @@ def shard_of(number: int, columns: pa.RecordBatch, first_reused: int) -> Rollout
         rewards=tuple(columns["reward"].to_pylist()),
         group_ids=tuple(ids),
         prompt_lengths=tuple(row_lengths(columns["prompt_ids"]).tolist()),
-        response_lengths=tuple(responses.tolist()),
-        loss_tokens=tuple((trained[ends] - trained[ends - responses]).tolist()),
-        truncated=tuple(pc.equal(columns["finish_reason"], "length").cast(pa.int8()).to_pylist()),
+        **describe_responses(
+            _rows_of(columns["response_ids"]), _rows_of(columns["loss_mask"]), columns["finish_reason"].to_pylist()
+        ),
         num_turns=tuple(row_lengths(columns[TURNS]).tolist()) if turns else (),
         turn_rewards=tuple(columns["turn_rewards"].flatten().to_pylist()) if turns else (),
         parts={name.removeprefix(REWARD_PART_PREFIX): tuple(columns[name].to_pylist()) for name in sorted(parts)},
     )
+
+
+def is_scalar(name: str) -> bool:
+    """Return whether the scalars of rows are made of this column."""
+    return name in _SCALARS or name == "reward" or name.startswith(REWARD_PART_PREFIX)
+
+
+def _rows_of(column: pa.LargeListArray) -> list[np.ndarray]:
+    return np.split(flat_values(column), offsets(column)[1:-1])

@@ -9,17 +9,13 @@ import numpy as np
 import pyarrow as pa
 
 from infra.history.reuse import read_groups
-from infra.history.stored_step import shard_of
+from infra.history.stored_step import is_scalar, shard_of
 from rl_core.columns.jagged import flat_values, row_lengths
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.rollout import ReusedGroup, RolloutShard
 from schemas.step import RunHandle
 
-# What `shard_of` makes scalars of; the columns that take most bytes aren't among them.
-_SCALARS = {
-    *("prompt_ids", "loss_mask", "sample_id", "group_id", "finish_reason", "turn_tokens", "turn_rewards"),
-    *("policy_version", "sampler_versions"),
-}
+_VERSIONS = {"policy_version", "sampler_versions"}
 
 
 def describe_groups(
@@ -38,7 +34,7 @@ def describe_groups(
         RunError: A step that they come from is not kept.
         StoreError: Columns are lost or damaged.
     """
-    rows = read_groups(run, reused, groups, is_scalar)
+    rows = read_groups(run, reused, groups, lambda name: is_scalar(name) or name in _VERSIONS)
     described = shard_of(shard, rows, run.config.first_reused_group)
     reuse = run.config.data.reuse
     if reuse is None or reuse.run is not None:  # the versions of another run are not those of this one
@@ -78,8 +74,3 @@ def _token_lag(step: int, rows: pa.RecordBatch) -> int:
     if "sampler_versions" in rows.schema.names:
         return int((step - flat_values(rows["sampler_versions"]).astype(np.int64)).sum())
     return int(((step - rows["policy_version"].to_numpy()) * responses).sum())
-
-
-def is_scalar(name: str) -> bool:
-    """Return whether the rows' scalars are made of this column."""
-    return name in _SCALARS or name == "reward" or name.startswith(REWARD_PART_PREFIX)

@@ -14,6 +14,7 @@ from infra.environments.trajectory import Trajectory
 from infra.workers.sampling import ScoredResponse
 from rl_core.columns.jagged import jagged, token_dtype
 from rl_core.rewards import RewardOutcome, as_stored
+from rl_core.rollout.responses import describe_responses
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.rollout import RolloutShard, SampleText
 
@@ -85,10 +86,12 @@ def make_shard(
         rewards=tuple(as_stored(outcome.reward) for outcome in outcomes),
         group_ids=tuple(sample.group_id for sample in samples),
         prompt_lengths=tuple(len(sample.prompt.prompt_ids) for sample in samples),
-        response_lengths=tuple(len(generation.token_ids) for generation in generations),
-        loss_tokens=tuple(num_sampled(generation) for generation in generations),
+        **describe_responses(
+            [generation.token_ids for generation in generations],
+            [_trained(generation) for generation in generations],
+            [generation.finish_reason for generation in generations],
+        ),
         token_lag=_token_lag(step, samples),
-        truncated=[generation.finish_reason == "length" for generation in generations],
         num_turns=tuple(len(trajectory.turns) for trajectory in trajectories),
         turn_rewards=tuple(as_stored(turn.reward) for trajectory in trajectories for turn in trajectory.turns),
         parts={

@@ -15,6 +15,7 @@ from infra.workers.policy import PolicyWorker
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import as_tensor, jagged, token_dtype
 from rl_core.rollout.chat import decode_texts
+from rl_core.rollout.responses import describe_responses
 from rl_core.training.rows import packed_row
 from rl_core.training.sharding import release_gathered
 from schemas.batch import ChunkKey
@@ -39,9 +40,9 @@ class SftWorker(PolicyWorker):
             rewards=(None,) * len(rows),
             group_ids=numbers,
             prompt_lengths=tuple(len(row.prompt_ids) for row in rows),
-            response_lengths=tuple(len(row.response_ids) for row in rows),
-            loss_tokens=tuple(int(row.loss_mask.sum()) for row in rows),
-            truncated=(0,) * len(rows),
+            **describe_responses(
+                [row.response_ids for row in rows], [row.loss_mask for row in rows], ["stop"] * len(rows)
+            ),
             samples=tuple(
                 SampleText(prompt=prompt, response=response, answer="", reward=None)
                 for prompt, response in zip(*self._texts(rows[:SAMPLES]), strict=True)

@@ -16,7 +16,7 @@ MODULES = [
     "rl_core.planning.plan",
     "rl_core.registry",
     "rl_core.rewards.base",
-    "rl_core.rollout.lengths",
+    "rl_core.rollout.responses",
     "rl_core.scoring.forward",
     "rl_core.views",
     "schemas.batch",

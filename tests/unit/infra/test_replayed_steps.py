@@ -13,13 +13,12 @@ from infra.engines.base import Generation
 from infra.environments.slot import Reply
 from infra.environments.trajectory import TrajectoryBuilder
 from infra.history.past_weights import History
-from infra.history.stored_step import StoredStep, shard_of, with_rewards
+from infra.history.stored_step import StoredStep, is_scalar, shard_of, with_rewards
 from infra.history.weights import compare_checkpoints, compare_updates, largest_shifts
 from infra.storage.lineage import Fork, load_fork, save_fork
 from infra.storage.runs import RunDirectory
 from infra.stores.files import ReplayColumnStore
 from infra.stores.offline import read_step
-from infra.workers.reuse import is_scalar
 from infra.workers.samples import Sample, make_shard, to_columns
 from infra.workers.sampling import ScoredResponse
 from rl_core.columns.jagged import jagged
