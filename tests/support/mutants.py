@@ -226,7 +226,7 @@ MUTANTS = (
         path="rl_core/advantages/step.py",
         old="seed=config.seed + step,",
         new="seed=config.seed,",
-        tests=("tests/unit/tasks/test_advantage.py", "tests/unit/rl_core/test_planning.py"),
+        tests=("tests/unit/tasks/test_advantage_stage.py", "tests/unit/rl_core/test_planning.py"),
     ),
     Mutant(
         name="sequences-counted-over-whole-step",
@@ -330,7 +330,7 @@ MUTANTS = (
         path="rl_core/advantages/turn_level.py",
         old="rewards[ends - 1] += ",
         new="rewards[starts] += ",
-        tests=("tests/unit/rl_core/test_advantages.py", "tests/unit/tasks/test_advantage.py"),
+        tests=("tests/unit/rl_core/test_advantages.py", "tests/unit/tasks/test_advantage_stage.py"),
     ),
     Mutant(
         name="overlong-penalty-counts-environment-tokens",
@@ -338,7 +338,7 @@ MUTANTS = (
         path="rl_core/advantages/step.py",
         old="response_lengths=as_int64(rollout.loss_tokens)[live]",
         new="response_lengths=as_int64(rollout.response_lengths)[live]",
-        tests=("tests/unit/tasks/test_advantage.py", "tests/unit/rl_core/test_shaping.py"),
+        tests=("tests/unit/tasks/test_advantage_stage.py", "tests/unit/rl_core/test_shaping.py"),
     ),
     Mutant(
         name="overlong-mask-inverted",
@@ -346,7 +346,7 @@ MUTANTS = (
         path="rl_core/advantages/shaping.py",
         old="np.where(is_truncated, 0, trained)",
         new="np.where(is_truncated, trained, 0)",
-        tests=("tests/unit/rl_core/test_shaping.py", "tests/unit/tasks/test_advantage.py"),
+        tests=("tests/unit/rl_core/test_shaping.py", "tests/unit/tasks/test_advantage_stage.py"),
     ),
     Mutant(
         name="clip-sides-swapped",

@@ -1,17 +1,24 @@
-"""What the pages name exists: paths, modules, commands and options, config keys, metrics, errors and tests."""
+"""What the pages name exists: paths, modules, classes, commands and options, config keys, metrics, errors and tests."""
 
+import ast
 import importlib.util
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import typer
 
 from flows.cli.main import app
 from schemas import errors
+from schemas.config.advantage import AdvantageConfig
+from schemas.config.kinds import kinds_of
+from schemas.config.loss import CorrectionConfig
+from schemas.config.monitor import MonitorConfig
+from schemas.config.reward import RewardConfig
 from schemas.errors import MetricError
 from schemas.metric_catalog import METRICS, metric_spec
 
@@ -20,6 +27,16 @@ PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBU
 GENERATED = ("configuration", "commands", "metrics", "columns")
 PACKAGES = ("schemas", "rl_core", "infra", "tasks", "flows", "benchmarks", "tests")
 INVENTED = {"rl_core/advantages/median.py", "optim.lrr"}  # a recipe's new file, and a misspelled key
+UNIONS = {
+    "advantage": AdvantageConfig,
+    "correction": CorrectionConfig,
+    "reward": RewardConfig,
+    "monitors": MonitorConfig,
+}
+OF_OTHERS = {  # members of other libraries' classes
+    *("AgentLoopBase.run", "AgentLoopOutput.response_mask", "Dataset.save_to_disk"),
+    "GRPOTrainer._generate_and_score_completions",
+}
 
 CODE = re.compile(r"^```\w*\n(.*?)^```|`([^`\n]+)`", re.DOTALL | re.MULTILINE)
 SOURCE_PATH = re.compile(rf"(?<![\w/.-])((?:{'|'.join(PACKAGES)})/[\w/.-]*\w)")
@@ -27,6 +44,10 @@ PYTHON_PATH = re.compile(r"(?<![\w/.-])(\w[\w-]*/[\w/-]+\.py)\b")
 MODULE = re.compile(r"python -m ((?:" + "|".join(PACKAGES) + r")[\w.]*)")
 COMMAND = re.compile(r"\bsluice ([a-z][\w-]*)([^\n#|]*)")
 OPTION = re.compile(r"(?<!\S)(--[a-z][\w-]*)")
+MEMBER = re.compile(r"([A-Z]\w*[a-z]\w*)\.([a-z_]\w*)(?:\(.*\))?")
+FILE = rf"`((?:{'|'.join(PACKAGES)})/[\w/]+\.py)`"
+PLACED = re.compile(rf"`(\w[\w.]*)`(?:, in the stage \w+)?,? (?:in|of|\|) {FILE}")
+LISTED = re.compile(rf"{FILE}: `(\w[\w.]*)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 DOTTED = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z_]+)+)(?![\w./(:-])")
 SLASHED = re.compile(r"(?<![\w./-])([a-z_]+/[a-z_]+)(?![\w./-])")
@@ -70,6 +91,69 @@ def test_links_lead_to_files(page: Path) -> None:
     paths = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
     targets = {path: (page.parent / path).resolve() for path in paths if path}
     assert not [path for path, target in targets.items() if not target.exists() and target not in generated]
+
+
+class Definition(NamedTuple):
+    """What defines a name; only a class has members, its own, and bases."""
+
+    members: set[str]
+    bases: list[str]
+
+
+@cache
+def definitions() -> dict[str, dict[str, Definition]]:
+    """Return the names that each module defines, by the module's path."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    return {
+        str(path.relative_to(ROOT)): {
+            name: _definition(statement) for statement in ast.parse(path.read_text()).body for name in _names(statement)
+        }
+        for path in paths
+    }
+
+
+def _definition(node: ast.stmt) -> Definition:
+    if not isinstance(node, ast.ClassDef):
+        return Definition(set(), [])
+    stored = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store))
+    attributes = {part.attr for part in stored if isinstance(part.value, ast.Name) and part.value.id == "self"}
+    members = {name for statement in node.body for name in _names(statement)}
+    return Definition(members | attributes, [base.id for base in node.bases if isinstance(base, ast.Name)])
+
+
+def _names(node: ast.stmt) -> list[str]:
+    """Return the names that a statement defines: a function, a class, or variables."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return []
+    return [part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
+
+
+@cache
+def members_of(name: str) -> set[str]:
+    """Return the members of the classes of this name, inherited ones included; none if there is no such class."""
+    classes = [module[name] for module in definitions().values() if name in module]
+    bases = {base for found in classes for base in found.bases}
+    return set[str]().union(*(found.members for found in classes), *map(members_of, bases - {name}))
+
+
+def is_defined(name: str, path: str) -> bool:
+    owner, _, member = name.partition(".")
+    return owner in definitions()[path] and (not member or member in members_of(owner))
+
+
+def test_members_of_classes_exist(page: Path) -> None:
+    """A span such as `RolloutShard.keep` names a method, a field or a property of that class."""
+    named = {found.groups() for _, span in CODE.findall(page.read_text()) if (found := MEMBER.fullmatch(span))}
+    assert not {f"{owner}.{name}" for owner, name in named if name not in members_of(owner)} - OF_OTHERS
+
+
+def test_names_are_defined_where_the_page_says(page: Path) -> None:
+    """That is: `NAME` in `PATH`, `PATH`: `NAME`, and a name and a path in cells of a table next to each other."""
+    text = page.read_text()
+    placed = PLACED.findall(text) + [(name, path) for path, name in LISTED.findall(text)]
+    assert not [f"{name} in {path}" for name, path in placed if not is_defined(name, path)]
 
 
 def test_modules_exist(code: list[str]) -> None:
@@ -134,6 +218,24 @@ def test_the_layer_diagram_has_every_package() -> None:
     for layer in ("infra", "rl_core"):
         packages = {path.parent.name for path in (ROOT / layer).glob("*/__init__.py")}
         assert packages <= drawn, packages - drawn
+
+
+def test_the_tables_of_floors_have_every_package() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract.get("containers") == ["infra"]]
+    floors = [set(re.findall(r"\w+", layer)) for layer in layers[:-1]]  # the last is a module
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("| floor | packages |")[2].partition("\n\n")[0]
+    assert [set(re.findall(r"`(\w+)`", row)) for row in table.splitlines()[2:]] == floors
+    (row,) = re.findall(r"^\| `infra` \|([^|]*)\|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert [set(re.findall(r"\w+", floor)) for floor in row.split("<-")][::-1] == floors
+
+
+def test_pages_with_a_table_of_kinds_have_every_kind() -> None:
+    named = [name for page in ROOT.glob("docs/**/*.md") for name in hooks().KINDS.findall(page.read_text())]
+    assert set(named) == set(UNIONS)
+    for name in named:
+        rows = list(hooks()._kinds(name, "page.md"))[2:]
+        assert [row.partition("](")[0] for row in rows] == [f"| [`{kind}`" for kind in kinds_of(UNIONS[name])]
 
 
 def test_generated_pages_have_every_section_and_command() -> None:

@@ -131,7 +131,7 @@ def test_a_schedule_depends_on_surely_finished_steps_alone(
 def test_results_are_counted_over_all_rows_with_a_reward() -> None:
     config = config_of([1.0, 1.0], success_threshold=0.5)
     schedule = plan_sources(config, range(1), {})[0]  # groups alternate
-    shards = [shard_of([0, 0, 1, 1], [1.0, 0.4, None, 0.5]), shard_of([2, 2], [0.5, None]), shard_of([], [])]
+    shards = [shard_with([0, 0, 1, 1], [1.0, 0.4, None, 0.5]), shard_with([2, 2], [0.5, None]), shard_with([], [])]
     assert config.data.curriculum is not None
     counted = count_results(schedule, shards, config.data.curriculum)
     assert (counted.num_scored, counted.num_successes) == ((3, 1), (2, 1))
@@ -144,7 +144,7 @@ def test_results_are_counted_over_all_rows_with_a_reward() -> None:
     assert "data/0/success_rate" not in source_metrics(["0", "1"], results([0, 1], [0, 1]))
 
 
-def shard_of(groups: list[int], rewards: list[float | None]) -> RolloutShard:
+def shard_with(groups: list[int], rewards: list[float | None]) -> RolloutShard:
     ones = [1] * len(groups)
     lengths = {"prompt_lengths": ones, "response_lengths": ones, "loss_tokens": ones, "truncated": ones}
     return RolloutShard(

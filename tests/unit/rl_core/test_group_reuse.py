@@ -18,7 +18,7 @@ def config_of(**reuse: object):  # type: ignore[no-untyped-def]
     return run_config(Path(), data={"reuse": {"num_groups": 2, **reuse}}, **fields)
 
 
-def shard_of(number: int, group: int, rewards: tuple[float, ...], **fields: object) -> RolloutShard:
+def shard_with(number: int, group: int, rewards: tuple[float, ...], **fields: object) -> RolloutShard:
     """A shard of one group whose rows have 2 prompt tokens and 4, 5, ... response tokens."""
     count = len(rewards)
     return RolloutShard(
@@ -36,8 +36,9 @@ def shard_of(number: int, group: int, rewards: tuple[float, ...], **fields: obje
     )
 
 
-SAMPLED = shard_of(0, 0, (1.0, 0.0))
-REUSED = shard_of(1, 1, (5.0, 3.0, 4.0), reused=(ReusedGroup(step=3, group=7),), token_lag=30)  # 15 tokens, 2 steps old
+SAMPLED = shard_with(0, 0, (1.0, 0.0))
+# 15 tokens, 2 steps old.
+REUSED = shard_with(1, 1, (5.0, 3.0, 4.0), reused=(ReusedGroup(step=3, group=7),), token_lag=30)
 
 
 def test_a_step_takes_groups_of_finished_steps_of_the_age() -> None:

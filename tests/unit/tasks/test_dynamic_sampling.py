@@ -46,11 +46,11 @@ def rounds_of(config: TransformersRollout, rewards: Sequence[tuple[float | None,
     rounds: list[list[RolloutShard]] = []
     while groups := next_groups(config, find_variance(rounds), len(rounds)):
         shards = shard_groups(config, groups, sum(map(len, rounds)))
-        rounds.append([shard_of(shard, shard % config.num_workers, own, rewards) for shard, own in shards.items()])
+        rounds.append([shard_with(shard, shard % config.num_workers, own, rewards) for shard, own in shards.items()])
     return rounds
 
 
-def shard_of(
+def shard_with(
     shard: int, worker: int, groups: Sequence[int], rewards: Sequence[tuple[float | None, ...]]
 ) -> RolloutShard:
     rows = [(group, reward) for group in groups for reward in rewards[group]]

@@ -7,7 +7,7 @@ from prefect.serializers import JSONSerializer
 from rl_core.planning import plan_forward
 from schemas.packed import PackedFloats
 from tasks.stage import HandleSerializer
-from tests.unit.tasks.test_advantage import rollout_of
+from tests.unit.tasks.test_advantage_stage import rollout_of
 
 
 def test_a_handle_is_written_as_prefect_writes_it() -> None:
