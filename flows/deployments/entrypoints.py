@@ -33,7 +33,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import PipelineError
 from schemas.errors import describe as describe_error
 from schemas.step import EvalReport
-from tasks.assets import asset_at, checkpoints_of, describe, describe_evaluation, evaluated, evaluation_of, upstream
+from tasks.assets import asset_at, describe, describe_evaluation, evaluated, evaluation_of, upstream
 from tasks.stage import operation
 
 P = ParamSpec("P")
@@ -134,20 +134,9 @@ async def export(
         dtype: float32, bfloat16 or float16. Default: the base model's.
         runs_dir: The folder that holds the runs.
     """
-    from flows.export import export_run  # not at the top: torch is imported with it
+    from flows.export import export_as_asset  # not at the top: torch is imported with it
 
-    directory = RunDirectory.open(run, runs_dir)
-    asset = asset_at(out)
-
-    @operation("export")
-    def export_checkpoint() -> int:
-        version = export_run(directory, Path(out), version=step, best=best, dtype=dtype)
-        num_bytes = sum(file.stat().st_size for file in Path(out).rglob("*") if file.is_file())
-        describe(asset, {"run_id": directory.run_id, "step": version, "bytes": num_bytes})
-        return version
-
-    checkpoints = checkpoints_of(directory, directory.config().checkpoint)
-    version = export_checkpoint.materializing(asset, [checkpoints])()
+    version = await export_as_asset(RunDirectory.open(run, runs_dir), Path(out), version=step, best=best, dtype=dtype)
     return Completed(message=f"wrote policy version {version} to {out}")
 
 
