@@ -21,6 +21,7 @@ from prefect.states import Completed, Failed, Running
 from flows.configs import find_config
 from flows.lifecycle.cancellation import cancellable, rename_flow_run, set_state
 from flows.lifecycle.secrets import take_secrets
+from flows.pipeline import PipelinePlan, check_pipeline, load_pipeline, plan_pipeline, run_pipeline, stored_plan
 from flows.summary import finished_summary
 from flows.train import own_run_id, train_policy
 from flows.ui.artifacts import show_evaluation
@@ -77,6 +78,28 @@ async def train(config: str, overrides: tuple[str, ...] = (), run_id: str | None
 
     check_run(run_config)
     return await cancellable(_train_in_turn(run_config, run_id))
+
+
+@flow(name="pipeline", persist_result=False)
+@_one_line_failure
+async def pipeline(file: str, overrides: tuple[str, ...] = (), pipeline_id: str | None = None) -> State:
+    """Run stages that start from each other's models, and promote the last model: a retry goes on where it was.
+
+    Args:
+        file: A TOML file with stages, relative to the deployment's folder.
+        overrides: Changes to the file, one `section.key=value` each, e.g. `stages.grpo.set.optim.lr=1e-4`.
+        pipeline_id: The pipeline's id. If it exists, it goes on. Default: made from the file's name.
+    """
+    config = load_pipeline(file, overrides)
+    own_id = own_run_id(config.name)
+    stored = (
+        stored_plan(config, own_id) if pipeline_id is None else None
+    )  # of an attempt before, whatever the file says
+    plan = stored or plan_pipeline(config, pipeline_id or own_id)
+    await rename_flow_run(plan.pipeline_id)
+    take_secrets(plan.services)
+    check_pipeline(plan)
+    return await cancellable(_promote_in_turn(plan))
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{run}", persist_result=False)
@@ -180,6 +203,12 @@ async def prepare_data(
 
     num_rows = write.materializing(asset, upstream([exclude] if exclude else []))()
     return Completed(message=f"wrote {num_rows} rows of {task} to {out}")
+
+
+async def _promote_in_turn(plan: PipelinePlan) -> State:
+    """Run a pipeline, each of whose runs waits for a free slot of its pool."""
+    result = await run_pipeline(plan, hold_pool)
+    return Completed(message=f"promoted {result.model}")
 
 
 async def _train_in_turn(config: RunConfig, run_id: str) -> State:
