@@ -164,7 +164,7 @@ def check_pipeline(plan: PipelinePlan) -> None:
         UserError: A part of it is not usable, or it was started with something else.
     """
     from flows.export import DTYPES  # not at the top: torch is imported with these
-    from flows.preflight import check_run
+    from flows.preflight import check, check_run
     from infra.history.sql import check_query
     from infra.models.load import check_weight_files
 
@@ -190,6 +190,12 @@ def check_pipeline(plan: PipelinePlan) -> None:
                     config = plan.untrained(run.config, name)
                     check_run(config)
                     check_weight_files(config.model)
+    gate = plan.config.gate
+    if gate is not None and gate.data_path is not None:
+        with _named("gate.data_path"):
+            last = plan.runs[plan.config.last_stage][0].config
+            last = plan.untrained(last, plan.config.last_stage)
+            check(last.replace(data=last.data.replace(eval_path=gate.data_path)))
 
 
 @flow(name="pipeline", flow_run_name="{plan.pipeline_id}", persist_result=False, retries=0, validate_parameters=False)
@@ -330,9 +336,8 @@ async def _pass_gate(plan: PipelinePlan, best: dict[str, PlannedRun]) -> dict[st
         GateError: The gate asks for more.
         QueryError: Its query can't be answered.
     """
-    directory = best[plan.config.last_stage].directory
-    reports = {each.policy_version: each.accuracy for each in directory.metrics.evals()}
-    after, before = reports.get(best[plan.config.last_stage].config.steps), reports.get(0)
+    run = best[plan.config.last_stage]
+    after, before = await asyncio.to_thread(_accuracies, plan, run)
     gain = None if after is None or before is None else after - before
 
     @operation("gate")
@@ -340,13 +345,29 @@ async def _pass_gate(plan: PipelinePlan, best: dict[str, PlannedRun]) -> dict[st
         failed = await asyncio.to_thread(_failures, plan, best, after, gain)
         if failed:
             raise GateError(
-                f"{directory.run_id} doesn't pass the gate of pipeline {plan.pipeline_id}: {'; '.join(failed)}; its "
+                f"{run.run_id} doesn't pass the gate of pipeline {plan.pipeline_id}: {'; '.join(failed)}; its "
                 f"model is not promoted, and stays in {plan.model_of(plan.config.last_stage)}"
             )
 
     if plan.config.gate is not None:
         await gate()
     return {"accuracy": after, "gain": gain}
+
+
+def _accuracies(plan: PipelinePlan, run: PlannedRun) -> tuple[float | None, float | None]:
+    """Return the accuracy of the last model, and of the model that its run started from, if they are known."""
+    gate = plan.config.gate
+    if gate is None or gate.data_path is None:
+        reports = {each.policy_version: each.accuracy for each in run.directory.metrics.evals()}
+        return reports.get(run.config.steps), reports.get(0)
+    from flows.evaluate import evaluate_model  # not at the top: torch is imported with it
+
+    after = evaluate_model(run.config, str(plan.model_of(plan.config.last_stage)), gate.data_path)
+    before = None if gate.min_gain is None else evaluate_model(run.config, run.config.model.path, gate.data_path)
+    for what, report in (("model of the last stage", after), ("model that it started from", before)):
+        if report is not None:
+            get_run_logger().info("gate: %s on %s: %s (%d rows)", what, gate.data_path, report, report.num_prompts)
+    return after.accuracy, None if before is None else before.accuracy
 
 
 def _failures(plan: PipelinePlan, best: dict[str, PlannedRun], accuracy: float | None, gain: float | None) -> list[str]:
@@ -402,7 +423,9 @@ async def _promote(plan: PipelinePlan, result: PipelineResult, run: PlannedRun) 
         os.replace(temporary, folder / CURRENT)
         describe(promoted, {"run_id": run.run_id, "pipeline_id": plan.pipeline_id, "accuracy": result.accuracy})
 
-    await promote.materializing(promoted, [asset_at(result.model), evaluation_of(run.directory)])()
+    gate = plan.config.gate
+    data = [] if gate is None or gate.data_path is None else [asset_at(gate.data_path)]
+    await promote.materializing(promoted, [asset_at(result.model), evaluation_of(run.directory), *data])()
 
 
 def _run_config(config: PipelineConfig, pipeline_id: str, name: str, changes: dict[str, Any]) -> RunConfig:
@@ -433,9 +456,11 @@ def _check_stage(config: PipelineConfig, name: str, made: Sequence[RunConfig]) -
                 "has no data.eval_path; set it, or stages."
                 f"{name}.best to a query for the run_id"
             )
-        if name == config.last_stage and config.gate is not None and config.gate.needs_accuracy:
+        gate = config.gate if name == config.last_stage else None
+        if gate is not None and gate.needs_accuracy and gate.data_path is None:
             raise ConfigError(
-                f"stage {name}: the gate asks for its held-out accuracy, but its config has no data.eval_path; set it"
+                f"stage {name}: the gate asks for its held-out accuracy, but its config has no data.eval_path; set it, "
+                "or gate.data_path"
             )
     if stage.max_runs > 1 and any(run.runtime.tracing for run in made):
         raise ConfigError(

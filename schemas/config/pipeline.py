@@ -88,6 +88,9 @@ class GateConfig(FrozenConfig):
     min_gain: float | None = Field(default=None, ge=-1, le=1)
     """Least gain in held-out accuracy over the model that the last stage started from."""
 
+    data_path: str | None = None
+    """Prompts or rows for both accuracies; None: the held-out ones of the last stage, from its own evaluations."""
+
     query: str | None = None
     """A query over the runs whose only value must be true; `$STAGE` is the run id of a stage, of a sweep its best."""
 
@@ -95,6 +98,8 @@ class GateConfig(FrozenConfig):
     def _asks_something(self) -> "GateConfig":
         if self.min_accuracy is None and self.min_gain is None and self.query is None:
             raise ValueError("it asks nothing; set min_accuracy, min_gain or query, or leave [gate] out")
+        if self.data_path is not None and not self.needs_accuracy:
+            raise ValueError("data_path is for min_accuracy and min_gain; set one of these, or leave it out")
         return self
 
     @property

@@ -45,6 +45,7 @@ best = "select run_id from metrics where name = 'learning_rate' order by value, 
 
 [gate]
 min_gain = -1.0
+data_path = "eval.parquet"
 
 [export]
 folder = "swept"
@@ -153,6 +154,9 @@ def test_a_sweep_goes_on_with_the_best_run_and_has_so_many_at_the_same_time(plac
     assert "stage grpo: the best run is swept-grpo-3 (optim.lr=0.0001)" in printed
     assert (place.folder / "swept/current").resolve() == place.folder / "swept/swept/grpo"
     assert place.run("swept-grpo-2").config().optim.lr == 1e-3
+    before = place.run("swept-grpo-3").metrics.evals()[0]  # of the same prompts and weights, in another process
+    assert f"model that it started from on eval.parquet: {before} (4 rows)" in printed
+    assert "model of the last stage on eval.parquet: accuracy " in printed
     found = children(place, "swept").values()
     times = sorted((time, change) for run in found for time, change in ((run.start_time, 1), (run.end_time, -1)))
     running = [sum(change for _, change in times[: count + 1]) for count in range(len(times))]

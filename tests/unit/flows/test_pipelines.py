@@ -123,6 +123,8 @@ def test_a_plan_has_complete_configs_and_ids_of_its_runs(folder: Path) -> None:
         ),
         (("stages.grpo.set.services.dir=other",), ("the same services", "services.dir")),
         (("stages.grpo.max_runs=2", "set.runtime.tracing=true"), ("stage grpo: max_runs = 2", "runtime.tracing")),
+        (("gate.data_path=absent.jsonl",), ("gate.data_path: ", "absent.jsonl")),
+        (("gate={query='select true',data_path='eval.parquet'}",), ("gate", "data_path is for min_accuracy")),
         (("export.folder=s3://bucket/models",), ("export.folder", "is a URL")),
         (("export.dtype=int8",), ("export.dtype", "bfloat16")),
         (("stages.grpo.set.data.train_path=absent.jsonl",), ("stage grpo: ", "absent.jsonl")),
