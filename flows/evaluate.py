@@ -1,4 +1,4 @@
-"""`sluice eval`: held-out accuracy of a run's newest checkpoint or of a model, in this process, without Ray and Prefect."""
+"""`sluice eval`: held-out accuracy of a checkpoint or of a model, in this process, without Ray and Prefect."""
 
 import tempfile
 import time

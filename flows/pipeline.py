@@ -168,8 +168,8 @@ def check_pipeline(plan: PipelinePlan) -> None:
     from infra.history.sql import check_query
     from infra.models.load import check_weight_files
 
-    _check_unchanged(plan)
     _check_folder(plan.config)
+    _check_unchanged(plan)
     if (dtype := plan.config.export.dtype) is not None and dtype not in DTYPES:
         raise ConfigError(f"export.dtype = {dtype!r}: expected one of {', '.join(DTYPES)}")
     queries = {f"stages.{name}.best": stage.best for name, stage in plan.config.stages.items()}

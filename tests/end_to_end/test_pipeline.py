@@ -1,17 +1,17 @@
 """Pipelines: an undisturbed one, one that is killed in its second stage and that its gate refuses, sweeps, serving."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import PrefectClient
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+from prefect.client.schemas.objects import FlowRun, State
 
 from tests.services.test_assets import made_of, materialized, wait_for
-from tests.support.progress import wait_until
 from tests.support.sft import sft_toml, write_sums
-from tests.support.workplace import Workplace
+from tests.support.workplace import Command, Workplace
 
 pytestmark = pytest.mark.extended
 
@@ -164,18 +164,19 @@ def test_a_sweep_goes_on_with_the_best_run_and_has_so_many_at_the_same_time(plac
 
 
 @pytest.fixture
-def served(place: Workplace) -> Iterator[None]:
-    """The pipeline, offered by `sluice serve`."""
-    server = place.start("serve", "sweep.toml", "--cron", "0 0 29 2 *", "--set", "stages.grpo.sweep.optim.lr=[1e-2]")
-    try:
-        server.wait_for(lambda: "serving until stopped" in server.printed)
-        yield
-    finally:
-        server.terminate()
-        server.finish(143)
+def served(place: Workplace) -> Iterator[Command]:
+    """The command that offers the sweep, with a learning rate at which it diverges."""
+    swept = "stages.grpo.sweep.optim.lr=[1e30, 1e-2]"
+    server = place.start("serve", "sweep.toml", "--cron", "0 0 29 2 *", "--set", swept)
+    server.wait_for(lambda: "serving until stopped" in server.printed)
+    yield server
+    server.terminate()
+    server.finish(-signal.SIGTERM)
 
 
-def test_a_deployment_of_a_pipeline_is_scheduled_and_started(place: Workplace, served: None) -> None:
+def test_a_deployment_of_a_pipeline_is_scheduled_and_a_run_that_diverges_is_left_out(
+    place: Workplace, served: Command
+) -> None:
     async def start(client: PrefectClient) -> FlowRun:
         deployment = await client.read_deployment_by_name("pipeline/sweep")
         assert [schedule.schedule.cron for schedule in deployment.schedules] == ["0 0 29 2 *"]
@@ -184,15 +185,16 @@ def test_a_deployment_of_a_pipeline_is_scheduled_and_started(place: Workplace, s
         assert all(entry["description"] for entry in properties.values())
         return await client.create_flow_run_from_deployment(deployment.id)
 
-    started = place.ask(start)
-    pipeline_id = f"sweep-{str(started.id)[-12:]}"
-
-    async def find(client: PrefectClient) -> FlowRun:
-        (found,) = await client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[started.id])))
+    def state() -> State:
+        found = place.ask(lambda client: client.read_flow_run(started.id)).state
+        assert found is not None
         return found
 
-    wait_until(lambda: place.ask(find).state.is_final(), still_seconds=600)
-    ended = place.ask(find)
-    assert (ended.name, ended.state_name) == (pipeline_id, "Completed"), ended.state
-    assert ended.state.message == f"promoted swept/{pipeline_id}/grpo"
+    started = place.ask(start)
+    pipeline_id = f"sweep-{str(started.id)[-12:]}"
+    served.wait_for(lambda: state().is_final(), poll_seconds=1)
+    assert (state().name, state().message) == ("Completed", f"promoted swept/{pipeline_id}/grpo")
     assert (place.folder / "swept/current").resolve() == place.folder / f"swept/{pipeline_id}/grpo"
+    summaries = [place.run(f"{pipeline_id}-grpo-{number}").summary() for number in (1, 2)]
+    assert [summary is None for summary in summaries] == [True, False]
+    assert {run.state_name for run in children(place, pipeline_id).values()} == {"Failed", "Completed"}
