@@ -118,7 +118,7 @@ def pipeline(
     from flows.cli.run import run_pipeline
     from flows.lifecycle.secrets import take_secrets
     from flows.lifecycle.session import prefect_session
-    from flows.pipeline import check_pipeline, load_pipeline, plan_pipeline
+    from flows.pipeline_plan import check_pipeline, load_pipeline, plan_pipeline
     from infra.storage.runs import new_run_id
 
     config = load_pipeline(path, overrides or [])

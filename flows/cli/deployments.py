@@ -20,7 +20,7 @@ from flows.deployments.automations import Automations, find_block
 from flows.deployments.register import OTHER_OFFERS, Offer, config_offers, load_configs, parse_schedule
 from flows.lifecycle.secrets import take_secrets
 from flows.lifecycle.session import prefect_session
-from flows.pipeline import PipelinePlan, check_pipeline, is_pipeline
+from flows.pipeline_plan import PipelinePlan, check_pipeline, is_pipeline
 from schemas.config.runtime import ServicesConfig
 from schemas.errors import ConfigError, ServiceError
 

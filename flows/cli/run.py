@@ -11,7 +11,8 @@ from rich.console import Console
 from flows.cli.report import render_summary
 from flows.cli.terminal import outlived_terminal
 from flows.lifecycle.session import run_flow
-from flows.pipeline import CURRENT, PipelinePlan, pipeline
+from flows.pipeline import pipeline
+from flows.pipeline_plan import CURRENT, PipelinePlan
 from flows.train import train
 from infra.storage.driver_log import log_error
 from infra.storage.runs import RunDirectory, new_run_id

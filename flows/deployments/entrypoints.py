@@ -21,7 +21,8 @@ from prefect.states import Completed, Failed, Running
 from flows.configs import find_config
 from flows.lifecycle.cancellation import cancellable, rename_flow_run, set_state
 from flows.lifecycle.secrets import take_secrets
-from flows.pipeline import PipelinePlan, check_pipeline, load_pipeline, plan_pipeline, run_pipeline, stored_plan
+from flows.pipeline import run_pipeline
+from flows.pipeline_plan import PipelinePlan, check_pipeline, load_pipeline, plan_pipeline, stored_plan
 from flows.summary import finished_summary
 from flows.train import own_run_id, train_policy
 from flows.ui.artifacts import show_evaluation

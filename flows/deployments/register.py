@@ -12,7 +12,7 @@ from prefect.types.entrypoint import EntrypointType
 
 from flows.configs import find_config
 from flows.deployments import entrypoints
-from flows.pipeline import PipelinePlan, is_pipeline, load_pipeline, plan_pipeline
+from flows.pipeline_plan import PipelinePlan, is_pipeline, load_pipeline, plan_pipeline
 from infra.storage.runs import new_run_id
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig

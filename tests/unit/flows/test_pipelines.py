@@ -5,14 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.pipeline import (
-    PipelinePlan,
-    _check_unchanged,
-    _failures,
-    _find_best,
-    load_pipeline,
-    plan_pipeline,
-)
+from flows.pipeline import _failures, _find_best
+from flows.pipeline_plan import PipelinePlan, _check_unchanged, load_pipeline, plan_pipeline
 from infra.storage.runs import RunDirectory
 from schemas.errors import PipelineError, QueryError, RunError
 from schemas.step import EvalReport, RunSummary
