@@ -4,7 +4,7 @@ Each fails with one line if its input is refused; the Prefect UI shows that line
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import ParamSpec
@@ -14,7 +14,7 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.objects import ConcurrencyLeaseHolder, State
 from prefect.concurrency.asyncio import concurrency
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, Running
 
@@ -268,6 +268,7 @@ async def _is_full(client: PrefectClient, name: str) -> bool:
     try:
         limit = await client.read_global_concurrency_limit_by_name(name)
     except ObjectNotFound:
-        await client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=SLOTS))
-        return False
+        with suppress(ObjectAlreadyExists):  # another run has just created it
+            await client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=SLOTS))
+        limit = await client.read_global_concurrency_limit_by_name(name)
     return limit.active_slots >= limit.limit
