@@ -1,6 +1,5 @@
 """Pipelines: an undisturbed one, one that is killed in its second stage and that its gate refuses, sweeps, serving."""
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -170,8 +169,7 @@ def served(place: Workplace) -> Iterator[Command]:
     server = place.start("serve", "sweep.toml", "--cron", "0 0 29 2 *", "--set", swept)
     server.wait_for(lambda: "serving until stopped" in server.printed)
     yield server
-    server.terminate()
-    server.finish(-signal.SIGTERM)
+    server.kill()
 
 
 def test_a_deployment_of_a_pipeline_is_scheduled_and_a_run_that_diverges_is_left_out(
