@@ -251,7 +251,14 @@ def _name(annotation: object) -> str:
         return f"table of {_name(arguments[1])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    names: dict[Any, str] = {type(None): "none", str: "string", int: "integer", float: "number", bool: "true or false"}
+    names: dict[Any, str] = {
+        Any: "any value",
+        type(None): "none",
+        str: "string",
+        int: "integer",
+        float: "number",
+        bool: "true or false",
+    }
     return names.get(annotation, str(getattr(annotation, "__name__", annotation)))[:MAX_TYPE_CHARACTERS]
 
 
