@@ -1,6 +1,7 @@
 """Pages of the site that are generated from the code: configuration, commands, metrics and columns.
 
-In any other page, a line `<!-- kinds: SECTION -->` becomes the table of that config section's kinds. MkDocs calls
+In any other page, a line `<!-- kinds: SECTION -->` becomes the table of that config section's kinds, and `<!-- pipeline
+-->` that of a pipeline's keys. MkDocs calls
 `on_files` before it reads the pages, and `on_page_markdown` for each page; see
 https://www.mkdocs.org/user-guide/configuration/#hooks.
 """
@@ -25,11 +26,13 @@ from pydantic_core import PydanticUndefined
 from flows.cli.main import app
 from schemas.catalog import CATALOG
 from schemas.config.kinds import kind_of
+from schemas.config.pipeline import PipelineConfig, StageConfig
 from schemas.config.run import RunConfig
 from schemas.metric_catalog import METRICS
 
 MAX_TYPE_CHARACTERS = 60
 CONFIGURATION = "reference/configuration.md"
+PIPELINE = "<!-- pipeline -->"
 KINDS = re.compile(r"^<!-- kinds: (\w+) -->$", re.MULTILINE)
 
 
@@ -49,7 +52,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Insert the tables of kinds."""
     target = "../" * page.file.src_uri.count("/") + CONFIGURATION
+    if PIPELINE in markdown:
+        markdown = markdown.replace(PIPELINE, "\n".join(pipeline_table()))
     return KINDS.sub(lambda found: "\n".join(_kinds(found[1], target)), markdown)
+
+
+def pipeline_table() -> list[str]:
+    """Return the table of the keys of a pipeline's file, with those of a stage."""
+    return [*_table(PipelineConfig), *_rows(StageConfig, "stages.STAGE", sections=True)]
 
 
 def configuration_page() -> str:
@@ -241,7 +251,14 @@ def _name(annotation: object) -> str:
         return f"table of {_name(arguments[1])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    names: dict[Any, str] = {type(None): "none", str: "string", int: "integer", float: "number", bool: "true or false"}
+    names: dict[Any, str] = {
+        Any: "any value",
+        type(None): "none",
+        str: "string",
+        int: "integer",
+        float: "number",
+        bool: "true or false",
+    }
     return names.get(annotation, str(getattr(annotation, "__name__", annotation)))[:MAX_TYPE_CHARACTERS]
 
 

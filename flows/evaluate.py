@@ -1,4 +1,4 @@
-"""`sluice eval`: held-out accuracy of a run's newest checkpoint, in this process, without Ray and Prefect."""
+"""`sluice eval`: held-out accuracy of a checkpoint or of a model, in this process, without Ray and Prefect."""
 
 import tempfile
 import time
@@ -53,19 +53,36 @@ def evaluate_run(
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         model = Path(folder, "model")
         write_model_folder(store, version, model, torch.float32)  # the dtype that every engine can load
-        config = _of_held_out(config, data_path, num_prompts)
-        config = config.replace(model=config.model.replace(path=str(model), lora=None))
-        check(config)
-        run, columns = _here(directory, config)
-        worker = RolloutWorker(run, store=columns)
-        worker.start()
-        try:
-            started = time.perf_counter()
-            batches = split_prompts(config.eval, worker.num_held_out())
-            shards = [worker.evaluate(0, rows) for rows in batches.values()]
-            return summarize(config, version, shards, time.perf_counter() - started)
-        finally:
-            worker.close()
+        return _sample_held_out(directory, _of_model(_of_held_out(config, data_path, num_prompts), model), version)
+
+
+def evaluate_model(config: RunConfig, model: str, data_path: str) -> EvalReport:
+    """Evaluate a model on held-out prompts or rows as a run of this config would.
+
+    Raises:
+        UserError: The model, or a prompt, is not usable.
+    """
+    config = _of_model(_of_held_out(config, data_path, None), Path(model))
+    with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
+        directory = RunDirectory(Path(folder, "evaluation"))  # without a checkpoint
+        if config.sft is not None:
+            return _score_held_out(directory, config)
+        return _sample_held_out(directory, config, 0)
+
+
+def _sample_held_out(directory: RunDirectory, config: RunConfig, version: int) -> EvalReport:
+    """Sample and score responses to the held-out prompts by the config's model."""
+    check(config)
+    run, columns = _here(directory, config)
+    worker = RolloutWorker(run, store=columns)
+    worker.start()
+    try:
+        started = time.perf_counter()
+        batches = split_prompts(config.eval, worker.num_held_out())
+        shards = [worker.evaluate(0, rows) for rows in batches.values()]
+        return summarize(config, version, shards, time.perf_counter() - started)
+    finally:
+        worker.close()
 
 
 def _score_held_out(directory: RunDirectory, config: RunConfig) -> EvalReport:
@@ -85,6 +102,10 @@ def _of_held_out(config: RunConfig, data_path: str | None, num_prompts: int | No
         data=config.data.replace(eval_path=data_path or config.data.eval_path),
         eval=config.eval.replace(num_prompts=num_prompts or config.eval.num_prompts),
     )
+
+
+def _of_model(config: RunConfig, model: Path) -> RunConfig:
+    return config.replace(model=config.model.replace(path=str(model), lora=None))
 
 
 def _here(directory: RunDirectory, config: RunConfig) -> tuple[RunHandle, MemoryStore]:

@@ -1,5 +1,6 @@
 """`sluice export`: a run's checkpoint as a Hugging Face folder."""
 
+import asyncio
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ from infra.checkpoints.model import write_model_folder
 from infra.checkpoints.store import CheckpointStore, open_checkpoints
 from infra.storage.runs import RunDirectory
 from schemas.errors import ConfigError, RunError
+from tasks.assets import asset_at, checkpoints_of, describe
+from tasks.stage import operation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,6 +50,27 @@ def export_run(
     chosen = _choose(directory, store, version, best)
     write_model_folder(store, chosen, out, DTYPES[dtype] if dtype else None)
     return chosen
+
+
+async def export_as_asset(
+    directory: RunDirectory, out: Path, *, version: int | None = None, best: bool = False, dtype: str | None = None
+) -> int:
+    """Write a checkpoint as `export_run` does, by a task of the current flow run, whose asset is made of checkpoints.
+
+    Raises:
+        PipelineError: See `export_run`.
+    """
+    asset = asset_at(out)
+
+    @operation("export")
+    async def export_checkpoint() -> int:
+        version_found = await asyncio.to_thread(export_run, directory, out, version=version, best=best, dtype=dtype)
+        num_bytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+        describe(asset, {"run_id": directory.run_id, "step": version_found, "bytes": num_bytes})
+        return version_found
+
+    checkpoints = checkpoints_of(directory, directory.config().checkpoint)
+    return await export_checkpoint.materializing(asset, [checkpoints])()
 
 
 def _choose(directory: RunDirectory, store: CheckpointStore, version: int | None, best: bool) -> int:

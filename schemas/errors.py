@@ -158,6 +158,10 @@ class RunStoppedError(PipelineError):
     """Somebody stopped the run when it asked for approval, or nobody answered; it can be resumed."""
 
 
+class GateError(PipelineError):
+    """The last model of a pipeline is not what its gate asks for; it is not promoted."""
+
+
 class RunTakenOverError(PipelineError):
     """Another driver has taken over the run, so this one must not write to it any more."""
 

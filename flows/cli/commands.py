@@ -102,6 +102,36 @@ def train(
 
 
 @app.command()
+def pipeline(
+    path: Annotated[str, typer.Argument(help="A TOML file with stages.", metavar="FILE")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Changes to the file, e.g. stages.grpo.set.optim.lr=1e-4", metavar="[KEY=VALUE]..."),
+    ] = None,
+    pipeline_id: Annotated[
+        str | None, typer.Option("--id", help="The pipeline's id; one that exists goes on. Default: name and time.")
+    ] = None,
+) -> None:
+    """Run stages that start from each other's models, and promote the last model if it passes the gate."""
+    import shlex
+
+    from flows.cli.run import run_pipeline
+    from flows.lifecycle.secrets import take_secrets
+    from flows.lifecycle.session import prefect_session
+    from flows.pipeline_plan import check_pipeline, load_pipeline, plan_pipeline
+    from infra.storage.runs import new_run_id
+
+    config = load_pipeline(path, overrides or [])
+    plan = plan_pipeline(config, pipeline_id or new_run_id(config.name))
+    take_secrets(plan.services, starts=True)
+    with console.status("checking models, data and rewards of all stages"):
+        check_pipeline(plan)
+    command = shlex.join(["sluice", "pipeline", path, *(overrides or []), "--id", plan.pipeline_id])
+    with prefect_session(plan.services, console):
+        run_pipeline(console, plan, command)
+
+
+@app.command()
 def init(
     model: Annotated[str, typer.Option(help="A Hugging Face model folder with a chat template.")],
     data: Annotated[str, typer.Option(help="A file of prompts and answers.")],

@@ -15,11 +15,13 @@ from prefect.runner import Runner
 from prefect.schedules import Schedule
 from rich.console import Console
 
+from flows.deployments import entrypoints
 from flows.deployments.automations import Automations, find_block
-from flows.deployments.register import OTHER_OFFERS, Offer, load_configs, parse_schedule, train_offers
+from flows.deployments.register import OTHER_OFFERS, Offer, config_offers, load_configs, parse_schedule
 from flows.lifecycle.secrets import take_secrets
 from flows.lifecycle.session import prefect_session
-from schemas.config.run import RunConfig
+from flows.pipeline_plan import PipelinePlan, check_pipeline, is_pipeline
+from schemas.config.runtime import ServicesConfig
 from schemas.errors import ConfigError, ServiceError
 
 # The working directory must not come first on the module path, where a user's own modules would shadow Sluice's.
@@ -45,7 +47,7 @@ class Request(NamedTuple):
 
 
 class Reactions(NamedTuple):
-    """The automations that are created with a deployment; crashed runs are always resumed, collapsed ones suspended.
+    """The automations of the deployment of a config; crashed runs are always resumed, collapsed ones suspended.
 
     Attributes:
         notify: A notification block, TYPE/NAME, for stalled runs; None: no notification.
@@ -71,10 +73,10 @@ def serve(console: Console, request: Request, limit: int) -> None:
     Raises:
         UserError: A config, the schedule or a service is refused; nothing was started.
     """
-    schedule, configs = _check(console, request)
+    schedule, services = _check(console, request)
     os.environ.update(RUN_ENVIRONMENT)
-    with prefect_session(next(iter(configs.values())).services, console):
-        offers = [*train_offers(request.configs, request.overrides, schedule), *OTHER_OFFERS]
+    with prefect_session(services, console):
+        offers = [*config_offers(request.configs, request.overrides, schedule), *OTHER_OFFERS]
         asyncio.run(_serve(console, offers, limit))
 
 
@@ -100,8 +102,14 @@ def deploy(console: Console, request: Request, work_pool: str, image: str | None
     Raises:
         UserError: A config, the schedule, the work pool or a block is refused; nothing was created.
     """
-    schedule, configs = _check(console, request)
-    with prefect_session(next(iter(configs.values())).services, console):
+    schedule, services = _check(console, request)
+    pipelines = [name for name in request.configs if is_pipeline(name)]
+    if pipelines and (reactions.notify or reactions.evaluate or reactions.export_to):
+        raise ConfigError(
+            f"--notify, --evaluate and --export-to are for runs, and {pipelines[0]} is a pipeline; leave them out, or "
+            "deploy it on its own"
+        )
+    with prefect_session(services, console):
         asyncio.run(_deploy(console, request, schedule, work_pool, image, reactions))
         console.print(f"start a worker, if none runs: prefect worker start --pool {work_pool}", highlight=False)
 
@@ -118,9 +126,12 @@ async def _deploy(
         settings = _settings(await _find_pool(client, work_pool), image)
         block = await find_block(client, reactions.notify) if reactions.notify else None
     others = {offer.flow.name: await _apply(console, offer, settings) for offer in OTHER_OFFERS}
-    for offer in train_offers(request.configs, request.overrides, schedule):
+    for offer in config_offers(request.configs, request.overrides, schedule):
         automations = Automations(offer.name, await _apply(console, offer, settings))
-        await _automate(automations, reactions, block, others)
+        await automations.resume_when_crashed()
+        await automations.crash_when_silent(HEARTBEAT_SECONDS)
+        if offer.flow is not entrypoints.pipeline:  # whose runs are no flow runs of the deployment
+            await _automate(automations, reactions, block, others)
 
 
 async def _apply(console: Console, offer: Offer, settings: Mapping[str, Any]) -> UUID:
@@ -132,8 +143,6 @@ async def _apply(console: Console, offer: Offer, settings: Mapping[str, Any]) ->
 async def _automate(
     automations: Automations, reactions: Reactions, block: UUID | None, others: Mapping[str, UUID]
 ) -> None:
-    await automations.resume_when_crashed()
-    await automations.crash_when_silent(HEARTBEAT_SECONDS)
     await automations.suspend_on_collapse()
     if block is not None:
         await automations.notify_when_stalled(reactions.stalled_minutes, block)
@@ -177,8 +186,8 @@ def _settings(pool: WorkPool, image: str | None) -> dict[str, Any]:
     return {"work_pool_name": pool.name, "job_variables": {"env": environment, **place}}
 
 
-def _check(console: Console, request: Request) -> tuple[Schedule | None, dict[str, RunConfig]]:
-    """Return the schedule and the configs, all checked."""
+def _check(console: Console, request: Request) -> tuple[Schedule | None, ServicesConfig]:
+    """Check schedule and configs; return the schedule, and the services of the first config."""
     schedule = parse_schedule(request.cron, request.timezone)
     configs = load_configs(request.configs, request.overrides)
     from flows.preflight import check  # not at the top: torch is imported with it
@@ -186,5 +195,8 @@ def _check(console: Console, request: Request) -> tuple[Schedule | None, dict[st
     for name, config in configs.items():
         take_secrets(config.services, starts=True)
         with console.status(f"checking {name}: model, data and reward"):
-            check(config)
-    return schedule, configs
+            if isinstance(config, PipelinePlan):
+                check_pipeline(config)
+            else:
+                check(config)
+    return schedule, next(iter(configs.values())).services

@@ -1,6 +1,8 @@
-"""The train flow in a terminal: its summary, and the command that resumes it after an early stop."""
+"""The flows of runs and pipelines in a terminal: the result, and the command that resumes them after an early stop."""
 
 import signal
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import typer
 from prefect.exceptions import CancelledRun, TerminationSignal
@@ -9,13 +11,17 @@ from rich.console import Console
 from flows.cli.report import render_summary
 from flows.cli.terminal import outlived_terminal
 from flows.lifecycle.session import run_flow
+from flows.pipeline import pipeline
+from flows.pipeline_plan import CURRENT, PipelinePlan
 from flows.train import train
 from infra.storage.driver_log import log_error
 from infra.storage.runs import RunDirectory, new_run_id
 from schemas.config.run import RunConfig
-from schemas.errors import GpuMemoryError, RunError, RunStoppedError, RunTakenOverError
+from schemas.config.runtime import ServicesConfig
+from schemas.errors import GpuMemoryError, RunError, RunStoppedError, RunTakenOverError, UserError
 
 TERMINATED = 128 + signal.SIGTERM
+Result = TypeVar("Result")
 
 
 def run_training(console: Console, config: RunConfig, run_id: str | None = None) -> None:
@@ -28,27 +34,66 @@ def run_training(console: Console, config: RunConfig, run_id: str | None = None)
     run_id = run_id or new_run_id(config.name)
     directory = RunDirectory.at(config, run_id)
     hint = f"resume with: sluice resume {directory.argument}"
+
+    def explain(error: BaseException, was_terminated: bool) -> str | None:
+        if isinstance(error, GpuMemoryError) and error.gpu_bytes:
+            error.add_note(_what_fits(config, error.gpu_bytes))
+        if not _is_started(directory) or isinstance(error, RunTakenOverError):
+            return None
+        if isinstance(error, Exception) and not was_terminated:
+            log_error(directory, error)
+        return None if isinstance(error, RunError) else hint  # it says what must be done first: else it comes again
+
+    summary = _run_to_end(lambda: train(config, run_id=run_id), config.services, explain)
+    console.print(render_summary(summary, directory.url))
+
+
+def run_pipeline(console: Console, plan: PipelinePlan, command: str) -> None:
+    """Start a pipeline or go on with it, and say what it has promoted; if it stops early, `command` continues it.
+
+    Raises:
+        Exception: It stopped; the error's notes name the command.
+        typer.Exit: The process was terminated.
+    """
+
+    def explain(error: BaseException, was_terminated: bool) -> str | None:
+        return None if isinstance(error, UserError) else f"continue with: {command}"
+
+    result = _run_to_end(lambda: pipeline(plan), plan.services, explain)
+    reached = "" if result.accuracy is None else f", accuracy {result.accuracy:.3f}"
+    gained = "" if result.gain is None else f" ({result.gain:+.3f})"
+    link = f"{plan.config.folder}/{CURRENT}"
+    console.print(f"pipeline {result.pipeline_id} promoted {result.model}{reached}{gained}: {link}", soft_wrap=True)
+
+
+def _run_to_end(
+    flow: Callable[[], Awaitable[Result]],
+    services: ServicesConfig,
+    explain: Callable[[BaseException, bool], str | None],
+) -> Result:
+    """Run a flow; if it ends early, add to the error, or print, how it is continued.
+
+    Args:
+        flow: Calls the flow.
+        services: The services of its runs.
+        explain: Returns the hint for an error, also told whether the process was terminated; None: there is none.
+    """
     signal.signal(signal.SIGTERM, _terminate)
     try:
         with outlived_terminal():
-            summary = run_flow(lambda: train(config, run_id=run_id), config.services)
+            return run_flow(flow, services)
     except BaseException as error:
         if isinstance(error, CancelledRun):
             error = RunStoppedError("cancelled in the Prefect UI")
-        is_own = _is_started(directory) and not isinstance(error, RunTakenOverError)
         was_terminated = _was_terminated(error)
-        if isinstance(error, GpuMemoryError) and error.gpu_bytes:
-            error.add_note(_what_fits(config, error.gpu_bytes))
-        if is_own and isinstance(error, Exception) and not was_terminated:
-            log_error(directory, error)
-            if not isinstance(error, RunError):  # it says what must be done first: resuming would meet it again
+        if (hint := explain(error, was_terminated)) is not None:
+            if isinstance(error, Exception) and not was_terminated:
                 error.add_note(hint)
-        elif is_own:
-            Console(stderr=True).print(hint, markup=False, highlight=False, soft_wrap=True)
+            else:
+                Console(stderr=True).print(hint, markup=False, highlight=False, soft_wrap=True)
         if was_terminated:
             raise typer.Exit(TERMINATED) from None
         raise error from error.__cause__
-    console.print(render_summary(summary, directory.url))
 
 
 def _what_fits(config: RunConfig, gpu_bytes: int) -> str:

@@ -4,7 +4,7 @@ Each fails with one line if its input is refused; the Prefect UI shows that line
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import ParamSpec
@@ -14,13 +14,15 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.objects import ConcurrencyLeaseHolder, State
 from prefect.concurrency.asyncio import concurrency
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, Running
 
 from flows.configs import find_config
 from flows.lifecycle.cancellation import cancellable, rename_flow_run, set_state
 from flows.lifecycle.secrets import take_secrets
+from flows.pipeline import run_pipeline
+from flows.pipeline_plan import PipelinePlan, check_pipeline, load_pipeline, plan_pipeline, stored_plan
 from flows.summary import finished_summary
 from flows.train import own_run_id, train_policy
 from flows.ui.artifacts import show_evaluation
@@ -33,7 +35,7 @@ from schemas.config.run import RunConfig
 from schemas.errors import PipelineError
 from schemas.errors import describe as describe_error
 from schemas.step import EvalReport
-from tasks.assets import asset_at, checkpoints_of, describe, describe_evaluation, evaluated, evaluation_of, upstream
+from tasks.assets import asset_at, describe, describe_evaluation, evaluated, evaluation_of, upstream
 from tasks.stage import operation
 
 P = ParamSpec("P")
@@ -77,6 +79,28 @@ async def train(config: str, overrides: tuple[str, ...] = (), run_id: str | None
 
     check_run(run_config)
     return await cancellable(_train_in_turn(run_config, run_id))
+
+
+@flow(name="pipeline", persist_result=False)
+@_one_line_failure
+async def pipeline(file: str, overrides: tuple[str, ...] = (), pipeline_id: str | None = None) -> State:
+    """Run stages that start from each other's models, and promote the last model: a retry goes on where it was.
+
+    Args:
+        file: A TOML file with stages, relative to the deployment's folder.
+        overrides: Changes to the file, one `section.key=value` each, e.g. `stages.grpo.set.optim.lr=1e-4`.
+        pipeline_id: The pipeline's id. If it exists, it goes on. Default: made from the file's name.
+    """
+    config = load_pipeline(file, overrides)
+    own_id = own_run_id(config.name)
+    stored = (
+        stored_plan(config, own_id) if pipeline_id is None else None
+    )  # of an attempt before, whatever the file says
+    plan = stored or plan_pipeline(config, pipeline_id or own_id)
+    await rename_flow_run(plan.pipeline_id)
+    take_secrets(plan.services)
+    check_pipeline(plan)
+    return await cancellable(_promote_in_turn(plan))
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{run}", persist_result=False)
@@ -134,20 +158,9 @@ async def export(
         dtype: float32, bfloat16 or float16. Default: the base model's.
         runs_dir: The folder that holds the runs.
     """
-    from flows.export import export_run  # not at the top: torch is imported with it
+    from flows.export import export_as_asset  # not at the top: torch is imported with it
 
-    directory = RunDirectory.open(run, runs_dir)
-    asset = asset_at(out)
-
-    @operation("export")
-    def export_checkpoint() -> int:
-        version = export_run(directory, Path(out), version=step, best=best, dtype=dtype)
-        num_bytes = sum(file.stat().st_size for file in Path(out).rglob("*") if file.is_file())
-        describe(asset, {"run_id": directory.run_id, "step": version, "bytes": num_bytes})
-        return version
-
-    checkpoints = checkpoints_of(directory, directory.config().checkpoint)
-    version = export_checkpoint.materializing(asset, [checkpoints])()
+    version = await export_as_asset(RunDirectory.open(run, runs_dir), Path(out), version=step, best=best, dtype=dtype)
     return Completed(message=f"wrote policy version {version} to {out}")
 
 
@@ -191,6 +204,12 @@ async def prepare_data(
 
     num_rows = write.materializing(asset, upstream([exclude] if exclude else []))()
     return Completed(message=f"wrote {num_rows} rows of {task} to {out}")
+
+
+async def _promote_in_turn(plan: PipelinePlan) -> State:
+    """Run a pipeline, each of whose runs waits for a free slot of its pool."""
+    result = await run_pipeline(plan, hold_pool)
+    return Completed(message=f"promoted {result.model}")
 
 
 async def _train_in_turn(config: RunConfig, run_id: str) -> State:
@@ -249,6 +268,7 @@ async def _is_full(client: PrefectClient, name: str) -> bool:
     try:
         limit = await client.read_global_concurrency_limit_by_name(name)
     except ObjectNotFound:
-        await client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=SLOTS))
-        return False
+        with suppress(ObjectAlreadyExists):  # another run has just created it
+            await client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=SLOTS))
+        limit = await client.read_global_concurrency_limit_by_name(name)
     return limit.active_slots >= limit.limit

@@ -1,4 +1,4 @@
-"""The deployments of configs: one of `train` for each, and one each of `evaluate`, `export` and `prepare-data`."""
+"""The deployments of configs: one of `train` or `pipeline` for each, and one each of the other flows."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +12,8 @@ from prefect.types.entrypoint import EntrypointType
 
 from flows.configs import find_config
 from flows.deployments import entrypoints
+from flows.pipeline_plan import PipelinePlan, is_pipeline, load_pipeline, plan_pipeline
+from infra.storage.runs import new_run_id
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
@@ -63,39 +65,41 @@ def parse_schedule(cron: str | None, timezone: str) -> Schedule | None:
         ) from None
 
 
-def load_configs(names: Sequence[str], overrides: Sequence[str]) -> dict[str, RunConfig]:
-    """Load configs by their deployments' names, which are those of their files.
+def load_configs(names: Sequence[str], overrides: Sequence[str]) -> dict[str, RunConfig | PipelinePlan]:
+    """Load configs and pipelines by their deployments' names, which are those of their files.
 
     Raises:
         ConfigError: One is refused, or two have the same name.
     """
-    configs: dict[str, RunConfig] = {}
+    configs: dict[str, RunConfig | PipelinePlan] = {}
     for name in names:
         deployment = Path(name).stem
         if deployment in configs:
             raise ConfigError(
                 f"two configs are named {deployment!r}; rename one: a deployment has the name of its file"
             )
-        configs[deployment] = load_config(find_config(name), overrides)
+        if is_pipeline(name):
+            pipeline = load_pipeline(name, overrides)
+            configs[deployment] = plan_pipeline(pipeline, new_run_id(pipeline.name))
+        else:
+            configs[deployment] = load_config(find_config(name), overrides)
     return configs
 
 
-def train_offers(configs: Sequence[str], overrides: Sequence[str], schedule: Schedule | None) -> list[Offer]:
-    """Return an offer of `train` for each config, with the config's name.
+def config_offers(configs: Sequence[str], overrides: Sequence[str], schedule: Schedule | None) -> list[Offer]:
+    """Return an offer of `train` for each config and one of `pipeline` for each pipeline, with its file's name.
 
     Args:
-        configs: The config files or built-in configs.
+        configs: The files or built-in configs.
         overrides: Changes to all of them.
         schedule: When a run of each is started; None: on request only.
     """
-    return [
-        Offer(
-            entrypoints.train,
-            Path(config).stem,
-            {"parameters": {"config": config, "overrides": list(overrides)}, "schedule": schedule},
-        )
-        for config in configs
-    ]
+    offers = []
+    for config in configs:
+        flow, key = (entrypoints.pipeline, "file") if is_pipeline(config) else (entrypoints.train, "config")
+        parameters = {key: config, "overrides": list(overrides)}
+        offers.append(Offer(flow, Path(config).stem, {"parameters": parameters, "schedule": schedule}))
+    return offers
 
 
 _OTHERS = (entrypoints.evaluate, entrypoints.export, entrypoints.prepare_data)

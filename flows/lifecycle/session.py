@@ -15,6 +15,7 @@ from flows.lifecycle.exit import deliver_events
 from flows.lifecycle.outages import call_through_outages, cloud_key
 from infra.services.local import LocalServices, prefect_kept_running
 from infra.services.prefect_api import check_prefect_api
+from infra.storage.driver_log import one_of_several
 from schemas.config.runtime import ServicesConfig
 
 Result = TypeVar("Result")
@@ -99,9 +100,9 @@ class _ConsoleHandler(logging.Handler):
         own = record.pathname.startswith(self._own)
         if not own and record.name.startswith((*ENGINE_LOGGERS, *DELIVERY_LOGGERS)):
             return
+        run = one_of_several()
+        message = f"{run}: {record.getMessage()}" if run else record.getMessage()
         if record.levelno >= logging.WARNING:
-            self._console.print(
-                f"{record.levelname.lower()}: {record.getMessage()}", style="yellow", markup=False, soft_wrap=True
-            )
+            self._console.print(f"{record.levelname.lower()}: {message}", style="yellow", markup=False, soft_wrap=True)
         elif own and record.levelno == logging.INFO:
-            self._console.print(record.getMessage(), markup=False, highlight=False, soft_wrap=True)
+            self._console.print(message, markup=False, highlight=False, soft_wrap=True)

@@ -1,10 +1,14 @@
-"""`driver.log`: what a run's driver logs, and the traceback of the error that ended it."""
+"""`driver.log`: what a run's driver logs, and the traceback of the error that ended it.
+
+One process may drive several runs at the same time, each in an asyncio task of its own.
+"""
 
 import logging
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 from infra.storage.lines import Lines
@@ -15,21 +19,36 @@ NAME = "driver.log"
 FLUSH_SECONDS = 5.0  # between two writes to a remote file system: what a killed driver may lose
 
 logger = logging.getLogger(__name__)
+_own: ContextVar[str | None] = ContextVar("own", default=None)  # the run that is driven where something is logged
+_driven: list[str] = []  # by this process
 
 
 @contextmanager
 def driver_log(directory: RunDirectory) -> Iterator[None]:
-    """Append this process's log to the run's log during the block, and name the log in an error's notes."""
-    handler = _open(directory)
+    """Append this process's log to the run's log during the block, and name the log in an error's notes.
+
+    What is logged for another run is left out.
+    """
+    handler, run_id = _open(directory), directory.run_id
+    handler.addFilter(lambda _: _own.get() in (None, run_id))
     logging.getLogger().addHandler(handler)
+    token = _own.set(run_id)
+    _driven.append(run_id)
     try:
         yield
     except Exception as error:
         _write_error(handler, error)
         raise
     finally:
+        _driven.remove(run_id)
+        _own.reset(token)
         logging.getLogger().removeHandler(handler)
         handler.close()
+
+
+def one_of_several() -> str | None:
+    """Return the id of the run for which something is logged, if this process drives several; else None."""
+    return _own.get() if len(_driven) > 1 else None
 
 
 def log_error(directory: RunDirectory, error: Exception) -> None:

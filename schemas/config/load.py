@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -25,6 +25,7 @@ _NOTHING = ("None", "null")
 # Words that some languages read as a truth value or nothing, and a chat template as a text, which is true.
 _AMBIGUOUS = {"true", "false", "yes", "no", "on", "off", "none", "null", "nil", "y", "n"}
 REQUIRED = "required"  # stands for the default of a key that has none
+Config = TypeVar("Config", bound=BaseModel)
 
 
 def parse_value(text: str, types: Sequence[object], override: str) -> Any:
@@ -222,18 +223,39 @@ def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def parse_config(tree: dict[str, Any], overrides: Sequence[str], name: str) -> RunConfig:
+    """Return the run's config of these values; see `parse_values`."""
+    return parse_values(RunConfig, tree, overrides, name)
+
+
+def parse_values(kind: type[Config], tree: dict[str, Any], overrides: Sequence[str], name: str) -> Config:
     """Return the config of these values, changed by `overrides` in order; `name` names it in error messages.
+
+    Args:
+        kind: The config's class.
+        tree: The values as a TOML file has them; they are changed.
+        overrides: `section.key=value` changes.
+        name: What the values are of, e.g. a file.
 
     Raises:
         ConfigError: An override can't be read, or a key or value is invalid.
     """
     for override in overrides:
-        _apply(tree, override)
+        _apply(tree, override, kind)
     try:
-        return RunConfig.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        problems = "; ".join(_explain(detail) for detail in error.errors())
+        problems = "; ".join(_explain(detail, kind) for detail in error.errors())
         raise ConfigError(f"{name}: {problems}") from None
+
+
+def set_value(tree: dict[str, Any], key: str, value: Any, name: str) -> None:
+    """Set the value of a dotted key in the values of a config; `name` names them in error messages.
+
+    Raises:
+        ConfigError: A part of the key is not a section.
+    """
+    if (found := _set(tree, key, value)) is not None:
+        raise ConfigError(f"{name}: {key} can't be set, as {found} is a value, not a section")
 
 
 def _changed(before: object, after: object, place: str) -> Iterator[str]:
@@ -244,11 +266,11 @@ def _changed(before: object, after: object, place: str) -> Iterator[str]:
         yield place
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _apply(tree: dict[str, Any], override: str, kind: type[BaseModel]) -> None:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"override {override!r} is not of the form section.key=value, e.g. optim.lr=1e-4")
-    if (value := _set(tree, key, parse_value(text, _walk(key.split("."))[0], override))) is not None:
+    if (value := _set(tree, key, parse_value(text, _walk(key.split("."), kind)[0], override))) is not None:
         raise ConfigError(f"override {override!r}: {value!r} is a value, not a section")
 
 
@@ -280,46 +302,47 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> str | None:
     return None
 
 
-def _explain(detail: ErrorDetails) -> str:
+def _explain(detail: ErrorDetails, kind: type[BaseModel]) -> str:
     place = [str(part) for part in detail["loc"]]
+    key = _dotted(place, kind)
     if detail["type"] == "extra_forbidden":
-        allowed = _fields_at(place[:-1])
+        allowed = _fields_at(place[:-1], kind)
         close = difflib.get_close_matches(place[-1], allowed, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        return f"unknown key {_dotted(place)}; {hint}allowed here: {', '.join(allowed)}"
+        return f"unknown key {key}; {hint}allowed here: {', '.join(allowed)}"
     if detail["type"] == "union_tag_invalid":
-        return f"{_dotted(place)}.kind = {detail['ctx']['tag']!r}: expected one of {detail['ctx']['expected_tags']}"
+        return f"{key}.kind = {detail['ctx']['tag']!r}: expected one of {detail['ctx']['expected_tags']}"
     if detail["type"] == "union_tag_not_found":
-        return f"missing key {_dotted(place)}.kind"
+        return f"missing key {key}.kind"
     if detail["type"] == "tuple_type":
-        return f"{_dotted(place)} = {detail['input']!r}: expected a list, such as {[detail['input']]}"
+        return f"{key} = {detail['input']!r}: expected a list, such as {[detail['input']]}"
     if detail["type"] == "string_type":
-        return f"{_dotted(place)} = {detail['input']!r}: expected text; put it into quotes"
+        return f"{key} = {detail['input']!r}: expected text; put it into quotes"
     if detail["type"] == "finite_number":
-        return f"{_dotted(place)} = {detail['input']!r}: expected a finite number"
+        return f"{key} = {detail['input']!r}: expected a finite number"
     if detail["type"] == "missing":
-        return f"missing key {_dotted(place)}"
+        return f"missing key {key}"
     if detail["type"] == "value_error":  # raised by a config's own validator, whose message names the keys
         message = str(detail["ctx"]["error"])
         if not isinstance(detail["input"], dict):
-            return f"{_dotted(place)} = {detail['input']!r}: {message}"
-        return f"{_dotted(place)}: {message}" if place else message
-    return f"{_dotted(place)} = {detail['input']!r}: {detail['msg']}"
+            return f"{key} = {detail['input']!r}: {message}"
+        return f"{key}: {message}" if place else message
+    return f"{key} = {detail['input']!r}: {detail['msg']}"
 
 
-def _fields_at(place: Sequence[str]) -> list[str]:
+def _fields_at(place: Sequence[str], kind: type[BaseModel] = RunConfig) -> list[str]:
     """Return the keys that a section may have."""
-    return sorted({name for model in _models(_walk(place)[0]) for name in model.model_fields})
+    return sorted({name for model in _models(_walk(place, kind)[0]) for name in model.model_fields})
 
 
-def _dotted(place: Sequence[str]) -> str:
+def _dotted(place: Sequence[str], kind: type[BaseModel]) -> str:
     """Format the place as a dotted key, without the union tags that pydantic adds."""
-    return ".".join(_walk(place)[1]) or "the file"
+    return ".".join(_walk(place, kind)[1]) or "the file"
 
 
-def _walk(place: Sequence[str]) -> tuple[list[object], list[str]]:
+def _walk(place: Sequence[str], kind: type[BaseModel] = RunConfig) -> tuple[list[object], list[str]]:
     """Return the types that a place may have, and its keys, without the `kind` that pydantic adds behind a union's."""
-    types: list[object] = [RunConfig]
+    types: list[object] = [kind]
     keys: list[str] = []
     for part in place:
         models = _models(types)

@@ -29,6 +29,8 @@ INTERPRETERS = {
     "math_lora_vllm": Path(ENGINE_PYTHON),
 }
 
+NUM_RUNS = {"pipeline": 2}  # of a sweep
+
 
 @pytest.fixture
 def example(folder: Path, workplace: Workplace) -> Iterator[Path]:
@@ -50,18 +52,19 @@ def test_the_tiny_run(folder: Path, example: Path, workplace: Workplace) -> None
     before = _files(example.parent)
     interpreter = ("--python", str(INTERPRETERS[folder.name])) if folder.name in INTERPRETERS else ()
     printed = workplace.python(str(example.relative_to(workplace.folder) / "run.py"), "--tiny", *interpreter)
-    runs = example.glob(".sluice/runs/*/metrics.jsonl")
-    (metrics,) = [path for path in runs if "sft-" not in path.parent.name]  # nor the run of supervised fine-tuning
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    rewards = [row["metrics"]["reward"] for row in rows if row["kind"] == "step"]
-    assert len(rewards) == 2
-    assert all(math.isfinite(reward) for reward in rewards)
-    run = metrics.parent
-    assert (run / "report.html").exists()
-    assert (run / "summary.json").exists()
-    assert list(run.glob("policy/step-000002/manifest.json"))
+    found = [path.parent for path in example.glob(".sluice/runs/*/metrics.jsonl")]
+    runs = [run for run in found if "sft" not in run.name.split("-")]  # nor the run of supervised fine-tuning
+    assert len(runs) == NUM_RUNS.get(folder.name, 1)
+    for run in runs:
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rewards = [row["metrics"]["reward"] for row in rows if row["kind"] == "step"]
+        assert len(rewards) == 2
+        assert all(math.isfinite(reward) for reward in rewards)
+        assert (run / "report.html").exists()
+        assert (run / "summary.json").exists()
+        assert list(run.glob("policy/step-000002/manifest.json"))
     assert ElementTree.parse(example / ".sluice" / "curve.svg").getroot().tag.endswith("svg")
-    assert re.search(r"^\$ .*sluice (train config\.toml|demo) ", printed, re.MULTILINE)
+    assert re.search(r"^\$ .*sluice (train config\.toml|pipeline pipeline\.toml|demo) ", printed, re.MULTILINE)
     assert _files(example.parent) == before  # all else is in ignored folders
 
 

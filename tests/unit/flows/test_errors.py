@@ -1,5 +1,6 @@
 """Errors of the disk, devices and services: one line for the user, the traceback in the run's log."""
 
+import asyncio
 import logging
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from flows.cli import commands
 from flows.cli.run import run_training
-from infra.storage.driver_log import driver_log, log_error
+from infra.storage.driver_log import driver_log, log_error, one_of_several
 from infra.storage.runs import RunDirectory
 from schemas.errors import RewardFailureError, RunError, describe
 from tests.support.command import Command, make_command
@@ -105,3 +106,28 @@ def test_only_a_run_that_can_go_on_is_told_to_be_resumed(
     notes = stopped.value.__notes__
     assert any("driver.log" in note for note in notes)
     assert any("sluice resume" in note for note in notes) == is_told
+
+
+def test_runs_at_the_same_time_have_logs_of_their_own(tmp_path: Path) -> None:
+    directories = [RunDirectory.create(run_config(tmp_path), run_id) for run_id in ("first", "second")]
+    shown: dict[str, str | None] = {}
+
+    async def drive(directory: RunDirectory, both: asyncio.Barrier) -> None:
+        with driver_log(directory):
+            await both.wait()
+            logging.getLogger("flows").warning("of %s", directory.run_id)
+            shown[directory.run_id] = one_of_several()
+            await both.wait()
+
+    async def drive_both() -> None:
+        both = asyncio.Barrier(2)
+        await asyncio.gather(*(drive(directory, both) for directory in directories))
+
+    asyncio.run(drive_both())
+    for directory in directories:
+        assert [line.split(": ")[1] for line in (directory.path / "driver.log").read_text().splitlines()] == [
+            f"of {directory.run_id}"
+        ]
+        assert shown[directory.run_id] == directory.run_id
+    with driver_log(directories[0]):
+        assert one_of_several() is None

@@ -1,0 +1,277 @@
+"""Pipelines: runs that start from each other's models, a gate, and the promotion of the last model.
+
+The state of a pipeline is in files: its plan, the directories of its runs, and the models of finished stages. So a
+pipeline that is started again with its id goes on where it was.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+from prefect import Flow, flow, get_run_logger
+from prefect.runtime import flow_run
+
+from flows.lifecycle.cancellation import cancellable
+from flows.pipeline_plan import CURRENT, PLAN, PipelinePlan, PlannedRun, named
+from flows.summary import finished_summary
+from flows.train import train
+from infra.storage.folder import read_record
+from infra.storage.runs import open_folder
+from schemas.base import Frozen
+from schemas.batch import SafeName
+from schemas.config.pipeline import StageConfig
+from schemas.config.run import RunConfig
+from schemas.errors import GateError, NonFiniteError, PipelineError, QueryError
+from schemas.step import RunSummary
+from tasks.assets import asset_at, describe, evaluation_of
+from tasks.stage import operation
+
+_RESULT = "result.json"
+_PARAMETER = re.compile(r"\$([A-Za-z]\w*)")
+
+Turn = Callable[[str], AbstractAsyncContextManager[None]]  # of the runs of a pool
+
+
+class PipelineResult(Frozen):
+    """The end of a pipeline, the content of `result.json`."""
+
+    pipeline_id: SafeName
+    best: dict[str, SafeName]  # the id of each stage's run, of a sweep the best one
+    model: str  # the folder of the promoted model
+    accuracy: float | None  # of it, held-out; None: the last stage has no held-out prompts
+    gain: float | None  # over the model that the last stage started from
+
+
+@flow(name="pipeline", flow_run_name="{plan.pipeline_id}", persist_result=False, retries=0, validate_parameters=False)
+async def pipeline(plan: PipelinePlan) -> PipelineResult:
+    """Run the stages that a pipeline still lacks, then the gate, and promote the last model.
+
+    Raises:
+        GateError: The model is not what the gate asks for; nothing is promoted.
+        PipelineError: A run stopped; the pipeline can be started again with its id.
+        CancelledRun: It was cancelled in the Prefect UI; the same.
+    """
+    return cast(PipelineResult, await cancellable(run_pipeline(plan)))
+
+
+async def run_pipeline(plan: PipelinePlan, turn: Turn = lambda pool: nullcontext()) -> PipelineResult:
+    """Run a pipeline within the current flow run, see `pipeline`.
+
+    Args:
+        plan: The pipeline.
+        turn: Makes the context of each run, given its pool, in which it waits until it may begin.
+    """
+    logger, folder = get_run_logger(), open_folder(str(plan.folder))
+    if (done := read_record(folder, _RESULT, PipelineResult, "restore it")) is not None:
+        logger.info("pipeline %s is complete: %s was promoted", plan.pipeline_id, done.model)
+        return done
+    folder.write(PLAN, plan.model_dump_json(indent=2).encode())
+    best = {}
+    for name in plan.runs:
+        best[name] = await _run_stage(plan, name, turn)
+    accuracies = await _pass_gate(plan, best)
+    result = PipelineResult(
+        pipeline_id=plan.pipeline_id,
+        best={name: run.run_id for name, run in best.items()},
+        model=str(plan.model_of(plan.config.last_stage)),
+        **accuracies,
+    )
+    await _promote(plan, result, best[plan.config.last_stage])
+    folder.write(_RESULT, result.model_dump_json(indent=2).encode())
+    logger.info("promoted %s", result.model)
+    return result
+
+
+async def _run_stage(plan: PipelinePlan, name: str, turn: Turn) -> PlannedRun:
+    """Run a stage, unless its model exists, and write its model; return its run, of a sweep the best one."""
+    from flows.export import export_as_asset  # not at the top: torch is imported with it
+
+    logger, runs, out = get_run_logger(), plan.runs[name], plan.model_of(name)
+    if out.exists():
+        logger.info("stage %s is finished: %s", name, out)
+        return await asyncio.to_thread(_find_best, plan.config.stages[name], runs)
+    await _train_all(name, runs, plan.config.stages[name].max_runs, turn)
+    best = await asyncio.to_thread(_find_best, plan.config.stages[name], runs)
+    if len(runs) > 1:
+        logger.info("stage %s: the best run is %s: %s", name, best, best.last_evaluation() or "by the query")
+    for left in out.parent.glob(f".{out.name}-*"):  # of an export that was killed
+        shutil.rmtree(left)
+    dtype = plan.config.export.dtype if name == plan.config.last_stage else None
+    await export_as_asset(best.directory, out, dtype=dtype)
+    logger.info("stage %s: wrote the model of %s to %s", name, best.run_id, out)
+    return best
+
+
+async def _train_all(name: str, runs: Sequence[PlannedRun], limit: int, turn: Turn) -> None:
+    """Train a stage's runs, so many at the same time; one of a sweep that diverges is left out.
+
+    Raises:
+        PipelineError: A run stopped; the others were stopped, too.
+    """
+    slots = asyncio.Semaphore(limit)
+
+    async def train_one(run: PlannedRun) -> None:
+        async with slots, turn(run.config.runtime.pool):
+            get_run_logger().info("stage %s: run %s", name, run)
+            try:
+                await _train_flow(run)(run.config, run.run_id)
+            except NonFiniteError as error:
+                if len(runs) == 1:
+                    raise
+                get_run_logger().warning("stage %s: %s diverged, and is left out: %s", name, run, error)
+
+    unfinished = [run for run in runs if finished_summary(run.config, run.run_id) is None]
+    tasks = [asyncio.ensure_future(train_one(run)) for run in unfinished]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _train_flow(run: PlannedRun) -> Flow[[RunConfig, str], Coroutine[Any, Any, RunSummary]]:
+    """Return the flow `train` for one run of this attempt.
+
+    Prefect knows a subflow by its function's name and the number of calls before. A second attempt calls other ones,
+    and must not be given the first one's results.
+    """
+
+    async def train_run(config: RunConfig, run_id: str) -> RunSummary:
+        return await train.fn(config, run_id)
+
+    train_run.__qualname__ = f"train_{run.run_id}_{flow_run.run_count}"
+    return flow(name="train", flow_run_name=run.run_id, persist_result=False, retries=0, validate_parameters=False)(
+        train_run
+    )
+
+
+def _find_best(stage: StageConfig, runs: Sequence[PlannedRun]) -> PlannedRun:
+    """Return a stage's finished run, of a sweep the best one; of equal ones the first.
+
+    Raises:
+        PipelineError: All of them have diverged.
+        QueryError: The query names none of them.
+    """
+    if len(runs) == 1:
+        return runs[0]
+    finished = [run for run in runs if finished_summary(run.config, run.run_id) is not None]
+    if not finished:
+        raise PipelineError(f"all runs of the sweep have diverged, {runs[0].run_id} and others; try other values")
+    if stage.best is not None:
+        named = _ask(stage.best, finished, {}, "best")
+        if (found := next((run for run in finished if run.run_id == named), None)) is None:
+            ids = ", ".join(run.run_id for run in finished)
+            raise QueryError(f"best: expected the run_id of a finished run ({ids}), got {named!r}")
+        return found
+    return max(finished, key=_score)
+
+
+def _score(run: PlannedRun) -> float:
+    report = run.last_evaluation()
+    assert report is not None, f"{run.run_id} has held-out prompts"  # see `_check_stage`
+    return report.score
+
+
+async def _pass_gate(plan: PipelinePlan, best: dict[str, PlannedRun]) -> dict[str, float | None]:
+    """Return accuracy and gain of the last model.
+
+    Raises:
+        GateError: The gate asks for more.
+        QueryError: Its query can't be answered.
+    """
+    run = best[plan.config.last_stage]
+    after, before = await asyncio.to_thread(_accuracies, plan, run)
+    gain = None if after is None or before is None else after - before
+
+    @operation("gate")
+    async def gate() -> None:
+        failed = await asyncio.to_thread(_failures, plan, best, after, gain)
+        if failed:
+            raise GateError(
+                f"{run.run_id} doesn't pass the gate of pipeline {plan.pipeline_id}: {'; '.join(failed)}; its "
+                f"model is not promoted, and stays in {plan.model_of(plan.config.last_stage)}"
+            )
+
+    if plan.config.gate is not None:
+        await gate()
+    return {"accuracy": after, "gain": gain}
+
+
+def _accuracies(plan: PipelinePlan, run: PlannedRun) -> tuple[float | None, float | None]:
+    """Return the accuracy of the last model, and of the model that its run started from, if they are known."""
+    gate = plan.config.gate
+    if gate is None or gate.data_path is None:
+        reports = {each.policy_version: each.accuracy for each in run.directory.metrics.evals()}
+        return reports.get(run.config.steps), reports.get(0)
+    from flows.evaluate import evaluate_model  # not at the top: torch is imported with it
+
+    after = evaluate_model(run.config, str(plan.model_of(plan.config.last_stage)), gate.data_path)
+    before = None if gate.min_gain is None else evaluate_model(run.config, run.config.model.path, gate.data_path)
+    for what, report in (("model of the last stage", after), ("model that it started from", before)):
+        if report is not None:
+            get_run_logger().info("gate: %s on %s: %s (%d rows)", what, gate.data_path, report, report.num_prompts)
+    return after.accuracy, None if before is None else before.accuracy
+
+
+def _failures(plan: PipelinePlan, best: dict[str, PlannedRun], accuracy: float | None, gain: float | None) -> list[str]:
+    """Return what the gate asks for, and is not the case."""
+    gate = plan.config.gate
+    assert gate is not None
+    failed = [
+        f"{what} {value:.4f} is less than gate.{key} = {limit:g}"
+        for what, key, value, limit in (
+            ("accuracy", "min_accuracy", accuracy, gate.min_accuracy),
+            ("gain", "min_gain", gain, gate.min_gain),
+        )
+        if limit is not None and value is not None and value < limit
+    ]
+    if gate.query is not None:
+        finished = [run for run in plan.all_runs if run.directory.summary() is not None]
+        ids = {name: run.run_id for name, run in best.items()}
+        answer = _ask(gate.query, finished, ids, "gate.query")
+        if not isinstance(answer, bool | None):
+            raise QueryError(f"gate.query: expected true or false, got {answer!r}; compare it with a limit")
+        if not answer:
+            failed.append(f"gate.query is {'null' if answer is None else 'false'}: {' '.join(gate.query.split())}")
+    return failed
+
+
+def _ask(sql: str, runs: Iterable[PlannedRun], ids: dict[str, str], key: str) -> object:
+    """Return the only value of a query over runs, in which `$NAME` stands for an id.
+
+    Raises:
+        QueryError: It is refused, or has another number of values.
+    """
+    from infra.history.sql import RunQueries  # not at the top: pipelines without queries need no DuckDB
+    from infra.history.views import SANDBOX
+
+    parameters: dict[str, object] = {name: ids[name] for name in _PARAMETER.findall(sql) if name in ids}
+    with named(key):
+        table = RunQueries([run.directory for run in runs], SANDBOX).query(sql, parameters or None)
+    if (table.num_rows, table.num_columns) != (1, 1):
+        raise QueryError(f"{key}: expected one value, got {table.num_rows} rows of {table.num_columns} columns")
+    return table.column(0)[0].as_py()
+
+
+async def _promote(plan: PipelinePlan, result: PipelineResult, run: PlannedRun) -> None:
+    """Have `current` link to the model: readers see the model before or this one, never none."""
+    folder = Path(plan.config.folder)
+    promoted = asset_at(folder, f"{plan.config.name}: promoted model")
+
+    @operation("promote")
+    async def promote() -> None:
+        temporary = folder / f".{CURRENT}-{plan.pipeline_id}"
+        temporary.unlink(missing_ok=True)  # of a promotion that was killed
+        temporary.symlink_to(Path(plan.pipeline_id, plan.config.last_stage))
+        os.replace(temporary, folder / CURRENT)
+        describe(promoted, {"run_id": run.run_id, "pipeline_id": plan.pipeline_id, "accuracy": result.accuracy})
+
+    gate = plan.config.gate
+    data = [] if gate is None or gate.data_path is None else [asset_at(gate.data_path)]
+    await promote.materializing(promoted, [asset_at(result.model), evaluation_of(run.directory), *data])()

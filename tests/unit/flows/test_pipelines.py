@@ -1,0 +1,214 @@
+"""Plans of pipelines: what is refused before anything starts, the best run of a sweep, the gate, a changed file."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from flows.pipeline import _failures, _find_best
+from flows.pipeline_plan import PipelinePlan, _check_unchanged, load_pipeline, plan_pipeline
+from infra.storage.runs import RunDirectory
+from schemas.errors import PipelineError, QueryError, RunError
+from schemas.step import EvalReport, RunSummary
+from tests.support.command import assert_rejected, make_command
+from tests.support.configs import config_toml
+from tests.support.sft import sft_toml, write_sums
+from tests.support.tiny import make_tiny_data, make_tiny_model
+
+TWO_STAGES = """
+[stages.sft]
+config = "sft.toml"
+
+[stages.grpo]
+config = "tiny.toml"
+model = "sft"
+sweep = {"optim.lr" = [1e-2, 1e-3], seed = [0, 1]}
+
+[gate]
+min_accuracy = 0.5
+"""
+PIPELINE = f'name = "pipe"\n{TWO_STAGES}'
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the configs of two stages and their pipeline."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(config_toml(data={"eval_path": "eval.parquet"}))
+    (tmp_path / "sft.toml").write_text(sft_toml())
+    (tmp_path / "pipe.toml").write_text(PIPELINE)
+    return tmp_path
+
+
+def planned(*overrides: str, pipeline_id: str = "one") -> PipelinePlan:
+    return plan_pipeline(load_pipeline("pipe.toml", overrides), pipeline_id)
+
+
+def finish(directory: RunDirectory, plan: PipelinePlan, accuracies: tuple[float, float]) -> None:
+    """Write what a finished run of the sweep leaves, as far as a pipeline reads it."""
+    (run,) = (run for run in plan.runs["grpo"] if run.run_id == directory.run_id)
+    RunDirectory.create(run.config, run.run_id)
+    for version, accuracy in zip((0, run.config.steps), accuracies, strict=True):
+        report = EvalReport(
+            policy_version=version, num_prompts=4, accuracy=accuracy, reward=accuracy, num_failed=0, seconds=1.0
+        )
+        directory.metrics.append_eval(report)
+    directory.write_summary(
+        RunSummary(
+            run_id=run.run_id,
+            steps=run.config.steps,
+            reward_first=0.0,
+            reward_last=0.0,
+            accuracy_before=accuracies[0],
+            accuracy_after=accuracies[1],
+            seconds=1.0,
+            tokens_per_second=1.0,
+            seconds_by_phase={},
+            store_bytes_at_end=0,
+            prefect_ui="",
+        )
+    )
+
+
+def test_a_plan_has_complete_configs_and_ids_of_its_runs(folder: Path) -> None:
+    plan = planned(
+        "set.optim.weight_decay=0.5", "stages.grpo.set.steps=7", "stages.grpo.set.data.eval_path=train.parquet"
+    )
+    assert list(plan.runs) == ["sft", "grpo"]
+    assert [run.run_id for run in plan.runs["grpo"]] == [f"one-grpo-{number}" for number in (1, 2, 3, 4)]
+    found = [(run.config.optim.lr, run.config.seed) for run in plan.runs["grpo"]]
+    assert found == [(1e-2, 0), (1e-2, 1), (1e-3, 0), (1e-3, 1)]
+    for run in plan.runs["grpo"]:
+        assert run.config.model.path == "models/pipe/one/sft"
+        assert (run.config.steps, run.config.data.eval_path) == (7, "train.parquet")
+    (sft,) = plan.runs["sft"]
+    assert (sft.run_id, sft.config.model.path, sft.config.steps) == ("one-sft", "model", 6)
+    assert {run.config.optim.weight_decay for runs in plan.runs.values() for run in runs} == {0.5}
+    unchecked = plan.runs["grpo"][0].config
+    assert plan.untrained(unchecked, "grpo").model.path == "model"
+    plan.model_of("sft").mkdir(parents=True)
+    assert plan.untrained(unchecked, "grpo") == unchecked
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (("stages.grpo.model=stf",), ("stage grpo uses the model of stf", "the stages are sft, grpo")),
+        (("stages.sft.model=grpo",), ("stage sft uses the model of grpo", "doesn't come before it")),
+        (("stages.grpo.model=grpo",), ("stage grpo uses the model of grpo", "none can use its own")),
+        (("stages.grpo.modle=sft",), ("unknown key stages.grpo.modle", "did you mean 'model'")),
+        (("gates.min_accuracy=1",), ("unknown key gates", "did you mean 'gate'")),
+        (("stages.grpo.sweep.seed=[]",), ("stages.grpo", "seed = []", "give a list")),
+        (("stages.grpo.sweep.seed=3",), ("stages.grpo", "seed = 3", "give a list")),
+        (("stages.sft.max_runs=2",), ("stages.sft", "there is none")),
+        (("stages.grpo.sweep.model.path=['a','b']",), ("model.path is the model of stage sft",)),
+        (("stages.grpo.set.optim.lrr=1",), ("stage grpo: tiny.toml: unknown key optim.lrr",)),
+        (("stages.grpo.config=absent.toml",), ("absent.toml does not exist",)),
+        (("stages.1st.config=sft.toml",), ("stages.1st", "start with a letter")),
+        (("stages={}",), ("stages", "at least 1")),
+        (("gate.min_accuracy=1.5",), ("gate.min_accuracy = 1.5",)),
+        (("gate={}",), ("gate", "it asks nothing")),
+        (("gate.query=drop table runs",), ("gate.query: expected one query",)),
+        (("stages.grpo.best=select",), ("stages.grpo.best: ",)),
+        (("stages.grpo.set.data.eval_path=None",), ("stage grpo", "best run of a sweep", "data.eval_path")),
+        (
+            ("stages.grpo.set.data.eval_path=None", "stages.grpo.best=select 1"),
+            ("stage grpo: the gate asks for its held-out accuracy",),
+        ),
+        (("stages.grpo.set.services.dir=other",), ("the same services", "services.dir")),
+        (("stages.grpo.max_runs=2", "set.runtime.tracing=true"), ("stage grpo: max_runs = 2", "runtime.tracing")),
+        (("gate.data_path=absent.jsonl",), ("gate.data_path: ", "absent.jsonl")),
+        (("gate={query='select true',data_path='eval.parquet'}",), ("gate", "data_path is for min_accuracy")),
+        (("export.folder=s3://bucket/models",), ("export.folder", "is a URL")),
+        (("export.dtype=int8",), ("export.dtype", "bfloat16")),
+        (("stages.grpo.set.data.train_path=absent.jsonl",), ("stage grpo: ", "absent.jsonl")),
+        (("--id", "a/b"), ("'a/b-sft' is not a safe name",)),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: tuple[str, ...],
+    parts: tuple[str, ...],
+) -> None:
+    make_tiny_model(folder / "model")
+    make_tiny_data(folder / "train.parquet", 4)
+    make_tiny_data(folder / "eval.parquet", 4)
+    write_sums(folder)
+    assert_rejected(make_command(monkeypatch, capsys)("pipeline", "pipe.toml", *overrides), *parts)
+    assert not Path(".sluice").exists()
+    assert not Path("models").exists()
+
+
+def test_the_link_to_the_promoted_model_replaces_nothing_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "models/pipe/current").mkdir(parents=True)
+    assert_rejected(make_command(monkeypatch, capsys)("pipeline", "pipe.toml"), "models/pipe/current", "is no link")
+
+
+def test_the_best_run_is_that_of_the_best_evaluation_at_the_end_or_of_the_query(folder: Path) -> None:
+    plan = planned()
+    runs, stage = plan.runs["grpo"], plan.config.stages["grpo"]
+    with pytest.raises(PipelineError, match="all runs of the sweep have diverged"):
+        _find_best(stage, runs)
+    for run, accuracies in zip(runs, ((0.9, 0.3), (0.1, 0.7), (0.0, 0.7)), strict=False):  # the fourth has diverged
+        finish(run.directory, plan, accuracies)
+    assert _find_best(stage, runs) == runs[1]
+    worst = "select run_id from evals where policy_version > 0 order by accuracy limit 1"
+    assert _find_best(stage.replace(best=worst), runs) == runs[0]
+    with pytest.raises(QueryError, match="expected the run_id of a finished run"):
+        _find_best(stage.replace(best="select 'one-grpo-4'"), runs)
+    with pytest.raises(QueryError, match="expected one value, got 3 rows of 1 columns"):
+        _find_best(stage.replace(best="select run_id from runs"), runs)
+
+
+@pytest.mark.parametrize(
+    ("gate", "failure"),
+    [
+        ({"min_accuracy": 0.7, "min_gain": 0.6}, None),
+        ({"min_accuracy": 0.8}, "accuracy 0.7000 is less than gate.min_accuracy = 0.8"),
+        ({"min_gain": 0.61}, "gain 0.6000 is less than gate.min_gain = 0.61"),
+        ({"query": "select accuracy > 0.5 from evals where run_id = $grpo and policy_version > 0"}, None),
+        ({"query": "select accuracy > 0.7 from evals where run_id = $grpo and policy_version > 0"}, "is false"),
+        ({"query": "select max(accuracy) > 0.5 from evals where run_id = 'x'"}, "is null"),
+    ],
+)
+def test_a_gate_says_what_is_missing(folder: Path, gate: dict[str, object], failure: str | None) -> None:
+    plan = planned("stages.grpo.sweep={}", "gate={min_accuracy=0.0}")
+    plan = plan.replace(config=plan.config.replace(gate=gate))
+    (run,) = plan.runs["grpo"]
+    finish(run.directory, plan, (0.1, 0.7))
+    failed = _failures(plan, {"sft": plan.runs["sft"][0], "grpo": run}, accuracy=0.7, gain=0.6)
+    assert len(failed) == (failure is not None)
+    assert failure is None or failure in failed[0]
+
+
+def test_a_gate_s_query_must_be_true_or_false(folder: Path) -> None:
+    plan = planned("stages.grpo.sweep={}", "gate={query='select 0.7'}")
+    (run,) = plan.runs["grpo"]
+    finish(run.directory, plan, (0.1, 0.7))
+    with pytest.raises(QueryError, match=r"expected true or false, got Decimal\('0.7'\)"):
+        _failures(plan, {"grpo": run}, None, None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "change"),
+    [
+        (("stages.sft.set.optim.lr=0.5",), "optim.lr of stage sft"),
+        (("stages.grpo.set.steps=9",), "steps of stage grpo"),
+        (("stages.grpo.sweep.seed=[0,2]",), "stages.grpo.sweep"),
+        (("stages.grpo.best=select 1",), "stages.grpo.best"),
+        (("stages.more={config='tiny.toml'}",), "stages"),
+        (("gate.min_accuracy=0.1", "set.runtime.num_threads=2", "stages.grpo.max_runs=3"), None),
+    ],
+)
+def test_what_may_change_when_a_pipeline_goes_on(folder: Path, overrides: tuple[str, ...], change: str | None) -> None:
+    before = planned()
+    before.folder.mkdir(parents=True)
+    (before.folder / "pipeline.json").write_text(before.model_dump_json())
+    expected = pytest.raises(RunError, match=f"pipeline one can't go on with a different {change}:")
+    with nullcontext() if change is None else expected:
+        _check_unchanged(planned(*overrides))
+    _check_unchanged(planned(*overrides, pipeline_id="two"))
