@@ -118,10 +118,10 @@ class _Score(torch.autograd.Function):
         grad_states = []
         per_token = (states, targets, normalizer, entropy, top_ids, grad_logprobs, grad_entropy, grad_top)
         projection = _Projection(weight, bias, options)
-        for (chunk, *rest), excluded in zip(_chunks(options, *per_token), _masks(options, *mask), strict=False):
+        for (chunk, *rest), of_chunk in zip(_chunks(options, *per_token), _masks(options, *mask), strict=False):
             logits = projection.logits(chunk)
             slope = projection.slope(logits)
-            grad_logits = _grad_chunk(options, logits, *rest, excluded).mul_(slope)
+            grad_logits = _grad_chunk(options, logits, *rest, mask=of_chunk).mul_(slope)
             if needs_states:
                 grad_states.append(projection.matmul(grad_logits, projection.weight).to(states.dtype))
             if grad_weight is not None:
@@ -192,8 +192,9 @@ def _masks(options: HeadOptions, counts: Tensor | None, ids: Tensor | None) -> I
     if counts is None or ids is None:
         yield from repeat(None)
         return
-    of_chunks = counts.split(options.chunk_tokens)
-    yield from zip(of_chunks, ids.split(torch.stack([each.sum() for each in of_chunks]).tolist()), strict=True)
+    of_chunks = torch.split(counts, options.chunk_tokens)
+    sizes = torch.stack([each.sum() for each in of_chunks]).tolist()
+    yield from zip(of_chunks, torch.split(ids, sizes), strict=True)
 
 
 def _excluded(logits: Tensor, targets: Tensor, mask: tuple[Tensor, Tensor]) -> Tensor:
@@ -239,6 +240,7 @@ def _grad_chunk(
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
     grad_top: Tensor,
+    *,
     mask: _Mask,
 ) -> Tensor:
     """Compute the gradient with respect to [C, V] logits, in place.

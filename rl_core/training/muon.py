@@ -64,7 +64,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     for _ in range(_ITERATIONS):
         gram = wide @ wide.mT
         polynomial = (gram @ gram).mul_(c).add_(gram, alpha=b)
-        wide = (polynomial @ wide).add_(wide, alpha=a)
+        wide = torch.add(polynomial @ wide, wide, alpha=a)
     return wide.mT if matrix.shape[-2] > matrix.shape[-1] else wide
 
 
@@ -116,7 +116,7 @@ def _exchange(
     if rank < len(shapes):
         whole = orthogonalize(whole.view(own)).flatten()
     dist.all_to_all_single(flat, whole, sent, received, group=ranks)
-    parts = flat.split(sent[: len(shards)])
+    parts = torch.split(flat, sent[: len(shards)])
     return [part.view_as(shard) for part, shard in zip(parts, shards, strict=True)]
 
 

@@ -71,7 +71,7 @@ def packed_row(columns: pa.RecordBatch, num_tokens: int | None = None) -> Packed
             f"{planned}: prompts of a group differ, which the plan takes for equal; set packing.share_prompts = false"
         )
     further = {"mask_counts": MASK_COLUMNS[0], "mask_ids": MASK_COLUMNS[1], "top_ids": TOP_COLUMNS[1]}
-    given = {
+    given: dict[str, Any] = {
         name: as_tensor(columns[column]).to(torch.int64)
         for name, column in further.items()
         if column in columns.schema.names
