@@ -105,6 +105,10 @@ class History:
             found += [version] if reachable else []
         return found
 
+    def replayable_steps(self) -> list[int]:
+        """Return the steps that can be replayed: they are kept, and the weights before them can be had again."""
+        return sorted(self._kept(range(self.num_done)) & set(self.possible_versions()))
+
     def _undamaged(self, version: int) -> Iterator[int]:
         for each in reversed(self.checkpoints.complete_versions()):
             if each > version:
