@@ -54,12 +54,7 @@ BUILT_IN = {path.stem: path for path in sorted(CONFIGS.glob("*.toml")) if not pa
 BUILT_IN_SECTIONS = ("advantage", "loss", "kl")
 # A short fork has not the steps that a profile names, and nobody is asked whether it may go on.
 UNATTENDED = ("runtime.profile_steps=[]", "approval.when=[]", "approval.on_failed_queries=false")
-CHILD = """
-from infra.processes.lifeline import end_with_parent
-end_with_parent()
-from flows.cli.main import main
-main()
-"""
+CHILD = "from infra.processes import lifeline; lifeline.end_with_parent(); from flows.cli import main; main.main()"
 
 
 class Method(Frozen):
@@ -139,11 +134,7 @@ def parse_methods(texts: Sequence[str]) -> tuple[Method, ...]:
 
 def _parse_method(text: str) -> Method:
     name, colon, changes = text.partition(":")
-    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
-        raise ConfigError(
-            f"method {text!r}: its name must be of lower-case letters, digits, - and _, as it ends a run's id; e.g. "
-            "slow:optim.lr=1e-7"
-        )
+    _check_name(name, f"method {text!r}: its name", "slow:optim.lr=1e-7")
     overrides = _built_in(name)
     overrides += re.split(r",(?=[\w.]+=)", changes) if changes else []  # a list's commas stay
     if not overrides or (colon and not changes):
@@ -158,6 +149,13 @@ def _parse_method(text: str) -> Method:
                 f"{', '.join(SECTIONS)}, and all others are the same for all methods"
             )
     return Method(name=name, overrides=tuple(overrides))
+
+
+def _check_name(name: str, what: str, example: str) -> None:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
+        raise ConfigError(
+            f"{what} must be of lower-case letters, digits, - and _, as it is a part of runs' ids; e.g. {example}"
+        )
 
 
 def _built_in(name: str) -> list[str]:
@@ -206,13 +204,15 @@ def open_tournament(
         fork_steps: Of the first round; None: as before, or `FORK_STEPS`.
 
     Raises:
+        ConfigError: The name can't be a part of a run's id.
         RunError: It was begun with other values; or no step can be replayed.
     """
+    _check_name(name, f"--name {name!r}", "t2")
     found = read_record(directory.folder, f"{file_name(name)}.json", Tournament, "remove it, or give another --name")
     if found is None:
         history = History(directory)
         at = max(history.possible_versions(), default=0) if at is None else at
-        first, stop = steps or _newest_steps(history)
+        first, stop = steps or history.newest_steps(NUM_STEPS)
         found = Tournament(name=name, first=first, stop=stop, at=at, fork_steps=fork_steps or FORK_STEPS, methods={})
     asked = {"--steps": steps, "--at": at, "--fork-steps": fork_steps}
     known = {"--steps": (found.first, found.stop), "--at": found.at, "--fork-steps": found.fork_steps}
@@ -226,18 +226,6 @@ def open_tournament(
     return found.replace(methods={method.name: method for method in methods} | found.methods)
 
 
-def _newest_steps(history: History) -> tuple[int, int]:
-    """Return the newest kept steps without a gap, at most `NUM_STEPS`: the first, and the one after the last."""
-    steps = history.replayable_steps()
-    if not steps:
-        raise RunError(
-            f"run {history.directory.run_id} keeps no step that can be replayed, with its columns and the weights "
-            'before it; a run keeps them with store.keep_steps = "all"'
-        )
-    run = [step for index, step in enumerate(reversed(steps)) if step == steps[-1] - index]
-    return run[:NUM_STEPS][-1], steps[-1] + 1
-
-
 def add_figures(directory: RunDirectory, tournament: Tournament, names: Sequence[str]) -> Tournament:
     """Compute what each method's update of each stored step does, unless that is known; write each as it is found.
 
@@ -247,7 +235,6 @@ def add_figures(directory: RunDirectory, tournament: Tournament, names: Sequence
     """
     configs = method_configs(directory, [tournament.methods[name] for name in names])
     missing = {name: config for name, config in configs.items() if not tournament.methods[name].figures}
-    tournament.save(directory)
     if not missing:
         return tournament
     owner = owner_of_steps(directory, tournament.first, tournament.stop)

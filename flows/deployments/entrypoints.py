@@ -250,10 +250,11 @@ async def hold_pool(pool: str, *, shows_queue: bool = True) -> AsyncIterator[Non
     name = limit_name(pool)
     async with get_client() as client:
         is_full = await _is_full(client, name)
-    if is_full and shows_queue:
+    if is_full:
         message = f"waiting for a slot of the pool {pool!r}, which another run holds"
         get_run_logger().info(message)
-        await set_state(Running(name="Queued", message=message))
+        if shows_queue:
+            await set_state(Running(name="Queued", message=message))
     holder = ConcurrencyLeaseHolder(type="flow_run", id=flow_run.id)
     async with concurrency(
         name, strict=True, lease_duration=LEASE_SECONDS, holder=holder, raise_on_lease_renewal_failure=False

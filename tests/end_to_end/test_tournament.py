@@ -1,0 +1,120 @@
+"""`sluice tournament` of a run: figures are those of replays, it goes on after a kill, and a bad method ends last."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flows.tournament import Tournament
+from infra.storage.driver_lock import is_driven
+from infra.storage.lineage import load_fork
+from tests.support.progress import wait_until
+from tests.support.run_results import Run
+from tests.support.workplace import Workplace
+
+pytestmark = pytest.mark.extended
+
+PARENT = "compared"
+STUCK, TRUNCATED = "stuck", "truncated"  # the first learns nothing; the second has no row left to train on
+METHODS = ("gspo", f"{STUCK}:optim.lr=1e-12", f"{TRUNCATED}:overlong.mask_truncated=true")
+COMMAND = ("tournament", PARENT, *METHODS, "--steps", "1:3", "--at", "0", "--fork-steps", "2")
+KEPT = ("steps=3", "store.keep_steps=all", "checkpoint.every_steps=3", "optim.updates_per_step=2")
+
+
+def fork_of(workplace: Workplace, method: str) -> Run:
+    return workplace.run(f"{PARENT}-t-{method}")
+
+
+def starts_of(run: Run) -> list[tuple[str, int]]:
+    return [(event.kind, event.step) for event in run.metrics.events()]
+
+
+@pytest.fixture(scope="module")
+def before(workplace: Workplace) -> list[dict[str, float]]:
+    """The metrics of the first fork when the tournament was killed while it trained the second one."""
+    workplace.sluice("train", "tiny.toml", "--run-id", PARENT, *KEPT)
+    command = workplace.start(*COMMAND)
+    second = fork_of(workplace, "gspo")
+    command.wait_for(lambda: second.exists and second.num_done >= 1)
+    command.kill()
+    wait_until(lambda: not is_driven(second))  # its process ends with the tournament's
+    return fork_of(workplace, "own").step_metrics()
+
+
+@pytest.fixture(scope="module")
+def found(workplace: Workplace, before: list[dict[str, float]]) -> Iterator[dict[str, Any]]:
+    """What the same command prints then."""
+    printed = workplace.sluice(*COMMAND, "--json")
+    yield json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+    assert not list((workplace.folder / "runs").rglob(".replay"))
+
+
+def test_figures_are_of_each_step_from_the_runs_own_weights(workplace: Workplace, found: dict[str, Any]) -> None:
+    own, gspo, stuck, truncated = found["methods"]
+    assert [each["step"] for each in own["figures"]] == [1, 2]
+    for step, other, none in zip(own["figures"], gspo["figures"], stuck["figures"], strict=True):
+        assert (step["update"]["cosine"], step["update"]["norm_ratio"]) == (pytest.approx(1), 1)
+        assert 0 < other["update"]["cosine"] < 1
+        assert other["update"]["norm_a"] == step["update"]["norm_b"]
+        assert none["update"]["norm_b"] < 1e-6 * step["update"]["norm_b"]
+        assert 0 < step["ess"] < none["ess"] <= 1
+        assert [shift["a"] for shift in step["shifts"]] == [shift["b"] for shift in step["shifts"]]
+        assert len(other["shifts"]) == 5
+    metrics = workplace.run(PARENT).step_metrics()
+    assert [each["metrics"]["loss"] for each in own["figures"]] == [metrics[step]["loss"] for step in (1, 2)]
+    assert all("PlanError" in each["failure"] for each in truncated["figures"])
+
+
+def test_a_first_step_is_that_of_a_replay(workplace: Workplace, found: dict[str, Any]) -> None:
+    slow = "optim.lr=1e-12"
+    printed = workplace.sluice("replay", PARENT, "--steps", "2", slow, "--json")
+    (replayed,) = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))["steps"]
+    stuck = found["methods"][2]
+    assert (stuck["name"], stuck["overrides"]) == (STUCK, [slow])
+    assert stuck["figures"][1]["update"] == replayed["update"]
+    assert stuck["figures"][1]["shifts"] == replayed["shifts"]
+
+
+def test_what_was_trained_before_a_kill_is_not_trained_again(
+    workplace: Workplace, before: list[dict[str, float]], found: dict[str, Any]
+) -> None:
+    own = fork_of(workplace, "own")
+    assert len(before) == 2
+    assert own.step_metrics()[:2] == before
+    assert starts_of(own)[:2] == [("fork", 0), ("resume", 0)]
+    assert ("resume", 0) not in starts_of(own)[2:]
+    assert len(starts_of(fork_of(workplace, "gspo"))) >= 3  # it was killed, and went on
+
+
+def test_bad_methods_end_last_and_half_of_the_forks_go_on(workplace: Workplace, found: dict[str, Any]) -> None:
+    first, last = found["rounds"]
+    assert [first["stop"], last["stop"]] == [2, 6]
+    assert [each["method"] for each in first["standings"]][2:] == [STUCK, TRUNCATED]
+    assert {each["method"] for each in last["standings"]} == {"own", "gspo"}
+    assert "PlanError" in first["standings"][-1]["failure"]
+    steps = {name: fork_of(workplace, name).num_done for name in ("own", "gspo", STUCK, TRUNCATED)}
+    assert steps == {"own": 6, "gspo": 6, STUCK: 2, TRUNCATED: 0}
+    for round_ in (first, last):
+        for each in [each for each in round_["standings"] if not each["failure"]]:
+            evals = fork_of(workplace, each["method"]).metrics.evals()
+            assert each["accuracy"] == next(of.accuracy for of in evals if of.policy_version == round_["stop"])
+    own = load_fork(fork_of(workplace, "own"))
+    assert own is not None
+    assert own.changes == {"steps": (3, 2)}
+
+
+def test_a_finished_tournament_only_prints(workplace: Workplace, found: dict[str, Any]) -> None:
+    record = workplace.run(PARENT).path / "tournament-t.json"
+    before, names = record.read_bytes(), ("own", "gspo", STUCK, TRUNCATED)
+    starts = {name: starts_of(fork_of(workplace, name)) for name in names}
+    printed = workplace.sluice(*COMMAND)
+    assert "training run" not in printed
+    assert "ranked by held-out accuracy, then mean reward of a fork's last steps" in printed
+    assert {name: starts_of(fork_of(workplace, name)) for name in names} == starts
+    assert Tournament.model_validate_json(record.read_bytes()) == Tournament.model_validate_json(before)
+    page = (workplace.run(PARENT).path / "tournament-t.html").read_text()
+    best = found["rounds"][-1]["standings"][0]["method"]
+    assert f"{best} is best of 4" in page
+    for shown in ("On the same steps", "Tokens", "Forks", "Settings", "PlanError"):
+        assert shown in page
