@@ -75,9 +75,11 @@ def run_tournament(
             check_checkpoint(directory, fork.config)
     with told.status("comparing methods on stored steps"):
         known = add_figures(directory, known, names)
+    page = _write_page(directory, known, names, ())
     rounds: tuple[Round, ...] = ()
     if not as_json:
-        _print_figures(console, directory, known, names)
+        title = f"steps {known.first} to {known.stop - 1} of run {directory.run_id}, each from the run's own weights"
+        _print_table(console, title, FIGURES, _figure_rows(known, names), left=1)
     if forks:
         with told.status("forking"):
             for fork in planned:
@@ -85,29 +87,24 @@ def run_tournament(
         services = directory.config().services
         with prefect_session(services, told):
             rounds = run_flow(lambda: hold_tournament(directory.run_id, directory.runs_dir, name, names), services)
-        known = open_tournament(directory, name, methods)
-    page = _write_page(directory, known, names, rounds)
+        known = open_tournament(directory, name, methods)  # with what the flow has found
+        page = _write_page(directory, known, names, rounds)
     if as_json:
         found = {"steps": [known.first, known.stop], "at": known.at, "page": page}
         found |= {"methods": [known.methods[each].model_dump() for each in names]}
         print(json.dumps({**found, "rounds": [each.model_dump() for each in rounds]}))
         return
     if rounds:
-        _print_ranking(console, rounds)
+        _print_table(console, _criterion(rounds), RANKING, _ranking_rows(rounds), left=3)
+        console.print(f"{_best(rounds)} of {len(names)}", highlight=False)
     console.print(f"wrote {page}", soft_wrap=True, highlight=False)
 
 
-def _print_figures(console: Console, directory: RunDirectory, known: Tournament, names: Sequence[str]) -> None:
-    title = f"steps {known.first} to {known.stop - 1} of run {directory.run_id}, each from the run's own weights"
-    table = plain_table(*FIGURES, left=1, title=title)
-    for row in _figure_rows(known, names):
-        table.add_row(*map(Text, row))
-    with_width(console).print(table)
-
-
-def _print_ranking(console: Console, rounds: Sequence[Round]) -> None:
-    table = plain_table(*RANKING, left=3, title=_criterion(rounds))
-    for row in _ranking_rows(rounds):
+def _print_table(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> None:
+    """Print a table whose first `left` columns and last one are texts."""
+    table = plain_table(*header[:-1], left=left, title=title)
+    table.add_column(header[-1], overflow="fold")
+    for row in rows:
         table.add_row(*map(Text, row))
     with_width(console).print(table)
 
@@ -144,6 +141,13 @@ def _most_moved(method: Method) -> str:
     return "-" if most is None else f"{most.text!r} {most.b:+.4f}"
 
 
+def _best(rounds: Sequence[Round]) -> str:
+    """Say which method is best; of those that are equal, none is."""
+    best, *others = rounds[-1].standings
+    equal = [each.method for each in others if (each.accuracy, each.reward) == (best.accuracy, best.reward)]
+    return f"{', '.join([best.method, *equal])} are equal, and best" if equal else f"{best.method} is best"
+
+
 def _ranking_rows(rounds: Sequence[Round]) -> list[tuple[str, ...]]:
     last = {standing.method: each.stop for each in rounds for standing in each.standings}
     return [_ranking_row(place, each, last[each.method]) for place, each in enumerate(final_order(rounds), 1)]
@@ -158,8 +162,7 @@ def _write_page(directory: RunDirectory, known: Tournament, names: Sequence[str]
     place = places.join(directory.url, f"{file_name(known.name)}.html")
     verdict = f"{len(names)} methods compared on steps {known.first} to {known.stop - 1}; no forks yet"
     if rounds:
-        best = final_order(rounds)[0]
-        verdict = f"{best.method} is best of {len(names)}, {_criterion(rounds)}: run {best.run_id}"
+        verdict = f"{_best(rounds)} of {len(names)}, {_criterion(rounds)}"
     failures = [f"{name}: {known.methods[name].failure}" for name in names if known.methods[name].failure]
     panels = [_ranking_panel(known, rounds)] if rounds else []
     panels += [_figures_panel(known, names), _tokens_panel(known, names)]

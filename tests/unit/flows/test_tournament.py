@@ -10,6 +10,7 @@ from flows.replay.replay import StepFigures
 from flows.tournament import Standing, Tournament, final_order, open_tournament, parse_methods, plan_forks, rank
 from infra.checkpoints import open_checkpoints
 from infra.history.past_weights import History
+from infra.history.weights import LogprobShift, UpdateChange
 from infra.storage.lineage import Fork, save_fork
 from infra.storage.runs import RunDirectory
 from schemas.config.load import load_config, override_config
@@ -158,6 +159,31 @@ def test_forks_end_in_the_order_in_which_they_were_dropped() -> None:
     last = rank([standing("a", 0.5), standing("b", 0.6)], 6)
     assert [each.method for each in final_order([first, last])] == ["b", "a", "c", "d"]
     assert [each.accuracy for each in final_order([first, last])] == [0.6, 0.5, 0.2, 0.1]
+
+
+def test_known_figures_are_shown_without_any_worker(sluice: Command) -> None:
+    directory = RunDirectory("runs/demo")
+    known = open_tournament(directory, "t", parse_methods(["cispo", "wild:optim.lr=9"]))
+    update = UpdateChange(cosine=0.5, norm_ratio=2.0, norm_a=1.0, norm_b=2.0)
+    shifts = (LogprobShift(row=4, token=1, text="<b>", a=0.5, b=-0.25),)
+    figures = [StepFigures(step=step, update=update, ess=0.25 * step, shifts=shifts) for step in (2, 3)]
+    failed = StepFigures(step=2, failure="NonFiniteError: a loss")
+    for name, found in (("own", figures), ("cispo", figures), ("wild", [failed])):
+        known = known.with_method(known.methods[name].replace(figures=tuple(found)))
+    known.save(directory)
+    command = ("tournament", "demo", "cispo", "wild:optim.lr=9", "--no-forks")
+    code, out, _ = sluice(*command)
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
+    assert code == 0, out
+    assert rows["cispo"] == ["0.5", "2", "2", "0.625", "-", "-", "-", "'<b>'", "-0.2500"]
+    assert rows["wild"] == [*["-"] * 7, "NonFiniteError:", "a", "loss"]
+    page = Path("runs/demo/tournament-t.html").read_text()
+    assert "3 methods compared on steps 2 to 3; no forks yet" in page
+    assert "&#39;&lt;b&gt;&#39;" in page
+    assert "no alarms" not in page
+    printed = json.loads(sluice(*command, "--json").out)
+    assert [each["name"] for each in printed["methods"]] == ["own", "cispo", "wild"]
+    assert (printed["steps"], printed["at"], printed["rounds"]) == ([2, 4], 4, [])
 
 
 def test_a_record_is_plain_json(sluice: Command) -> None:
