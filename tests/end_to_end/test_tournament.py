@@ -50,6 +50,12 @@ def found(workplace: Workplace, before: list[dict[str, float]]) -> Iterator[dict
     assert not list((workplace.folder / "runs").rglob(".replay"))
 
 
+def test_a_fork_ends_with_a_killed_tournament(workplace: Workplace, before: list[dict[str, float]]) -> None:
+    assert len(before) == 2
+    assert fork_of(workplace, "gspo").summary() is None
+    assert [fork_of(workplace, name).num_done for name in (STUCK, TRUNCATED)] == [0, 0]
+
+
 def test_figures_are_of_each_step_from_the_runs_own_weights(workplace: Workplace, found: dict[str, Any]) -> None:
     own, gspo, stuck, truncated = found["methods"]
     assert [each["step"] for each in own["figures"]] == [1, 2]
@@ -80,7 +86,6 @@ def test_what_was_trained_before_a_kill_is_not_trained_again(
     workplace: Workplace, before: list[dict[str, float]], found: dict[str, Any]
 ) -> None:
     own = fork_of(workplace, "own")
-    assert len(before) == 2
     assert own.step_metrics()[:2] == before
     assert starts_of(own)[:2] == [("fork", 0), ("resume", 0)]
     assert ("resume", 0) not in starts_of(own)[2:]
