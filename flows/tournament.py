@@ -46,7 +46,7 @@ from tasks.stage import operation
 logger = logging.getLogger(__name__)
 
 FORK_STEPS = 10
-NUM_STEPS = 4  # that are compared unless the command names them
+NUM_STEPS = 4  # that are compared unless others are asked for
 # With another reward, what methods are compared by would be another thing for each.
 SECTIONS = tuple(section for section in REPLAYED_SECTIONS if section != "reward")
 BUILT_IN = {path.stem: path for path in sorted(CONFIGS.glob("*.toml")) if not path.stem.startswith("demo")}
@@ -298,8 +298,7 @@ def rank(standings: Sequence[Standing], stop: int) -> Round:
 
 def final_order(rounds: Sequence[Round]) -> list[Standing]:
     """Return the forks of the last round, then those that each earlier one dropped: the best first."""
-    dropped = [standing for round_ in reversed(rounds[:-1]) for standing in round_.standings[round_.num_kept :]]
-    return [*rounds[-1].standings, *dropped]
+    return [*rounds[-1].standings, *(each for of in reversed(rounds[:-1]) for each in of.standings[of.num_kept :])]
 
 
 @flow(name="tournament", flow_run_name="{run_id}-{name}", persist_result=False, retries=0)
@@ -312,14 +311,14 @@ async def hold_tournament(run_id: str, runs_dir: str, name: str, methods: tuple[
         run_id: The run's id.
         runs_dir: The folder that holds the runs.
         name: The tournament's name.
-        methods: The methods that take part.
+        methods: Those that take part.
 
     Raises:
         RunError: A fork stopped for a reason that is not its method's; or no fork could go on.
     """
     directory = RunDirectory.open(run_id, runs_dir)
-    # What `cancellable` returns if the flow run is cancelled is a state, with which Prefect ends it.
-    return cast(tuple[Round, ...], await cancellable(_halve(directory, open_tournament(directory, name, ()), methods)))
+    halving = _halve(directory, open_tournament(directory, name, ()), methods)
+    return cast(tuple[Round, ...], await cancellable(halving))  # or a state, with which Prefect ends a cancelled one
 
 
 async def _halve(directory: RunDirectory, tournament: Tournament, methods: Sequence[str]) -> tuple[Round, ...]:
