@@ -18,8 +18,13 @@ pytestmark = pytest.mark.extended
 PARENT = "compared"
 STUCK, TRUNCATED = "stuck", "truncated"  # the first learns nothing; the second has no row left to train on
 METHODS = ("gspo", f"{STUCK}:optim.lr=1e-12", f"{TRUNCATED}:overlong.mask_truncated=true")
-COMMAND = ("tournament", PARENT, *METHODS, "--steps", "1:3", "--at", "0", "--fork-steps", "2")
+COMMAND = ("tournament", PARENT, *METHODS, "--steps", "1:3", "--at", "0", "--fork-steps", "3")
 KEPT = ("steps=3", "store.keep_steps=all", "checkpoint.every_steps=3", "optim.updates_per_step=2")
+# A quarter is right at first, and a third after three steps.
+LETTERS = """
+def share(prompt, completion, answer, info):
+    return sum(each.isascii() and each.isalnum() for each in completion) / 12
+"""
 
 
 def fork_of(workplace: Workplace, method: str) -> Run:
@@ -39,7 +44,8 @@ def trained(workplace: Workplace) -> list[str]:
 @pytest.fixture(scope="module")
 def before(workplace: Workplace) -> dict[str, list[dict[str, float]]]:
     """The metrics of the forks that were trained when the tournament and its server were killed, in another fork."""
-    workplace.sluice("train", "tiny.toml", "--run-id", PARENT, *KEPT)
+    (workplace.folder / "letters.py").write_text(LETTERS)
+    workplace.sluice("train", "tiny.toml", "--run-id", PARENT, *KEPT, "reward.path=letters:share")
     command = workplace.start(*COMMAND)
     forks = [fork_of(workplace, name) for name in ("own", "gspo", STUCK)]
     command.wait_for(lambda: bool(done := trained(workplace)) and sum(fork.num_done > 0 for fork in forks) > len(done))
@@ -59,7 +65,7 @@ def found(workplace: Workplace, before: dict[str, list[dict[str, float]]]) -> It
 
 
 def test_a_fork_ends_with_a_killed_tournament(workplace: Workplace, before: dict[str, list[dict[str, float]]]) -> None:
-    assert [len(steps) for steps in before.values()] == [2]
+    assert [len(steps) for steps in before.values()] == [3]
     (going,) = (name for name in ("own", "gspo", STUCK) if name not in before and fork_of(workplace, name).num_done)
     assert starts_of(fork_of(workplace, going)) == [("fork", 0), ("resume", 0)]
 
@@ -95,25 +101,25 @@ def test_what_was_trained_before_a_kill_is_not_trained_again(
 ) -> None:
     for name, steps in before.items():
         fork = fork_of(workplace, name)
-        assert fork.step_metrics()[:2] == steps
-        assert starts_of(fork) in ([("fork", 0), ("resume", 0)], [("fork", 0), ("resume", 0), ("resume", 2)])
+        assert fork.step_metrics()[:3] == steps
+        assert starts_of(fork) in ([("fork", 0), ("resume", 0)], [("fork", 0), ("resume", 0), ("resume", 3)])
 
 
 def test_bad_methods_end_last_and_half_of_the_forks_go_on(workplace: Workplace, found: dict[str, Any]) -> None:
     first, last = found["rounds"]
-    assert [first["stop"], last["stop"]] == [2, 6]
+    assert [first["stop"], last["stop"]] == [3, 9]
     assert [each["method"] for each in first["standings"]][2:] == [STUCK, TRUNCATED]
     assert {each["method"] for each in last["standings"]} == {"own", "gspo"}
     assert "PlanError" in first["standings"][-1]["failure"]
     steps = {name: fork_of(workplace, name).num_done for name in ("own", "gspo", STUCK, TRUNCATED)}
-    assert steps == {"own": 6, "gspo": 6, STUCK: 2, TRUNCATED: 0}
+    assert steps == {"own": 9, "gspo": 9, STUCK: 3, TRUNCATED: 0}
     for round_ in (first, last):
         for each in [each for each in round_["standings"] if not each["failure"]]:
             evals = fork_of(workplace, each["method"]).metrics.evals()
             assert each["accuracy"] == next(of.accuracy for of in evals if of.policy_version == round_["stop"])
     own = load_fork(fork_of(workplace, "own"))
     assert own is not None
-    assert own.changes == {"steps": (3, 2)}
+    assert own.changes == {}
 
 
 def test_a_finished_tournament_only_prints(workplace: Workplace, found: dict[str, Any]) -> None:
