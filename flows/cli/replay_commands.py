@@ -81,6 +81,50 @@ def fork(
 
 
 @app.command()
+def tournament(
+    run: RunArgument,
+    methods: Annotated[
+        list[str],
+        typer.Argument(
+            help="A built-in config, for its advantage, loss and kl; or changes: slow:optim.lr=1e-7,loss.kind=cispo",
+            metavar="METHOD...",
+        ),
+    ],
+    steps: Annotated[
+        str | None, typer.Option(help="Compare on steps A:B without B; default: the last kept ones, at most 4.")
+    ] = None,
+    forks: Annotated[bool, typer.Option("--forks/--no-forks", help="Also train forks.")] = True,
+    at: Annotated[
+        int | None, typer.Option(help="How many of the run's steps the forks have; default: as many as can be.", min=0)
+    ] = None,
+    fork_steps: Annotated[
+        int | None, typer.Option(help="Steps of the forks' first round, doubled in each; default: 10.", min=1)
+    ] = None,
+    name: Annotated[str, typer.Option(help="Begins the forks' ids, RUN-NAME-METHOD, and names the page.")] = "t",
+    as_json: JsonOption = False,
+    runs_dir: RunsDirOption = DEFAULT_RUNS_DIR,
+) -> None:
+    """Compare methods with a run's own: their updates of the same stored steps, then forks, half of which go on.
+
+    Each round ranks the forks by held-out accuracy, else reward. The same command goes on after an interruption.
+    """
+    from flows.cli.tournament import run_tournament
+    from infra.storage.runs import RunDirectory
+
+    run_tournament(
+        console,
+        RunDirectory.open(run, runs_dir),
+        methods,
+        name=name,
+        steps=steps,
+        at=at,
+        fork_steps=fork_steps,
+        forks=forks,
+        as_json=as_json,
+    )
+
+
+@app.command()
 def bundle(
     run: RunArgument,
     step: Annotated[int, typer.Argument(help="The step, counted from 0.", metavar="STEP", min=0)],

@@ -242,8 +242,8 @@ def limit_name(pool: str) -> str:
 
 
 @asynccontextmanager
-async def hold_pool(pool: str) -> AsyncIterator[None]:
-    """Hold a slot of the pool during the block; the flow run's state is `Queued` until one is free.
+async def hold_pool(pool: str, *, shows_queue: bool = True) -> AsyncIterator[None]:
+    """Hold a slot of the pool during the block; until one is free, `shows_queue` gives the flow run the state `Queued`.
 
     A lost lease, e.g. while the Prefect server is gone, does not stop the block.
     """
@@ -253,12 +253,13 @@ async def hold_pool(pool: str) -> AsyncIterator[None]:
     if is_full:
         message = f"waiting for a slot of the pool {pool!r}, which another run holds"
         get_run_logger().info(message)
-        await set_state(Running(name="Queued", message=message))
+        if shows_queue:
+            await set_state(Running(name="Queued", message=message))
     holder = ConcurrencyLeaseHolder(type="flow_run", id=flow_run.id)
     async with concurrency(
         name, strict=True, lease_duration=LEASE_SECONDS, holder=holder, raise_on_lease_renewal_failure=False
     ):
-        if is_full:
+        if is_full and shows_queue:
             await set_state(Running())
         yield
 

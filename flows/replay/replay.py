@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import pyarrow as pa
+from pydantic import Field
 
 from flows.replay.session import ReplayedStep, ReplaySession, new_scratch_id, replay_session
 from infra.history.diff import (
@@ -27,6 +28,8 @@ from infra.rewards.base import RewardScorer
 from infra.rewards.open import open_reward_scorer
 from infra.storage.runs import RunDirectory
 from infra.workers.reward import open_model_here
+from rl_core.columns.jagged import flat_values
+from rl_core.losses.base import MAX_LOG_RATIO
 from rl_core.rewards import RewardItem, as_stored
 from schemas.base import Frozen
 from schemas.catalog import REWARD_PART_PREFIX
@@ -34,11 +37,16 @@ from schemas.config.changes import is_changeable
 from schemas.config.load import changed_keys, override_config
 from schemas.config.reward import RewardConfig
 from schemas.config.run import RunConfig
-from schemas.errors import ConfigError
-from schemas.metrics import merge_metrics, values
+from schemas.errors import ConfigError, NonFiniteError, PlanError, describe
+from schemas.metrics import EffectiveFraction, merge_metrics, values
 from schemas.rollout import RolloutHandle, check_failures
 
+Move = tuple[pa.Array, pa.Array]  # the log-probs of a step's tokens before and after an update, nats
+
 NUM_SHIFTS = 5  # tokens that are reported of each step
+OWN = "own"  # the method that a run itself is trained by
+OF_METHOD = (NonFiniteError, PlanError)  # errors that say something of a method
+UPDATE_METRICS = ("loss", "clip_fraction", "grad_norm")  # that are reported of a method's update
 # Of the stages after the rollout: with other ones, the same rows are trained on.
 REPLAYED_SECTIONS = ("reward", "advantage", "overlong", "kl", "distillation", "correction", "loss", "optim")
 # What of a teacher the rollout has written into the rows: the prompts that it reads.
@@ -79,6 +87,17 @@ class StepChange(Frozen):
     advantages: AdvantageChange
     metrics: dict[str, tuple[float | None, float]]  # of the run and the replay, where they differ
     shifts: tuple[LogprobShift, ...]
+
+
+class StepFigures(Frozen):
+    """What a method's update of one stored step does, from the weights and the optimizer that the run had there."""
+
+    step: int
+    update: UpdateChange | None = None  # B is the method's, A the run's own; None: it failed
+    ess: float | None = None  # effective sample size of exp(log-prob after the update - sampler's), fraction of tokens
+    metrics: dict[str, float] = Field(default_factory=dict)  # `UPDATE_METRICS` of the update
+    shifts: tuple[LogprobShift, ...] = ()  # B is the method's, A the run's own
+    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -170,12 +189,81 @@ async def change_steps(
             )
 
 
-async def _repeat(session: ReplaySession, stored: StoredStep) -> tuple[pa.Array, pa.Array]:
+async def _repeat(session: ReplaySession, stored: StoredStep) -> Move:
     """Update as the run did, and save the version; return the log-probs of the step's tokens before and after."""
     before = await session.logprobs(stored, stored.step, "before")
     await session.repeat(stored)
     await session.save(stored.step + 1)
     return before, await session.logprobs(stored, stored.step + 1, "after")
+
+
+async def compare_methods(
+    steps: Steps, configs: Mapping[str, RunConfig], report: Callable[[str, tuple[StepFigures, ...]], None]
+) -> None:
+    """Replay each of the steps by each method, always from the weights and the optimizer that the run had before it.
+
+    Args:
+        steps: The steps.
+        configs: The methods' by name; that of `OWN` is the run's, whose update of a step is not computed, but repeated.
+        report: Called for each method.
+
+    Raises:
+        PipelineError: What a stage raises, unless it says something of the method: that is one of its figures.
+    """
+    source = steps.history.directory
+    own = source.config()
+    texts = TokenTexts(own.model)
+    with replay_session(source, own, new_scratch_id(source.run_id)) as run:
+        await run.begin(steps.start, steps.history.checkpoints)
+        await run.save(steps.stored[0].step)
+        moves = [await _repeat(run, stored) for stored in steps.stored]
+        run.stop()
+        pairs = list(zip(steps.stored, moves, strict=True))
+        if OWN in configs:
+            found = [_figures(run, run, of, of.report.metrics, move, move, texts) for of, move in pairs]
+            report(OWN, tuple(found))
+        for name in [name for name in configs if name != OWN]:
+            with replay_session(source, configs[name], new_scratch_id(source.run_id)) as session:
+                report(name, tuple([await _replay_method(run, session, of, move, texts) for of, move in pairs]))
+
+
+async def _replay_method(
+    run: ReplaySession, session: ReplaySession, stored: StoredStep, own_move: Move, texts: TokenTexts
+) -> StepFigures:
+    """Replay a step by a method, from the weights that the run had before it."""
+    try:
+        await session.rewind(run.checkpoints, stored.step)
+        replayed = await session.replay(stored, stored.rollout)
+        move = own_move[0], await session.logprobs(stored, stored.step + 1, "after")
+        await session.save(stored.step + 1)
+    except OF_METHOD as error:
+        session.stop()  # its workers hold no version any more
+        return StepFigures(step=stored.step, failure=describe(error))
+    return _figures(run, session, stored, values(replayed.update.metrics), own_move, move, texts)
+
+
+def _figures(
+    run: ReplaySession,
+    session: ReplaySession,
+    stored: StoredStep,
+    metrics: Mapping[str, float],
+    own_move: Move,
+    move: Move,
+    texts: TokenTexts,
+) -> StepFigures:
+    """Compare the update that a session has saved with the run's own."""
+    update = compare_updates(run.checkpoints, session.checkpoints, stored.step)
+    trained = flat_values(stored.columns["loss_mask"])
+    gaps = flat_values(move[1]).astype(np.float64) - flat_values(stored.columns["sampler_logprobs"])
+    weights = np.exp(np.minimum(gaps[trained], MAX_LOG_RATIO))
+    ess = EffectiveFraction(total=weights.sum(), squares=(weights**2).sum(), count=len(weights))
+    return StepFigures(
+        step=stored.step,
+        update=update,
+        ess=ess.value,
+        metrics={name: metrics[name] for name in UPDATE_METRICS if name in metrics},
+        shifts=largest_shifts(stored, own_move, move, texts.of, NUM_SHIFTS),
+    )
 
 
 def _compare(session: ReplaySession, history: History, stored: StoredStep, replayed: ReplayedStep) -> list[StageDiff]:

@@ -89,6 +89,21 @@ class ReplaySession:
         for step in start.steps:
             await self.repeat(step)
 
+    async def rewind(self, checkpoints: CheckpointStore, version: int) -> None:
+        """Have the policy hold a version, whichever it holds now; all checkpoints but that one are removed.
+
+        Args:
+            checkpoints: Where that version's checkpoint is.
+            version: The version.
+
+        Raises:
+            CheckpointError: It isn't complete there.
+            PipelineError: What the workers raise.
+        """
+        self.checkpoints.remove_all()
+        self.checkpoints.take_from(checkpoints, version)
+        await (await self._policy()).call("restore")
+
     async def reach(self, start: Start, checkpoints: CheckpointStore) -> None:
         """Do what `begin` does, and write the checkpoint of the version that is reached."""
         await self.begin(start, checkpoints)

@@ -54,14 +54,14 @@ def label(text: str) -> str:
     return escape(text)
 
 
-def write_page(place: str, title: str, verdict: str, alarms: Sequence[str], panels: Sequence[Panel]) -> str:
+def write_page(place: str, title: str, verdict: str, alarms: Sequence[str] | None, panels: Sequence[Panel]) -> str:
     """Write a page, and return where it is.
 
     Args:
         place: The file, a local path or any fsspec URL.
         title: Its heading.
         verdict: One line.
-        alarms: What stands out; shown below the verdict.
+        alarms: What stands out; shown below the verdict. None: nothing was looked for.
         panels: In order.
     """
     charts = [chart for panel in panels for chart in panel.charts]

@@ -105,6 +105,19 @@ class History:
             found += [version] if reachable else []
         return found
 
+    def newest_steps(self, limit: int) -> tuple[int, int]:
+        """Return the newest steps in a row that can be replayed, at most `limit`: the first, and that after the last.
+
+        Raises:
+            RunError: There is none: no step is kept whose weights before it can be had again.
+        """
+        steps = sorted(self._kept(range(self.num_done)) & set(self.possible_versions()))
+        if not steps:
+            raise RunError(f"run {self.directory.run_id} keeps no step that can be replayed; {self._advice}")
+        last = steps[-1]
+        first = next(each for each in range(last, -1, -1) if each - 1 not in steps or each == last - limit + 1)
+        return first, last + 1
+
     def _undamaged(self, version: int) -> Iterator[int]:
         for each in reversed(self.checkpoints.complete_versions()):
             if each > version:

@@ -52,6 +52,8 @@ RAY_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "t
 PREFECT_ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",  # as `-P`, for the server's own child processes too
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    # In memory, a lease would be lost with the server, and the slot of a killed run be taken for good.
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     # Batched writes avoid "database is locked" while a step's events arrive: SQLite allows one writer at a time.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",

@@ -26,7 +26,7 @@ _TURNS = ("sleep", "wake")
 _RANK = ("incarnation", "open_rendezvous", "start", "score", *_TURNS)  # the methods of every rank
 _WEIGHTS = ("weight_group_member", "init_weight_group")
 
-_POLICY = ("handle", "score_reference", "update", "save", "finish_saving", "retain")
+_POLICY = ("handle", "score_reference", "update", "save", "finish_saving", "retain", "restore")
 
 _worker = partial(actor_class, base=PlacedActor)
 _CLASSES: dict[Role, type] = {

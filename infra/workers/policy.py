@@ -377,6 +377,13 @@ class PolicyWorker(ScoringWorker):
         """Remove the checkpoints that the config doesn't keep; see `PolicyCheckpoints.retain`."""
         return self._checkpoints.retain(evals)
 
+    def restore(self) -> None:
+        """Go back, or on, to the newest complete checkpoint: weights, optimizer, and torch's random state."""
+        self.wake(["weights", "optimizer"])
+        with self._collective():
+            self._trainer.optimizer.state.clear()  # the checkpoint of a policy that was never updated has none
+            self._restore()
+
     def _restore(self) -> None:
         """Restore the newest complete checkpoint, if one exists."""
         newest = self._checkpoints.find_newest()
