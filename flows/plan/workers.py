@@ -311,6 +311,7 @@ def _head(config: RunConfig, model: ModelMemory, placement: Placement, *, is_upd
         has_entropy_grad=is_update and bool(config.loss.entropy_coef),
         bfloat16=model.policy.bfloat16,
         on_cpu=not placement.on_gpus,
+        has_mask=config.rollout.sampling_mask,
     )
 
 

@@ -159,6 +159,7 @@ class HeadSizes:
         has_entropy_grad: Whether they are trained on.
         bfloat16: Whether operands are bfloat16; a CPU widens them again.
         on_cpu: Whether it runs on a CPU.
+        has_mask: Whether it scores over the tokens that could be sampled.
     """
 
     chunk_tokens: int
@@ -167,19 +168,25 @@ class HeadSizes:
     has_entropy_grad: bool = False
     bfloat16: bool = False
     on_cpu: bool = False
+    has_mask: bool = False
 
     @property
     def logits(self) -> int:
         """Float32 logits of a chunk."""
         return FLOAT_BYTES * self.chunk_tokens * self.vocab_size
 
+    @property
+    def mask(self) -> int:
+        """Which of a chunk's logits count, a byte each."""
+        return self.chunk_tokens * self.vocab_size if self.has_mask else 0
+
     def forward(self, weights: WeightBytes) -> int:
         """Return the bytes of a forward: the logits, their exponentials if an entropy needs both, operands."""
-        return self.logits * (2 if self.has_entropy else 1) + self._operand(weights)
+        return self.logits * (2 if self.has_entropy else 1) + self.mask + self._operand(weights)
 
     def backward(self, weights: WeightBytes) -> int:
         """Return the bytes of a backward: a chunk's logits, the weight's gradient, operands."""
-        chunk = self.logits * (2 if self.has_entropy_grad else 1)
+        chunk = self.logits * (2 if self.has_entropy_grad else 1) + self.mask
         if self.bfloat16:
             chunk += self.logits // 2
         gradient = weights.head if weights.is_head_trained else 0

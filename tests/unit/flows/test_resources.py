@@ -277,6 +277,14 @@ def test_weights_are_those_of_the_model(folder: Path) -> None:
     assert halves.root + 2 * halves.layer == whole == halves.gathered  # two layers
 
 
+def test_a_sampling_mask_takes_a_byte_next_to_each_logit_and_exponential(plan: Callable[..., Resources]) -> None:
+    chunks = [
+        plan("rollout.top_k=4", f"rollout.sampling_mask={value}").workers[0].parts["logits chunk"]
+        for value in ("false", "true")
+    ]
+    assert chunks[1] - chunks[0] == chunks[0] // 8
+
+
 def test_muon_has_one_moment_of_a_matrix(folder: Path) -> None:
     model = load_model(ModelConfig(path=str(folder / "model")))
     matrices = [4 * each.numel() for name, each in model.named_parameters() if name.endswith("proj.weight")]
