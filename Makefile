@@ -13,7 +13,7 @@ INSTALL := pip install --quiet --disable-pip-version-check -c constraints.txt
 # rewrites the assertions of every test.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: venv demo test test-extended test-all verifiers chaos versions gpu lint format docs down
+.PHONY: venv demo test test-extended test-all verifiers chaos versions gpu lint format docs dashboard down
 
 venv: $(VENV)/installed
 
@@ -80,6 +80,10 @@ gpu: venv .venv-vllm-cuda/installed  ## the checklist of a GPU machine, 25 minut
 
 docs: venv  ## build the documentation site in site/; broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+dashboard: venv  ## write the Grafana dashboard from the metric catalog
+	@$(BIN)/python deploy/grafana/make.py > $(VENV)/dashboard.json
+	@mv $(VENV)/dashboard.json deploy/grafana/sluice.json
 
 down:  ## stop the local Prefect server and Ray
 	@test ! -x $(BIN)/sluice || $(BIN)/sluice down

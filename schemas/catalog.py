@@ -25,7 +25,8 @@ class ColumnSpec(Frozen):
     name: str
     axis: Axis
     dtypes: tuple[str, ...]  # accepted Arrow value types, as str(pyarrow.DataType)
-    producer: Literal["rollout", "logprob", "reference", "teacher", "advantage", "other trainers"]
+    producer: Literal["rollout", "logprob", "reference", "teacher", "advantage", "other trainers"]  # the stage; what
+    # rollout makes is stored by the stage put
     unit: str = ""
     nullable: bool = False
     is_vector: bool = False  # each token has as many values, whose number is in the dtype: `uint8[16]`

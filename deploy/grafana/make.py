@@ -1,4 +1,4 @@
-"""Make the Grafana dashboard: `python deploy/grafana/make.py > deploy/grafana/sluice.json`.
+"""Print the Grafana dashboard, `deploy/grafana/sluice.json`: `make dashboard` writes it.
 
 Its rows and panels are those of the report, from the metric catalog, and a row of the column store's own series.
 """

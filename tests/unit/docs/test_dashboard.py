@@ -24,7 +24,7 @@ def test_the_file_is_what_its_script_makes() -> None:
     assert spec.loader is not None
     make = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make)
-    hint = "run: python deploy/grafana/make.py > deploy/grafana/sluice.json"
+    hint = "run: make dashboard"
     assert (FOLDER / "sluice.json").read_text() == make.dashboard(), hint
 
 

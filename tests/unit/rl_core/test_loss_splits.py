@@ -134,7 +134,7 @@ def test_untrained_tokens_cannot_poison_the_gradient(loss: LossConfig, correctio
     inputs, loss_value, metrics = loss_and_metrics([1.0, math.nan, 0.0], [math.nan, math.nan])
     _, alone, _ = loss_and_metrics([1.0], [])
     assert loss_value.item() == alone.item()
-    assert gradient_of(inputs, loss_value) == [-1.0, 0.0, 0.0]
+    assert gradient_of(inputs, loss_value) == pytest.approx([-1.0, 0.0, 0.0], rel=1e-12, abs=0)
     assert all(math.isfinite(value) for value in values(metrics).values())
 
 
