@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rl_core.training.sharding import layer_modules, local_tensor
+from schemas.errors import ModelError
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's quintic: it takes singular values from (0, 1] to about 0.7 to 1.2
 _ITERATIONS = 5
@@ -27,9 +28,14 @@ def matrices_of(model: PreTrainedModel) -> list[nn.Parameter]:
     """Return the trained matrices of the decoder layers, also stacked ones of experts, large ones first.
 
     Embeddings, the LM head, vectors and convolutions are not among them: AdamW trains these (Jordan et al.).
+
+    Raises:
+        ModelError: There is none.
     """
     weights = (weight for layer in layer_modules(model) for weight in layer.parameters() if weight.requires_grad)
-    return sorted((weight for weight in weights if is_matrix(weight)), key=Tensor.numel, reverse=True)
+    if not (matrices := [weight for weight in weights if is_matrix(weight)]):
+        raise ModelError(f'{type(model).__name__} has no matrices in layers for Muon; set optim.kind = "adamw"')
+    return sorted(matrices, key=Tensor.numel, reverse=True)
 
 
 def is_matrix(weight: Tensor) -> bool:

@@ -103,6 +103,9 @@ def all_gather_object(value: Value, mesh: DeviceMesh | None) -> list[Value]:
 
 
 def layer_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the model's decoder layers, in order: the units that are sharded; empty if it doesn't declare them."""
+    """Return the model's decoder layers, in order: the units that are sharded; empty if it doesn't declare them.
+
+    A sharded layer's class is one that FSDP derives from the layer's own.
+    """
     classes = set(model._no_split_modules or ())
-    return [part for part in model.modules() if type(part).__name__ in classes]
+    return [part for part in model.modules() if any(each.__name__ in classes for each in type(part).__mro__)]

@@ -37,6 +37,5 @@ def test_each_token_is_one_that_could_be_sampled(masked: Run) -> None:
 def test_a_replay_has_the_same_bits(workplace: Workplace, masked: Run) -> None:
     assert "same bits" in workplace.sluice("replay", masked.run_id, "--steps", "1")
     assert (
-        workplace.sluice("sql", masked.run_id, "select max(sampling_mask_counts) < 60 from tokens").split()[-1]
-        == "True"
+        workplace.sluice("sql", masked.run_id, "select min(sampling_mask_counts) > 0 from tokens").split()[-1] == "True"
     )

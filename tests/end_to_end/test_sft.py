@@ -105,7 +105,7 @@ def test_ranks_and_packing_change_nothing_but_rounding(place: Workplace, whole: 
 
 
 def test_muon_is_resumed_with_another_number_of_ranks(place: Workplace) -> None:
-    settings = ("steps=4", "optim.kind=muon", "optim.lr=3e-3", "eval.every_steps=0", "runtime.num_policy_ranks=2")
+    settings = ("steps=5", "optim.kind=muon", "optim.lr=2e-2", "eval.every_steps=0", "runtime.num_policy_ranks=2")
     place.sluice("train", "sft.toml", "--run-id", "muon", *settings, "runtime.num_policy_ranks=1")
     driver = place.start("train", "sft.toml", "--run-id", "muon-killed", *settings)
     killed = place.run("muon-killed")
@@ -113,7 +113,7 @@ def test_muon_is_resumed_with_another_number_of_ranks(place: Workplace) -> None:
     driver.kill()
     place.sluice("resume", "muon-killed", "runtime.num_policy_ranks=1")
     expected = place.run("muon").step_metrics()
-    assert expected[-1]["cross_entropy"] < expected[0]["cross_entropy"] - 1
+    assert expected[-1]["cross_entropy"] < expected[0]["cross_entropy"] - 0.5
     for resumed, one in zip(killed.step_metrics(), expected, strict=True):
         assert resumed == pytest.approx(one, rel=1e-5)
 

@@ -22,7 +22,7 @@ HALF = {"model": {"compute_dtype": "bfloat16"}}
 REPLICAS = {"runtime": {"num_policy_replicas": 2}}
 REPLAY = {"rollout": {"max_response_tokens": 16, "router_replay": True}}
 LORA = {"lora": {"rank": 2}}
-MUON = {"kind": "muon", "weight_decay": 0.1}
+MUON = {"kind": "muon"}
 BUFFERS = 8 * 2**20  # of the process itself; all weights would be 78 MiB more than a shard
 CHUNKS = {"packing": {"logits_chunk_tokens": 256}}
 # Ranks, sections and token budget; few CPUs compute bfloat16 themselves, hence the smaller one.
@@ -133,7 +133,7 @@ def test_fused_and_offloaded_optimizers_step_alike(folder: Path) -> None:
 def test_muon_steps_alike_for_every_number_of_ranks(folder: Path, name: str) -> None:
     alone = _part(folder, "one, experts, muon" if "experts" in name else "one, muon", "new/")
     assert distance(alone, _part(folder, name, "new/")) < 1e-6
-    assert distance(alone, _part(folder, "one, experts" if "experts" in name else "one", "new/")) > 1e-4  # AdamW's
+    assert distance(alone, _part(folder, "one, experts" if "experts" in name else "one", "new/")) > 1e-3  # AdamW's
 
 
 def test_muon_steps_alike_if_its_momentum_is_offloaded(folder: Path) -> None:
