@@ -8,8 +8,6 @@ without an attention kernel that tells them apart, which a CPU lacks.
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -21,12 +19,10 @@ from rich.console import Group
 
 from benchmarks.command import Benchmark, Report, option, table, temporary_place
 from benchmarks.models import size_of
-from benchmarks.step.peer import require_trl
+from benchmarks.step.peer import call_trl, require_trl
 from benchmarks.step.workspace import MODEL, Workspace
 from infra.models.tiny import make_model
 from infra.storage.runs import RunDirectory
-from infra.variables import TORCH_VARIABLES
-from schemas.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -159,13 +155,7 @@ def _trl(
         "packed": packed,
         "pack_tokens": plan.tokens,
     }
-    own = {name: value for name, value in os.environ.items() if TORCH_VARIABLES.get(name) != value}
-    command = [sys.executable, "-P", "-c", PEER, json.dumps(settings)]
-    done = subprocess.run(command, env=own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise ConfigError(f"TRL's process failed with exit code {done.returncode}; see its output above")
-    steps: dict[str, list[float]] = json.loads(done.stdout.rstrip().rpartition("\n")[2])
-    return steps
+    return call_trl(["-c", PEER], settings)
 
 
 def _summary(runs: list[dict[str, list[float]]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from statistics import fmean, median
@@ -34,6 +35,26 @@ def require_trl() -> None:
         raise ConfigError("--peer trl needs the extra `bench`; install it with: pip install -e '.[bench]'")
 
 
+def call_trl(program: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a Python program in a process of its own, and return the JSON object on the last line that it prints.
+
+    Args:
+        program: Python's arguments: a file, or `-c` and a text.
+        settings: Its argument, as JSON.
+
+    Raises:
+        ConfigError: The process failed; its standard error has been printed.
+    """
+    command = [sys.executable, "-P", *program, json.dumps(settings)]
+    # As its users run it: without the variables that Sluice sets for itself.
+    own = {name: value for name, value in os.environ.items() if TORCH_VARIABLES.get(name) != value}
+    done = subprocess.run(command, env=own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"TRL's process failed with exit code {done.returncode}; see its output above")
+    found: dict[str, Any] = json.loads(done.stdout.rstrip().rpartition("\n")[2])
+    return found
+
+
 def run_trl(plan: Plan, workspace: Workspace, threads: int, rows_per_forward: int, seed: int) -> PeerSteps:
     """Train the benchmark's model in TRL, in a process of its own.
 
@@ -57,15 +78,7 @@ def run_trl(plan: Plan, workspace: Workspace, threads: int, rows_per_forward: in
             lr=LEARNING_RATE,
             seed=seed,
         )
-        command = [sys.executable, "-P", trl_process.__file__, json.dumps(asdict(settings))]
-        # As its users run it: without the variables that Sluice sets for itself.
-        own = {name: value for name, value in os.environ.items() if TORCH_VARIABLES.get(name) != value}
-        done = subprocess.run(
-            command, env=own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
-        )
-    if done.returncode:
-        raise ConfigError(f"TRL's process failed with exit code {done.returncode}; see its output above")
-    steps = PeerSteps(**json.loads(done.stdout.rstrip().rpartition("\n")[2]))
+        steps = PeerSteps(**call_trl([trl_process.__file__], asdict(settings)))
     logger.info("trl-%d, %d rows per forward: %.2f s per step", seed, rows_per_forward, median(steps.seconds))
     return steps
 

@@ -280,7 +280,7 @@ def simulate_step(config: RunConfig, fill: float, data: PromptDataset | None = N
         max_response_tokens=rollout.max_response_tokens,
         max_turns=turns,
         max_teacher_prompt_tokens=longest,
-        mask_tokens=(config.rollout.top_k or ASSUMED_MASK_TOKENS) if config.rollout.sampling_mask else 0,
+        mask_tokens=(rollout.top_k or ASSUMED_MASK_TOKENS) if rollout.sampling_mask else 0,
     )
 
 

@@ -142,18 +142,14 @@ class VllmRollout(EngineRollout):
 
     @model_validator(mode="after")
     def _returns_no_experts_and_masks(self) -> "VllmRollout":
-        if self.router_replay:
-            raise ValueError(
-                "rollout.router_replay = true needs the experts that the engine chose, which vLLM returns only from a "
-                "model runner that its CPU build lacks and Sluice doesn't use; set rollout.router_replay = false, or "
-                'rollout.kind = "transformers"'
-            )
-        if self.sampling_mask:
-            raise ValueError(
-                "rollout.sampling_mask = true needs the tokens that truncation left, which vLLM returns only from a "
-                "model runner that its CPU build lacks and Sluice doesn't use; set rollout.sampling_mask = false, or "
-                'rollout.kind = "transformers"'
-            )
+        needed = {"router_replay": "experts that the engine chose", "sampling_mask": "tokens that truncation left"}
+        for key, what in needed.items():
+            if getattr(self, key):
+                raise ValueError(
+                    f"rollout.{key} = true needs the {what}, which vLLM returns only from a model runner that its CPU "
+                    f"build lacks and Sluice doesn't use; set rollout.{key} = false, or "
+                    'rollout.kind = "transformers"'
+                )
         return self
 
     @property
