@@ -4,13 +4,16 @@ Their storages are resized, as FSDP itself does with gathered weights. So shapes
 shards that FSDP views in another way stay as they are, on every device.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from rl_core.training.sharding import local_tensor
+from schemas.placement import MemoryChange, Part
+
+Tensors = Callable[[], Iterable[Tensor]]  # those of a part that exist now
 
 
 @dataclass(frozen=True)
@@ -98,3 +101,34 @@ def _copy_of(storage: UntypedStorage) -> Tensor:
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class Offload:
+    """The parts of a worker, each in its device's memory or in host memory, as whole.
+
+    Args:
+        parts: The tensors of each part; empty before the worker has loaded.
+    """
+
+    def __init__(self, parts: Mapping[Part, Tensors]) -> None:
+        self._parts = parts
+        self._emptied = {part: EmptiedStorages() for part in parts}
+
+    def move_out(self, parts: Collection[Part]) -> MemoryChange:
+        """Copy parts to host memory and free them; nothing may use them until they are moved in again."""
+        return self._change({part: self._move_out(part) for part in parts if part in self._parts})
+
+    def move_in(self, parts: Collection[Part]) -> MemoryChange:
+        """Copy parts back, bit for bit.
+
+        Raises:
+            torch.OutOfMemoryError: The device has too little memory for them; they stay where they are.
+        """
+        return self._change({part: self._emptied[part].move_in() for part in parts if part in self._parts})
+
+    def _move_out(self, part: Part) -> int:
+        emptied = self._emptied[part]
+        return emptied.move_out(self._parts[part](), keep_values=True) if emptied.is_empty else 0
+
+    def _change(self, moved: dict[Part, int]) -> MemoryChange:
+        return MemoryChange(moved=moved, resident={part: storage_bytes(of()) for part, of in self._parts.items()})

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from flows.configs import find_config
-from schemas.config.folders import DEFAULT_RUNS_DIR
+from schemas.config import DEFAULT_RUNS_DIR
 
 if TYPE_CHECKING:
     from schemas.config.run import RunConfig

@@ -7,7 +7,7 @@ import typer
 
 from flows.cli.commands import OverridesArgument, RunArgument, RunsDirOption, app, console
 from flows.cli.history_commands import JsonOption
-from schemas.config.folders import DEFAULT_RUNS_DIR
+from schemas.config import DEFAULT_RUNS_DIR
 
 WithinOption = Annotated[bool, typer.Option("--within", help="Accept numbers that differ by at most 1e-6 as the same.")]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from flows.cli.commands import RunArgument, RunsDirOption, app, console
-from schemas.config.folders import DEFAULT_RUNS_DIR
+from schemas.config import DEFAULT_RUNS_DIR
 from schemas.errors import ConfigError
 
 ConfigsArgument = Annotated[

@@ -29,7 +29,7 @@ from flows.ui.artifacts import show_evaluation
 from infra.ray.module_path import append_working_directory
 from infra.storage.runs import RunDirectory
 from infra.workers.inputs import data_digest
-from schemas.config.folders import DEFAULT_RUNS_DIR
+from schemas.config import DEFAULT_RUNS_DIR
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
 from schemas.errors import PipelineError

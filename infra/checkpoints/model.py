@@ -15,9 +15,8 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from infra.checkpoints.state import model_tensors
 from infra.checkpoints.store import CheckpointStore
 from infra.models.assets import keep_dropout
-from infra.models.load import build_model, load_model
+from infra.models.load import build_model, cast_model, load_model
 from infra.models.lora import add_adapter, merge_adapter
-from infra.models.precision import cast_model
 from rl_core.model_folder import load_config
 from schemas.config.model import ModelConfig
 

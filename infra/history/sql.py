@@ -27,7 +27,7 @@ from infra.history.views import NO_NETWORK, Options, StepQueries, named_columns,
 from infra.storage.lineage import load_fork
 from infra.storage.run_list import run_state
 from infra.storage.runs import RunDirectory
-from schemas.config.folders import DEFAULT_RUNS_DIR
+from schemas.config import DEFAULT_RUNS_DIR
 from schemas.errors import ConfigError, PipelineError, QueryError, RunError
 from schemas.step import FailedQuery
 

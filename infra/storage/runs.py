@@ -18,8 +18,8 @@ from infra.storage.lines import Lines, LocalLines, ObjectLines
 from infra.storage.run_files import DecisionsFile, MetricsFile, StepFiles
 from rl_core.rollout.curriculum import plan_sources, recorded_steps
 from schemas.batch import SafeName
+from schemas.config import DEFAULT_RUNS_DIR
 from schemas.config.changes import keep_batches, keep_date, rejected_changes
-from schemas.config.folders import DEFAULT_RUNS_DIR
 from schemas.config.renamed import translate
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, RunError, describe

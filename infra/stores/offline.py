@@ -15,7 +15,7 @@ from infra.stores.chunk_files import STORE_PATH, ChunkRecord
 from infra.stores.files import FsspecColumnStore
 from infra.stores.open import open_files
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef
-from schemas.config.folders import DEFAULT_RUNS_DIR
+from schemas.config import DEFAULT_RUNS_DIR
 from schemas.config.store import SharedStore
 from schemas.errors import ChunkCorruptedError, RunError, StoreError
 

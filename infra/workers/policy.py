@@ -25,12 +25,11 @@ from infra.ray.tracing import traced
 from infra.weights.buckets import changing_weights, join_gather
 from infra.weights.endpoint import WeightSyncEndpoint
 from infra.weights.probe import score_probe
-from infra.workers.offload import Tensors
 from infra.workers.scoring import ScoringWorker
 from infra.workers.telemetry import profiled
 from rl_core.columns.jagged import row_lengths
 from rl_core.planning.plan import rank_rows
-from rl_core.storages import storage_bytes
+from rl_core.storages import Tensors, storage_bytes
 from rl_core.telemetry import micro_batch_seconds
 from rl_core.training import RankRows, Trainer, policy_columns, training_columns
 from rl_core.training.optimizer import moments_of

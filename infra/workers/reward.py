@@ -8,9 +8,9 @@ from infra.ray.device import choose_device, set_threads
 from infra.rewards.base import RewardScorer
 from infra.rewards.local import LocalRewardScorer
 from infra.workers.layout import reward_model_of
-from infra.workers.offload import Offload
 from rl_core.rewards import RewardItem, RewardOutcome, group_outcome
 from rl_core.rewards.model import RewardModel
+from rl_core.storages import Offload
 from schemas.config.kinds import Variable
 from schemas.config.reward import ModelReward
 from schemas.placement import MemoryChange, Part

@@ -24,12 +24,12 @@ from infra.storage.runs import RunDirectory
 from infra.stores.base import ColumnStore
 from infra.stores.open import open_store
 from infra.workers.layout import teacher_workers
-from infra.workers.offload import Offload, Tensors
 from infra.workers.telemetry import WorkerTelemetry, profiled
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import flat_values, jagged, row_lengths, token_dtype
 from rl_core.losses.kl import row_kl
 from rl_core.planning.plan import rank_rows
+from rl_core.storages import Offload, Tensors
 from rl_core.training import RankRows, mask_columns, score_top
 from rl_core.training.rows import TOKEN_COLUMNS, TOP_COLUMNS
 from rl_core.training.sharding import make_mesh, release_gathered

@@ -1,4 +1,8 @@
-r"""Notations of numbers that the rewards read alike: signs, boxes, fractions, currencies, percent, powers of ten."""
+r"""How the rewards read numbers: notations that are alike, and what changes a number's value.
+
+Alike are signs, boxes, fractions, currencies, percent and powers of ten. `3x`, `\sqrt{2}`, `10!` and `3 million` are
+other numbers than their digits; units change nothing.
+"""
 
 import re
 
@@ -25,6 +29,50 @@ _POWER = re.compile(
 
 _POWER_ALONE = re.compile(r"(?<![\w.^_}])10\s*\^\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+))(?!\.?\w|[\^!])")
 
+# Commands of LaTeX that change no number's value: type, space, brackets, units, and what joins numbers.
+_HARMLESS = re.compile(
+    "text|textbf|textit|textrm|textsf|textnormal|math(?:rm|bf|it|sf)|mbox|hbox|rm|bf|it|boxed|fbox|underline|"
+    "displaystyle|textstyle|left|right|[bB]ig[lr]?|quad|qquad|thinspace|space|"
+    "circ|degree|mu|ell|Omega|AA|euro|pounds|yen|in|approx|times|cdot|div"
+)
+_TEXT = r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?"
+_UNIT_FRACTION = re.compile(rf"\\[dt]?frac\s*\{{\s*{_TEXT}\s*\}}\s*\{{\s*{_TEXT}\s*\}}")
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?")
+_EXPONENT = re.compile(r"(?<=\d)[eE][-+]?\d+")
+_COMMAND = re.compile(r"\\(?:([A-Za-z]+)|.)", re.DOTALL)
+_UNIT = (
+    "(?:[mghsdtlLAKNJWVCFHTGBbM]|[khdcmnu]m|in|ft|yd|mi|[kmu]g|lb|oz|ha|ac|[mdckh]?[lL]|hr|[mnu]s|[ap]m|st|nd|rd|th|"
+    "[kMG]W|[km]V|[kM]J|k[NA]|mA|Hz|eV|Pa|dB|[kKMGTP]B|cc|ct|pt|qt|gal|min|sec)(?![A-Za-z])"
+)
+_MULTIPLE = (
+    r"hundreds?|thousands?|millions?|billions?|trillions?|dozens?|half|halves|tenths?|hundredths?|thousandths?|squared|"
+    "cubed|factorial|pi|infinity"
+)
+_CHANGES = re.compile(
+    "|".join(
+        (
+            r"[√∛∜π∞±∑∏∫¼-¾⅐-⅞↉]",
+            r"\d\s*!",
+            r"\d\s*[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]",
+            r"\d\s*[百千万萬亿億]",
+            rf"\d[\s{{(]*(?:(?:and\s+)?an?\s+)?(?:{_MULTIPLE})(?![A-Za-z])",
+            r"\b(?:minus|negative|sqrt|root(?:\s+of)?|log|ln|lg|exp|sin|cos|tan)[\s({]*[-+]?[\d.]",
+            r"\d[kKM](?![A-Za-z])",  # thousands or millions; "300 K" is a temperature
+            rf"\d(?!{_UNIT})[A-Za-z]{{1,2}}(?![A-Za-z])",  # 3x, 2ab
+            r"\d[xyz]{3,}(?![A-Za-z])",
+            rf"\d[\s{{]+(?!{_UNIT}|[aI]\b)[A-Za-z](?=\s*(?:[-+*/^)\]}}=,$]|\.?\s*\Z))",  # 3 x
+            rf"\d\s*/\s*\(?(?!{_UNIT})[A-Za-z](?![A-Za-z])",  # 3/x, but not 5/kg
+            r"\d\s*\^\s*[{(]?\s*(?!o)[A-Za-z](?![A-Za-z])",  # 2^x
+            r"\d(?:\s+[-+*]\s+|[-+*])\(?[A-Za-z](?![A-Za-z])",  # 3 - x
+            r"(?<![A-Za-z])[A-Za-z](?:\s+-\s+|-)\d",  # x - 3, but not GPT-4
+            r"[A-Za-z)}](?:\s+[+*/^]\s+|[+*/])\d",  # x/3
+            r"[A-Za-z)}]\s*\^\s*\{?\d+\}?\s*[-+*/]\s*\d",  # x^2 + 1
+            r"(?<![A-Za-z])[A-Za-z]\(\s*[-+]?\d",  # f(3)
+            r"[(\[{]\s*[A-Za-z]\s*,\s*[-+]?\d|\d\s*,\s*[A-Za-z]\s*[)\]}]",  # (3, x)
+        )
+    )
+)
+
 
 def plain_notation(text: str) -> str:
     r"""Return the text with numbers written plainly.
@@ -49,3 +97,17 @@ def _improper(found: re.Match[str]) -> str:
 def _scientific(found: re.Match[str]) -> str:
     mantissa, *exponents = found.groups()
     return f"{mantissa}e{next(filter(None, exponents)).translate(_SUPERSCRIPTS)}"
+
+
+def find_change(text: str) -> str | None:
+    """Return the first part of a text with a number by which it is another value than the number; None: there is none.
+
+    Args:
+        text: An answer without reasoning, as `plain_notation` writes it, with the fractions of numbers as 3/4.
+    """
+    text = _DEGREES.sub("°", _UNIT_FRACTION.sub(" ", text))
+    for match in _COMMAND.finditer(text):
+        if match[1] and not _HARMLESS.fullmatch(match[1]):
+            return match[0]
+    found = _CHANGES.search(_EXPONENT.sub("", _COMMAND.sub(" ", text)))
+    return found[0].strip() if found else None

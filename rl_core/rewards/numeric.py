@@ -9,8 +9,7 @@ from typing import Any
 
 from rl_core.boxed import last_boxed
 from rl_core.rewards.base import RewardFunction
-from rl_core.rewards.expressions import find_change
-from rl_core.rewards.notation import plain_notation
+from rl_core.rewards.notation import find_change, plain_notation
 from schemas.config.reward import NumericReward
 
 DEFAULT_TOLERANCE = 1e-6

@@ -15,7 +15,7 @@ from pydantic import (
 
 from schemas.base import FrozenConfig, OptionalText
 from schemas.batch import SafeName
-from schemas.config.folders import DEFAULT_RUNS_DIR
+from schemas.config import DEFAULT_RUNS_DIR
 from schemas.errors import MetricError
 from schemas.metric_catalog import metric_spec
 

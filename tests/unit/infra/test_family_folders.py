@@ -16,9 +16,8 @@ from infra.checkpoints.model import write_model_folder
 from infra.checkpoints.state import policy_tensors, restore_policy
 from infra.checkpoints.store import CheckpointStore
 from infra.models.assets import save_assets
-from infra.models.load import describe_adapter
+from infra.models.load import cast_model, describe_adapter
 from infra.models.lora import adapted_layers, add_adapter
-from infra.models.precision import cast_model
 from infra.models.scoring import load_scoring_module
 from rl_core.scoring import pack_row
 from rl_core.scoring.miniature import build_miniature
