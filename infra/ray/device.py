@@ -1,5 +1,6 @@
 """The device and the threads of a worker's process: the driver decides them, and the worker computes nowhere else."""
 
+import functools
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -51,8 +52,14 @@ def choose_device() -> "torch.device":
         )
     device = torch.device("cuda", torch.cuda.current_device()) if seen else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if seen else f"the CPU, with {torch.get_num_threads()} threads"
-    logger.info("computing on %s", name)
+    _say(name)
     return device
+
+
+@functools.cache
+def _say(name: str) -> None:
+    """Log where this process computes, once: an engine asks for the device as well as the worker that it is in."""
+    logger.info("computing on %s", name)
 
 
 def place_of_process(slot: Slot) -> WorkerPlace:
