@@ -240,8 +240,8 @@ MUTANTS = (
         name="micro-batches-sorted-by-tokens",
         area="planning",
         path="rl_core/planning/plan.py",
-        old="-cost, sizes == 0, rank_of_bin",
-        new="-num_tokens, sizes == 0, rank_of_bin",
+        old="-costs, counts == 0, rank_of_bin",
+        new="-tokens, counts == 0, rank_of_bin",
         tests=("tests/unit/rl_core/test_planning.py",),
     ),
     Mutant(
@@ -336,8 +336,8 @@ MUTANTS = (
         name="overlong-penalty-counts-environment-tokens",
         area="losses",
         path="rl_core/advantages/step.py",
-        old="response_lengths=as_int64(rollout.loss_tokens)[live]",
-        new="response_lengths=as_int64(rollout.response_lengths)[live]",
+        old="        rewards,\n        response_lengths=as_int64(rollout.loss_tokens)[live]",
+        new="        rewards,\n        response_lengths=as_int64(rollout.response_lengths)[live]",
         tests=("tests/unit/tasks/test_advantage_stage.py", "tests/unit/rl_core/test_shaping.py"),
     ),
     Mutant(
@@ -360,8 +360,8 @@ MUTANTS = (
         name="loss-over-own-micro-batch",
         area="losses",
         path="rl_core/losses/__init__.py",
-        old="return loss_sum / update_denominator, report(",
-        new="return loss_sum / own_denominator, report(",
+        old="return loss_sum / update_denominator + observed",
+        new="return loss_sum / own_denominator + observed",
         tests=("tests/unit/rl_core/test_loss_splits.py", "tests/unit/rl_core/test_exactness.py"),
     ),
     Mutant(
@@ -392,8 +392,8 @@ MUTANTS = (
         name="top-p-drops-the-token-that-reaches-it",
         area="engines",
         path="infra/engines/embedded/samples.py",
-        old="kept = cumulative - ratios < sampling.top_p",
-        new="kept = cumulative < sampling.top_p",
+        old="(cumulative - ratios < sampling.top_p * cumulative[:, -1:])",
+        new="(cumulative < sampling.top_p * cumulative[:, -1:])",
         tests=("tests/unit/infra/test_sampler.py",),
     ),
     Mutant(
