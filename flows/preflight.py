@@ -18,7 +18,7 @@ from infra.datasets.sft import SftDataset, check_rows, load_rows, load_train_row
 from infra.datasets.teacher_prompts import TeacherPrompts
 from infra.engines.families import check_family, check_scoring
 from infra.engines.vllm.adapters import check_adapters
-from infra.engines.vllm.installation import find_vllm
+from infra.engines.vllm.installation import find_engine
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, check_tensor_parallel
 from infra.environments.open import check_environments, check_tools
 from infra.history.reuse import check_source
@@ -39,7 +39,7 @@ from infra.storage.runs import RunDirectory, require_writable
 from infra.workers.inputs import check_files
 from rl_core.model_folder import load_config
 from rl_core.rollout.chat import ChatTemplate
-from schemas.config.rollout import VllmRollout
+from schemas.config.rollout import ProgramRollout, VllmRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ChatTemplateError, CheckpointError, ConfigError, ModelError
 
@@ -85,11 +85,11 @@ def _check_rollout(config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, run
     """Check what only a run with a rollout has, and return the training prompts."""
     check_stop_tokens(config)
     stop_token_ids(config.model, tokenizer)
-    if isinstance(config.rollout, VllmRollout):
+    if isinstance(config.rollout, VllmRollout | ProgramRollout):
         check_tensor_parallel(config.model, config.rollout)
         check_adapters(config.model)
         if runs_here:
-            check_vllm(config, config.rollout)
+            check_engine(config, config.rollout)
     check_reward(config.reward)
     check_tools(config)
     prompts, held_out = load_run_prompts(config, tokenizer)
@@ -249,14 +249,20 @@ def check_stop_tokens(config: RunConfig) -> None:
         )
 
 
-def check_vllm(config: RunConfig, rollout: VllmRollout) -> None:
-    """Check that vLLM is installed for the run's device and that, on a CPU, a sequence fits its KV cache.
+def check_engine(config: RunConfig, rollout: VllmRollout | ProgramRollout) -> None:
+    """Check that the engine is installed for the run's device and that, on a CPU, a sequence fits its KV cache.
 
     Raises:
-        ConfigError: vLLM is missing or is built for another device, or a sequence doesn't fit.
+        ConfigError: The engine is missing or computes on another device, or a sequence doesn't fit.
     """
-    device, on_cpu = config.runtime.device, find_vllm(rollout.python).device == "cpu"
-    if device not in ("auto", "cpu" if on_cpu else "cuda"):
+    found = find_engine(rollout)
+    device, on_cpu = config.runtime.device, found.device == "cpu"
+    if device not in ("auto", found.device) and rollout.kind == "program":
+        raise ConfigError(
+            f"runtime.device = {device!r}, but {found.engine} of rollout.program {rollout.program!r} computes on "
+            f"{found.device}; set one of them to the other's"
+        )
+    if device not in ("auto", found.device):
         raise ConfigError(
             f"runtime.device = {device!r}, but the installed vLLM is built for "
             f"{'CPUs' if on_cpu else 'CUDA'}; install the other build: sluice "

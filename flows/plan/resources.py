@@ -22,7 +22,7 @@ from rl_core.planning.hardware import Cluster, format_bytes
 from rl_core.planning.memory import PhaseBytes
 from schemas.base import Frozen
 from schemas.config.load import override_config
-from schemas.config.rollout import VllmRollout
+from schemas.config.rollout import ProcessRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
 
@@ -231,7 +231,7 @@ def _candidates(config: RunConfig, planned: Resources) -> Iterator[Changes]:
         yield {"optim.offload": "false"}
     elif "GPU memory" in exceeded and not config.optim.offload:
         yield {"optim.offload": "true"}
-    if "GPU memory" in exceeded and isinstance(config.rollout, VllmRollout):
+    if "GPU memory" in exceeded and isinstance(config.rollout, ProcessRollout):
         share = config.rollout.gpu_fraction(is_colocated=planned.shared is not None)
         lower = math.floor(SHARES * (share - exceeded["GPU memory"] / cluster.gpu_bytes))
         if lower > 0:

@@ -33,7 +33,7 @@ from rl_core.planning.memory import (
 from rl_core.rewards.model import build_meta_reward_model
 from schemas.base import Frozen
 from schemas.config.reward import ModelReward, reward_models
-from schemas.config.rollout import VllmRollout
+from schemas.config.rollout import ProcessRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, ModelError
 from schemas.placement import Device
@@ -194,7 +194,7 @@ class ModelMemory:
             add_adapter(base, lora)
         if lora is not None and config.model.publishes_adapters:
             adapters = sum(FLOAT_BYTES * weight.numel() for name, weight in base.named_parameters() if is_adapter(name))
-            is_vllm = isinstance(config.rollout, VllmRollout)
+            is_vllm = isinstance(config.rollout, ProcessRollout)
             whole += adapters * (allocated_rank(lora.rank) if is_vllm else lora.rank) // lora.rank
         tokens = footprint.micro_tokens
         if half:
@@ -383,7 +383,7 @@ def _reward(config: RunConfig, reward: RewardBytes, placement: Placement) -> Wor
 def _rollout(
     config: RunConfig, footprint: Footprint, model: ModelMemory, cluster: Cluster, placement: Placement
 ) -> WorkerMemory:
-    if is_vllm := isinstance(config.rollout, VllmRollout):
+    if is_vllm := isinstance(config.rollout, ProcessRollout):
         parts = _vllm_parts(config, config.rollout, model, cluster, placement)
     else:
         parts = _embedded_parts(config, footprint, model)
@@ -410,7 +410,7 @@ def _buckets_on_device(config: RunConfig, model: ModelMemory, placement: Placeme
 
 
 def _vllm_parts(
-    config: RunConfig, rollout: VllmRollout, model: ModelMemory, cluster: Cluster, placement: Placement
+    config: RunConfig, rollout: ProcessRollout, model: ModelMemory, cluster: Cluster, placement: Placement
 ) -> dict[str, int]:
     """Return what each GPU of an engine holds, a shard of weights and cache; on a CPU, what all ranks hold."""
     whole = engine_weight_bytes(model)
@@ -433,7 +433,7 @@ def _vllm_parts(
 
 def _embedded_parts(config: RunConfig, footprint: Footprint, model: ModelMemory) -> dict[str, int]:
     rollout, group = config.rollout, config.rollout.samples_per_prompt
-    assert not isinstance(rollout, VllmRollout)
+    assert not isinstance(rollout, ProcessRollout)
     num_rows = min(rollout.prompts_per_batch, rollout.num_prompts) * group
     row_tokens = footprint.longest_prompt + rollout.max_response_tokens
     cache = cache_bytes(num_rows, row_tokens, model.token_bytes, rollout.max_cache_bytes, group)

@@ -17,6 +17,7 @@ from infra.storage.lineage import owner_of
 from infra.storage.runs import RunDirectory, installed_versions
 from infra.stores.files import FsspecColumnStore
 from schemas.batch import ChunkKey, ChunkRef
+from schemas.config.rollout import EngineRollout, RolloutConfig, TransformersRollout
 from schemas.config.run import RunConfig
 from schemas.config.runtime import ApprovalConfig, RuntimeConfig, ServicesConfig, TimeoutsConfig, WeightsConfig
 from schemas.config.store import FsspecStore
@@ -105,11 +106,18 @@ def different_versions(manifest: BundleManifest) -> dict[str, tuple[str, str]]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
+def without_programs(rollout: RolloutConfig) -> RolloutConfig:
+    """Return the same sampling by an engine that names no file to run: a replay samples nothing."""
+    if rollout.kind == "program":
+        return TransformersRollout(**{name: getattr(rollout, name) for name in EngineRollout.model_fields})
+    return rollout.replace(python=None) if rollout.kind == "vllm" else rollout
+
+
 def _portable(config: RunConfig, model: str) -> RunConfig:
     """Return a config that names no place but the bundle's own; so does one that comes from elsewhere."""
     return config.replace(
         model=config.model.replace(path=model),
-        rollout=config.rollout.replace(python=None) if config.rollout.kind == "vllm" else config.rollout,
+        rollout=without_programs(config.rollout),
         store=FsspecStore(keep_steps="all"),
         checkpoint=config.checkpoint.replace(url=None),
         monitors=(),

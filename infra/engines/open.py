@@ -7,13 +7,13 @@ from transformers import PreTrainedTokenizerBase
 from infra.engines.base import RolloutEngine
 from infra.engines.embedded.engine import TransformersEngine
 from infra.engines.vllm.sizes import max_model_len
-from infra.engines.vllm.start import open_vllm
+from infra.engines.vllm.start import open_process
 from infra.models.load import load_model
 from infra.models.lora import add_adapter
 from infra.ray.device import choose_device
 from rl_core.registry import Registry, entry
 from schemas.config.model import ModelConfig
-from schemas.config.rollout import RolloutConfig, TransformersRollout, VllmRollout
+from schemas.config.rollout import ProgramRollout, RolloutConfig, TransformersRollout, VllmRollout
 from schemas.config.run import RunConfig
 
 
@@ -77,8 +77,8 @@ def _open_transformers(rollout: TransformersRollout, of: EngineModel) -> Rollout
     )
 
 
-def _open_vllm(rollout: VllmRollout, of: EngineModel) -> RolloutEngine:
-    return open_vllm(
+def _open_process(rollout: VllmRollout | ProgramRollout, of: EngineModel) -> RolloutEngine:
+    return open_process(
         of.config,
         rollout,
         of.max_tokens,
@@ -93,6 +93,7 @@ OPENERS = Registry(
     "infra.engines.open.OPENERS",
     RolloutConfig,
     entry(TransformersRollout, _open_transformers),
-    entry(VllmRollout, _open_vllm),
+    entry(VllmRollout, _open_process),
+    entry(ProgramRollout, _open_process),
 )
 """Starters of engines: (settings, model) -> engine."""

@@ -45,6 +45,7 @@ CHANGEABLE = (
     "rollout.max_cache_bytes",
     "rollout.max_num_seqs",
     "rollout.python",
+    "rollout.program",
     "rollout.cache_bytes",
     "rollout.gpu_memory_utilization",
     "rollout.enforce_eager",

@@ -1,20 +1,11 @@
 """Environments: what answers the model's turns."""
 
-import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import FrozenConfig
-from schemas.config.kinds import ImportPath
-
-
-def _survives_json(arguments: dict[str, Any]) -> dict[str, Any]:
-    try:
-        json.dumps(arguments, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"expected text, finite numbers, truth values, lists and tables: {error}") from None
-    return arguments
+from schemas.config.kinds import ImportPath, JsonObject
 
 
 class TurnLimits(FrozenConfig):
@@ -66,7 +57,7 @@ class ClassEnvironment(TurnLimits):
     path: ImportPath
     """Import path of the class, `module:Class`."""
 
-    arguments: Annotated[dict[str, Any], AfterValidator(_survives_json)] = Field(default_factory=dict)
+    arguments: JsonObject = Field(default_factory=dict)
     """Keyword arguments of the class, in JSON's types."""
 
 

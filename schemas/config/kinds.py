@@ -1,10 +1,11 @@
-"""Values that several sections have: kinds (`kind` chooses the config class), import paths, template variables."""
+"""Values that several sections have: kinds (`kind` chooses the class), import paths, JSON, template variables."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
 from types import UnionType
-from typing import Annotated, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
@@ -77,6 +78,17 @@ def _is_import_path(path: str) -> str:
 
 
 ImportPath = Annotated[str, AfterValidator(_is_import_path), Field(json_schema_extra={"pattern": _PATTERN})]
+
+
+def _survives_json(values: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(values, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"expected text, finite numbers, truth values, lists and tables: {error}") from None
+    return values
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_survives_json)]
 
 
 def _one_value(value: object) -> object:

@@ -1,11 +1,11 @@
 """Rollout engines, sampling, and held-out evaluation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from schemas.base import FrozenConfig
-from schemas.config.kinds import default_kind
+from schemas.config.kinds import JsonObject, default_kind
 from schemas.placement import Device
 
 OWN_GPU_FRACTION, COLOCATED_GPU_FRACTION = 0.85, 0.4  # of a GPU's memory, for an engine
@@ -110,14 +110,11 @@ class TransformersRollout(EngineRollout):
     """Maximum bytes of the KV cache; prompts that don't fit are decoded in further batches."""
 
 
-class VllmRollout(EngineRollout):
-    """vLLM, in a process of its own, or in one per GPU."""
-
-    kind: Literal["vllm"] = "vllm"
-    """Selects vLLM."""
+class ProcessRollout(EngineRollout):
+    """Settings of an engine in a process of its own, or in one per GPU."""
 
     python: str | None = None
-    """Interpreter with vLLM, made by `sluice engine install`: `vllm-venv/bin/python`; None: the run's own."""
+    """The engine's interpreter, such as `vllm-venv/bin/python` of `sluice engine install`; None: the run's own."""
 
     tensor_parallel: PositiveInt = 1
     """GPUs of one engine, all on one node, over which it shards each layer; on a CPU, its processes."""
@@ -134,21 +131,18 @@ class VllmRollout(EngineRollout):
     gpu_memory_utilization: Probability | None = None
     """Fraction of each GPU's memory for weights and KV cache; None: 0.85, or 0.4 if the workers are colocated."""
 
-    enforce_eager: bool = False
-    """On CUDA, compile nothing and capture no CUDA graphs: a faster start, slower decoding. A CPU always does so."""
-
     prefix_cache: Literal["call", "version"] = "call"
     """Lifetime of cached prefixes: one call, whose samples can then be repeated bit for bit; or one policy version."""
 
     @model_validator(mode="after")
-    def _returns_no_experts_and_masks(self) -> "VllmRollout":
+    def _returns_no_experts_and_masks(self) -> Self:
         needed = {"router_replay": "experts that the engine chose", "sampling_mask": "tokens that truncation left"}
         for key, what in needed.items():
             if getattr(self, key):
                 raise ValueError(
-                    f"rollout.{key} = true needs the {what}, which vLLM returns only from a model runner that its CPU "
-                    f"build lacks and Sluice doesn't use; set rollout.{key} = false, or "
-                    'rollout.kind = "transformers"'
+                    f"rollout.{key} = true needs the {what}, which the protocol of engines does not have (vLLM returns "
+                    "them only from a model runner that its CPU build lacks and Sluice doesn't use); set "
+                    f'rollout.{key} = false, or rollout.kind = "transformers"'
                 )
         return self
 
@@ -166,8 +160,32 @@ class VllmRollout(EngineRollout):
         return self.gpu_memory_utilization or (COLOCATED_GPU_FRACTION if is_colocated else OWN_GPU_FRACTION)
 
 
+class VllmRollout(ProcessRollout):
+    """vLLM."""
+
+    kind: Literal["vllm"] = "vllm"
+    """Selects vLLM."""
+
+    enforce_eager: bool = False
+    """On CUDA, compile nothing and capture no CUDA graphs: a faster start, slower decoding. A CPU always does so."""
+
+
+class ProgramRollout(ProcessRollout):
+    """An engine of your own: a program that answers the calls of docs/how-to/engine.md."""
+
+    kind: Literal["program"] = "program"
+    """Selects a program."""
+
+    program: Annotated[str, Field(min_length=1)]
+    """Path of the Python file that `python` runs."""
+
+    settings: JsonObject = Field(default_factory=dict)
+    """What the program gets besides the model and its sizes, in JSON's types."""
+
+
 RolloutConfig = Annotated[
-    Annotated[TransformersRollout | VllmRollout, Field(discriminator="kind")], default_kind("transformers")
+    Annotated[TransformersRollout | VllmRollout | ProgramRollout, Field(discriminator="kind")],
+    default_kind("transformers"),
 ]
 
 

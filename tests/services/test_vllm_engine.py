@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from infra.engines.base import EngineUsage, Sampling, generate, generate_all
 from infra.engines.open import open_engine
 from infra.engines.vllm.engine import VllmEngine
-from infra.engines.vllm.start import open_vllm
+from infra.engines.vllm.start import open_process
 from infra.models.flat_tensors import tensor_specs
 from infra.models.load import load_model, load_tokenizer
 from infra.weights.probe import check_probe
@@ -81,15 +81,15 @@ def model(folder: Path) -> PreTrainedModel:
 @pytest.mark.extended
 def test_a_model_or_size_that_vllm_cannot_run_is_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"can't run the model .* in float32 with sequences of 128 tokens: .*cache"):
-        open_vllm(ModelConfig(path=str(folder)), VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**10), MAX_MODEL_LEN)
+        open_process(ModelConfig(path=str(folder)), VllmRollout(python=ENGINE_PYTHON, cache_bytes=2**10), MAX_MODEL_LEN)
     odd = make_tiny_model(tmp_path, head_dim=8)
     with pytest.raises(ConfigError, match=r"Unsupported CPU attention configuration: head_dim=8"):
-        open_vllm(ModelConfig(path=str(odd)), ROLLOUT, MAX_MODEL_LEN)
+        open_process(ModelConfig(path=str(odd)), ROLLOUT, MAX_MODEL_LEN)
 
 
 def test_a_closed_engine_leaves_no_process(folder: Path, model: PreTrainedModel) -> None:
     rollout = ROLLOUT.replace(dtype="bfloat16")
-    other = open_vllm(ModelConfig(path=str(folder)), rollout, MAX_MODEL_LEN)
+    other = open_process(ModelConfig(path=str(folder)), rollout, MAX_MODEL_LEN)
     load_state(other, dict(model.named_parameters()), version=1)  # from float32
     (generation,) = generate_all(other, [request(PROMPTS[0], 1)], Sampling(30))
     expected = plain_logprobs(copy.deepcopy(model).to(torch.bfloat16), PROMPTS[0], generation.token_ids, 1)

@@ -134,7 +134,7 @@ class VllmEngine:
         can_sleep: bool = False,
         adapters: VllmAdapters | None = None,
     ) -> None:
-        """Take over a process, whose weights are those of policy version 0; see `open_vllm`.
+        """Take over a process, whose weights are those of policy version 0; see `open_process`.
 
         Args:
             process: The program's.

@@ -1,4 +1,4 @@
-"""The vLLM of an interpreter: whether it is there, and what it was built for. Imports neither vLLM nor torch."""
+"""The engine of an interpreter: whether it is there, and what it computes on. Imports neither vLLM nor torch."""
 
 import json
 import os
@@ -8,14 +8,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infra.engines.program.frames import PROTOCOL
+from infra.engines.vllm.process import CallFailedError, EngineProcess
 from infra.processes.isolated import variables_of_another
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, EngineLostError
 from schemas.placement import Device
 
 if TYPE_CHECKING:
-    from schemas.config.rollout import RolloutConfig
+    from schemas.config.rollout import ProgramRollout, RolloutConfig, VllmRollout
 
 OLDEST, NEWEST = (0, 32), (0, 33)
 VERSIONS = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)  # that Sluice works with
@@ -37,15 +40,17 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class EngineInstallation:
-    """An interpreter with vLLM.
+    """An interpreter with an engine.
 
     Attributes:
         python: The interpreter.
-        device: What its vLLM computes on.
-        version: vLLM's.
+        engine: The engine's package, or what its program calls it.
+        device: What it computes on.
+        version: The engine's.
     """
 
     python: str
+    engine: str
     device: Device
     version: str
 
@@ -82,19 +87,77 @@ def find_vllm(python: str | None) -> EngineInstallation:
         raise ConfigError(f"{where} is no Python that works: {said}; {ADVICE}")
     for device, package in PACKAGES.items():
         if package in found:
-            return EngineInstallation(program, device, check_version(found[package], where))
+            return EngineInstallation(program, package, device, check_version(found[package], where))
     raise ConfigError(
         f"rollout.kind = 'vllm' but vLLM is not installed in {where}: run `sluice engine install vllm --cpu` (or "
         "--cuda) and set rollout.python = \"vllm-venv/bin/python\", or set rollout.kind = 'transformers'"
     )
 
 
+@cache
+def find_program(program: str, python: str | None) -> EngineInstallation:
+    """Return what an engine's program says of itself.
+
+    Args:
+        program: `rollout.program`.
+        python: `rollout.python`; None: this process's.
+
+    Raises:
+        ConfigError: There is no such file, it can't be run, or speaks another protocol.
+    """
+    if not Path(program).is_file():
+        raise ConfigError(f"rollout.program {program!r} is not a file; set it to the path of your engine's program")
+    interpreter = python or sys.executable
+    try:
+        process = EngineProcess(interpreter, variables_of(python), LOOK_SECONDS, Path(program), program)
+    except OSError as error:
+        raise ConfigError(
+            f"rollout.python {interpreter!r} can't be run: {error.strerror}; set it to the interpreter of "
+            f"rollout.program {program!r}"
+        ) from None
+    try:
+        hello, _ = process.call("hello")
+        check_protocol(hello, program)
+        return EngineInstallation(interpreter, str(hello["engine"]), hello["device"], str(hello["version"]))
+    except (CallFailedError, EngineLostError, KeyError) as error:
+        reason = f"it answers hello without {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(f"rollout.program {program!r} can't be used: {reason}") from None
+    finally:
+        process.close()
+
+
+def check_protocol(hello: Mapping[str, object], program: str) -> None:
+    """Check that a program, which answered this to `hello`, speaks this version's protocol.
+
+    Raises:
+        ConfigError: It doesn't.
+    """
+    if hello.get("protocol") != PROTOCOL:
+        raise ConfigError(
+            f"the engine of {program} speaks version {hello.get('protocol')} of the protocol, but Sluice {PROTOCOL}: "
+            "use a program of the same version"
+        )
+    if hello.get("device") not in PACKAGES:
+        raise ConfigError(
+            f"the engine of {program} computes on {hello.get('device')!r}; expected {' or '.join(PACKAGES)}"
+        )
+
+
+def find_engine(rollout: "VllmRollout | ProgramRollout") -> EngineInstallation:
+    """Return the engine of a run, which has a process of its own.
+
+    Raises:
+        ConfigError: See `find_vllm` and `find_program`.
+    """
+    return find_vllm(rollout.python) if rollout.kind == "vllm" else find_program(rollout.program, rollout.python)
+
+
 def engine_versions(rollout: "RolloutConfig") -> dict[str, str]:
-    """Return the version of a run's engine by its package, if that is in an interpreter of its own."""
-    if rollout.kind != "vllm" or rollout.python is None:
+    """Return the version of a run's engine by its package, if that is not among this environment's."""
+    if rollout.kind == "transformers" or (rollout.kind == "vllm" and rollout.python is None):
         return {}
-    found = find_vllm(rollout.python)
-    return {PACKAGES[found.device]: found.version}
+    found = find_engine(rollout)
+    return {found.engine: found.version}
 
 
 def variables_of(python: str | None) -> Mapping[str, str]:

@@ -47,10 +47,13 @@ class EngineProcess:
         variables: The environment variables.
         seconds: How long a call may take.
         program: What it runs.
+        name: The engine's, for messages.
     """
 
-    def __init__(self, python: str, variables: Mapping[str, str], seconds: float, program: Path = PROGRAM) -> None:
-        self._seconds = seconds
+    def __init__(
+        self, python: str, variables: Mapping[str, str], seconds: float, program: Path = PROGRAM, name: str = "vLLM"
+    ) -> None:
+        self._seconds, self._name = seconds, name
         self._connection, theirs = socket.socketpair()
         read, write = os.pipe()
         try:
@@ -137,7 +140,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """End it."""
-        self._lost = self._lost or "vLLM's process was ended"
+        self._lost = self._lost or f"{self._name}'s process was ended"
         self._kill(GRACE_SECONDS)
 
     def _wait(self, seconds: float | None) -> None:
@@ -155,7 +158,7 @@ class EngineProcess:
         ended = self._kill(0.0 if reason else GRACE_SECONDS)
         said = "".join(f"\n  {line}" for line in self._lines)
         what = f", and was killed: {reason}" if reason else f": {ended}"
-        self._lost = f"vLLM's process {self.pid} is lost{what}" + (f"; its last lines:{said}" if said else "")
+        self._lost = f"{self._name}'s process {self.pid} is lost{what}" + (f"; its last lines:{said}" if said else "")
         return EngineLostError(self._lost)
 
     def _kill(self, grace_seconds: float) -> str:
@@ -174,4 +177,4 @@ class EngineProcess:
         with open(descriptor, errors="replace") as stream:
             for line in iter(partial(stream.readline, MAX_LINE), ""):
                 self._lines.append(line.rstrip())
-                logger.info("vLLM: %s", line.rstrip())
+                logger.info("%s: %s", self._name, line.rstrip())

@@ -6,7 +6,7 @@ from infra.engines.embedded.cache import cache_bytes_per_token
 from infra.models.load import max_positions
 from rl_core.model_folder import load_config
 from schemas.config.model import ModelConfig
-from schemas.config.rollout import VllmRollout
+from schemas.config.rollout import ProcessRollout
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 
@@ -32,7 +32,7 @@ def num_cache_copies(config: RunConfig) -> int:
     return max(1, config.rollout.gpus_per_worker // num_kv_heads)
 
 
-def check_tensor_parallel(model: ModelConfig, rollout: VllmRollout) -> None:
+def check_tensor_parallel(model: ModelConfig, rollout: ProcessRollout) -> None:
     """Check that the model's layers can be sharded over the engine's ranks.
 
     Raises:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from flows.replay.bundle import without_programs
 from infra.history.bundle_files import FORMAT, MANIFEST, BundleManifest, pack, unpack
+from schemas.config.rollout import ProgramRollout, TransformersRollout, VllmRollout
 from schemas.errors import BundleError
 
 FILES = {"config.json": b"{}", "columns/step-000003/_batch.json": b"batch", "policy/weights.safetensors": b"w" * 5000}
@@ -104,3 +106,10 @@ def test_other_formats_and_files_are_refused(bundle: Path, tmp_path: Path) -> No
     (tmp_path / "text").write_text("text")
     assert "can't be read as a bundle" in refused(tmp_path / "text", tmp_path / "out")
     assert "can't be read as a bundle" in refused(tmp_path / "absent", tmp_path / "out")
+
+
+def test_a_bundle_names_no_program_to_run() -> None:
+    """Who opens one from elsewhere would start it."""
+    own = ProgramRollout(program="engine.py", python="venv/bin/python", num_prompts=7, temperature=0.5, stop=("a",))
+    assert without_programs(own) == TransformersRollout(num_prompts=7, temperature=0.5, stop=("a",))
+    assert without_programs(VllmRollout(python="venv/bin/python", dtype="bfloat16")) == VllmRollout(dtype="bfloat16")

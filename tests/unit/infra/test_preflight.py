@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.preflight import check_stop_tokens, check_urls, check_vllm
+from flows.preflight import check_engine, check_stop_tokens, check_urls
 from infra.engines.vllm.sizes import cache_bytes_per_sequence, max_model_len
 from schemas.config.rollout import VllmRollout
 from schemas.config.run import RunConfig
@@ -63,14 +63,14 @@ def test_an_interpreter_without_vllm_is_rejected(folder: Path, tmp_path: Path) -
     rollout = VllmRollout(python=str(bare))
     hint = r"vLLM is not installed in rollout.python .*: run `sluice engine install vllm --cpu` \(or --cuda\)"
     with pytest.raises(ConfigError, match=hint):
-        check_vllm(config_of(folder, rollout=rollout), rollout)
+        check_engine(config_of(folder, rollout=rollout), rollout)
 
 
 @NEEDS_VLLM
 def test_a_too_small_cache_and_another_device_are_rejected(folder: Path) -> None:
     def check(num_bytes: int, device: str = "auto") -> None:
         rollout = VllmRollout(python=ENGINE_PYTHON, max_response_tokens=60, cache_bytes=num_bytes)
-        check_vllm(config_of(folder, rollout=rollout, runtime={"device": device}), rollout)
+        check_engine(config_of(folder, rollout=rollout, runtime={"device": device}), rollout)
 
     check(49152)
     check(49152, "cpu")

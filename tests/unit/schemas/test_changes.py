@@ -22,7 +22,7 @@ from schemas.config.judge import JudgeReward
 from schemas.config.load import _fields_at, changed_keys, override_config
 from schemas.config.renamed import REMOVED, RENAMED
 from schemas.config.reward_base import IsolatedReward
-from schemas.config.rollout import TransformersRollout, VllmRollout
+from schemas.config.rollout import ProgramRollout, TransformersRollout, VllmRollout
 from schemas.config.run import RunConfig
 from tests.support.configs import run_config
 
@@ -47,7 +47,7 @@ TRAINED = {
     "reward.compute_dtype",
     *(f"rollout.{name}" for name in ("kind", "dtype", "num_prompts", "samples_per_prompt", "max_response_tokens")),
     *(f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")),
-    *("rollout.dynamic_sampling", "rollout.router_replay", "rollout.sampling_mask"),
+    *("rollout.dynamic_sampling", "rollout.router_replay", "rollout.sampling_mask", "rollout.settings"),
 }
 
 # Of the keys that decide what is trained, those that messages name: they are for `sluice train`, before a run exists,
@@ -131,6 +131,7 @@ OTHER = {
     "reward.url": "http://other/v1",
     "rollout.batch_prompts": "3",
     "rollout.python": "venv/bin/python",
+    "rollout.program": "other.py",
     "rollout.cache_bytes": "9999",
     "rollout.enforce_eager": "true",
     "rollout.gpu_memory_utilization": "0.7",
@@ -221,7 +222,10 @@ def test_what_a_message_names_may_change_or_is_for_a_new_run() -> None:
 
 @pytest.mark.parametrize("key", NAMED)
 def test_an_advised_change_is_accepted(key: str) -> None:
-    is_of_vllm = key.removeprefix("rollout.") in VllmRollout.model_fields.keys() - TransformersRollout.model_fields
+    rollouts = ({"kind": "transformers"}, {"kind": "vllm"}, {"kind": "program", "program": "engine.py"})
+    kinds = dict(zip((TransformersRollout, VllmRollout, ProgramRollout), rollouts, strict=True))
+    name = key.removeprefix("rollout.")
+    rollout = next((given for kind, given in kinds.items() if name in kind.model_fields), rollouts[0])
     judge = {"kind": "judge", "url": "http://one/v1", "model": "judge", "prompt": "{response}"}
     rewards = dict.fromkeys(JudgeReward.model_fields.keys() - IsolatedReward.model_fields, judge)
     rewards |= {"num_workers": {"kind": "model", "path": "model"}}
@@ -230,7 +234,7 @@ def test_an_advised_change_is_accepted(key: str) -> None:
     begun = run_config(
         **({"environment": environment} if key.startswith("environment.") else {}),
         reward=rewards.get(key.removeprefix("reward."), function),
-        rollout={"kind": "vllm" if is_of_vllm else "transformers"},
+        rollout=rollout,
     )
     resumed = override_config(begun, f"{key}={OTHER[key]}".split(" "), "demo")
     assert [each for each in changed_keys(begun, resumed) if f"{each}.".startswith(f"{key}.")]

@@ -94,7 +94,7 @@ def test_overrides_are_typed_and_the_last_one_wins(path: Path) -> None:
         ("rollout.stop=['.', '']", "'' is not a stop string"),
         ("rollout.stop_token_ids=[-1]", "Input should be greater than or equal to 0"),
         ("rollout.min_p=1", "rollout.min_p = 1: Input should be less than 1"),
-        ("rollout={kind='vllm', router_replay=true}", "which vLLM returns only from a model runner that its CPU build"),
+        ("rollout={kind='vllm', router_replay=true}", "experts that the engine chose, which the protocol of engines"),
         (
             "optim.implementation=8bit",
             "were removed in 0.3; set optim.offload = true to keep moments in host memory, or",

@@ -1,0 +1,155 @@
+"""An engine of one's own: the program of `examples/own_engine` passes the checks of every engine, and a run trains."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from flows.preflight import check_engine
+from infra.engines.base import Sampling, generate_all
+from infra.engines.open import open_engine
+from infra.engines.vllm.engine import VllmEngine
+from infra.engines.vllm.installation import EngineInstallation, engine_versions, find_program
+from infra.models.load import load_model, load_tokenizer
+from schemas.config.model import ModelConfig
+from schemas.config.rollout import ProgramRollout
+from schemas.errors import ConfigError
+from tests.support.configs import run_config
+from tests.support.engine_checks import (
+    MAX_MODEL_LEN,
+    PROMPTS,
+    assert_degenerate_requests_work,
+    assert_identical,
+    assert_logprobs,
+    assert_requests_have_limits_of_their_own,
+    assert_stop_tokens_end_responses,
+    assert_turns_are_exact,
+    greedy,
+    plain_logprobs,
+    request,
+)
+from tests.support.odd_engine import BEHAVIOUR
+from tests.support.tiny import make_tiny_model
+from tests.support.weight_tensors import load_state
+from tests.support.workplace import Workplace
+
+PROGRAM = Path(__file__).parents[2] / "examples" / "own_engine" / "engine.py"
+ODD = str(Path(__file__).parents[1] / "support" / "odd_engine.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[VllmEngine]:
+    rollout = {"kind": "program", "program": str(PROGRAM), "python": sys.executable, "max_response_tokens": 50}
+    data = {"max_prompt_tokens": MAX_MODEL_LEN - 50}
+    config = run_config(model={"path": str(folder)}, data=data, rollout=rollout)
+    engine = open_engine(config, load_tokenizer(config.model))
+    assert isinstance(engine, VllmEngine)
+    yield engine
+    engine.close()
+    assert not psutil.pid_exists(engine.processes[0])
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    return load_model(ModelConfig(path=str(folder)))
+
+
+def test_samples_have_the_log_probs_of_one_forward(engine: VllmEngine, model: PreTrainedModel) -> None:
+    for prompt, generation in zip(
+        PROMPTS, generate_all(engine, [request(prompt, 0) for prompt in PROMPTS], Sampling(9, 0)), strict=True
+    ):
+        assert generation.token_ids.tolist() == greedy(model, prompt, 9)
+    sampling = Sampling(20, 0.7, top_p=0.9, top_k=40, min_p=0.01)
+    for row, generation in enumerate(generate_all(engine, [request(prompt, 1, 2) for prompt in PROMPTS], sampling)):
+        assert_logprobs(generation, plain_logprobs(model, PROMPTS[row // 2], generation.token_ids, 0.7), 2e-5)
+
+
+def test_a_sample_is_its_seed_s(engine: VllmEngine) -> None:
+    requests = [request(prompt, 1, 2**64 - 1, 2**63) for prompt in PROMPTS]
+    first = generate_all(engine, requests, Sampling(12))
+    assert_identical(generate_all(engine, requests, Sampling(12)), first)
+    assert_identical(generate_all(engine, [request(PROMPTS[2], 2**63)], Sampling(12)), first[-1:])
+
+
+def test_rows_end_and_go_on_as_those_of_every_engine(engine: VllmEngine, model: PreTrainedModel) -> None:
+    assert_stop_tokens_end_responses(engine, PROMPTS[0])
+    assert_requests_have_limits_of_their_own(engine, model)
+    assert assert_turns_are_exact(engine, model, joins=True)
+    assert_degenerate_requests_work(engine, PROMPTS[0])
+
+
+def test_it_takes_new_weights(engine: VllmEngine, tmp_path: Path) -> None:
+    other = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, seed=1))))
+    load_state(engine, load_file(tmp_path / "model.safetensors"), version=3)
+    (generation,) = generate_all(engine, [request(PROMPTS[0], 1)], Sampling(9))
+    assert_logprobs(generation, plain_logprobs(other, PROMPTS[0], generation.token_ids, 1))
+    np.testing.assert_allclose(
+        engine.score(np.array(PROMPTS[0]), 1.0), plain_logprobs(other, PROMPTS[0][:1], np.array(PROMPTS[0][1:]), 1.0),
+        atol=1e-5,
+    )  # fmt: skip
+
+
+def test_its_last_words_are_in_the_error(folder: Path) -> None:
+    rollout = {"kind": "program", "program": str(PROGRAM), "settings": {"threads": "many"}}
+    config = run_config(model={"path": str(folder)}, rollout=rollout)
+    with pytest.raises(ConfigError, match=r"rollout.kind = 'program': plain \S+ can't run the model .*: .*str"):
+        open_engine(config, load_tokenizer(config.model))
+
+
+def test_a_run_trains_with_it_and_outlives_its_program(workplace: Workplace) -> None:
+    run = workplace.run("own")
+    settings = ("rollout.kind=program", f"rollout.program={PROGRAM}", f"rollout.python={sys.executable}", "steps=10000")
+    driver = workplace.start("train", "tiny.toml", "--run-id", run.run_id, "runtime.max_restarts=0", *settings)
+    driver.wait_standing(lambda: run.num_done > 0)
+    killed_at = run.num_done
+    children = [child for worker in workplace.find_workers("RolloutWorker") for child in worker.children()]
+    (program,) = [child for child in children if str(PROGRAM) in child.cmdline()]
+    program.kill()
+    driver.resume()
+    driver.wait_for(lambda: run.num_done > killed_at + 1)
+    driver.terminate()
+    assert f"plain's process {program.pid} is lost: signal 9 (Killed)" in driver.finish(143)
+    assert all(0 <= step["mismatch/max"] < 1e-4 for step in run.step_metrics())  # sampler and trainer agree
+
+
+@pytest.mark.parametrize(
+    ("hello", "said"),
+    [
+        ('{"protocol": 0, "engine": "odd", "version": "1", "device": "cpu"}', "speaks version 0 of the protocol, but"),
+        ('{"protocol": 1, "engine": "odd", "version": "1", "device": "tpu"}', "computes on 'tpu'; expected cpu or"),
+        ('{"protocol": 1, "device": "cpu"}', "it answers hello without 'engine'"),
+        ("die no such library", "is lost: exit code 3; its last lines:\n  no such library"),
+    ],
+)
+def test_a_program_that_is_no_engine(monkeypatch: pytest.MonkeyPatch, hello: str, said: str) -> None:
+    monkeypatch.setenv(BEHAVIOUR, json.dumps({"hello": hello}))
+    find_program.cache_clear()
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        find_program(ODD, None)
+
+
+def test_a_missing_program_or_interpreter_and_another_device(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.program '.*/none.py' is not a file; set it to the path of"):
+        find_program(str(tmp_path / "none.py"), None)
+    with pytest.raises(ConfigError, match=r"rollout.python '.*/none' can't be run: No such file or directory; set it"):
+        find_program(str(PROGRAM), str(tmp_path / "none"))
+    rollout = ProgramRollout(program=str(PROGRAM))
+    assert engine_versions(rollout).keys() == {"plain"}
+    assert find_program(str(PROGRAM), None) == EngineInstallation(
+        sys.executable, "plain", "cpu", engine_versions(rollout)["plain"]
+    )
+    config = run_config(model={"path": str(folder)}, rollout=rollout.model_dump(), runtime={"device": "cuda"})
+    with pytest.raises(ConfigError, match=r"runtime.device = 'cuda', but plain of rollout.program .* computes on cpu"):
+        check_engine(config, rollout)
