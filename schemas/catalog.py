@@ -17,6 +17,7 @@ Axis = Literal["row", "prompt", "response", "turn", "teacher_prompt", "sampling_
 
 TOKEN_DTYPES = ("uint16", "int32")
 EXPERT_DTYPES = ("uint8", "uint16")
+PROMPT_TEXTS = ("prompt_text", "answer", "info")
 
 
 class ColumnSpec(Frozen):
@@ -30,6 +31,11 @@ class ColumnSpec(Frozen):
     unit: str = ""
     nullable: bool = False
     is_vector: bool = False  # each token has as many values, whose number is in the dtype: `uint8[16]`
+
+    @property
+    def is_of_prompt(self) -> bool:
+        """Whether samples of one prompt have the same value, so that a rollout stores it once for them."""
+        return self.axis == "prompt" or self.name in PROMPT_TEXTS
 
 
 def _experts(axis: Axis) -> ColumnSpec:

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, model_validator
 
 from schemas.base import Frozen
-from schemas.batch import BatchHandle, ChunkRef
+from schemas.batch import BatchHandle, ChunkRef, EncodedInts
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.errors import RewardFailureError
 from schemas.metrics import Max, Mean, Metrics, merge_metrics
@@ -303,3 +303,4 @@ class PutResult(Frozen):
     chunk: ChunkRef
     dtypes: dict[str, str]  # column name -> str(Arrow value type)
     traffic: StoreTraffic
+    prompt_rows: EncodedInts | None = None  # of each row, the chunk's row with its prompt; None: every row has its own

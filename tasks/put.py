@@ -1,7 +1,10 @@
 """The put stage: the rollout workers store their own rows, and the driver gets one batch handle."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from infra.ray.actors import call
 from infra.storage.runs import find_schedules
@@ -9,7 +12,7 @@ from infra.stores.open import open_store
 from infra.stores.step_columns import publish_handle
 from infra.workers.generate import generate_shard
 from infra.workers.launch import get_group, rollout_pool
-from rl_core.views import new_batch
+from rl_core.views import decode_ints, new_batch
 from schemas.errors import ChunkNotFoundError
 from schemas.rollout import PER_ROW, PutResult, RolloutHandle, RolloutShard
 from schemas.step import PolicyHandle, RunHandle, StoredBatch
@@ -38,8 +41,20 @@ async def put_columns(run: RunHandle, policy: PolicyHandle, rollout: RolloutHand
         dtypes=results[0].dtypes,
         prompt_lengths=rollout.prompt_lengths,
         response_lengths=rollout.response_lengths,
+        prompt_rows=prompt_rows(results),
     )
     return publish_handle(open_store(run), batch, [result.traffic for result in results])
+
+
+def prompt_rows(results: Sequence[PutResult]) -> np.ndarray:
+    """Return the row with each row's prompt, [N], numbered over the concatenation of the results' chunks."""
+    rows, num_rows = [np.empty(0, np.int64)], 0
+    for result in results:
+        size = result.chunk.num_rows
+        own = np.arange(size) if result.prompt_rows is None else decode_ints(result.prompt_rows)
+        rows.append(num_rows + own)
+        num_rows += size
+    return np.concatenate(rows)
 
 
 def _is_held(run: RunHandle, shard: RolloutShard) -> bool:

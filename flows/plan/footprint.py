@@ -357,12 +357,12 @@ def _absent_columns(config: RunConfig) -> set[str]:
 def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[ColumnBytes, ...]:
     """Return the size of each column, assuming that a response token has as many bytes of text as a prompt token.
 
-    Prompts of teachers are counted at their longest.
+    Samples of a prompt share it. Prompts of teachers are counted at their longest.
     """
     num_rows, text_bytes = len(step.prompts), _text_bytes(step)
     counts = {
         "row": num_rows,
-        "prompt": int(step.prompt_lengths.sum()),
+        "prompt": int(step.prompt_lengths[:: step.samples_per_prompt].sum()),
         "response": int(step.response_lengths.sum()),
         "turn": num_rows * step.max_turns,
         "teacher_prompt": num_rows * step.max_teacher_prompt_tokens,
@@ -384,14 +384,16 @@ def column_bytes(step: SimulatedStep, dtypes: Mapping[str, str]) -> tuple[Column
 def _text_bytes(step: SimulatedStep) -> dict[str, int]:
     """Return the UTF-8 bytes of each text column over all rows."""
     prompts, responses = step.prompts, step.response_lengths
-    prompt_text = sum(len(prompt.prompt_text.encode()) for prompt in prompts)
+    shared = prompts[:: step.samples_per_prompt]
+    prompt_text = sum(len(prompt.prompt_text.encode()) for prompt in shared)
+    token_bytes = prompt_text / sum(len(prompt.prompt_ids) for prompt in shared)
     groups = [divmod(row, step.samples_per_prompt) for row in range(len(prompts))]
     num_cut = int((responses == step.max_response_tokens).sum())
     return {
         "prompt_text": prompt_text,
-        "response_text": round(prompt_text / step.prompt_lengths.sum() * responses.sum()),
-        "answer": sum(len(prompt.answer.encode()) for prompt in prompts),
-        "info": sum(len(json.dumps(prompt.info, default=str).encode()) for prompt in prompts),
+        "response_text": round(token_bytes * responses.sum()),
+        "answer": sum(len(prompt.answer.encode()) for prompt in shared),
+        "info": sum(len(json.dumps(prompt.info, default=str).encode()) for prompt in shared),
         "sample_id": sum(len(f"0-{group}-{sample}") for group, sample in groups),
         "episode_end": len("turn_length") * len(prompts),
         "finish_reason": len("length") * num_cut + len("stop") * (len(prompts) - num_cut),

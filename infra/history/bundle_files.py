@@ -22,7 +22,7 @@ from schemas.base import Frozen
 from schemas.batch import SafeName
 from schemas.errors import BundleError, describe
 
-FORMAT = 1  # to be raised when an older Sluice can't read what is written
+FORMAT = 2  # to be raised when an older Sluice can't read what is written
 MANIFEST, ROOT = "bundle.json", "run/"
 _MAX_MANIFEST_BYTES = 2**24
 _PIECE_BYTES = 2**20

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from infra.history.kept_run import ranges
+from infra.history.stored_step import rollout_columns
 from infra.storage.lineage import owner_of
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
@@ -19,7 +20,7 @@ from infra.stores.offline import open_own_columns
 from rl_core.advantages.base import find_equal
 from rl_core.rollout.reuse import draw_groups, reusable_steps
 from rl_core.views import decode_ints, select
-from schemas.batch import BatchHandle, ColumnGroup
+from schemas.batch import BatchHandle
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
 from schemas.rollout import ReusedGroup
@@ -66,7 +67,7 @@ def read_groups(
     tables, number = [], dict(zip(reused, numbers, strict=True))
     for step, groups in groupby(reused, key=lambda group: group.step):
         store, batch = _open(_source(run, step), step)
-        stored = _rollout_columns(batch).dtypes
+        stored = rollout_columns(batch)
         ids = store.read(batch, ["group_id"])["group_id"].to_numpy()
         of_groups = {number[group]: np.flatnonzero(ids == group.group) for group in groups}
         view = select(batch, np.concatenate(list(of_groups.values())))
@@ -175,7 +176,3 @@ def _find_groups(place: str, step: int) -> tuple[ReusedGroup, ...]:
 
 
 _find_groups_once = lru_cache(maxsize=None)(_find_groups)
-
-
-def _rollout_columns(batch: BatchHandle) -> ColumnGroup:
-    return next(group for group in batch.groups if "response_ids" in group.dtypes)

@@ -10,9 +10,10 @@ import pyarrow as pa
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
 from rl_core.columns.jagged import flat_values, offsets, row_lengths
+from rl_core.columns.prompts import repeat_prompts, rows_of_prompts
 from rl_core.rollout.responses import describe_responses
 from rl_core.views import new_batch
-from schemas.batch import BatchHandle, ChunkRef, ColumnGroup
+from schemas.batch import BatchHandle, ChunkRef
 from schemas.catalog import REWARD_PART_PREFIX
 from schemas.errors import RunError
 from schemas.plan import StepPlan
@@ -52,26 +53,28 @@ class StoredStep:
         Raises:
             StoreError: A chunk is lost or damaged.
         """
-        return pa.Table.from_batches(self._chunks).combine_chunks().to_batches()[0]
+        return pa.Table.from_batches(self._rows_of_chunks).combine_chunks().to_batches()[0]
 
     @cached_property
     def rows(self) -> BatchHandle:
         """The batch of all N rows, as it was when the rollout had been stored."""
+        stored = pa.chunked_array([chunk["prompt_ids"] for chunk in self._chunks]).combine_chunks()
         return new_batch(
             run_id=self.batch.run_id,
             step=self.step,
             policy_version=self.batch.policy_version,
-            chunks=self._group.chunks,
-            dtypes=self._group.dtypes,
+            chunks=_rollout_chunks(self.batch),
+            dtypes=rollout_columns(self.batch),
             prompt_lengths=row_lengths(self.columns["prompt_ids"]),
             response_lengths=row_lengths(self.columns["response_ids"]),
+            prompt_rows=rows_of_prompts(stored),
         )
 
     @cached_property
     def rollout(self) -> RolloutHandle:
         """What the driver knew of the N rows: all that the advantages and the plan are computed from."""
         first_reused = self._directory.config().first_reused_group
-        shards = tuple(shard_of(number, chunk, first_reused) for number, chunk in enumerate(self._chunks))
+        shards = tuple(shard_of(number, chunk, first_reused) for number, chunk in enumerate(self._rows_of_chunks))
         return RolloutHandle(step=self.step, policy_version=self.batch.policy_version, shards=shards)
 
     @property
@@ -97,11 +100,21 @@ class StoredStep:
 
     @cached_property
     def _chunks(self) -> list[pa.RecordBatch]:
-        return [self.read_chunk(ref) for ref in self._group.chunks]
+        return [self.read_chunk(ref) for ref in _rollout_chunks(self.batch)]
 
-    @property
-    def _group(self) -> ColumnGroup:
-        return next(group for group in self.batch.groups if "response_ids" in group.dtypes)
+    @cached_property
+    def _rows_of_chunks(self) -> list[pa.RecordBatch]:
+        return [repeat_prompts(chunk) for chunk in self._chunks]
+
+
+def rollout_columns(batch: BatchHandle) -> dict[str, str]:
+    """Return the dtypes of the columns that a step's rollout has stored, by name."""
+    own = _rollout_chunks(batch)
+    return {name: dtype for group in batch.groups if group.chunks == own for name, dtype in group.dtypes.items()}
+
+
+def _rollout_chunks(batch: BatchHandle) -> tuple[ChunkRef, ...]:
+    return next(group.chunks for group in batch.groups if "response_ids" in group.dtypes)
 
 
 def with_rewards(

@@ -26,7 +26,8 @@ from schemas.base import Frozen
 from schemas.batch import ChunkKey, ChunkRef
 from schemas.errors import ChunkCorruptedError, RunError, StoreError
 
-FORMAT = 1  # of the records and what they name; to be raised when an earlier Sluice can't read what is written
+Format = Literal[1, 2]  # since 2, samples of a prompt share it
+FORMAT: Format = 2  # of the records and what they name; to be raised when an earlier Sluice can't read what is written
 BLOCK_BYTES = 2**20
 STORE_PATH = "store.json"
 BATCH_NAME = "_batch.json"
@@ -106,7 +107,7 @@ def _format_of(data: bytes | None) -> int:
 class StoreRecord(Frozen):
     """The store that a folder holds."""
 
-    format: Literal[1] = 1
+    format: Format = FORMAT
     run_id: str
     incarnation: str
 
@@ -114,7 +115,7 @@ class StoreRecord(Frozen):
 class ChunkRecord(Frozen):
     """A committed chunk."""
 
-    format: Literal[1] = 1
+    format: Format = FORMAT
     ref: ChunkRef
     checksum: str  # of all its bytes
     block_checksums: tuple[str, ...]  # of each block, so that a read can check just the blocks that it uses

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import pyarrow as pa
 
 from rl_core.columns.codec import arrow_type, decode
@@ -18,18 +17,25 @@ from schemas.errors import ChunkCorruptedError, ColumnError, ColumnNotFoundError
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkRead:
-    """The part of one chunk that a read needs: some of its columns, and some of their rows."""
+class ChunkPart:
+    """Some columns of a chunk, and some of their rows."""
 
-    ref: ChunkRef
     names: frozenset[str]
     starts: Ints  # of row ranges, [P], in no order
     stops: Ints  # [P]
 
-    def merge(self, other: "ChunkRead") -> "ChunkRead":
-        """Return one read for this and another read of the same chunk."""
-        starts, stops = np.concatenate([self.starts, other.starts]), np.concatenate([self.stops, other.stops])
-        return ChunkRead(self.ref, self.names | other.names, starts, stops)
+
+@dataclass(frozen=True, eq=False)
+class ChunkRead:
+    """The parts of one chunk that a read needs, of different columns: prompts are in fewer rows than responses."""
+
+    ref: ChunkRef
+    parts: tuple[ChunkPart, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The columns of all parts."""
+        return frozenset().union(*(part.names for part in self.parts))
 
 
 class BatchRead:
@@ -48,11 +54,11 @@ class BatchRead:
 
     def chunk_reads(self) -> list[ChunkRead]:
         """Return one read per chunk."""
-        reads: dict[ChunkRef, ChunkRead] = {}
+        parts: dict[ChunkRef, list[ChunkPart]] = {}
         for group in self._groups:
-            for read in group.chunk_reads():
-                reads[read.ref] = reads[read.ref].merge(read) if read.ref in reads else read
-        return list(reads.values())
+            for ref, part in group.chunk_parts():
+                parts.setdefault(ref, []).append(part)
+        return [ChunkRead(ref, tuple(own)) for ref, own in parts.items()]
 
     def assemble(self, chunks: Mapping[ChunkRef, pa.RecordBatch]) -> dict[str, pa.Array]:
         """Return each column's N values out of the chunks that were read.
@@ -83,10 +89,10 @@ class _GroupRead:
             raise ColumnError(f"the handle of columns {', '.join(group.dtypes)} is damaged: {error}") from error
         return cls(group, frozenset(columns & group.dtypes.keys()), rows, Gather(rows.chunk, rows.start, rows.stop))
 
-    def chunk_reads(self) -> Iterator[ChunkRead]:
+    def chunk_parts(self) -> Iterator[tuple[ChunkRef, ChunkPart]]:
         for at in self.gather.chunks.tolist():
             own = self.rows.chunk == at
-            yield ChunkRead(self.group.chunks[at], self.names, self.rows.start[own], self.rows.stop[own])
+            yield self.group.chunks[at], ChunkPart(self.names, self.rows.start[own], self.rows.stop[own])
 
     def column(self, name: str, chunks: Mapping[ChunkRef, pa.RecordBatch]) -> pa.Array:
         """Return one column of the group's rows, [N]."""

@@ -181,7 +181,8 @@ class FsspecColumnStore(ColumnStore):
         blocks = self._open_chunk(read.ref)
         with name_chunk_in_errors(read.ref):
             if not blocks.is_loaded:
-                blocks.load_rows(read.names, read.starts, read.stops)
+                for part in read.parts:
+                    blocks.load_rows(part.names, part.starts, part.stops)
             return decode(blocks.buffer, read.names)
 
     def _load(self, ref: ChunkRef) -> pa.Buffer:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from infra.stores.offline import StoredColumns, steps_with_columns
 from rl_core.columns.codec import value_dtypes
 from rl_core.columns.jagged import is_jagged, row_lengths
+from rl_core.columns.prompts import rows_of_prompts
 from rl_core.views import decode_ints, new_batch, select
 from schemas.batch import BatchHandle, ChunkKey, ChunkRef, ColumnGroup
 from schemas.catalog import REWARD_PART_PREFIX, column_spec
@@ -146,11 +147,13 @@ def _batch_of_chunks(
     if not alike:
         return None
     prompts, responses = (
-        np.concatenate([row_lengths(columns.column(name)) for _, columns in alike])
+        pa.chunked_array([columns[name] for _, columns in alike]).combine_chunks()
         for name in ("prompt_ids", "response_ids")
     )
+    rows = rows_of_prompts(prompts)
+    lengths = row_lengths(prompts)[rows], row_lengths(responses)
     # Step k is sampled by version k of the policy.
-    return new_batch(store.run_id, step, step, [ref for ref, _ in alike], dtypes, prompts, responses)
+    return new_batch(store.run_id, step, step, [ref for ref, _ in alike], dtypes, *lengths, rows)
 
 
 def _summarize_rows(
@@ -164,7 +167,9 @@ def _summarize_rows(
     rows = _sample_rows(batch.num_rows, num_samples)
     columns: list[ColumnSummary] = []
     sampled: dict[str, pa.Array] = {}
-    for at, group in enumerate(batch.groups):
+    chunks = [group.chunks for group in batch.groups]
+    for group in batch.groups:
+        at = chunks.index(group.chunks)
         for name, column in _read_group(store, batch, group):
             columns.append(_summarize_column(name, at, group, column))
             if isinstance(column, StoreError):

@@ -30,6 +30,8 @@ from infra.workers.samples import Sample, make_shard, num_sampled, to_columns, t
 from infra.workers.sampling import ResponseSampler
 from infra.workers.telemetry import WorkerTelemetry, profiled
 from rl_core.columns.codec import value_dtypes
+from rl_core.columns.prompts import rows_of_prompts, share_prompts
+from rl_core.views import encode_ints
 from schemas.batch import ChunkKey
 from schemas.config.rollout import EvalConfig, RolloutConfig
 from schemas.errors import ConfigError, VersionError
@@ -266,11 +268,17 @@ class RolloutWorker:
         return self._get_evaluator().generate(rows)
 
     def _store_rows(self, step: int, shard: int, rows: pa.RecordBatch) -> PutResult:
-        """Store rows of a step's rollout as the chunk of a shard."""
+        """Store rows of a step's rollout as the chunk of a shard, each prompt once."""
         key = ChunkKey(run_id=self._run.run_id, step=step, stage="rollout", shard=shard)
-        chunk = self._columns.put(key, rows)
+        shared = share_prompts(rows)
+        chunk = self._columns.put(key, shared)
         self._columns.flush()
-        return PutResult(chunk=chunk, dtypes=value_dtypes(rows), traffic=self._columns.take_traffic("put"))
+        return PutResult(
+            chunk=chunk,
+            dtypes=value_dtypes(rows),
+            traffic=self._columns.take_traffic("put"),
+            prompt_rows=None if shared is rows else encode_ints(rows_of_prompts(shared["prompt_ids"])),
+        )
 
     def _get_evaluator(self) -> Evaluator:
         if self._evaluator is None:

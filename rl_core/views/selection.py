@@ -9,6 +9,7 @@ from rl_core.views.chunks import new_group
 from rl_core.views.integers import Ints, IntsLike, as_int64, encode_ints, narrow_dtype, offsets, take, total
 from rl_core.views.segments import coalesce, merge, pick
 from schemas.batch import BatchHandle, ChunkRef, ColumnGroup, Segments
+from schemas.catalog import column_spec
 from schemas.errors import ColumnError
 
 
@@ -20,25 +21,49 @@ def new_batch(
     dtypes: Mapping[str, str],
     prompt_lengths: IntsLike,
     response_lengths: IntsLike,
+    prompt_rows: IntsLike | None = None,
 ) -> BatchHandle:
     """Create the batch of all N rows of `chunks`, in order; lengths are in tokens, [N] each.
 
+    Args:
+        run_id: The run.
+        step: The step.
+        policy_version: The version that sampled the rows.
+        chunks: The rows' chunks, which are concatenated.
+        dtypes: The dtypes of their columns by name.
+        prompt_lengths: Those of the rows' prompts.
+        response_lengths: Those of their responses.
+        prompt_rows: Of each row, the row with its prompt, [N]; see `rl_core.columns.prompts`. None: its own.
+
     Raises:
         ColumnError: An undeclared column or dtype, a repeated chunk, or a number of lengths other than N.
+        IndexError: There is no such row with a prompt.
     """
     num_rows = _total_rows(chunks)
     for axis, lengths in (("prompt", prompt_lengths), ("response", response_lengths)):
         if len(lengths) != num_rows:
             raise ColumnError(f"got {len(lengths)} {axis} lengths for chunks of {num_rows} rows, expected one per row")
-    return BatchHandle(
+    whole = new_group(dtypes, chunks, merge(np.array([0]), np.array([num_rows])))
+    batch = BatchHandle(
         run_id=run_id,
         step=step,
         policy_version=policy_version,
         num_rows=num_rows,
         prompt_lengths=encode_ints(prompt_lengths),
         response_lengths=encode_ints(response_lengths),
-        groups=(new_group(dtypes, chunks, merge(np.array([0]), np.array([num_rows]))),),
+        groups=(whole,),
     )
+    if prompt_rows is None or np.array_equal(prompt_rows, np.arange(num_rows)):
+        return batch
+    if len(prompt_rows) != num_rows:
+        raise ColumnError(f"got {len(prompt_rows)} rows with prompts for a batch of {num_rows}, expected one per row")
+    of_prompts, others = (
+        {name: dtype for name, dtype in dtypes.items() if column_spec(name).is_of_prompt == wanted}
+        for wanted in (True, False)
+    )
+    segments = pick(whole.segments, [_row_index(batch, prompt_rows)])[0]
+    shared = ColumnGroup(dtypes=of_prompts, chunks=whole.chunks, segments=segments)
+    return batch.replace(groups=(shared, whole.replace(dtypes=others)))
 
 
 def select(batch: BatchHandle, rows: IntsLike) -> BatchHandle:

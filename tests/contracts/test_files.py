@@ -10,7 +10,7 @@ import polars
 import pyarrow as pa
 import pytest
 
-from infra.stores.chunk_files import BLOCK_BYTES
+from infra.stores.chunk_files import BLOCK_BYTES, FORMAT
 from infra.stores.files import FsspecColumnStore
 from rl_core.views import select
 from schemas.batch import BatchHandle
@@ -78,11 +78,13 @@ def test_a_record_of_a_newer_format_is_refused_and_one_without_a_format_is_read(
 ) -> None:
     record = tmp_path / "columns" / name
     tree = json.loads(record.read_text())
-    assert tree.pop("format") == 1
-    record.write_text(json.dumps(tree))
-    assert FsspecColumnStore(RUN, str(tmp_path / "columns")).read(batch, COLUMNS).num_rows == 3
-    record.write_text(json.dumps({**tree, "format": 2, "new": 0}))
-    with pytest.raises(RunError, match=f"{name} in .* has format 2, but this Sluice reads only formats up to 1: use"):
+    assert tree.pop("format") == FORMAT
+    for older in ({}, {"format": 1}):
+        record.write_text(json.dumps({**tree, **older}))
+        assert FsspecColumnStore(RUN, str(tmp_path / "columns")).read(batch, COLUMNS).num_rows == 3
+    record.write_text(json.dumps({**tree, "format": FORMAT + 1, "new": 0}))
+    message = f"{name} in .* has format {FORMAT + 1}, but this Sluice reads only formats up to {FORMAT}: use"
+    with pytest.raises(RunError, match=message):  # not a StoreError: its step isn't cleared as a damaged one is
         FsspecColumnStore(RUN, str(tmp_path / "columns")).read(batch, COLUMNS)
 
 

@@ -187,8 +187,9 @@ def test_a_read_of_many_chunks_fetches_each_once(store: ColumnStore, step: int) 
         inner._fetch = fetch  # type: ignore[method-assign]
     assert [read.ref for read in fetched] == list(dict.fromkeys(read.ref for read in fetched))
     assert len(fetched) == 4
-    assert sum(int((read.stops - read.starts).sum()) for read in fetched) == 80
-    assert {read.names for read in fetched} == {frozenset({"response_ids", "reward"})}
+    parts_read = [part for read in fetched for part in read.parts]
+    assert sum(int((part.stops - part.starts).sum()) for part in parts_read) == 80
+    assert {part.names for part in parts_read} == {frozenset({"response_ids", "reward"})}
 
 
 def test_deleted_chunks_are_freed_once(store: ColumnStore, step: int) -> None:

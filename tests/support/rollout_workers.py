@@ -13,6 +13,7 @@ from rl_core.rollout.evaluation import split_prompts, summarize
 from rl_core.views import new_batch
 from schemas.rollout import PutResult, RolloutShard
 from schemas.step import EvalReport, RunHandle
+from tasks.put import prompt_rows
 from tests.support.configs import merge, run_config
 from tests.support.tiny import make_tiny_data, make_tiny_model
 
@@ -103,6 +104,7 @@ def read(store: MemoryStore, shard: RolloutShard, result: PutResult, step: int =
         dtypes=result.dtypes,
         prompt_lengths=np.array(shard.prompt_lengths),
         response_lengths=np.array(shard.response_lengths),
+        prompt_rows=prompt_rows([result]),
     )
     return store.read(batch, batch.columns)
 

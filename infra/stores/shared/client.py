@@ -136,13 +136,13 @@ class SharedColumnStore(ColumnStore):
         files = self._files([read.ref for read in reads])
         return [self._read(read.ref, file, read) for read, file in zip(reads, files, strict=True)]
 
-    def _read(self, ref: ChunkRef, file: File, part: ChunkRead | None) -> pa.RecordBatch:
-        """Return a part of a chunk, or all of it: mapped on this node, else fetched."""
+    def _read(self, ref: ChunkRef, file: File, read: ChunkRead | None) -> pa.RecordBatch:
+        """Return the parts of a chunk, or all of it: mapped on this node, else fetched."""
         if file.location == self._member.location:
             data = map_chunk(Path(self._member.folder) / file.name, ref)
-            return decode_chunk(ref, data, part.names if part else None)
+            return decode_chunk(ref, data, read.names if read else None)
         try:
-            return self._remote.read(file.location, file.name, ref, part)
+            return self._remote.read(file.location, file.name, ref, read)
         except ConnectionError as error:
             self._call("forget_server", file.location)
             raise ChunkNotFoundError(

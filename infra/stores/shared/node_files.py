@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from infra.storage.shared_memory import SharedFolder, choose_root
 from infra.stores.base import chunk_not_found_error
-from infra.stores.chunk_reads import ChunkRead, check_num_rows, decode_chunk
+from infra.stores.chunk_reads import ChunkPart, ChunkRead, check_num_rows, decode_chunk
 from infra.stores.shared.flight import Endpoint, FlightClient, FlightServer, Handler, Tls
 from rl_core.columns import codec
 from rl_core.columns.gather import Ints, ranges
@@ -250,13 +250,20 @@ class RemoteColumns:
     def __init__(self, index: Endpoint) -> None:
         self._index, self._clients, self._lock = index, dict[str, FlightClient](), threading.Lock()
 
-    def read(self, location: str, name: str, ref: ChunkRef, part: ChunkRead | None) -> pa.RecordBatch:
-        """Fetch a part of a chunk, or all of it, and no other columns or rows; other rows of the result are null.
+    def read(self, location: str, name: str, ref: ChunkRef, read: ChunkRead | None) -> pa.RecordBatch:
+        """Fetch parts of a chunk, each with one request, or all of it, and no other columns or rows.
+
+        Other rows of the result are null.
 
         Raises:
             StoreError: The chunk does not exist there, or is damaged.
             ConnectionError: The server is gone.
         """
+        parts = [self._read_part(location, name, ref, part) for part in (read.parts if read else (None,))]
+        names = [name for part in parts for name in part.schema.names]
+        return pa.RecordBatch.from_arrays([column for part in parts for column in part.columns], names=names)
+
+    def _read_part(self, location: str, name: str, ref: ChunkRef, part: ChunkPart | None) -> pa.RecordBatch:
         starts, stops = _merge(part.starts, part.stops) if part else (np.array([0]), np.array([ref.num_rows]))
         received = self._client(location).get(
             {

@@ -25,6 +25,7 @@ from schemas.errors import NonFiniteError, VersionError
 from schemas.metrics import values
 from schemas.plan import ForwardPlan, StepPlan
 from schemas.step import RunHandle
+from tasks.put import prompt_rows
 from tests.support.configs import run_config
 from tests.support.tiny import make_tiny_data, make_tiny_model
 
@@ -65,7 +66,8 @@ def make_step(
     groups = tuple(range(run.config.rollout.num_prompts))
     shard = rollout.generate(0, 0, 0, groups)
     stored = rollout.put(0, 0, 0, groups, ())
-    batch = new_batch(run.run_id, 0, 0, [stored.chunk], stored.dtypes, shard.prompt_lengths, shard.response_lengths)
+    lengths = shard.prompt_lengths, shard.response_lengths
+    batch = new_batch(run.run_id, 0, 0, [stored.chunk], stored.dtypes, *lengths, prompt_rows([stored]))
     reference = ReferenceWorker(run, store=store)
     reference.start()
     plan = forward_plan(batch)
@@ -130,7 +132,7 @@ def test_samples_that_share_their_prompt_are_scored_and_trained_on_as_those_that
     forward = plan_forward(prompts, responses, **options)
     assert forward.num_tokens == prompts[::2].sum() + responses.sum()
     put = worker.score(batch, forward, 0, "shared").put
-    rows = batch.replace(groups=batch.groups[:1])  # as they were sampled
+    rows = batch.replace(groups=batch.groups[:2])  # as they were sampled
     scored = with_column(rows, put.dtypes, [put.chunk], rank_rows([forward], 0))
     shared, apart = (store.read(each, ["behavior_logprobs"])["behavior_logprobs"] for each in (scored, batch))
     assert np.abs(flat_values(shared) - flat_values(apart)).max() < 1e-6
@@ -289,7 +291,7 @@ def test_scoring_follows_a_view_of_the_batch(run: RunHandle, store: MemoryStore)
     batch, _ = make_step(run, store, worker)
     rows = [5, 1, 6]
     store.open(1)
-    part = select(batch, rows).replace(step=1, groups=select(batch, rows).groups[:1])
+    part = select(batch, rows).replace(step=1, groups=select(batch, rows).groups[:2])
     put = worker.score(part, forward_plan(part), 0).put
     scored = with_column(part, put.dtypes, [put.chunk], range(3))
     expected = store.read(select(batch, rows), ["behavior_logprobs"])["behavior_logprobs"]

@@ -27,6 +27,7 @@ from schemas.batch import BatchHandle
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError, DataError, ModelError, UserError
 from schemas.step import RunHandle
+from tasks.put import prompt_rows
 from tests.support.configs import run_config
 from tests.support.engine_checks import plain_logprobs
 from tests.support.tiny import make_tiny_model, tiny_row, write_rows
@@ -67,7 +68,7 @@ def sampled(config: RunConfig, store: MemoryStore) -> tuple[RunHandle, BatchHand
     shard, stored = rollout.generate(0, 0, 0, groups), rollout.put(0, 0, 0, groups, ())
     assert stored is not None
     lengths = shard.prompt_lengths, shard.response_lengths
-    return run, new_batch(run.run_id, 0, 0, [stored.chunk], stored.dtypes, *lengths)
+    return run, new_batch(run.run_id, 0, 0, [stored.chunk], stored.dtypes, *lengths, prompt_rows([stored]))
 
 
 def scores_of(

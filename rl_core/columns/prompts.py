@@ -1,0 +1,87 @@
+"""Prompts stored once for their samples: a row that repeats the prompt of the row above holds nothing of it.
+
+N rows, of which those of one prompt follow each other. `ColumnSpec.is_of_prompt` names the columns. In those of a row
+that repeats a prompt, tokens and texts are empty, so that `prompt_ids`, which never is otherwise, tells these rows. A
+batch handle has the prompts' columns as a group of their own, whose segments repeat the rows that hold them.
+"""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rl_core.columns.gather import Ints
+from rl_core.columns.jagged import is_jagged, row_lengths, to_numpy
+from schemas.catalog import column_spec
+
+
+def share_prompts(columns: pa.RecordBatch) -> pa.RecordBatch:
+    """Empty the columns of prompts in rows whose values of all of them are those of the row above.
+
+    Example:
+        >>> ids = jagged(np.array([5, 6, 5, 6, 7], dtype=np.uint16), np.array([2, 2, 1]))
+        >>> shared = share_prompts(pa.record_batch({"prompt_ids": ids}))
+        >>> shared["prompt_ids"].to_pylist(), rows_of_prompts(shared["prompt_ids"]).tolist()
+        ([[5, 6], [], [7]], [0, 0, 2])
+        >>> repeat_prompts(shared)["prompt_ids"].equals(ids)
+        True
+    """
+    names = _of_prompts(columns)
+    if columns.num_rows < 2 or not row_lengths(columns["prompt_ids"]).all():
+        return columns
+    repeats = np.logical_and.reduce([_repeats(columns[name]) for name in names])
+    if not repeats.any():
+        return columns
+    kept, empty = pa.array(~repeats), pa.scalar("")
+    for name in names:
+        column = columns[name]
+        values = _without(column, kept) if is_jagged(column) else pc.if_else(kept, column, empty)
+        columns = columns.set_column(columns.schema.get_field_index(name), name, values)
+    return columns
+
+
+def rows_of_prompts(prompt_ids: pa.LargeListArray) -> Ints:
+    """Return the row that holds each row's prompt, [N], in stored rows."""
+    rows = np.arange(len(prompt_ids))
+    rows[row_lengths(prompt_ids) == 0] = 0
+    return np.maximum.accumulate(rows)
+
+
+def repeat_prompts(columns: pa.RecordBatch) -> pa.RecordBatch:
+    """Give each row of a stored chunk its prompt: undo `share_prompts`."""
+    rows = rows_of_prompts(columns["prompt_ids"])
+    if (rows == np.arange(rows.size)).all():
+        return columns
+    for name in _of_prompts(columns):
+        at = columns.schema.get_field_index(name)
+        columns = columns.set_column(at, name, columns[name].take(pa.array(rows)))
+    return columns
+
+
+def _of_prompts(columns: pa.RecordBatch) -> list[str]:
+    return [name for name in columns.schema.names if column_spec(name).is_of_prompt]
+
+
+def _repeats(column: pa.Array) -> npt.NDArray[np.bool_]:
+    """Return whether each row of a column of lists or strings has the bytes of the row above, [N]."""
+    if is_jagged(column):
+        bounds, values = column.offsets.to_numpy(), to_numpy(column.values)
+    else:
+        _, offsets, data = column.buffers()
+        bounds = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1]
+        values = np.frombuffer(data or b"", np.uint8)
+    item = values.dtype.itemsize * int(np.prod(values.shape[1:]))
+    low = int(bounds[0])
+    held = values[low : bounds[-1]].tobytes()
+    edges = ((bounds.astype(np.int64) - low) * item).tolist()
+    rows = [held[start:stop] for start, stop in itertools.pairwise(edges)]
+    return np.array([False, *map(bytes.__eq__, rows[1:], rows)])
+
+
+def _without(column: pa.LargeListArray, kept: pa.BooleanArray) -> Any:
+    lengths = np.where(kept, row_lengths(column), 0)
+    values = column.filter(kept)
+    return pa.LargeListArray.from_arrays(pa.array(np.cumsum([0, *lengths])), values.flatten())
