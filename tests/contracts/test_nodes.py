@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
@@ -19,7 +20,8 @@ from infra.stores.shared.index import find_shared_store, start_shared_store
 from infra.stores.shared.node_files import Limits
 from infra.stores.tiered import TieredColumnStore
 from rl_core.columns.codec import value_dtypes
-from rl_core.columns.jagged import row_lengths
+from rl_core.columns.jagged import jagged, row_lengths
+from rl_core.columns.prompts import rows_of_prompts, share_prompts
 from rl_core.views import new_batch, select
 from schemas.batch import BatchHandle, ChunkRef
 from schemas.errors import ChunkNotFoundError
@@ -38,6 +40,10 @@ class Elsewhere:
     def put(self, lengths: list[int], shard: int = 0) -> ChunkRef:
         store = find_shared_store(RUN)
         return store.put(key(store, 1, shard), rollout_columns(lengths, shard))
+
+    def put_rows(self, rows: pa.RecordBatch) -> ChunkRef:
+        store = find_shared_store(RUN)
+        return store.put(key(store, 1, 0), rows)
 
     def read(self, batch: BatchHandle) -> list[dict[str, Any]]:
         return find_shared_store(RUN).read(batch, COLUMNS).to_pylist()
@@ -101,6 +107,18 @@ def _holds(process: psutil.Process, path: Path) -> bool:
         return False
 
 
+def spy_on_responses(monkeypatch: pytest.MonkeyPatch) -> list[pa.RecordBatch]:
+    """Return a list to which whatever this process receives of columns is added."""
+    received, get = [], FlightClient.get
+
+    def spy(client: FlightClient, ticket: dict[str, object]) -> pa.RecordBatch:
+        received.append(get(client, ticket))
+        return received[-1]
+
+    monkeypatch.setattr(FlightClient, "get", spy)
+    return received
+
+
 def test_rows_are_read_across_nodes(store: SharedColumnStore, elsewhere: Any) -> None:
     here = store.put(key(store, 1, 0), rollout_columns(LENGTHS, 0))
     there = ray.get(elsewhere.put.remote(LENGTHS, 1))
@@ -118,19 +136,33 @@ def test_only_the_rows_and_columns_asked_for_are_moved(
 ) -> None:
     there = ray.get(elsewhere.put.remote(LENGTHS, 0))
     assert there.num_bytes > 1_500_000
-    received = []
-    get = FlightClient.get
-
-    def spy(client: FlightClient, ticket: dict[str, object]) -> pa.RecordBatch:
-        received.append(get(client, ticket))
-        return received[-1]
-
-    monkeypatch.setattr(FlightClient, "get", spy)
+    received = spy_on_responses(monkeypatch)
     rows = store.read(select(batch_of(there), [0, 3]), ["response_ids", "reward"])
     assert rows.num_rows == 2
     (sent,) = received
     assert (sent.num_rows, sent.schema.names) == (2, ["response_ids", "reward"])
     assert sent.get_total_buffer_size() < 1_000
+
+
+@pytest.mark.extended
+def test_a_prompt_is_moved_once_for_its_samples(
+    store: SharedColumnStore, elsewhere: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [[10_000] * 8, [1] * 8]
+    rows = pa.record_batch(
+        {
+            "prompt_ids": jagged([np.full(10_000, row // 4, np.uint16) for row in range(8)]),
+            "response_ids": jagged([np.array([row], np.uint16) for row in range(8)]),
+        }
+    )
+    shared = share_prompts(rows)
+    there = ray.get(elsewhere.put_rows.remote(shared))
+    batch = new_batch(RUN, 1, 0, [there], value_dtypes(rows), *lengths, rows_of_prompts(shared["prompt_ids"]))
+    received = spy_on_responses(monkeypatch)
+    assert store.read(select(batch, [7, 5, 6]), rows.schema.names).equals(rows.take(pa.array([7, 5, 6])))
+    prompts, responses = received
+    assert (prompts.schema.names, prompts["prompt_ids"].to_pylist()) == (["prompt_ids"], [[1] * 10_000])
+    assert (responses.schema.names, responses["response_ids"].to_pylist()) == (["response_ids"], [[5], [6], [7]])
 
 
 @pytest.mark.extended

@@ -32,6 +32,7 @@ from infra.workers.samples import Sample, to_columns
 from infra.workers.sampling import ScoredResponse
 from rl_core.columns.codec import encoded_bytes
 from rl_core.columns.jagged import is_jagged
+from rl_core.columns.prompts import share_prompts
 from rl_core.rewards import RewardOutcome
 from schemas.config.load import load_config
 from schemas.config.run import RunConfig
@@ -102,9 +103,9 @@ def test_a_full_step_in_numbers(sluice: Command) -> None:
     assert [update.num_tokens for update in plan.updates] == [8 * 12 + 4 * 9] * 2
     forward = ForwardPlan.model_validate(value["forward"])
     assert (len(forward.ranks), forward.num_micros, forward.num_tokens) == (2, 4, 264)
-    # ids: uint16 and 17 offsets of 8 bytes; the mask: a bit each; log-probs: float32.
+    # ids: uint16, of a prompt once, and 17 offsets of 8 bytes; the mask: a bit each; log-probs: float32.
     num_bytes = {column["name"]: column["num_bytes"] for column in value["columns"]}
-    assert num_bytes["prompt_ids"] == 2 * 144 + 17 * 8
+    assert num_bytes["prompt_ids"] == 2 * 144 // 4 + 17 * 8
     assert num_bytes["loss_mask"] == 192 / 8 + 17 * 8
     assert num_bytes["reference_logprobs"] == num_bytes["behavior_logprobs"] == 4 * 192 + 17 * 8
     assert value["store_bytes"] == value["most_store_bytes"] == sum(num_bytes.values()) + value["chunk_bytes"]
@@ -277,7 +278,7 @@ def test_column_bytes_are_those_of_what_workers_put(folder: Path, load: Callable
     config = load("model.path=moe", "rollout.router_replay=true") if experts else load()
     make_tiny_moe(folder / "moe")
     draw = simulate_step(config, 0.5)
-    columns = to_columns(samples_of(draw, experts), 0, VOCAB_SIZE, [])
+    columns = share_prompts(to_columns(samples_of(draw, experts), 0, VOCAB_SIZE, []))
     dtypes = column_dtypes(config, VOCAB_SIZE)
     assert dtypes.get("response_experts") == ("uint8[4]" if experts else None)
     assert set(dtypes) - set(columns.schema.names) == {"reference_logprobs", "advantages"}
