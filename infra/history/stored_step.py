@@ -53,7 +53,12 @@ class StoredStep:
         Raises:
             StoreError: A chunk is lost or damaged.
         """
-        return pa.Table.from_batches(self._rows_of_chunks).combine_chunks().to_batches()[0]
+        names = self._chunks[0].schema.names  # those of reused groups may be in another order
+        return (
+            pa.Table.from_batches([rows.select(names) for rows in self._rows_of_chunks])
+            .combine_chunks()
+            .to_batches()[0]
+        )
 
     @cached_property
     def rows(self) -> BatchHandle:

@@ -167,7 +167,7 @@ def _summarize_rows(
     rows = _sample_rows(batch.num_rows, num_samples)
     columns: list[ColumnSummary] = []
     sampled: dict[str, pa.Array] = {}
-    chunks = [group.chunks for group in batch.groups]
+    chunks = list(dict.fromkeys(group.chunks for group in batch.groups))
     for group in batch.groups:
         at = chunks.index(group.chunks)
         for name, column in _read_group(store, batch, group):

@@ -13,6 +13,7 @@ import pyarrow as pa
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
 from rl_core.columns.jagged import jagged
+from rl_core.columns.prompts import rows_of_prompts, share_prompts
 from rl_core.views import new_batch, select, with_column
 from schemas.batch import BatchHandle, ChunkKey
 from tests.support.configs import run_config
@@ -36,12 +37,14 @@ ADVANTAGES = (0.25, -0.25, 0.5, 0.0, -0.5)  # of the trained rows
 LOGPROBS = tuple(-(row + 1) / 8 for row in range(len(SAMPLES)))  # of each of a row's tokens
 
 DTYPES = {
-    **dict.fromkeys(("prompt_ids", "response_ids"), "uint16"),
+    "prompt_ids": "uint16",
+    **dict.fromkeys(("prompt_text", "answer"), "string"),
+    "response_ids": "uint16",
     "loss_mask": "bool",
     "sampler_logprobs": "float",
     "reward": "float",
     "reward_letters": "float",
-    **dict.fromkeys(("prompt_text", "response_text", "answer", "finish_reason"), "string"),
+    **dict.fromkeys(("response_text", "finish_reason"), "string"),
     "group_id": "int32",
     "policy_version": "int32",
 }
@@ -73,9 +76,11 @@ def finish_step(store: FsspecColumnStore, step: int) -> BatchHandle:
 
 def put_rollout(store: FsspecColumnStore, step: int) -> BatchHandle:
     """Put both workers' rows of an open step; the batch is not noted."""
-    chunks = [store.put(_key(store, step, "rollout", at), rollout_columns(step, at)) for at in range(NUM_SHARDS)]
+    shards = [share_prompts(rollout_columns(step, at)) for at in range(NUM_SHARDS)]
+    chunks = [store.put(_key(store, step, "rollout", at), rows) for at, rows in enumerate(shards)]
     prompts, responses = ([len(row) for row in column.to_pylist()] for column in _tokens(SAMPLES))
-    return new_batch(store.run_id, step, step, chunks, DTYPES, prompts, responses)
+    held = rows_of_prompts(pa.chunked_array([rows["prompt_ids"] for rows in shards]).combine_chunks())
+    return new_batch(store.run_id, step, step, chunks, DTYPES, prompts, responses, held)
 
 
 def put_behavior(store: FsspecColumnStore, batch: BatchHandle) -> BatchHandle:

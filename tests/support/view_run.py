@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from infra.storage.runs import RunDirectory
 from infra.stores.files import FsspecColumnStore
 from rl_core.columns.jagged import jagged
+from rl_core.columns.prompts import rows_of_prompts, share_prompts
 from rl_core.views import new_batch
 from schemas.batch import ChunkKey
 from schemas.step import StepReport
@@ -56,8 +57,9 @@ def write_step(run: RunDirectory, store: FsspecColumnStore, tokenizer: Tokenizer
     columns = _columns(tokenizer, step, random, seed)
     lengths = [[len(row) for row in columns[name].to_pylist()] for name in ("prompt_ids", "response_ids")]
     store.open(step)
-    ref = store.put(ChunkKey(run_id=run.run_id, step=step, stage="rollout"), columns)
-    store.save_batch(new_batch(run.run_id, step, step, [ref], DTYPES, *lengths))
+    shared = share_prompts(columns)
+    ref = store.put(ChunkKey(run_id=run.run_id, step=step, stage="rollout"), shared)
+    store.save_batch(new_batch(run.run_id, step, step, [ref], DTYPES, *lengths, rows_of_prompts(shared["prompt_ids"])))
     store.archive(step)
     metrics = {"reward": 0.2 + step / 10, "kl": float(random.random()) / 100, "response/tokens": 30.0 + step}
     report = StepReport(step=step, policy_version=step + 1, metrics=metrics, seconds=2.0, seconds_by_phase={})

@@ -86,7 +86,7 @@ def test_the_exit_code_of_a_diff_is_its_answer(sluice: Command) -> None:
     store = columns_of(other)
     batch = store.load_batch(2)
     assert batch is not None
-    store.save_batch(batch.replace(groups=batch.groups[:1]))
+    store.save_batch(batch.replace(groups=batch.groups[:2]))
     different = sluice("diff", "demo", "other")
     assert different.exit_code == 1
     assert different.out.splitlines()[-2].startswith("1 steps compared: 1 differ, first in step 2, stage behavior")

@@ -38,7 +38,7 @@ def test_the_newest_step_in_the_terminal(inspect: Command) -> None:
         "column stage axis dtype unit rows values bytes nulls min mean max",
         "reward rollout row float 5 5 21 0 0 0.6 1",
         "advantages advantage row float reward 5 5 20 0 -0.5 0 0.5",
-        "demo/3/rollout/0/0 3 3,402",
+        "demo/3/rollout/0/0 3 3,274",
         "19 2 " + "█" * 20,
         "20 3 " + "█" * 30,
         "6 0",
@@ -102,7 +102,7 @@ def test_a_step_and_a_number_of_rows_may_be_named(inspect: Command, run: RunDire
 
 def test_json_has_the_statistics_of_every_column(inspect: Command) -> None:
     columns = {column.pop("name"): column for column in parsed(inspect("demo", "--json"))["columns"]}
-    assert list(columns)[:2] == ["prompt_ids", "response_ids"]
+    assert list(columns)[:4] == ["prompt_ids", "prompt_text", "answer", "response_ids"]
     assert columns["advantages"] == {
         "stage": "advantage",
         "group": 2,
