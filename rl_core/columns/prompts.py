@@ -30,11 +30,13 @@ def share_prompts(columns: pa.RecordBatch) -> pa.RecordBatch:
         True
     """
     names = _of_prompts(columns)
-    if columns.num_rows < 2 or not row_lengths(columns["prompt_ids"]).all():
+    if not columns.num_rows or not row_lengths(columns["prompt_ids"]).all():
         return columns
-    repeats = np.logical_and.reduce([_repeats(columns[name]) for name in names])
-    if not repeats.any():
-        return columns
+    repeats = _repeats(columns["prompt_ids"])
+    for name in names:
+        if not repeats.any():
+            return columns
+        repeats &= _repeats(columns[name])
     kept, empty = pa.array(~repeats), pa.scalar("")
     for name in names:
         column = columns[name]
