@@ -34,9 +34,10 @@ def share_prompts(columns: pa.RecordBatch) -> pa.RecordBatch:
         return columns
     repeats = _repeats(columns["prompt_ids"])
     for name in names:
-        if not repeats.any():
-            return columns
-        repeats &= _repeats(columns[name])
+        if repeats.any():  # else there is nothing to share: the other columns needn't be compared
+            repeats &= _repeats(columns[name])
+    if not repeats.any():
+        return columns
     kept, empty = pa.array(~repeats), pa.scalar("")
     for name in names:
         column = columns[name]

@@ -19,9 +19,11 @@ from infra.stores.tiered import TieredColumnStore
 from infra.workers.prompt_groups import Row
 from infra.workers.rollout import RolloutWorker
 from infra.workers.sampling import ResponseSampler, ResponseStart
+from rl_core.columns.codec import encoded_bytes
 from rl_core.columns.jagged import flat_values, row_lengths
+from rl_core.views import decode_ints
 from schemas.batch import ChunkKey, ChunkRef
-from schemas.catalog import CATALOG
+from schemas.catalog import CATALOG, column_spec
 from schemas.config.model import ModelConfig
 from schemas.errors import (
     ConfigError,
@@ -184,6 +186,25 @@ def test_all_workers_chunks_have_the_same_reward_parts(folder: Path) -> None:
     assert result.traffic.put_bytes == result.chunk.num_bytes
     assert rows["reward_style"].null_count == rows.num_rows
     assert rows["reward_index"].null_count == 0
+
+
+def test_a_prompt_is_stored_once_for_its_samples(folder: Path) -> None:
+    store = open_store()
+    worker = worker_of(run_of(folder), store=store)
+    shard = worker.generate(0, 0, 0, GROUPS)
+    result = put(worker, shard)
+    rows = read(store, shard, result)
+    assert result.prompt_rows is not None
+    held = decode_ints(result.prompt_rows)
+    assert held.tolist() == [row // NUM_SAMPLES * NUM_SAMPLES for row in range(rows.num_rows)]
+    prompts = rows.select([name for name in rows.schema.names if column_spec(name).is_of_prompt])
+    assert prompts.schema.names == ["prompt_ids", "prompt_text", "answer", "info"]
+    assert prompts.take(pa.array(held)).equals(prompts)
+    texts = [text for name in prompts.schema.names[1:] for text in rows[name].to_pylist()]
+    values = rows["prompt_ids"].flatten().nbytes + sum(len(text.encode()) for text in texts)
+    saved = values - values // NUM_SAMPLES
+    padding = 64 * len(prompts.schema.names)  # of each buffer, in Arrow files
+    assert abs(encoded_bytes(rows) - result.chunk.num_bytes - saved) <= padding < saved
 
 
 def test_steps_and_seeds_differ(folder: Path) -> None:
