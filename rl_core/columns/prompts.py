@@ -6,7 +6,6 @@ batch handle has the prompts' columns as a group of their own, whose segments re
 """
 
 import itertools
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ def share_prompts(columns: pa.RecordBatch) -> pa.RecordBatch:
     """Empty the columns of prompts in rows whose values of all of them are those of the row above.
 
     Example:
+        >>> from rl_core.columns.jagged import jagged
         >>> ids = jagged(np.array([5, 6, 5, 6, 7], dtype=np.uint16), np.array([2, 2, 1]))
         >>> shared = share_prompts(pa.record_batch({"prompt_ids": ids}))
         >>> shared["prompt_ids"].to_pylist(), rows_of_prompts(shared["prompt_ids"]).tolist()
@@ -32,7 +32,7 @@ def share_prompts(columns: pa.RecordBatch) -> pa.RecordBatch:
     names = _of_prompts(columns)
     if not columns.num_rows or not row_lengths(columns["prompt_ids"]).all():
         return columns
-    repeats = _repeats(columns["prompt_ids"])
+    repeats = np.arange(columns.num_rows) > 0
     for name in names:
         if repeats.any():  # else there is nothing to share: the other columns needn't be compared
             repeats &= _repeats(columns[name])
@@ -84,7 +84,7 @@ def _repeats(column: pa.Array) -> npt.NDArray[np.bool_]:
     return np.array([False, *map(bytes.__eq__, rows[1:], rows)])
 
 
-def _without(column: pa.LargeListArray, kept: pa.BooleanArray) -> Any:
+def _without(column: pa.LargeListArray, kept: pa.BooleanArray) -> pa.LargeListArray:
     lengths = np.where(kept, row_lengths(column), 0)
     values = column.filter(kept)
     return pa.LargeListArray.from_arrays(pa.array(np.cumsum([0, *lengths])), values.flatten())
