@@ -167,7 +167,9 @@ class Dialogue:
             return prompt, f"reset: {reply.failure.message}"
         if not reply.observations:
             return prompt, None
-        messages = [*prompt.messages, *({"role": reply.role, "content": text} for text in reply.observations)]
+        roles = reply.roles or [reply.role] * len(reply.observations)
+        added = [{"role": role, "content": text} for role, text in zip(roles, reply.observations, strict=True)]
+        messages = added if reply.roles else [*prompt.messages, *added]
         try:
             token_ids = self._chat.encode(messages)
         except ChatTemplateError as error:

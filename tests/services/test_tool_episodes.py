@@ -15,6 +15,7 @@ from infra.environments.trajectory import Trajectory
 from infra.models.tiny import CHAT_TEMPLATE, make_tokenizer
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import ClassEnvironment, EnvironmentConfig, ToolsEnvironment
+from schemas.config.rollout import TransformersRollout
 
 CONFIG = ToolsEnvironment(
     tools=("tests.support.games:add", "tests.support.games:wait"),
@@ -73,7 +74,7 @@ def play(engine: GivenTurns, answers: Sequence[str], config: EnvironmentConfig =
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ '<|pad|>' if tools else '' }}" + CHAT_TEMPLATE
     chat = ChatTemplate(tokenizer, {}, schemas_of_tools(config))
-    pool = EnvironmentPool(environment_class(config))
+    pool = EnvironmentPool(environment_class(config, TransformersRollout()))
     pool.start()
     try:
         episodes = Episodes([Dialogue(config, chat, 64)], engine, pool, tokenizer)  # type: ignore[arg-type]

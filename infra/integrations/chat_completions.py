@@ -1,0 +1,286 @@
+"""A model whose turns are asked for over OpenAI's chat completions, by what plays an environment itself.
+
+A request must extend the chat of the one before it; it waits until the turn that follows has been sampled. Needs
+aiohttp, the standard library and `rl_core.environments` only, as other interpreters import it, too.
+"""
+
+import asyncio
+import json
+from collections.abc import Collection, Mapping, Sequence
+from contextvars import Context
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from rl_core.environments.calls import without_reasoning
+
+MODEL = "policy"
+MAX_REQUEST_BYTES = 2**24
+_ECHOED = {"role", "content", "reasoning", "reasoning_content"}  # what a message may have; reasoning is the model's own
+_WITHOUT_EFFECT: Mapping[str, Any] = {
+    "n": 1,
+    "stream": False,
+    "logprobs": False,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "stop": [],
+    "tools": [],
+    "response_format": {"type": "text"},
+}
+_LIMITS = ("max_tokens", "max_completion_tokens")
+
+
+class ChatError(Exception):
+    """The model was asked for what can't be trained on, or what asks it failed; its trajectory has no reward."""
+
+
+class Message(NamedTuple):
+    """A message of a chat; the model's is without its reasoning."""
+
+    role: str
+    content: str
+
+
+class Turn(NamedTuple):
+    """A turn of the model.
+
+    Attributes:
+        number: Its number in its chat, from 1 on.
+        text: What was sampled.
+    """
+
+    number: int
+    text: str
+
+
+class Conversation:
+    """The chat of one trajectory, whose model is asked over HTTP.
+
+    Args:
+        asker: Who asks, for messages.
+        chat: What the first request begins with; None: it has the whole prompt.
+        settings: What a request may set besides messages and model: anything.
+        values: What it may set to one value only, that of the run; or, of a limit of tokens, to a higher one.
+
+    Attributes:
+        chat: The messages so far.
+        owner: Who asks, once somebody has.
+    """
+
+    def __init__(
+        self,
+        asker: str,
+        chat: Sequence[Message] | None = None,
+        settings: Collection[str] = (),
+        values: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.chat = [_message(*message) for message in chat or ()]
+        self._asker, self._has_prompt = asker, chat is not None
+        self._settings, self._values = {"messages", "model", *settings}, {**_WITHOUT_EFFECT, **(values or {})}
+        self._turns: dict[int, asyncio.Future[Turn]] = {}  # by the number of messages that were asked with
+        self._requests: asyncio.Queue[list[Message]] = asyncio.Queue()
+        self._failure: ChatError | None = None
+        self.owner = ""
+
+    def ask(self, body: Any, owner: str = "") -> "asyncio.Future[Turn]":
+        """Return the turn that a request asks for: the next one, or, if it was asked for before, the same again.
+
+        Args:
+            body: The request's.
+            owner: Which of several agents asks; all but the first one to ask are refused.
+
+        Raises:
+            ChatError: It asks for what can't be trained on; then the trajectory has failed.
+        """
+        try:
+            if self._failure is not None:
+                raise self._failure
+            if self.owner not in ("", owner):
+                raise ChatError(
+                    "a second agent, or a second attempt of the first one, asks the model; give each agent of the "
+                    "environment but one a client and a model of its own, and set its retries to 0"
+                )
+            self.owner = owner
+            return self._turn_after(self._messages(body))
+        except ChatError as error:
+            self.fail(error)
+            raise
+
+    def answer(self, action: str) -> None:
+        """Give the model's turn to who asks for it.
+
+        Raises:
+            ChatError: The trajectory has failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        turn = self._turns[len(self.chat)]
+        self.chat.append(_message("assistant", without_reasoning(action)))
+        turn.set_result(Turn(len(self._turns), action))
+
+    async def next_request(self, ended: "asyncio.Future[Any]") -> list[Message] | None:
+        """Return the messages that the next request adds to the chat; None if what asks ended instead.
+
+        Raises:
+            ChatError: The trajectory has failed.
+        """
+        request = asyncio.create_task(self._requests.get())
+        try:
+            await asyncio.wait({request, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None:
+                raise self._failure
+            return request.result() if request.done() else None
+        finally:
+            request.cancel()
+
+    def fail(self, error: ChatError) -> None:
+        """Refuse all requests from now on, for this reason or an earlier one."""
+        if self._failure is None:
+            self._failure = error
+            self._requests.put_nowait([])  # for who waits for the next one
+            for turn in self._turns.values():
+                if not turn.done():
+                    turn.set_exception(error)
+                    turn.exception()  # nobody may be waiting any more
+
+    def _turn_after(self, messages: list[Message]) -> "asyncio.Future[Turn]":
+        """Return the turn after these messages."""
+        known = len(self.chat)
+        if (turn := self._turns.get(len(messages))) is not None and messages == self.chat[: len(messages)]:
+            return turn
+        if known in self._turns:
+            raise ChatError(
+                f"{self._asker} asks its model for a turn while another one is being sampled; a trajectory is one "
+                "chat, and branches of it are not supported yet"
+            )
+        for at, expected in enumerate(self.chat):
+            found = messages[at] if at < len(messages) else None
+            if found != expected:
+                raise ChatError(
+                    f"{self._asker} doesn't extend the chat: message {at} of its request is {found!r:.200}, but was "
+                    f"{expected!r:.200}; a trajectory keeps what the model has sampled, and begins with "
+                    + ("the data row's prompt" if self._has_prompt else "its first request; branches are not supported")
+                )
+        added = messages[known:]
+        self._check(added)
+        self.chat.extend(added)
+        turn = self._turns[len(messages)] = asyncio.get_running_loop().create_future()
+        self._requests.put_nowait(added)
+        return turn
+
+    def _check(self, added: Sequence[Message]) -> None:
+        """Check the messages that a request adds to the chat."""
+        roles = [message.role for message in added]
+        if not self._turns:
+            if roles[-1:] == ["assistant"] or not (roles or self._has_prompt):
+                raise ChatError(f"{self._asker} asks its model for a turn after its own, or after nothing")
+            if not self._has_prompt:
+                return
+        elif not added:
+            raise ChatError(f"{self._asker} asks its model for a turn after its own, without a message between")
+        if "assistant" in roles or len(set(roles)) > 1:
+            raise ChatError(
+                f"a request adds messages of roles {', '.join(roles)}; all must be of one, and not the model's"
+            )
+
+    def _messages(self, body: Any) -> list[Message]:
+        """Return a request's chat; raises a `ChatError` if it is none, or sets what only the run's config may."""
+        if not isinstance(body, dict):
+            raise ChatError(f"{self._asker} asks its model with what is not a JSON object")
+        others = {name: value for name, value in body.items() if not self._allows(name, value)}
+        if others:
+            instead = {name: f" instead of {self._values[name]!r}" for name in others if name in self._values}
+            said = [f"{name} = {others[name]!r:.80}{instead.get(name, '')}" for name in sorted(others)]
+            raise ChatError(
+                f"{self._asker} asks its model with {', '.join(said)}, but here it is a chat without tools, whose "
+                "turns are sampled as the run's config says; take it out of the requests"
+            )
+        messages = body.get("messages")
+        if not isinstance(messages, list):
+            raise ChatError(f"{self._asker} asks its model without a list of messages")
+        return [self._message(at, message) for at, message in enumerate(messages)]
+
+    def _allows(self, name: str, value: Any) -> bool:
+        if value is None or name in self._settings:
+            return True
+        if name in _LIMITS and name in self._values and isinstance(value, int):
+            return value >= self._values[name]  # which ends no turn earlier
+        return name in self._values and value == self._values[name]
+
+    def _message(self, at: int, message: Any) -> Message:
+        if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+            raise ChatError(f"message {at} of a request is {message!r:.80}, expected an object with a role")
+        if others := sorted(name for name, value in message.items() if value and name not in _ECHOED):
+            raise ChatError(f"message {at} of a request has {', '.join(others)}; the model reads role and content only")
+        return _message(role, _text(at, message.get("content")))
+
+
+async def serve(handler: Any, path: str) -> str:
+    """Serve posts on the loopback interface until this process ends; return the server's URL.
+
+    Args:
+        handler: Answers them.
+        path: Their path, of aiohttp's form.
+    """
+    app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+    app.router.add_post(path, handler)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+def begin_task(coroutine: Any) -> "asyncio.Task[Any]":
+    """Begin a task that belongs to no environment's call, whose time it would otherwise take."""
+    return Context().run(asyncio.create_task, coroutine)
+
+
+async def complete(request: web.Request, conversation: Conversation, owner: str = "") -> web.StreamResponse:
+    """Answer a request by the turn that it asks for, or by what is wrong with it."""
+    try:
+        try:
+            body = json.loads(await request.read())
+        except web.HTTPRequestEntityTooLarge:
+            raise ChatError(f"a request has more than {MAX_REQUEST_BYTES:,} bytes") from None
+        except (ValueError, RecursionError) as error:
+            raise ChatError(f"a request is not JSON: {error}") from None
+        turn = await asyncio.shield(conversation.ask(body, owner))
+    except ChatError as error:
+        conversation.fail(error)
+        return refusal(400, str(error))
+    choice = {"index": 0, "message": _reply(turn.text), "finish_reason": "stop"}
+    return web.json_response(
+        {"id": f"turn-{turn.number}", "object": "chat.completion", "created": 0, "model": MODEL, "choices": [choice]}
+    )
+
+
+def refusal(status: int, message: str) -> web.Response:
+    """Return an error as OpenAI writes it."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return web.json_response({"error": error}, status=status)
+
+
+def _reply(action: str) -> dict[str, str]:
+    """Return a turn as a message."""
+    answer = without_reasoning(action)
+    message = {"role": "assistant", "content": answer.strip()}
+    if len(answer) < len(action):
+        reasoning = action[: len(action) - len(answer)].removesuffix("</think>")
+        message["reasoning_content"] = reasoning.partition("<think>")[2] or reasoning
+    return message
+
+
+def _message(role: str, content: str) -> Message:
+    """Return a message as it is compared: clients may drop the white space around the model's own texts."""
+    return Message(role, content.strip() if role == "assistant" else content)
+
+
+def _text(at: int, content: Any) -> str:
+    """Return a message's text; raises a `ChatError` if not all of it is text."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    kinds = sorted({str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in parts})
+    if kinds not in ([], ["text"]) or not all(isinstance(part.get("text"), str) for part in parts):
+        raise ChatError(f"message {at} of a request has content of type {', '.join(kinds)}; the model reads text only")
+    return "\n".join(part["text"] for part in parts)

@@ -1,0 +1,258 @@
+"""Programs as environments: what they may ask, what ends them, and that nothing of them is left."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.programs import begin, failure, program, row, started, turns
+from tests.support.progress import wait_until
+
+GUESSES = """
+    say("You guess a number.", role="system")
+    messages.reverse()
+    for at in range(3):
+        guess = ask()
+        if guess == task["answer"]:
+            finish(1.0, guesses=at + 1)
+        say("no, " + guess + " is wrong")
+    finish(0)
+"""
+
+
+def test_a_programs_first_request_is_the_prompt_and_what_it_prints_the_reward(tmp_path: Path) -> None:
+    with started(program(tmp_path, GUESSES)) as pool:
+        replies = begin(pool, row("5"), row("7"))
+        assert replies[0].roles == ("system", "user")
+        assert replies[0].observations == ("You guess a number.", "Begin.")
+        replies = turns(pool, ["3", "<think>hm</think> 7 "])
+        assert (replies[0].observations, replies[0].role, replies[0].done) == (("no, 3 is wrong",), "user", False)
+        assert (replies[1].reward, replies[1].done, replies[1].metrics) == (1.0, True, {"guesses": 1.0})
+        assert turns(pool, {0: "4"})[0].observations == ("no, 4 is wrong",)
+        reply = turns(pool, {0: "6"})[0]
+        assert (reply.reward, reply.done, reply.failure) == (0.0, True, None)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("ask(temperature=0.5)", "temperature = 0.5 instead of 1.0"),
+        ("ask(tools=[{'type': 'function'}], seed=3)", "seed = 3, tools = [{'type': 'function'}] instead of []"),
+        ("ask(n=2)", "n = 2 instead of 1"),
+        ("ask(max_tokens=8)", "max_tokens = 8 instead of 256"),
+        ("post(b'{')", "a request is not JSON"),
+        ("post(b'[1]')", "with what is not a JSON object"),
+        ("post(b'[' * 10**6)", "a request is not JSON"),
+        ("post({'messages': 3})", "without a list of messages"),
+        ("post({'messages': []})", "a turn after its own, or after nothing"),
+        ("post({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]})", "content of type image_url"),
+        ("post({'messages': [{'role': 'user', 'content': 'a', 'name': 'b'}]})", "message 0 of a request has name"),
+        ("post({'messages': messages, 'metadata': 'x' * 2**24})", "a request has more than 16,777,216 bytes"),
+        ("sys.exit('no such luck')", "exit code 1 before it asked its model anything; its stderr ends with: no such"),
+        ("os.kill(0, 9)", "the program ended with signal 9 (Killed) before it asked"),
+    ],
+)
+def test_what_cannot_be_trained_on_fails_its_trajectory_by_name(tmp_path: Path, code: str, message: str) -> None:
+    refused = f"\n    {code}\n    finish(1.0)  # whatever it was told"
+    with started(program(tmp_path, f"if task['answer'] == 'bad':{refused}\nask()\nfinish(0.5)")) as pool:
+        replies = begin(pool, row(), row("bad"))
+        assert message in failure(replies[1])
+        assert turns(pool, {0: "x"})[0].reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("messages[0] = {'role': 'user', 'content': 'Other.'}\nsay('x')\nask()", "doesn't extend the chat: message 0"),
+        ("messages[-1] = {'role': 'assistant', 'content': 'y'}\nsay('x')\nask()", "doesn't extend the chat: message 1"),
+        ("messages.pop()\nsay('y')\nask()", "doesn't extend the chat: message 1"),
+        ("ask()", "a turn after its own, without a message between"),
+        ("say('x')\nsay('y', role='system')\nask()", "adds messages of roles user, system"),
+        ("sys.exit(3)", "the program ended with exit code 3; it wrote nothing to stderr"),
+        ("print('done')", "the last line that the program printed is 'done', not its reward"),
+        ("print(json.dumps({'reward': float('nan')}))", "step() returned the reward nan"),
+    ],
+)
+def test_what_a_program_does_after_a_turn_may_cost_its_trajectory(tmp_path: Path, code: str, message: str) -> None:
+    with started(program(tmp_path, f"ask()\n{code}")) as pool:
+        begin(pool)
+        assert message in failure(turns(pool, ["hello"])[0])
+
+
+def test_errors_are_openais_and_another_trajectorys_key_costs_nothing(tmp_path: Path) -> None:
+    code = """
+        if task["answer"] == "asker":
+            status, body = post({"messages": messages}, key="wrong")
+            other, _ = post({"messages": messages}, number=99)
+            say(json.dumps([status, other, json.loads(body)["error"]["type"]]))
+            ask()
+            status, body = post({"messages": messages[:1], "top_p": 0.1})
+            sys.exit(f"{status} {body.decode()}")
+        ask()
+        say("again")
+        ask()
+        finish(1)
+    """
+    with started(program(tmp_path, code)) as pool:
+        replies = begin(pool, row("asker"), row())
+        assert replies[0].observations[-1] == '[401, 401, "invalid_request_error"]'
+        assert "top_p = 0.1 instead of 1.0" in failure(turns(pool, {0: "x", 1: "y"})[0])
+        assert turns(pool, {1: "z"})[1].reward == 1.0
+
+
+def test_the_same_request_gets_the_same_answer_and_samples_nothing(tmp_path: Path) -> None:
+    code = """
+        body = {"model": "any", "messages": messages, "temperature": 1.0, "max_tokens": 999, "n": 1, "user": "me"}
+        answers = [post(body), post(body)]
+        message = json.loads(answers[0][1])["choices"][0]["message"]
+        body["messages"] = messages + [message, {"role": "user", "content": str(answers[0] == answers[1])}]
+        second = post(body)
+        body["messages"] = messages
+        finish(1.0, same=int(post(body) == answers[0] != second))
+    """
+    with started(program(tmp_path, code)) as pool:
+        begin(pool)
+        assert turns(pool, ["one"])[0].observations == ("True",)
+        assert turns(pool, ["two"])[0].metrics == {"same": 1.0}
+
+
+def test_a_request_while_a_turn_is_sampled_must_be_the_same(tmp_path: Path) -> None:
+    code = """
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor(2) as threads:
+            first, again = [threads.submit(post, {"messages": messages}) for _ in range(2)]
+            same = first.result() == again.result()
+            say(f"{same}")
+            messages.insert(1, json.loads(first.result()[1])["choices"][0]["message"])
+            third = threads.submit(post, {"messages": messages})
+            time.sleep(0.5)
+            status, _ = post({"messages": [{"role": "user", "content": "another"}]})
+            open(task["info"]["log"], "w").write(f"{status} {third.result()[0]}")
+    """
+    with started(program(tmp_path, code)) as pool:
+        begin(pool, row(log=str(tmp_path / "log")))
+        assert turns(pool, ["one"])[0].observations == ("True",)
+        wait_until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text() == "400 400")
+        assert "branches of it are not supported yet" in failure(turns(pool, ["two"])[0])
+
+
+def test_a_grader_sees_the_folder_the_chat_and_the_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "grading.py").write_text(
+        """
+async def grade(program):
+    left = {path.name: path.read_text() for path in program.folder.iterdir()}
+    assert program.messages[-1] == {"role": "assistant", "content": "hello"}, program.messages
+    assert left == {"answer": "hello"}, left
+    return program.exit_code, {"printed": float(program.output), "asked": program.task["info"]["asked"]}
+
+def fails(program):
+    raise LookupError("no grade")
+
+grade_of = 3
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    code = 'open("answer", "w").write(ask())\nprint(5)\nsys.exit(4)'
+    with started(program(tmp_path, code, grader="grading:grade")) as pool:
+        begin(pool, row(asked=2))
+        reply = turns(pool, ["hello"])[0]
+        assert (reply.reward, reply.done, reply.metrics) == (4.0, True, {"printed": 5.0, "asked": 2.0})
+    with started(program(tmp_path, code, grader="grading:fails")) as pool:
+        begin(pool)
+        assert "LookupError: no grade" in failure(turns(pool, ["hello"])[0])
+    for grader, message in {
+        "grading:grade_of": "there is no function 'grade_of'",
+        "none:f": "importing 'none'",
+    }.items():
+        with started(program(tmp_path, code, grader=grader)) as pool:
+            assert message in failure(begin(pool)[0])
+
+
+def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+    code = """
+        import subprocess
+        child = subprocess.Popen(["sleep", "1000"])
+        if task["answer"] == "silent":
+            open(task["info"]["log"], "w").write(f"{os.getpid()} {child.pid} {os.getcwd()}")
+            time.sleep(1000)
+        say(f"{os.getcwd()} {os.getpid()} {child.pid}")
+        ask()
+        time.sleep(1000)
+    """
+    limits = {"reset_timeout_seconds": 4.0, "step_timeout_seconds": 1.0}
+    with started(program(tmp_path, code, **limits)) as pool:
+        replies = begin(pool, row(), row("silent", log=str(tmp_path / "log")))
+        assert "no answer within 4 s" in failure(replies[1])
+        folder, parent, child = replies[0].observations[-1].split()
+        assert Path(folder).is_dir()
+        assert "no answer within 1 s" in failure(turns(pool, {0: "x"})[0])
+        pool.end_all()
+        silent, its_child, its_folder = (tmp_path / "log").read_text().split()
+        for pid in (parent, child, silent, its_child):
+            wait_until(lambda pid=pid: not psutil.pid_exists(int(pid)))
+        wait_until(lambda: not Path(folder).exists() and not Path(its_folder).exists())
+
+
+def test_a_program_has_limits_a_home_and_no_more_memory(tmp_path: Path) -> None:
+    code = """
+        import resource
+        assert os.environ["HOME"] == os.environ["TMPDIR"] == os.getcwd() and not os.listdir()
+        assert resource.getrlimit(resource.RLIMIT_AS)[1] == 2**28 and os.getsid(0) == os.getpid()
+        assert "127.0.0.1" in os.environ["NO_PROXY"] and task["seed"] == 0
+        try:
+            bytearray(2**29)
+        except MemoryError:
+            say("too much")
+        ask()
+    """
+    with started(program(tmp_path, code, memory_bytes=2**28)) as pool:
+        assert begin(pool)[0].observations[-1] == "too much"
+
+
+COUNTED = """
+    log = open(task["info"]["log"], "a")
+    print(os.getpid(), file=log, flush=True)
+    for at in range(4):
+        if at == 1 and task["answer"] == "odd":
+            say(str(os.getpid()))
+        said = ask()
+        print("asked", file=log, flush=True)
+        say(f"{at} {said}")
+    finish(1.0)
+"""
+
+
+def test_a_killed_process_takes_its_programs_along_and_they_are_started_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with started(program(tmp_path, COUNTED)) as pool:
+        begin(pool, row(log=str(log)))
+        turns(pool, ["a"])
+        turns(pool, ["b"])
+        first = int(log.read_text().split()[0])
+        root = Path(os.readlink(f"/proc/{first}/cwd")).parent
+        os.kill(pool.pids[0], 9)
+        wait_until(lambda: not psutil.pid_exists(first) or psutil.Process(first).status() == "zombie")
+        assert turns(pool, ["c"])[0].observations == ("2 c",)
+        asked, again, asked_again = (
+            log.read_text().split()[1:3],
+            log.read_text().split()[3],
+            log.read_text().split()[4:],
+        )
+        assert (asked, again != str(first), asked_again) == (["asked"] * 2, True, ["asked"] * 3)
+        assert not root.exists()  # the next process has removed it
+        assert turns(pool, ["d"])[0].reward == 1.0
+
+
+def test_a_program_that_asks_otherwise_when_it_is_started_again_differs(tmp_path: Path) -> None:
+    with started(program(tmp_path, COUNTED)) as pool:
+        begin(pool, row("odd", log=str(tmp_path / "log")), row(log=str(tmp_path / "other")))
+        turns(pool, ["a", "b"])
+        os.kill(pool.pids[0], 9)
+        time.sleep(0.2)
+        replies = turns(pool, ["c", "d"])
+        assert replies[0].failure is not None
+        assert replies[0].failure.kind == "differs"
+        assert "when it was made again: its answer 1 is" in replies[0].failure.message
+        assert replies[1].observations == ("1 d",)
