@@ -13,10 +13,12 @@ from dataclasses import replace
 import numpy as np
 
 from infra.datasets import PromptRow
+from infra.environments.program import write_turn
 from infra.environments.slot import Reply
+from infra.environments.trajectory import Turn
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.control_tokens import Messages
-from schemas.config.environment import EnvironmentConfig, ToolsEnvironment
+from schemas.config.environment import EnvironmentConfig, ProgramEnvironment, ToolsEnvironment
 from schemas.errors import ChatTemplateError
 
 # Nothing before a turn has these texts, by which it is found in what a template writes.
@@ -184,6 +186,12 @@ class Dialogue:
         text = "\n\n".join(message["content"] for message in messages)
         ids = np.array(token_ids, dtype=np.int32)
         return replace(prompt, prompt_ids=ids, prompt_text=text, messages=messages), None
+
+    def action(self, turn: Turn, num_tokens: int) -> str:
+        """Return what the environment gets of a turn, the last one of so many tokens."""
+        if not isinstance(self.config, ProgramEnvironment):
+            return turn.action
+        return write_turn(turn.action, num_tokens - turn.num_tokens, turn.num_tokens)
 
     def bridge(self, role: str, observations: Sequence[str], last_id: int) -> np.ndarray:
         """Return the tokens from the end of a turn, whose last one is `last_id`, to the beginning of the next one.

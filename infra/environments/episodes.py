@@ -202,7 +202,8 @@ class Episodes:
                         rows.end(place)
                         yield self._finish(row, end)
                     else:
-                        waiting.await_answer(row.number, row.turns[-1].action)
+                        assert dialogue is not None, "a row without an environment ends with its first turn"
+                        waiting.await_answer(row.number, dialogue.action(row.turns[-1], len(row.history)))
                 for number, reply in waiting.resumed(rows.num_unfinished):
                     row, dialogue = builders[number], self._dialogue_of(prompts[number])
                     assert dialogue is not None, "a row without an environment gets no answer"

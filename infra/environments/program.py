@@ -140,8 +140,9 @@ class Program:
         return [message._asdict() for message in added]
 
     async def step(self, action: str) -> Step:
-        """Answer the outstanding request by the turn; return what the next one adds to the chat, or the reward."""
-        self._conversation.answer(action)
+        """Answer the outstanding request by a turn (`write_turn`); return what the next one adds, or the reward."""
+        turn = json.loads(action)
+        self._conversation.answer(turn["text"], turn["usage"])
         added = await self._conversation.next_request(self._ended)
         if added is None:
             return await self._end()
@@ -219,6 +220,18 @@ class Program:
         """Return the end of what the program wrote to its standard error, for messages."""
         said = _end_of(self._errors, OUTPUT_BYTES).strip()
         return f"; its stderr ends with: {said[-ERROR_CHARACTERS:]}" if said else "; it wrote nothing to stderr"
+
+
+def write_turn(text: str, num_before: int, num_tokens: int) -> str:
+    """Return the action that gives a turn to a program.
+
+    Args:
+        text: The turn.
+        num_before: The tokens before it.
+        num_tokens: Those that were sampled.
+    """
+    usage = {"prompt_tokens": num_before, "completion_tokens": num_tokens, "total_tokens": num_before + num_tokens}
+    return json.dumps({"text": text, "usage": usage})
 
 
 def resolve(command: Sequence[str]) -> list[str]:

@@ -47,10 +47,12 @@ class Turn(NamedTuple):
     Attributes:
         number: Its number in its chat, from 1 on.
         text: What was sampled.
+        usage: What OpenAI reports of the tokens, if they are known.
     """
 
     number: int
     text: str
+    usage: Mapping[str, int] | None
 
 
 class Conversation:
@@ -106,8 +108,12 @@ class Conversation:
             self.fail(error)
             raise
 
-    def answer(self, action: str) -> None:
+    def answer(self, action: str, usage: Mapping[str, int] | None = None) -> None:
         """Give the model's turn to who asks for it.
+
+        Args:
+            action: What was sampled.
+            usage: What OpenAI reports of the tokens; None: nothing.
 
         Raises:
             ChatError: The trajectory has failed.
@@ -116,7 +122,7 @@ class Conversation:
             raise self._failure
         turn = self._turns[len(self.chat)]
         self.chat.append(_message("assistant", without_reasoning(action)))
-        turn.set_result(Turn(len(self._turns), action))
+        turn.set_result(Turn(len(self._turns), action, usage))
 
     async def next_request(self, ended: "asyncio.Future[Any]") -> list[Message] | None:
         """Return the messages that the next request adds to the chat; None if what asks ended instead.
@@ -248,10 +254,32 @@ async def complete(request: web.Request, conversation: Conversation, owner: str 
     except ChatError as error:
         conversation.fail(error)
         return refusal(400, str(error))
-    choice = {"index": 0, "message": _reply(turn.text), "finish_reason": "stop"}
-    return web.json_response(
-        {"id": f"turn-{turn.number}", "object": "chat.completion", "created": 0, "model": MODEL, "choices": [choice]}
-    )
+    if body.get("stream"):
+        return await _stream(request, turn, with_usage=bool((body.get("stream_options") or {}).get("include_usage")))
+    completion = _part(turn, "chat.completion", {"message": _reply(turn.text), "finish_reason": "stop"})
+    return web.json_response(completion | ({"usage": turn.usage} if turn.usage else {}))
+
+
+async def _stream(request: web.Request, turn: Turn, *, with_usage: bool) -> web.StreamResponse:
+    """Answer a request by a turn in chunks: it has ended before the first one is sent."""
+    kind, reply = "chat.completion.chunk", _reply(turn.text)
+    chunks = [_part(turn, kind, {"delta": {"role": reply.pop("role"), "content": ""}, "finish_reason": None})]
+    chunks += [_part(turn, kind, {"delta": {name: text}, "finish_reason": None}) for name, text in reply.items()]
+    chunks.append(_part(turn, kind, {"delta": {}, "finish_reason": "stop"}))
+    if with_usage and turn.usage:
+        chunks.append(_part(turn, kind) | {"usage": turn.usage})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for chunk in [*map(json.dumps, chunks), "[DONE]"]:
+        await response.write(f"data: {chunk}\n\n".encode())
+    await response.write_eof()
+    return response
+
+
+def _part(turn: Turn, kind: str, choice: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a turn, or a part of one, as OpenAI's objects; without a choice, the last part."""
+    choices = [] if choice is None else [{"index": 0, **choice}]
+    return {"id": f"turn-{turn.number}", "object": kind, "created": 0, "model": MODEL, "choices": choices}
 
 
 def refusal(status: int, message: str) -> web.Response:
@@ -263,11 +291,11 @@ def refusal(status: int, message: str) -> web.Response:
 def _reply(action: str) -> dict[str, str]:
     """Return a turn as a message."""
     answer = without_reasoning(action)
-    message = {"role": "assistant", "content": answer.strip()}
+    message = {"role": "assistant"}
     if len(answer) < len(action):
         reasoning = action[: len(action) - len(answer)].removesuffix("</think>")
         message["reasoning_content"] = reasoning.partition("<think>")[2] or reasoning
-    return message
+    return {**message, "content": answer.strip()}
 
 
 def _message(role: str, content: str) -> Message:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from infra.environments.open import environment_class
 from infra.environments.pool import EnvironmentPool, Reply
+from infra.environments.program import write_turn
 from rl_core.environments.base import Task
 from schemas.config.environment import ProgramEnvironment
 from schemas.config.rollout import TransformersRollout
@@ -81,7 +82,7 @@ def begin(pool: EnvironmentPool, *tasks: Task) -> dict[int, Reply]:
 
 def turns(pool: EnvironmentPool, actions: Mapping[int, str] | list[str]) -> dict[int, Reply]:
     for number, action in actions.items() if isinstance(actions, Mapping) else enumerate(actions):
-        pool.step(number, action)
+        pool.step(number, write_turn(action, num_before=10, num_tokens=len(action)))
     return pool.wait()
 
 

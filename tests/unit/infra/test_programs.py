@@ -1,5 +1,6 @@
 """Programs as environments: what they may ask, what ends them, and that nothing of them is left."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -116,6 +117,36 @@ def test_the_same_request_gets_the_same_answer_and_samples_nothing(tmp_path: Pat
         begin(pool)
         assert turns(pool, ["one"])[0].observations == ("True",)
         assert turns(pool, ["two"])[0].metrics == {"same": 1.0}
+
+
+def test_a_turn_may_come_in_chunks(tmp_path: Path) -> None:
+    code = """
+        body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+        streams = [post(body)[1] for _ in range(2)]
+        *lines, last, _ = streams[0].decode().split("\\n\\n")
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        del body["stream_options"]
+        without = post(body)[1].decode()
+        whole = json.loads(post({"messages": messages})[1])
+        say("x")
+        messages[1:1] = [{"role": "assistant", "content": "".join(delta.get("content", "") for delta in deltas)}]
+        say(json.dumps([
+            deltas, [c["choices"] and c["choices"][0]["finish_reason"] for c in chunks], chunks[-1]["usage"], last,
+            streams[0] == streams[1], "usage" in without, whole["usage"], whole["choices"][0],
+        ]))
+        ask(stream=None)
+    """
+    with started(program(tmp_path, code)) as pool:
+        begin(pool)
+        said = turns(pool, ["<think>so</think>\n\nyes"])[0].observations
+    deltas, ends, usage, last, is_same, has_usage, whole_usage, choice = json.loads(said[1])
+    assert deltas == [{"role": "assistant", "content": ""}, {"reasoning_content": "so"}, {"content": "yes"}, {}]
+    assert ends == [None, None, None, "stop", []]
+    assert usage == whole_usage == {"prompt_tokens": 10, "completion_tokens": 22, "total_tokens": 32}
+    assert (last, is_same, has_usage) == ("data: [DONE]", True, False)
+    message = {"role": "assistant", "content": "yes", "reasoning_content": "so"}
+    assert choice == {"index": 0, "message": message, "finish_reason": "stop"}
 
 
 def test_a_request_while_a_turn_is_sampled_must_be_the_same(tmp_path: Path) -> None:
