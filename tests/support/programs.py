@@ -54,6 +54,11 @@ def program(folder: Path, code: str, **changes: object) -> ProgramEnvironment:
     """Return an environment whose program is this code, after `PRELUDE`."""
     script = folder / "agent.py"
     script.write_text(PRELUDE + textwrap.dedent(code))
+    return program_at(script, **changes)
+
+
+def program_at(script: Path, **changes: object) -> ProgramEnvironment:
+    """Return an environment whose program is a script."""
     fields = {"num_processes": 1, "reset_timeout_seconds": LIMIT_SECONDS, "step_timeout_seconds": LIMIT_SECONDS}
     return ProgramEnvironment.model_validate({"command": ("{python}", str(script)), **fields, **changes})
 

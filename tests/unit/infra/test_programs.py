@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.programs import begin, failure, program, row, started, turns
+from tests.support.programs import begin, failure, program, program_at, row, started, turns
 from tests.support.progress import wait_until
 
 GUESSES = """
@@ -287,3 +287,51 @@ def test_a_program_that_asks_otherwise_when_it_is_started_again_differs(tmp_path
         assert replies[0].failure.kind == "differs"
         assert "when it was made again: its answer 1 is" in replies[0].failure.message
         assert replies[1].observations == ("1 d",)
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "any_agent"
+OPENAI = """
+    from openai import AuthenticationError, BadRequestError, OpenAI
+    client, model = OpenAI(), os.environ["OPENAI_MODEL"]
+    try:
+        OpenAI(api_key="another").chat.completions.create(model=model, messages=messages)
+    except AuthenticationError as error:
+        say(error.message)
+    whole = client.chat.completions.create(model=model, messages=messages, temperature=1, n=1)
+    messages += [whole.choices[0].message, {"role": "user", "content": f"{whole.usage.total_tokens} tokens"}]
+    stream = client.chat.completions.create(
+        model=model, messages=messages, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = stream
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    messages += [
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": f"{chunks[-1].choices[0].finish_reason} {last.usage.completion_tokens}"},
+    ]
+    client.chat.completions.create(model=model, messages=messages)
+    try:
+        client.chat.completions.create(model=model, messages=messages, top_p=0.1)
+    except BadRequestError as error:
+        sys.exit(error.message)
+"""
+
+
+def test_the_openai_client_asks_streams_and_reads_errors(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    with started(program(tmp_path, OPENAI)) as pool:
+        assert "this is not the key of this trajectory" in begin(pool)[0].observations[1]
+        assert turns(pool, ["yes"])[0].observations == ("13 tokens",)
+        assert turns(pool, ["<think>why</think>no"])[0].observations == ("stop 20",)
+        assert "top_p = 0.1 instead of 1.0" in failure(turns(pool, ["end"])[0])
+
+
+@pytest.mark.parametrize("agent", ["agent.py", "agent_openai.py"])
+def test_the_agents_of_the_example_play(agent: str) -> None:
+    if agent == "agent_openai.py":
+        pytest.importorskip("openai")
+    with started(program_at(EXAMPLE / agent)) as pool:
+        begin(pool)
+        said = [turns(pool, [str(guess)])[0] for guess in (1, "x")]
+        assert [reply.observations for reply in said] == [("higher",), ("say a number",)]
+        reply = turns(pool, ["7"])[0]
+        assert (reply.reward, reply.done, reply.metrics) == (1.0, True, {"guesses": 3.0})
