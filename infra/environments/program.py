@@ -48,11 +48,10 @@ import os, resource, runpy, sys
 lifeline, task, memory, size, *command = sys.argv[1:]
 runpy.run_path(lifeline)["end_with_parent"](with_programs=True)
 os.dup2(int(task), 0)
-for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, size), (resource.RLIMIT_CORE, "0")):
+for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, size), (resource.RLIMIT_CORE, 0)):
     hard = resource.getrlimit(kind)[1]
-    if most:
-        most = int(most) if hard == resource.RLIM_INFINITY else min(int(most), hard)
-        resource.setrlimit(kind, (most, most))
+    most = int(most) if hard == resource.RLIM_INFINITY else min(int(most), hard)
+    resource.setrlimit(kind, (most, most))
 try:
     os.execvp(command[0], command)
 except OSError as error:
@@ -101,7 +100,7 @@ class Program:
         seed: The seed.
         command: The program and its arguments, with `{workdir}` and `{python}`.
         grader: Import path of a function of a `FinishedProgram`; None: the program prints its reward.
-        memory_bytes: Most address space of each of its processes; None: no limit.
+        memory_bytes: Most address space of each of its processes.
         sampling: What its requests may set to this value only.
 
     Raises:
@@ -115,7 +114,7 @@ class Program:
         *,
         command: Sequence[str],
         grader: str | None,
-        memory_bytes: int | None,
+        memory_bytes: int,
         sampling: Mapping[str, Any],
     ) -> None:
         self.role = "user"
@@ -166,7 +165,7 @@ class Program:
         with tempfile.TemporaryFile() as task:
             task.write(json.dumps({**self._task, "seed": self._seed}).encode())
             task.seek(0)
-            limits = [str(self._memory_bytes or ""), str(MAX_FILE_BYTES)]
+            limits = [str(self._memory_bytes), str(MAX_FILE_BYTES)]
             launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, lifeline.__file__, str(task.fileno()), *limits]
             self._process = subprocess.Popen(
                 [*launcher, *self._command],
@@ -255,7 +254,7 @@ def load_grader(path: str) -> Callable[[FinishedProgram], Any]:
             f"environment.grader {path!r}: there is no function {name!r} in {module.__file__}; define it there, with "
             "one parameter, a rl_core.environments.base.FinishedProgram"
         )
-    return grade  # type: ignore[no-any-return]
+    return grade
 
 
 def _printed(output: str) -> tuple[Any, bool, Any]:

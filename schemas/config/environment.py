@@ -113,8 +113,8 @@ class ProgramEnvironment(TurnLimits):
     grader: ImportPath | None = None
     """Import path of a function that rewards a trajectory, `module:function`; None: what the program prints."""
 
-    memory_bytes: PositiveInt | None = 2**32
-    """Most address space of each of its processes (RLIMIT_AS); None: no limit."""
+    memory_bytes: PositiveInt = 2**32
+    """Most address space of each of its processes, in bytes (RLIMIT_AS)."""
 
     @property
     def what(self) -> str:
