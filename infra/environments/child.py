@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -192,8 +193,17 @@ class Server:
                     await self._make(call, number, make["task"], make["seed"])
                 reply = await self._ask(call, number, action)
         except CallError as error:
-            reply = {"kind": error.kind, "failure": str(error)}
+            reply = {"kind": error.kind, "failure": await self._describe(number, error)}
         self._parent.answer(number=number, seconds=call.seconds, num_hung_threads=self._threads.num_hung, **reply)
+
+    async def _describe(self, number: int, error: CallError) -> str:
+        """Return a failure's message; of a timeout, with what the environment says of it in `describe_timeout`."""
+        describe = getattr(self._environments.get(number), "describe_timeout", None)
+        if error.kind != "timeout" or describe is None:
+            return str(error)
+        with Call(self._parent.mark, number, self._settings["step_seconds"]) as call, suppress(CallError):
+            return f"{error}; {await call.run(describe)}"
+        return str(error)
 
     async def _make(self, call: Call, number: int, task: dict[str, Any], seed: int) -> None:
         arguments = self._settings["arguments"]

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from aiohttp import web
 
@@ -125,8 +125,6 @@ class Program:
         self._number: str | None = None
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
 
     async def reset(self) -> list[dict[str, str]]:
         """Start the program, and return the chat of its first request, which is the trajectory's prompt."""
@@ -135,7 +133,7 @@ class Program:
         added = await self._conversation.next_request(self._ended)
         if added is None:
             how = kill_group(self._started())
-            raise ChatError(f"the program ended with {how} before it asked its model anything{self._said()}")
+            raise ChatError(f"the program ended with {how} before it asked its model anything; {self._said()}")
         return [message._asdict() for message in added]
 
     async def step(self, action: str) -> Step:
@@ -154,15 +152,22 @@ class Program:
             gateway().close(self._number)
         if self._process is not None and self._process.returncode is None:
             kill_group(self._process)
-        self._output.close()
-        self._errors.close()
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def describe_timeout(self) -> str:
+        """Return what the program did instead, after a time-out."""
+        return f"the program has neither asked its model nor ended; {self._said()}"
 
     def _start(self, url: str, key: str) -> "asyncio.Future[None]":
         """Start the program; return what is done when it has ended."""
         self._folder = Path(tempfile.mkdtemp(dir=_root()))
-        with tempfile.TemporaryFile() as task:
+        self._home.mkdir()
+        with (
+            tempfile.TemporaryFile() as task,
+            (self._folder / "stdout").open("wb") as output,
+            (self._folder / "stderr").open("wb") as errors,
+        ):
             task.write(json.dumps({**self._task, "seed": self._seed}).encode())
             task.seek(0)
             limits = [str(self._memory_bytes), str(MAX_FILE_BYTES)]
@@ -170,10 +175,10 @@ class Program:
             self._process = subprocess.Popen(
                 [*launcher, *self._command],
                 stdin=subprocess.PIPE,  # the lifeline
-                stdout=self._output,
-                stderr=self._errors,
-                cwd=self._folder,
-                env=_variables(url, key, str(self._folder)),
+                stdout=output,
+                stderr=errors,
+                cwd=self._home,
+                env=_variables(url, key, str(self._home)),
                 pass_fds=(task.fileno(),),
                 start_new_session=True,
             )
@@ -197,19 +202,31 @@ class Program:
         """
         process = self._started()
         how = kill_group(process)  # what it has left running
-        output = _end_of(self._output, OUTPUT_BYTES)
+        output = self._end_of("stdout")
         if self._grade is None:
             if process.returncode != 0:
-                raise ChatError(f"the program ended with {how}{self._said()}")
+                raise ChatError(f"the program ended with {how}; {self._said()}")
             return Step("", *_printed(output))
-        assert self._folder is not None, "a program without a folder"
         messages = [message._asdict() for message in self._conversation.chat]
-        finished = FinishedProgram(self._task, messages, self._folder, process.returncode, output)
+        finished = FinishedProgram(self._task, messages, self._home, process.returncode, output)
         result = await asyncio.to_thread(self._grade, finished)
         if inspect.isawaitable(result):
             result = await result
         reward, metrics = result if isinstance(result, tuple) else (result, {})
         return Step("", reward, True, metrics)
+
+    @property
+    def _home(self) -> Path:
+        """The program's own folder."""
+        assert self._folder is not None, "the program is not started"
+        return self._folder / "home"
+
+    def _end_of(self, name: str) -> str:
+        """Return the end of what the program wrote to its standard output or error."""
+        assert self._folder is not None, "the program is not started"
+        with (self._folder / name).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_BYTES))
+            return file.read().decode(errors="replace")
 
     def _started(self) -> "subprocess.Popen[bytes]":
         assert self._process is not None, "a step before the reset"
@@ -217,8 +234,8 @@ class Program:
 
     def _said(self) -> str:
         """Return the end of what the program wrote to its standard error, for messages."""
-        said = _end_of(self._errors, OUTPUT_BYTES).strip()
-        return f"; its stderr ends with: {said[-ERROR_CHARACTERS:]}" if said else "; it wrote nothing to stderr"
+        said = self._end_of("stderr").strip()
+        return f"its stderr ends with: {said[-ERROR_CHARACTERS:]}" if said else "it wrote nothing to stderr"
 
 
 def write_turn(text: str, num_before: int, num_tokens: int) -> str:
@@ -268,12 +285,6 @@ def _printed(output: str) -> tuple[Any, bool, Any]:
         f"the last line that the program printed is {last!r:.200}, not its reward; print a line of JSON such as "
         '{"reward": 1.0, "metrics": {}}, or set environment.grader'
     )
-
-
-def _end_of(file: IO[bytes], num_bytes: int) -> str:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - num_bytes))
-    return file.read().decode(errors="replace")
 
 
 def _variables(url: str, key: str, folder: str) -> dict[str, str]:

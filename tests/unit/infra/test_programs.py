@@ -169,6 +169,24 @@ def test_a_request_while_a_turn_is_sampled_must_be_the_same(tmp_path: Path) -> N
         assert "branches of it are not supported yet" in failure(turns(pool, ["two"])[0])
 
 
+def test_a_client_may_hang_up_and_ask_again(tmp_path: Path) -> None:
+    code = """
+        import socket
+        from urllib.parse import urlsplit
+        url, body = urlsplit(os.environ["OPENAI_BASE_URL"]), json.dumps({"messages": messages, "stream": True}).encode()
+        for length in (len(body), 10**6):
+            with socket.create_connection((url.hostname, url.port)) as connection:
+                head = f"POST {url.path}/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: {length}\\r\\n"
+                key = os.environ["OPENAI_API_KEY"]
+                connection.sendall(f"{head}Authorization: Bearer {key}\\r\\n\\r\\n".encode() + body)
+        ask()
+        finish(0.25)
+    """
+    with started(program(tmp_path, code)) as pool:
+        begin(pool)
+        assert turns(pool, ["x"])[0].reward == 0.25
+
+
 def test_a_grader_sees_the_folder_the_chat_and_the_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "grading.py").write_text(
         """
@@ -205,6 +223,7 @@ def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
     code = """
         import subprocess
         child = subprocess.Popen(["sleep", "1000"])
+        print("I wait", file=sys.stderr, flush=True)
         if task["answer"] == "silent":
             open(task["info"]["log"], "w").write(f"{os.getpid()} {child.pid} {os.getcwd()}")
             time.sleep(1000)
@@ -215,7 +234,8 @@ def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
     limits = {"reset_timeout_seconds": 4.0, "step_timeout_seconds": 1.0}
     with started(program(tmp_path, code, **limits)) as pool:
         replies = begin(pool, row(), row("silent", log=str(tmp_path / "log")))
-        assert "no answer within 4 s" in failure(replies[1])
+        said = "the program has neither asked its model nor ended; its stderr ends with: I wait"
+        assert f"no answer within 4 s; {said}" in failure(replies[1])
         folder, parent, child = replies[0].observations[-1].split()
         assert Path(folder).is_dir()
         assert "no answer within 1 s" in failure(turns(pool, {0: "x"})[0])
@@ -262,7 +282,7 @@ def test_a_killed_process_takes_its_programs_along_and_they_are_started_again(tm
         turns(pool, ["a"])
         turns(pool, ["b"])
         first = int(log.read_text().split()[0])
-        root = Path(os.readlink(f"/proc/{first}/cwd")).parent
+        root = Path(os.readlink(f"/proc/{first}/cwd")).parents[1]
         os.kill(pool.pids[0], 9)
         wait_until(lambda: not psutil.pid_exists(first) or psutil.Process(first).status() == "zombie")
         assert turns(pool, ["c"])[0].observations == ("2 c",)
