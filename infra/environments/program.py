@@ -150,8 +150,11 @@ class Program:
         """Kill the program and its children, and remove its folder."""
         if self._number is not None:
             gateway().close(self._number)
-        if self._process is not None and self._process.returncode is None:
-            kill_group(self._process)
+        if self._process is not None:
+            if self._process.returncode is None:
+                kill_group(self._process)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
