@@ -249,17 +249,20 @@ def _keeps_state(environment_class: Callable[..., Any]) -> bool:
 
 def read_message(result: object, max_characters: int) -> dict[str, Any]:
     """Return what `reset` returned, in JSON's types; None is no message, and a chat has the roles of its messages."""
-    if isinstance(result, (list, tuple)) and any(isinstance(message, Mapping) for message in result):
-        return read_chat(result)
+    if isinstance(result, Mapping):
+        return read_chat(result.get("messages"), result.get("tools"))
     return {"observations": [] if result is None else read_observation("reset", result, max_characters)}
 
 
-def read_chat(messages: Sequence[Any]) -> dict[str, Any]:
+def read_chat(messages: Any, tools: Any) -> dict[str, Any]:
     """Return a chat that `reset` returned, whose length `data.max_prompt_tokens` limits.
 
     Raises:
-        CallError: A message is no dict of `role` and `content`, or its content can't be encoded.
+        CallError: A message is no dict of `role` and `content`, or its content can't be encoded; or the tools aren't
+            JSON.
     """
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise CallError("invalid", f"reset() returned the messages {messages!r:.80}; return at least one")
     for message in messages:
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
@@ -270,7 +273,11 @@ def read_chat(messages: Sequence[Any]) -> dict[str, Any]:
     texts = [message["content"] for message in messages]
     for text in texts:
         _check_encodable("reset", text)
-    return {"observations": texts, "roles": [message["role"] for message in messages]}
+    try:
+        declared = {"tools": json.dumps(tools)} if tools else {}
+    except (TypeError, ValueError) as error:
+        raise CallError("invalid", f"reset() returned tools that aren't JSON: {error}") from error
+    return {"observations": texts, "roles": [message["role"] for message in messages], **declared}
 
 
 def read_step(result: object, max_characters: int) -> dict[str, Any]:

@@ -231,7 +231,9 @@ class Episodes:
 
     def _builder(self, number: int, prompt: PromptRow, seed: int, *, is_restarted: bool = False) -> TrajectoryBuilder:
         failure, seconds = self._resets[number]
-        return TrajectoryBuilder(number, prompt.prompt_ids, seed, failure, seconds, is_restarted=is_restarted)
+        return TrajectoryBuilder(
+            number, prompt.prompt_ids, seed, failure, seconds, tools=prompt.tools, is_restarted=is_restarted
+        )
 
     def _dialogue_of(self, prompt: PromptRow) -> Dialogue | None:
         return None if prompt.environment is None else self._dialogues[prompt.environment]
@@ -280,7 +282,7 @@ class Episodes:
         if len(row.turns) >= dialogue.config.max_turns:
             return nothing, "turns"
         try:
-            bridge = dialogue.bridge(reply.role, reply.observations, int(row.history[-1]))
+            bridge = dialogue.bridge(reply.role, reply.observations, int(row.history[-1]), row.tools)
         except ChatTemplateError as error:
             row.failure = f"turn {len(row.turns)}: {error}"
             return nothing, "failed"

@@ -56,6 +56,7 @@ class Answer(Frozen):
 
     observations: tuple[str, ...]
     roles: tuple[str, ...] = ()
+    tools: str = ""
     reward: FiniteFloat
     done: bool
     metrics: dict[str, FiniteFloat]

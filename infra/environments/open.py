@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from infra.datasets import PromptDataset, PromptRow
 from infra.datasets.environments import schemas_of_tools
 from infra.engines.base import RolloutEngine
-from infra.environments.bridge import Dialogue, TurnBridge
+from infra.environments.bridge import Dialogue
 from infra.environments.episodes import Episodes
 from infra.environments.pool import EnvironmentClass, EnvironmentPool
 from infra.environments.program import resolve
@@ -94,7 +94,7 @@ def _check_environment(
     chat = _chat(config, environment, tokenizer)
     dialogue = Dialogue(environment, chat, config.data.max_prompt_tokens)
     if reply.failure is None:
-        TurnBridge(chat, reply.role, drops_reasoning=environment.drops_reasoning)
+        dialogue.check("tool" if reply.tools else reply.role, reply.tools)
     _, failure = dialogue.begin(first, reply)
     if failure is not None:
         raise DataError(f"environment {environment.what} can't begin with its first training prompt: {failure}")

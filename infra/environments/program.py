@@ -37,7 +37,13 @@ from rl_core.environments.base import FinishedProgram, Step, Task
 from rl_core.user_code import import_user_module
 from schemas.errors import EnvironmentImportError
 
-SETTINGS = ("stream", "stream_options", "user", "metadata")  # what a request may set besides messages and model
+SETTINGS = (
+    "stream",
+    "stream_options",
+    "tools",
+    "user",
+    "metadata",
+)  # what a request may set besides messages and model
 MAX_FILE_BYTES = 2**30
 OUTPUT_BYTES = 2**16  # of the end of what is printed
 ERROR_CHARACTERS = 600
@@ -126,15 +132,16 @@ class Program:
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def reset(self) -> list[dict[str, str]]:
-        """Start the program, and return the chat of its first request, which is the trajectory's prompt."""
+    async def reset(self) -> dict[str, Any]:
+        """Start the program, and return the chat and tools of its first request, which are the trajectory's prompt."""
         self._number, url, key = await gateway().open(self._conversation)
         self._ended = self._start(url, key)
         added = await self._conversation.next_request(self._ended)
         if added is None:
             how = kill_group(self._started())
             raise ChatError(f"the program ended with {how} before it asked its model anything; {self._said()}")
-        return [message._asdict() for message in added]
+        messages = [{"role": message.role, "content": message.content} for message in added]
+        return {"messages": messages, "tools": self._conversation.tools}
 
     async def step(self, action: str) -> Step:
         """Answer the outstanding request by a turn (`write_turn`); return what the next one adds, or the reward."""
@@ -210,7 +217,7 @@ class Program:
             if process.returncode != 0:
                 raise ChatError(f"the program ended with {how}; {self._said()}")
             return Step("", *_printed(output))
-        messages = [message._asdict() for message in self._conversation.chat]
+        messages = [message.as_openai() for message in self._conversation.chat]
         finished = FinishedProgram(self._task, messages, self._home, process.returncode, output)
         result = await asyncio.to_thread(self._grade, finished)
         if inspect.isawaitable(result):

@@ -75,6 +75,7 @@ class Reply:
         failure: Why there is no answer; then all of the above but `seconds` are defaults.
         is_recorded: Whether it is from the journal, and no environment was asked.
         roles: Of the messages, if they take the place of the data row's prompt.
+        tools: JSON of the tools that then belong to it; empty: none.
     """
 
     observations: tuple[str, ...] = ()
@@ -86,12 +87,15 @@ class Reply:
     failure: Failure | None = None
     is_recorded: bool = False
     roles: tuple[str, ...] = ()
+    tools: str = ""
 
     def as_message(self, *, is_reset: bool) -> dict[str, Any]:
         """Return it as its environment's process sent it, without its time."""
         message: dict[str, Any] = {"observations": list(self.observations), "role": self.role}
         if self.roles:
             message["roles"] = list(self.roles)
+        if self.tools:
+            message["tools"] = self.tools
         if not is_reset:
             message |= {"reward": self.reward, "done": self.done, "metrics": dict(self.metrics)}
         return message

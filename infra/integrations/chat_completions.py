@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from rl_core.environments.calls import without_reasoning
+from rl_core.environments.calls import Call, parse_hermes, without_reasoning
 
 MODEL = "policy"
 MAX_REQUEST_BYTES = 2**24
-_ECHOED = {"role", "content", "reasoning", "reasoning_content"}  # what a message may have; reasoning is the model's own
+_OF_ROLES = {"assistant": {"reasoning", "reasoning_content", "tool_calls"}, "tool": {"tool_call_id", "name"}}
 _WITHOUT_EFFECT: Mapping[str, Any] = {
     "n": 1,
     "stream": False,
@@ -25,6 +25,8 @@ _WITHOUT_EFFECT: Mapping[str, Any] = {
     "frequency_penalty": 0,
     "stop": [],
     "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
     "response_format": {"type": "text"},
 }
 _LIMITS = ("max_tokens", "max_completion_tokens")
@@ -35,10 +37,29 @@ class ChatError(Exception):
 
 
 class Message(NamedTuple):
-    """A message of a chat; the model's is without its reasoning."""
+    """A message of a chat.
+
+    Attributes:
+        role: The role.
+        content: The text; of the model's, without its reasoning and calls.
+        calls: The calls of tools in the model's: of each, its id, the tool's name and the arguments.
+        answered: The id of the call that a tool's answers.
+    """
 
     role: str
     content: str
+    calls: tuple[tuple[str, str, Any], ...] = ()
+    answered: str = ""
+
+    def as_openai(self) -> dict[str, Any]:
+        """Return it as OpenAI writes it."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.calls:
+            message["tool_calls"] = [
+                {"id": key, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+                for key, name, arguments in self.calls
+            ]
+        return message | ({"tool_call_id": self.answered} if self.answered else {})
 
 
 class Turn(NamedTuple):
@@ -46,12 +67,14 @@ class Turn(NamedTuple):
 
     Attributes:
         number: Its number in its chat, from 1 on.
-        text: What was sampled.
+        message: What was sampled.
+        reasoning: The reasoning in it.
         usage: What OpenAI reports of the tokens, if they are known.
     """
 
     number: int
-    text: str
+    message: Message
+    reasoning: str
     usage: Mapping[str, int] | None
 
 
@@ -66,6 +89,7 @@ class Conversation:
 
     Attributes:
         chat: The messages so far.
+        tools: Those that the model may call, as the first request has them.
         owner: Who asks, once somebody has.
     """
 
@@ -76,7 +100,8 @@ class Conversation:
         settings: Collection[str] = (),
         values: Mapping[str, Any] | None = None,
     ) -> None:
-        self.chat = [_message(*message) for message in chat or ()]
+        self.chat = [_stripped(*message) for message in chat or ()]
+        self.tools: list[Any] = []
         self._asker, self._has_prompt = asker, chat is not None
         self._settings, self._values = {"messages", "model", *settings}, {**_WITHOUT_EFFECT, **(values or {})}
         self._turns: dict[int, asyncio.Future[Turn]] = {}  # by the number of messages that were asked with
@@ -121,8 +146,10 @@ class Conversation:
         if self._failure is not None:
             raise self._failure
         turn = self._turns[len(self.chat)]
-        self.chat.append(_message("assistant", without_reasoning(action)))
-        turn.set_result(Turn(len(self._turns), action, usage))
+        number = len(self._turns)
+        message, reasoning = _read_turn(action, number, with_calls=bool(self.tools))
+        self.chat.append(message)
+        turn.set_result(Turn(number, message, reasoning, usage))
 
     async def next_request(self, ended: "asyncio.Future[Any]") -> list[Message] | None:
         """Return the messages that the next request adds to the chat; None if what asks ended instead.
@@ -178,12 +205,21 @@ class Conversation:
         """Check the messages that a request adds to the chat."""
         roles = [message.role for message in added]
         if not self._turns:
+            if any(message.calls for message in added):
+                raise ChatError(f"{self._asker} begins with a chat that has calls of tools; begin without them")
             if roles[-1:] == ["assistant"] or not (roles or self._has_prompt):
                 raise ChatError(f"{self._asker} asks its model for a turn after its own, or after nothing")
             if not self._has_prompt:
                 return
         elif not added:
             raise ChatError(f"{self._asker} asks its model for a turn after its own, without a message between")
+        elif self.chat[-1].calls:
+            asked, answered = [key for key, _, _ in self.chat[-1].calls], [message.answered for message in added]
+            if asked != answered:
+                raise ChatError(
+                    f"a request answers the calls {', '.join(asked)} by messages of role tool with the ids "
+                    f"{', '.join(answered)}; all must be answered, in their order"
+                )
         if "assistant" in roles or len(set(roles)) > 1:
             raise ChatError(
                 f"a request adds messages of roles {', '.join(roles)}; all must be of one, and not the model's"
@@ -198,13 +234,25 @@ class Conversation:
             instead = {name: f" instead of {self._values[name]!r}" for name in others if name in self._values}
             said = [f"{name} = {others[name]!r:.80}{instead.get(name, '')}" for name in sorted(others)]
             raise ChatError(
-                f"{self._asker} asks its model with {', '.join(said)}, but here it is a chat without tools, whose "
-                "turns are sampled as the run's config says; take it out of the requests"
+                f"{self._asker} asks its model with {', '.join(said)}, but here it is a chat whose turns "
+                "are sampled as the run's config says; take it out of the requests"
             )
         messages = body.get("messages")
         if not isinstance(messages, list):
             raise ChatError(f"{self._asker} asks its model without a list of messages")
-        return [self._message(at, message) for at, message in enumerate(messages)]
+        self._take_tools(body.get("tools") or [])
+        return [_read_message(at, message) for at, message in enumerate(messages)]
+
+    def _take_tools(self, tools: Any) -> None:
+        if not isinstance(tools, list) or not all(
+            isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
+            for tool in tools
+        ):
+            raise ChatError(f"{self._asker} asks its model with tools that are not functions: {tools!r:.200}")
+        if not self._turns:
+            self.tools = tools
+        elif tools != self.tools:
+            raise ChatError(f"{self._asker} asks its model with other tools than before; they are part of the prompt")
 
     def _allows(self, name: str, value: Any) -> bool:
         if value is None or name in self._settings:
@@ -212,13 +260,6 @@ class Conversation:
         if name in _LIMITS and name in self._values and isinstance(value, int):
             return value >= self._values[name]  # which ends no turn earlier
         return name in self._values and value == self._values[name]
-
-    def _message(self, at: int, message: Any) -> Message:
-        if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-            raise ChatError(f"message {at} of a request is {message!r:.80}, expected an object with a role")
-        if others := sorted(name for name, value in message.items() if value and name not in _ECHOED):
-            raise ChatError(f"message {at} of a request has {', '.join(others)}; the model reads role and content only")
-        return _message(role, _text(at, message.get("content")))
 
 
 async def serve(handler: Any, path: str) -> str:
@@ -255,17 +296,25 @@ async def complete(request: web.Request, conversation: Conversation, owner: str 
         conversation.fail(error)
         return refusal(400, str(error))
     if body.get("stream"):
-        return await _stream(request, turn, with_usage=bool((body.get("stream_options") or {}).get("include_usage")))
-    completion = _part(turn, "chat.completion", {"message": _reply(turn.text), "finish_reason": "stop"})
+        options = body.get("stream_options")
+        return await _stream(request, turn, with_usage=isinstance(options, dict) and bool(options.get("include_usage")))
+    choice = {"message": turn.message.as_openai() | _reasoning(turn), "finish_reason": _finish_reason(turn)}
+    completion = _part(turn, "chat.completion", choice)
     return web.json_response(completion | ({"usage": turn.usage} if turn.usage else {}))
 
 
 async def _stream(request: web.Request, turn: Turn, *, with_usage: bool) -> web.StreamResponse:
     """Answer a request by a turn in chunks: it has ended before the first one is sent."""
-    kind, reply = "chat.completion.chunk", _reply(turn.text)
-    chunks = [_part(turn, kind, {"delta": {"role": reply.pop("role"), "content": ""}, "finish_reason": None})]
-    chunks += [_part(turn, kind, {"delta": {name: text}, "finish_reason": None}) for name, text in reply.items()]
-    chunks.append(_part(turn, kind, {"delta": {}, "finish_reason": "stop"}))
+    kind, message = "chat.completion.chunk", turn.message.as_openai()
+    calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls", ()))]
+    deltas: list[dict[str, Any]] = [
+        {"role": message["role"], "content": ""},
+        _reasoning(turn),
+        {"content": message["content"]} if message["content"] else {},
+        {"tool_calls": calls} if calls else {},
+    ]
+    chunks = [_part(turn, kind, {"delta": delta, "finish_reason": None}) for delta in deltas if delta]
+    chunks.append(_part(turn, kind, {"delta": {}, "finish_reason": _finish_reason(turn)}))
     if with_usage and turn.usage:
         chunks.append(_part(turn, kind) | {"usage": turn.usage})
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -274,6 +323,14 @@ async def _stream(request: web.Request, turn: Turn, *, with_usage: bool) -> web.
         await response.write(f"data: {chunk}\n\n".encode())
     await response.write_eof()
     return response
+
+
+def _reasoning(turn: Turn) -> dict[str, str]:
+    return {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+
+
+def _finish_reason(turn: Turn) -> str:
+    return "tool_calls" if turn.message.calls else "stop"
 
 
 def _part(turn: Turn, kind: str, choice: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -288,19 +345,41 @@ def refusal(status: int, message: str) -> web.Response:
     return web.json_response({"error": error}, status=status)
 
 
-def _reply(action: str) -> dict[str, str]:
-    """Return a turn as a message."""
-    answer = without_reasoning(action)
-    message = {"role": "assistant"}
+def _read_turn(action: str, number: int, *, with_calls: bool) -> tuple[Message, str]:
+    """Return a turn as a message, and its reasoning; if one of its calls can't be read, all of it is text."""
+    answer, reasoning = without_reasoning(action), ""
     if len(answer) < len(action):
-        reasoning = action[: len(action) - len(answer)].removesuffix("</think>")
-        message["reasoning_content"] = reasoning.partition("<think>")[2] or reasoning
-    return {**message, "content": answer.strip()}
+        before = action[: len(action) - len(answer)].removesuffix("</think>")
+        reasoning = before.partition("<think>")[2] or before
+    parsed = parse_hermes(action) if with_calls else ()
+    calls = [call for call in parsed if isinstance(call, Call)]
+    if not calls or len(calls) < len(parsed):
+        return _stripped("assistant", answer), reasoning
+    content = answer.partition("<tool_call>")[0].strip()
+    numbered = ((f"call-{number}-{at}", call.name, call.arguments) for at, call in enumerate(calls, start=1))
+    return Message("assistant", content, tuple(numbered)), reasoning
 
 
-def _message(role: str, content: str) -> Message:
+def _read_message(at: int, message: Any) -> Message:
+    """Return a request's message; raises a `ChatError` if it is none, or has what the model can't read."""
+    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+        raise ChatError(f"message {at} of a request is {message!r:.80}, expected an object with a role")
+    allowed = {"role", "content"} | _OF_ROLES.get(role, set())
+    if others := sorted(name for name, value in message.items() if value and name not in allowed):
+        raise ChatError(f"message {at} of a request has {', '.join(others)}; the model reads role and content only")
+    try:
+        calls = tuple(
+            (str(call["id"]), str(call["function"]["name"]), json.loads(call["function"]["arguments"]))
+            for call in message.get("tool_calls") or ()
+        )
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise ChatError(f"message {at} of a request has tool calls that can't be read") from None
+    return _stripped(role, _text(at, message.get("content")), calls, str(message.get("tool_call_id") or ""))
+
+
+def _stripped(role: str, content: str, calls: tuple[tuple[str, str, Any], ...] = (), answered: str = "") -> Message:
     """Return a message as it is compared: clients may drop the white space around the model's own texts."""
-    return Message(role, content.strip() if role == "assistant" else content)
+    return Message(role, content.strip() if role == "assistant" else content, calls, answered)
 
 
 def _text(at: int, content: Any) -> str:

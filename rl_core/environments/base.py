@@ -30,7 +30,7 @@ class FinishedProgram(NamedTuple):
     """A program that has ended, as its grader sees it."""
 
     task: Task
-    messages: list[dict[str, str]]  # the chat, each with `role` and `content`, the model's turns without reasoning
+    messages: list[dict[str, Any]]  # the chat, as OpenAI writes it, the model's turns without reasoning
     folder: Path  # the program's own, as it left it
     exit_code: int  # negative: minus the number of the signal that ended it
     output: str  # the end of what it printed
@@ -56,7 +56,8 @@ class Environment(Protocol):
     def reset(self) -> str | Awaitable[str | None] | None:
         """Begin the trajectory; return a message to add to the prompt, or None if the data row has all of it.
 
-        A list of messages, each a dict of `role` and `content`, takes the place of the data row's prompt.
+        A dict of `messages`, each with `role` and `content`, and `tools`, JSON schemas, takes the place of the data
+        row's prompt.
         """
         ...
 

@@ -40,7 +40,13 @@ def test_a_programs_first_request_is_the_prompt_and_what_it_prints_the_reward(tm
     ("code", "message"),
     [
         ("ask(temperature=0.5)", "temperature = 0.5 instead of 1.0"),
-        ("ask(tools=[{'type': 'function'}], seed=3)", "seed = 3, tools = [{'type': 'function'}] instead of []"),
+        ("ask(tool_choice='none', seed=3)", "seed = 3, tool_choice = 'none' instead of 'auto'"),
+        ("ask(tools=[{'type': 'custom'}])", "with tools that are not functions"),
+        (
+            "messages.append({'role': 'assistant', 'tool_calls': [{'id': 'a', 'function': {'name': 'f', 'arguments':"
+            " '{}'}}]})\n    say('1', role='tool')\n    ask()",
+            "begins with a chat that has calls of tools",
+        ),
         ("ask(n=2)", "n = 2 instead of 1"),
         ("ask(max_tokens=8)", "max_tokens = 8 instead of 256"),
         ("post(b'{')", "a request is not JSON"),
@@ -167,6 +173,57 @@ def test_a_request_while_a_turn_is_sampled_must_be_the_same(tmp_path: Path) -> N
         assert turns(pool, ["one"])[0].observations == ("True",)
         wait_until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text() == "400 400")
         assert "branches of it are not supported yet" in failure(turns(pool, ["two"])[0])
+
+
+CALLING = """
+    add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    while True:
+        stream = task["answer"] == "stream"
+        status, body = post({"messages": messages, "tools": [add] if len(messages) < 6 else [], "stream": stream})
+        if stream and status == 200:
+            chunks = [json.loads(part[6:]) for part in body.decode().split("\\n\\n")[:-2]]
+            message = {"role": "assistant", "content": ""}
+            for chunk in chunks:
+                message |= {name: value for name, value in chunk["choices"][0]["delta"].items() if value}
+            choice = {"message": message, "finish_reason": chunks[-1]["choices"][0]["finish_reason"]}
+        else:
+            choice = json.loads(body)["choices"][0]
+        message = choice["message"]
+        assert choice["finish_reason"] == ("tool_calls" if "tool_calls" in message else "stop")
+        messages.append(message)
+        if "tool_calls" not in message:
+            say(message["content"])
+            continue
+        called = message["tool_calls"]
+        for call in called[::-1] if task["answer"] == "reversed" else called:
+            result = str(sum(json.loads(call["function"]["arguments"]).values()))
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+"""
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": %d}}</tool_call>'
+
+
+def test_a_model_calls_the_tools_of_a_program(tmp_path: Path) -> None:
+    with started(program(tmp_path, CALLING)) as pool:
+        replies = begin(pool, row(), row("stream"), row("reversed"))
+        assert json.loads(replies[0].tools)[0]["function"]["name"] == "add"
+        replies = turns(pool, [f"<think>{ADD % 9}</think>I add. {ADD % 3} and {ADD % 4}"] * 3)
+        for number in (0, 1):
+            assert (replies[number].observations, replies[number].role) == (("5", "6"), "tool")
+        assert "answers the calls call-1-1, call-1-2 by messages of role tool with the ids call-1-2, call-1-1" in (
+            failure(replies[2])
+        )
+        os.kill(pool.pids[0], 9)
+        text = '<tool_call>{"name": "add"</tool_call>'
+        replies = turns(pool, {0: ADD % 7, 1: text})  # the latter can't be read
+        assert "with other tools than before" in failure(replies[0])
+        assert "with other tools than before" in failure(replies[1])
+
+
+def test_a_call_that_cannot_be_read_is_a_text(tmp_path: Path) -> None:
+    with started(program(tmp_path, CALLING)) as pool:
+        begin(pool)
+        text = '<tool_call>{"name": "add"</tool_call>'
+        assert turns(pool, [text])[0].observations == (text,)
 
 
 def test_a_client_may_hang_up_and_ask_again(tmp_path: Path) -> None:
@@ -334,6 +391,35 @@ OPENAI = """
     except BadRequestError as error:
         sys.exit(error.message)
 """
+
+
+OPENAI_TOOLS = """
+    from openai import OpenAI
+    client, add = OpenAI(), {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    stream = task["answer"] == "stream"
+    while True:
+        asked = {"model": "any", "messages": messages, "tools": [add]}
+        if stream:
+            with client.chat.completions.stream(**asked) as events:
+                message = events.get_final_completion().choices[0].message
+        else:
+            message = client.chat.completions.create(**asked).choices[0].message
+        if not message.tool_calls:
+            finish(float(message.content))
+        messages.append(message.model_dump())
+        for call in message.tool_calls:
+            result = str(sum(json.loads(call.function.arguments).values()))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+"""
+
+
+def test_the_openai_client_calls_tools(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    with started(program(tmp_path, OPENAI_TOOLS)) as pool:
+        begin(pool, row(), row("stream"))
+        for reply in turns(pool, [f"{ADD % 3}{ADD % 4}"] * 2).values():
+            assert (reply.observations, reply.role) == (("5", "6"), "tool")
+        assert [reply.reward for reply in turns(pool, ["11", "12"]).values()] == [11.0, 12.0]
 
 
 def test_the_openai_client_asks_streams_and_reads_errors(tmp_path: Path) -> None:
