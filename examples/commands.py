@@ -57,15 +57,18 @@ def report(run: str, curve: str, title: str) -> None:
     call(sys.executable, "../draw_curve.py", f"{RUNS}/{run}", curve, title)
 
 
-def run_agent(script: str, description: str | None, name: str, title: str, *sft: str) -> None:
+def run_agent(
+    script: str, description: str | None, name: str, title: str, *sft: str, files: str = "make_files.py"
+) -> None:
     """Make an agent example's files and model, train, report, and draw the curve, as the command line says.
 
     Args:
-        script: The example's `run.py`, which has a `make_files.py` next to it.
+        script: The example's `run.py`.
         description: What its `--help` says.
         name: What its run ids begin with.
         title: The curve's.
         sft: What supervised fine-tuning has of other settings than `sft.toml`.
+        files: The program that makes its files.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--tiny", action="store_true", help="two small steps, of an untrained model")
@@ -76,16 +79,16 @@ def run_agent(script: str, description: str | None, name: str, title: str, *sft:
     enter(script)
     folder = f".sluice/{'tiny-' if arguments.tiny else ''}seed-{arguments.seed}"
     seed = f"seed={arguments.seed}"
-    call(sys.executable, "make_files.py", folder, str(arguments.seed))
+    call(sys.executable, files, folder, str(arguments.seed))
     tiny_sft = TINY_SFT if arguments.tiny else ()
     fine_tune(f"{folder}/random", f"{folder}/turns.jsonl", f"{folder}/model", seed, *sft, *tiny_sft)
     run = new_run_id(name)
-    files = (
+    made = (
         f"model.path={folder}/model",
         f"data.train_path={folder}/train.jsonl",
         f"data.eval_path={folder}/heldout.jsonl",
     )
-    train(run, seed, *files, *(TINY if arguments.tiny else ()))
+    train(run, seed, *made, *(TINY if arguments.tiny else ()))
     report(run, arguments.curve, title)
 
 

@@ -153,11 +153,10 @@ def _distillation(config: RunConfig) -> Iterator[str]:
 
 
 def _environment(environment: EnvironmentConfig) -> str:
-    what = f"tools {', '.join(environment.tools)}" if environment.kind == "tools" else f"class {environment.path}"
     tokens = f" of at most {environment.max_turn_tokens:,} tokens" if environment.max_turn_tokens else ""
     processes = f"{environment.num_processes} process{'es' * (environment.num_processes > 1)} per rollout worker"
     return (
-        f"environment: {what}; at most {environment.max_turns:,} turns{tokens}; {processes}; at most "
+        f"environment: {environment.what}; at most {environment.max_turns:,} turns{tokens}; {processes}; at most "
         f"{environment.reset_timeout_seconds:g} s a reset, {environment.step_timeout_seconds:g} s a step, "
         f"{environment.trajectory_timeout_seconds:g} s a trajectory"
     )

@@ -27,6 +27,7 @@ class PromptRow:
     data_source: str
     messages: Messages = field(default_factory=list)  # the chat
     environment: int | None = None  # its number among the run's environments; None: its response is one turn
+    tools: str = ""  # JSON of those that its environment has added to the chat template; empty: none
 
 
 class PromptDataset:

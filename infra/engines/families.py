@@ -146,8 +146,8 @@ def _sharing_fault(config: RunConfig) -> str | None:
         "rows of supervised fine-tuning have a prompt of their own": config.sft is not None,
         'packing.kind is "padded"': config.packing.kind == "padded",
         "rollout.router_replay replays the experts of each sample's prompt": config.rollout.router_replay,
-        "an environment of a class may add to each sample's prompt": any(
-            environment.kind == "class" for environment in config.environments
+        "an environment of a class or a program may add to each sample's prompt": any(
+            environment.kind != "tools" for environment in config.environments
         ),
     }
     if (fault := next((fault for fault, is_so in faults.items() if is_so), None)) is not None:

@@ -13,10 +13,12 @@ from dataclasses import replace
 import numpy as np
 
 from infra.datasets import PromptRow
+from infra.environments.program import write_turn
 from infra.environments.slot import Reply
+from infra.environments.trajectory import Turn
 from rl_core.rollout.chat import ChatTemplate
 from rl_core.rollout.control_tokens import Messages
-from schemas.config.environment import EnvironmentConfig, ToolsEnvironment
+from schemas.config.environment import EnvironmentConfig, ProgramEnvironment, ToolsEnvironment
 from schemas.errors import ChatTemplateError
 
 # Nothing before a turn has these texts, by which it is found in what a template writes.
@@ -151,15 +153,24 @@ class Dialogue:
     """
 
     def __init__(self, config: EnvironmentConfig, chat: ChatTemplate, max_prompt_tokens: int) -> None:
-        self.config, self._chat, self._max_prompt_tokens = config, chat, max_prompt_tokens
-        self._bridges: dict[str, TurnBridge] = {}
+        self.config, self._max_prompt_tokens = config, max_prompt_tokens
+        self._chats = {"": chat}  # by the tools that an environment's reset has added
+        self._bridges: dict[tuple[str, str], TurnBridge] = {}
         if self.has_tools:
-            self._bridge("tool")
+            self.check("tool")
 
     @property
     def has_tools(self) -> bool:
         """Whether the environment is tools, whose timeouts the model can cause."""
         return isinstance(self.config, ToolsEnvironment)
+
+    def check(self, role: str, tools: str = "") -> None:
+        """Check that the chat template continues a chat by messages of a role.
+
+        Raises:
+            ChatTemplateError: It can't.
+        """
+        self._bridge(role, tools)
 
     def begin(self, prompt: PromptRow, reply: Reply) -> tuple[PromptRow, str | None]:
         """Return a row's prompt with what the reset has added to it, and why it failed, if it did."""
@@ -167,9 +178,11 @@ class Dialogue:
             return prompt, f"reset: {reply.failure.message}"
         if not reply.observations:
             return prompt, None
-        messages = [*prompt.messages, *({"role": reply.role, "content": text} for text in reply.observations)]
+        roles = reply.roles or [reply.role] * len(reply.observations)
+        added = [{"role": role, "content": text} for role, text in zip(roles, reply.observations, strict=True)]
+        messages = added if reply.roles else [*prompt.messages, *added]
         try:
-            token_ids = self._chat.encode(messages)
+            token_ids = self._chat(reply.tools).encode(messages)
         except ChatTemplateError as error:
             return prompt, f"reset: {error}; let reset() return None, or end the row's prompt with another role"
         except ValueError as error:
@@ -181,19 +194,30 @@ class Dialogue:
             )
         text = "\n\n".join(message["content"] for message in messages)
         ids = np.array(token_ids, dtype=np.int32)
-        return replace(prompt, prompt_ids=ids, prompt_text=text, messages=messages), None
+        return replace(prompt, prompt_ids=ids, prompt_text=text, messages=messages, tools=reply.tools), None
 
-    def bridge(self, role: str, observations: Sequence[str], last_id: int) -> np.ndarray:
+    def action(self, turn: Turn, num_tokens: int) -> str:
+        """Return what the environment gets of a turn, the last one of so many tokens."""
+        if not isinstance(self.config, ProgramEnvironment):
+            return turn.action
+        return write_turn(turn.action, num_tokens - turn.num_tokens, turn.num_tokens)
+
+    def bridge(self, role: str, observations: Sequence[str], last_id: int, tools: str = "") -> np.ndarray:
         """Return the tokens from the end of a turn, whose last one is `last_id`, to the beginning of the next one.
 
         Raises:
             ChatTemplateError: The chat template can't write the observations.
         """
-        return self._bridge(role).encode(observations, last_id)
+        return self._bridge(role, tools).encode(observations, last_id)
 
-    def _bridge(self, role: str) -> TurnBridge:
-        if role not in self._bridges:
-            self._bridges[role] = TurnBridge(
-                self._chat, role, drops_reasoning=self.config.drops_reasoning, several=self.has_tools
-            )
-        return self._bridges[role]
+    def _chat(self, tools: str) -> ChatTemplate:
+        if tools not in self._chats:
+            self._chats[tools] = self._chats[""].with_tools(json.loads(tools))
+        return self._chats[tools]
+
+    def _bridge(self, role: str, tools: str) -> TurnBridge:
+        if (role, tools) not in self._bridges:
+            several, drops_reasoning = self.has_tools or bool(tools), self.config.drops_reasoning
+            bridge = TurnBridge(self._chat(tools), role, drops_reasoning=drops_reasoning, several=several)
+            self._bridges[role, tools] = bridge
+        return self._bridges[role, tools]

@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -186,14 +187,23 @@ class Server:
                 try:
                     await self._make_again(number, **make)
                 except CallError as error:
-                    raise error if make["expected"] is None else CallError("differs", str(error)) from error
+                    raise CallError("differs", str(error)) if make["is_recorded"] else error from None
             with Call(self._parent.mark, number, seconds) as call:
                 if make is not None and action is None:
                     await self._make(call, number, make["task"], make["seed"])
                 reply = await self._ask(call, number, action)
         except CallError as error:
-            reply = {"kind": error.kind, "failure": str(error)}
+            reply = {"kind": error.kind, "failure": await self._describe(number, error)}
         self._parent.answer(number=number, seconds=call.seconds, num_hung_threads=self._threads.num_hung, **reply)
+
+    async def _describe(self, number: int, error: CallError) -> str:
+        """Return a failure's message; of a timeout, with what the environment says of it in `describe_timeout`."""
+        describe = getattr(self._environments.get(number), "describe_timeout", None)
+        if error.kind != "timeout" or describe is None:
+            return str(error)
+        with Call(self._parent.mark, number, self._settings["step_seconds"]) as call, suppress(CallError):
+            return f"{error}; {await call.run(describe)}"
+        return str(error)
 
     async def _make(self, call: Call, number: int, task: dict[str, Any], seed: int) -> None:
         arguments = self._settings["arguments"]
@@ -207,12 +217,13 @@ class Server:
         return reply | {"role": await call.run(read_role, environment)}
 
     async def _make_again(
-        self, number: int, task: dict[str, Any], seed: int, history: list[str], expected: list[Any] | None
+        self, number: int, task: dict[str, Any], seed: int, history: list[str], expected: list[Any], is_recorded: bool
     ) -> None:
         """Make an environment; if it keeps state, reset it and have it take earlier actions.
 
         Raises:
-            CallError: That fails; or it answers otherwise than `expected`, the replies to the reset and the actions.
+            CallError: That fails; or, as `differs`, it answers otherwise than `expected`, the replies to the reset and
+                the actions, or fails at them although they are recorded.
         """
         with Call(self._parent.mark, number, self._settings["reset_seconds"], is_remade=True) as call:
             await self._make(call, number, task, seed)
@@ -220,8 +231,8 @@ class Server:
             limit = self._settings["reset_seconds" if action is None else "step_seconds"]
             with Call(self._parent.mark, number, limit, is_remade=True) as call:
                 reply = await self._ask(call, number, action)
-                if expected is not None and reply != expected[at]:
-                    raise CallError("invalid", f"its answer {at} is {reply!r:.200}, but was {expected[at]!r:.200}")
+                if reply != expected[at]:
+                    raise CallError("differs", f"its answer {at} is {reply!r:.200}, but was {expected[at]!r:.200}")
 
     async def _close(self, number: int) -> None:
         environment = self._environments.pop(number, None)
@@ -237,8 +248,36 @@ def _keeps_state(environment_class: Callable[..., Any]) -> bool:
 
 
 def read_message(result: object, max_characters: int) -> dict[str, Any]:
-    """Return what `reset` returned, in JSON's types; None is no message."""
+    """Return what `reset` returned, in JSON's types; None is no message, and a chat has the roles of its messages."""
+    if isinstance(result, Mapping):
+        return read_chat(result.get("messages"), result.get("tools"))
     return {"observations": [] if result is None else read_observation("reset", result, max_characters)}
+
+
+def read_chat(messages: Any, tools: Any) -> dict[str, Any]:
+    """Return a chat that `reset` returned, whose length `data.max_prompt_tokens` limits.
+
+    Raises:
+        CallError: A message is no dict of `role` and `content`, or its content can't be encoded; or the tools aren't
+            JSON.
+    """
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise CallError("invalid", f"reset() returned the messages {messages!r:.80}; return at least one")
+    for message in messages:
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise CallError(
+                "invalid", f"reset() returned the message {message!r:.80}; return dicts of role and content"
+            )
+    texts = [message["content"] for message in messages]
+    for text in texts:
+        _check_encodable("reset", text)
+    try:
+        declared = {"tools": json.dumps(tools)} if tools else {}
+    except (TypeError, ValueError) as error:
+        raise CallError("invalid", f"reset() returned tools that aren't JSON: {error}") from error
+    return {"observations": texts, "roles": [message["role"] for message in messages], **declared}
 
 
 def read_step(result: object, max_characters: int) -> dict[str, Any]:
@@ -283,15 +322,19 @@ def read_observation(method: str, value: object, max_characters: int) -> list[st
             kept[-1] += f"\n[{num_cut} more characters were cut]"
             break
     for text in kept:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise CallError(
-                "invalid",
-                f"{method}() returned an observation with the lone surrogate {text[error.start]!r} at character "
-                f"{error.start}, which no tokenizer can encode; decode its bytes with errors='replace'",
-            ) from error
+        _check_encodable(method, text)
     return kept
+
+
+def _check_encodable(method: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CallError(
+            "invalid",
+            f"{method}() returned an observation with the lone surrogate {text[error.start]!r} at character "
+            f"{error.start}, which no tokenizer can encode; decode its bytes with errors='replace'",
+        ) from error
 
 
 def read_role(environment: object) -> str:

@@ -202,7 +202,8 @@ class Episodes:
                         rows.end(place)
                         yield self._finish(row, end)
                     else:
-                        waiting.await_answer(row.number, row.turns[-1].action)
+                        assert dialogue is not None, "a row without an environment ends with its first turn"
+                        waiting.await_answer(row.number, dialogue.action(row.turns[-1], len(row.history)))
                 for number, reply in waiting.resumed(rows.num_unfinished):
                     row, dialogue = builders[number], self._dialogue_of(prompts[number])
                     assert dialogue is not None, "a row without an environment gets no answer"
@@ -230,7 +231,9 @@ class Episodes:
 
     def _builder(self, number: int, prompt: PromptRow, seed: int, *, is_restarted: bool = False) -> TrajectoryBuilder:
         failure, seconds = self._resets[number]
-        return TrajectoryBuilder(number, prompt.prompt_ids, seed, failure, seconds, is_restarted=is_restarted)
+        return TrajectoryBuilder(
+            number, prompt.prompt_ids, seed, failure, seconds, tools=prompt.tools, is_restarted=is_restarted
+        )
 
     def _dialogue_of(self, prompt: PromptRow) -> Dialogue | None:
         return None if prompt.environment is None else self._dialogues[prompt.environment]
@@ -279,7 +282,7 @@ class Episodes:
         if len(row.turns) >= dialogue.config.max_turns:
             return nothing, "turns"
         try:
-            bridge = dialogue.bridge(reply.role, reply.observations, int(row.history[-1]))
+            bridge = dialogue.bridge(reply.role, reply.observations, int(row.history[-1]), row.tools)
         except ChatTemplateError as error:
             row.failure = f"turn {len(row.turns)}: {error}"
             return nothing, "failed"

@@ -55,6 +55,8 @@ class Answer(Frozen):
     """What an environment answered; see `Reply`."""
 
     observations: tuple[str, ...]
+    roles: tuple[str, ...] = ()
+    tools: str = ""
     reward: FiniteFloat
     done: bool
     metrics: dict[str, FiniteFloat]

@@ -1,22 +1,28 @@
 """Open the environments of a config: their processes, their tools, and the episodes played with them."""
 
+import platform
+import shutil
 from contextlib import closing
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from infra.datasets import PromptDataset, PromptRow
 from infra.datasets.environments import schemas_of_tools
 from infra.engines.base import RolloutEngine
-from infra.environments.bridge import Dialogue, TurnBridge
+from infra.environments.bridge import Dialogue
 from infra.environments.episodes import Episodes
 from infra.environments.pool import EnvironmentClass, EnvironmentPool
+from infra.environments.program import resolve
 from infra.environments.slot import Reply
 from rl_core.environments.base import Task
 from rl_core.rollout.chat import ChatTemplate
-from schemas.config.environment import EnvironmentConfig, ToolsEnvironment
+from schemas.config.environment import EnvironmentConfig, ProgramEnvironment, ToolsEnvironment
+from schemas.config.rollout import EngineRollout
 from schemas.config.run import RunConfig
-from schemas.errors import DataError, EnvironmentImportError
+from schemas.errors import ConfigError, DataError, EnvironmentImportError
 
+_PROGRAM = "infra.environments.program:Program"
 _TOOLS = "rl_core.environments.tools:ToolEnvironment"
 
 
@@ -31,7 +37,7 @@ def open_episodes(config: RunConfig, engine: RolloutEngine, tokenizer: PreTraine
         return None
     limit = config.data.max_prompt_tokens
     dialogues = [Dialogue(each, _chat(config, each, tokenizer), limit) for each in config.environments]
-    pool = EnvironmentPool(*map(environment_class, config.environments))
+    pool = EnvironmentPool(*(environment_class(each, config.rollout) for each in config.environments))
     pool.start()
     pool.wait_until_ready()
     return Episodes(dialogues, engine, pool, tokenizer)
@@ -42,11 +48,14 @@ def check_environments(config: RunConfig, tokenizer: PreTrainedTokenizerBase, pr
 
     Raises:
         ChatTemplateError: The model's chat template can't.
+        ConfigError: There is no such program.
         DataError: Making or resetting an environment fails, or what that adds to the prompt doesn't fit.
         EnvironmentImportError: An environment can't be loaded.
     """
     rows = [prompts[number] for number in range(len(prompts))]
     for number, environment in enumerate(config.environments):
+        if isinstance(environment, ProgramEnvironment):
+            _check_command(environment)
         _check_environment(config, environment, tokenizer, next(row for row in rows if row.environment == number))
 
 
@@ -59,7 +68,7 @@ def check_tools(config: RunConfig) -> None:
     """
     for environment in config.environments:
         if isinstance(environment, ToolsEnvironment):
-            failure = _first_reply(environment, Task(prompt=[], answer="", info={}), config.seed).failure
+            failure = _first_reply(config, environment, Task(prompt=[], answer="", info={})).failure
             if failure is not None and failure.kind in ("died", "timeout"):
                 raise EnvironmentImportError(
                     f"environment.tools {', '.join(map(repr, environment.tools))}: loading them failed in a process: "
@@ -67,11 +76,13 @@ def check_tools(config: RunConfig) -> None:
                 )
 
 
-def environment_class(config: EnvironmentConfig) -> EnvironmentClass:
-    """Return what a pool needs of an environment."""
+def environment_class(config: EnvironmentConfig, rollout: EngineRollout) -> EnvironmentClass:
+    """Return what a pool needs of an environment, whose model samples by these settings."""
     if isinstance(config, ToolsEnvironment):
-        arguments = {"tools": list(config.tools), "parser": config.parser}
-        return EnvironmentClass(_TOOLS, config, arguments)
+        return EnvironmentClass(_TOOLS, config, {"tools": list(config.tools), "parser": config.parser})
+    if isinstance(config, ProgramEnvironment):
+        arguments = {"command": list(config.command), "grader": config.grader, "memory_bytes": config.memory_bytes}
+        return EnvironmentClass(_PROGRAM, config, {**arguments, "sampling": _sampling(config, rollout)})
     return EnvironmentClass(config.path, config, config.arguments)
 
 
@@ -79,24 +90,39 @@ def _check_environment(
     config: RunConfig, environment: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, first: PromptRow
 ) -> None:
     task = Task(prompt=first.messages, answer=first.answer, info=first.info)
-    reply = _first_reply(environment, task, config.seed)
+    reply = _first_reply(config, environment, task)
     chat = _chat(config, environment, tokenizer)
     dialogue = Dialogue(environment, chat, config.data.max_prompt_tokens)
     if reply.failure is None:
-        TurnBridge(chat, reply.role, drops_reasoning=environment.drops_reasoning)
+        dialogue.check("tool" if reply.tools else reply.role, reply.tools)
     _, failure = dialogue.begin(first, reply)
     if failure is not None:
-        name = ", ".join(environment.tools) if isinstance(environment, ToolsEnvironment) else environment.path
-        raise DataError(f"environment {name} can't begin with its first training prompt: {failure}")
+        raise DataError(f"environment {environment.what} can't begin with its first training prompt: {failure}")
 
 
-def _first_reply(environment: EnvironmentConfig, task: Task, seed: int) -> Reply:
+def _first_reply(config: RunConfig, environment: EnvironmentConfig, task: Task) -> Reply:
     """Return how an environment answers its reset, in a process of its own."""
-    with closing(EnvironmentPool(environment_class(environment.replace(num_processes=1)))) as pool:
+    with closing(EnvironmentPool(environment_class(environment.replace(num_processes=1), config.rollout))) as pool:
         pool.start()
         pool.wait_until_ready()
-        pool.open(0, task, seed)
+        pool.open(0, task, config.seed)
         return pool.wait()[0]
+
+
+def _check_command(config: ProgramEnvironment) -> None:
+    program = resolve(config.command)[0]
+    if shutil.which(program) is None:
+        raise ConfigError(
+            f"environment.command: there is no program {program!r} on {platform.node()}; name one on PATH, or a path "
+            "from the run's working directory, of a file that may be executed"
+        )
+
+
+def _sampling(config: ProgramEnvironment, rollout: EngineRollout) -> dict[str, Any]:
+    """Return what a program's requests may set to this value only, as OpenAI names it; or higher, of a limit."""
+    limit = config.max_turn_tokens or rollout.max_response_tokens
+    sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    return {**sampling, "max_tokens": limit, "max_completion_tokens": limit}
 
 
 def _chat(config: RunConfig, environment: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:

@@ -114,7 +114,8 @@ class EnvironmentPool:
         """
         environment = self._hold(row, task, seed, number)
         environment.history.extend(actions)
-        environment.expected = [_message_of(reply, is_reset=at == 0) for at, reply in enumerate(replies)]
+        environment.expected = [reply.as_message(is_reset=at == 0) for at, reply in enumerate(replies)]
+        environment.is_recorded = True
         environment.seconds = sum(reply.seconds for reply in replies)
 
     def step(self, row: int, action: str) -> None:
@@ -203,12 +204,6 @@ class EnvironmentPool:
     def _take(self, rows: Collection[int]) -> dict[int, Reply]:
         self._calling.difference_update(rows)
         return {row: self.replies.pop(row) for row in sorted(rows)}
-
-
-def _message_of(reply: Reply, *, is_reset: bool) -> dict[str, Any]:
-    """Return a reply as its environment's process sent it, without its time."""
-    message = {"observations": list(reply.observations), "role": reply.role}
-    return message if is_reset else message | {"reward": reply.reward, "done": reply.done, "metrics": reply.metrics}
 
 
 def _num_environments(slot: EnvironmentSlot) -> int:

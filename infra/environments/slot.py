@@ -42,6 +42,7 @@ for name, file in names:
     del sys.modules[name]
 module.main(int(sys.argv[1]), int(sys.argv[2]))
 """
+_MADE_OF = ("task", "seed", "history", "expected", "is_recorded")
 FailureKind = Literal["raised", "invalid", "timeout", "died", "differs"]
 logger = logging.getLogger(__name__)
 
@@ -69,10 +70,12 @@ class Reply:
         reward: Of this turn.
         done: Whether the trajectory ends.
         metrics: Of this turn, by name.
-        role: Of the messages.
+        role: Of the messages otherwise, and of those to come.
         seconds: Time spent in the call.
         failure: Why there is no answer; then all of the above but `seconds` are defaults.
         is_recorded: Whether it is from the journal, and no environment was asked.
+        roles: Of the messages, if they take the place of the data row's prompt.
+        tools: JSON of the tools that then belong to it; empty: none.
     """
 
     observations: tuple[str, ...] = ()
@@ -83,6 +86,19 @@ class Reply:
     seconds: float = 0.0
     failure: Failure | None = None
     is_recorded: bool = False
+    roles: tuple[str, ...] = ()
+    tools: str = ""
+
+    def as_message(self, *, is_reset: bool) -> dict[str, Any]:
+        """Return it as its environment's process sent it, without its time."""
+        message: dict[str, Any] = {"observations": list(self.observations), "role": self.role}
+        if self.roles:
+            message["roles"] = list(self.roles)
+        if self.tools:
+            message["tools"] = self.tools
+        if not is_reset:
+            message |= {"reward": self.reward, "done": self.done, "metrics": dict(self.metrics)}
+        return message
 
 
 class Replies(dict[int, Reply]):
@@ -114,8 +130,8 @@ class HeldEnvironment(ProcessCall):
         limits: The time limits of its calls.
         history: The actions that its state depends on.
         seconds: Time spent in all of its calls.
-        expected: What another process's environment answered to the reset and to `history`, in JSON's types: this one
-            must answer the same. None: it has, or there was no other.
+        expected: What it answered to the reset and to `history`, in JSON's types: made again, it must answer the same.
+        is_recorded: Whether that is from the journal, and it has not answered so itself.
         is_made: Whether its process holds it, in the state after its latest successful call.
         action: The action of its outstanding call; None: it is reset.
         limit_seconds: The time limit of its outstanding call.
@@ -127,7 +143,8 @@ class HeldEnvironment(ProcessCall):
     limits: TurnLimits
     history: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    expected: list[dict[str, Any]] | None = None
+    expected: list[dict[str, Any]] = field(default_factory=list)
+    is_recorded: bool = False
     is_made: bool = False
     action: str | None = None
     limit_seconds: float = 0.0
@@ -211,7 +228,7 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
     def _message(self, call: HeldEnvironment) -> bytes:
         message: dict[str, Any] = {"number": call.number, "seconds": call.limit_seconds, "action": call.action}
         if not call.is_made:
-            message["make"] = {name: getattr(call, name) for name in ("task", "seed", "history", "expected")}
+            message["make"] = {name: getattr(call, name) for name in _MADE_OF}
             call.is_made = True
         return json.dumps(message).encode()
 
@@ -221,7 +238,8 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
         if "failure" in answer:
             self._reply(call, Reply(seconds=answer["seconds"], failure=Failure(answer["kind"], answer["failure"])))
         else:
-            self._reply(call, Reply(**answer | {"observations": tuple(answer["observations"])}))
+            texts = {name: tuple(answer.get(name, ())) for name in ("observations", "roles")}
+            self._reply(call, Reply(**answer | texts))
 
     def _fail(self, call: HeldEnvironment, kind: LossKind, message: str, running: Running, now: float) -> None:
         seconds = min(max(0.0, now - running.deadline + running.limit_seconds), running.limit_seconds)
@@ -234,7 +252,10 @@ class EnvironmentSlot(Slot[HeldEnvironment]):
         environment.is_suspect = environment.has_ended_process = False
         if reply.failure is not None:
             environment.is_made = False
-        elif environment.action is not None:
-            environment.history.append(environment.action)
-            environment.expected = None
+        else:
+            is_reset = environment.action is None
+            if environment.action is not None:
+                environment.history.append(environment.action)
+            environment.expected.append(reply.as_message(is_reset=is_reset))
+            environment.is_recorded = False
         self._replies.add(environment.row, reply)

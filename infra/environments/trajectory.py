@@ -75,6 +75,7 @@ class TrajectoryBuilder:
         seed: The seed of its first turn.
         failure: Why its environment can't be used; None: it can.
         seconds: Time that the environment's reset took.
+        tools: JSON of the tools that it has added to the chat template; empty: none.
         is_restarted: Whether it is restarted, as its environment answered otherwise than recorded.
 
     Attributes:
@@ -89,9 +90,10 @@ class TrajectoryBuilder:
         failure: str | None,
         seconds: float = 0.0,
         *,
+        tools: str = "",
         is_restarted: bool = False,
     ) -> None:
-        self.number, self.seed, self.failure, self.place = number, seed, failure, -1
+        self.number, self.seed, self.failure, self.place, self.tools = number, seed, failure, -1, tools
         self.history = np.asarray(prompt_ids, dtype=np.int64)  # [P + R], prompt and tokens so far
         self.turns: list[Turn] = []
         self._num_prompt = len(self.history)

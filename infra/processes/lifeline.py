@@ -16,15 +16,19 @@ import sys
 STANDARD_INPUT = 0
 
 
-def end_with_parent() -> None:
+def end_with_parent(*, with_programs: bool = False) -> None:
     """Make the kernel kill this process and its children when the lifeline closes.
 
     The kernel signals the whole process group, and the signal's default action needs no Python: even code that holds
     the interpreter is killed.
+
+    Args:
+        with_programs: Whether that holds for a program, too, that takes this one's place.
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
-    lifeline = os.dup(STANDARD_INPUT)  # not inherited by other programs
+    lifeline = os.dup(STANDARD_INPUT)
+    os.set_inheritable(lifeline, with_programs)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, STANDARD_INPUT)
     os.close(empty)

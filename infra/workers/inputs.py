@@ -10,7 +10,6 @@ import xxhash
 from infra.storage.folder import read_record
 from infra.storage.runs import RunDirectory
 from schemas.base import Frozen
-from schemas.config.environment import ClassEnvironment
 from schemas.config.reward import FunctionReward, GroupFunctionReward, WeightedReward
 from schemas.config.run import RunConfig
 from schemas.errors import RunError
@@ -139,7 +138,7 @@ def _import_paths(config: RunConfig) -> Iterator[str]:
         if isinstance(each, FunctionReward | GroupFunctionReward):
             yield each.path
     for environment in config.environments:
-        yield from [environment.path] if isinstance(environment, ClassEnvironment) else environment.tools
+        yield from environment.import_paths
 
 
 def _module_file(module: str) -> Path | None:

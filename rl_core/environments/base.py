@@ -1,6 +1,7 @@
 """The protocol of environments, which answer a model's turns."""
 
 from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypedDict
 
 
@@ -25,6 +26,16 @@ class Step(NamedTuple):
     metrics: Mapping[str, float] = {}  # by name; summed over a trajectory, and averaged over trajectories
 
 
+class FinishedProgram(NamedTuple):
+    """A program that has ended, as its grader sees it."""
+
+    task: Task
+    messages: list[dict[str, Any]]  # the chat, as OpenAI writes it, the model's turns without reasoning
+    folder: Path  # the program's own, as it left it
+    exit_code: int  # negative: minus the number of the signal that ended it
+    output: str  # the end of what it printed
+
+
 class Environment(Protocol):
     """One trajectory's world. A class of this shape is named in the config by its import path.
 
@@ -43,7 +54,11 @@ class Environment(Protocol):
     keeps_state: bool
 
     def reset(self) -> str | Awaitable[str | None] | None:
-        """Begin the trajectory; return a message to add to the prompt, or None if the data row has all of it."""
+        """Begin the trajectory; return a message to add to the prompt, or None if the data row has all of it.
+
+        A dict of `messages`, each with `role` and `content`, and `tools`, JSON schemas, takes the place of the data
+        row's prompt.
+        """
         ...
 
     def step(self, action: str) -> Step | tuple[str, float, bool] | Awaitable[Step | tuple[str, float, bool]]:

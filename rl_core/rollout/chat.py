@@ -52,7 +52,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.tokenizer, self._control = tokenizer, ControlTokens(tokenizer)
-        self._variables = dict(variables or {})
+        self._variables, self._given = dict(variables or {}), variables
         self.template = chat_template_text(tokenizer, tools)
         path = tokenizer.name_or_path
         self.name = f"the chat template of {path}" if path else "the model's chat template"
@@ -71,6 +71,14 @@ class ChatTemplate:
         if CLOCK in self._variables:
             self._variables[_DATE_PARTS] = _date_parts(self._variables.pop(CLOCK))
             self._variables["chat_template"] = _CLOCK_MACRO + self.template
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "ChatTemplate":
+        """Return the same template with these tools.
+
+        Raises:
+            DataError: It has no variable for them.
+        """
+        return ChatTemplate(self.tokenizer, self._given, tools)
 
     def render(self, messages: Messages, *, with_prompt: bool = True) -> str:
         """Return a chat as text, ending with the beginning of the model's turn if `with_prompt`.

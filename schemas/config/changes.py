@@ -33,6 +33,7 @@ CHANGEABLE = (
     "environment.journal",
     "environment.python",
     "environment.num_processes",
+    "environment.memory_bytes",
     "environment.reset_timeout_seconds",
     "environment.step_timeout_seconds",
     "environment.trajectory_timeout_seconds",

@@ -60,6 +60,16 @@ class ClassEnvironment(TurnLimits):
     arguments: JsonObject = Field(default_factory=dict)
     """Keyword arguments of the class, in JSON's types."""
 
+    @property
+    def what(self) -> str:
+        """What it is, for messages."""
+        return f"class {self.path}"
+
+    @property
+    def import_paths(self) -> tuple[str, ...]:
+        """The user's code that it imports."""
+        return (self.path,)
+
 
 class ToolsEnvironment(TurnLimits):
     """Python functions that the model may call; a turn without a call is its answer, and ends the trajectory."""
@@ -73,6 +83,16 @@ class ToolsEnvironment(TurnLimits):
     parser: Literal["hermes", "json"] = "hermes"
     """How calls are written: JSON objects between `<tool_call>` and `</tool_call>`, or one as the whole turn."""
 
+    @property
+    def what(self) -> str:
+        """What it is, for messages."""
+        return f"tools {', '.join(self.tools)}"
+
+    @property
+    def import_paths(self) -> tuple[str, ...]:
+        """The user's code that it imports."""
+        return self.tools
+
     @model_validator(mode="after")
     def _names_differ(self) -> "ToolsEnvironment":
         names = [path.partition(":")[2] for path in self.tools]
@@ -81,4 +101,39 @@ class ToolsEnvironment(TurnLimits):
         return self
 
 
-EnvironmentConfig = Annotated[ClassEnvironment | ToolsEnvironment, Field(discriminator="kind")]
+class ProgramEnvironment(TurnLimits):
+    """A program, started for each trajectory, that asks the model itself, over OpenAI's chat completions."""
+
+    kind: Literal["program"] = "program"
+    """Selects a program."""
+
+    command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    """The program and its arguments; `{workdir}` is the run's working directory, `{python}` its interpreter."""
+
+    grader: ImportPath | None = None
+    """Import path of a function that rewards a trajectory, `module:function`; None: what the program prints."""
+
+    memory_bytes: PositiveInt = 2**32
+    """Most address space of each of its processes, in bytes (RLIMIT_AS)."""
+
+    @property
+    def what(self) -> str:
+        """What it is, for messages."""
+        return f"program {' '.join(self.command)}"
+
+    @property
+    def import_paths(self) -> tuple[str, ...]:
+        """The user's code that it imports."""
+        return () if self.grader is None else (self.grader,)
+
+    @model_validator(mode="after")
+    def _is_started_by_the_run(self) -> "ProgramEnvironment":
+        if self.python is not None:
+            raise ValueError(
+                f"environment.python = {self.python!r} has no effect on a program; name its interpreter in "
+                "environment.command, such as {workdir}/venv/bin/python"
+            )
+        return self
+
+
+EnvironmentConfig = Annotated[ClassEnvironment | ToolsEnvironment | ProgramEnvironment, Field(discriminator="kind")]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from infra.engines.embedded.engine import TransformersEngine
@@ -14,11 +15,25 @@ from infra.storage.runs import RunDirectory
 from schemas.config.changes import sampling_digest
 from schemas.step import RunHandle
 from tests.support.configs import merge
+from tests.support.programs import program
 from tests.support.rollout_workers import GROUPS, NUM_SAMPLES, make_folder, play, run_of
 
 ENDS = tuple(range(64))  # tokens that end a turn: a tiny model samples its real one too rarely
 MAX_TURNS = 3
 BITS = ("batch", "lockstep")  # the values of `resume_rows` that promise the same bits
+
+
+# Does what `Noted` does.
+PROGRAM = """
+    log, index = open({log!r}, "a", buffering=1), task["info"]["index"]
+    log.write("reset\\n")
+    messages[-1]["content"] += f" I am {{task['seed'] % 1000}}"
+    for at in range(1 + index % 3):
+        said = ask()
+        log.write("step\\n")
+        say(f"{{at}}: {{len(said)}}")
+    finish(0.5)
+"""
 
 
 class AbandonedError(Exception):
@@ -39,6 +54,8 @@ def run_with(folder: Path, game: str, **overrides: Any) -> RunHandle:
     """Return a run, in a directory of its own, with an environment that may note its calls in its parent."""
     arguments = {"log": str(folder / "calls")} if game in ("Noted", "Salted", "Search") else {}
     environment = {"kind": "class", "path": f"tests.support.games:{game}", "arguments": arguments, "num_processes": 2}
+    if game == "Program":
+        environment = program(folder, PROGRAM.format(log=str(folder / "calls")), num_processes=2).model_dump()
     fields = {
         "environment": {**environment, "max_turns": MAX_TURNS},
         "rollout": {"max_response_tokens": 200, "stop_token_ids": ENDS},
@@ -99,9 +116,20 @@ def num_calls(row: dict[str, Any]) -> int:
     return 1 + len(row["turn_tokens"]) - (row["episode_end"] in ("length", "turn_length"))
 
 
-@pytest.mark.parametrize("resume_rows", ["batch", "lockstep", "as_ready"])
-def test_what_was_answered_is_not_asked_again(folder: Path, monkeypatch: pytest.MonkeyPatch, resume_rows: str) -> None:
-    run = run_with(folder, "Noted", environment={"resume_rows": resume_rows})
+@pytest.mark.parametrize(
+    ("game", "resume_rows"),
+    [
+        ("Noted", "batch"),
+        ("Noted", "lockstep"),
+        ("Noted", "as_ready"),
+        ("Program", "lockstep"),
+        ("Program", "as_ready"),
+    ],
+)
+def test_what_was_answered_is_not_asked_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, game: str, resume_rows: str
+) -> None:
+    run = run_with(folder, game, environment={"resume_rows": resume_rows})
     _, expected = play(elsewhere(folder, run))
     assert calls(folder) == sum(map(num_calls, expected.values()))
     abandon(run, monkeypatch, num_ended=3)
@@ -119,6 +147,31 @@ def test_what_was_answered_is_not_asked_again(folder: Path, monkeypatch: pytest.
         assert {sample: row["response_ids"] for sample, row in rows.items()} == {
             sample: row["response_ids"] for sample, row in expected.items()
         }
+
+
+def test_killed_environment_processes_change_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_with(folder, "Program")
+    _, expected = play(elsewhere(folder, run))
+    num_before, add_answer = calls(folder), TrajectoryBuilder.add_answer
+    answered, running = list[int](), list[psutil.Process]()
+
+    def add_or_kill(row: TrajectoryBuilder, reply: Any) -> None:
+        answered.append(row.number)
+        if len(answered) == 3:
+            children = psutil.Process().children()
+            running.extend(
+                child for child in children if any("environments/child.py" in part for part in child.cmdline())
+            )
+        if len(answered) in (3, 9):
+            running.pop().kill()
+        add_answer(row, reply)
+
+    monkeypatch.setattr(TrajectoryBuilder, "add_answer", add_or_kill)
+    shard, rows = play(run)
+    assert rows == expected
+    assert calls(folder) > num_before  # programs were started again
+    assert "turns/restarted" not in shard.telemetry
+    assert shard.turns["turns/failed"].value == 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Tools in trajectories, with turns that are given: a tiny model writes no calls."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from infra.environments.trajectory import Trajectory
 from infra.models.tiny import CHAT_TEMPLATE, make_tokenizer
 from rl_core.rollout.chat import ChatTemplate
 from schemas.config.environment import ClassEnvironment, EnvironmentConfig, ToolsEnvironment
+from schemas.config.rollout import TransformersRollout
+from tests.support.programs import program
 
 CONFIG = ToolsEnvironment(
     tools=("tests.support.games:add", "tests.support.games:wait"),
@@ -73,7 +76,7 @@ def play(engine: GivenTurns, answers: Sequence[str], config: EnvironmentConfig =
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ '<|pad|>' if tools else '' }}" + CHAT_TEMPLATE
     chat = ChatTemplate(tokenizer, {}, schemas_of_tools(config))
-    pool = EnvironmentPool(environment_class(config))
+    pool = EnvironmentPool(environment_class(config, TransformersRollout()))
     pool.start()
     try:
         episodes = Episodes([Dialogue(config, chat, 64)], engine, pool, tokenizer)  # type: ignore[arg-type]
@@ -99,6 +102,26 @@ def test_calls_are_answered_and_a_turn_without_one_is_the_answer() -> None:
     assert malformed.metrics["malformed_calls"] == 1
     assert engine.prompts[0].startswith("<|pad|><|user|>2 + 3 =")  # the template has seen the tools
     assert engine.prompts[3] == f"{engine.prompts[0]}{ADD}<|end|><|tool|>5<|assistant|>"
+
+
+PROGRAM = """
+    add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    while "5" != ask(tools=[add] if task["answer"] == "5" else []):
+        for call in messages[-1].get("tool_calls", ()):
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "5"})
+    finish(1.0)
+"""
+
+
+def test_a_program_has_tools_of_its_own(tmp_path: Path) -> None:
+    engine = GivenTurns([[f"{ADD}{ADD}", "5"], ["5"]])
+    called, other = play(engine, ["5", "none"], program(tmp_path, PROGRAM, max_turns=4))
+    assert called.failure is other.failure is None
+    assert [turn.observations for turn in called.turns] == [("5", "5"), ("",)]
+    assert (called.end, called.reward, other.end, other.reward) == ("done", 1.0, "done", 1.0)
+    assert engine.prompts[0] == "<|pad|><|user|>2 + 3 =<|assistant|>"  # the template has seen the tools
+    assert engine.prompts[1] == "<|user|>2 + 3 =<|assistant|>"
+    assert engine.prompts[2] == f"{engine.prompts[0]}{ADD}{ADD}<|end|><|tool|>5<|tool|>5<|assistant|>"
 
 
 def test_a_call_that_takes_too_long_is_an_observation_and_the_row_goes_on() -> None:

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 FOLDERS = sorted(path.parent for path in EXAMPLES.glob("*/run.py"))
 
 FILES = ("README.md", "config.toml", "run.py")
-OF_ANOTHER = {"verifiers_env": "guess_the_number"}  # whose curve shows what to expect
+OF_ANOTHER = dict.fromkeys(("any_agent", "verifiers_env"), "guess_the_number")  # whose curve shows what to expect
 
 
 def example_id(folder: Path) -> str:

@@ -40,6 +40,7 @@ from schemas.errors import ConfigError
 from schemas.plan import ForwardPlan, StepPlan
 from schemas.step import StepReport
 from tests.support.command import Command, Result, assert_rejected, make_command
+from tests.support.programs import PRELUDE
 from tests.support.tiny import make_tiny_moe, tiny_row, write_rows
 from tests.support.workplace import WITH_REFERENCE, Workplace
 
@@ -377,11 +378,31 @@ def test_the_environments_of_all_sources_are_tried(folder: Path, sluice: Command
     ) in sluice(*mixed, f"data.sources=[{game[:-2]}, max_turn_tokens=6, step_timeout_seconds=0.5}}}}]")[1]
     begins = "can't begin with its first training prompt: reset: "
     result = sluice(*mixed, f"data.sources=[{game}, {broken}]")
-    assert_rejected(result, f"environment board_games:Broken {begins}ValueError: no such game: 7 (")
+    assert_rejected(result, f"environment class board_games:Broken {begins}ValueError: no such game: 7 (")
     result = sluice(*mixed, f"data.sources=[{game}, {wordy}]")
     assert_rejected(
-        result, f"environment board_games:Wordy {begins}the prompt has ", "more than data.max_prompt_tokens"
+        result, f"environment class board_games:Wordy {begins}the prompt has ", "more than data.max_prompt_tokens"
     )
+
+
+def test_a_program_is_tried(folder: Path, sluice: Command) -> None:
+    (folder / "agent.py").write_text(PRELUDE + "ask()")
+    (folder / "ended.py").write_text("raise SystemExit('no such game')")
+
+    def planned_with(file: str, **settings: str) -> Result:
+        command = f'command=["{{python}}", "{{workdir}}/{file}"]'
+        more = "".join(f', {name}="{value}"' for name, value in settings.items())
+        return sluice(f'environment={{kind="program", {command}{more}}}')
+
+    code, out, _ = planned_with("agent.py")
+    assert code == 0
+    assert "environment: program {python} {workdir}/agent.py; at most 8 turns; 2 processes per" in out
+    begins = "can't begin with its first training prompt: reset: "
+    assert_rejected(planned_with("ended.py"), begins, "exit code 1 before it asked", "stderr ends with: no such game")
+    assert_rejected(planned_with("agent.py", grader="none:grade"), begins, "environment.grader 'none:grade': importing")
+    assert_rejected(planned_with("agent.py", python="python3"), "environment.python = 'python3' has no effect on a pro")
+    result = sluice('environment={kind="program", command=["./nothing"]}')
+    assert_rejected(result, f"environment.command: there is no program '{folder}/nothing' on ")
 
 
 def test_nothing_was_started_or_left(folder: Path) -> None:

@@ -16,6 +16,7 @@ from infra.environments.slot import MODULES
 from rl_core import user_code
 from schemas import errors
 from schemas.config.environment import ToolsEnvironment
+from schemas.config.rollout import TransformersRollout
 from schemas.errors import ConfigError, EnvironmentImportError
 from tests.support.environment_pools import open_rows, opened, step_rows
 
@@ -90,7 +91,7 @@ def test_tools_run_in_another_interpreter(python: str, venv: Path) -> None:
     config = ToolsEnvironment(tools=("far_tool:prefix",), parser="json", python=python, num_processes=1)
     (schema,) = schemas_of_tools(config)
     assert schema["function"]["name"] == "prefix"
-    pool = EnvironmentPool(environment_class(config))
+    pool = EnvironmentPool(environment_class(config, TransformersRollout()))
     pool.start()
     open_rows(pool, "")
     reply = step_rows(pool, ['{"name": "prefix", "arguments": {"ending": "!"}}'])[0]

@@ -34,6 +34,7 @@ KEY = re.compile(rf"\b(?:{'|'.join(SECTIONS)})\.[a-z][a-z_]*(?:\.[a-z_]+)*")
 TRAINED_SECTIONS = {"environment", "overlong", "advantage", "loss", "kl", "distillation", "correction", "optim", "sft"}
 WHERE_ONLY = {  # in such a section, but the same bit for bit
     *("optim.offload", "environment.num_processes", "environment.python", "environment.journal"),
+    "environment.memory_bytes",
     *(f"environment.{name}_timeout_seconds" for name in ("reset", "step", "trajectory")),
 }
 TRAINED = {
@@ -88,8 +89,13 @@ FOR_A_NEW_RUN = {
         "rollout.min_p",
     ),
     *("sft.num_rows", "sft.max_tokens", "loss.kind", "loss.aggregation", "loss.norm_tokens"),
-    *(f"environment.{name}" for name in ("kind", "tools", "path", "arguments", "parser", "drops_reasoning")),
-    *("environment.max_turn_tokens", "environment.resume_rows", "environment.lockstep_steps"),
+    *(f"environment.{name}" for name in ("kind", "tools", "path", "arguments", "parser", "command", "grader")),
+    *(
+        "environment.drops_reasoning",
+        "environment.max_turn_tokens",
+        "environment.resume_rows",
+        "environment.lockstep_steps",
+    ),
     *(f"reward.{name}" for name in ("model", "pattern", "scale", "max_tokens")),  # of a judge
     *("overlong.buffer_tokens", "reward.kind", "reward.path", "rollout.dynamic_sampling", "rollout.kind"),
     *("rollout.max_response_tokens", "rollout.num_prompts", "rollout.samples_per_prompt", "rollout.stop_token_ids"),
@@ -108,6 +114,7 @@ OTHER = {
     "checkpoint.url": "elsewhere",
     "data.eval_path": "other.parquet",
     "environment.journal": "false",
+    "environment.memory_bytes": "7",
     "environment.num_processes": "7",
     "environment.python": "venv/bin/python",
     "environment.reset_timeout_seconds": "7",
@@ -231,6 +238,8 @@ def test_an_advised_change_is_accepted(key: str) -> None:
     rewards |= {"num_workers": {"kind": "model", "path": "model"}}
     function = {"kind": "function", "path": "my:score"}
     environment = {"kind": "class", "path": "game:Game"}
+    if key == "environment.memory_bytes":
+        environment = {"kind": "program", "command": ["agent"]}
     begun = run_config(
         **({"environment": environment} if key.startswith("environment.") else {}),
         reward=rewards.get(key.removeprefix("reward."), function),

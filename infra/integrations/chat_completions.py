@@ -1,0 +1,393 @@
+"""A model whose turns are asked for over OpenAI's chat completions, by what plays an environment itself.
+
+A request must extend the chat of the one before it; it waits until the turn that follows has been sampled. Needs
+aiohttp, the standard library and `rl_core.environments` only, as other interpreters import it, too.
+"""
+
+import asyncio
+import json
+from collections.abc import Collection, Mapping, Sequence
+from contextvars import Context
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from rl_core.environments.calls import Call, parse_hermes, without_reasoning
+
+MODEL = "policy"
+MAX_REQUEST_BYTES = 2**24
+_OF_ROLES = {"assistant": {"reasoning", "reasoning_content", "tool_calls"}, "tool": {"tool_call_id", "name"}}
+_WITHOUT_EFFECT: Mapping[str, Any] = {
+    "n": 1,
+    "stream": False,
+    "logprobs": False,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "stop": [],
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+}
+_LIMITS = ("max_tokens", "max_completion_tokens")
+
+
+class ChatError(Exception):
+    """The model was asked for what can't be trained on, or what asks it failed; its trajectory has no reward."""
+
+
+class Message(NamedTuple):
+    """A message of a chat.
+
+    Attributes:
+        role: The role.
+        content: The text; of the model's, without its reasoning and calls.
+        calls: The calls of tools in the model's: of each, its id, the tool's name and the arguments.
+        answered: The id of the call that a tool's answers.
+    """
+
+    role: str
+    content: str
+    calls: tuple[tuple[str, str, Any], ...] = ()
+    answered: str = ""
+
+    def as_openai(self) -> dict[str, Any]:
+        """Return it as OpenAI writes it."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.calls:
+            message["tool_calls"] = [
+                {"id": key, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+                for key, name, arguments in self.calls
+            ]
+        return message | ({"tool_call_id": self.answered} if self.answered else {})
+
+
+class Turn(NamedTuple):
+    """A turn of the model.
+
+    Attributes:
+        number: Its number in its chat, from 1 on.
+        message: What was sampled.
+        reasoning: The reasoning in it.
+        usage: What OpenAI reports of the tokens, if they are known.
+    """
+
+    number: int
+    message: Message
+    reasoning: str
+    usage: Mapping[str, int] | None
+
+
+class Conversation:
+    """The chat of one trajectory, whose model is asked over HTTP.
+
+    Args:
+        asker: Who asks, for messages.
+        chat: What the first request begins with; None: it has the whole prompt.
+        settings: What a request may set besides messages and model: anything.
+        values: What it may set to one value only, that of the run; or, of a limit of tokens, to a higher one.
+
+    Attributes:
+        chat: The messages so far.
+        tools: Those that the model may call, as the first request has them.
+        owner: Who asks, once somebody has.
+    """
+
+    def __init__(
+        self,
+        asker: str,
+        chat: Sequence[Message] | None = None,
+        settings: Collection[str] = (),
+        values: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.chat = [_stripped(*message) for message in chat or ()]
+        self.tools: list[Any] = []
+        self._asker, self._has_prompt = asker, chat is not None
+        self._settings, self._values = {"messages", "model", *settings}, {**_WITHOUT_EFFECT, **(values or {})}
+        self._turns: dict[int, asyncio.Future[Turn]] = {}  # by the number of messages that were asked with
+        self._requests: asyncio.Queue[list[Message]] = asyncio.Queue()
+        self._failure: ChatError | None = None
+        self.owner = ""
+
+    def ask(self, body: Any, owner: str = "") -> "asyncio.Future[Turn]":
+        """Return the turn that a request asks for: the next one, or, if it was asked for before, the same again.
+
+        Args:
+            body: The request's.
+            owner: Which of several agents asks; all but the first one to ask are refused.
+
+        Raises:
+            ChatError: It asks for what can't be trained on; then the trajectory has failed.
+        """
+        try:
+            if self._failure is not None:
+                raise self._failure
+            if self.owner not in ("", owner):
+                raise ChatError(
+                    "a second agent, or a second attempt of the first one, asks the model; give each agent of the "
+                    "environment but one a client and a model of its own, and set its retries to 0"
+                )
+            self.owner = owner
+            return self._turn_after(self._messages(body))
+        except ChatError as error:
+            self.fail(error)
+            raise
+
+    def answer(self, action: str, usage: Mapping[str, int] | None = None) -> None:
+        """Give the model's turn to who asks for it.
+
+        Args:
+            action: What was sampled.
+            usage: What OpenAI reports of the tokens; None: nothing.
+
+        Raises:
+            ChatError: The trajectory has failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        turn = self._turns[len(self.chat)]
+        number = len(self._turns)
+        message, reasoning = _read_turn(action, number, with_calls=bool(self.tools))
+        self.chat.append(message)
+        turn.set_result(Turn(number, message, reasoning, usage))
+
+    async def next_request(self, ended: "asyncio.Future[Any]") -> list[Message] | None:
+        """Return the messages that the next request adds to the chat; None if what asks ended instead.
+
+        Raises:
+            ChatError: The trajectory has failed.
+        """
+        request = asyncio.create_task(self._requests.get())
+        try:
+            await asyncio.wait({request, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None:
+                raise self._failure
+            return request.result() if request.done() else None
+        finally:
+            request.cancel()
+
+    def fail(self, error: ChatError) -> None:
+        """Refuse all requests from now on, for this reason or an earlier one."""
+        if self._failure is None:
+            self._failure = error
+            self._requests.put_nowait([])  # for who waits for the next one
+            for turn in self._turns.values():
+                if not turn.done():
+                    turn.set_exception(error)
+                    turn.exception()  # nobody may be waiting any more
+
+    def _turn_after(self, messages: list[Message]) -> "asyncio.Future[Turn]":
+        """Return the turn after these messages."""
+        known = len(self.chat)
+        if (turn := self._turns.get(len(messages))) is not None and messages == self.chat[: len(messages)]:
+            return turn
+        if known in self._turns:
+            raise ChatError(
+                f"{self._asker} asks its model for a turn while another one is being sampled; a trajectory is one "
+                "chat, and branches of it are not supported yet"
+            )
+        for at, expected in enumerate(self.chat):
+            found = messages[at] if at < len(messages) else None
+            if found != expected:
+                raise ChatError(
+                    f"{self._asker} doesn't extend the chat: message {at} of its request is {found!r:.200}, but was "
+                    f"{expected!r:.200}; a trajectory keeps what the model has sampled, and begins with "
+                    + ("the data row's prompt" if self._has_prompt else "its first request; branches are not supported")
+                )
+        added = messages[known:]
+        self._check(added)
+        self.chat.extend(added)
+        turn = self._turns[len(messages)] = asyncio.get_running_loop().create_future()
+        self._requests.put_nowait(added)
+        return turn
+
+    def _check(self, added: Sequence[Message]) -> None:
+        """Check the messages that a request adds to the chat."""
+        roles = [message.role for message in added]
+        if not self._turns:
+            if any(message.calls for message in added):
+                raise ChatError(f"{self._asker} begins with a chat that has calls of tools; begin without them")
+            if roles[-1:] == ["assistant"] or not (roles or self._has_prompt):
+                raise ChatError(f"{self._asker} asks its model for a turn after its own, or after nothing")
+            if not self._has_prompt:
+                return
+        elif not added:
+            raise ChatError(f"{self._asker} asks its model for a turn after its own, without a message between")
+        elif self.chat[-1].calls:
+            asked, answered = [key for key, _, _ in self.chat[-1].calls], [message.answered for message in added]
+            if asked != answered:
+                raise ChatError(
+                    f"a request answers the calls {', '.join(asked)} by messages of role tool with the ids "
+                    f"{', '.join(answered)}; all must be answered, in their order"
+                )
+        if "assistant" in roles or len(set(roles)) > 1:
+            raise ChatError(
+                f"a request adds messages of roles {', '.join(roles)}; all must be of one, and not the model's"
+            )
+
+    def _messages(self, body: Any) -> list[Message]:
+        """Return a request's chat; raises a `ChatError` if it is none, or sets what only the run's config may."""
+        if not isinstance(body, dict):
+            raise ChatError(f"{self._asker} asks its model with what is not a JSON object")
+        others = {name: value for name, value in body.items() if not self._allows(name, value)}
+        if others:
+            instead = {name: f" instead of {self._values[name]!r}" for name in others if name in self._values}
+            said = [f"{name} = {others[name]!r:.80}{instead.get(name, '')}" for name in sorted(others)]
+            raise ChatError(
+                f"{self._asker} asks its model with {', '.join(said)}, but here it is a chat whose turns "
+                "are sampled as the run's config says; take it out of the requests"
+            )
+        messages = body.get("messages")
+        if not isinstance(messages, list):
+            raise ChatError(f"{self._asker} asks its model without a list of messages")
+        self._take_tools(body.get("tools") or [])
+        return [_read_message(at, message) for at, message in enumerate(messages)]
+
+    def _take_tools(self, tools: Any) -> None:
+        if not isinstance(tools, list) or not all(
+            isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
+            for tool in tools
+        ):
+            raise ChatError(f"{self._asker} asks its model with tools that are not functions: {tools!r:.200}")
+        if not self._turns:
+            self.tools = tools
+        elif tools != self.tools:
+            raise ChatError(f"{self._asker} asks its model with other tools than before; they are part of the prompt")
+
+    def _allows(self, name: str, value: Any) -> bool:
+        if value is None or name in self._settings:
+            return True
+        if name in _LIMITS and name in self._values and isinstance(value, int):
+            return value >= self._values[name]  # which ends no turn earlier
+        return name in self._values and value == self._values[name]
+
+
+async def serve(handler: Any, path: str) -> str:
+    """Serve posts on the loopback interface until this process ends; return the server's URL.
+
+    Args:
+        handler: Answers them.
+        path: Their path, of aiohttp's form.
+    """
+    app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+    app.router.add_post(path, handler)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+def begin_task(coroutine: Any) -> "asyncio.Task[Any]":
+    """Begin a task that belongs to no environment's call, whose time it would otherwise take."""
+    return Context().run(asyncio.create_task, coroutine)
+
+
+async def complete(request: web.Request, conversation: Conversation, owner: str = "") -> web.StreamResponse:
+    """Answer a request by the turn that it asks for, or by what is wrong with it."""
+    try:
+        try:
+            body = json.loads(await request.read())
+        except web.HTTPRequestEntityTooLarge:
+            raise ChatError(f"a request has more than {MAX_REQUEST_BYTES:,} bytes") from None
+        except (ValueError, RecursionError) as error:
+            raise ChatError(f"a request is not JSON: {error}") from None
+        turn = await asyncio.shield(conversation.ask(body, owner))
+    except ChatError as error:
+        conversation.fail(error)
+        return refusal(400, str(error))
+    if body.get("stream"):
+        options = body.get("stream_options")
+        return await _stream(request, turn, with_usage=isinstance(options, dict) and bool(options.get("include_usage")))
+    choice = {"message": turn.message.as_openai() | _reasoning(turn), "finish_reason": _finish_reason(turn)}
+    completion = _part(turn, "chat.completion", choice)
+    return web.json_response(completion | ({"usage": turn.usage} if turn.usage else {}))
+
+
+async def _stream(request: web.Request, turn: Turn, *, with_usage: bool) -> web.StreamResponse:
+    """Answer a request by a turn in chunks: it has ended before the first one is sent."""
+    kind, message = "chat.completion.chunk", turn.message.as_openai()
+    calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls", ()))]
+    deltas: list[dict[str, Any]] = [
+        {"role": message["role"], "content": ""},
+        _reasoning(turn),
+        {"content": message["content"]} if message["content"] else {},
+        {"tool_calls": calls} if calls else {},
+    ]
+    chunks = [_part(turn, kind, {"delta": delta, "finish_reason": None}) for delta in deltas if delta]
+    chunks.append(_part(turn, kind, {"delta": {}, "finish_reason": _finish_reason(turn)}))
+    if with_usage and turn.usage:
+        chunks.append(_part(turn, kind) | {"usage": turn.usage})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for chunk in [*map(json.dumps, chunks), "[DONE]"]:
+        await response.write(f"data: {chunk}\n\n".encode())
+    await response.write_eof()
+    return response
+
+
+def _reasoning(turn: Turn) -> dict[str, str]:
+    return {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+
+
+def _finish_reason(turn: Turn) -> str:
+    return "tool_calls" if turn.message.calls else "stop"
+
+
+def _part(turn: Turn, kind: str, choice: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a turn, or a part of one, as OpenAI's objects; without a choice, the last part."""
+    choices = [] if choice is None else [{"index": 0, **choice}]
+    return {"id": f"turn-{turn.number}", "object": kind, "created": 0, "model": MODEL, "choices": choices}
+
+
+def refusal(status: int, message: str) -> web.Response:
+    """Return an error as OpenAI writes it."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return web.json_response({"error": error}, status=status)
+
+
+def _read_turn(action: str, number: int, *, with_calls: bool) -> tuple[Message, str]:
+    """Return a turn as a message, and its reasoning; if one of its calls can't be read, all of it is text."""
+    answer, reasoning = without_reasoning(action), ""
+    if len(answer) < len(action):
+        before = action[: len(action) - len(answer)].removesuffix("</think>")
+        reasoning = before.partition("<think>")[2] or before
+    parsed = parse_hermes(action) if with_calls else ()
+    calls = [call for call in parsed if isinstance(call, Call)]
+    if not calls or len(calls) < len(parsed):
+        return _stripped("assistant", answer), reasoning
+    content = answer.partition("<tool_call>")[0].strip()
+    numbered = ((f"call-{number}-{at}", call.name, call.arguments) for at, call in enumerate(calls, start=1))
+    return Message("assistant", content, tuple(numbered)), reasoning
+
+
+def _read_message(at: int, message: Any) -> Message:
+    """Return a request's message; raises a `ChatError` if it is none, or has what the model can't read."""
+    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+        raise ChatError(f"message {at} of a request is {message!r:.80}, expected an object with a role")
+    allowed = {"role", "content"} | _OF_ROLES.get(role, set())
+    if others := sorted(name for name, value in message.items() if value and name not in allowed):
+        raise ChatError(f"message {at} of a request has {', '.join(others)}; the model reads role and content only")
+    try:
+        calls = tuple(
+            (str(call["id"]), str(call["function"]["name"]), json.loads(call["function"]["arguments"]))
+            for call in message.get("tool_calls") or ()
+        )
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise ChatError(f"message {at} of a request has tool calls that can't be read") from None
+    return _stripped(role, _text(at, message.get("content")), calls, str(message.get("tool_call_id") or ""))
+
+
+def _stripped(role: str, content: str, calls: tuple[tuple[str, str, Any], ...] = (), answered: str = "") -> Message:
+    """Return a message as it is compared: clients may drop the white space around the model's own texts."""
+    return Message(role, content.strip() if role == "assistant" else content, calls, answered)
+
+
+def _text(at: int, content: Any) -> str:
+    """Return a message's text; raises a `ChatError` if not all of it is text."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    kinds = sorted({str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in parts})
+    if kinds not in ([], ["text"]) or not all(isinstance(part.get("text"), str) for part in parts):
+        raise ChatError(f"message {at} of a request has content of type {', '.join(kinds)}; the model reads text only")
+    return "\n".join(part["text"] for part in parts)

@@ -1,0 +1,443 @@
+"""Programs as environments: what they may ask, what ends them, and that nothing of them is left."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.programs import begin, failure, program, program_at, row, started, turns
+from tests.support.progress import wait_until
+
+GUESSES = """
+    say("You guess a number.", role="system")
+    messages.reverse()
+    for at in range(3):
+        guess = ask()
+        if guess == task["answer"]:
+            finish(1.0, guesses=at + 1)
+        say("no, " + guess + " is wrong")
+    finish(0)
+"""
+
+
+def test_a_programs_first_request_is_the_prompt_and_what_it_prints_the_reward(tmp_path: Path) -> None:
+    with started(program(tmp_path, GUESSES)) as pool:
+        replies = begin(pool, row("5"), row("7"))
+        assert replies[0].roles == ("system", "user")
+        assert replies[0].observations == ("You guess a number.", "Begin.")
+        replies = turns(pool, ["3", "<think>hm</think> 7 "])
+        assert (replies[0].observations, replies[0].role, replies[0].done) == (("no, 3 is wrong",), "user", False)
+        assert (replies[1].reward, replies[1].done, replies[1].metrics) == (1.0, True, {"guesses": 1.0})
+        assert turns(pool, {0: "4"})[0].observations == ("no, 4 is wrong",)
+        reply = turns(pool, {0: "6"})[0]
+        assert (reply.reward, reply.done, reply.failure) == (0.0, True, None)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("ask(temperature=0.5)", "temperature = 0.5 instead of 1.0"),
+        ("ask(tool_choice='none', seed=3)", "seed = 3, tool_choice = 'none' instead of 'auto'"),
+        ("ask(tools=[{'type': 'custom'}])", "with tools that are not functions"),
+        (
+            "messages.append({'role': 'assistant', 'tool_calls': [{'id': 'a', 'function': {'name': 'f', 'arguments':"
+            " '{}'}}]})\n    say('1', role='tool')\n    ask()",
+            "begins with a chat that has calls of tools",
+        ),
+        ("ask(n=2)", "n = 2 instead of 1"),
+        ("ask(max_tokens=8)", "max_tokens = 8 instead of 256"),
+        ("post(b'{')", "a request is not JSON"),
+        ("post(b'[1]')", "with what is not a JSON object"),
+        ("post(b'[' * 10**6)", "a request is not JSON"),
+        ("post({'messages': 3})", "without a list of messages"),
+        ("post({'messages': []})", "a turn after its own, or after nothing"),
+        ("post({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]})", "content of type image_url"),
+        ("post({'messages': [{'role': 'user', 'content': 'a', 'name': 'b'}]})", "message 0 of a request has name"),
+        ("post({'messages': messages, 'metadata': 'x' * 2**24})", "a request has more than 16,777,216 bytes"),
+        ("sys.exit('no such luck')", "exit code 1 before it asked its model anything; its stderr ends with: no such"),
+        ("os.kill(0, 9)", "the program ended with signal 9 (Killed) before it asked"),
+    ],
+)
+def test_what_cannot_be_trained_on_fails_its_trajectory_by_name(tmp_path: Path, code: str, message: str) -> None:
+    refused = f"\n    {code}\n    finish(1.0)  # whatever it was told"
+    with started(program(tmp_path, f"if task['answer'] == 'bad':{refused}\nask()\nfinish(0.5)")) as pool:
+        replies = begin(pool, row(), row("bad"))
+        assert message in failure(replies[1])
+        assert turns(pool, {0: "x"})[0].reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("messages[0] = {'role': 'user', 'content': 'Other.'}\nsay('x')\nask()", "doesn't extend the chat: message 0"),
+        ("messages[-1] = {'role': 'assistant', 'content': 'y'}\nsay('x')\nask()", "doesn't extend the chat: message 1"),
+        ("messages.pop()\nsay('y')\nask()", "doesn't extend the chat: message 1"),
+        ("ask()", "a turn after its own, without a message between"),
+        ("say('x')\nsay('y', role='system')\nask()", "adds messages of roles user, system"),
+        ("sys.exit(3)", "the program ended with exit code 3; it wrote nothing to stderr"),
+        ("print('done')", "the last line that the program printed is 'done', not its reward"),
+        ("print(json.dumps({'reward': float('nan')}))", "step() returned the reward nan"),
+    ],
+)
+def test_what_a_program_does_after_a_turn_may_cost_its_trajectory(tmp_path: Path, code: str, message: str) -> None:
+    with started(program(tmp_path, f"ask()\n{code}")) as pool:
+        begin(pool)
+        assert message in failure(turns(pool, ["hello"])[0])
+
+
+def test_errors_are_openais_and_another_trajectorys_key_costs_nothing(tmp_path: Path) -> None:
+    code = """
+        if task["answer"] == "asker":
+            status, body = post({"messages": messages}, key="wrong")
+            other, _ = post({"messages": messages}, number=99)
+            say(json.dumps([status, other, json.loads(body)["error"]["type"]]))
+            ask()
+            status, body = post({"messages": messages[:1], "top_p": 0.1})
+            sys.exit(f"{status} {body.decode()}")
+        ask()
+        say("again")
+        ask()
+        finish(1)
+    """
+    with started(program(tmp_path, code)) as pool:
+        replies = begin(pool, row("asker"), row())
+        assert replies[0].observations[-1] == '[401, 401, "invalid_request_error"]'
+        assert "top_p = 0.1 instead of 1.0" in failure(turns(pool, {0: "x", 1: "y"})[0])
+        assert turns(pool, {1: "z"})[1].reward == 1.0
+
+
+def test_the_same_request_gets_the_same_answer_and_samples_nothing(tmp_path: Path) -> None:
+    code = """
+        body = {"model": "any", "messages": messages, "temperature": 1.0, "max_tokens": 999, "n": 1, "user": "me"}
+        answers = [post(body), post(body)]
+        message = json.loads(answers[0][1])["choices"][0]["message"]
+        body["messages"] = messages + [message, {"role": "user", "content": str(answers[0] == answers[1])}]
+        second = post(body)
+        body["messages"] = messages
+        finish(1.0, same=int(post(body) == answers[0] != second))
+    """
+    with started(program(tmp_path, code)) as pool:
+        begin(pool)
+        assert turns(pool, ["one"])[0].observations == ("True",)
+        assert turns(pool, ["two"])[0].metrics == {"same": 1.0}
+
+
+def test_a_turn_may_come_in_chunks(tmp_path: Path) -> None:
+    code = """
+        body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+        streams = [post(body)[1] for _ in range(2)]
+        *lines, last, _ = streams[0].decode().split("\\n\\n")
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        del body["stream_options"]
+        without = post(body)[1].decode()
+        whole = json.loads(post({"messages": messages})[1])
+        say("x")
+        messages[1:1] = [{"role": "assistant", "content": "".join(delta.get("content", "") for delta in deltas)}]
+        say(json.dumps([
+            deltas, [c["choices"] and c["choices"][0]["finish_reason"] for c in chunks], chunks[-1]["usage"], last,
+            streams[0] == streams[1], "usage" in without, whole["usage"], whole["choices"][0],
+        ]))
+        ask(stream=None)
+    """
+    with started(program(tmp_path, code)) as pool:
+        begin(pool)
+        said = turns(pool, ["<think>so</think>\n\nyes"])[0].observations
+    deltas, ends, usage, last, is_same, has_usage, whole_usage, choice = json.loads(said[1])
+    assert deltas == [{"role": "assistant", "content": ""}, {"reasoning_content": "so"}, {"content": "yes"}, {}]
+    assert ends == [None, None, None, "stop", []]
+    assert usage == whole_usage == {"prompt_tokens": 10, "completion_tokens": 22, "total_tokens": 32}
+    assert (last, is_same, has_usage) == ("data: [DONE]", True, False)
+    message = {"role": "assistant", "content": "yes", "reasoning_content": "so"}
+    assert choice == {"index": 0, "message": message, "finish_reason": "stop"}
+
+
+def test_a_request_while_a_turn_is_sampled_must_be_the_same(tmp_path: Path) -> None:
+    code = """
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor(2) as threads:
+            first, again = [threads.submit(post, {"messages": messages}) for _ in range(2)]
+            same = first.result() == again.result()
+            say(f"{same}")
+            messages.insert(1, json.loads(first.result()[1])["choices"][0]["message"])
+            third = threads.submit(post, {"messages": messages})
+            time.sleep(0.5)
+            status, _ = post({"messages": [{"role": "user", "content": "another"}]})
+            open(task["info"]["log"], "w").write(f"{status} {third.result()[0]}")
+    """
+    with started(program(tmp_path, code)) as pool:
+        begin(pool, row(log=str(tmp_path / "log")))
+        assert turns(pool, ["one"])[0].observations == ("True",)
+        wait_until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text() == "400 400")
+        assert "branches of it are not supported yet" in failure(turns(pool, ["two"])[0])
+
+
+CALLING = """
+    add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    while True:
+        stream = task["answer"] == "stream"
+        status, body = post({"messages": messages, "tools": [add] if len(messages) < 6 else [], "stream": stream})
+        if stream and status == 200:
+            chunks = [json.loads(part[6:]) for part in body.decode().split("\\n\\n")[:-2]]
+            message = {"role": "assistant", "content": ""}
+            for chunk in chunks:
+                message |= {name: value for name, value in chunk["choices"][0]["delta"].items() if value}
+            choice = {"message": message, "finish_reason": chunks[-1]["choices"][0]["finish_reason"]}
+        else:
+            choice = json.loads(body)["choices"][0]
+        message = choice["message"]
+        assert choice["finish_reason"] == ("tool_calls" if "tool_calls" in message else "stop")
+        messages.append(message)
+        if "tool_calls" not in message:
+            say(message["content"])
+            continue
+        called = message["tool_calls"]
+        for call in called[::-1] if task["answer"] == "reversed" else called:
+            result = str(sum(json.loads(call["function"]["arguments"]).values()))
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+"""
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": %d}}</tool_call>'
+
+
+def test_a_model_calls_the_tools_of_a_program(tmp_path: Path) -> None:
+    with started(program(tmp_path, CALLING)) as pool:
+        replies = begin(pool, row(), row("stream"), row("reversed"))
+        assert json.loads(replies[0].tools)[0]["function"]["name"] == "add"
+        replies = turns(pool, [f"<think>{ADD % 9}</think>I add. {ADD % 3} and {ADD % 4}"] * 3)
+        for number in (0, 1):
+            assert (replies[number].observations, replies[number].role) == (("5", "6"), "tool")
+        assert "answers the calls call-1-1, call-1-2 by messages of role tool with the ids call-1-2, call-1-1" in (
+            failure(replies[2])
+        )
+        os.kill(pool.pids[0], 9)
+        text = '<tool_call>{"name": "add"</tool_call>'
+        replies = turns(pool, {0: ADD % 7, 1: text})  # the latter can't be read
+        assert "with other tools than before" in failure(replies[0])
+        assert "with other tools than before" in failure(replies[1])
+
+
+def test_a_call_that_cannot_be_read_is_a_text(tmp_path: Path) -> None:
+    with started(program(tmp_path, CALLING)) as pool:
+        begin(pool)
+        text = '<tool_call>{"name": "add"</tool_call>'
+        assert turns(pool, [text])[0].observations == (text,)
+
+
+def test_a_client_may_hang_up_and_ask_again(tmp_path: Path) -> None:
+    code = """
+        import socket
+        from urllib.parse import urlsplit
+        url, body = urlsplit(os.environ["OPENAI_BASE_URL"]), json.dumps({"messages": messages, "stream": True}).encode()
+        for length in (len(body), 10**6):
+            with socket.create_connection((url.hostname, url.port)) as connection:
+                head = f"POST {url.path}/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: {length}\\r\\n"
+                key = os.environ["OPENAI_API_KEY"]
+                connection.sendall(f"{head}Authorization: Bearer {key}\\r\\n\\r\\n".encode() + body)
+        ask()
+        finish(0.25)
+    """
+    with started(program(tmp_path, code)) as pool:
+        begin(pool)
+        assert turns(pool, ["x"])[0].reward == 0.25
+
+
+def test_a_grader_sees_the_folder_the_chat_and_the_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "grading.py").write_text(
+        """
+async def grade(program):
+    left = {path.name: path.read_text() for path in program.folder.iterdir()}
+    assert program.messages[-1] == {"role": "assistant", "content": "hello"}, program.messages
+    assert left == {"answer": "hello"}, left
+    return program.exit_code, {"printed": float(program.output), "asked": program.task["info"]["asked"]}
+
+def fails(program):
+    raise LookupError("no grade")
+
+grade_of = 3
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    code = 'open("answer", "w").write(ask())\nprint(5)\nsys.exit(4)'
+    with started(program(tmp_path, code, grader="grading:grade")) as pool:
+        begin(pool, row(asked=2))
+        reply = turns(pool, ["hello"])[0]
+        assert (reply.reward, reply.done, reply.metrics) == (4.0, True, {"printed": 5.0, "asked": 2.0})
+    with started(program(tmp_path, code, grader="grading:fails")) as pool:
+        begin(pool)
+        assert "LookupError: no grade" in failure(turns(pool, ["hello"])[0])
+    for grader, message in {
+        "grading:grade_of": "there is no function 'grade_of'",
+        "none:f": "importing 'none'",
+    }.items():
+        with started(program(tmp_path, code, grader=grader)) as pool:
+            assert message in failure(begin(pool)[0])
+
+
+def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+    code = """
+        import subprocess
+        child = subprocess.Popen(["sleep", "1000"])
+        print("I wait", file=sys.stderr, flush=True)
+        if task["answer"] == "silent":
+            open(task["info"]["log"], "w").write(f"{os.getpid()} {child.pid} {os.getcwd()}")
+            time.sleep(1000)
+        say(f"{os.getcwd()} {os.getpid()} {child.pid}")
+        ask()
+        time.sleep(1000)
+    """
+    limits = {"reset_timeout_seconds": 4.0, "step_timeout_seconds": 1.0}
+    with started(program(tmp_path, code, **limits)) as pool:
+        replies = begin(pool, row(), row("silent", log=str(tmp_path / "log")))
+        said = "the program has neither asked its model nor ended; its stderr ends with: I wait"
+        assert f"no answer within 4 s; {said}" in failure(replies[1])
+        folder, parent, child = replies[0].observations[-1].split()
+        assert Path(folder).is_dir()
+        assert "no answer within 1 s" in failure(turns(pool, {0: "x"})[0])
+        pool.end_all()
+        silent, its_child, its_folder = (tmp_path / "log").read_text().split()
+        for pid in (parent, child, silent, its_child):
+            wait_until(lambda pid=pid: not psutil.pid_exists(int(pid)))
+        wait_until(lambda: not Path(folder).exists() and not Path(its_folder).exists())
+
+
+def test_a_program_has_limits_a_home_and_no_more_memory(tmp_path: Path) -> None:
+    code = """
+        import resource
+        assert os.environ["HOME"] == os.environ["TMPDIR"] == os.getcwd() and not os.listdir()
+        assert resource.getrlimit(resource.RLIMIT_AS)[1] == 2**28 and os.getsid(0) == os.getpid()
+        assert "127.0.0.1" in os.environ["NO_PROXY"] and task["seed"] == 0
+        try:
+            bytearray(2**29)
+        except MemoryError:
+            say("too much")
+        ask()
+    """
+    with started(program(tmp_path, code, memory_bytes=2**28)) as pool:
+        assert begin(pool)[0].observations[-1] == "too much"
+
+
+COUNTED = """
+    log = open(task["info"]["log"], "a")
+    print(os.getpid(), file=log, flush=True)
+    for at in range(4):
+        if at == 1 and task["answer"] == "odd":
+            say(str(os.getpid()))
+        said = ask()
+        print("asked", file=log, flush=True)
+        say(f"{at} {said}")
+    finish(1.0)
+"""
+
+
+def test_a_killed_process_takes_its_programs_along_and_they_are_started_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with started(program(tmp_path, COUNTED)) as pool:
+        begin(pool, row(log=str(log)))
+        turns(pool, ["a"])
+        turns(pool, ["b"])
+        first = int(log.read_text().split()[0])
+        root = Path(os.readlink(f"/proc/{first}/cwd")).parents[1]
+        os.kill(pool.pids[0], 9)
+        wait_until(lambda: not psutil.pid_exists(first) or psutil.Process(first).status() == "zombie")
+        assert turns(pool, ["c"])[0].observations == ("2 c",)
+        asked, again, asked_again = (
+            log.read_text().split()[1:3],
+            log.read_text().split()[3],
+            log.read_text().split()[4:],
+        )
+        assert (asked, again != str(first), asked_again) == (["asked"] * 2, True, ["asked"] * 3)
+        assert not root.exists()  # the next process has removed it
+        assert turns(pool, ["d"])[0].reward == 1.0
+
+
+def test_a_program_that_asks_otherwise_when_it_is_started_again_differs(tmp_path: Path) -> None:
+    with started(program(tmp_path, COUNTED)) as pool:
+        begin(pool, row("odd", log=str(tmp_path / "log")), row(log=str(tmp_path / "other")))
+        turns(pool, ["a", "b"])
+        os.kill(pool.pids[0], 9)
+        time.sleep(0.2)
+        replies = turns(pool, ["c", "d"])
+        assert replies[0].failure is not None
+        assert replies[0].failure.kind == "differs"
+        assert "when it was made again: its answer 1 is" in replies[0].failure.message
+        assert replies[1].observations == ("1 d",)
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "any_agent"
+OPENAI = """
+    from openai import AuthenticationError, BadRequestError, OpenAI
+    client, model = OpenAI(), os.environ["OPENAI_MODEL"]
+    try:
+        OpenAI(api_key="another").chat.completions.create(model=model, messages=messages)
+    except AuthenticationError as error:
+        say(error.message)
+    whole = client.chat.completions.create(model=model, messages=messages, temperature=1, n=1)
+    messages += [whole.choices[0].message, {"role": "user", "content": f"{whole.usage.total_tokens} tokens"}]
+    stream = client.chat.completions.create(
+        model=model, messages=messages, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = stream
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    messages += [
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": f"{chunks[-1].choices[0].finish_reason} {last.usage.completion_tokens}"},
+    ]
+    client.chat.completions.create(model=model, messages=messages)
+    try:
+        client.chat.completions.create(model=model, messages=messages, top_p=0.1)
+    except BadRequestError as error:
+        sys.exit(error.message)
+"""
+
+
+OPENAI_TOOLS = """
+    from openai import OpenAI
+    client, add = OpenAI(), {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    stream = task["answer"] == "stream"
+    while True:
+        asked = {"model": "any", "messages": messages, "tools": [add]}
+        if stream:
+            with client.chat.completions.stream(**asked) as events:
+                message = events.get_final_completion().choices[0].message
+        else:
+            message = client.chat.completions.create(**asked).choices[0].message
+        if not message.tool_calls:
+            finish(float(message.content))
+        messages.append(message.model_dump())
+        for call in message.tool_calls:
+            result = str(sum(json.loads(call.function.arguments).values()))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+"""
+
+
+def test_the_openai_client_calls_tools(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    with started(program(tmp_path, OPENAI_TOOLS)) as pool:
+        begin(pool, row(), row("stream"))
+        for reply in turns(pool, [f"{ADD % 3}{ADD % 4}"] * 2).values():
+            assert (reply.observations, reply.role) == (("5", "6"), "tool")
+        assert [reply.reward for reply in turns(pool, ["11", "12"]).values()] == [11.0, 12.0]
+
+
+def test_the_openai_client_asks_streams_and_reads_errors(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    with started(program(tmp_path, OPENAI)) as pool:
+        assert "this is not the key of this trajectory" in begin(pool)[0].observations[1]
+        assert turns(pool, ["yes"])[0].observations == ("13 tokens",)
+        assert turns(pool, ["<think>why</think>no"])[0].observations == ("stop 20",)
+        assert "top_p = 0.1 instead of 1.0" in failure(turns(pool, ["end"])[0])
+
+
+@pytest.mark.parametrize("agent", ["agent.py", "agent_openai.py"])
+def test_the_agents_of_the_example_play(agent: str) -> None:
+    if agent == "agent_openai.py":
+        pytest.importorskip("openai")
+    with started(program_at(EXAMPLE / agent)) as pool:
+        begin(pool)
+        said = [turns(pool, [str(guess)])[0] for guess in (1, "x")]
+        assert [reply.observations for reply in said] == [("higher",), ("say a number",)]
+        reply = turns(pool, ["7"])[0]
+        assert (reply.reward, reply.done, reply.metrics) == (1.0, True, {"guesses": 3.0})
