@@ -19,7 +19,7 @@ from infra.datasets.environments import (
 from infra.datasets.files import read_rows
 from infra.datasets.prompts import PromptDataset, PromptRow
 from infra.datasets.rows import ParsedRow, parse_row
-from rl_core.rollout.chat import ChatTemplate, shape_of
+from rl_core.rollout.chat import ChatTemplate, Shape, shape_of
 from rl_core.rollout.control_tokens import Messages
 from schemas.config.data import DataConfig, LevelCurriculum
 from schemas.config.run import RunConfig
@@ -180,7 +180,7 @@ def _prompt_row(row: ParsedRow, prompt_ids: NDArray[np.int32], environment: RowE
 def _render(path: str, prompts: list[Messages], chats: list[ChatTemplate]) -> list[str]:
     """Return each prompt under its chat template, in which all of its messages must be."""
     texts: list[str] = []
-    shapes: set[tuple[int, tuple[tuple[str, bool], ...]]] = set()  # what has been found to leave nothing out
+    shapes: set[tuple[int, Shape]] = set()  # what has been found to leave nothing out
     for number, (messages, chat) in enumerate(zip(prompts, chats, strict=True), start=1):
         try:
             texts.append(chat.render(messages))
@@ -192,9 +192,9 @@ def _render(path: str, prompts: list[Messages], chats: list[ChatTemplate]) -> li
             raise DataError(f"{path}, row {number}: {error}; {advice}") from error
         if left_out is not None:
             raise DataError(
-                f"{path}, row {number}: {chat.name} leaves out the content of prompt[{left_out}], of role "
-                f"{messages[left_out]['role']!r}, so that the model would not read it; use roles that the template "
-                "writes as plain text, or a model whose template does"
+                f"{path}, row {number}: {chat.name} leaves out {left_out.part} of prompt[{left_out.message}], of role "
+                f"{messages[left_out.message]['role']!r}, so that the model would not read it; use roles that the "
+                "template writes as plain text, or a model whose template does"
             )
         shapes.add(shape)
     _warn_of_changes(path, prompts, texts)

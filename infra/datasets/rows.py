@@ -11,6 +11,8 @@ from schemas.errors import DataError
 
 _ROLES = {"human": "user", "gpt": "assistant"}  # of chats with `from` and `value`
 _CHAT = '[{"role": "user", "content": "..."}]'
+_OF_ROLE = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}  # of chats with tool calls
+_CALLS = '[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]'
 _CHAT_TEXT = re.compile(r"\s*\[?\s*\{\s*(['\"])(?:role|content|from|value)\1\s*:.*\}\s*\]?\s*", re.DOTALL)
 _PYTHON_OBJECT = re.compile(r"\s*\{\s*'.*\}\s*", re.DOTALL)
 
@@ -67,7 +69,7 @@ def parse_row(place: str, row: dict[str, Any]) -> ParsedRow:
     return parsed
 
 
-def parse_messages(place: str, prompt: Any, column: str = "prompt") -> Messages:
+def parse_messages(place: str, prompt: Any, column: str = "prompt", *, with_calls: bool = False) -> Messages:
     """Return a chat's messages, each with the texts of its `role` and `content` alone.
 
     Args:
@@ -75,6 +77,8 @@ def parse_messages(place: str, prompt: Any, column: str = "prompt") -> Messages:
         prompt: A chat list of `role` and `content`, which may be a list of text parts, or of `from` and `value`; one
             such message; the JSON text of these; or the text of a single message of the user.
         column: Its name.
+        with_calls: Whether turns of the model may have `tool_calls`, and messages of a tool `name` and `tool_call_id`,
+            which are returned, too. A call's arguments are an object, or the JSON text of one.
 
     Raises:
         DataError: It is none of these, is empty, or has what the prompt can't have.
@@ -83,8 +87,10 @@ def parse_messages(place: str, prompt: Any, column: str = "prompt") -> Messages:
     chat = [chat] if isinstance(chat, dict) else chat
     if not isinstance(chat, list):
         raise DataError(f"{place}: {column} is {type(chat).__name__}; expected a chat list, e.g. {_CHAT}")
-    messages = [_parse_message(f"{place}: {column}[{index}]", message) for index, message in enumerate(chat)]
-    if not any(message["content"].strip() for message in messages):
+    messages = [
+        _parse_message(f"{place}: {column}[{index}]", message, with_calls) for index, message in enumerate(chat)
+    ]
+    if not any(message["content"].strip() or "tool_calls" in message for message in messages):
         raise DataError(f"{place}: the {column} is empty; give at least one message with content, or remove the row")
     return messages
 
@@ -119,7 +125,7 @@ def _of_python(column: str) -> str:
     )
 
 
-def _parse_message(place: str, message: Any) -> dict[str, str]:
+def _parse_message(place: str, message: Any, with_calls: bool) -> dict[str, Any]:
     if isinstance(message, dict) and "from" in message and "role" not in message:
         message = {("role" if key == "from" else "content" if key == "value" else key): message[key] for key in message}
         message["role"] = _ROLES.get(message["role"], message["role"])
@@ -129,15 +135,62 @@ def _parse_message(place: str, message: Any) -> dict[str, str]:
     is_named = isinstance(message, dict) and isinstance(message.get("role"), str)
     if not is_named or not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
         raise DataError(f"{place} is {message!r:.80}; expected strings for role and content")
-    more = [key for key, value in message.items() if key not in ("role", "content") and value not in (None, "", [], {})]
-    if more:
+    optional = _OF_ROLE.get(message["role"], ()) if with_calls else ()
+    given = {key: value for key, value in message.items() if value not in (None, "", [], {})}
+    if more := [key for key in given if key not in ("role", "content", *optional)]:
         raise DataError(
             f"{place}, of role {message['role']!r}, has {', '.join(map(repr, more))}, which the prompt would lack; "
             "write what the model is to read of it into content, or remove it"
         )
-    assert content is not None, "there are no tool calls"
-    _require_utf8(place, message["role"] + content)
-    return {"role": message["role"], "content": content}
+    parsed = {
+        "role": message["role"],
+        "content": content or "",
+        **{key: given[key] for key in optional if key in given},
+    }
+    if "tool_calls" in parsed:
+        parsed["tool_calls"] = _parse_calls(place, parsed["tool_calls"])
+    elif not all(isinstance(value, str) for value in parsed.values()):
+        raise DataError(f"{place} is {message!r:.80}; expected strings for {', '.join(parsed)}")
+    _require_utf8(place, _json(place, parsed))
+    return parsed
+
+
+def _parse_calls(place: str, calls: Any) -> list[dict[str, Any]]:
+    """Return a turn's tool calls, their arguments as objects: what chat templates write, and TRL's data sets have."""
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(calls, list):
+            raise DataError(f"{place}.tool_calls is {calls!r:.80}; expected a list such as {_CALLS}")
+        parts = ((call, ("type", "id", "function")), (function, ("name", "arguments")))
+        if more := [key for part, known in parts for key in part if key not in known and part[key] is not None]:
+            raise DataError(f"{place}.tool_calls has {', '.join(map(repr, more))}; expected calls such as {_CALLS}")
+    return [
+        {
+            "type": "function",
+            **({"id": call["id"]} if call.get("id") else {}),
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": _parse_arguments(place, call["function"].get("arguments")),
+            },
+        }
+        for call in calls
+    ]
+
+
+def _parse_arguments(place: str, arguments: Any) -> dict[str, Any]:
+    """Return a call's arguments; of a JSON text, exactly. Of an object, nulls are dropped, see `without_nulls`."""
+    found = _object(place, "the arguments of a tool call", arguments or {}, "expected an object, or its JSON text")
+    return found if isinstance(arguments, str) else without_nulls(found)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a JSON value without the nulls of its objects.
+
+    Parquet gives all structs of a column the same fields, so that a null is a field which an object doesn't have.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _text_of_part(place: str, part: Any) -> str:

@@ -5,8 +5,9 @@ A row's prompt is what comes before its first token with loss, its response what
 
 import json
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -23,15 +24,17 @@ from infra.datasets.columns import (
 )
 from infra.datasets.files import read_rows
 from infra.datasets.prompts import PromptDataset, PromptRow
-from infra.datasets.rows import parse_messages
+from infra.datasets.rows import parse_messages, without_nulls
 from infra.models.load import num_embeddings, stop_token_ids
-from rl_core.rollout.chat import ChatTemplate, shape_of
+from rl_core.rollout.chat import ChatTemplate, LeftOut, Shape, shape_of
 from rl_core.rollout.control_tokens import Messages
 from schemas.config.run import RunConfig
 from schemas.errors import ChatTemplateError, ConfigError, DataError
 from schemas.metrics import Metrics, Single
 
 logger = logging.getLogger(__name__)
+
+_MAX_CHATS, _MAX_SHAPES = 32, 1000  # kept, however many lists of tools and shapes of chats there are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +145,9 @@ class _Encoder:
     def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         assert config.sft is not None
         self._config, self._tokenizer, self._loss_on = config, tokenizer, config.sft.loss_on
+        self._tools = [dict(tool) for tool in config.sft.tools]
         self._ends, self._num_ids = stop_token_ids(config.model, tokenizer), num_embeddings(config.model)
-        self._chats: dict[str, ChatTemplate] = {}  # by the JSON of their tools
-        self._shapes: set[object] = set()  # of chats that the template writes whole
+        self._open_chat = lru_cache(_MAX_CHATS)(self._make_chat)
 
     def encode(self, place: str, row: dict[str, Any]) -> SftRow:
         """Return a row as tokens; `place` names it in errors."""
@@ -154,7 +157,8 @@ class _Encoder:
         kind = next((kind for kind in SFT_COLUMNS if all(row.get(name) is not None for name in kind)), ())
         if not kind:
             sft_columns(place, [name for name, value in row.items() if value is not None])  # raises
-        values, tools = [row[name] for name in kind], _parse_tools(place, row.get(TOOLS_COLUMN))
+        values, given = [row[name] for name in kind], row.get(TOOLS_COLUMN)
+        tools = self._tools if given in (None, "") else _parse_tools(place, given)
         if kind == TOKENS:
             ids, spans = self._join_tokens(place, values[0], values[1], row.get(MASK_COLUMN))
         elif kind == ("text",) or (len(kind) > 1 and all(isinstance(value, str) for value in values)):
@@ -227,48 +231,40 @@ class _Encoder:
         is_answer = [message["role"] == "assistant" for message in messages]
         if not any(is_answer[num_given:]):
             raise DataError(f"{place}: no message of role 'assistant' to train on; add one, or remove the row")
+        advice = "change the row, or give the model's chat_template.jinja {% generation %} marks"
         try:
-            key, shape = json.dumps(tools), shape_of(messages)
-            if (chat := self._chats.get(key)) is None:
-                chat = ChatTemplate(self._tokenizer, self._config.data.chat_template_kwargs, tools)
-                self._chats[key] = chat
-            if (key, shape) not in self._shapes:
-                if (left_out := chat.find_left_out(shape, with_prompt=False)) is not None:
-                    raise ChatTemplateError(
-                        f"{chat.name} leaves out the content of message {left_out}, of role {shape[left_out][0]!r}"
-                    )
-                self._shapes.add((key, shape))
+            chat, find_left_out = self._open_chat(json.dumps(tools))
+            if (left_out := find_left_out(shape_of(messages))) is not None:
+                advice = "write it into a message's content, as the model does, or use a template that writes it"
+                raise ChatTemplateError(
+                    f"{chat.name} leaves out {left_out.part} of message {left_out.message}, of role "
+                    f"{messages[left_out.message]['role']!r}"
+                )
             if self._loss_on == "all":
                 return chat.encode(messages, with_prompt=False), []
             ids, spans = chat.encode_turns(messages, self._ends)
         except (ChatTemplateError, ValueError) as error:
-            raise DataError(
-                f"{place}: {error}; change the row, or give the model's chat_template.jinja {{% generation %}} marks"
-            ) from error
+            raise DataError(f"{place}: {error}; {advice}") from error
         return ids, spans[sum(is_answer[:num_given]) :]
+
+    def _make_chat(self, tools_json: str) -> tuple[ChatTemplate, Callable[[Shape], LeftOut | None]]:
+        """Return the chat template with some tools, and what it leaves out of chats of a shape."""
+        chat = ChatTemplate(self._tokenizer, self._config.data.chat_template_kwargs, json.loads(tools_json))
+        return chat, lru_cache(_MAX_SHAPES)(partial(chat.find_left_out, with_prompt=False))
 
 
 def _parse_chat(place: str, name: str, value: Any) -> Messages:
     if name == "completion" and isinstance(value, str):
         value = [{"role": "assistant", "content": value}]
-    return parse_messages(place, value, name)
+    return parse_messages(place, value, name, with_calls=True)
 
 
 def _parse_tools(place: str, value: Any) -> list[dict[str, Any]]:
-    """Return the JSON schemas of a chat's tools: a list, or the JSON text of one.
-
-    Parquet gives all structs of a column the same fields, so that a null is a field which the schema doesn't have.
-    """
+    """Return the JSON schemas of a chat's tools: a list, or the JSON text of one."""
     try:
-        tools = json.loads(value) if isinstance(value, str) and value else value or []
+        tools = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         tools = value
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{place}: {TOOLS_COLUMN} is {value!r:.80}; expected a list of JSON schemas, or its JSON text")
-    return [_without_nulls(tool) for tool in tools]
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    return [without_nulls(tool) for tool in tools]

@@ -40,14 +40,14 @@ class RewardModel:
         self._config = config
         try:
             self._chat = ChatTemplate(load_reward_tokenizer(config), {} if date is None else {CLOCK: date})
-            left_out = self._chat.find_left_out([(role, True) for role in ROLES], with_prompt=False)
+            left_out = self._chat.find_left_out([(role, True, 0) for role in ROLES], with_prompt=False)
         except (ChatTemplateError, DataError) as error:
             raise _model_error(config, str(error)) from error
         if left_out is not None:
             raise _model_error(
                 config,
-                f"its chat template leaves out the text of the {ROLES[left_out]}'s message, so that the model would "
-                "not read it; use a model whose chat_template.jinja writes it, or correct that file",
+                f"its chat template leaves out the text of the {ROLES[left_out.message]}'s message, so that the model "
+                "would not read it; use a model whose chat_template.jinja writes it, or correct that file",
             )
 
     def load(self, device: torch.device) -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
@@ -16,7 +16,7 @@ from schemas.errors import BrokenChatTemplateError, ChatTemplateError, DataError
 
 Tokens = list[int] | np.ndarray[Any, Any]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the model's turns in a template
-Shape = Sequence[tuple[str, bool]]  # of a chat: of each message, its role, and whether it has a content
+Shape = Sequence[tuple[str, bool, int]]  # of a chat: of each message, its role, if it has a content, its tool calls
 _DATE_PARTS = "sluice_date_parts"
 # A template's variables can't be functions since transformers 5.22; this one takes the place of transformers' own.
 _CLOCK_MACRO = f"""
@@ -27,6 +27,13 @@ _CLOCK_MACRO = f"""
     {{%- endfor -%}}
     {{{{- text.value -}}}}
 {{%- endmacro -%}}"""
+
+
+class LeftOut(NamedTuple):
+    """What a chat template leaves out of a chat."""
+
+    message: int
+    part: str  # "the content", or e.g. "tool call 1"
 
 
 class ChatTemplate:
@@ -66,6 +73,8 @@ class ChatTemplate:
                 "the model's chat template has no variable `tools`, so that the model would not learn which tools it "
                 "may call; use a model whose chat_template.jinja has it"
             )
+        if name := self._control.find([*tools]):
+            raise DataError(f"the JSON schemas of the tools have {name!r}, a control token of {self.name}; remove it")
         if tools:
             self._variables["tools"] = list(tools)
         if CLOCK in self._variables:
@@ -100,8 +109,8 @@ class ChatTemplate:
             ) from error
         return str(text)
 
-    def find_left_out(self, shape: Shape, *, with_prompt: bool = True) -> int | None:
-        """Return the number of the first message whose content the template leaves out of chats of this shape.
+    def find_left_out(self, shape: Shape, *, with_prompt: bool = True) -> LeftOut | None:
+        """Return the first content or tool call which the template leaves out of chats of this shape, also in part.
 
         Args:
             shape: The shape.
@@ -110,10 +119,9 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: The template rejects such chats.
         """
-        marks = [f"sluice{number}mark" if has_content else "" for number, (_, has_content) in enumerate(shape)]
-        chat = [{"role": role, "content": mark} for (role, _), mark in zip(shape, marks, strict=True)]
+        chat, marks = _marked_chat(shape)
         text = self.render(chat, with_prompt=with_prompt)
-        return next((number for number, mark in enumerate(marks) if mark not in text), None)
+        return next((part for part, texts in marks.items() if any(mark not in text for mark in texts)), None)
 
     def find_missing_prompt(self, messages: Messages) -> str:
         """Return what the template writes before a model's turn but not at the end of a prompt; empty if nothing.
@@ -185,10 +193,13 @@ class ChatTemplate:
         last = len(through) if is_whole else len(ids)
         # Of some templates, a turn's end is the beginning of the next message.
         end = next((at + 1 for at in range(start, min(last + 1, len(ids))) if ids[at] in ends), last * is_whole)
-        text = decode_text(self.tokenizer, ids[start : end - (ids[end - 1] in ends)]).strip()
+        text = self._turn_text(ids[start:end], ends)
         content = messages[number]["content"].strip()
+        if calls := messages[number].get("tool_calls"):  # what they are written as, only the template knows
+            content = self._turn_text(through[_num_common(through, before) :], ends)
         has_all = content in text if is_whole else text.endswith(content)
         has_part = is_prompted and (text in content if is_whole else content.endswith(text))
+        has_all &= all(call["function"]["name"] in text for call in calls or ())
         has_others = not is_prompted and start < len(self.encode(messages[:number], with_prompt=False))
         if end > start and (has_all or has_part) and not has_others:
             return range(start, end)
@@ -196,6 +207,10 @@ class ChatTemplate:
             f"{self.name} writes message {number}, of role 'assistant', so that its tokens can't be told from those "
             "around it"
         )
+
+    def _turn_text(self, ids: list[int], ends: Collection[int]) -> str:
+        """Return the text of a turn up to the token that ends it, if it has one."""
+        return decode_text(self.tokenizer, list(takewhile(lambda token: token not in ends, ids))).strip()
 
     def _encode_marked(self, messages: Messages, num_turns: int) -> tuple[list[int], list[range]]:
         if name := self._control.find(messages):
@@ -223,9 +238,32 @@ def _num_common(ids: list[int], others: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False)))
 
 
-def shape_of(messages: Messages) -> tuple[tuple[str, bool], ...]:
+def shape_of(messages: Messages) -> tuple[tuple[str, bool, int], ...]:
     """Return a chat's shape, by which a template may leave out some of its messages."""
-    return tuple((message["role"], bool(message["content"].strip())) for message in messages)
+    return tuple(
+        (message["role"], bool(message["content"].strip()), len(message.get("tool_calls", ()))) for message in messages
+    )
+
+
+def _marked_chat(shape: Shape) -> tuple[Messages, dict[LeftOut, list[str]]]:
+    """Return a chat of a shape whose texts are marks, and the marks of each of its parts."""
+    chat: Messages = []
+    marks: dict[LeftOut, list[str]] = {}
+    unanswered: list[str] = []  # ids of tool calls
+    for number, (role, has_content, num_calls) in enumerate(shape):
+        message = {"role": role, "content": f"sluice{number}mark" if has_content else ""}
+        marks[LeftOut(number, "the content")] = [message["content"]]
+        calls = []
+        for call in range(num_calls):
+            texts = [f"sluice{number}{part}{call}mark" for part in ("function", "key", "value")]
+            marks[LeftOut(number, f"tool call {call + 1}")] = texts
+            unanswered.append(f"c{number:04}{call:04}")  # of 9 characters, as Mistral's templates want them
+            function = {"name": texts[0], "arguments": {texts[1]: texts[2]}}
+            calls.append({"type": "function", "id": unanswered[-1], "function": function})
+        if role == "tool":
+            message |= {"name": "sluice", "tool_call_id": unanswered.pop(0) if unanswered else "c00000000"}
+        chat.append({**message, "tool_calls": calls} if calls else message)
+    return chat, marks
 
 
 def uses_clock(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -5,11 +5,12 @@ one of another role.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]  # of each: `role` and `content`, texts; perhaps `tool_calls`, `name`, `tool_call_id`
 
 _PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
 
@@ -27,9 +28,9 @@ class ControlTokens:
         self._names = sorted(filter(None, self._ids), key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, self._names))})")
 
-    def find(self, messages: Messages) -> str | None:
-        """Return the first name of a control token in the texts of a chat."""
-        texts = (message["content"] for message in messages) if self._names else ()
+    def find(self, value: Any) -> str | None:
+        """Return the first name of a control token in the texts of a chat, or of another JSON value."""
+        texts = _texts(value) if self._names else ()
         return next((found[0] for text in texts if (found := self._pattern.search(text))), None)
 
     def encode(self, messages: Messages, render: Callable[[Messages], str]) -> list[int]:
@@ -67,7 +68,7 @@ class ControlTokens:
 
 def _unused_character(messages: Messages) -> str:
     """Return a character of private use that is in no text of a chat."""
-    used = set[str]().union(*(message["content"] for message in messages))
+    used = set[str]().union(*_texts(messages))
     unused = next((character for character in map(chr, _PRIVATE_USE) if character not in used), None)
     if unused is None:
         raise ValueError("it has all characters of private use, too")
@@ -75,4 +76,27 @@ def _unused_character(messages: Messages) -> str:
 
 
 def _replace(messages: Messages, change: Callable[[str], str]) -> Messages:
-    return [message | {"content": change(message["content"])} for message in messages]
+    return [
+        {key: value if key == "role" else _change_texts(value, change) for key, value in message.items()}
+        for message in messages
+    ]
+
+
+def _change_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with other texts, those of the keys of objects, too."""
+    if isinstance(value, dict):
+        return {change(key): _change_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_change_texts(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts of a JSON value, and the keys of its objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value:
+            yield from _texts(item)
+        if isinstance(value, dict):
+            yield from _texts(list(value.values()))

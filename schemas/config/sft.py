@@ -37,6 +37,9 @@ class SftConfig(FrozenConfig):
     loss_on: Literal["assistant", "last_turn", "all"] = "assistant"
     """Tokens with loss: of all turns of the assistant, or a completion; of the last one alone; or every token."""
 
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of the tools of chats that have no column `tools` of their own."""
+
 
 def with_sft_defaults(given: Any) -> Any:
     """Return what a config is made of, with the loss of `[sft]`, and the reward that the schema asks for, if it has it.

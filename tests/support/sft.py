@@ -9,7 +9,7 @@ from schemas.config.run import RunConfig
 from tests.support.configs import run_config
 from tests.support.tiny import write_rows
 
-Chat = list[dict[str, str]]
+Chat = list[dict[str, Any]]
 
 MARKED = CHAT_TEMPLATE.replace(
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
@@ -37,11 +37,29 @@ OPEN_ENDED = (
     "{% for message in messages %}{{ message['content'] + '\n' }}"
     "{% if loop.last and message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
+# Turns with tool calls, in the form of Qwen's, and the tools' JSON schemas.
+CALLING = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' }}{% if message['role'] == 'assistant' %}{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<call>' + call['function']['name'] + ' ' }}{{ call['function']['arguments'] | tojson }}{% endfor %}"
+    "{{ eos_token }}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+MARKED_CALLING = CALLING.replace(
+    "{{ message['content'] }}{% for call", "{% generation %}{{ message['content'] }}{% for call"
+).replace("{{ eos_token }}{% else", "{{ eos_token }}{% endgeneration %}{% else")
 
 
 def chat(*contents: str) -> Chat:
     """Return a chat of user and assistant in turn."""
     return [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+
+
+def calling(*calls: tuple[str, Any], content: str | None = None) -> dict[str, Any]:
+    """Return a turn with tool calls, of a name and arguments each, as TRL's data sets have it."""
+    made = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
+    return {"role": "assistant", "tool_calls": made} | ({} if content is None else {"content": content})
 
 
 def sums(number: int) -> dict[str, Any]:

@@ -1,23 +1,32 @@
 """Rows of supervised fine-tuning: which of their tokens have a loss, and what is refused."""
 
+import json
 import logging
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from infra.datasets import sft
 from infra.datasets.sft import SftRow, check_rows, load_rows, load_train_rows
 from infra.models.load import load_tokenizer
-from infra.models.tiny import CHAT_TEMPLATE
+from infra.models.tiny import CHAT_TEMPLATE, make_tokenizer
 from rl_core.rollout.chat import ChatTemplate, decode_text
 from schemas.errors import ConfigError, DataError
 from tests.support.sft import (
+    CALLING,
     MARKED,
+    MARKED_CALLING,
     OPEN_ENDED,
     PROMPTED_THINKING,
     THINKING,
     UNCLOSED,
+    calling,
     chat,
     sft_config,
     sums,
@@ -40,9 +49,9 @@ def tokenizer_of(folder: Path, template: str = CHAT_TEMPLATE) -> PreTrainedToken
     return tokenizer
 
 
-def load(folder: Path, *rows: dict[str, Any], template: str = CHAT_TEMPLATE, **sft: Any) -> list[SftRow]:
+def load(folder: Path, *rows: dict[str, Any], template: str = CHAT_TEMPLATE, **settings: Any) -> list[SftRow]:
     write_rows(folder / "rows.jsonl", rows)
-    config = sft_config(folder, sft=sft)
+    config = sft_config(folder, sft=settings)
     return list(load_rows(str(folder / "rows.jsonl"), config, tokenizer_of(folder, template)))
 
 
@@ -155,6 +164,101 @@ def test_the_template_shows_a_row_s_own_tools(folder: Path) -> None:
     ]
 
 
+ANSWERS = [{"role": "tool", "name": name, "content": text} for name, text in (("add", "3"), ("sub", "1"))]
+CALLS = [
+    *chat("2 + 1 ="),
+    calling(("add", {"a": 2, "b": {"c": 'say "<|end|>"', "d": None}}), ("sub", '{"a": 2, "b": null}'), content="so"),
+    *ANSWERS,
+    *chat("", "3")[1:],
+    *chat("and 1 ="),
+    calling(("add", None)),
+]
+
+
+@pytest.mark.parametrize("template", [CALLING, MARKED_CALLING])
+def test_tool_calls_are_part_of_a_turn(folder: Path, template: str) -> None:
+    name = "end" if template == MARKED_CALLING else "<|end|>"  # marked turns have no control token in their texts
+    (row,) = load(folder, json.loads(json.dumps({"messages": CALLS}).replace("<|end|>", name)), template=template)
+    assert marked(folder, row) == (
+        '<|user|>2 + 1 =<|assistant|>[so<call>add {"a": 2, "b": {"c": "say \\"' + name + '\\""}}'
+        '<call>sub {"a": 2, "b": null}<|end|>]<|tool|>3<|tool|>1<|assistant|>[3<|end|>]'
+        "<|user|>and 1 =<|assistant|>[<call>add {}<|end|>]"
+    )
+    ends = row.loss_mask & (row.response_ids == tokenizer_of(folder).eos_token_id)
+    assert ends.sum() == 3
+
+
+def test_parquet_gives_all_calls_the_same_arguments(folder: Path) -> None:
+    turns = [*chat("2 + 1 ="), calling(("add", {"a": 2}), ("sub", {"b": 1})), *ANSWERS, *chat("", "3")[1:]]
+    (folder / "parquet").mkdir()
+    write_rows(folder / "parquet/rows.parquet", [{"messages": turns, "tools": '[{"name": "add"}]'}])
+    path = str(folder / "parquet/rows.parquet")
+    (row,) = load_rows(path, sft_config(folder), tokenizer_of(folder, CALLING))
+    assert marked(folder, row) == (
+        '{"name": "add"}<|user|>2 + 1 =<|assistant|>[<call>add {"a": 2}<call>sub {"b": 1}<|end|>]'
+        "<|tool|>3<|tool|>1<|assistant|>[3<|end|>]"
+    )
+
+
+def test_tools_of_a_file(folder: Path) -> None:
+    tools = [{"name": "add"}]
+    given = [{"messages": TWO_TURNS[:2], **row} for row in ({}, {"tools": None}, {"tools": []}, {"tools": "[{}]"})]
+    texts = [marked(folder, row) for row in load(folder, *given, template=CALLING, tools=tools)]
+    assert [text.partition("<|user|>")[0] for text in texts] == ['{"name": "add"}', '{"name": "add"}', "", "{}"]
+
+
+def test_a_template_that_leaves_out_a_call_is_refused_by_row(folder: Path) -> None:
+    first = CALLING.replace("message['tool_calls'] or []", "(message['tool_calls'] or [])[:1]")
+    told = r"row 2: the chat template of .* leaves out {} of message 1, of role 'assistant'; write it into a message's"
+    for template, part in ((CHAT_TEMPLATE, "tool call 1"), (first, "tool call 2")):
+        with pytest.raises(DataError, match=told.format(part)):
+            load(folder, {"messages": TWO_TURNS}, {"messages": CALLS}, template=template)
+
+
+@pytest.mark.parametrize("name", ["qwen3_training", "qwen3_instruct_2507_training", "glm4moe_training", "lfm2_2_5"])
+def test_turns_by_tokens_are_those_that_trl_marks(name: str) -> None:
+    """TRL's templates mark turns; without their marks, they are found by tokens, but for a line break after them."""
+    if (trl := find_spec("trl")) is None or trl.origin is None:
+        pytest.skip("TRL is not installed")
+    marks = (Path(trl.origin).parent / f"chat_templates/{name}.jinja").read_text()
+    tokenizer = make_tokenizer()
+    stops = ["<|im_end|>", "<|observation|>", "<|user|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*stops, "<|im_start|>"]})
+    tokenizer.chat_template = re.sub(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}", r"{%\1 set _ = 0 \2%}", marks)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "number"}}}}}]
+    messages = [
+        *({"role": "system", "content": "be brief"}, *chat("2 + 1 =")),
+        calling(("add", {"a": 2, "b": "é\n"}), ("sub", {"c": [1, {"d": 2}]}), content="so"),
+        *(*ANSWERS, *chat("", "3", "and 1 =")[1:], calling(("add", {"a": 1.5}), content="")),
+    ]
+    ids, spans = ChatTemplate(tokenizer, {}, tools).encode_turns(messages, tokenizer.convert_tokens_to_ids(stops))
+    theirs: Any = tokenizer.apply_chat_template(
+        *(messages, tools, None, marks), return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ids == theirs["input_ids"]
+    (line,) = tokenizer.encode("\n")
+    ours = np.zeros(len(ids), dtype=bool)
+    for span in spans:
+        ours[span.start : span.stop + (name != "glm4moe_training" and ids[span.stop] == line)] = True
+    assert ours.tolist() == [bool(value) for value in theirs["assistant_masks"]]
+
+
+def test_many_lists_of_tools_take_bounded_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(ChatTemplate):
+        made, alive, most = 0, WeakSet[ChatTemplate](), 0
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            Counted.alive.add(self)
+            Counted.made, Counted.most = Counted.made + 1, max(Counted.most, len(Counted.alive))
+
+    monkeypatch.setattr(sft, "ChatTemplate", Counted)
+    rows = [{"messages": TWO_TURNS, "tools": [{"name": f"add{number // 2}"}]} for number in range(200)]
+    assert len(load(folder, *rows, template=CALLING)) == 200
+    assert Counted.made == 100  # once for each list
+    assert Counted.most <= 33
+
+
 def test_tokens_of_stored_steps(folder: Path) -> None:
     (chosen,) = load(folder, {"messages": TWO_TURNS})
     prompt, response = chosen.prompt_ids.tolist(), chosen.response_ids.tolist()
@@ -184,6 +288,14 @@ def test_tokens_of_stored_steps(folder: Path) -> None:
         ({"messages": TWO_TURNS, "tools": "add"}, "tools is 'add'; expected a list of JSON schemas, or its JSON text"),
         ({"messages": TWO_TURNS, "tools": [{"name": "add"}]}, "the model's chat template has no variable `tools`"),
         ({"text": "once", "tools": [{"name": "add"}]}, "row 1: a text has no place for its tools"),
+        (
+            {"messages": [*chat("a"), {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {}}]}]},
+            r"row 1: messages\[1\].tool_calls is .*; expected a list such as \[{\"type\": \"function\", \"function\"",
+        ),
+        ({"messages": [*chat("a"), calling(("add", "[1]"))]}, "the arguments of a tool call is '.1.', of type list"),
+        ({"messages": [{**calling(("add", {})), "role": "user"}]}, "of role 'user', has 'tool_calls'"),
+        ({"messages": [*chat("a", "b"), {"role": "tool", "content": "3", "name": 3}]}, "strings for role, content, na"),
+        ({"messages": [{**TWO_TURNS[0], "name": "Ann"}]}, "of role 'user', has 'name', which the prompt would lack"),
         ({"messages": TWO_TURNS, "images": ["x"]}, "'images' can't be part of the row"),
         ({"messages": [{"role": "user"}]}, r"row 1: messages\[0\] is .*; expected strings for role and content"),
         ({"text": "x" * 300}, "row 1: it has 301 tokens, more than sft.max_tokens = 200"),
