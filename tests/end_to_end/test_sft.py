@@ -118,6 +118,34 @@ def test_muon_is_resumed_with_another_number_of_ranks(place: Workplace) -> None:
         assert resumed == pytest.approx(one, rel=1e-5)
 
 
+def test_adapters_are_resumed_and_exported_merged(place: Workplace) -> None:
+    settings = ("steps=4", "model.lora.rank=4", "optim.lr=0.2", "eval.every_steps=4")
+    place.sluice("train", "sft.toml", "--run-id", "lora", *settings)
+    driver = place.start("train", "sft.toml", "--run-id", "lora-killed", *settings)
+    whole, killed = place.run("lora"), place.run("lora-killed")
+    driver.wait_standing(lambda: killed.passed(2, "put"))
+    driver.kill()
+    place.sluice("resume", "lora-killed")
+    assert killed.weights(4) == whole.weights(4)
+    assert killed.step_metrics() == whole.step_metrics()
+    before, after = (report.loss for report in whole.evaluations())
+    assert before is not None
+    assert after is not None
+    assert after < before - 0.05
+    place.sluice("export", "lora-killed", "merged")
+    exported = AutoModelForCausalLM.from_pretrained(place.folder / "merged").eval()
+    config = sft_config(place.folder)
+    rows = load_rows(str(place.folder / "heldout.jsonl"), config, load_tokenizer(config.model))
+    losses = []
+    for row in rows:
+        ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
+        with torch.no_grad():
+            logprobs = exported(ids).logits.log_softmax(-1)[0, -len(row.response_ids) - 1 : -1]
+        taken = logprobs.gather(1, ids[0, -len(row.response_ids) :, None])[:, 0]
+        losses += (-taken[torch.from_numpy(row.loss_mask)]).tolist()
+    assert sum(losses) / len(losses) == pytest.approx(after, rel=1e-5)
+
+
 def test_history_and_export(place: Workplace, whole: Run) -> None:
     assert "same bits" in place.sluice("replay", whole.run_id, "--steps", "2")
     assert "and 2 =" in place.sluice("inspect", whole.run_id, "2", "--rows", "8")
