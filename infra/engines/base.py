@@ -126,7 +126,7 @@ class TokenExperts:
 class SamplingMask:
     """The tokens that could be sampled at each of R positions: M together, always the sampled one among them."""
 
-    counts: np.ndarray  # int32 [R], with sum M
+    counts: np.ndarray  # int32 [R], with sum M; 0 where no token was sampled, but an environment's follows
     token_ids: np.ndarray  # int32 [M], position after position, ascending within each
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, model_validator
 
-from infra.engines.base import Generation
+from infra.engines.base import Generation, SamplingMask
 from infra.environments.slot import Failure, FailureKind, Reply
 from infra.storage.journals import JournalFiles
 from infra.storage.lines import LineWriter
@@ -79,6 +79,8 @@ class Entry(Frozen):
     token_ids: tuple[Annotated[int, Field(strict=True, ge=0, lt=2**31)], ...] = ()
     logprobs: str = ""  # float32, little-endian, in base64
     finish_reason: FinishReason | None = None
+    mask_counts: str = ""  # int32, little-endian, in base64, as are the ids; empty if the sampling doesn't keep it
+    mask_ids: str = ""
     answer: Answer | None  # None: the environment was not asked
 
     @model_validator(mode="after")
@@ -86,6 +88,9 @@ class Entry(Frozen):
         logprobs = np.frombuffer(b64decode(self.logprobs, validate=True), "<f4")  # raises if it is cut off
         if len(logprobs) != len(self.token_ids) or not np.isfinite(logprobs).all():
             raise ValueError(f"{len(logprobs)} log-probs of {len(self.token_ids)} tokens, or one that isn't finite")
+        counts, ids = _int32(self.mask_counts), _int32(self.mask_ids)
+        if self.mask_counts and (len(counts) != len(self.token_ids) or (counts < 1).any() or counts.sum() != len(ids)):
+            raise ValueError(f"a sampling mask of {len(counts)} numbers and {len(ids)} ids")
         if self.turn == 0 and self.begins_with is None:
             raise ValueError("a reset without a digest")
         if self.turn > 0 and (not self.token_ids or self.finish_reason is None):
@@ -184,7 +189,7 @@ class Journal:
 
     def _add(self, entry: Entry) -> None:
         recorded = self._recorded.get((entry.group, entry.sample), [])
-        if max(entry.token_ids, default=0) >= self._vocab_size:
+        if max((*entry.token_ids, *_int32(entry.mask_ids)), default=0) >= self._vocab_size:
             raise ValueError("a token id is too large")
         if entry.turn <= len(recorded):
             recorded[entry.turn :] = [_exchange_of(entry)]
@@ -218,6 +223,9 @@ def _entry_of(group: int, sample: int, turn: int, exchange: Exchange) -> Entry:
         fields["token_ids"] = tuple(sampled.token_ids.tolist())
         fields["logprobs"] = b64encode(sampled.logprobs.astype("<f4").tobytes()).decode()
         fields["finish_reason"] = sampled.finish_reason
+        if (mask := sampled.sampling_mask) is not None:
+            parts = {"mask_counts": mask.counts, "mask_ids": mask.token_ids}
+            fields |= {name: b64encode(part.astype("<i4").tobytes()).decode() for name, part in parts.items()}
     if reply is not None:
         failure = (reply.failure.kind, reply.failure.message) if reply.failure else None
         answer = asdict(reply) | {"failure": failure}
@@ -231,5 +239,11 @@ def _exchange_of(entry: Entry) -> Exchange:
     if entry.finish_reason is None:
         return Exchange(None, reply, entry.begins_with)
     logprobs = np.frombuffer(b64decode(entry.logprobs), "<f4").astype(np.float32)
-    turn = Generation(np.array(entry.token_ids, dtype=np.int32), logprobs, entry.finish_reason)
-    return Exchange(turn, reply)
+    mask = SamplingMask(_int32(entry.mask_counts), _int32(entry.mask_ids)) if entry.mask_counts else None
+    tokens = np.array(entry.token_ids, dtype=np.int32)
+    return Exchange(Generation(tokens, logprobs, entry.finish_reason, sampling_mask=mask), reply)
+
+
+def _int32(text: str) -> np.ndarray:
+    """Return integers that were written in base64: int32."""
+    return np.frombuffer(b64decode(text, validate=True), "<i4").astype(np.int32)

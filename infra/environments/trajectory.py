@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from infra.engines.base import Generation
+from infra.engines.base import Generation, SamplingMask
 from infra.environments.slot import Reply
 from schemas.metrics import Max, Mean, Metrics, Sum
 
@@ -30,7 +30,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory(Generation):
-    """The R tokens after a prompt: sampled by the model, or an environment's, whose log-probs are 0."""
+    """The R tokens after a prompt: sampled by the model, or an environment's, whose log-probs are 0.
+
+    If there is a sampling mask, an environment's tokens have none in it, which stands for all.
+    """
 
     loss_mask: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=bool))  # bool [R]; the model's tokens
     turns: tuple[Turn, ...] = ()  # at least one
@@ -99,6 +102,7 @@ class TrajectoryBuilder:
         self._num_prompt = len(self.history)
         self._logprobs: list[np.ndarray] = []
         self._masks: list[np.ndarray] = []
+        self._sampling_masks: list[SamplingMask | None] = []
         self._metrics: Counter[str] = Counter()
         self._seconds, self._num_recorded, self._is_anew = seconds, 0, is_restarted
 
@@ -109,7 +113,7 @@ class TrajectoryBuilder:
 
     def add_turn(self, generation: Generation, action: str) -> None:
         """Add what the model has sampled."""
-        self._append(generation.token_ids, generation.logprobs, is_sampled=True)
+        self._append(generation.token_ids, generation.logprobs, generation.sampling_mask, is_sampled=True)
         self.turns.append(Turn(len(generation.token_ids), action))
 
     def add_answer(self, reply: Reply) -> None:
@@ -126,7 +130,8 @@ class TrajectoryBuilder:
 
     def add_bridge(self, token_ids: np.ndarray) -> None:
         """Add the tokens between the newest turn and the next one."""
-        self._append(token_ids, np.zeros(len(token_ids), dtype=np.float32), is_sampled=False)
+        everything = SamplingMask(np.zeros(len(token_ids), dtype=np.int32), np.empty(0, dtype=np.int32))
+        self._append(token_ids, np.zeros(len(token_ids), dtype=np.float32), everything, is_sampled=False)
         turn = self.turns[-1]
         self.turns[-1] = Turn(turn.num_tokens, turn.action, len(token_ids), turn.observations, turn.reward)
 
@@ -136,6 +141,7 @@ class TrajectoryBuilder:
             token_ids=self.history[self._num_prompt :].astype(np.int32),
             logprobs=np.concatenate(self._logprobs),
             finish_reason="stop" if end == "done" else "length",
+            sampling_mask=_joined(self._sampling_masks),
             loss_mask=np.concatenate(self._masks),
             turns=tuple(self.turns),
             end=end,
@@ -146,10 +152,22 @@ class TrajectoryBuilder:
             is_restarted=self._is_anew,
         )
 
-    def _append(self, token_ids: np.ndarray, logprobs: np.ndarray, *, is_sampled: bool) -> None:
+    def _append(
+        self, token_ids: np.ndarray, logprobs: np.ndarray, mask: SamplingMask | None, *, is_sampled: bool
+    ) -> None:
         self.history = np.concatenate([self.history, token_ids])
         self._logprobs.append(logprobs)
         self._masks.append(np.full(len(token_ids), is_sampled))
+        self._sampling_masks.append(mask)
+
+
+def _joined(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:
+    """Return the mask of the tokens of several, one after another; None if the sampling doesn't keep it."""
+    kept = [mask for mask in masks if mask is not None]
+    if len(kept) < len(masks):
+        return None
+    counts, token_ids = [mask.counts for mask in kept], [mask.token_ids for mask in kept]
+    return SamplingMask(np.concatenate(counts), np.concatenate(token_ids))
 
 
 def describe(trajectories: Sequence[Trajectory]) -> Metrics:

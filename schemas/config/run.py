@@ -133,7 +133,6 @@ class RunConfig(FrozenConfig):
             "nothing is truncated: set rollout.top_p, rollout.top_k or rollout.min_p": (
                 rollout.top_p == 1 and not rollout.top_k and not rollout.min_p
             ),
-            "it is recorded of one turn's tokens, not of an environment's: remove environment": self.environments,
             "teachers score over all tokens: remove distillation": self.distillation,
         }
         if rollout.sampling_mask and (found := next((each for each, holds in problems.items() if holds), None)):

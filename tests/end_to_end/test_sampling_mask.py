@@ -1,4 +1,4 @@
-"""A run whose scores are over the tokens that truncated sampling left, by two ranks, with a reference; replayed."""
+"""Runs whose scores are over what truncated sampling left: by two ranks with a reference; of several turns."""
 
 import pytest
 
@@ -6,14 +6,27 @@ from infra.stores.offline import read_step
 from tests.support.run_results import Run
 from tests.support.workplace import Workplace
 
-STEPS = 3
+STEPS, STOPS = 3, list(range(64))
+COLUMNS = ("response_ids", "sampling_mask_counts", "sampling_mask_ids", "sampler_logprobs", "behavior_logprobs")
+SETTINGS = ("rollout.top_p=0.7", "rollout.min_p=0.02", "rollout.sampling_mask=true", "loss.behavior=recompute")
+GAME = """
+class Asking:
+    def __init__(self, task, seed):
+        self._turns = 0
+
+    def reset(self):
+        pass
+
+    def step(self, action):
+        self._turns += 1
+        return "go on", float(len(set(action))), self._turns == 2
+"""
 
 
 @pytest.fixture(scope="module")
 def masked(workplace: Workplace) -> Run:
-    settings = ("rollout.top_p=0.7", "rollout.min_p=0.02", "rollout.sampling_mask=true", "loss.behavior=recompute")
     others = ("kl.coef=0.05", "loss.entropy_coef=0.01", "runtime.num_policy_ranks=2", "store.keep_steps=all")
-    workplace.sluice("train", "tiny.toml", f"steps={STEPS}", *settings, *others, "--run-id", "masked")
+    workplace.sluice("train", "tiny.toml", f"steps={STEPS}", *SETTINGS, *others, "--run-id", "masked")
     return workplace.run("masked")
 
 
@@ -24,10 +37,9 @@ def test_engine_trainer_and_reference_score_over_the_same_tokens(masked: Run) ->
 
 
 def test_each_token_is_one_that_could_be_sampled(masked: Run) -> None:
-    columns = ["response_ids", "sampling_mask_counts", "sampling_mask_ids", "sampler_logprobs", "behavior_logprobs"]
-    for row in read_step(masked.path, STEPS - 1, columns=columns).to_pylist():
+    for row in read_step(masked.path, STEPS - 1, columns=COLUMNS).to_pylist():
         start, ids = 0, row["sampling_mask_ids"]
-        for token, count, *logprobs in zip(*(row[name] for name in columns if name != columns[2]), strict=True):
+        for token, count, *logprobs in zip(*(row[name] for name in COLUMNS if name != COLUMNS[2]), strict=True):
             assert token in ids[start : start + count]
             assert (count == 1) == (max(map(abs, logprobs)) < 1e-6)
             start += count
@@ -39,3 +51,25 @@ def test_a_replay_has_the_same_bits(workplace: Workplace, masked: Run) -> None:
     assert (
         workplace.sluice("sql", masked.run_id, "select min(sampling_mask_counts) > 0 from tokens").split()[-1] == "True"
     )
+
+
+def test_tokens_between_turns_are_scored_over_all(workplace: Workplace) -> None:
+    (workplace.folder / "masked_game.py").write_text(GAME)
+    environment = 'environment={kind="class", path="masked_game:Asking", max_turn_tokens=12}'
+    settings = (*SETTINGS, environment, 'reward={kind="environment"}', "rollout.max_response_tokens=60")
+    others = ("steps=2", "eval.every_steps=0", f"rollout.stop_token_ids={STOPS}", "loss.observation_coef=0.1")
+    workplace.sluice("train", "tiny.toml", *settings, *others, "store.keep_steps=all", "--run-id", "masked-turns")
+    run = workplace.run("masked-turns")
+    for metrics in run.step_metrics():
+        assert metrics["turns"] > 1.2
+        assert metrics["mismatch/max"] < 1e-4  # engine and trainer score over the same tokens
+        assert (metrics["ratio"], metrics["ratio_max"]) == (1.0, 1.0)
+    for row in read_step(run.path, 1, columns=(*COLUMNS, "loss_mask")).to_pylist():
+        start, ids = 0, row["sampling_mask_ids"]
+        for token, is_sampled, count in zip(
+            *(row[name] for name in ("response_ids", "loss_mask", COLUMNS[1])), strict=True
+        ):
+            assert is_sampled == (count > 0) == (token in ids[start : start + count])
+            start += count
+        assert start == len(ids)
+    assert "same bits" in workplace.sluice("replay", "masked-turns", "--steps", "1")

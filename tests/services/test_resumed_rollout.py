@@ -129,7 +129,8 @@ def num_calls(row: dict[str, Any]) -> int:
 def test_what_was_answered_is_not_asked_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, game: str, resume_rows: str
 ) -> None:
-    run = run_with(folder, game, environment={"resume_rows": resume_rows})
+    rollout = {"top_k": 50, "sampling_mask": True}  # which is recorded, too
+    run = run_with(folder, game, environment={"resume_rows": resume_rows}, rollout=rollout)
     _, expected = play(elsewhere(folder, run))
     assert calls(folder) == sum(map(num_calls, expected.values()))
     abandon(run, monkeypatch, num_ended=3)
@@ -188,7 +189,8 @@ def test_a_batch_whose_rows_were_lost_needs_neither_engine_nor_environment(
     folder: Path, monkeypatch: pytest.MonkeyPatch, game: str, resume_rows: str
 ) -> None:
     cut = {"resume_rows": resume_rows, "max_turn_tokens": 6}  # some turns are cut off
-    run = run_with(folder, game, environment=cut)
+    rollout = {"top_k": 50, "sampling_mask": True} if game == "Noted" else {}
+    run = run_with(folder, game, environment=cut, rollout=rollout)
     expected_shard, expected = play(run)
     calls(folder)
     monkeypatch.delattr(TransformersEngine, "open_rows")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from infra.engines.base import Generation
+from infra.engines.base import Generation, SamplingMask
 from infra.environments.journal import Batch, Exchange, Journal, dump, load
 from infra.environments.slot import Failure, Reply
 from infra.storage.journals import JournalFiles
@@ -26,9 +26,9 @@ def files(tmp_path: Path) -> JournalFiles:
     return RunDirectory(tmp_path).journals
 
 
-def turn(*ids: int, reply: Reply | None = None) -> Exchange:
+def turn(*ids: int, reply: Reply | None = None, mask: SamplingMask | None = None) -> Exchange:
     logprobs = np.random.default_rng(ids[0]).normal(size=len(ids)).astype(np.float32)
-    return Exchange(Generation(np.array(ids, np.int32), logprobs, "stop"), reply)
+    return Exchange(Generation(np.array(ids, np.int32), logprobs, "stop", sampling_mask=mask), reply)
 
 
 def answer(text: str) -> Reply:
@@ -74,7 +74,8 @@ def written(files: JournalFiles) -> Path:
 
 def test_what_is_read_are_the_same_bits(files: JournalFiles) -> None:
     failed = Reply(seconds=3.0, failure=Failure("timeout", "no answer"))
-    turns = [turn(3, 299, 0, reply=answer("a")), turn(4, reply=failed), turn(5)]
+    mask = SamplingMask(np.array([2, 1, 1], np.int32), np.array([3, 9, 299, 0], np.int32))
+    turns = [turn(3, 299, 0, reply=answer("a"), mask=mask), turn(4, reply=failed), turn(5)]
     write(files, (0, 0, RESET), *((0, number, each) for number, each in enumerate(turns, 1)))
     found = read(files)[0]
     assert found[0].reply == Reply(RESET.reply.observations, is_recorded=True)
@@ -83,6 +84,10 @@ def test_what_is_read_are_the_same_bits(files: JournalFiles) -> None:
         assert exchange.turn.logprobs.tobytes() == expected.turn.logprobs.tobytes()
         assert exchange.turn.token_ids.tolist() == expected.turn.token_ids.tolist()
         assert (exchange.turn.token_ids.dtype, exchange.turn.logprobs.dtype) == (np.int32, np.float32)
+    assert [exchange.turn.sampling_mask is None for exchange in found[1:]] == [False, True, True]
+    kept = found[1].turn.sampling_mask
+    assert (kept.counts.tolist(), kept.token_ids.tolist()) == ([2, 1, 1], [3, 9, 299, 0])
+    assert (kept.counts.dtype, kept.token_ids.dtype) == (np.int32, np.int32)
     assert [exchange.reply and exchange.reply.failure for exchange in found] == [None, None, failed.failure, None]
     assert found[1].reply.reward == 0.1 + 0.2
     assert found[1].reply.metrics == {"x": 1 / 3}

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from infra.datasets import PromptRow
-from infra.engines.base import Generation
+from infra.engines.base import Generation, SamplingMask
 from infra.environments.slot import Reply
 from infra.environments.trajectory import TrajectoryBuilder
 from infra.models.load import load_model
@@ -248,14 +248,21 @@ def test_a_row_that_is_continued_draws_other_noise_than_at_its_start() -> None:
 
 def test_only_sampled_tokens_are_trained() -> None:
     row = TrajectoryBuilder(0, np.array([1, 2]), 0, None)
-    row.add_turn(Generation(np.array([3, 4]), np.array([-0.5, -0.25], np.float32), "stop"), "a")
+    masks = [
+        SamplingMask(np.array(counts, np.int32), np.array(ids, np.int32))
+        for counts, ids in (([1, 2], [3, 4, 9]), ([1], [8]))
+    ]
+    row.add_turn(Generation(np.array([3, 4]), np.array([-0.5, -0.25], np.float32), "stop", sampling_mask=masks[0]), "a")
     row.add_answer(Reply(("b",), 0.5))
     row.add_bridge(np.array([5, 6, 7]))
-    row.add_turn(Generation(np.array([8]), np.array([-1.0], np.float32), "stop"), "c")
+    row.add_turn(Generation(np.array([8]), np.array([-1.0], np.float32), "stop", sampling_mask=masks[1]), "c")
     found = row.finish("done")
     assert found.token_ids.tolist() == [3, 4, 5, 6, 7, 8]
     assert found.loss_mask.tolist() == [True, True, False, False, False, True]
     assert found.logprobs.tolist() == [-0.5, -0.25, 0, 0, 0, -1]
+    assert found.sampling_mask is not None
+    assert found.sampling_mask.counts.tolist() == [1, 2, 0, 0, 0, 1]
+    assert found.sampling_mask.token_ids.tolist() == [3, 4, 9, 8]
 
 
 def test_the_number_of_workers_does_not_change_the_samples(folder: Path) -> None:
