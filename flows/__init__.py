@@ -1,4 +1,4 @@
-"""The flows, and the two ways to start them: the command line, and `train_run` from Python."""
+"""The flows, and the two ways to start them: the command line, and `train_run` and `run_pipeline` from Python."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import infra  # noqa: F401  it sets what torch and Ray read when they are imported
 
 if TYPE_CHECKING:
-    from flows.api import train_run, train_run_async
+    from flows.api import run_pipeline, run_pipeline_async, train_run, train_run_async
 
-__all__ = ["train_run", "train_run_async"]
+__all__ = ["run_pipeline", "run_pipeline_async", "train_run", "train_run_async"]
 
 
 def __getattr__(name: str) -> Any:

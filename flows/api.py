@@ -1,17 +1,19 @@
-"""Runs started from Python: what `sluice train` and `sluice resume` do, with the run's summary as the result."""
+"""Runs and pipelines started from Python: what `sluice train`, `resume` and `pipeline` do, with the result returned."""
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from flows.lifecycle.outages import call_through_outages
 from flows.lifecycle.secrets import take_secrets
 from flows.lifecycle.session import prefect_session
+from flows.pipeline import PipelineResult, pipeline
+from flows.pipeline_plan import check_pipeline, plan_pipeline
 from flows.preflight import check_run
 from flows.summary import finished_summary
 from flows.train import train
@@ -19,12 +21,15 @@ from infra.models.load import check_weight_files
 from infra.ray.module_path import append_working_directory
 from infra.storage.runs import RunDirectory, new_run_id, resumed_config
 from rl_core.user_code import imported_now
-from schemas.config.load import parse_config, read_toml
+from schemas.config.load import parse_config, parse_values, read_toml
+from schemas.config.pipeline import PipelineConfig
 from schemas.config.run import RunConfig
 from schemas.errors import ConfigError
 from schemas.step import RunSummary
 
-_active: list[str] = []  # the run that this process trains
+Result = TypeVar("Result")
+
+_active: list[str] = []  # the run or pipeline of this process
 
 
 def train_run(
@@ -54,12 +59,7 @@ def train_run(
         Traceback (most recent call last):
         schemas.errors.ConfigError: config: missing key steps
     """
-    _require_program()  # the loop may be that of a run which imports this script
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(train_run_async(config, reward=reward, run_id=run_id))
-    raise ConfigError("an event loop is running, as in a notebook; write `await train_run_async(...)` instead")
+    return _run_to_end("train_run", lambda: train_run_async(config, reward=reward, run_id=run_id))
 
 
 async def train_run_async(
@@ -70,12 +70,12 @@ async def train_run_async(
 ) -> RunSummary:
     """Train as `train_run` does, in the running event loop; if cancelled, the run stops, and can be resumed."""
     append_working_directory()
-    values = dict(config) if isinstance(config, Mapping) else read_toml(Path(config))
+    values, place = _values_of(config)
     if reward is not None:
         values["reward"] = {"kind": "function", "path": import_path(reward)}
-    parsed = parse_config(values, (), "config" if isinstance(config, Mapping) else str(config))
+    parsed = parse_config(values, (), place)
     run_id = run_id or new_run_id(parsed.name)
-    with _only_run(run_id):
+    with _only_run("train_run", run_id):
         take_secrets(parsed.services, starts=True)
         if (finished := finished_summary(parsed, run_id)) is not None:
             return finished
@@ -87,6 +87,49 @@ async def train_run_async(
                 )
             except Exception as error:
                 error.add_note(f"to resume, call train_run with run_id={run_id!r}, or: sluice resume {run_id}")
+                raise
+
+
+def run_pipeline(config: Mapping[str, Any] | str | Path, *, pipeline_id: str | None = None) -> PipelineResult:
+    """Run a pipeline to its promoted model. Where an event loop runs, as in a notebook, use `run_pipeline_async`.
+
+    All stages are checked before anything is started, and services start as for `train_run`. The pipeline is like one
+    of `sluice pipeline`: if it stops, the same call with its `pipeline_id` goes on with it.
+
+    Args:
+        config: The pipeline, with its sections as dicts; or the path of a TOML file.
+        pipeline_id: The pipeline's id; an existing pipeline goes on. None: the config's name and the time.
+
+    Raises:
+        UserError: Something in the pipeline, its configs, data, models or rewards is not usable, or another process
+            runs it.
+        GateError: The last model is not what the gate asks for; nothing is promoted.
+        PipelineError: A run stopped; the pipeline can go on.
+
+    Example:
+        >>> run_pipeline({"stages": {"sft": {"config": "sft.toml"}}})
+        Traceback (most recent call last):
+        schemas.errors.ConfigError: config: missing key name
+    """
+    return _run_to_end("run_pipeline", lambda: run_pipeline_async(config, pipeline_id=pipeline_id))
+
+
+async def run_pipeline_async(
+    config: Mapping[str, Any] | str | Path, *, pipeline_id: str | None = None
+) -> PipelineResult:
+    """Run a pipeline as `run_pipeline` does, in the running event loop; if cancelled, it stops, and can go on."""
+    append_working_directory()
+    values, place = _values_of(config)
+    parsed = parse_values(PipelineConfig, values, (), place)
+    plan = plan_pipeline(parsed, pipeline_id or new_run_id(parsed.name))
+    with _only_run("run_pipeline", plan.pipeline_id):
+        take_secrets(plan.services, starts=True)
+        check_pipeline(plan)
+        with prefect_session(plan.services, Console()):
+            try:
+                return await call_through_outages(lambda: pipeline(plan), plan.services.prefect_patience_seconds)
+            except Exception as error:
+                error.add_note(f"to go on, call run_pipeline with pipeline_id={plan.pipeline_id!r}")
                 raise
 
 
@@ -119,21 +162,36 @@ def import_path(function: Callable[..., Any]) -> str:
     return f"{'.'.join(parts)}:{name}"
 
 
-def _require_program() -> None:
+def _run_to_end(call: str, start: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    """Run what a call starts in an event loop of its own; `call` names it in errors."""
+    _require_program(call)  # the loop may be that of a run which imports this script
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(start())
+    raise ConfigError(f"an event loop is running, as in a notebook; write `await {call}_async(...)` instead")
+
+
+def _values_of(config: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
+    """Return the values of a config, and how errors name it."""
+    return (dict(config), "config") if isinstance(config, Mapping) else (read_toml(Path(config)), str(config))
+
+
+def _require_program(call: str) -> None:
     """Refuse a script that is imported for its reward, here or in a reward process, and another run in this process."""
     if (module := imported_now()) is not None:
         raise ConfigError(
-            f'train_run is called while {module} is imported; call it under `if __name__ == "__main__":`, as reward '
+            f'{call} is called while {module} is imported; call it under `if __name__ == "__main__":`, as reward '
             "processes import the script, too"
         )
     if _active:  # Prefect's and Ray's connections are the process's
-        raise ConfigError(f"this process trains run {_active[0]} already; wait for its end")
+        raise ConfigError(f"this process runs {_active[0]} already; wait for its end")
 
 
 @contextmanager
-def _only_run(run_id: str) -> Iterator[None]:
-    _require_program()
-    _active.append(run_id)
+def _only_run(call: str, id_: str) -> Iterator[None]:
+    _require_program(call)
+    _active.append(id_)
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from flows.lifecycle.cancellation import cancellable
 from flows.pipeline_plan import CURRENT, PLAN, PipelinePlan, PlannedRun, named
 from flows.summary import finished_summary
 from flows.train import train
+from infra.storage.driver_lock import file_lock
 from infra.storage.folder import read_record
 from infra.storage.runs import open_folder
 from schemas.base import Frozen
@@ -54,18 +55,26 @@ async def pipeline(plan: PipelinePlan) -> PipelineResult:
     Raises:
         GateError: The model is not what the gate asks for; nothing is promoted.
         PipelineError: A run stopped; the pipeline can be started again with its id.
+        RunError: Another process runs this pipeline.
         CancelledRun: It was cancelled in the Prefect UI; the same.
     """
-    return cast(PipelineResult, await cancellable(run_pipeline(plan)))
+    return cast(PipelineResult, await cancellable(run_stages(plan)))
 
 
-async def run_pipeline(plan: PipelinePlan, turn: Turn = lambda pool: nullcontext()) -> PipelineResult:
+async def run_stages(plan: PipelinePlan, turn: Turn = lambda pool: nullcontext()) -> PipelineResult:
     """Run a pipeline within the current flow run, see `pipeline`.
 
     Args:
         plan: The pipeline.
         turn: Makes the context of each run, given its pool, in which it waits until it may begin.
     """
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    advice = "wait for its end, or end that process first"
+    with file_lock(plan.folder / "driver.lock", f"pipeline {plan.pipeline_id}", advice):
+        return await _run_stages(plan, turn)
+
+
+async def _run_stages(plan: PipelinePlan, turn: Turn) -> PipelineResult:
     logger, folder = get_run_logger(), open_folder(str(plan.folder))
     if (done := read_record(folder, _RESULT, PipelineResult, "restore it")) is not None:
         logger.info("pipeline %s is complete: %s was promoted", plan.pipeline_id, done.model)

@@ -21,7 +21,7 @@ from prefect.states import Completed, Failed, Running
 from flows.configs import find_config
 from flows.lifecycle.cancellation import cancellable, rename_flow_run, set_state
 from flows.lifecycle.secrets import take_secrets
-from flows.pipeline import run_pipeline
+from flows.pipeline import run_stages
 from flows.pipeline_plan import PipelinePlan, check_pipeline, load_pipeline, plan_pipeline, stored_plan
 from flows.summary import finished_summary
 from flows.train import own_run_id, train_policy
@@ -208,7 +208,7 @@ async def prepare_data(
 
 async def _promote_in_turn(plan: PipelinePlan) -> State:
     """Run a pipeline, each of whose runs waits for a free slot of its pool."""
-    result = await run_pipeline(plan, hold_pool)
+    result = await run_stages(plan, hold_pool)
     return Completed(message=f"promoted {result.model}")
 
 

@@ -1,4 +1,4 @@
-"""The lock that keeps a second driver from a run, and shows whether it has one.
+"""The lock that keeps a second driver from a run or a pipeline, and shows whether it has one.
 
 In a local folder it is a lock of the kernel on `driver.lock`; elsewhere a lease, see `infra.storage.lease`.
 """
@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, NoReturn
 
 from infra.storage.lease import Driver, Lease, held_lease, observe_driver
@@ -29,7 +30,34 @@ def driver_lock(directory: RunDirectory) -> Iterator[None]:
     Raises:
         RunError: Another process is driving this run.
     """
-    with _local_lock(directory) if directory.is_local else _lease(directory):
+    if directory.is_local:
+        lock = file_lock(directory.path / "driver.lock", f"run {directory.run_id}", _advice(directory))
+    else:
+        lock = _lease(directory)
+    with lock:
+        yield
+
+
+@contextmanager
+def file_lock(path: Path, what: str, advice: str) -> Iterator[None]:
+    """Hold the kernel's lock on a file, which says whose it is.
+
+    Args:
+        path: The file; its folder exists.
+        what: What is locked, for the error.
+        advice: What to do if another process has it.
+
+    Raises:
+        RunError: Another process has it.
+    """
+    with path.open("a") as file:
+        if not _try_lock(file, fcntl.LOCK_EX):
+            time.sleep(PROBE_SECONDS)
+            if not _try_lock(file, fcntl.LOCK_EX):
+                raise RunError(f"{what} is being driven by {_owner(path) or 'another process'}; {advice}")
+        file.truncate(0)
+        file.write(f"{os.getpid()} {socket.gethostname()}")
+        file.flush()
         yield
 
 
@@ -81,10 +109,9 @@ def find_driver(directory: RunDirectory) -> Driver | None:
         return observe_driver(directory.folder)
     if not is_driven(directory):
         return None
-    pid, _, host = (directory.path / "driver.lock").read_text().partition(" ")
-    if not host:
+    if (driver := _owner(directory.path / "driver.lock")) is None:
         raise RunError(f"run {directory.run_id} is being started or ended by another process; try again in a moment")
-    return Driver(int(pid), host)
+    return driver
 
 
 def is_driven(directory: RunDirectory) -> bool:
@@ -96,20 +123,6 @@ def is_driven(directory: RunDirectory) -> bool:
             return not _try_lock(file, fcntl.LOCK_SH)  # shared: several processes may look at the same time
     except FileNotFoundError:
         return False
-
-
-@contextmanager
-def _local_lock(directory: RunDirectory) -> Iterator[None]:
-    with (directory.path / "driver.lock").open("a") as file:
-        if not _try_lock(file, fcntl.LOCK_EX):
-            time.sleep(PROBE_SECONDS)
-            if not _try_lock(file, fcntl.LOCK_EX):
-                driver = find_driver(directory) or "another process"
-                raise RunError(f"run {directory.run_id} is being driven by {driver}; {_advice(directory)}")
-        file.truncate(0)
-        file.write(f"{os.getpid()} {socket.gethostname()}")
-        file.flush()
-        yield
 
 
 @contextmanager
@@ -127,6 +140,12 @@ def _lease(directory: RunDirectory) -> Iterator[None]:
 
 def _held(directory: RunDirectory) -> Lease | None:
     return None if directory.is_local else held_lease(directory.folder)
+
+
+def _owner(path: Path) -> Driver | None:
+    """Return the process that a locked file names; None if it is just being written."""
+    pid, _, host = path.read_text().partition(" ")
+    return Driver(int(pid), host) if host else None
 
 
 def _advice(directory: RunDirectory) -> str:

@@ -32,6 +32,12 @@ set = {"distillation.reward_weight" = 0.5, "distillation.teachers.before.max_pro
 [gate]
 query = "select count(*) = 3 from steps where run_id = $taught"
 """
+IN_PYTHON = """
+from flows import run_pipeline
+
+result = run_pipeline("pipe.toml", pipeline_id="killed")
+print(result.pipeline_id, result.model, result.best["taught"])
+"""
 SWEEP = """
 name = "sweep"
 set = {steps = 2}
@@ -73,7 +79,9 @@ def whole(place: Workplace) -> Path:
 def killed(place: Workplace, whole: Path) -> Path:
     """The files of one that was killed in its second stage, and brought to the end of that by another process."""
     driver, run = place.start("pipeline", "pipe.toml", "--id", "killed"), place.run("killed-taught")
-    driver.wait_for(lambda: run.passed(1, "teacher"), poll_seconds=0)
+    driver.wait_standing(lambda: run.passed(1, "teacher"))
+    second = place.sluice("pipeline", "pipe.toml", "--id", "killed", exit_code=2)
+    assert f"pipeline killed is being driven by process {driver.processes[0].pid} on " in second
     driver.kill()
     files = whole.with_name("killed")
     trained = (files / "sft/config.json").stat()
@@ -141,7 +149,7 @@ def test_another_gate_promotes_what_is_trained_and_other_training_is_another_pip
 ) -> None:
     refused = place.sluice("pipeline", "pipe.toml", "--id", "killed", "set.steps=4", exit_code=2)
     assert "pipeline killed can't go on with a different steps of stage sft, steps of stage taught" in refused
-    place.sluice("pipeline", "pipe.toml", "--id", "killed")
+    assert place.python("-P", "-c", IN_PYTHON).splitlines()[-1] == "killed models/pipe/killed/taught killed-taught"
     assert (whole.parent / "current").resolve() == killed / "taught"
     assert len(place.run("killed-taught").metrics.events()) == 2  # it wasn't started again
     assert "pipeline whole is complete" in place.sluice("pipeline", "pipe.toml", "--id", "whole")

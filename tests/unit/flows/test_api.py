@@ -1,4 +1,4 @@
-"""`train_run`: which functions other processes find, and what is refused before anything starts."""
+"""`train_run` and `run_pipeline`: which functions other processes find, and what is refused before anything starts."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flows import train_run
+from flows import run_pipeline, train_run
 from flows.api import import_path
 from infra.rewards.open import check_reward
 from schemas.config.reward import FunctionReward
@@ -29,14 +29,18 @@ def test_what_no_other_process_finds_is_refused(reward: Callable[..., Any]) -> N
 
 
 def test_in_a_running_event_loop_the_other_call_is_named() -> None:
-    async def cell() -> None:
-        train_run({})
+    for call in (train_run, run_pipeline):
 
-    with pytest.raises(ConfigError, match="await train_run_async"):
-        asyncio.run(cell())
+        async def cell(call: Callable[..., Any] = call) -> None:
+            call({})
+
+        with pytest.raises(ConfigError, match=f"await {call.__name__}_async"):
+            asyncio.run(cell())
 
 
 def test_a_wrong_key_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"config: unknown key stages.sft.modl; did you mean 'model'"):
+        run_pipeline({"name": "sums", "stages": {"sft": {"config": "sft.toml", "modl": "m"}}})
     with pytest.raises(ConfigError, match=r"config: .*optim.*did you mean 'lr'"):
         train_run({"optim": {"lrr": 1}})
 
