@@ -456,8 +456,8 @@ MUTANTS = (
         name="environment-tokens-trained",
         area="environments",
         path="infra/environments/trajectory.py",
-        old="np.zeros(len(token_ids), dtype=np.float32), is_sampled=False)",
-        new="np.zeros(len(token_ids), dtype=np.float32), is_sampled=True)",
+        old="np.zeros(len(token_ids), dtype=np.float32), everything, is_sampled=False)",
+        new="np.zeros(len(token_ids), dtype=np.float32), everything, is_sampled=True)",
         tests=(
             "tests/unit/infra/test_rollout_worker.py",
             "tests/services/test_tool_episodes.py",
