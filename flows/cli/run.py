@@ -1,4 +1,4 @@
-"""The flows of runs and pipelines in a terminal: the result, and the command that resumes them after an early stop."""
+"""Flows in a terminal: the result of runs and pipelines, and the command that goes on with them after an early stop."""
 
 import signal
 from collections.abc import Awaitable, Callable
@@ -44,7 +44,7 @@ def run_training(console: Console, config: RunConfig, run_id: str | None = None)
             log_error(directory, error)
         return None if isinstance(error, RunError) else hint  # it says what must be done first: else it comes again
 
-    summary = _run_to_end(lambda: train(config, run_id=run_id), config.services, explain)
+    summary = run_to_end(lambda: train(config, run_id=run_id), config.services, explain)
     console.print(render_summary(summary, directory.url))
 
 
@@ -59,14 +59,14 @@ def run_pipeline(console: Console, plan: PipelinePlan, command: str) -> None:
     def explain(error: BaseException, was_terminated: bool) -> str | None:
         return None if isinstance(error, UserError) else f"continue with: {command}"
 
-    result = _run_to_end(lambda: pipeline(plan), plan.services, explain)
+    result = run_to_end(lambda: pipeline(plan), plan.services, explain)
     reached = "" if result.accuracy is None else f", accuracy {result.accuracy:.3f}"
     gained = "" if result.gain is None else f" ({result.gain:+.3f})"
     link = f"{plan.config.folder}/{CURRENT}"
     console.print(f"pipeline {result.pipeline_id} promoted {result.model}{reached}{gained}: {link}", soft_wrap=True)
 
 
-def _run_to_end(
+def run_to_end(
     flow: Callable[[], Awaitable[Result]],
     services: ServicesConfig,
     explain: Callable[[BaseException, bool], str | None],

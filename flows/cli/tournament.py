@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from flows.cli.replay import parse_steps
+from flows.cli.run import run_to_end
 from flows.cli.tables import plain_table, with_width
-from flows.lifecycle.session import prefect_session, run_flow
+from flows.lifecycle.session import prefect_session
 from flows.preflight import check, check_checkpoint
 from flows.replay.fork import make_fork
 from flows.replay.replay import OWN, StepFigures
@@ -32,6 +33,7 @@ from flows.tournament import (
 from infra.storage import places
 from infra.storage.runs import RunDirectory
 from schemas.config.load import differences
+from schemas.errors import UserError
 
 FIGURES = ("method", "cosine", "norm", "times own", "sample size", "clipped", "loss", "gradient", "moves most")
 RANKING = ("place", "method", "run", "steps", "accuracy", "reward", "")
@@ -86,7 +88,13 @@ def run_tournament(
                 make_fork(fork)
         services = directory.config().services
         with prefect_session(services, told):
-            rounds = run_flow(lambda: hold_tournament(directory.run_id, directory.runs_dir, name, names), services)
+            rounds = run_to_end(
+                lambda: hold_tournament(directory.run_id, directory.runs_dir, name, names),
+                services,
+                lambda error, _: (
+                    None if isinstance(error, UserError) else "the same command goes on with the tournament"
+                ),
+            )
         known = open_tournament(directory, name, methods)  # with what the flow has found
         page = _write_page(directory, known, names, rounds)
     if as_json:

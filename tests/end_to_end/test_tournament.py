@@ -1,6 +1,7 @@
-"""`sluice tournament` of a run: figures are those of replays, it goes on after a kill, and a bad method ends last."""
+"""`sluice tournament`: figures are those of replays, it goes on after a kill and Ctrl-C, a bad method ends last."""
 
 import json
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,8 +58,24 @@ def before(workplace: Workplace) -> dict[str, list[dict[str, float]]]:
 
 
 @pytest.fixture(scope="module")
-def found(workplace: Workplace, before: dict[str, list[dict[str, float]]]) -> Iterator[dict[str, Any]]:
-    """What the same command prints then."""
+def interrupted(workplace: Workplace, before: dict[str, list[dict[str, float]]]) -> str:
+    """What the same command printed then, until Ctrl-C."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in the background
+    command = workplace.start(*COMMAND)
+    signal.signal(signal.SIGINT, handler)
+    forks = [fork_of(workplace, name) for name in ("own", "gspo", STUCK)]
+    num_done = sum(fork.num_done for fork in forks)
+    command.wait_for(lambda: sum(fork.num_done for fork in forks) > num_done)
+    command.interrupt()
+    printed = command.finish(exit_code=130)
+    assert not any(is_driven(fork) for fork in forks)
+    return printed
+
+
+@pytest.fixture(scope="module")
+def found(workplace: Workplace, interrupted: str) -> Iterator[dict[str, Any]]:
+    """What it prints at its end, with two slots for its forks."""
+    workplace.prefect("gcl", "update", "sluice-default", "--limit", "2").finish()
     printed = workplace.sluice(*COMMAND, "--json")
     yield json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
     assert not list((workplace.folder / "runs").rglob(".replay"))
@@ -68,6 +85,20 @@ def test_a_fork_ends_with_a_killed_tournament(workplace: Workplace, before: dict
     assert [len(steps) for steps in before.values()] == [3]
     (going,) = (name for name in ("own", "gspo", STUCK) if name not in before and fork_of(workplace, name).num_done)
     assert starts_of(fork_of(workplace, going)) == [("fork", 0), ("resume", 0)]
+
+
+def test_after_ctrl_c_the_same_command_goes_on(interrupted: str, found: dict[str, Any]) -> None:
+    assert interrupted.splitlines()[-1] == "the same command goes on with the tournament"
+    assert len(found["rounds"]) == 2
+
+
+def test_forks_are_trained_at_the_same_time_if_the_pool_has_slots(workplace: Workplace, found: dict[str, Any]) -> None:
+    spans = []
+    for name in ("own", "gspo"):
+        steps = [report for report in fork_of(workplace, name).metrics.steps() if report.step >= 3]
+        times = [report.started_at for report in steps if report.started_at is not None]
+        spans.append((times[0], times[-1] + steps[-1].seconds))
+    assert max(start for start, _ in spans) < min(end for _, end in spans)
 
 
 def test_figures_are_of_each_step_from_the_runs_own_weights(workplace: Workplace, found: dict[str, Any]) -> None:

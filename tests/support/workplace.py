@@ -284,6 +284,10 @@ class Command:
         """Send it SIGTERM."""
         self._process.terminate()
 
+    def interrupt(self) -> None:
+        """Send it SIGINT, as Ctrl-C does."""
+        self._process.send_signal(signal.SIGINT)
+
     def _working(self) -> list[psutil.Process]:
         """Return the processes that work for it: itself, its children and Ray's workers, but no service.
 
